@@ -1,0 +1,111 @@
+"""What layouts, kernels and transports hand to one another. Shapes, everywhere:
+
+    b batch   n queries held here   m keys of one owner   h query heads   h_kv key heads
+    q, out, dout [b, n, h, d or d_v]   k [b, m, h_kv, d]   v [b, m, h_kv, d_v]   lse, delta [b, h, n]
+
+`lse` is the natural logarithm of the sum of exponentials. Running results (out, lse, dq, dk,
+dv) are kept in `accumulator(dtype)`: float32 at least, float64 for float64.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.layouts import Segments, Tile
+
+
+class Keys(NamedTuple):
+    """All that travels together, and whose positions it has."""
+
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None  # bool [b, m], True = may be seen
+    segments: Segments
+
+
+class Terms(NamedTuple):
+    """What a score is: `scale * q.k`, then `c * tanh(score / c)` if softclamp is c.
+
+    `bucket_size` is no part of that: it bounds the rows of a tile that are computed at once.
+    """
+
+    scale: float
+    softclamp: float | None
+    bucket_size: int
+
+
+class Saved(NamedTuple):
+    """The queries' side of a backward pass.
+
+    `delta` is the row sum of dout * out, less dlse; kernels that make their own delta from
+    `out` need `dlse` by itself, which is None where nothing was differentiated through lse.
+    """
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    delta: Tensor
+    dlse: Tensor | None
+
+
+class Grads(NamedTuple):
+    """Running sums, added to in place."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Case(NamedTuple):
+    """What is asked of a kernel: all that decides whether it can do it."""
+
+    device: str
+    dtype: torch.dtype
+    softclamp: bool
+
+
+class Kernel(Protocol):
+    """Attention on the visible tiles of one block. A module with these is a kernel.
+
+    A row that sees no key leaves its out and lse as they were, and has no gradient.
+    """
+
+    __name__: str
+
+    def problem(self, case: Case) -> str | None:
+        """Why this kernel can't do the case; None where it can."""
+
+    def forward(
+        self, q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, out: Tensor, lse: Tensor
+    ) -> None:
+        """Merge attention to these keys into the running `out` and `lse`, in place."""
+
+    def backward(
+        self, saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads
+    ) -> None:
+        """Add the gradients of these tiles to `grads`, in place."""
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which running sums of tensors of `dtype` are kept."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge, in place, attention to further keys into `out` [b, n, h, d] and `lse` [b, h, n].
+
+    Either lse may be -inf, or both: a side that saw nothing has no weight, and no NaN comes.
+    The convex combination never overflows, however far the two lse are apart.
+
+    >>> out, lse = torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -torch.inf)
+    >>> merge_(out, lse, torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
+    >>> merge_(out, lse, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1))
+    >>> out.flatten().tolist(), round(lse.item(), 4)
+    ([0.5, 0.5], 0.6931)
+    """
+    weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
+    out.lerp_(part_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
+    torch.logaddexp(lse, part_lse, out=lse)

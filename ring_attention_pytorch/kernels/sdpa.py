@@ -1,0 +1,118 @@
+"""PyTorch's own flash attention on the CPU, with its log-sum-exp and its backward.
+
+It knows full and causal tiles (its diagonal starts at the top left, as ours does) and an
+additive mask. Every other band goes to it some rows at a time with a small mask of their own.
+It must not be given an empty tile (it divides by the length) and reports 0 as the lse of a
+row that sees nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms, merge_
+from ring_attention_pytorch.layouts import Tile, band, buckets
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Call(NamedTuple):
+    """One call: `mask` is additive, `unseen` marks the rows that see no key, if any might."""
+
+    rows: slice
+    cols: slice
+    causal: bool
+    mask: Tensor | None
+    unseen: Tensor | None
+
+
+def problem(case: Case) -> str | None:
+    if case.device != "cpu":
+        return f"runs on the CPU, the tensors are on {case.device}"
+    if case.dtype not in _DTYPES:
+        return f"has no {case.dtype}"
+    if case.softclamp:
+        return "has no softclamp"
+    return None
+
+
+def forward(
+    q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, out: Tensor, lse: Tensor
+) -> None:
+    d_v = keys.v.shape[-1]
+    for call in _calls(q, keys, tiles, terms):
+        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_operands(q[:, call.rows], keys.k[:, call.cols], keys.v[:, call.cols]),
+            0.0, call.causal, attn_mask=call.mask, scale=terms.scale,
+        )  # fmt: skip
+        if call.unseen is not None:
+            part_lse = part_lse.masked_fill(call.unseen.unsqueeze(1), -torch.inf)
+        part = rearrange(part[..., :d_v], "b h n d -> b n h d")
+        merge_(out[:, call.rows], lse[..., call.rows], part, part_lse)
+
+
+def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+    out, dout, v = saved.out, saved.dout, keys.v
+    if saved.dlse is not None:
+        # one column more, in which v is 0, out 1 and dout -dlse, gives delta its share of dlse
+        column = rearrange(saved.dlse, "b h n -> b n h 1")
+        out, dout = (
+            torch.cat(t, -1)
+            for t in ((out, torch.ones_like(out[..., :1])), (dout, -column.to(dout.dtype)))
+        )
+        v = F.pad(v, (0, 1))
+    # rows that see nothing anywhere: any finite lse keeps exp(-inf - lse) at 0
+    lse = saved.lse.masked_fill(saved.lse == -torch.inf, 0.0)
+    for call in _calls(saved.q, keys, tiles, terms):
+        q_, k_, v_ = _operands(saved.q[:, call.rows], keys.k[:, call.cols], v[:, call.cols])
+        dout_, out_ = (
+            _padded(rearrange(t[:, call.rows], "b n h d -> b h n d"), q_.shape[-1])
+            for t in (dout, out)
+        )
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout_, q_, k_, v_, out_, lse[..., call.rows], 0.0, call.causal,
+            attn_mask=call.mask, scale=terms.scale,
+        )  # fmt: skip
+        places = (grads.dq[:, call.rows], grads.dk[:, call.cols], grads.dv[:, call.cols])
+        for total, part in zip(places, parts):
+            total += rearrange(part, "b h n d -> b n h d")[..., : total.shape[-1]]
+
+
+def _calls(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms) -> Iterator[_Call]:
+    for tile in tiles:
+        simple = tile.left is None and tile.right in (None, 0)
+        for part in [tile] if simple else buckets(tile, terms.bucket_size):
+            causal = part[2:] == (None, 0)
+            seen = None if causal or part[2:] == (None, None) else band(part, q.device)
+            mask = unseen = None
+            if keys.key_mask is not None:
+                visible = keys.key_mask[:, part.cols]
+                unseen = _unseen(visible, part)
+                seen = rearrange(visible, "b j -> b 1 1 j") & (True if seen is None else seen)
+            if seen is not None:
+                mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
+            yield _Call(part.rows, part.cols, causal, mask, unseen)
+
+
+def _unseen(visible: Tensor, tile: Tile) -> Tensor:
+    """Rows [b, n] of a tile that see no key, `visible` [b, m] being its unmasked keys."""
+    n, m = tile.rows.stop - tile.rows.start, visible.shape[1]
+    row = torch.arange(n, device=visible.device)
+    before = F.pad(visible.cumsum(dim=1), (1, 0))  # [b, m + 1]: unmasked keys before key j
+    end = row + 1 + (m if tile.right is None else tile.right)
+    start = row - (n if tile.left is None else tile.left)
+    return before[:, end.clamp(max=m)] == before[:, start.clamp(min=0)]
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Heads first, and zeros to make k and v equally wide, which the op insists on."""
+    width = max(q.shape[-1], v.shape[-1])
+    return [_padded(rearrange(t, "b n h d -> b h n d"), width) for t in (q, k, v)]
+
+
+def _padded(t: Tensor, width: int) -> Tensor:
+    return t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))

@@ -1,0 +1,311 @@
+"""Where each token lives, and which part of a block of scores is visible: arithmetic on ints.
+
+A layout gives every rank the *segments* (arithmetic progressions of global token positions)
+that the rank holds, in the order held. Sharding, rotary angles, labels and masks all follow
+from positions. Between two segments of equal stride every mask here is a *band*
+`-left <= j - i <= right` of local indices, so a block of scores (my queries x somebody's
+keys) falls into a few *tiles*, and ranks never appear in a mask.
+
+Eight tokens over two ranks; `A` and `B` hold them, `#` is what a causal mask shows:
+
+    contiguous  AAAABBBB      striped  ABABABAB      zigzag  AABBBBAA
+
+A new layout is one function here and one line in `LAYOUTS`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from beartype import beartype
+from torch import LongTensor, Tensor
+
+
+class Segment(NamedTuple):
+    """The positions `start, start + stride, ...`, `length` of them."""
+
+    start: int
+    stride: int
+    length: int
+
+
+class Tile(NamedTuple):
+    """A rectangle of scores in which query i sees key j where `-left <= j - i <= right`.
+
+    `i` and `j` count from the rectangle's own top left corner; None is no bound. Bounds are
+    never negative and every row and column has something visible.
+    """
+
+    rows: slice
+    cols: slice
+    left: int | None
+    right: int | None
+
+
+class Visible(NamedTuple):
+    """Which keys a query sees, by position. A window without `causal` reaches both ways."""
+
+    causal: bool = False
+    window: int | None = None
+
+
+Segments = tuple[Segment, ...]
+Layout = Callable[[int, int, int], Segments]  # (rank, ring size, length of the whole)
+
+
+def contiguous(rank: int, ring_size: int, length: int) -> Segments:
+    """One chunk for each rank, in order: simple, but causal work grows with the rank."""
+    return _chunks([rank], ring_size, length)
+
+
+def striped(rank: int, ring_size: int, length: int) -> Segments:
+    """Token i on rank i mod P (Brandon et al. 2023, "Striped Attention")."""
+    return _held([Segment(rank, ring_size, len(range(rank, length, ring_size)))])
+
+
+def zigzag(rank: int, ring_size: int, length: int) -> Segments:
+    """Of 2P chunks an early one and its mirror image, so that causal work is equal."""
+    return _chunks([rank, 2 * ring_size - 1 - rank], 2 * ring_size, length)
+
+
+LAYOUTS: dict[str, Layout] = {f.__name__: f for f in (contiguous, striped, zigzag)}
+
+
+def _chunks(chosen: list[int], count: int, length: int) -> Segments:
+    """Chunks of `count`, as `torch.tensor_split` cuts them: the first ones longer by one."""
+    size, longer = divmod(length, count)
+    return _held([Segment(c * size + min(c, longer), 1, size + (c < longer)) for c in chosen])
+
+
+def _held(segments: list[Segment]) -> Segments:
+    return tuple(s for s in segments if s.length > 0)
+
+
+@lru_cache(maxsize=1024)
+def all_segments(layout: str, ring_size: int, length: int) -> tuple[Segments, ...]:
+    """The segments of every rank."""
+    return tuple(LAYOUTS[layout](rank, ring_size, length) for rank in range(ring_size))
+
+
+def count(segments: Segments) -> int:
+    """How many tokens a rank with these segments holds."""
+    return sum(s.length for s in segments)
+
+
+def segment_positions(segments: Segments, device: torch.device | None = None) -> Tensor:
+    """The positions that the segments stand for, in the order held."""
+    parts = [torch.arange(s.length, device=device) * s.stride + s.start for s in segments]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=device)
+
+
+@beartype
+def positions(layout: str, *, rank: int, ring_size: int, length: int) -> LongTensor:
+    """The global positions that a rank holds, in the order in which it holds them.
+
+    Args:
+        layout: "contiguous", "striped" or "zigzag".
+        rank: the place in the ring, 0 to `ring_size` - 1.
+        ring_size: how many ranks share the sequence, at least 1.
+        length: tokens of the whole sequence, at least 0; it need not divide.
+
+    Returns:
+        int64 `[n]`, n being what this rank holds.
+
+    Raises:
+        ValueError: an unknown layout, or numbers outside of these ranges.
+
+    >>> positions("striped", rank=0, ring_size=4, length=12).tolist()
+    [0, 4, 8]
+    >>> positions("zigzag", rank=0, ring_size=2, length=10).tolist()  # chunks 3, 3, 2, 2
+    [0, 1, 2, 8, 9]
+    """
+    check_layout(layout)
+    if ring_size < 1 or not 0 <= rank < ring_size or length < 0:
+        raise ValueError(
+            "positions needs 0 <= rank < ring_size and length >= 0, "
+            f"got rank={rank}, ring_size={ring_size}, length={length}"
+        )
+    return segment_positions(all_segments(layout, ring_size, length)[rank])
+
+
+def check_layout(layout: str) -> None:
+    """Raise ValueError where there is no such layout."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+
+
+@lru_cache(maxsize=65536)
+def tiles(queries: Segments, keys: Segments, visible: Visible) -> tuple[Tile, ...]:
+    """The visible tiles of one block, as few and as large as they can be.
+
+    Zigzag, rank 1 of 2, its own keys: triangle, rectangle and triangle are one causal tile.
+
+    >>> mine = zigzag(rank=1, ring_size=2, length=8)
+    >>> tiles(mine, mine, Visible(causal=True))
+    (Tile(rows=slice(0, 4, None), cols=slice(0, 4, None), left=None, right=0),)
+    """
+    found = [
+        tile
+        for row, q in _starts(queries)
+        for col, k in _starts(keys)
+        if (tile := _tile(row, q, col, k, visible)) is not None
+    ]
+    return tuple(_join(found))
+
+
+def _starts(segments: Segments) -> list[tuple[int, Segment]]:
+    """Each segment with the local index at which it starts."""
+    return list(zip(accumulate((s.length for s in segments), initial=0), segments))
+
+
+def _tile(row: int, q: Segment, col: int, k: Segment, visible: Visible) -> Tile | None:
+    """What one pair of segments shows."""
+    left = right = None
+    # position of query i - position of key j = gap + stride * (i - j); segments of unequal
+    # strides only ever meet without a mask
+    gap, stride = q.start - k.start, q.stride
+    if visible.window is not None:
+        left, right = (visible.window - gap) // stride, (visible.window + gap) // stride
+    if visible.causal:
+        right = gap // stride
+    return _trimmed(slice(row, row + q.length), slice(col, col + k.length), left, right)
+
+
+def _trimmed(rows: slice, cols: slice, left: int | None, right: int | None) -> Tile | None:
+    """The band without the rows and columns that see nothing, and without idle bounds."""
+    n, m = rows.stop - rows.start, cols.stop - cols.start
+    left, right = n - 1 if left is None else left, m - 1 if right is None else right
+    first_row, last_row = max(0, -right), min(n, m + left)
+    first_col, last_col = max(0, -left), min(m, n + right)
+    if first_row >= last_row or first_col >= last_col or left + right < 0:
+        return None
+    left, right = left + first_col - first_row, right - first_col + first_row
+    return Tile(
+        slice(rows.start + first_row, rows.start + last_row),
+        slice(cols.start + first_col, cols.start + last_col),
+        None if left >= last_row - first_row - 1 else left,
+        None if right >= last_col - first_col - 1 else right,
+    )
+
+
+def buckets(tile: Tile, size: int) -> Iterator[Tile]:
+    """The tile some rows at a time, each part with only the columns that it sees.
+
+    >>> for part in buckets(Tile(slice(0, 4), slice(0, 4), None, 0), size=2):
+    ...     print(part.rows, part.cols, part.right)
+    slice(0, 2, None) slice(0, 2, None) 0
+    slice(2, 4, None) slice(0, 4, None) 2
+    """
+    rows, cols, left, right = tile
+    for start in range(rows.start, rows.stop, size):
+        above = start - rows.start
+        part = _trimmed(
+            slice(start, min(start + size, rows.stop)),
+            cols,
+            None if left is None else left - above,
+            None if right is None else right + above,
+        )
+        assert part is not None  # every row of a tile sees something
+        yield part
+
+
+def band(tile: Tile, device: torch.device) -> Tensor:
+    """What a tile shows, as bool `[rows, columns]`."""
+    rows, cols, left, right = tile
+    i = torch.arange(rows.stop - rows.start, device=device).unsqueeze(1)
+    offset = torch.arange(cols.stop - cols.start, device=device) - i
+    seen = torch.ones_like(offset, dtype=torch.bool)
+    if left is not None:
+        seen &= offset >= -left
+    if right is not None:
+        seen &= offset <= right
+    return seen
+
+
+def _join(found: list[Tile]) -> list[Tile]:
+    """Join neighbours until none fit: one large kernel call beats many small ones."""
+    for i, a in enumerate(found):
+        for b in found[:i] + found[i + 1 :]:
+            if (joined := _pair(a, b)) is not None:
+                return _join([joined] + [t for t in found if t not in (a, b)])
+            for c in found:
+                if (joined := _staircase(a, b, c)) is not None:
+                    return _join([joined] + [t for t in found if t not in (a, b, c)])
+    return sorted(found, key=lambda t: (t.rows.start, t.cols.start))
+
+
+def _pair(a: Tile, b: Tile) -> Tile | None:
+    """Two full tiles side by side, or one below the other."""
+    if (a.left, a.right, b.left, b.right) != (None,) * 4:
+        return None
+    if a.rows == b.rows and a.cols.stop == b.cols.start:
+        return a._replace(cols=slice(a.cols.start, b.cols.stop))
+    if a.cols == b.cols and a.rows.stop == b.rows.start:
+        return a._replace(rows=slice(a.rows.start, b.rows.stop))
+    return None
+
+
+def _staircase(a: Tile, b: Tile, c: Tile) -> Tile | None:
+    """A causal square, the full tile below it and the causal tile beside that."""
+    causal, full = (None, 0), (None, None)
+    size = a.rows.stop - a.rows.start
+    # a causal tile of one key is a column that all of its rows see in full
+    a_is_causal = a[2:] == causal or (size == 1 and a[2:] == full)
+    c_is_causal = c[2:] == causal or (c.rows.stop - c.rows.start == 1 and c[2:] == full)
+    if not (a_is_causal and b[2:] == full and c_is_causal):
+        return None
+    if (
+        a.cols.stop - a.cols.start != size
+        or c.cols.stop - c.cols.start != c.rows.stop - c.rows.start
+    ):
+        return None
+    below = b.rows == c.rows and b.cols == a.cols and b.rows.start == a.rows.stop
+    if below and c.cols.start == b.cols.stop:
+        return Tile(slice(a.rows.start, c.rows.stop), slice(a.cols.start, c.cols.stop), *causal)
+    return None
+
+
+def visible_pairs(found: Sequence[Tile]) -> int:
+    """How many (query, key) pairs the tiles show: the work of a block.
+
+    >>> visible_pairs([Tile(slice(0, 3), slice(0, 3), None, 0)])
+    6
+    """
+    return sum(
+        _pairs(t.rows.stop - t.rows.start, t.cols.stop - t.cols.start, *t[2:]) for t in found
+    )
+
+
+def _pairs(n: int, m: int, left: int | None, right: int | None) -> int:
+    def hidden(rows: int, cols: int, bound: int | None) -> int:
+        """Pairs beyond a bound on one side, a trapezium of the rectangle."""
+        if bound is None:
+            return 0
+        longest, steps = cols - 1 - bound, min(rows, cols - 1 - bound)
+        return steps * longest - steps * (steps - 1) // 2 if steps > 0 else 0
+
+    return n * m - hidden(n, m, right) - hidden(m, n, left)
+
+
+@lru_cache(maxsize=1024)
+def needed_distances(
+    queries: tuple[Segments, ...], keys: tuple[Segments, ...], visible: Visible
+) -> tuple[int, ...]:
+    """The ring distances t at which some rank r needs the keys of rank r - t; 0 always.
+
+    Not a count of hops: zigzag with a short window needs distances 0, 1 and P - 1.
+
+    >>> four = all_segments("zigzag", 4, 64)
+    >>> needed_distances(four, four, Visible(causal=True, window=3))
+    (0, 1, 3)
+    """
+    ring_size = len(queries)
+    if visible.window is None:
+        return tuple(range(ring_size))
+    return (0,) + tuple(
+        t
+        for t in range(1, ring_size)
+        if any(tiles(queries[r], keys[(r - t) % ring_size], visible) for r in range(ring_size))
+    )

@@ -1,0 +1,261 @@
+"""What a ring attention does, decided before it starts and agreed by all ranks."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from beartype import beartype
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attention_pytorch.agreement import agree
+from ring_attention_pytorch.contract import Case, Kernel, Keys, Terms, accumulator
+from ring_attention_pytorch.kernels import choose
+from ring_attention_pytorch.layouts import (
+    Segment,
+    Segments,
+    Tile,
+    Visible,
+    all_segments,
+    check_layout,
+    count,
+    needed_distances,
+    segment_positions,
+    tiles,
+)
+from ring_attention_pytorch.ring import Ring, SendRecv
+
+Group = ProcessGroup | DeviceMesh | Ring | None
+
+
+class Signature(tuple):
+    """Batch, query and key length, heads, key heads, head sizes, dtype and device of one call."""
+
+    NAMES = ("batch", "n", "m", "heads", "key heads", "d", "d_v", "dtype", "device")
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Signature":
+        b, n, h, d = q.shape
+        _, m, h_kv, d_v = v.shape
+        return cls((b, n, m, h, h_kv, d, d_v, str(q.dtype), q.device.type))
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in zip(self.NAMES, self))
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """All of a ring attention that depends on ranks, lengths and masks, and not on values.
+
+    Make it once per batch with `RingPlan.make` and hand it to every layer: making it is where
+    ranks compare notes; calls that are given a plan exchange nothing but keys and gradients.
+    """
+
+    ring: Ring
+    query_segments: tuple[Segments, ...]
+    visible: Visible
+    terms: Terms
+    kernel: Kernel
+    transport: SendRecv
+    key_mask: Tensor | None
+    signature: Signature
+
+    @classmethod
+    @beartype
+    def make(  # noqa: PLR0913 - a public entry point
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        window: int | None = None,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+        softclamp: float | int | None = None,
+        layout: str = "contiguous",
+        group: Group = None,
+        kernel: str | None = None,
+        bucket_size: int = 1024,
+        cross: bool | None = None,
+    ) -> "RingPlan":
+        """The plan for tensors like these; of q, k and v only shape, dtype and device matter.
+
+        Parameters are those of `ring_attn`. All ranks of the ring must call this together.
+
+        Raises:
+            ValueError: the same on all ranks, whichever rank gave what can't be.
+
+        >>> q = torch.randn(1, 6, 2, 4)
+        >>> plan = RingPlan.make(q, q, q, causal=True)
+        >>> plan.positions().tolist()
+        [0, 1, 2, 3, 4, 5]
+        """
+        ring = group if isinstance(group, Ring) else Ring(group)
+        problem = _problem(q, k, v, key_mask) or _option_problem(
+            window, scale, softclamp, layout, bucket_size, cross and (causal or window is not None)
+        )
+        case = Case(q.device.type, q.dtype, softclamp is not None)
+        if problem is None:
+            try:
+                chosen = choose(kernel, case)
+            except ValueError as error:
+                problem = str(error)
+        lengths = agree(
+            ring,
+            "ring attention",
+            same={} if problem else dict(
+                _agreed_shapes(q, k, v), causal=causal, window=window, scale=scale,
+                softclamp=softclamp, layout=layout, kernel=kernel, cross=cross,
+                key_mask="given" if key_mask is not None else None,
+            ),
+            own={} if problem else {"n": q.shape[1], "m": k.shape[1]},
+            problem=problem,
+        )  # fmt: skip
+        queries = [own["n"] for own in lengths]
+        keys = [own["m"] for own in lengths]
+        if cross is None:
+            cross = queries != keys
+        visible = Visible(causal, window)
+        if cross:
+            _check_cross(queries, keys, visible)
+            # without a mask positions decide nothing, so any will do
+            query_segments, key_segments = (_one_after_another(n) for n in (queries, keys))
+        else:
+            query_segments = key_segments = _by_layout(layout, queries)
+        distances = needed_distances(query_segments, key_segments, visible)
+        return cls(
+            ring=ring,
+            query_segments=query_segments,
+            visible=visible,
+            terms=Terms(q.shape[-1] ** -0.5 if scale is None else scale, softclamp, bucket_size),
+            kernel=chosen,
+            transport=SendRecv(ring, key_segments, distances),
+            key_mask=key_mask,
+            signature=Signature.of(q, k, v),
+        )
+
+    def positions(self, device: torch.device | None = None) -> Tensor:
+        """The global positions of this rank's queries, int64 `[n]`."""
+        return segment_positions(self.query_segments[self.ring.rank], device)
+
+    def keys(self, k: Tensor, v: Tensor) -> Keys:
+        """This rank's keys, as the transport wants them."""
+        return Keys(k, v, self.key_mask, self.transport.segments[self.ring.rank])
+
+    def tiles(self, keys: Keys) -> Sequence[Tile]:
+        """The tiles that this rank's queries see of these keys."""
+        return tiles(self.query_segments[self.ring.rank], keys.segments, self.visible)
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raise ValueError where the plan was made for other tensors than these."""
+        problem = _problem(q, k, v, None)
+        if problem is None and (given := Signature.of(q, k, v)) != self.signature:
+            problem = f"the plan was made for {self.signature!r}; got {given!r}; make one for these"
+        if problem is not None:
+            raise ValueError(f"ring attention: {problem}")
+
+
+def empty_result(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The running (out, lse) of queries that have seen nothing yet."""
+    (b, n, h, _), dtype = q.shape, accumulator(q.dtype)
+    return q.new_zeros((b, n, h, v.shape[-1]), dtype=dtype), q.new_full(
+        (b, h, n), -torch.inf, dtype=dtype
+    )
+
+
+def _agreed_shapes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
+    grad = torch.is_grad_enabled()
+    return {
+        "batch size": q.shape[0],
+        "heads of q": q.shape[2],
+        "heads of k and v": k.shape[2],
+        "head size of q and k": q.shape[3],
+        "head size of v": v.shape[3],
+        "dtype": q.dtype,
+        "device": q.device.type,
+        "grad mode": grad,
+        "requires_grad of q, k, v": [grad and t.requires_grad for t in (q, k, v)],
+    }
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str | None:
+    """What is wrong with this rank's tensors by themselves."""
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if any(t.ndim != 4 for t in (q, k, v)):
+        return f"q, k, v must be [batch, tokens, heads, head size], got {shapes}"
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        return (
+            "q [b, n, h, d], k [b, m, h_kv, d] and v [b, m, h_kv, d_v] must agree in b, m, h_kv "
+            f"and d, got {shapes}"
+        )
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0 or 0 in (q.shape[3], v.shape[3]):
+        return f"heads of q must be a multiple of those of k, and head sizes positive, got {shapes}"
+    if len({t.dtype for t in (q, k, v)}) > 1 or not q.is_floating_point():
+        return (
+            "q, k, v must have one floating dtype, "
+            f"got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or use autocast"
+        )
+    if len({t.device for t in (q, k, v)}) > 1:
+        return f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}"
+    if key_mask is None:
+        return None
+    if key_mask.dtype != torch.bool or key_mask.shape != k.shape[:2]:
+        return (
+            f"key_mask must be bool {list(k.shape[:2])}, True where a key may be seen, "
+            f"got {key_mask.dtype} {list(key_mask.shape)}"
+        )
+    if key_mask.device != k.device:
+        return f"key_mask must be on the keys' device {k.device}, got {key_mask.device}"
+    return None
+
+
+def _option_problem(
+    window: int | None,
+    scale: float | None,
+    softclamp: float | None,
+    layout: str,
+    bucket_size: int,
+    masked_cross: bool | None,
+) -> str | None:
+    if window is not None and window < 0:
+        return f"window must be None or at least 0, got {window}"
+    if scale is not None and not math.isfinite(scale):
+        return f"scale must be finite, got {scale}"
+    if softclamp is not None and not (math.isfinite(softclamp) and softclamp > 0):
+        return f"softclamp must be None or positive, got {softclamp}"
+    if bucket_size < 1:
+        return f"bucket_size must be at least 1, got {bucket_size}"
+    if masked_cross:
+        return "cross attention has no causal and no window: two sequences share no positions"
+    try:
+        check_layout(layout)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _check_cross(queries: list[int], keys: list[int], visible: Visible) -> None:
+    if visible != Visible():
+        raise ValueError(
+            f"ring attention: causal and window need as many keys as queries on every rank, got "
+            f"query lengths {queries} and key lengths {keys}; cross attention has neither"
+        )
+
+
+def _one_after_another(lengths: list[int]) -> tuple[Segments, ...]:
+    return tuple((Segment(0, 1, n),) if n else () for n in lengths)
+
+
+def _by_layout(layout: str, lengths: list[int]) -> tuple[Segments, ...]:
+    segments = all_segments(layout, len(lengths), sum(lengths))
+    expected = [count(s) for s in segments]
+    if lengths != expected:
+        raise ValueError(
+            f"ring attention: layout={layout!r} puts {expected} of {sum(lengths)} tokens on the "
+            f"ranks, got {lengths}; shard with shard_sequence(x, layout={layout!r}), or say "
+            "cross=True if the keys are of another sequence"
+        )
+    return segments

@@ -1,0 +1,146 @@
+"""Ring attention: every rank keeps its queries while keys and values go round the ring.
+
+Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
+section 3; partial results are merged as in flash attention (Dao et al. 2022). One forward
+loop and one backward loop serve every layout, mask, kernel and transport.
+"""
+
+from typing import Any
+
+import torch
+from beartype import beartype
+from einops import einsum
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ring_attention_pytorch.contract import Grads, Saved, accumulator
+from ring_attention_pytorch.plan import Group, RingPlan, empty_result
+
+
+class RingAttentionFunction(Function):
+    """(q, k, v, plan) -> (out, lse)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tensor, Tensor]:
+        out, lse = empty_result(q, v)
+        with torch.autocast(q.device.type, enabled=False):
+            for keys in plan.transport.stream(plan.keys(k, v)):
+                plan.kernel.forward(q, keys, plan.tiles(keys), plan.terms, out, lse)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        (q, k, v, out, lse), plan = ctx.saved_tensors, ctx.plan
+        dout = torch.zeros_like(out) if dout is None else dout
+        dq, dk, dv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v))
+        with torch.autocast(q.device.type, enabled=False):
+            saved = Saved(q, out, lse, dout, _delta(dout, out, dlse), dlse)
+            for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), (dk, dv)):
+                grads = Grads(dq, *of_keys)
+                plan.kernel.backward(saved, keys, plan.tiles(keys), plan.terms, grads)
+        return *(grad.to(q.dtype) for grad in (dq, dk, dv)), None
+
+
+def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """d(score) = p * (dout.v - delta), whatever came through lse included."""
+    dout, out = (t.to(accumulator(t.dtype)) for t in (dout, out))
+    delta = einsum(dout, out, "b n h d, b n h d -> b h n")
+    return delta if dlse is None else delta - dlse
+
+
+@beartype
+def ring_attn(  # noqa: PLR0913 - a public entry point
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    softclamp: float | int | None = None,
+    layout: str = "contiguous",
+    group: Group = None,
+    kernel: str | None = None,
+    plan: RingPlan | None = None,
+    return_lse: bool = False,
+    bucket_size: int = 1024,
+    cross: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over a sequence that is spread over a ring of processes.
+
+    Every rank of the ring calls this with its shards and gets its shard of the result, equal
+    to ordinary attention over the whole; so are the gradients of q, k, v and lse.
+
+    Args:
+        q: `[b, n, h, d]`, this rank's queries.
+        k: `[b, m, h_kv, d]`, this rank's keys; h must be a multiple of h_kv, and query head i
+            uses key head i // (h / h_kv).
+        v: `[b, m, h_kv, d_v]`. All three of one dtype: float64, float32, bfloat16 or float16.
+        causal: a query sees no later token.
+        window: a query sees itself and at most that many tokens before it, and, without
+            causal, after it. Counted in tokens of the whole sequence.
+        key_mask: bool `[b, m]`, True where a key may be seen. Queries that see nothing get
+            out 0, lse -inf and no gradient.
+        scale: of the scores; None is d ** -0.5.
+        softclamp: c makes a scaled score s into c * tanh(s / c).
+        layout: "contiguous", "striped" or "zigzag": which tokens a rank holds (`positions`).
+        group: the ring, a ProcessGroup or a DeviceMesh of one dimension. None is the default
+            group, or this process alone if there is none.
+        kernel: "eager" or "sdpa"; None takes the fastest that can do it.
+        plan: a `RingPlan` for tensors like these. It stands for all options but return_lse.
+        return_lse: also return the log-sum-exp of the scores.
+        bucket_size: kernels that hold scores in memory hold those of so many queries at once.
+        cross: True if the keys are of another sequence than the queries, in shards of any
+            lengths; None is True where any rank's n and m differ. Then no causal or window.
+
+    Returns:
+        `[b, n, h, d_v]` in q's dtype; with return_lse also lse `[b, h, n]`, natural
+        logarithm, float32 (float64 for float64).
+
+    Raises:
+        ValueError: the same on every rank and before any tensor is sent: shapes, dtypes or
+            options that can't be or that differ between ranks, shards that are not the
+            layout's, a kernel that can't do it.
+
+    Source: Liu et al. 2023, https://arxiv.org/abs/2310.01889
+
+    >>> q, k, v = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
+    >>> ring_attn(q, k, v, causal=True).shape
+    torch.Size([1, 6, 4, 8])
+    """
+    q, k, v = _autocast(q, k, v)
+    options = dict(
+        causal=causal, window=window, key_mask=key_mask, scale=scale, softclamp=softclamp,
+        layout=layout, group=group, kernel=kernel, bucket_size=bucket_size, cross=cross,
+    )  # fmt: skip
+    if plan is None:
+        plan = RingPlan.make(q, k, v, **options)
+    else:
+        _check_only_plan(options)
+        plan.check(q, k, v)
+    out, lse = RingAttentionFunction.apply(q, k, v, plan)
+    return (out, lse) if return_lse else out
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast makes of attention's inputs: its dtype, for all of them, but float64."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or torch.float64 in {t.dtype for t in tensors}:
+        return tensors
+    return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
+
+
+def _check_only_plan(options: dict[str, Any]) -> None:
+    defaults = ring_attn.__kwdefaults__
+    given = [name for name, value in options.items() if value is not defaults[name]]
+    if given:
+        raise ValueError(
+            f"ring_attn: the plan already decides {', '.join(given)}; pass one or the other"
+        )

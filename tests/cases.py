@@ -1,0 +1,126 @@
+"""One case of ring attention against the oracle, for threads and for processes alike."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.layouts import positions
+from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.ring_flash_attention import ring_attn
+from tests.reference import dense_attention, relative_error
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What to compute. Data is drawn from the seed, the same on every rank."""
+
+    length: int = 13
+    layout: str = "contiguous"
+    causal: bool = False
+    window: int | None = None
+    masked: bool = False
+    softclamp: float | None = None
+    scale: float | None = None
+    kernel: str | None = None
+    batch: int = 2
+    heads: int = 4
+    key_heads: int = 2
+    d: int = 8
+    d_v: int = 8
+    dtype: torch.dtype = torch.float64
+    key_lengths: tuple[int, ...] | None = None  # cross attention: how keys lie on the ranks
+    bucket_size: int = 4
+    seed: int = 0
+    logits: float = 1.0
+
+    def options(self) -> dict[str, Any]:
+        return dict(
+            causal=self.causal, window=self.window, softclamp=self.softclamp, scale=self.scale
+        )
+
+    def data(self) -> tuple[list[Tensor], Tensor | None, Tensor, Tensor]:
+        """Whole (q, k, v), key mask, and the cotangents of out and lse."""
+        draw = torch.Generator().manual_seed(self.seed)
+        m = self.length if self.key_lengths is None else sum(self.key_lengths)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=draw, dtype=torch.float64).to(self.dtype)
+
+        q = normal(self.batch, self.length, self.heads, self.d) * self.logits
+        k = normal(self.batch, m, self.key_heads, self.d)
+        v = normal(self.batch, m, self.key_heads, self.d_v)
+        dout = normal(self.batch, self.length, self.heads, self.d_v)
+        dlse = normal(self.batch, self.heads, self.length).to(
+            torch.promote_types(self.dtype, torch.float32)
+        )
+        mask = None
+        if self.masked:
+            mask = torch.rand((self.batch, m), generator=draw) < 0.6
+            mask[0, : m // 2] = False  # the first queries of a causal sample see nothing at all
+        return [q, k, v], mask, dout, dlse
+
+    def places(self, rank: int, size: int) -> tuple[Tensor, Tensor]:
+        """Which queries and which keys a rank holds."""
+        queries = positions(self.layout, rank=rank, ring_size=size, length=self.length)
+        if self.key_lengths is None:
+            return queries, queries
+        return queries, torch.arange(sum(self.key_lengths)).split(self.key_lengths)[rank]
+
+
+def results(
+    tensors: list[Tensor], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor
+) -> list[Tensor]:
+    """out, lse and the gradient of each of q, k, v for random cotangents."""
+    blind = lse == -torch.inf  # lse has no gradient there
+    grads = torch.autograd.grad((out, lse), tensors, (dout, dlse.masked_fill(blind, 0.0)))
+    return [out, lse, *grads]
+
+
+def whole(case: Attention) -> list[Tensor]:
+    """The oracle's out, lse, dq, dk, dv in float64."""
+    tensors, mask, dout, dlse = case.data()
+    tensors = [t.double().requires_grad_() for t in tensors]
+    out, lse = dense_attention(*tensors, **case.options(), key_mask=mask)
+    return results(tensors, out, lse, dout.double(), dlse.double())
+
+
+def shard(case: Attention, ring: Ring) -> list[Tensor]:
+    """The same from one rank's shards."""
+    (q, k, v), mask, dout, dlse = case.data()
+    queries, keys = case.places(ring.rank, ring.size)
+    tensors = [t[:, at].clone().requires_grad_() for t, at in ((q, queries), (k, keys), (v, keys))]
+    out, lse = ring_attn(
+        *tensors, **case.options(), key_mask=None if mask is None else mask[:, keys],
+        layout=case.layout, kernel=case.kernel, bucket_size=case.bucket_size, group=ring,
+        return_lse=True, cross=case.key_lengths is not None,
+    )  # fmt: skip
+    return results(tensors, out, lse, dout[:, queries], dlse[..., queries])
+
+
+def errors(
+    case: Attention, rank: int, size: int, got: list[Tensor], want: list[Tensor]
+) -> dict[str, float]:
+    """The relative error of each result on one rank."""
+    queries, keys = case.places(rank, size)
+    mine = [
+        want[0][:, queries],
+        want[1][..., queries],
+        want[2][:, queries],
+        *(t[:, keys] for t in want[3:]),
+    ]
+    return {name: relative_error(g, w) for name, g, w in zip(NAMES, got, mine)}
+
+
+def process_case(cases: list[Attention]) -> dict[str, float]:
+    """For a pool: the worst error of each result over the cases, on this rank."""
+    ring, worst = Ring(), dict.fromkeys(NAMES, 0.0)
+    for case in cases:
+        for name, error in errors(
+            case, ring.rank, ring.size, shard(case, ring), whole(case)
+        ).items():
+            worst[name] = max(worst[name], error)
+    return worst

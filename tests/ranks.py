@@ -1,0 +1,92 @@
+"""A pool of gloo processes that stays up between cases: launching is dear, a case is not."""
+
+import multiprocessing as mp
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "ring_attention_pytorch", "tests.reference"]
+)
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or hung."""
+
+
+def _serve(pipe: Connection, rank: int, size: int, folder: str, timeout: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=size, init_method=f"file://{folder}/store",
+        timeout=timedelta(seconds=timeout),
+    )  # fmt: skip
+    while (task := pipe.recv()) is not None:
+        case, args = task
+        try:
+            answer = ("ok", case(*args))
+        except BaseException as error:
+            answer = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        pipe.send(answer)
+    dist.destroy_process_group()
+
+
+class Pool:
+    """`size` ranks of one default gloo group. `run` gives every rank's result, in order."""
+
+    def __init__(self, size: int, timeout: float = 60.0):
+        self.size, self.timeout, self.members = size, timeout, []
+
+    def run(self, case: Callable[..., Any], *args: Any) -> list[Any]:
+        """`case(*args)` on every rank. It must be a function of a module, for it is pickled."""
+        if not self.members:
+            self._start()
+        for pipe, _ in self.members:
+            pipe.send((case, args))
+        answers: dict[int, tuple[str, Any]] = {}
+        while len(answers) < self.size:
+            waiting = {p: r for r, (p, _) in enumerate(self.members) if r not in answers}
+            if not (ready := wait(list(waiting), self.timeout)):
+                self.stop()
+                raise RankFailed(
+                    f"ranks {sorted(waiting.values())} gave no answer in {self.timeout} s"
+                )
+            for pipe in ready:
+                try:
+                    answers[waiting[pipe]] = pipe.recv()
+                except EOFError:
+                    answers[waiting[pipe]] = ("error", "the process died")
+        failed = [
+            f"rank {r}: {text}" for r, (kind, text) in sorted(answers.items()) if kind == "error"
+        ]
+        if failed:
+            self.stop()
+            raise RankFailed("\n".join(failed))
+        return [answers[r][1] for r in range(self.size)]
+
+    def _start(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        for rank in range(self.size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve,
+                args=(theirs, rank, self.size, self.folder.name, self.timeout),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self.members.append((ours, process))
+
+    def stop(self) -> None:
+        """End the processes, however they are; the next `run` starts new ones."""
+        for pipe, process in self.members:
+            process.kill()
+            process.join()
+            pipe.close()
+        self.members = []

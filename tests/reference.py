@@ -1,0 +1,49 @@
+"""The oracle: dense attention over a whole sequence, which knows nothing of ranks or layouts."""
+
+import torch
+from torch import Tensor
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    softclamp: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out [b, n, h, d_v], lse [b, h, n]) of q [b, n, h, d], k [b, m, g, d], v [b, m, g, d_v]."""
+    k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (
+        q.shape[-1] ** -0.5 if scale is None else scale
+    )
+    if softclamp is not None:
+        scores = softclamp * torch.tanh(scores / softclamp)
+    behind = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+    seen = torch.ones_like(behind, dtype=torch.bool)
+    if causal:
+        seen = seen & (behind >= 0)
+    if window is not None:
+        seen = seen & (behind.abs() <= window)
+    seen = seen[None, None] if key_mask is None else seen & key_mask[:, None, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    blind = ~seen.any(-1, keepdim=True)
+    p = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    lse = scores.masked_fill(blind, 0.0).logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)
+    return torch.einsum("bhij,bjhd->bihd", p, v), lse
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """The norm of the difference over the norm of what is wanted; inf for NaN or a wrong shape."""
+    if got.shape != want.shape or not torch.equal(got.isinf(), want.isinf()):
+        return float("inf")
+    got, want = (t.detach().double().masked_fill(t.isinf(), 0.0) for t in (got, want))
+    if want.numel() == 0:
+        return 0.0
+    error, size = (got - want).norm().item(), want.norm().item()
+    if error != error:
+        return float("inf")
+    return error / size if size > 0 else (0.0 if error == 0 else float("inf"))
