@@ -1,0 +1,32 @@
+"""Exact attention over a sequence that is spread over many processes."""
+
+from ring_attention_pytorch.layouts import positions
+from ring_attention_pytorch.plan import RingPlan
+from ring_attention_pytorch.ring_attention import RingAttention, default_attention
+from ring_attention_pytorch.ring_flash_attention import (
+    ring_attn,
+    ring_flash_attn,
+    ring_flash_attn_,
+)
+from ring_attention_pytorch.ring_transformer import RingTransformer
+from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
+from ring_attention_pytorch.sharding import shard_sequence, unshard_sequence
+from ring_attention_pytorch.tree_attn_decoding import tree_attn_decode
+
+__version__ = "1.0.0"
+
+__all__ = [
+    "RingAttention",
+    "RingPlan",
+    "RingRotaryEmbedding",
+    "RingTransformer",
+    "apply_rotary_pos_emb",
+    "default_attention",
+    "positions",
+    "ring_attn",
+    "ring_flash_attn",
+    "ring_flash_attn_",
+    "shard_sequence",
+    "tree_attn_decode",
+    "unshard_sequence",
+]

@@ -1,7 +1,8 @@
 """What layouts, kernels and transports hand to one another. Shapes, everywhere:
 
     b batch   n queries held here   m keys of one owner   h query heads   h_kv key heads
-    q, out, dout [b, n, h, d or d_v]   k [b, m, h_kv, d]   v [b, m, h_kv, d_v]   lse, delta [b, h, n]
+    q [b, n, h, d]   k [b, m, h_kv, d]   v [b, m, h_kv, d_v]
+    out, dout [b, n, h, d_v]   lse, dlse, delta [b, h, n]
 
 `lse` is the natural logarithm of the sum of exponentials. Running results (out, lse, dq, dk,
 dv) are kept in `accumulator(dtype)`: float32 at least, float64 for float64.

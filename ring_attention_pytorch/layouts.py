@@ -130,10 +130,30 @@ def positions(layout: str, *, rank: int, ring_size: int, length: int) -> LongTen
     return segment_positions(all_segments(layout, ring_size, length)[rank])
 
 
+def layout_problem(layout: str) -> str | None:
+    """What is wrong with a layout's name; None if nothing."""
+    if layout in LAYOUTS:
+        return None
+    return f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}"
+
+
 def check_layout(layout: str) -> None:
     """Raise ValueError where there is no such layout."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+    if (problem := layout_problem(layout)) is not None:
+        raise ValueError(problem)
+
+
+def resolve_layout(layout: str | None, striped: bool) -> str | None:
+    """The layout that was asked for by either name.
+
+    Raises:
+        ValueError: an unknown layout, or one that striped contradicts.
+    """
+    if layout is not None:
+        check_layout(layout)
+    if striped and layout not in (None, "striped"):
+        raise ValueError(f"striped_ring_attn=True is layout='striped', got layout={layout!r} too")
+    return "striped" if striped else layout
 
 
 @lru_cache(maxsize=65536)

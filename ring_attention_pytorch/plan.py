@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from beartype import beartype
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attention_pytorch.agreement import agree
 from ring_attention_pytorch.contract import Case, Kernel, Keys, Terms, accumulator
@@ -19,15 +17,13 @@ from ring_attention_pytorch.layouts import (
     Tile,
     Visible,
     all_segments,
-    check_layout,
     count,
+    layout_problem,
     needed_distances,
     segment_positions,
     tiles,
 )
-from ring_attention_pytorch.ring import Ring, SendRecv
-
-Group = ProcessGroup | DeviceMesh | Ring | None
+from ring_attention_pytorch.ring import Group, Ring, SendRecv, as_ring
 
 
 class Signature(tuple):
@@ -93,7 +89,7 @@ class RingPlan:
         >>> plan.positions().tolist()
         [0, 1, 2, 3, 4, 5]
         """
-        ring = group if isinstance(group, Ring) else Ring(group)
+        ring = as_ring(group)
         problem = _problem(q, k, v, key_mask) or _option_problem(
             window, scale, softclamp, layout, bucket_size, cross and (causal or window is not None)
         )
@@ -118,13 +114,18 @@ class RingPlan:
         keys = [own["m"] for own in lengths]
         if cross is None:
             cross = queries != keys
+        if not cross and queries != keys:
+            raise ValueError(
+                f"ring attention: cross=False needs as many keys as queries on every rank, got "
+                f"query lengths {queries} and key lengths {keys}"
+            )
         visible = Visible(causal, window)
         if cross:
             _check_cross(queries, keys, visible)
             # without a mask positions decide nothing, so any will do
             query_segments, key_segments = (_one_after_another(n) for n in (queries, keys))
         else:
-            query_segments = key_segments = _by_layout(layout, queries)
+            query_segments = key_segments = segments_by_layout("ring attention", layout, queries)
         distances = needed_distances(query_segments, key_segments, visible)
         return cls(
             ring=ring,
@@ -230,11 +231,7 @@ def _option_problem(
         return f"bucket_size must be at least 1, got {bucket_size}"
     if masked_cross:
         return "cross attention has no causal and no window: two sequences share no positions"
-    try:
-        check_layout(layout)
-    except ValueError as error:
-        return str(error)
-    return None
+    return layout_problem(layout)
 
 
 def _check_cross(queries: list[int], keys: list[int], visible: Visible) -> None:
@@ -249,12 +246,13 @@ def _one_after_another(lengths: list[int]) -> tuple[Segments, ...]:
     return tuple((Segment(0, 1, n),) if n else () for n in lengths)
 
 
-def _by_layout(layout: str, lengths: list[int]) -> tuple[Segments, ...]:
+def segments_by_layout(caller: str, layout: str, lengths: list[int]) -> tuple[Segments, ...]:
+    """Every rank's segments, if these are the lengths that the layout gives; else ValueError."""
     segments = all_segments(layout, len(lengths), sum(lengths))
     expected = [count(s) for s in segments]
     if lengths != expected:
         raise ValueError(
-            f"ring attention: layout={layout!r} puts {expected} of {sum(lengths)} tokens on the "
+            f"{caller}: layout={layout!r} puts {expected} of {sum(lengths)} tokens on the "
             f"ranks, got {lengths}; shard with shard_sequence(x, layout={layout!r}), or say "
             "cross=True if the keys are of another sequence"
         )

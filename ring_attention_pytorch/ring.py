@@ -103,6 +103,18 @@ class Ring:
         return dist.get_global_rank(self.group, self.first + rank)
 
 
+Group = ProcessGroup | DeviceMesh | Ring | None
+
+
+def as_ring(group: Group, size: int | None = None) -> Ring:
+    """The ring of a group's ranks, or of consecutive `size` of them."""
+    if not isinstance(group, Ring):
+        return Ring(group, size)
+    if size not in (None, group.size):
+        raise ValueError(f"ring_size={size} was given beside a ring of {group.size}")
+    return group
+
+
 def _host_group(group: ProcessGroup) -> ProcessGroup:
     """A group of the same ranks that moves CPU tensors: the group itself, or a gloo companion."""
     if "cpu:" in str(dist.get_backend_config(group)):

@@ -5,6 +5,7 @@ section 3; partial results are merged as in flash attention (Dao et al. 2022). O
 loop and one backward loop serve every layout, mask, kernel and transport.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ring_attention_pytorch.contract import Grads, Saved, accumulator
-from ring_attention_pytorch.plan import Group, RingPlan, empty_result
+from ring_attention_pytorch.layouts import resolve_layout
+from ring_attention_pytorch.plan import RingPlan, empty_result
+from ring_attention_pytorch.ring import Group, Ring, as_ring
 
 
 class RingAttentionFunction(Function):
@@ -138,9 +141,64 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _check_only_plan(options: dict[str, Any]) -> None:
-    defaults = ring_attn.__kwdefaults__
-    given = [name for name, value in options.items() if value is not defaults[name]]
+    parameters = inspect.signature(ring_attn).parameters
+    given = [name for name, value in options.items() if value is not parameters[name].default]
     if given:
         raise ValueError(
             f"ring_attn: the plan already decides {', '.join(given)}; pass one or the other"
         )
+
+
+@beartype
+def ring_flash_attn(  # noqa: PLR0913 - a public entry point
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    bucket_size: int = 1024,
+    ring_reduce_col: bool = False,
+    striped_ring_attn: bool = False,
+    max_lookback_seq_len: int | None = None,
+    ring_size: int | None = None,
+    softclamp_qk_sim: bool = False,
+    softclamp_value: float | int = 50.0,
+    *,
+    layout: str | None = None,
+    group: Group = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """`ring_attn` with the parameters of ring-attention-pytorch 0.5.20.
+
+    Args:
+        mask: `key_mask`. max_lookback_seq_len: `window`.
+        ring_reduce_col: whether there is a ring; without, q, k, v are whole sequences.
+        striped_ring_attn: the same as layout="striped".
+        ring_size: consecutive ranks of the group that make one ring; None is all.
+        softclamp_qk_sim, softclamp_value: `softclamp`, if the first is True.
+        The rest: as for `ring_attn`.
+
+    Returns:
+        `[b, n, h, d_v]`.
+
+    Raises:
+        ValueError: as `ring_attn`, and for ring options without ring_reduce_col.
+
+    >>> q, k = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8)
+    >>> ring_flash_attn(q, k, k, causal=True).shape
+    torch.Size([1, 6, 4, 8])
+    """
+    layout = resolve_layout(layout, striped_ring_attn)
+    if not ring_reduce_col and (layout, ring_size, group) != (None, None, None):
+        raise ValueError("layout, striped_ring_attn, ring_size and group need ring_reduce_col=True")
+    result = ring_attn(
+        q, k, v, causal=causal, window=max_lookback_seq_len, key_mask=mask,
+        softclamp=softclamp_value if softclamp_qk_sim else None, layout=layout or "contiguous",
+        group=as_ring(group, ring_size) if ring_reduce_col else Ring.alone(), kernel=kernel,
+        bucket_size=bucket_size,
+    )  # fmt: skip
+    assert isinstance(result, Tensor)
+    return result
+
+
+ring_flash_attn_ = ring_flash_attn

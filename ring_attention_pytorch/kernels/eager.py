@@ -35,10 +35,8 @@ def forward(
         part_lse = scores.logsumexp(dim=-1)
         p = scores.sub_(_finite(part_lse).unsqueeze(-1)).exp_()
         part = einsum(p, v, "b g r i j, b j g d -> b i g r d")
-        merge_(
-            out[:, rows], lse[..., rows],
-            rearrange(part, "b i g r d -> b i (g r) d"), rearrange(part_lse, "b g r i -> b (g r) i"),
-        )  # fmt: skip
+        part = rearrange(part, "b i g r d -> b i (g r) d")
+        merge_(out[:, rows], lse[..., rows], part, rearrange(part_lse, "b g r i -> b (g r) i"))
 
 
 def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:

@@ -1,0 +1,301 @@
+"""The attention layer, and the regular attention that it is equal to.
+
+Parameter names, defaults and state-dict keys are those of ring-attention-pytorch 0.5.20.
+"""
+
+import torch
+import torch.nn.functional as F
+from beartype import beartype
+from einops import einsum, rearrange
+from torch import Tensor, nn
+
+from ring_attention_pytorch.contract import accumulator
+from ring_attention_pytorch.plan import RingPlan
+from ring_attention_pytorch.ring import Group, Ring
+from ring_attention_pytorch.ring_flash_attention import ring_attn
+from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
+from ring_attention_pytorch.sharding import Spread
+
+
+@beartype
+def default_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    softclamp_qk_sim: bool = False,
+    softclamp_value: float | int = 50.0,
+    *,
+    window: int | None = None,
+) -> Tensor:
+    """Regular attention of one process, all scores at once: what the rest is compared with.
+
+    Args:
+        q, k, v: `[b, n, h, d]`, `[b, m, h_kv, d]`, `[b, m, h_kv, d_v]`.
+        mask: bool `[b, m]`, True where a key may be seen, with causal too.
+        causal, window: as for `ring_attn`; both need m = n.
+        softclamp_qk_sim: scores s become c * tanh(s / c), c being softclamp_value.
+
+    Returns:
+        `[b, n, h, d_v]` in q's dtype; 0 where a query sees nothing.
+
+    Raises:
+        ValueError: causal or window with other key than query length.
+
+    >>> q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
+    >>> default_attention(q, k, k, causal=True).shape
+    torch.Size([1, 5, 4, 8])
+    """
+    n, m, dtype = q.shape[1], k.shape[1], accumulator(q.dtype)
+    if (causal or window is not None) and n != m:
+        raise ValueError(f"causal and window need as many keys as queries, got {m} and {n}")
+    q_, k, v = (t.to(dtype) for t in (rearrange(q, "b i (g r) d -> b i g r d", g=k.shape[2]), k, v))
+    scores = einsum(q_, k, "b i g r d, b j g d -> b g r i j") * q.shape[-1] ** -0.5
+    if softclamp_qk_sim:
+        scores = (scores / softclamp_value).tanh() * softclamp_value
+    behind = torch.arange(n, device=q.device).unsqueeze(1) - torch.arange(m, device=q.device)
+    hidden = torch.zeros_like(behind, dtype=torch.bool)
+    if causal:
+        hidden = hidden | (behind < 0)
+    if window is not None:
+        hidden = hidden | (behind.abs() > window)
+    if mask is not None:
+        hidden = hidden | ~rearrange(mask, "b j -> b 1 1 1 j")
+    # the least finite number, so that a row that sees nothing is no NaN on its way to 0
+    scores = scores.masked_fill(hidden, torch.finfo(dtype).min)
+    p = scores.softmax(dim=-1).masked_fill(hidden, 0.0)
+    return rearrange(
+        einsum(p, v, "b g r i j, b j g d -> b i g r d"), "b i g r d -> b i (g r) d"
+    ).to(q.dtype)
+
+
+class RingAttention(nn.Module):
+    """Attention over a sequence that may be spread over a ring of processes.
+
+    Args:
+        dim: model width.
+        dim_head, heads: width and number of query heads.
+        num_grouped_query_heads: query heads to each key head; must divide heads.
+        causal: no token sees a later one.
+        eps: has no meaning, here or before; only its default is accepted.
+        bucket_size: kernels that hold scores in memory hold those of so many queries at once.
+        ring_attn: use the ring. Without, or alone, everything works on this process' tokens.
+        ring_seq_size: tokens a rank, by which `auto_shard_seq` sizes the ring.
+        max_lookback_seq_len: the window: a token sees itself and so many tokens before it.
+        striped_ring_attn: the same as layout="striped".
+        auto_shard_seq: every rank brings its own batch of whole sequences, they are spread
+            over the ring, and results come home. None is `ring_attn`.
+        prenorm: RMSNorm first.
+        force_regular_attn: `default_attention` on what is here, taken for a whole sequence.
+        rotary_embed, rotary_embed_theta: rotate queries and keys by their global positions.
+        use_cuda_kernel: None takes the fastest kernel; True is refused, there is none of ours.
+        layout: which tokens a rank holds. None is "contiguous", or, for sequences sharded
+            here and causal, "zigzag".
+        group: the ring's processes: ProcessGroup or DeviceMesh of one dimension; None is the
+            default group.
+        softclamp: c makes scores s into c * tanh(s / c).
+        kernel: of `ring_attn`.
+
+    Raises:
+        ValueError: arguments that contradict one another.
+
+    >>> attn = RingAttention(32, dim_head=8, heads=4, num_grouped_query_heads=2, causal=True)
+    >>> attn(torch.randn(1, 7, 32)).shape
+    torch.Size([1, 7, 32])
+    """
+
+    @beartype
+    def __init__(  # noqa: PLR0913 - a public entry point
+        self,
+        dim: int,
+        *,
+        dim_head: int = 64,
+        heads: int = 8,
+        num_grouped_query_heads: int = 1,
+        causal: bool = False,
+        eps: float = 1e-10,
+        bucket_size: int = 512,
+        ring_attn: bool = False,
+        ring_seq_size: int = 512,
+        max_lookback_seq_len: int | None = None,
+        striped_ring_attn: bool = False,
+        auto_shard_seq: bool | None = False,
+        prenorm: bool = True,
+        force_regular_attn: bool = False,
+        rotary_embed: bool = False,
+        rotary_embed_theta: int | float = 10000,
+        use_cuda_kernel: bool | None = None,
+        layout: str | None = None,
+        group: Group = None,
+        softclamp: float | int | None = None,
+        kernel: str | None = None,
+    ):
+        super().__init__()
+        auto_shard_seq = ring_attn if auto_shard_seq is None else auto_shard_seq
+        if heads % num_grouped_query_heads != 0:
+            raise ValueError(
+                f"num_grouped_query_heads must divide heads={heads}, got {num_grouped_query_heads}"
+            )
+        if eps != 1e-10:
+            raise ValueError(f"eps has no effect, results are normalised exactly; got {eps}")
+        if use_cuda_kernel:
+            raise ValueError("use_cuda_kernel=True: there is no such kernel yet; leave it None")
+        if force_regular_attn and kernel is not None:
+            raise ValueError(f"force_regular_attn uses no kernel, got kernel={kernel!r}")
+        self.spread = Spread.make(
+            ring_attn, auto_shard_seq, causal, ring_seq_size, layout, striped_ring_attn, group
+        )
+        self.causal, self.window, self.softclamp = causal, max_lookback_seq_len, softclamp
+        self.force_regular_attn, self.bucket_size, self.kernel = (
+            force_regular_attn, bucket_size, kernel,
+        )  # fmt: skip
+        self.heads, self.dim_head = heads, dim_head
+        self.key_heads = heads // num_grouped_query_heads
+
+        self.rotary_embed = (
+            RingRotaryEmbedding(dim_head, theta=rotary_embed_theta) if rotary_embed else None
+        )
+        inner, key_inner = dim_head * heads, dim_head * self.key_heads
+        self.to_qkv = nn.Sequential(
+            RMSNorm(dim) if prenorm else nn.Identity(),
+            nn.Linear(dim, inner + 2 * key_inner, bias=False),
+        )
+        self.to_out = nn.Linear(inner, dim, bias=False)
+
+    @beartype
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        rotary_emb: Tensor | None = None,
+        force_ring_reduce_off: bool = False,
+        ring_size: int | None = None,
+        *,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        plan: RingPlan | None = None,
+    ) -> Tensor:
+        """Attention of the tokens x to one another, or to a context.
+
+        Args:
+            x: `[b, n, dim]`: this rank's batch of whole sequences with auto_shard_seq, else
+                this rank's part of the sequence.
+            mask: bool `[b, n]`, True where a token may be seen; causal or not.
+            rotary_emb: angles `[n, dim_head]` of these tokens.
+            force_ring_reduce_off: for this call x is a whole sequence of this process alone.
+            ring_size: consecutive ranks that make one ring; must divide the group.
+            context: `[b, m, dim]` to attend to instead, whole or a part as x is. Not causal.
+            context_mask: bool `[b, m]`.
+            plan: from `RingAttention.plan`, for tokens that are sharded already.
+
+        Returns:
+            `[b, n, dim]`, of the same tokens.
+
+        Raises:
+            ValueError: what can't be, or differs between ranks, on all ranks alike.
+        """
+        if context is not None and (self.causal or self.window is not None or self.rotary_embed):
+            raise ValueError(
+                "context is another sequence, whose tokens have no place among these: it needs a "
+                "module without causal, max_lookback_seq_len and rotary_embed"
+            )
+        if context is None and context_mask is not None:
+            raise ValueError("context_mask needs a context; the mask of x is `mask`")
+        if context is not None and mask is not None:
+            raise ValueError("with a context its own context_mask says what may be seen, not mask")
+        seen = mask if context is None else context_mask
+        if plan is not None:
+            self._check_plan(plan, seen, ring_size, context)
+            return self._attend(x, None, None, rotary_emb, plan.ring, plan)
+        on = self.spread.on(force_ring_reduce_off or self.force_regular_attn)
+        if not (on and self.spread.auto):
+            ring = self.spread.ring(on, ring_size)
+            return self._attend(x, context, seen, rotary_emb, ring, None)
+        given = {"mask": seen is not None, "rotary_emb": rotary_emb is not None}
+        shards = self.spread.shard(x, ring_size, given | {"context": context is not None})
+        of_keys = shards
+        if context is not None:
+            of_keys = shards.like(context)
+            context = of_keys.shard(context)
+        if rotary_emb is not None:
+            rotary_emb = rotary_emb[shards.positions(rotary_emb.device)]
+        seen = None if seen is None else of_keys.shard(seen)
+        out = self._attend(shards.shard(x), context, seen, rotary_emb, shards.ring, None)
+        return shards.unshard(out)
+
+    def _check_plan(
+        self, plan: RingPlan, seen: Tensor | None, ring_size: int | None, context: Tensor | None
+    ) -> None:
+        if self.spread.auto or self.force_regular_attn:
+            raise ValueError("a plan is for tokens sharded by hand, and for the ring's kernels")
+        others = {"a mask": seen, "ring_size": ring_size, "context": context}
+        if given := [name for name, value in others.items() if value is not None]:
+            raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
+
+    def plan(self, x: Tensor, mask: Tensor | None = None, *, ring: Ring) -> RingPlan:
+        """The plan for sharded tokens like x, to be handed to all layers like this one."""
+        grad = x.requires_grad or any(p.requires_grad for p in self.parameters())
+        device = x.device.type
+        cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(device) if cast else x.dtype
+        like = torch.empty((), dtype=dtype, device=x.device, requires_grad=grad)
+        q, k = (like.expand(*x.shape[:2], h, self.dim_head) for h in (self.heads, self.key_heads))
+        return self._plan(q, k, k, mask, ring, cross=False)
+
+    def _plan(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, ring: Ring, *, cross: bool
+    ) -> RingPlan:
+        return RingPlan.make(
+            q, k, v, causal=self.causal, window=self.window, key_mask=seen,
+            softclamp=self.softclamp, layout=self.spread.layout, group=ring, kernel=self.kernel,
+            bucket_size=self.bucket_size, cross=cross,
+        )  # fmt: skip
+
+    def _attend(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        seen: Tensor | None,
+        angles: Tensor | None,
+        ring: Ring,
+        plan: RingPlan | None,
+    ) -> Tensor:
+        q, k, v = self._project(x, context)
+        if plan is None and not self.force_regular_attn:
+            plan = self._plan(q, k, v, seen, ring, cross=context is not None)
+        if self.rotary_embed is not None:
+            angles = self.rotary_embed(x.shape[1] if plan is None else plan.positions(x.device))
+        if angles is not None:
+            q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
+        if plan is not None:
+            out = ring_attn(q, k, v, plan=plan)
+        else:
+            clamp = {} if self.softclamp is None else {"softclamp_value": self.softclamp}
+            out = default_attention(
+                q, k, v, seen, self.causal, self.softclamp is not None, window=self.window, **clamp
+            )
+        return self.to_out(rearrange(out, "b n h d -> b n (h d)"))
+
+    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = [self.heads * self.dim_head, *[self.key_heads * self.dim_head] * 2]
+        if context is None:
+            parts = self.to_qkv(x).split(sizes, dim=-1)
+        else:
+            norm, linear = self.to_qkv
+            of_queries, *of_keys = linear.weight.split(sizes)
+            parts = [F.linear(norm(x), of_queries)]
+            parts += [F.linear(norm(context), weight) for weight in of_keys]
+        q, k, v = (rearrange(t, "b n (h d) -> b n h d", d=self.dim_head) for t in parts)
+        return q, k, v
+
+
+class RMSNorm(nn.Module):
+    """Each token to length sqrt(dim), times a learned gamma (Zhang and Sennrich 2019)."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1) * x.shape[-1] ** 0.5 * self.gamma
