@@ -1,0 +1,28 @@
+# `make demo` and `make test` set up all they need in .venv; nothing else is asked of the machine
+# but Python 3.11 or later.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test lint clean
+
+$(VENV)/ready: requirements.txt setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet -r requirements.txt
+	$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: $(VENV)/ready  ## ring attention on 4 processes of this machine, checked and drawn; trains on text
+	$(RUN) -m examples.demo
+
+test: $(VENV)/ready lint  ## everything that CI runs
+	$(RUN) -m pytest
+
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

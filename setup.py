@@ -1,0 +1,33 @@
+"""Packaging. The tested versions are in requirements.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="ring-attention-pytorch",
+    version="1.0.0",
+    description="Exact attention over a sequence that is spread over many processes",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    packages=find_packages(include=["ring_attention_pytorch*"]),
+    package_data={"ring_attention_pytorch": ["py.typed"]},
+    python_requires=">=3.11",
+    install_requires=["torch>=2.11", "einops>=0.8", "beartype>=0.18"],
+    extras_require={
+        "demo": ["click>=8", "rich>=13", "einx>=0.3"],
+        "test": ["click>=8", "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "ruff", "rich>=13"],
+    },
+    keywords=["artificial intelligence", "attention", "distributed training", "long context"],
+    classifiers=[
+        "Development Status :: 5 - Production/Stable",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,68 @@
+"""Every example of the README and the docs runs, and pictures are what their scripts draw."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ring_attention_pytorch import default_attention
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_examples_of_a_page_run(page: Path) -> None:
+    for block in blocks(page):
+        exec(compile(block, str(page), "exec"), {})
+
+
+def test_the_readme_s_shards_run_under_torchrun_as_they_stand(tmp_path: Path) -> None:
+    script = tmp_path / "shards.py"
+    start = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    script.write_text(start + blocks(ROOT / "README.md")[1] + "dist.destroy_process_group()\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", script],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+
+
+def test_links_of_the_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert link.startswith("https://") or (page.parent / link).exists(), (page, link)
+
+
+def test_files_named_in_the_pages_exist() -> None:
+    for page in PAGES:
+        for name in re.findall(
+            r"`((?:docs|tests|examples|benchmarks)/[\w./-]+)`", page.read_text()
+        ):
+            assert (ROOT / name).exists(), (page, name)
+
+
+def test_the_drawing_is_what_its_script_draws() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "draw_layouts.py"))["drawing"]()
+    assert drawn == (ROOT / "docs" / "layouts.svg").read_text()
+
+
+def test_regrouped_query_heads_do_what_the_old_order_did() -> None:
+    """docs/coming-from-0.5.md tells how to carry over a checkpoint with grouped heads."""
+    known: dict = {}
+    exec(blocks(ROOT / "docs" / "coming-from-0.5.md")[0], known)
+    heads, group, d = 6, 3, 4
+    q = torch.randn(1, 5, heads, d)
+    k = torch.randn(1, 5, heads // group, d)
+    old = default_attention(q, *[k.repeat(1, 1, group, 1)] * 2)  # key head i % h_kv
+    rows = known["regroup"](heads, group, d)
+    new = default_attention(q.flatten(2)[..., rows].view_as(q), k, k)
+    torch.testing.assert_close(new.flatten(2), old.flatten(2)[..., rows])
