@@ -11,7 +11,7 @@ from typing import Any
 
 from ring_attention_pytorch.ring import Ring
 
-_LONGEST_PROBLEM = 1200
+_LONGEST_PROBLEM = 1200  # bytes; quoting may double them, and messages are of one fixed size
 
 
 def agree(
@@ -21,37 +21,45 @@ def agree(
     own: Mapping[str, int] | None = None,
     problem: str | None = None,
 ) -> list[dict[str, int]]:
-    """Every rank's `own` numbers, after making sure that `same` is the same on all ranks.
+    """The `own` numbers of each rank of the ring, once `same` is the same on all of them.
 
-    `problem` is what this rank found wrong by itself; it is raised on every rank, so that no
-    rank is left waiting.
+    `problem` is what this rank found wrong by itself; it is raised on every rank of the group,
+    so that no rank is left waiting. Ranks in messages are those of the group.
 
     Raises:
         ValueError: a rank has a problem, or ranks differ; the same text on all ranks.
     """
     note = {
+        "ring size": ring.size,
         "same": {name: _plain(value) for name, value in same.items()},
         "own": dict(own or {}),
-        "problem": problem and problem[:_LONGEST_PROBLEM],
+        "problem": problem and _shortened(problem),
     }
-    notes = [
-        json.loads(m) for m in ring.gather_bytes(json.dumps(note, ensure_ascii=False).encode())
-    ]
+    message = json.dumps(note, ensure_ascii=False).encode(errors="replace")
+    notes = [json.loads(m) for m in ring.gather_bytes(message)]
     problems = _by_value([n["problem"] for n in notes])
     problems.pop(None, None)
     if problems:
+        found = (_at(p, ranks, len(notes)) for p, ranks in problems.items())
+        raise ValueError(f"{caller}: {'; '.join(found)}")
+    _check_same(caller, "ring size", [n["ring size"] for n in notes], first=0)
+    members = notes[ring.first : ring.first + ring.size]
+    for name in _names(members):
+        _check_same(caller, name, [n["same"].get(name) for n in members], ring.first)
+    return [n["own"] for n in members]
+
+
+def _check_same(caller: str, name: str, values: list[Any], first: int) -> None:
+    found = _by_value([json.dumps(value, ensure_ascii=False) for value in values])
+    if len(found) > 1:
+        got = ", ".join(f"{v} on {_ranks([first + r for r in at])}" for v, at in found.items())
         raise ValueError(
-            f"{caller}: " + "; ".join(_at(p, ranks, ring.size) for p, ranks in problems.items())
+            f"{caller}: {name} must be the same on every rank, got {got}; pass the same on all"
         )
-    for name in _names(notes):
-        found = _by_value([json.dumps(n["same"].get(name)) for n in notes])
-        if len(found) > 1:
-            values = ", ".join(f"{v} on {_ranks(ranks)}" for v, ranks in found.items())
-            raise ValueError(
-                f"{caller}: {name} must be the same on every rank, got {values}; "
-                "pass the same on all"
-            )
-    return [n["own"] for n in notes]
+
+
+def _shortened(text: str) -> str:
+    return text.encode(errors="replace")[:_LONGEST_PROBLEM].decode(errors="ignore")
 
 
 def _names(notes: list[dict[str, Any]]) -> list[str]:

@@ -89,15 +89,14 @@ class Ring:
         return Transfer([t for _, t in sends], [t for _, t in receives], works)
 
     def gather_bytes(self, message: bytes) -> list[bytes]:
-        """Every rank's message, over the host: no GPU waits."""
+        """The message of every rank of the group, over the host: no GPU waits."""
         if self.group is None:
             return [message]
         assert len(message) <= _MESSAGE_BYTES, "an agreement's message must be short"
         mine = torch.frombuffer(bytearray(message.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
         all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(all_of_them, mine, group=_host_group(self.group))
-        members = all_of_them[self.first : self.first + self.size]
-        return [bytes(t.numpy()).rstrip() for t in members]
+        return [bytes(t.numpy()).rstrip() for t in all_of_them]
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, self.first + rank)

@@ -10,11 +10,13 @@ from einops import einsum, rearrange
 from torch import Tensor, nn
 
 from ring_attention_pytorch.contract import accumulator
+from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.layouts import Visible
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Group, Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
-from ring_attention_pytorch.sharding import Spread
+from ring_attention_pytorch.sharding import Spread, mask_problem
 
 
 @beartype
@@ -41,7 +43,7 @@ def default_attention(
         `[b, n, h, d_v]` in q's dtype; 0 where a query sees nothing.
 
     Raises:
-        ValueError: causal or window with other key than query length.
+        ValueError: causal or window with other key than query length, or a number out of range.
 
     >>> q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
     >>> default_attention(q, k, k, causal=True).shape
@@ -50,6 +52,10 @@ def default_attention(
     n, m, dtype = q.shape[1], k.shape[1], accumulator(q.dtype)
     if (causal or window is not None) and n != m:
         raise ValueError(f"causal and window need as many keys as queries, got {m} and {n}")
+    if window is not None and window < 0:
+        raise ValueError(f"window must be None or at least 0, got {window}")
+    if softclamp_qk_sim and not softclamp_value > 0:
+        raise ValueError(f"softclamp_value must be positive, got {softclamp_value}")
     q_, k, v = (t.to(dtype) for t in (rearrange(q, "b i (g r) d -> b i g r d", g=k.shape[2]), k, v))
     scores = einsum(q_, k, "b i g r d, b j g d -> b g r i j") * q.shape[-1] ** -0.5
     if softclamp_qk_sim:
@@ -133,10 +139,16 @@ class RingAttention(nn.Module):
     ):
         super().__init__()
         auto_shard_seq = ring_attn if auto_shard_seq is None else auto_shard_seq
-        if heads % num_grouped_query_heads != 0:
+        if num_grouped_query_heads < 1 or heads % num_grouped_query_heads != 0:
             raise ValueError(
                 f"num_grouped_query_heads must divide heads={heads}, got {num_grouped_query_heads}"
             )
+        if max_lookback_seq_len is not None and max_lookback_seq_len < 0:
+            raise ValueError(
+                f"max_lookback_seq_len must be None or at least 0, got {max_lookback_seq_len}"
+            )
+        if softclamp is not None and not softclamp > 0:
+            raise ValueError(f"softclamp must be None or positive, got {softclamp}")
         if eps != 1e-10:
             raise ValueError(f"eps has no effect, results are normalised exactly; got {eps}")
         if use_cuda_kernel:
@@ -195,25 +207,20 @@ class RingAttention(nn.Module):
         Raises:
             ValueError: what can't be, or differs between ranks, on all ranks alike.
         """
-        if context is not None and (self.causal or self.window is not None or self.rotary_embed):
-            raise ValueError(
-                "context is another sequence, whose tokens have no place among these: it needs a "
-                "module without causal, max_lookback_seq_len and rotary_embed"
-            )
-        if context is None and context_mask is not None:
-            raise ValueError("context_mask needs a context; the mask of x is `mask`")
-        if context is not None and mask is not None:
-            raise ValueError("with a context its own context_mask says what may be seen, not mask")
+        problem = self._problem(x, mask, rotary_emb, context, context_mask)
         seen = mask if context is None else context_mask
         if plan is not None:
-            self._check_plan(plan, seen, ring_size, context)
+            self._check_plan(plan, seen, ring_size, context, force_ring_reduce_off)
+            self.spread.check(problem, False, None, "RingAttention")
             return self._attend(x, None, None, rotary_emb, plan.ring, plan)
         on = self.spread.on(force_ring_reduce_off or self.force_regular_attn)
+        self.spread.check(problem, on, ring_size, "ring attention")
         if not (on and self.spread.auto):
             ring = self.spread.ring(on, ring_size)
             return self._attend(x, context, seen, rotary_emb, ring, None)
         given = {"mask": seen is not None, "rotary_emb": rotary_emb is not None}
-        shards = self.spread.shard(x, ring_size, given | {"context": context is not None})
+        given["context"] = context is not None
+        shards = self.spread.shard(x, ring_size, given)
         of_keys = shards
         if context is not None:
             of_keys = shards.like(context)
@@ -224,14 +231,61 @@ class RingAttention(nn.Module):
         out = self._attend(shards.shard(x), context, seen, rotary_emb, shards.ring, None)
         return shards.unshard(out)
 
+    def _problem(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        rotary_emb: Tensor | None,
+        context: Tensor | None,
+        context_mask: Tensor | None,
+    ) -> str | None:
+        """What is wrong with this rank's arguments by themselves."""
+        dim, rotary = self.to_out.out_features, self.rotary_embed or rotary_emb is not None
+        for name, t in {"x": x, "context": context}.items():
+            if t is not None and (t.ndim != 3 or t.shape[2] != dim):
+                return f"{name} must be [batch, tokens, {dim}], got {list(t.shape)}"
+        if context is not None and (self.causal or self.window is not None or rotary):
+            return (
+                "context is another sequence, whose tokens have no place among these: it needs a "
+                "module without causal, max_lookback_seq_len and rotary_embed, and no rotary_emb"
+            )
+        if context is None and context_mask is not None:
+            return "context_mask needs a context; the mask of x is `mask`"
+        if context is not None and mask is not None:
+            return "with a context its own context_mask says what may be seen, not mask"
+        if self.rotary_embed is not None and rotary_emb is not None:
+            return "a module with rotary_embed makes its own angles, rotary_emb would be ignored"
+        want = [x.shape[1], self.dim_head]
+        if rotary_emb is not None and list(rotary_emb.shape) != want:
+            return f"rotary_emb must be {want}, got {list(rotary_emb.shape)}"
+        if context is not None:
+            return mask_problem("context_mask", context_mask, context)
+        return mask_problem("mask", mask, x)
+
     def _check_plan(
-        self, plan: RingPlan, seen: Tensor | None, ring_size: int | None, context: Tensor | None
+        self,
+        plan: RingPlan,
+        seen: Tensor | None,
+        ring_size: int | None,
+        context: Tensor | None,
+        off: bool,
     ) -> None:
         if self.spread.auto or self.force_regular_attn:
             raise ValueError("a plan is for tokens sharded by hand, and for the ring's kernels")
         others = {"a mask": seen, "ring_size": ring_size, "context": context}
+        others["force_ring_reduce_off"] = off or None
         if given := [name for name, value in others.items() if value is not None]:
             raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
+        mine = (Visible(self.causal, self.window), self.softclamp)
+        if (plan.visible, plan.terms.softclamp) != mine:
+            raise ValueError(
+                f"the plan shows {plan.visible} with softclamp={plan.terms.softclamp}, "
+                f"this module wants {mine[0]} with {mine[1]}; make it with RingAttention.plan"
+            )
+        if self.kernel is not None and plan.kernel is not KERNELS.get(self.kernel):
+            raise ValueError(f"the plan uses another kernel than this module's {self.kernel!r}")
+        if plan.ring.size > 1 and not self.spread.ring_attn:
+            raise ValueError("a plan over a ring needs a module with ring_attn=True")
 
     def plan(self, x: Tensor, mask: Tensor | None = None, *, ring: Ring) -> RingPlan:
         """The plan for sharded tokens like x, to be handed to all layers like this one."""

@@ -13,7 +13,6 @@ from beartype import beartype
 from einops import einsum
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ring_attention_pytorch.contract import Grads, Saved, accumulator
 from ring_attention_pytorch.layouts import resolve_layout
@@ -37,8 +36,10 @@ class RingAttentionFunction(Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # once_differentiable would drop the second order where dout needs no gradient
+            raise NotImplementedError("ring attention can't be differentiated twice (create_graph)")
         (q, k, v, out, lse), plan = ctx.saved_tensors, ctx.plan
         dout = torch.zeros_like(out) if dout is None else dout
         dq, dk, dv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v))

@@ -5,16 +5,18 @@ Parameter names, defaults and state-dict keys are those of ring-attention-pytorc
 
 from typing import NamedTuple
 
+import torch
 from beartype import beartype
 from torch import Tensor, nn
 
 from ring_attention_pytorch.agreement import agree
+from ring_attention_pytorch.layouts import segment_positions
 from ring_attention_pytorch.loss import mean_cross_entropy, next_tokens
 from ring_attention_pytorch.plan import RingPlan, segments_by_layout
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 from ring_attention_pytorch.ring_attention import RingAttention, RMSNorm
 from ring_attention_pytorch.rotary import RingRotaryEmbedding
-from ring_attention_pytorch.sharding import AutoShard, Spread
+from ring_attention_pytorch.sharding import AutoShard, Spread, mask_problem
 
 
 class _Batch(NamedTuple):
@@ -85,6 +87,7 @@ class RingTransformer(nn.Module):
         self.spread = Spread.make(
             ring_attn, auto_shard_seq, causal, ring_seq_size, layout, striped_ring_attn, group
         )
+        self.causal = causal
         self.force_regular_attn, self.ignore_index = force_regular_attn, ignore_index
 
         self.token_emb = nn.Embedding(num_tokens, dim)
@@ -159,10 +162,11 @@ class RingTransformer(nn.Module):
         on, auto = self.spread.on(off or self.force_regular_attn), self.spread.auto
         given = {"mask": mask is not None, "labels": labels is not None, "return_loss": return_loss}
         shift = return_loss and labels is None
+        self.spread.check(_problem(x, mask, labels), on, ring_size, "RingTransformer")
         if labels is not None and mask is not None:
             labels = labels.masked_fill(~mask, self.ignore_index)
         if shift and (auto or not on):
-            labels = x[:, 1:]
+            labels = x[:, 1:].long()
             if mask is not None:
                 labels = labels.masked_fill(~mask[:, 1:], self.ignore_index)
                 mask = mask[:, :-1]
@@ -174,11 +178,17 @@ class RingTransformer(nn.Module):
         ring = self.spread.ring(on, ring_size)
         if not on:
             return _Batch(x, mask, labels, ring, ring, None)
+        given["batch"] = x.shape[0]
         lengths = [own["n"] for own in agree(ring, "RingTransformer", given, {"n": x.shape[1]})]
         if shift:
-            ids = x if mask is None else x.masked_fill(~mask, self.ignore_index)
+            ids = x.long()
+            if mask is not None:
+                ids = ids.masked_fill(~mask, self.ignore_index)
             segments = segments_by_layout("RingTransformer", self.spread.layout, lengths)
             labels = next_tokens(ids, segments, ring, self.ignore_index)
+            if not self.causal:  # the last token is a target only, so no other may see it
+                here = segment_positions(segments[ring.rank], x.device) < sum(lengths) - 1
+                mask = here.expand(x.shape) if mask is None else mask & here
         return _Batch(x, mask, labels, ring, as_ring(self.spread.group), None)
 
     def _plans(self, tokens: Tensor, batch: _Batch) -> dict[int | None, RingPlan]:
@@ -190,6 +200,15 @@ class RingTransformer(nn.Module):
             window: attn.plan(tokens, batch.mask, ring=batch.ring)
             for window, attn in some_layer.items()
         }
+
+
+def _problem(x: Tensor, mask: Tensor | None, labels: Tensor | None) -> str | None:
+    """What is wrong with this rank's arguments by themselves."""
+    if x.ndim != 2 or x.dtype not in (torch.int64, torch.int32):
+        return f"x must be int64 or int32 ids [batch, tokens], got {x.dtype} {list(x.shape)}"
+    if labels is not None and (labels.dtype, labels.shape) != (torch.int64, x.shape):
+        return f"labels must be int64 {list(x.shape)}, got {labels.dtype} {list(labels.shape)}"
+    return mask_problem("mask", mask, x)
 
 
 def feed_forward(dim: int, mult: int) -> nn.Sequential:

@@ -220,12 +220,31 @@ class Spread:
             raise ValueError(f"ring_size={ring_size} was given while the ring is off")
         return Ring.alone()
 
+    def check(self, problem: str | None, on: bool, ring_size: int | None, caller: str) -> None:
+        """Raise this rank's problem on all ranks: it takes the place of their next agreement."""
+        if problem is None:
+            return
+        if on and self.auto:
+            agree(as_ring(self.group), "automatic sharding", {}, problem=problem)
+        agree(self.ring(on, ring_size), caller, {}, problem=problem)
+
     def shard(self, x: Tensor, ring_size: int | None, same: Mapping[str, Any]) -> AutoShard:
         """The automatic sharding of whole sequences x."""
         return AutoShard.make(
             x, ring_seq_size=self.ring_seq_size, layout=self.layout, group=self.group,
             ring_size=ring_size, same=same,
         )  # fmt: skip
+
+
+def mask_problem(name: str, mask: Tensor | None, x: Tensor) -> str | None:
+    """What is wrong with the mask of tokens x `[b, n, ...]`."""
+    want = list(x.shape[:2])
+    if mask is None or (mask.dtype == torch.bool and list(mask.shape) == want):
+        return None
+    return (
+        f"{name} must be bool {want}, True where a token may be seen, "
+        f"got {mask.dtype} {list(mask.shape)}"
+    )
 
 
 def smallest_ring(length: int, ring_seq_size: int, world: int) -> int:
@@ -296,5 +315,6 @@ def _swap(ring: Ring, shapes: Sequence[Shape], tensors: Sequence[Tensor]) -> lis
 def _in_order(x: Tensor, segments: tuple[Segments, ...], dim: int) -> Tensor:
     """From the order of ranks to the order of positions."""
     held = torch.cat([segment_positions(s) for s in segments])
-    order = held.argsort()
-    return x if torch.equal(held, order) else x.index_select(dim, order.to(x.device))
+    if bool((held.diff() > 0).all()):
+        return x
+    return x.index_select(dim, held.argsort().to(x.device))

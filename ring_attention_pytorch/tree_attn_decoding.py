@@ -56,7 +56,7 @@ def tree_attn_decode(
     torch.Size([1, 4, 1, 8])
     """
     ring = as_ring(group)
-    d_v = _agreed_width(ring, q, k, v, key_mask, shard_kv_seq, use_triton)
+    d_v = _agreed_width(ring, q, k, v, key_mask, eps, shard_kv_seq, use_triton)
     if shard_kv_seq and k is not None and v is not None:
         k, v = (t.tensor_split(ring.size, dim=2)[ring.rank] for t in (k, v))
         if key_mask is not None:
@@ -93,11 +93,14 @@ def _agreed_width(
     k: Tensor | None,
     v: Tensor | None,
     key_mask: Tensor | None,
+    eps: float,
     shard_kv_seq: bool,
     use_triton: bool | None,
 ) -> int:
     """The head size of v, which ranks without keys learn from the others."""
     problem = _problem(q, k, v, key_mask)
+    if not 0 < eps <= 1:
+        problem = f"eps must be positive and at most 1, the least total weight, got {eps}"
     if use_triton:
         problem = "use_triton=True: there is no such kernel yet; leave it None"
     if shard_kv_seq and k is None:

@@ -1,6 +1,8 @@
 """One case of ring attention against the oracle, for threads and for processes alike."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,9 +11,29 @@ from torch import Tensor
 from ring_attention_pytorch.layouts import positions
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
+from tests import threads
+from tests.ranks import Pool
 from tests.reference import dense_attention, relative_error
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+@dataclass
+class Figures:
+    """What the suite measured, for the summary at its end."""
+
+    worst: dict[str, dict[str, float]] = field(default_factory=dict)  # by dtype and result
+    seconds_to_error: float = 0.0
+    mutants: tuple[int, int] | None = None  # killed, of how many
+
+    def note(self, dtype: torch.dtype, errors: dict[str, float]) -> None:
+        worst = self.worst.setdefault(str(dtype).removeprefix("torch."), dict.fromkeys(NAMES, 0.0))
+        for name, error in errors.items():
+            worst[name] = max(worst[name], error)
+
+
+FIGURES = Figures()
 
 
 @dataclass(frozen=True)
@@ -32,7 +54,8 @@ class Attention:
     d: int = 8
     d_v: int = 8
     dtype: torch.dtype = torch.float64
-    key_lengths: tuple[int, ...] | None = None  # cross attention: how keys lie on the ranks
+    query_lengths: tuple[int, ...] | None = None  # cross attention: what lies on the ranks,
+    key_lengths: tuple[int, ...] | None = None  # queries (None is as the layout says) and keys
     bucket_size: int = 4
     seed: int = 0
     logits: float = 1.0
@@ -66,6 +89,8 @@ class Attention:
     def places(self, rank: int, size: int) -> tuple[Tensor, Tensor]:
         """Which queries and which keys a rank holds."""
         queries = positions(self.layout, rank=rank, ring_size=size, length=self.length)
+        if self.query_lengths is not None:
+            queries = torch.arange(self.length).split(self.query_lengths)[rank]
         if self.key_lengths is None:
             return queries, queries
         return queries, torch.arange(sum(self.key_lengths)).split(self.key_lengths)[rank]
@@ -78,6 +103,16 @@ def results(
     blind = lse == -torch.inf  # lse has no gradient there
     grads = torch.autograd.grad((out, lse), tensors, (dout, dlse.masked_fill(blind, 0.0)))
     return [out, lse, *grads]
+
+
+def oracle(case: Attention) -> list[Tensor]:
+    """`whole`, worked out once for all layouts, kernels and rings."""
+    return _oracle(replace(case, layout="", kernel=None, bucket_size=0, query_lengths=None))
+
+
+@lru_cache(maxsize=512)
+def _oracle(case: Attention) -> list[Tensor]:
+    return whole(case)
 
 
 def whole(case: Attention) -> list[Tensor]:
@@ -115,12 +150,29 @@ def errors(
     return {name: relative_error(g, w) for name, g, w in zip(NAMES, got, mine)}
 
 
-def process_case(cases: list[Attention]) -> dict[str, float]:
-    """For a pool: the worst error of each result over the cases, on this rank."""
-    ring, worst = Ring(), dict.fromkeys(NAMES, 0.0)
-    for case in cases:
-        for name, error in errors(
-            case, ring.rank, ring.size, shard(case, ring), whole(case)
-        ).items():
-            worst[name] = max(worst[name], error)
-    return worst
+def check(case: Attention, size: int, found: Iterable[dict[str, float]]) -> None:
+    """Each result, by itself and on every rank, as good as its dtype allows."""
+    for rank, each in enumerate(found):
+        FIGURES.note(case.dtype, each)
+        bad = {n: e for n, e in each.items() if not e < TOLERANCES[case.dtype]}
+        assert not bad, f"rank {rank} of {size}: {bad} in {case}"
+
+
+def check_in_threads(case: Attention, size: int) -> threads.Hub:
+    """The case over a ring of threads against the oracle."""
+    got, hub = threads.run(size, lambda ring: shard(case, ring))
+    check(case, size, (errors(case, r, size, mine, oracle(case)) for r, mine in enumerate(got)))
+    return hub
+
+
+def process_case(cases: list[Attention]) -> list[dict[str, float]]:
+    """For a pool: the errors of each case on this rank."""
+    ring = Ring()
+    return [errors(c, ring.rank, ring.size, shard(c, ring), oracle(c)) for c in cases]
+
+
+def check_in_processes(cases: list[Attention], pool: Pool) -> None:
+    """The cases over a ring of processes against the oracle."""
+    by_rank = pool.run(process_case, cases)
+    for case, *found in zip(cases, *by_rank):
+        check(case, pool.size, found)

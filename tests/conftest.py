@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.cases import FIGURES
 from tests.ranks import Pool
 
 torch.set_num_threads(1)
@@ -22,3 +23,15 @@ def pools():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was measured: the figures that are published come from here."""
+    write = terminalreporter.write_line
+    for dtype, worst in FIGURES.worst.items():
+        figures = "  ".join(f"{name} {error:.1e}" for name, error in worst.items())
+        write(f"worst relative error, {dtype}: {figures}")
+    if FIGURES.mutants is not None:
+        write("mutants killed: {} of {}".format(*FIGURES.mutants))
+    if FIGURES.seconds_to_error:
+        write(f"slowest error on all ranks: {FIGURES.seconds_to_error:.2f} s")

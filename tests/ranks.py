@@ -38,13 +38,26 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str, timeout: float) 
 
 
 class Pool:
-    """`size` ranks of one default gloo group. `run` gives every rank's result, in order."""
+    """`size` ranks of one default gloo group. `run` gives every rank's result, in order.
 
-    def __init__(self, size: int, timeout: float = 60.0):
+    `timeout` is how long to wait for an answer, `group_timeout` how long ranks wait for another.
+    """
+
+    def __init__(self, size: int, timeout: float = 60.0, group_timeout: float | None = None):
         self.size, self.timeout, self.members = size, timeout, []
+        self.group_timeout = timeout if group_timeout is None else group_timeout
 
     def run(self, case: Callable[..., Any], *args: Any) -> list[Any]:
         """`case(*args)` on every rank. It must be a function of a module, for it is pickled."""
+        answers = self.answers(case, *args)
+        failed = [f"rank {r}: {text}" for r, (kind, text) in enumerate(answers) if kind == "error"]
+        if failed:
+            self.stop()
+            raise RankFailed("\n".join(failed))
+        return [value for _, value in answers]
+
+    def answers(self, case: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:
+        """The same, whatever becomes of a rank: ("ok", result) or ("error", what happened)."""
         if not self.members:
             self._start()
         for pipe, _ in self.members:
@@ -53,22 +66,14 @@ class Pool:
         while len(answers) < self.size:
             waiting = {p: r for r, (p, _) in enumerate(self.members) if r not in answers}
             if not (ready := wait(list(waiting), self.timeout)):
-                self.stop()
-                raise RankFailed(
-                    f"ranks {sorted(waiting.values())} gave no answer in {self.timeout} s"
-                )
+                late = ("error", f"gave no answer in {self.timeout} s")
+                answers |= dict.fromkeys(waiting.values(), late)
             for pipe in ready:
                 try:
                     answers[waiting[pipe]] = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     answers[waiting[pipe]] = ("error", "the process died")
-        failed = [
-            f"rank {r}: {text}" for r, (kind, text) in sorted(answers.items()) if kind == "error"
-        ]
-        if failed:
-            self.stop()
-            raise RankFailed("\n".join(failed))
-        return [answers[r][1] for r in range(self.size)]
+        return [answers[r] for r in range(self.size)]
 
     def _start(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
@@ -76,7 +81,7 @@ class Pool:
             ours, theirs = _context.Pipe()
             process = _context.Process(
                 target=_serve,
-                args=(theirs, rank, self.size, self.folder.name, self.timeout),
+                args=(theirs, rank, self.size, self.folder.name, self.group_timeout),
                 daemon=True,
             )
             process.start()
@@ -90,3 +95,30 @@ class Pool:
             process.join()
             pipe.close()
         self.members = []
+
+
+def alone(main: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """`main(rank, *args)` in `size` new processes without a group; every rank's result."""
+    members = []
+    for rank in range(size):
+        ours, theirs = _context.Pipe()
+        process = _context.Process(target=_tell, args=(theirs, main, rank, *args), daemon=True)
+        process.start()
+        theirs.close()
+        members.append((ours, process))
+    try:
+        told = [pipe.recv() if pipe.poll(timeout) else "no answer" for pipe, _ in members]
+    finally:
+        for _, process in members:
+            process.kill()
+    if failed := [t for t in told if isinstance(t, str)]:
+        raise RankFailed("\n".join(failed))
+    return told
+
+
+def _tell(pipe: Connection, main: Callable[..., Any], rank: int, *args: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        pipe.send(main(rank, *args))
+    except BaseException:
+        pipe.send(traceback.format_exc())

@@ -12,6 +12,7 @@ import torch
 from ring_attention_pytorch import default_attention
 
 ROOT = Path(__file__).parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -30,7 +31,7 @@ def test_the_readme_s_shards_run_under_torchrun_as_they_stand(tmp_path: Path) ->
     start = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
     script.write_text(start + blocks(ROOT / "README.md")[1] + "dist.destroy_process_group()\n")
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", script],
+        [*TORCHRUN, "--nproc-per-node", "3", script],
         cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr

@@ -5,7 +5,7 @@ only when its receiver waits, so a sender that touches it too early is found out
 """
 
 import threading
-from collections import defaultdict
+import time
 from collections.abc import Callable, Sequence
 from queue import Empty, Queue
 from typing import Any
@@ -23,11 +23,27 @@ class Hub:
 
     def __init__(self, size: int):
         self.size = size
-        self.mail: dict[tuple[int, int], Queue] = defaultdict(Queue)
+        self.mail = {(a, b): Queue() for a in range(size) for b in range(size)}
         self.notes: list[bytes] = [b""] * size
         self.barrier = threading.Barrier(size, timeout=PATIENCE)
+        self.failed = threading.Event()
         self.exchanges = [0] * size  # of each rank
         self.sent_bytes = [0] * size
+        self.gathers = [0] * size
+
+    def fail(self) -> None:
+        """Let no rank wait for one that has failed."""
+        self.failed.set()
+        self.barrier.abort()
+
+    def patiently(self, attempt: Callable[[float], bool], what: str) -> None:
+        """Try until it succeeds, patience ends or another rank has failed."""
+        deadline = time.monotonic() + PATIENCE
+        while not attempt(0.05):
+            if self.failed.is_set():
+                raise threading.BrokenBarrierError(what)
+            if time.monotonic() > deadline:
+                raise TimeoutError(what)
 
 
 class ThreadRing(Ring):
@@ -48,9 +64,10 @@ class ThreadRing(Ring):
         for _, t in receives:
             t.fill_(torch.nan if t.is_floating_point() else 1)
         mail = [(self.hub.mail[rank, self.rank], t) for rank, t in receives]
-        return ThreadTransfer(mail, taken)
+        return ThreadTransfer(self.hub, mail, taken)
 
     def gather_bytes(self, message: bytes) -> list[bytes]:
+        self.hub.gathers[self.rank] += 1
         self.hub.notes[self.rank] = message
         self.hub.barrier.wait()
         notes = list(self.hub.notes)
@@ -59,28 +76,34 @@ class ThreadRing(Ring):
 
 
 class ThreadTransfer:
-    def __init__(self, mail: list[tuple[Queue, Tensor]], taken: list[threading.Event]):
-        self.mail, self.taken = mail, taken
+    def __init__(self, hub: Hub, mail: list[tuple[Queue, Tensor]], taken: list[threading.Event]):
+        self.hub, self.mail, self.taken = hub, mail, taken
 
     def wait(self) -> list[Tensor]:
         for queue, buffer in self.mail:
-            try:
-                sent, event = queue.get(timeout=PATIENCE)
-            except Empty:
-                raise TimeoutError("a message never came") from None
+            found = []
+
+            def take(seconds: float, queue: Queue = queue, found: list = found) -> bool:
+                try:
+                    found.append(queue.get(timeout=seconds))
+                except Empty:
+                    return False
+                return True
+
+            self.hub.patiently(take, "a message never came")
+            sent, event = found.pop()
             assert (sent.shape, sent.dtype) == (buffer.shape, buffer.dtype), "not what was expected"
             buffer.copy_(sent)
             event.set()
         for event in self.taken:
-            if not event.wait(PATIENCE):
-                raise TimeoutError("a message was never taken")
+            self.hub.patiently(event.wait, "a message was never taken")
         return [buffer for _, buffer in self.mail]
 
 
 def run(size: int, rank_main: Callable[[ThreadRing], Any]) -> tuple[list[Any], Hub]:
     """`rank_main(ring)` on every rank of a ring; every rank's result, and the hub's counts.
 
-    The first error of any rank is raised, with the others' barriers broken.
+    The first error of any rank is raised, and the other ranks stop waiting.
     """
     hub, results, errors = Hub(size), [None] * size, []
 
@@ -89,7 +112,7 @@ def run(size: int, rank_main: Callable[[ThreadRing], Any]) -> tuple[list[Any], H
             results[rank] = rank_main(ThreadRing(hub, rank))
         except BaseException as error:  # handed to the caller's thread
             errors.append(error)
-            hub.barrier.abort()
+            hub.fail()
 
     threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(size)]
     for thread in threads:
@@ -100,4 +123,5 @@ def run(size: int, rank_main: Callable[[ThreadRing], Any]) -> tuple[list[Any], H
         real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
         raise (real or errors)[0]
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    assert all(queue.empty() for queue in hub.mail.values()), "a message that nobody took"
     return results, hub

@@ -1,0 +1,403 @@
+"""Planted faults: each must make a small battery of cases fail, or the tests prove nothing.
+
+A mutant is one change to the source of one file. `python -m tests.mutants` runs the battery
+for the sources as they are and then for each mutant, in a process of its own over a changed
+copy of the package, and prints one line of JSON: what was found, by name; null is nothing.
+"""
+
+import itertools
+import json
+import multiprocessing as mp
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = Path(__file__).parent.parent / "ring_attention_pytorch"
+SECONDS = 60
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str  # of the package
+    old: str  # occurs exactly once
+    new: str
+
+
+MUTANTS = [
+    # layouts
+    Mutant("causal off by one", "layouts.py", "right = gap // stride", "right = gap // stride - 1"),
+    Mutant(
+        "causal off by one in strides", "layouts.py", "right = gap // stride",
+        "right = -(-gap // stride)",
+    ),
+    Mutant(
+        "window off by one", "layouts.py", "left, right = (visible.window - gap) // stride,",
+        "left, right = (visible.window + 1 - gap) // stride,",
+    ),
+    Mutant(
+        "window forgotten in one direction", "layouts.py", "(visible.window + gap) // stride",
+        "None",
+    ),
+    Mutant(
+        "window forgotten under causal", "layouts.py",
+        "if visible.window is not None:\n        left",
+        "if visible.window is not None and not visible.causal:\n        left",
+    ),
+    Mutant("band off by one", "layouts.py", "seen &= offset <= right", "seen &= offset < right"),
+    Mutant(
+        "buckets forget how far down they are", "layouts.py",
+        "None if right is None else right + above", "right",
+    ),
+    Mutant(
+        "staircase joined whatever lies below", "layouts.py",
+        "if not (a_is_causal and b[2:] == full and c_is_causal):", "if not a_is_causal:",
+    ),
+    Mutant(
+        "a needed distance forgotten", "layouts.py", "for t in range(1, ring_size)\n",
+        "for t in range(1, ring_size - 1)\n",
+    ),
+    Mutant(
+        "zigzag without its mirror", "layouts.py", "[rank, 2 * ring_size - 1 - rank]",
+        "[rank, ring_size + rank]",
+    ),
+    Mutant(
+        "longer chunks counted twice", "layouts.py", "c * size + min(c, longer)",
+        "c * size + longer",
+    ),
+    # merging and precision
+    Mutant(
+        "merge weights swapped", "contract.py", "torch.sigmoid(part_lse - lse)",
+        "torch.sigmoid(lse - part_lse)",
+    ),
+    Mutant(
+        "merge does not rescale", "contract.py",
+        "out.lerp_(part_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))",
+        "out.add_(part_out * weight.transpose(1, 2).unsqueeze(-1))",
+    ),
+    Mutant(
+        "merge of two -inf is NaN", "contract.py",
+        ".masked_fill_(part_lse == -torch.inf, 0.0)", "",
+    ),
+    Mutant(
+        "lse is that of the last block", "contract.py", "torch.logaddexp(lse, part_lse, out=lse)",
+        "lse.copy_(part_lse)",
+    ),
+    Mutant(
+        "running sums in half precision", "contract.py",
+        "torch.promote_types(dtype, torch.float32)",
+        "dtype if dtype == torch.float64 else torch.bfloat16",
+    ),
+    Mutant(
+        "running sums in the inputs' precision", "contract.py",
+        "torch.promote_types(dtype, torch.float32)", "dtype",
+    ),
+    # transport
+    Mutant(
+        "a gradient hop dropped", "ring.py", "_add(grads, travelling.wait())", "travelling.wait()"
+    ),
+    Mutant(
+        "gradients not brought home", "ring.py", "_add(own, travelling.wait())",
+        "travelling.wait()",
+    ),
+    Mutant(
+        "gradients home to the wrong rank", "ring.py",
+        "ends = [*self.distances[1:], self.ring.size]",
+        "ends = [*self.distances[1:], self.ring.size - 1]",
+    ),
+    Mutant(
+        "keys of the wrong owner", "ring.py", "return (self.ring.rank - distance) % self.ring.size",
+        "return (self.ring.rank + distance) % self.ring.size",
+    ),
+    Mutant(
+        "last hop dropped in both directions", "ring.py", "    distances: tuple[int, ...]\n",
+        "    distances: tuple[int, ...]\n\n    def __post_init__(self):\n"
+        '        object.__setattr__(self, "distances", self.distances[: -1 or None] or (0,))\n',
+    ),
+    Mutant(
+        "last hop dropped in backward", "ring.py",
+        "ends = [*self.distances[1:], self.ring.size]",
+        "ends = [*self.distances[1:-1], self.ring.size]",
+    ),
+    Mutant(
+        "stale key block", "ring.py",
+        "keys = Keys(k, v, mask[0] if mask else None, self.segments",
+        "keys = Keys(keys.k, keys.v, mask[0] if mask else None, self.segments",
+    ),
+    Mutant(
+        "stale key block in backward", "ring.py", "            yield keys, grads\n",
+        "            fresh = keys.k.shape == own_keys.k.shape\n"
+        "            yield (keys._replace(k=own_keys.k, v=own_keys.v) if fresh else keys), grads\n",
+    ),
+    Mutant(
+        "stale key mask", "ring.py", "mask[0] if mask else None",
+        "(keys.key_mask if keys.key_mask.shape == mask[0].shape else mask[0]) if mask else None",
+    ),
+    Mutant(
+        "transfer not awaited", "ring.py", "k, v, *mask = coming.wait()",
+        "k, v, *mask = [t.clone() for _, t in coming.mail]\n            coming.wait()",
+    ),
+    Mutant(
+        "gradients modified in flight", "ring.py",
+        "                travelling = self._pass(grads, here, there)\n",
+        "                travelling = self._pass(grads, here, there)\n"
+        "                grads[0].zero_()\n",
+    ),
+    Mutant(
+        "one buffer received into twice", "ring.py",
+        "received = [t.new_empty((t.shape[0], length, *t.shape[2:])) for t in sent]",
+        "received = [self.__dict__.setdefault((length, t.shape, t.dtype, i), t.new_empty("
+        "(t.shape[0], length, *t.shape[2:]))) for i, t in enumerate(sent)]",
+    ),
+    Mutant(
+        "dk and dv mixed", "ring.py", "for total, part in zip(totals, parts):",
+        "for total, part in zip(totals, reversed(parts)):",
+    ),
+    # autograd
+    Mutant(
+        "gradients divided by the ring", "ring_flash_attention.py",
+        "return *(grad.to(q.dtype) for", "return *(grad.to(q.dtype) / plan.ring.size for",
+    ),
+    Mutant(
+        "gradients are zero", "ring_flash_attention.py", "return *(grad.to(q.dtype) for",
+        "return *(grad.to(q.dtype) * 0 for",
+    ),
+    Mutant(
+        "dk + dv given for both", "ring_flash_attention.py", "for grad in (dq, dk, dv)), None",
+        "for grad in (dq, dk + dv, dk + dv)), None",
+    ),
+    Mutant(
+        "no delta", "ring_flash_attention.py", "return delta if dlse is None else delta - dlse",
+        "return delta * 0 if dlse is None else delta * 0 - dlse",
+    ),
+    Mutant(
+        "dlse forgotten", "ring_flash_attention.py",
+        "return delta if dlse is None else delta - dlse", "return delta",
+    ),
+    Mutant(
+        "dlse with the wrong sign", "ring_flash_attention.py", "else delta - dlse",
+        "else delta + dlse",
+    ),
+    # kernels
+    Mutant(
+        "lse of the block in backward", "kernels/eager.py",
+        ".sub_(_finite(lse)).exp_()\n        dp",
+        ".sub_(_finite(torch.logsumexp(scores, -1, True))).exp_()\n        dp",
+    ),
+    Mutant(
+        "no scale on dq", "kernels/eager.py", 'dq = einsum(ds, k, "b g r i j',
+        'dq = einsum(ds / terms.scale, k, "b g r i j',
+    ),
+    Mutant(
+        "heads tiled, not grouped", "kernels/eager.py", '"b i (g r) d -> b i g r d", g=h_kv',
+        '"b i (r g) d -> b i g r d", g=h_kv',
+    ),
+    Mutant(
+        "only one head of a group in dk", "kernels/eager.py",
+        'einsum(ds, q, "b g r i j, b i g r d -> b j g d")',
+        'einsum(ds[:, :, :1], q[:, :, :, :1], "b g r i j, b i g r d -> b j g d")',
+    ),
+    Mutant(
+        "only one head of a group in dv", "kernels/eager.py",
+        'einsum(p, dout, "b g r i j, b i g r d -> b j g d")',
+        'einsum(p[:, :, :1], dout[:, :, :, :1], "b g r i j, b i g r d -> b j g d")',
+    ),
+    Mutant(
+        "slope of the softclamp forgotten", "kernels/eager.py",
+        "return t * terms.softclamp, (1 - t.square()) * terms.scale",
+        "return t * terms.softclamp, terms.scale",
+    ),
+    Mutant(
+        "key mask ignored", "kernels/eager.py", "if keys.key_mask is not None:", "if False:"
+    ),
+    Mutant(
+        "dk overwritten by each tile", "kernels/eager.py", "grads.dk[:, cols] += ",
+        "grads.dk[:, cols] = ",
+    ),
+    Mutant(
+        "an unseen row has a finite lse", "kernels/sdpa.py",
+        "masked_fill(call.unseen.unsqueeze(1), -torch.inf)", "contiguous()",
+    ),
+    Mutant(
+        "key mask ignored by the fast kernel", "kernels/sdpa.py",
+        "if keys.key_mask is not None:", "if False:",
+    ),
+    Mutant(
+        "dlse forgotten by the fast kernel", "kernels/sdpa.py", "if saved.dlse is not None:",
+        "if False:",
+    ),
+    # agreement
+    Mutant(
+        "ranks may differ", "agreement.py", "if len(found) > 1:", "if False:"
+    ),
+    Mutant(
+        "a rank's problem is kept to itself", "plan.py", "            problem=problem,\n",
+        "            problem=None,\n",
+    ),
+    Mutant("lengths need not be the layout's", "plan.py", "if lengths != expected:", "if False:"),
+    Mutant("any plan will do", "plan.py", "!= self.signature:", "is None:"),
+]  # fmt: skip
+
+
+# --- the battery: what runs over a mutant ---
+
+
+def battery() -> Iterable[Callable[[], None]]:
+    """Cases that fail where something is wrong. The package is imported here, and mutated."""
+    import torch
+
+    from tests import threads
+    from tests.cases import Attention, check_in_threads
+
+    torch.set_num_threads(1)
+    threads.PATIENCE = 10.0
+    cases = [
+        (Attention(12, "zigzag", causal=True, kernel="eager"), 3),
+        (Attention(12, kernel="sdpa"), 4),
+        (Attention(13, "striped", causal=True, window=3, kernel="eager"), 3),
+        (Attention(31, "zigzag", causal=True, window=4, masked=True, kernel="eager"), 4),
+        (Attention(31, "contiguous", window=9, masked=True, kernel="sdpa"), 3),
+        (Attention(24, "zigzag", causal=True, window=1, softclamp=1.0), 3),
+        (Attention(16, "zigzag", causal=True, masked=True, kernel="sdpa", heads=6), 2),
+        (Attention(16, masked=True, heads=3, key_heads=1, kernel="eager"), 4),
+        (Attention(24, "striped", window=3, kernel="sdpa", dtype=torch.float32), 3),
+        (Attention(7, "zigzag", causal=True, masked=True), 8),
+        (Attention(11, key_lengths=(3, 0, 8)), 3),
+    ]
+    for case, size in cases:
+        yield lambda case=case, size=size: check_in_threads(case, size)
+    yield zigzag_is_balanced
+    yield sums_of_16_bits_are_kept_in_32
+    yield mismatches_are_errors
+    yield plans_are_checked
+
+
+def zigzag_is_balanced() -> None:
+    """Causal work is equal on all ranks: what it is for, though any layout gives right results."""
+    from ring_attention_pytorch.layouts import Visible, all_segments, tiles, visible_pairs
+
+    everyone = all_segments("zigzag", 4, 32)
+    work = {sum(visible_pairs(tiles(q, k, Visible(True))) for k in everyone) for q in everyone}
+    assert len(work) == 1
+
+
+def sums_of_16_bits_are_kept_in_32() -> None:
+    """One rounding at the end: 2 ** -9, however many blocks are summed."""
+    import torch
+
+    from tests import threads
+    from tests.cases import Attention, errors, oracle, shard
+
+    case = Attention(256, kernel="eager", dtype=torch.bfloat16, batch=1, d=16, d_v=16)
+    got, _ = threads.run(8, lambda ring: shard(case, ring))
+    for rank, mine in enumerate(got):
+        assert mine[1].dtype == torch.float32
+        assert max(errors(case, rank, 8, mine, oracle(case)).values()) < 2**-8
+
+
+def mismatches_are_errors() -> None:
+    """A rank that differs, errs or holds another's tokens: ValueError on all ranks."""
+    import torch
+
+    from ring_attention_pytorch.ring_flash_attention import ring_attn
+    from tests import threads
+
+    def said(n: Callable[[int], int], causal: Callable[[int], bool], window: int | None) -> list:
+        def main(ring: threads.ThreadRing) -> bool:
+            q = torch.randn(1, n(ring.rank), 2, 4)
+            try:
+                ring_attn(q, q, q, causal=causal(ring.rank), window=window, group=ring)
+            except ValueError:
+                return True
+            return False
+
+        return threads.run(3, main)[0]
+
+    assert said(lambda r: 4, lambda r: r == 1, None) == [True] * 3
+    assert said(lambda r: 4, lambda r: True, -1) == [True] * 3
+    assert said(lambda r: 4 + r, lambda r: True, None) == [True] * 3
+
+
+def plans_are_checked() -> None:
+    """A plan is for tensors of one shape."""
+    import torch
+
+    from ring_attention_pytorch.plan import RingPlan
+    from ring_attention_pytorch.ring_flash_attention import ring_attn
+
+    q = torch.randn(1, 5, 2, 4)
+    try:
+        ring_attn(q[:, :3], q, q, plan=RingPlan.make(q, q, q))
+    except ValueError:
+        return
+    raise AssertionError("a plan for other tensors was used")
+
+
+# --- running it ---
+
+
+def mutate(mutant: Mutant | None, folder: Path) -> None:
+    """A copy of the package in the folder, with the fault planted."""
+    copy = folder / PACKAGE.name
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    if mutant is not None:
+        source = (copy / mutant.file).read_text()
+        assert source.count(mutant.old) == 1, f"{mutant.name}: not once in {mutant.file}"
+        (copy / mutant.file).write_text(source.replace(mutant.old, mutant.new))
+
+
+def _battery_over(folder: str, answer: Connection) -> None:
+    """In a process of its own: the first thing found wrong, or None."""
+    sys.path.insert(0, folder)
+    sys.dont_write_bytecode = True
+    found = None
+    try:
+        for number, case in enumerate(battery()):
+            found = f"case {number}"
+            case()
+        found = None
+        assert sys.modules[PACKAGE.name].__file__.startswith(folder), "not the copy"
+    except BaseException as error:
+        found = f"{found}: {type(error).__name__}: {error}"[:300]
+    answer.send(found)
+
+
+def verdict(mutant: Mutant | None) -> str | None:
+    """What the battery found wrong with the mutant (None: with the package as it is)."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mutate(mutant, Path(folder))
+        except AssertionError:
+            return None
+        context = mp.get_context("fork")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_battery_over, args=(folder, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            return ours.recv() if ours.poll(SECONDS) else "no end"
+        except EOFError:
+            return "the process died"
+        finally:
+            process.kill()
+            process.join()
+
+
+def main() -> None:
+    import beartype  # noqa: F401 - imported before forking, so only once
+    import einops  # noqa: F401
+    import torch.distributed.device_mesh  # noqa: F401
+
+    assert PACKAGE.name not in sys.modules, "must be imported from the copy"
+    with ThreadPoolExecutor(2) as two:
+        found = two.map(verdict, itertools.chain([None], MUTANTS))
+        names = ["", *(m.name for m in MUTANTS)]
+        print(json.dumps(dict(zip(names, found))))
+
+
+if __name__ == "__main__":
+    main()

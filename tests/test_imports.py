@@ -1,0 +1,137 @@
+"""Who may know whom, and the limits of the house."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "ring_attention_pytorch"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# of this package, a file may import these and no others; "*" is any
+KERNEL = {"contract", "layouts"}
+ALLOWED = {
+    "__init__": {"*"},
+    "layouts": set(),
+    "contract": {"layouts"},
+    "ring": {"contract", "layouts"},
+    "agreement": {"ring"},
+    "plan": {"agreement", "contract", "kernels", "layouts", "ring"},
+    "ring_flash_attention": {"contract", "layouts", "plan", "ring"},
+    "rotary": {"layouts", "ring"},
+    "sharding": {"agreement", "contract", "layouts", "plan", "ring"},
+    "loss": {"contract", "layouts", "ring", "sharding"},
+    "tree_attn_decoding": {"agreement", "contract", "kernels", "layouts", "plan", "ring"},
+    "ring_attention": {"*"},
+    "ring_transformer": {"*"},
+    "kernels.__init__": {"contract", "kernels"},
+}
+# point-to-point and collectives are nobody else's business
+MAY_COMMUNICATE = {"ring", "plan", "sharding", "tree_attn_decoding", "loss"}
+# public entry points: a long signature and its agreement, in one place
+MAY_BE_LONG = {"ring_attn", "RingPlan.make", "RingAttention.__init__", "RingTransformer.__init__"}
+
+
+def name_of(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def imported(file: Path) -> set[str]:
+    """Full names of all that is imported, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative imports hide who imports whom"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def of_this_package(file: Path) -> set[str]:
+    """The package's own modules that a file imports; of a package, its name."""
+    parts = [n.split(".") for n in imported(file) if n.split(".")[0] == PACKAGE.name]
+    return {p[1] for p in parts if len(p) > 1}
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_files_import_only_what_they_may_know(file):
+    name = name_of(file)
+    allowed = ALLOWED.get(name, KERNEL if name.startswith("kernels.") else None)
+    assert allowed is not None, f"{name} is new: say in ALLOWED what it may know"
+    assert "*" in allowed or of_this_package(file) <= allowed
+
+
+def test_what_is_allowed_is_there():
+    assert set(ALLOWED) <= {name_of(file) for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_only_few_files_speak_with_other_processes(file):
+    talks = {n for n in imported(file) if n.startswith("torch.distributed")}
+    types = {n for n in talks if n.rsplit(".", 1)[1] in ("ProcessGroup", "DeviceMesh")}
+    assert name_of(file) in MAY_COMMUNICATE or talks == types
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_files_are_short(file):
+    assert len(file.read_text().splitlines()) <= 400
+
+
+def functions(tree: ast.AST, prefix: str = ""):
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield prefix + node.name, node
+        inner = f"{prefix}{node.name}." if isinstance(node, ast.ClassDef) else prefix
+        yield from functions(node, inner)
+
+
+def lines(function: ast.FunctionDef) -> int:
+    """From def to the end, less the docstring."""
+    total, first = function.end_lineno - function.lineno + 1, function.body[0]
+    if ast.get_docstring(function, clean=False) is not None:
+        total -= first.end_lineno - first.lineno + 1
+    return total
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_functions_are_short(file):
+    for name, function in functions(ast.parse(file.read_text())):
+        assert lines(function) <= 60 or name in MAY_BE_LONG, f"{name}: {lines(function)} lines"
+
+
+def test_there_is_no_drawer_for_odds_and_ends():
+    assert not [f for f in FILES if f.stem in ("utils", "util", "helpers", "common", "misc")]
+
+
+ALONE = f"""
+import importlib, pkgutil, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("triton", "flash_attn", "flash_attn_interface"):
+            raise ModuleNotFoundError(f"refused: {{name}}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+import {PACKAGE.name} as package
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    importlib.import_module(module.name)
+import torch
+import torch.distributed as dist
+assert not dist.is_initialized()
+q = torch.randn(1, 5, 2, 8)
+from {PACKAGE.name}.ring_flash_attention import ring_attn
+assert ring_attn(q, q, q, causal=True).shape == q.shape
+assert not dist.is_initialized()
+print("fine")
+"""
+
+
+def test_the_package_works_without_optional_packages_and_starts_no_group(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:ring_attention_pytorch", "-c", ALONE],
+        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ran.stdout.strip() == "fine", ran.stderr
