@@ -41,7 +41,9 @@ def table(ring_sizes: list[int]) -> str:
             todo = cases(dtype, size)
             click.echo(f"{size} processes, {dtype}, {len(todo)} cases", err=True)
             ranks = pool.run(process_case, todo)
-            worst = " | ".join(f"{max(case[name] for rank in ranks for case in rank):.0e}" for name in NAMES)
+            worst = " | ".join(
+                f"{max(case[name] for rank in ranks for case in rank):.0e}" for name in NAMES
+            )
             lines.append(f"| {size} | {len(todo)} | {str(dtype)[6:]} | {worst} |")
         pool.stop()
     return "\n".join(lines)

@@ -43,10 +43,12 @@ def agree(
         found = (_at(p, ranks, len(notes)) for p, ranks in problems.items())
         raise ValueError(f"{caller}: {'; '.join(found)}")
     _check_same(caller, "ring size", [n["ring size"] for n in notes], first=0)
-    members = notes[ring.first : ring.first + ring.size]
-    for name in _names(members):
-        _check_same(caller, name, [n["same"].get(name) for n in members], ring.first)
-    return [n["own"] for n in members]
+    rings = [notes[first : first + ring.size] for first in range(0, len(notes), ring.size)]
+    for number, members in enumerate(rings):  # all of them: no ring is left alone with a mistake
+        for name in _names(members):
+            values = [n["same"].get(name) for n in members]
+            _check_same(caller, name, values, first=number * ring.size)
+    return [n["own"] for n in rings[ring.first // ring.size]]
 
 
 def _check_same(caller: str, name: str, values: list[Any], first: int) -> None:
