@@ -17,7 +17,14 @@ setup(
     install_requires=["torch>=2.11", "einops>=0.8", "beartype>=0.18"],
     extras_require={
         "demo": ["click>=8", "rich>=13", "einx>=0.3"],
-        "test": ["click>=8", "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "ruff", "rich>=13"],
+        "test": [
+            "click>=8",
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6",
+            "ruff",
+            "rich>=13",
+        ],
     },
     keywords=["artificial intelligence", "attention", "distributed training", "long context"],
     classifiers=[
