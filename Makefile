@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-gpu lint clean
 
 $(VENV)/ready: requirements.txt setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,9 @@ demo: $(VENV)/ready  ## ring attention on 4 processes of this machine, checked a
 
 test: $(VENV)/ready lint  ## everything that CI runs
 	$(RUN) -m pytest
+
+test-gpu:  ## the kernels on a CUDA device, with the torch and triton that are installed there
+	$(PYTHON) -m pytest tests/gpu
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ring_attention_pytorch import RingAttention, RingTransformer
+from ring_attention_pytorch.kernels import KERNELS
 
 DTYPES = {
     "float64": torch.float64,
@@ -46,24 +47,29 @@ class Options:
     reference: dict[str, Any]
 
 
-@click.command(help=__doc__)
-@click.option("--world-size", default=8, help="number of processes")
+@click.command(help=__doc__, context_settings={"show_default": True})
+@click.option("--world-size", default=8, type=click.IntRange(1), help="number of processes")
 @click.option("--batch-size", default=2, help="samples that each process brings")
-@click.option("--num-sharded-batches", default=1, help="rings into which the processes form")
+@click.option(
+    "--num-sharded-batches",
+    default=1,
+    type=click.IntRange(1),
+    help="rings into which the processes form",
+)
 @click.option("--batch-size-var-len", is_flag=True, help="let the processes' batch sizes differ")
 @click.option("--causal", is_flag=True, help="autoregressive")
 @click.option("--striped-ring-attn", is_flag=True, help="the same as --layout striped")
 @click.option("--layout", default=None, type=click.Choice(["contiguous", "striped", "zigzag"]))
 @click.option(
-    "--num-buckets", default=2, help="tiles of queries that a process computes one by one"
+    "--num-buckets", default=2, type=click.IntRange(1), help="tiles of a process' queries"
 )
 @click.option("--seq-len", default=31, help="tokens of a sequence")
-@click.option("--model-dim", default=8)
-@click.option("--heads", default=8)
+@click.option("--model-dim", default=8, help="width of the model")
+@click.option("--heads", default=8, help="query heads")
 @click.option("--num-grouped-query-heads", default=2, help="query heads to each key head")
-@click.option("--dim-head", default=16)
+@click.option("--dim-head", default=16, help="width of a head")
 @click.option("--lookback", default=None, type=int, help="window: tokens seen before each")
-@click.option("--kernel", default=None, help="the ring's kernel; the fastest if left out")
+@click.option("--kernel", type=click.Choice(list(KERNELS)), help="by default the fastest there is")
 @click.option("--dtype", default="float64", type=click.Choice(list(DTYPES)))
 @click.option("--use-cuda", is_flag=True, help="one GPU a process, over NCCL")
 @click.option(
@@ -72,7 +78,7 @@ class Options:
     help="with all scores at once (default), or with tiles, on one process",
 )
 def main(world_size: int, batch_size: int, num_sharded_batches: int, **given: Any) -> None:
-    if world_size < 1 or world_size % num_sharded_batches != 0:
+    if world_size % num_sharded_batches != 0:
         raise click.UsageError("--num-sharded-batches must divide --world-size")
     ring_seq_size = ceil(given["seq_len"] / (world_size // num_sharded_batches))
     varied = given["batch_size_var_len"]
@@ -102,6 +108,10 @@ def main(world_size: int, batch_size: int, num_sharded_batches: int, **given: An
     )
     if options.use_cuda and torch.cuda.device_count() < world_size:
         raise click.UsageError(f"{world_size} processes need as many GPUs")
+    try:
+        models(RingAttention, options, dim=options.dim, rotary_embed=True, **options.attention)
+    except ValueError as error:  # better said once, here, than by every process
+        raise click.UsageError(str(error)) from None
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         # a file as meeting point: no port to be taken by somebody else

@@ -16,9 +16,11 @@ setup(
     python_requires=">=3.11",
     install_requires=["torch>=2.11", "einops>=0.8", "beartype>=0.18"],
     extras_require={
+        "triton": ["triton>=3.4"],
         "demo": ["click>=8", "rich>=13", "einx>=0.3"],
         "test": [
             "click>=8",
+            "einx>=0.3",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "hypothesis>=6",

@@ -2,7 +2,8 @@
 
 from ring_attention_pytorch.layouts import positions
 from ring_attention_pytorch.plan import RingPlan
-from ring_attention_pytorch.ring_attention import RingAttention, default_attention
+from ring_attention_pytorch.regular_attention import default_attention
+from ring_attention_pytorch.ring_attention import RingAttention
 from ring_attention_pytorch.ring_flash_attention import (
     ring_attn,
     ring_flash_attn,

@@ -33,7 +33,7 @@ def agree(
         "ring size": ring.size,
         "same": {name: _plain(value) for name, value in same.items()},
         "own": dict(own or {}),
-        "problem": problem and _shortened(problem),
+        "problem": _shortened(problem or ring.problem or "") or None,
     }
     message = json.dumps(note, ensure_ascii=False).encode(errors="replace")
     notes = [json.loads(m) for m in ring.gather_bytes(message)]

@@ -61,11 +61,39 @@ class Grads(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is asked of a kernel: all that decides whether it can do it."""
+    """What is asked of a kernel: all that decides whether it can do it.
+
+    `capability` is that of a CUDA device; `named` is True where the kernel was asked for by
+    name, which lets it run where it is never the fastest.
+    """
 
     device: str
     dtype: torch.dtype
     softclamp: bool
+    window: bool = False
+    key_mask: bool = False
+    deterministic: bool = False  # must repeat to the bit
+    d: int = 64
+    d_v: int = 64
+    capability: tuple[int, int] | None = None
+    named: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        v: Tensor,
+        softclamp: float | None,
+        window: int | None,
+        key_mask: Tensor | None,
+    ) -> "Case":
+        """What tensors like these ask for."""
+        capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+        return cls(
+            q.device.type, q.dtype, softclamp is not None, window is not None,
+            key_mask is not None, torch.are_deterministic_algorithms_enabled(), q.shape[-1],
+            v.shape[-1], capability,
+        )  # fmt: skip
 
 
 class Kernel(Protocol):

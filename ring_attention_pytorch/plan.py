@@ -1,8 +1,9 @@
 """What a ring attention does, decided before it starts and agreed by all ranks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from beartype import beartype
@@ -24,6 +25,9 @@ from ring_attention_pytorch.layouts import (
     tiles,
 )
 from ring_attention_pytorch.ring import Group, Ring, SendRecv, as_ring
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+AUTOCAST_FROM = DTYPES[1:]
 
 
 class Signature(tuple):
@@ -52,6 +56,7 @@ class RingPlan:
     ring: Ring
     query_segments: tuple[Segments, ...]
     visible: Visible
+    layout: str
     terms: Terms
     kernel: Kernel
     transport: SendRecv
@@ -69,17 +74,22 @@ class RingPlan:
         causal: bool = False,
         window: int | None = None,
         key_mask: Tensor | None = None,
-        scale: float | None = None,
+        scale: float | int | None = None,
         softclamp: float | int | None = None,
         layout: str = "contiguous",
         group: Group = None,
         kernel: str | None = None,
         bucket_size: int = 1024,
         cross: bool | None = None,
+        also: Mapping[str, Any] | None = None,
     ) -> "RingPlan":
         """The plan for tensors like these; of q, k and v only shape, dtype and device matter.
 
-        Parameters are those of `ring_attn`. All ranks of the ring must call this together.
+        Parameters are those of `ring_attn`, and `also`: what else all ranks must have the same,
+        by name. All ranks of the ring must call this together.
+
+        Returns:
+            A plan for any number of calls with tensors of these shapes, dtype and device.
 
         Raises:
             ValueError: the same on all ranks, whichever rank gave what can't be.
@@ -90,21 +100,21 @@ class RingPlan:
         [0, 1, 2, 3, 4, 5]
         """
         ring = as_ring(group)
-        problem = _problem(q, k, v, key_mask) or _option_problem(
+        q, k, v = (like_autocast(t) for t in (q, k, v))
+        problem = qkv_problem(q, k, v, key_mask) or _option_problem(
             window, scale, softclamp, layout, bucket_size, cross and (causal or window is not None)
         )
-        case = Case(q.device.type, q.dtype, softclamp is not None)
         if problem is None:
             try:
-                chosen = choose(kernel, case)
+                chosen = choose(kernel, Case.of(q, v, softclamp, window, key_mask))
             except ValueError as error:
                 problem = str(error)
         lengths = agree(
             ring,
             "ring attention",
             same={} if problem else dict(
-                _agreed_shapes(q, k, v), causal=causal, window=window, scale=scale,
-                softclamp=softclamp, layout=layout, kernel=kernel, cross=cross,
+                _agreed_shapes(q, k, v) | dict(also or {}), causal=causal, window=window,
+                scale=scale, softclamp=softclamp, layout=layout, kernel=kernel, cross=cross,
                 key_mask="given" if key_mask is not None else None,
             ),
             own={} if problem else {"n": q.shape[1], "m": k.shape[1]},
@@ -131,10 +141,12 @@ class RingPlan:
             ring=ring,
             query_segments=query_segments,
             visible=visible,
+            layout=layout,
             terms=Terms(q.shape[-1] ** -0.5 if scale is None else scale, softclamp, bucket_size),
             kernel=chosen,
             transport=SendRecv(ring, key_segments, distances),
-            key_mask=key_mask,
+            # a copy: whoever reuses the mask's memory would change gradients without a word
+            key_mask=None if key_mask is None else key_mask.clone(),
             signature=Signature.of(q, k, v),
         )
 
@@ -152,11 +164,21 @@ class RingPlan:
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
-        problem = _problem(q, k, v, None)
+        problem = qkv_problem(q, k, v, None)
         if problem is None and (given := Signature.of(q, k, v)) != self.signature:
             problem = f"the plan was made for {self.signature!r}; got {given!r}; make one for these"
         if problem is not None:
             raise ValueError(f"ring attention: {problem}")
+
+
+def like_autocast(t: Tensor) -> Tensor:
+    """The tensor, or one without memory that looks as autocast will make it."""
+    device = t.device.type
+    if not torch.is_autocast_enabled(device) or t.dtype not in AUTOCAST_FROM:
+        return t
+    dtype = torch.get_autocast_dtype(device)
+    one = torch.empty((), dtype=dtype, device=t.device, requires_grad=t.requires_grad)
+    return one.expand(t.shape)
 
 
 def empty_result(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,12 +199,13 @@ def _agreed_shapes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
         "head size of v": v.shape[3],
         "dtype": q.dtype,
         "device": q.device.type,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "grad mode": grad,
         "requires_grad of q, k, v": [grad and t.requires_grad for t in (q, k, v)],
     }
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str | None:
+def qkv_problem(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str | None:
     """What is wrong with this rank's tensors by themselves."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if any(t.ndim != 4 for t in (q, k, v)):
@@ -194,9 +217,9 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str | 
         )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0 or 0 in (q.shape[3], v.shape[3]):
         return f"heads of q must be a multiple of those of k, and head sizes positive, got {shapes}"
-    if len({t.dtype for t in (q, k, v)}) > 1 or not q.is_floating_point():
+    if len({t.dtype for t in (q, k, v)}) > 1 or q.dtype not in DTYPES:
         return (
-            "q, k, v must have one floating dtype, "
+            "q, k, v must have one dtype, float64, float32, bfloat16 or float16, "
             f"got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or use autocast"
         )
     if len({t.device for t in (q, k, v)}) > 1:

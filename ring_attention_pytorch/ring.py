@@ -4,6 +4,8 @@
 from neighbour to neighbour and brings their gradients home behind them.
 """
 
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -42,8 +44,10 @@ class Ring:
 
     A group of 8 with `size=4` is two rings, ranks 0 to 3 and 4 to 7. Nothing is cached about
     groups, so they may come and go between calls. Without a group and without an initialised
-    default group the ring is this process alone.
+    default group the ring is this process alone. `problem` is for the next agreement.
     """
+
+    problem: str | None = None
 
     def __init__(self, group: ProcessGroup | DeviceMesh | None = None, size: int | None = None):
         if isinstance(group, DeviceMesh):
@@ -62,10 +66,16 @@ class Ring:
             raise ValueError(
                 "this process is no member of the group that it gave; call this on members only"
             )
+        if group is None:
+            _warn_of_missing_group()
+        if total == 1:
+            size = None  # alone, a ring of any size is this process
         self.group = group
         self.size = total if size is None else size
         if self.size < 1 or total % self.size != 0:
-            raise ValueError(f"ring_size must divide the group's {total} ranks, got {size}")
+            # told to all ranks when they next agree; raising here would leave the others waiting
+            self.problem = f"ring_size must divide the group's {total} ranks, got {size}"
+            self.size = total
         self.rank, self.first = place % self.size, place - place % self.size
 
     @classmethod
@@ -112,6 +122,15 @@ def as_ring(group: Group, size: int | None = None) -> Ring:
     if size not in (None, group.size):
         raise ValueError(f"ring_size={size} was given beside a ring of {group.size}")
     return group
+
+
+def _warn_of_missing_group() -> None:
+    if dist.is_available() and dist.is_torchelastic_launched() and os.environ["WORLD_SIZE"] != "1":
+        warnings.warn(
+            "torchrun started several processes, but there is no process group, so each works "
+            "alone: call torch.distributed.init_process_group() first",
+            stacklevel=3,
+        )
 
 
 def _host_group(group: ProcessGroup) -> ProcessGroup:

@@ -1,79 +1,25 @@
-"""The attention layer, and the regular attention that it is equal to.
+"""The attention layer.
 
 Parameter names, defaults and state-dict keys are those of ring-attention-pytorch 0.5.20.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from beartype import beartype
-from einops import einsum, rearrange
+from einops import rearrange
 from torch import Tensor, nn
 
-from ring_attention_pytorch.contract import accumulator
+from ring_attention_pytorch.agreement import agree
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.layouts import Visible
 from ring_attention_pytorch.plan import RingPlan
+from ring_attention_pytorch.regular_attention import default_attention
 from ring_attention_pytorch.ring import Group, Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.sharding import Spread, mask_problem
-
-
-@beartype
-def default_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    softclamp_qk_sim: bool = False,
-    softclamp_value: float | int = 50.0,
-    *,
-    window: int | None = None,
-) -> Tensor:
-    """Regular attention of one process, all scores at once: what the rest is compared with.
-
-    Args:
-        q, k, v: `[b, n, h, d]`, `[b, m, h_kv, d]`, `[b, m, h_kv, d_v]`.
-        mask: bool `[b, m]`, True where a key may be seen, with causal too.
-        causal, window: as for `ring_attn`; both need m = n.
-        softclamp_qk_sim: scores s become c * tanh(s / c), c being softclamp_value.
-
-    Returns:
-        `[b, n, h, d_v]` in q's dtype; 0 where a query sees nothing.
-
-    Raises:
-        ValueError: causal or window with other key than query length, or a number out of range.
-
-    >>> q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
-    >>> default_attention(q, k, k, causal=True).shape
-    torch.Size([1, 5, 4, 8])
-    """
-    n, m, dtype = q.shape[1], k.shape[1], accumulator(q.dtype)
-    if (causal or window is not None) and n != m:
-        raise ValueError(f"causal and window need as many keys as queries, got {m} and {n}")
-    if window is not None and window < 0:
-        raise ValueError(f"window must be None or at least 0, got {window}")
-    if softclamp_qk_sim and not softclamp_value > 0:
-        raise ValueError(f"softclamp_value must be positive, got {softclamp_value}")
-    q_, k, v = (t.to(dtype) for t in (rearrange(q, "b i (g r) d -> b i g r d", g=k.shape[2]), k, v))
-    scores = einsum(q_, k, "b i g r d, b j g d -> b g r i j") * q.shape[-1] ** -0.5
-    if softclamp_qk_sim:
-        scores = (scores / softclamp_value).tanh() * softclamp_value
-    behind = torch.arange(n, device=q.device).unsqueeze(1) - torch.arange(m, device=q.device)
-    hidden = torch.zeros_like(behind, dtype=torch.bool)
-    if causal:
-        hidden = hidden | (behind < 0)
-    if window is not None:
-        hidden = hidden | (behind.abs() > window)
-    if mask is not None:
-        hidden = hidden | ~rearrange(mask, "b j -> b 1 1 1 j")
-    # the least finite number, so that a row that sees nothing is no NaN on its way to 0
-    scores = scores.masked_fill(hidden, torch.finfo(dtype).min)
-    p = scores.softmax(dim=-1).masked_fill(hidden, 0.0)
-    return rearrange(
-        einsum(p, v, "b g r i j, b j g d -> b i g r d"), "b i g r d -> b i (g r) d"
-    ).to(q.dtype)
 
 
 class RingAttention(nn.Module):
@@ -95,7 +41,7 @@ class RingAttention(nn.Module):
         prenorm: RMSNorm first.
         force_regular_attn: `default_attention` on what is here, taken for a whole sequence.
         rotary_embed, rotary_embed_theta: rotate queries and keys by their global positions.
-        use_cuda_kernel: None takes the fastest kernel; True is refused, there is none of ours.
+        use_cuda_kernel: must not be True; `kernel` chooses, and None takes the fastest.
         layout: which tokens a rank holds. None is "contiguous", or, for sequences sharded
             here and causal, "zigzag".
         group: the ring's processes: ProcessGroup or DeviceMesh of one dimension; None is the
@@ -147,12 +93,19 @@ class RingAttention(nn.Module):
             raise ValueError(
                 f"max_lookback_seq_len must be None or at least 0, got {max_lookback_seq_len}"
             )
-        if softclamp is not None and not softclamp > 0:
+        if softclamp is not None and not 0 < softclamp < math.inf:
             raise ValueError(f"softclamp must be None or positive, got {softclamp}")
+        if min(dim, dim_head, bucket_size) < 1:
+            raise ValueError(
+                f"dim, dim_head and bucket_size must be at least 1, got {dim}, {dim_head} and "
+                f"{bucket_size}"
+            )
+        if kernel not in (None, *KERNELS):
+            raise ValueError(f"kernel must be None or one of {list(KERNELS)}, got {kernel!r}")
         if eps != 1e-10:
             raise ValueError(f"eps has no effect, results are normalised exactly; got {eps}")
         if use_cuda_kernel:
-            raise ValueError("use_cuda_kernel=True: there is no such kernel yet; leave it None")
+            raise ValueError("use_cuda_kernel=True: leave it None, and choose with kernel=")
         if force_regular_attn and kernel is not None:
             raise ValueError(f"force_regular_attn uses no kernel, got kernel={kernel!r}")
         self.spread = Spread.make(
@@ -277,6 +230,10 @@ class RingAttention(nn.Module):
         if given := [name for name, value in others.items() if value is not None]:
             raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
         mine = (Visible(self.causal, self.window), self.softclamp)
+        if plan.ring.size > 1 and plan.layout != self.spread.layout:
+            raise ValueError(
+                f"the plan has layout={plan.layout!r}, the module {self.spread.layout!r}"
+            )
         if (plan.visible, plan.terms.softclamp) != mine:
             raise ValueError(
                 f"the plan shows {plan.visible} with softclamp={plan.terms.softclamp}, "
@@ -287,23 +244,50 @@ class RingAttention(nn.Module):
         if plan.ring.size > 1 and not self.spread.ring_attn:
             raise ValueError("a plan over a ring needs a module with ring_attn=True")
 
-    def plan(self, x: Tensor, mask: Tensor | None = None, *, ring: Ring) -> RingPlan:
-        """The plan for sharded tokens like x, to be handed to all layers like this one."""
+    def plan(
+        self, x: Tensor, mask: Tensor | None = None, *, ring_size: int | None = None
+    ) -> RingPlan:
+        """The plan for tokens sharded by hand, to be handed to all layers like this one.
+
+        Args:
+            x: `[b, n, dim]`, tokens like those that come.
+            mask: bool `[b, n]`, True where a token may be seen.
+            ring_size: as for `forward`.
+
+        Raises:
+            ValueError: what can't be, or differs between ranks, on all ranks alike.
+
+        >>> layers = [RingAttention(16, dim_head=8, heads=2, causal=True) for _ in range(2)]
+        >>> x = torch.randn(1, 5, 16)
+        >>> plan = layers[0].plan(x)
+        >>> for attn in layers:
+        ...     x = x + attn(x, plan=plan)
+        """
+        ring = self.spread.ring(self.spread.on(self.force_regular_attn), ring_size)
+        return self.plan_over(ring, x, mask)
+
+    def plan_over(self, ring: Ring, x: Tensor, mask: Tensor | None) -> RingPlan:
+        """The same over a ring that is there already."""
         grad = x.requires_grad or any(p.requires_grad for p in self.parameters())
-        device = x.device.type
-        cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
-        dtype = torch.get_autocast_dtype(device) if cast else x.dtype
-        like = torch.empty((), dtype=dtype, device=x.device, requires_grad=grad)
+        like = torch.empty((), dtype=x.dtype, device=x.device, requires_grad=grad)
         q, k = (like.expand(*x.shape[:2], h, self.dim_head) for h in (self.heads, self.key_heads))
-        return self._plan(q, k, k, mask, ring, cross=False)
+        return self._plan(q, k, k, mask, ring)
 
     def _plan(
-        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, ring: Ring, *, cross: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seen: Tensor | None,
+        ring: Ring,
+        *,
+        cross: bool = False,
+        angles: bool = False,
     ) -> RingPlan:
         return RingPlan.make(
             q, k, v, causal=self.causal, window=self.window, key_mask=seen,
             softclamp=self.softclamp, layout=self.spread.layout, group=ring, kernel=self.kernel,
-            bucket_size=self.bucket_size, cross=cross,
+            bucket_size=self.bucket_size, cross=cross, also={"rotary_emb": angles},
         )  # fmt: skip
 
     def _attend(
@@ -315,9 +299,13 @@ class RingAttention(nn.Module):
         ring: Ring,
         plan: RingPlan | None,
     ) -> Tensor:
-        q, k, v = self._project(x, context)
+        try:
+            q, k, v = self._project(x, context)
+        except RuntimeError as error:  # of a dtype, or of memory: tell the ranks that wait
+            agree(ring, "ring attention", {}, problem=str(error))
         if plan is None and not self.force_regular_attn:
-            plan = self._plan(q, k, v, seen, ring, cross=context is not None)
+            cross, given = context is not None, angles is not None
+            plan = self._plan(q, k, v, seen, ring, cross=cross, angles=given)
         if self.rotary_embed is not None:
             angles = self.rotary_embed(x.shape[1] if plan is None else plan.positions(x.device))
         if angles is not None:

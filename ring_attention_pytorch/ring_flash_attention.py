@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.contract import Grads, Saved, accumulator
-from ring_attention_pytorch.layouts import resolve_layout
-from ring_attention_pytorch.plan import RingPlan, empty_result
+from ring_attention_pytorch.plan import RingPlan, empty_result, like_autocast
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 
 
@@ -67,7 +66,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     causal: bool = False,
     window: int | None = None,
     key_mask: Tensor | None = None,
-    scale: float | None = None,
+    scale: float | int | None = None,
     softclamp: float | int | None = None,
     layout: str = "contiguous",
     group: Group = None,
@@ -97,7 +96,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         layout: "contiguous", "striped" or "zigzag": which tokens a rank holds (`positions`).
         group: the ring, a ProcessGroup or a DeviceMesh of one dimension. None is the default
             group, or this process alone if there is none.
-        kernel: "eager" or "sdpa"; None takes the fastest that can do it.
+        kernel: "sdpa" (PyTorch's flash on the CPU), "cudnn", "triton" or "eager"; None takes the
+            fastest that can do it, a named one never falls back.
         plan: a `RingPlan` for tensors like these. It stands for all options but return_lse.
         return_lse: also return the log-sum-exp of the scores.
         bucket_size: kernels that hold scores in memory hold those of so many queries at once.
@@ -119,7 +119,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     >>> ring_attn(q, k, v, causal=True).shape
     torch.Size([1, 6, 4, 8])
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = (_autocast(t) for t in (q, k, v))
     options = dict(
         causal=causal, window=window, key_mask=key_mask, scale=scale, softclamp=softclamp,
         layout=layout, group=group, kernel=kernel, bucket_size=bucket_size, cross=cross,
@@ -133,17 +133,19 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     return (out, lse) if return_lse else out
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What autocast makes of attention's inputs: its dtype, for all of them, but float64."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or torch.float64 in {t.dtype for t in tensors}:
-        return tensors
-    return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
+def _autocast(t: Tensor) -> Tensor:
+    """What autocast makes of attention's inputs: its dtype, for all of them but float64."""
+    return t.to(like_autocast(t).dtype)
 
 
 def _check_only_plan(options: dict[str, Any]) -> None:
     parameters = inspect.signature(ring_attn).parameters
-    given = [name for name, value in options.items() if value is not parameters[name].default]
+    defaults = {name: parameters[name].default for name in options}
+    given = [
+        name
+        for name, value in options.items()
+        if value is not defaults[name] and (isinstance(value, Tensor) or value != defaults[name])
+    ]
     if given:
         raise ValueError(
             f"ring_attn: the plan already decides {', '.join(given)}; pass one or the other"
@@ -189,7 +191,9 @@ def ring_flash_attn(  # noqa: PLR0913 - a public entry point
     >>> ring_flash_attn(q, k, k, causal=True).shape
     torch.Size([1, 6, 4, 8])
     """
-    layout = resolve_layout(layout, striped_ring_attn)
+    if striped_ring_attn and layout not in (None, "striped"):
+        raise ValueError(f"striped_ring_attn=True is layout='striped', got layout={layout!r} too")
+    layout = "striped" if striped_ring_attn else layout  # an unknown one is for the plan to refuse
     if not ring_reduce_col and (layout, ring_size, group) != (None, None, None):
         raise ValueError("layout, striped_ring_attn, ring_size and group need ring_reduce_col=True")
     result = ring_attn(

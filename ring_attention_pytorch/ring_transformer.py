@@ -3,6 +3,7 @@
 Parameter names, defaults and state-dict keys are those of ring-attention-pytorch 0.5.20.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ class RingTransformer(nn.Module):
         striped_ring_attn: bool = False,
         ring_seq_size: int = 512,
         auto_shard_seq: bool | None = None,
-        max_lookback_seq_len: tuple[int | None, ...] | int | None = None,
+        max_lookback_seq_len: Sequence[int | None] | int | None = None,
         rotary_embed_theta: int | float = 10000,
         ignore_index: int = -1,
         force_regular_attn: bool = False,
@@ -77,7 +78,7 @@ class RingTransformer(nn.Module):
         kernel: str | None = None,
     ):
         super().__init__()
-        if not isinstance(max_lookback_seq_len, tuple):
+        if max_lookback_seq_len is None or isinstance(max_lookback_seq_len, int):
             max_lookback_seq_len = (max_lookback_seq_len,) * depth
         if len(max_lookback_seq_len) != depth:
             raise ValueError(
@@ -162,7 +163,9 @@ class RingTransformer(nn.Module):
         on, auto = self.spread.on(off or self.force_regular_attn), self.spread.auto
         given = {"mask": mask is not None, "labels": labels is not None, "return_loss": return_loss}
         shift = return_loss and labels is None
-        self.spread.check(_problem(x, mask, labels), on, ring_size, "RingTransformer")
+        classes = self.token_emb.num_embeddings
+        problem = _problem(x, mask, labels, classes, self.ignore_index)
+        self.spread.check(problem, on, ring_size, "RingTransformer")
         if labels is not None and mask is not None:
             labels = labels.masked_fill(~mask, self.ignore_index)
         if shift and (auto or not on):
@@ -197,17 +200,29 @@ class RingTransformer(nn.Module):
             return {}
         some_layer = {attn.window: attn for attn, _ in self.layers}
         return {
-            window: attn.plan(tokens, batch.mask, ring=batch.ring)
+            window: attn.plan_over(batch.ring, tokens, batch.mask)
             for window, attn in some_layer.items()
         }
 
 
-def _problem(x: Tensor, mask: Tensor | None, labels: Tensor | None) -> str | None:
+def _problem(
+    x: Tensor, mask: Tensor | None, labels: Tensor | None, classes: int, ignored: int
+) -> str | None:
     """What is wrong with this rank's arguments by themselves."""
     if x.ndim != 2 or x.dtype not in (torch.int64, torch.int32):
         return f"x must be int64 or int32 ids [batch, tokens], got {x.dtype} {list(x.shape)}"
     if labels is not None and (labels.dtype, labels.shape) != (torch.int64, x.shape):
         return f"labels must be int64 {list(x.shape)}, got {labels.dtype} {list(labels.shape)}"
+    if x.device.type == "cpu":  # elsewhere a look at the values would wait for the device
+        if bool(((x < 0) | (x >= classes)).any()):
+            return f"ids must be 0 to {classes - 1}, got {int(x.min())} to {int(x.max())}"
+        if labels is not None:
+            known = labels[labels != ignored]
+            if bool(((known < 0) | (known >= classes)).any()):
+                return (
+                    f"labels must be 0 to {classes - 1}, or ignore_index={ignored} for none, "
+                    f"got {int(known.min())} to {int(known.max())}"
+                )
     return mask_problem("mask", mask, x)
 
 

@@ -46,6 +46,8 @@ class RingRotaryEmbedding(nn.Module):
         super().__init__()
         if dim < 2 or dim % 2:
             raise ValueError(f"rotary embedding needs an even dim, got {dim}")
+        if not theta > 0:
+            raise ValueError(f"theta must be positive, got {theta}")
         if buckets != 1:
             raise ValueError(
                 f"buckets must be 1, got {buckets}: striped layouts here deal single tokens, "
@@ -91,9 +93,17 @@ def apply_rotary_pos_emb(pos: Tensor, t: Tensor, head_dim_first: bool = False) -
     Returns:
         The same shape and dtype; computed in float32 at least.
 
+    Raises:
+        ValueError: angles of another shape.
+
     >>> apply_rotary_pos_emb(torch.zeros(3, 8), torch.ones(1, 3, 2, 8)).dtype
     torch.float32
     """
+    n = t.shape[-2] if head_dim_first else t.shape[-3]
+    if t.shape[-1] % 2 or list(pos.shape) != [n, t.shape[-1]]:
+        raise ValueError(
+            f"angles must be [{n}, {t.shape[-1]}] and that last even, got {list(pos.shape)}"
+        )
     if not head_dim_first:
         pos = rearrange(pos, "n d -> n 1 d")
     wide = t.to(torch.promote_types(t.dtype, torch.float32))

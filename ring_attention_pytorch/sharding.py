@@ -44,12 +44,14 @@ def shard_sequence(
         x at this rank's positions, in the order in which it holds them. Nothing is sent.
 
     Raises:
-        ValueError: an unknown layout.
+        ValueError: an unknown layout, or a dim that x doesn't have.
 
     >>> shard_sequence(torch.arange(4)[None])
     tensor([[0, 1, 2, 3]])
     """
     check_layout(layout)
+    if (problem := _dim_problem(x, dim)) is not None:
+        raise ValueError(f"shard_sequence: {problem}")
     ring = as_ring(group)
     segments = all_segments(layout, ring.size, x.shape[dim])[ring.rank]
     return x.index_select(dim, segment_positions(segments, x.device))
@@ -76,11 +78,13 @@ def unshard_sequence(
     tensor([[0, 1, 2, 3]])
     """
     ring = as_ring(group)
-    dim = dim % x.ndim
-    same = {"length": length, "dim": dim, "layout": layout, "dtype": x.dtype}
-    same["the rest of x's shape"] = [*x.shape[:dim], *x.shape[dim + 1 :]]
-    problem = layout_problem(layout)
+    same = {"length": length, "dim": dim, "layout": layout, "dtype": x.dtype, **_grad_mode(x)}
+    problem = layout_problem(layout) or _dim_problem(x, dim)
+    if length < 0:
+        problem = f"length must be at least 0, got {length}"
     if problem is None:
+        dim = dim % x.ndim
+        same["the rest of x's shape"] = [*x.shape[:dim], *x.shape[dim + 1 :]]
         segments = all_segments(layout, ring.size, length)
         expected = [count(s) for s in segments]
         if x.shape[dim] != expected[ring.rank]:
@@ -125,10 +129,12 @@ class AutoShard:
         """
         everyone = as_ring(group)
         problem = None
+        if everyone.size == 1:
+            ring_size = None  # alone, a ring of any size is this process
         if ring_size is not None and (ring_size < 1 or everyone.size % ring_size):
             problem = f"ring_size must divide the group's {everyone.size} ranks, got {ring_size}"
         agreed = dict(same, ring_seq_size=ring_seq_size, ring_size=ring_size, layout=layout)
-        agreed.update(dtype=x.dtype, device=x.device.type, width=list(x.shape[2:]))
+        agreed.update(dtype=x.dtype, device=x.device.type, width=list(x.shape[2:]), **_grad_mode(x))
         own = {"b": x.shape[0], "n": x.shape[1]}
         shapes = agree(everyone, "automatic sharding", agreed, own, problem)
         longest = max(s["n"] for s in shapes)
@@ -157,6 +163,7 @@ class AutoShard:
         b = self.batch_sizes[self.ring.rank]
         problem = None if len(x) == b else f"context must be of {b} samples as x is, got {len(x)}"
         same = {"context length": x.shape[1], "dtype": x.dtype, "width": list(x.shape[2:])}
+        same |= _grad_mode(x)
         agree(self.ring, "automatic sharding of the context", same, problem=problem)
         return AutoShard(self.ring, "contiguous", x.shape[1], self.batch_sizes)
 
@@ -208,6 +215,10 @@ class Spread:
             layout = "zigzag" if auto and causal else "contiguous"
         return cls(ring_attn, auto, ring_seq_size, layout, group)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Spread":
+        """Frozen, and process groups can't be copied: copies of a module share it."""
+        return self
+
     def on(self, off: bool) -> bool:
         """Whether a call goes over the ring."""
         return self.ring_attn and not off
@@ -239,7 +250,11 @@ class Spread:
 def mask_problem(name: str, mask: Tensor | None, x: Tensor) -> str | None:
     """What is wrong with the mask of tokens x `[b, n, ...]`."""
     want = list(x.shape[:2])
-    if mask is None or (mask.dtype == torch.bool and list(mask.shape) == want):
+    if mask is None:
+        return None
+    if mask.device != x.device:
+        return f"{name} must be on {x.device} with its tokens, got {mask.device}"
+    if mask.dtype == torch.bool and list(mask.shape) == want:
         return None
     return (
         f"{name} must be bool {want}, True where a token may be seen, "
@@ -255,6 +270,16 @@ def smallest_ring(length: int, ring_seq_size: int, world: int) -> int:
     """
     sizes = [size for size in range(1, world + 1) if world % size == 0]
     return next((size for size in sizes if size * ring_seq_size >= length), world)
+
+
+def _grad_mode(x: Tensor) -> dict[str, Any]:
+    """A rank that goes backward must not find the others gone."""
+    grad = torch.is_grad_enabled()
+    return {"grad mode": grad, "requires_grad": grad and x.requires_grad}
+
+
+def _dim_problem(x: Tensor, dim: int) -> str | None:
+    return None if -x.ndim <= dim < x.ndim else f"x {list(x.shape)} has no dimension {dim}"
 
 
 def all_to_all(pieces: list[Tensor], shapes: list[Shape], ring: Ring) -> list[Tensor]:

@@ -24,7 +24,7 @@ def tree_attn_decode(
     q: Tensor,
     k: Tensor | None = None,
     v: Tensor | None = None,
-    eps: float = 1e-8,
+    eps: float | int = 1e-8,
     shard_kv_seq: bool = True,
     use_triton: bool | None = None,
     *,
@@ -41,7 +41,7 @@ def tree_attn_decode(
             shard_kv_seq; else this rank's own, of any length, or None for none.
         eps: the least weight that is divided by; queries that see nothing get 0.
         shard_kv_seq: each rank takes its part of the keys.
-        use_triton: must not be True: there is no such kernel yet.
+        use_triton: must not be True; the fastest kernel there is gets chosen.
         key_mask: bool `[b, n]`, True where a key may be seen; given as k is.
         group: the ranks; None is the default group, or this process alone.
 
@@ -66,11 +66,11 @@ def tree_attn_decode(
     out, lse = empty_result(queries, queries[..., :1].expand(*queries.shape[:3], d_v))
     if k is not None and v is not None and 0 not in (k.shape[2], q.shape[2]):
         keys = Keys(*(rearrange(t, "b h n d -> b n h d") for t in (k, v)), key_mask, ())
-        kernel = choose(None, Case(q.device.type, q.dtype, softclamp=False))
+        kernel = choose(None, Case.of(q, v, None, None, key_mask))
         everything = Tile(slice(0, q.shape[2]), slice(0, k.shape[2]), None, None)
-        kernel.forward(
-            queries, keys, [everything], Terms(q.shape[-1] ** -0.5, None, 1024), out, lse
-        )
+        terms = Terms(q.shape[-1] ** -0.5, None, 1024)
+        with torch.autocast(q.device.type, enabled=False):
+            kernel.forward(queries, keys, [everything], terms, out, lse)
     return rearrange(_merge(out, lse, eps, ring), "b t h d -> b h t d").to(q.dtype)
 
 
@@ -102,7 +102,7 @@ def _agreed_width(
     if not 0 < eps <= 1:
         problem = f"eps must be positive and at most 1, the least total weight, got {eps}"
     if use_triton:
-        problem = "use_triton=True: there is no such kernel yet; leave it None"
+        problem = "use_triton=True: leave it None, the fastest kernel there is gets chosen"
     if shard_kv_seq and k is None:
         problem = "shard_kv_seq=True needs the whole k and v on every rank"
     same = {"q": list(q.shape), "dtype": q.dtype, "shard_kv_seq": shard_kv_seq}
@@ -128,8 +128,8 @@ def _problem(q: Tensor, k: Tensor | None, v: Tensor | None, key_mask: Tensor | N
         return f"q, k, v must be [batch, heads, tokens, head size], got {shapes}"
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         return f"q [b, h, t, d], k [b, h_kv, n, d] and v [b, h_kv, n, d_v] must agree, got {shapes}"
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
-        return f"heads of q must be a multiple of those of k, got {shapes}"
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0 or 0 in (q.shape[3], v.shape[3]):
+        return f"heads of q must be a multiple of those of k, head sizes positive, got {shapes}"
     if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.is_floating_point():
         return f"q, k, v must have one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
     want = [k.shape[0], k.shape[2]]

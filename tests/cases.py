@@ -16,6 +16,7 @@ from tests.ranks import Pool
 from tests.reference import dense_attention, relative_error
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+CPU_KERNELS = ("eager", "sdpa")
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 

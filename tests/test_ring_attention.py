@@ -22,6 +22,7 @@ from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from tests import threads
 from tests.cases import (
+    CPU_KERNELS,
     NAMES,
     TOLERANCES,
     Attention,
@@ -120,7 +121,7 @@ def test_any_length_any_ring_any_mask(case, size):
     check_in_threads(case, size)
 
 
-@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_shards_longer_than_a_kernels_own_blocks(layout, kernel):
     for window in (None, 50):
@@ -219,7 +220,7 @@ class Threaded(torch.autograd.Function):
         return *(torch.cat(parts, 1)[:, ctx.order] for parts in zip(*shards)), None, None
 
 
-@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
 @pytest.mark.parametrize(("layout", "size"), [("contiguous", 2), ("striped", 3), ("zigzag", 2)])
 def test_gradients_are_the_slopes_of_the_results(layout, size, kernel):
     case = Attention(
@@ -231,7 +232,7 @@ def test_gradients_are_the_slopes_of_the_results(layout, size, kernel):
 
 
 @pytest.mark.parametrize("which", ["out", "lse"])
-@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
 def test_either_result_may_be_the_only_one_with_a_gradient(which, kernel):
     case = Attention(21, "zigzag", causal=True, kernel=kernel)
     tensors, _, dout, dlse = case.data()
@@ -488,7 +489,7 @@ def test_a_plan_for_other_shapes_is_refused(other):
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
 def test_inputs_and_cotangents_may_lie_in_memory_as_they_like(layout, kernel):
     case = Attention(19, layout, causal=True, kernel=kernel)
     tensors, _, dout, dlse = case.data()
@@ -514,7 +515,7 @@ def test_inputs_and_cotangents_may_lie_in_memory_as_they_like(layout, kernel):
         check(case, 3, (errors(case, r, 3, g, oracle(case)) for r, g in enumerate(got)))
 
 
-@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
 @pytest.mark.parametrize("reduce", [Tensor.sum, Tensor.mean])
 def test_an_expanded_gradient_is_a_gradient(kernel, reduce):
     case = Attention(19, "striped", causal=True, kernel=kernel)
@@ -591,7 +592,7 @@ def test_inputs_are_left_as_they_were():
 # --- numbers ---
 
 
-@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_huge_logits_stay_finite_and_err_by_their_size(kernel, dtype):
     case = Attention(23, "zigzag", causal=True, kernel=kernel, dtype=dtype, logits=1e5)
@@ -603,7 +604,7 @@ def test_huge_logits_stay_finite_and_err_by_their_size(kernel, dtype):
         assert max(errors(case, rank, 3, mine, oracle(case)).values()) < allowed
 
 
-@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
 def test_logits_below_any_sentinel_are_still_logits(kernel):
     torch.manual_seed(0)
     q = torch.ones(1, 12, 2, 4, dtype=torch.float64) * -1e5

@@ -286,7 +286,7 @@ def test_blocks_are_prenorm_attention_and_gelu_feedforward_with_residuals() -> N
     [
         ({"max_lookback_seq_len": (1, 2, 3)}, "one for each of 2 blocks, got 3"),
         ({"max_lookback_seq_len": (1, -2)}, "at least 0, got -2"),
-        ({"use_cuda_kernel": True}, "there is no such kernel yet"),
+        ({"use_cuda_kernel": True}, "leave it None"),
         ({"num_grouped_query_heads": 3}, "must divide heads=4"),
         ({"auto_shard_seq": True}, "auto_shard_seq needs ring_attn=True"),
         ({"layout": "zigzag"}, "a layout needs ring_attn=True"),
@@ -318,7 +318,6 @@ def test_a_model_that_cannot_be_is_refused_when_it_is_made(
         ({}, {"labels": torch.zeros(2, 4, dtype=torch.long)}, "labels must be int64 [2, 5]"),
         ({}, {"labels": torch.zeros(2, 5)}, "labels must be int64 [2, 5]"),
         ({}, {"ring_size": 1}, "while the ring is off"),
-        ({"ring_attn": True}, {"ring_size": 2}, "ring_size must divide the group's 1 ranks"),
         (
             {"ring_attn": True},
             {"ring_size": 1, "force_ring_reduce_off": True},

@@ -200,7 +200,7 @@ def misuse(name: str) -> None:
 
 
 REFUSED = {
-    "triton": "use_triton=True: there is no such kernel yet",
+    "triton": "use_triton=True: leave it None",
     "eps": "eps must be positive",
     "no v": "k and v must be given together",
     "a mask of nothing": "k and v must be given together",

@@ -5,9 +5,10 @@ know nothing of ranks or layouts and never import one another.
 """
 
 from ring_attention_pytorch.contract import Case, Kernel
-from ring_attention_pytorch.kernels import eager, sdpa
+from ring_attention_pytorch.kernels import cudnn, eager, sdpa, triton
 
-KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "eager": eager}  # the fastest first
+# the fastest first
+KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "cudnn": cudnn, "triton": triton, "eager": eager}
 
 
 def choose(name: str | None, case: Case) -> Kernel:
@@ -22,7 +23,7 @@ def choose(name: str | None, case: Case) -> Kernel:
         raise ValueError(
             f"kernel must be None or one of {', '.join(map(repr, KERNELS))}, got {name!r}"
         )
-    if (problem := KERNELS[name].problem(case)) is not None:
+    if (problem := KERNELS[name].problem(case._replace(named=True))) is not None:
         raise ValueError(
             f"kernel={name!r} {problem}; leave kernel=None to have one chosen that can"
         )

@@ -58,6 +58,10 @@ def forward(
 
 
 def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+    if saved.dlse is not None:  # it may pass what 16 bits hold
+        wide = saved.lse.dtype
+        saved = saved._replace(**{t: getattr(saved, t).to(wide) for t in ("q", "out", "dout")})
+        keys = keys._replace(k=keys.k.to(wide), v=keys.v.to(wide))
     out, dout, v = saved.out, saved.dout, keys.v
     if saved.dlse is not None:
         # one column more, in which v is 0, out 1 and dout -dlse, gives delta its share of dlse

@@ -1,0 +1,225 @@
+# ruff: noqa: PLR0913 - a kernel takes every stride by itself
+"""Flash attention backward over all tiles of a block, added to the running dq, dk and dv.
+
+One kernel makes dk and dv, the other dq: scores are computed twice, but every program owns what
+it adds to, so results repeat to the bit. One kernel for all three, adding to dq by the tensor
+memory accelerator, was slower on an H200.
+"""
+
+import triton
+import triton.language as tl
+
+from ring_attention_pytorch.kernels._triton_parts import (
+    lse_of_rows,
+    masked_block,
+    matrix,
+    place,
+    rows_of,
+    seen,
+    span,
+    tanh,
+    tile_at,
+)
+
+
+@triton.jit
+def _differentiate(
+    a, b, dout_a, dout_b, lse, delta, shown, inner, factor,
+    MASKED: tl.constexpr, CLAMP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """p, and the derivative of the loss by `scale * q.k`, either way up."""
+    scores = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    if CLAMP:
+        scores, slope = tanh(scores * inner)
+    exponent = scores * factor - lse
+    if MASKED:
+        exponent = tl.where(shown, exponent, -float("inf"))
+    p = tl.exp2(exponent)
+    ds = p * (tl.dot(dout_a, tl.trans(dout_b), input_precision=PRECISION) - delta)
+    if CLAMP:
+        ds = ds * slope
+    return p, ds
+
+
+@triton.jit
+def _add(at, value, inside):
+    tl.store(at, tl.load(at, mask=inside) + value, mask=inside)
+
+
+@triton.jit
+def _keys_step(
+    dk, dv, i, k_block, v_block, col, shown, q, dout, lse_at, delta_at, batch, head,
+    r0, r1, c0, c1, left, right, d, d_v, inner, factor,
+    q_b, q_n, q_h, q_d, do_b, do_n, do_h, do_d, lse_n, delta_n,
+    ROWS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_V: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr, CLAMP: tl.constexpr,
+    NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows i and on, for one block of keys. EDGE: the tile may not show all of it."""
+    row = i + tl.arange(0, ROWS)
+    q_block = rows_of(q, batch, head, i, r1, d, q_b, q_n, q_h, q_d, ROWS, D, EDGE, EVEN, TMA, WIDE)
+    if NEGATE:
+        q_block = -q_block
+    do_block = rows_of(
+        dout, batch, head, i, r1, d_v, do_b, do_n, do_h, do_d, ROWS, D_V, EDGE, EVEN_V, TMA, WIDE
+    )
+    if TMA:
+        lse = tl.reshape(lse_at.load([batch, head, i]), [ROWS])
+        lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+        delta = tl.reshape(delta_at.load([batch, head, i]), [ROWS])
+    else:
+        lse = lse_of_rows(lse_at, lse_n, row, r0, r1)
+        delta = tl.load(delta_at + row.to(tl.int64) * delta_n, mask=row < r1, other=0.0)
+    if EDGE:
+        shown = shown & seen(row[None, :], col[:, None], r0, r1, c0, c1, left, right)
+    p, ds = _differentiate(
+        k_block, q_block, v_block, do_block, lse[None, :], delta[None, :], shown, inner, factor,
+        MASKED, CLAMP, PRECISION,
+    )  # fmt: skip
+    dv = tl.dot(p.to(do_block.dtype), do_block, dv, input_precision=PRECISION)
+    ds = ds.to(q_block.dtype)
+    dk = tl.dot(ds, q_block, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def keys_kernel(
+    q, k, v, mask, dout, lse, delta, dk, dv, tiles, n_tiles, first_col, last_col,
+    key_heads, group, d, d_v, inner, factor, scale,
+    q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
+    do_b, do_n, do_h, do_d, lse_b, lse_h, lse_n, delta_b, delta_h, delta_n,
+    dk_b, dk_m, dk_h, dk_d, dv_b, dv_m, dv_h, dv_d,
+    ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
+    NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a block of keys, from every query head that uses it."""
+    start = first_col + tl.program_id(1) * COLS
+    batch, key_head = tl.program_id(0) // key_heads, tl.program_id(0) % key_heads
+    col = start + tl.arange(0, COLS)
+    held = col < last_col
+    k_block = rows_of(
+        k, batch, key_head, start, last_col, d, k_b, k_m, k_h, k_d, COLS, D, True, EVEN, TMA, WIDE
+    )
+    v_block = rows_of(
+        v, batch, key_head, start, last_col, d_v, v_b, v_m, v_h, v_d, COLS, D_V, True, EVEN_V,
+        TMA, WIDE,
+    )  # fmt: skip
+    shown = held[:, None]
+    if MASK:
+        at = place(mask, batch, key_head, mask_b, 0) + col.to(tl.int64) * mask_m
+        shown = (tl.load(at, mask=held, other=0) != 0)[:, None]
+    dk_sum = tl.zeros([COLS, D], tl.float32)
+    dv_sum = tl.zeros([COLS, D_V], tl.float32)
+    for g in range(group):
+        head = key_head * group + g
+        lse_at, delta_at = lse, delta
+        if not TMA:
+            lse_at = place(lse, batch, head, lse_b, lse_h)
+            delta_at = place(delta, batch, head, delta_b, delta_h)
+        for t in range(n_tiles):
+            r0, r1, c0, c1, left, right = tile_at(tiles, t)
+            # columns beyond the last are not stored, whatever comes of them
+            stop = tl.minimum(start + COLS, last_col)
+            a, z = tl.maximum(start, c0), tl.minimum(stop, c1)
+            whole = (start >= c0) & (stop <= c1)
+            first, early, masked, full, full_end = span(a, z, whole, c0, r0, r1, right, left, ROWS)
+            for i in range(masked):
+                dk_sum, dv_sum = _keys_step(
+                    dk_sum, dv_sum, masked_block(i, first, early, full, full_end, ROWS),
+                    k_block, v_block, col, shown, q, dout, lse_at, delta_at, batch, head,
+                    r0, r1, c0, c1, left, right, d, d_v, inner, factor,
+                    q_b, q_n, q_h, q_d, do_b, do_n, do_h, do_d, lse_n, delta_n, ROWS, D,
+                    D_V, EVEN, EVEN_V, True, True, CLAMP, NEGATE, PRECISION, TMA, WIDE,
+                )  # fmt: skip
+            for i in range(full, full_end, ROWS):
+                dk_sum, dv_sum = _keys_step(
+                    dk_sum, dv_sum, i,
+                    k_block, v_block, col, shown, q, dout, lse_at, delta_at, batch, head,
+                    r0, r1, c0, c1, left, right, d, d_v, inner, factor,
+                    q_b, q_n, q_h, q_d, do_b, do_n, do_h, do_d, lse_n, delta_n, ROWS, D,
+                    D_V, EVEN, EVEN_V, False, MASK, CLAMP, NEGATE, PRECISION, TMA, WIDE,
+                )  # fmt: skip
+    if NEGATE:  # q was negated where dk came from it
+        scale = -scale
+    dk_at = place(dk, batch, key_head, dk_b, dk_h) + matrix(start, dk_m, dk_d, COLS, D, WIDE)
+    _add(dk_at, dk_sum * scale, held[:, None] & (tl.arange(0, D) < d)[None, :])
+    dv_at = place(dv, batch, key_head, dv_b, dv_h) + matrix(start, dv_m, dv_d, COLS, D_V, WIDE)
+    _add(dv_at, dv_sum, held[:, None] & (tl.arange(0, D_V) < d_v)[None, :])
+
+
+@triton.jit
+def queries_kernel(
+    q, k, v, mask, dout, lse, delta, dq, tiles, n_tiles, first_row, last_row, m, heads, group,
+    d, d_v, inner, factor, scale,
+    q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
+    do_b, do_n, do_h, do_d, lse_b, lse_h, lse_n, delta_b, delta_h, delta_n,
+    dq_b, dq_n, dq_h, dq_d,
+    ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
+    NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """dq of a block of queries of one head."""
+    start = first_row + (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
+    batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    key_head = head // group
+    row, col = start + tl.arange(0, ROWS), tl.arange(0, COLS)
+    held = row < last_row
+    q_block = rows_of(
+        q, batch, head, start, last_row, d, q_b, q_n, q_h, q_d, ROWS, D, True, EVEN, TMA, WIDE
+    )
+    if NEGATE:
+        q_block = -q_block
+    do_block = rows_of(
+        dout, batch, head, start, last_row, d_v, do_b, do_n, do_h, do_d, ROWS, D_V, True, EVEN_V,
+        TMA, WIDE,
+    )  # fmt: skip
+    lse_at = place(lse, batch, head, lse_b, lse_h)
+    delta_at = place(delta, batch, head, delta_b, delta_h)
+    delta_rows = tl.load(delta_at + row.to(tl.int64) * delta_n, mask=held, other=0.0)[:, None]
+    mask_at = mask
+    if MASK:
+        mask_at = place(mask, batch, key_head, mask_b, 0)
+    dq_sum = tl.zeros([ROWS, D], tl.float32)
+    for t in range(n_tiles):
+        r0, r1, c0, c1, left, right = tile_at(tiles, t)
+        # rows of another tile have p = 0 by their lse, so they never need masking
+        lse_rows = lse_of_rows(lse_at, lse_n, row, r0, r1)[:, None]
+        a, z = tl.maximum(start, r0), tl.minimum(tl.minimum(start + ROWS, last_row), r1)
+        first, early, masked, full, full_end = span(a, z, 1, r0, c0, c1, left, right, COLS)
+        for j in range(full, full_end, COLS):
+            k_block = rows_of(
+                k, batch, key_head, j, m, d, k_b, k_m, k_h, k_d, COLS, D, False, EVEN, TMA, WIDE
+            )
+            v_block = rows_of(
+                v, batch, key_head, j, m, d_v, v_b, v_m, v_h, v_d, COLS, D_V, False, EVEN_V, TMA,
+                WIDE,
+            )  # fmt: skip
+            shown = None
+            if MASK:
+                shown = (tl.load(mask_at + (j + col).to(tl.int64) * mask_m) != 0)[None, :]
+            _, ds = _differentiate(
+                q_block, k_block, do_block, v_block, lse_rows, delta_rows, shown, inner, factor,
+                MASK, CLAMP, PRECISION,
+            )  # fmt: skip
+            dq_sum = tl.dot(ds.to(k_block.dtype), k_block, dq_sum, input_precision=PRECISION)
+        for i in range(masked):
+            j = masked_block(i, first, early, full, full_end, COLS)
+            k_block = rows_of(
+                k, batch, key_head, j, c1, d, k_b, k_m, k_h, k_d, COLS, D, True, EVEN, TMA, WIDE
+            )
+            v_block = rows_of(
+                v, batch, key_head, j, c1, d_v, v_b, v_m, v_h, v_d, COLS, D_V, True, EVEN_V, TMA,
+                WIDE,
+            )  # fmt: skip
+            shown = seen(row[:, None], (j + col)[None, :], r0, r1, c0, c1, left, right)
+            if MASK:
+                at = mask_at + (j + col).to(tl.int64) * mask_m
+                shown = shown & (tl.load(at, mask=j + col < c1, other=0) != 0)[None, :]
+            _, ds = _differentiate(
+                q_block, k_block, do_block, v_block, lse_rows, delta_rows, shown, inner, factor,
+                True, CLAMP, PRECISION,
+            )  # fmt: skip
+            dq_sum = tl.dot(ds.to(k_block.dtype), k_block, dq_sum, input_precision=PRECISION)
+    dq_at = place(dq, batch, head, dq_b, dq_h) + matrix(start, dq_n, dq_d, ROWS, D, WIDE)
+    _add(dq_at, dq_sum * scale, held[:, None] & (tl.arange(0, D) < d)[None, :])

@@ -1,0 +1,121 @@
+# ruff: noqa: PLR0913 - a kernel takes every stride by itself
+"""Flash attention forward over all tiles of a block, merging into the running out and lse.
+
+Dao et al. 2022; the online softmax just goes on from what the rows have seen before.
+"""
+
+import triton
+import triton.language as tl
+
+from ring_attention_pytorch.kernels._triton_parts import (
+    masked_block,
+    matrix,
+    place,
+    rows_of,
+    seen,
+    span,
+    tanh,
+    tile_at,
+)
+
+
+@triton.jit
+def _attend(
+    acc, top, total, q, k, v, shown, inner, factor,
+    MASKED: tl.constexpr, CLAMP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of keys more. top is in base 2, total the sum of 2 ** (score - top)."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if CLAMP:
+        scores, _ = tanh(scores * inner)
+    if MASKED:
+        scores = tl.where(shown, scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    base = new_top
+    if MASKED:
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+    p = tl.exp2(scores * factor - base[:, None])
+    fade = tl.exp2(top - base)
+    total = total * fade + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return acc, new_top, total
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, mask, out, lse, tiles, n_tiles, first_row, last_row, m, heads, group, d, d_v,
+    inner, factor,
+    q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
+    out_b, out_n, out_h, out_d, lse_b, lse_h, lse_n,
+    ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
+    NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    # under a causal mask the last rows see the most: they go first
+    start = first_row + (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
+    batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    key_head = head // group
+    row, col = start + tl.arange(0, ROWS), tl.arange(0, COLS)
+    q_block = rows_of(
+        q, batch, head, start, last_row, d, q_b, q_n, q_h, q_d, ROWS, D, True, EVEN, TMA, WIDE
+    )
+    if NEGATE:
+        q_block = -q_block
+    mask_at = mask
+    if MASK:
+        mask_at = place(mask, batch, key_head, mask_b, 0)
+    lse_at = place(lse, batch, head, lse_b, lse_h) + row.to(tl.int64) * lse_n
+    out_at = place(out, batch, head, out_b, out_h) + matrix(start, out_n, out_d, ROWS, D_V, WIDE)
+    held = row < last_row
+    within = held[:, None] & (tl.arange(0, D_V) < d_v)[None, :]
+    before_lse = tl.load(lse_at, mask=held, other=-float("inf"))
+    before_top = before_lse * 1.4426950408889634
+    before_total = tl.where(before_lse == -float("inf"), 0.0, 1.0)
+    top, total, acc = before_top, before_total, tl.zeros([ROWS, D_V], tl.float32)
+    if tl.max(before_lse, 0) > -float("inf"):
+        acc = tl.load(out_at, mask=within, other=0.0)
+
+    for t in range(n_tiles):
+        r0, r1, c0, c1, left, right = tile_at(tiles, t)
+        a, z = tl.maximum(start, r0), tl.minimum(tl.minimum(start + ROWS, last_row), r1)
+        whole = (start >= r0) & (tl.minimum(start + ROWS, last_row) <= r1)
+        first, early, masked, full, full_end = span(a, z, whole, r0, c0, c1, left, right, COLS)
+        for j in range(full, full_end, COLS):
+            k_block = rows_of(
+                k, batch, key_head, j, m, d, k_b, k_m, k_h, k_d, COLS, D, False, EVEN, TMA, WIDE
+            )
+            v_block = rows_of(
+                v, batch, key_head, j, m, d_v, v_b, v_m, v_h, v_d, COLS, D_V, False, EVEN_V, TMA,
+                WIDE,
+            )  # fmt: skip
+            shown = None
+            if MASK:
+                shown = (tl.load(mask_at + (j + col).to(tl.int64) * mask_m) != 0)[None, :]
+            acc, top, total = _attend(
+                acc, top, total, q_block, k_block, v_block, shown, inner, factor, MASK, CLAMP,
+                PRECISION,
+            )  # fmt: skip
+        for i in range(masked):
+            j = masked_block(i, first, early, full, full_end, COLS)
+            k_block = rows_of(
+                k, batch, key_head, j, c1, d, k_b, k_m, k_h, k_d, COLS, D, True, EVEN, TMA, WIDE
+            )
+            v_block = rows_of(
+                v, batch, key_head, j, c1, d_v, v_b, v_m, v_h, v_d, COLS, D_V, True, EVEN_V, TMA,
+                WIDE,
+            )  # fmt: skip
+            shown = seen(row[:, None], (j + col)[None, :], r0, r1, c0, c1, left, right)
+            if MASK:
+                at = mask_at + (j + col).to(tl.int64) * mask_m
+                shown = shown & (tl.load(at, mask=j + col < c1, other=0) != 0)[None, :]
+            acc, top, total = _attend(
+                acc, top, total, q_block, k_block, v_block, shown, inner, factor, True, CLAMP,
+                PRECISION,
+            )  # fmt: skip
+
+    # what has seen no key, now or ever, stays as it was
+    touched = (top != before_top) | (total != before_total)
+    tl.store(lse_at, (top + tl.log2(total)) * 0.6931471805599453, mask=held & touched)
+    some = total != 0.0
+    acc = acc / tl.where(some, total, 1.0)[:, None]
+    tl.store(out_at, acc, mask=within & some[:, None])

@@ -1,0 +1,115 @@
+# ruff: noqa: PLR0913 - a kernel takes every stride by itself
+"""What the Triton kernels forward and backward have in common."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_at(tiles, t):
+    """Rows from and to, columns from and to, left and right of one tile of the table."""
+    at = tiles + 6 * t
+    return (
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
+        tl.load(at + 5),
+    )  # fmt: skip
+
+
+@triton.jit
+def span(start, stop, whole, a0, b0, b1, back, ahead, BLOCK: tl.constexpr):
+    """Which blocks of the other side, from b0 to b1, are seen from start to stop on this side.
+
+    Returns where the first starts, how many lie before the full ones and how many of them all
+    need masking, and from where to where blocks are seen by all of this side.
+    """
+    first = b0 + (tl.maximum(start - a0 - back, 0) // BLOCK) * BLOCK
+    end = tl.minimum(b1, stop + b0 - a0 + ahead)
+    full = b0 + tl.cdiv(tl.maximum(stop - 1 - a0 - back, 0), BLOCK) * BLOCK
+    full_end = tl.minimum(b1, start + b0 - a0 + ahead + 1)
+    full_end = b0 + (tl.maximum(full_end - b0, 0) // BLOCK) * BLOCK
+    none = (full_end <= full) | (whole == 0)
+    full, full_end = tl.where(none, first, full), tl.where(none, first, full_end)
+    end = tl.where(start < stop, end, first)
+    full_end = tl.where(start < stop, full_end, full)
+    before = tl.where(start < stop, (full - first) // BLOCK, 0)
+    return first, before, before + tl.cdiv(tl.maximum(end - full_end, 0), BLOCK), full, full_end
+
+
+@triton.jit
+def masked_block(i, first, before, full, full_end, BLOCK: tl.constexpr):
+    """Where the i-th block that needs masking starts: they lie on both sides of the full ones."""
+    start = first + i * BLOCK
+    return tl.where(i < before, start, start + (full_end - full))
+
+
+@triton.jit
+def seen(row, col, r0, r1, c0, c1, left, right):
+    """What the tile shows of these rows and columns, one of them upright."""
+    offset = (col - c0) - (row - r0)
+    inside = (row >= r0) & (row < r1) & (col >= c0) & (col < c1)
+    return inside & (offset >= -left) & (offset <= right)
+
+
+@triton.jit
+def place(base, batch, head, batch_stride, head_stride):
+    """The start of one head: offsets of batches and heads may pass 32 bits."""
+    return base + batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
+
+
+@triton.jit
+def matrix(start, row_stride, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets of rows `start` and on. WIDE: the offsets within a block pass 32 bits too."""
+    row, col = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    if WIDE:
+        row, col = row.to(tl.int64), col.to(tl.int64)
+    return tl.cast(start, tl.int64) * row_stride + (
+        row[:, None] * row_stride + col[None, :] * stride
+    )
+
+
+@triton.jit
+def rows_of(
+    x, batch, head, start, stop, width, batch_stride, row_stride, head_stride, stride,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr, EVEN: tl.constexpr,
+    TMA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows `start` and on of one head of x [batch, row, head, width], zeros beyond its bounds.
+
+    x is a tensor, or its descriptor with heads before rows if TMA. Rows are only compared to
+    `stop` if CHECK.
+    """
+    if TMA:
+        block = tl.reshape(x.load([batch, head, start, 0]), [ROWS, WIDTH])
+    else:
+        at = place(x, batch, head, batch_stride, head_stride)
+        at += matrix(start, row_stride, stride, ROWS, WIDTH, WIDE)
+        inside = (start + tl.arange(0, ROWS) < stop)[:, None]
+        within = (tl.arange(0, WIDTH) < width)[None, :]
+        if CHECK and EVEN:
+            block = tl.load(at, mask=inside, other=0.0)
+        elif CHECK:
+            block = tl.load(at, mask=inside & within, other=0.0)
+        elif EVEN:
+            block = tl.load(at)
+        else:
+            block = tl.load(at, mask=within, other=0.0)
+    return block
+
+
+@triton.jit
+def lse_of_rows(at, stride, row, r0, r1):
+    """lse in base 2; inf where a row sees nothing or is another tile's, and so has p = 0."""
+    lse = tl.load(
+        at + row.to(tl.int64) * stride, mask=(row >= r0) & (row < r1), other=-float("inf")
+    )
+    return tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+
+
+@triton.jit
+def tanh(x):
+    """tanh and its slope: without overflow, and precise both near 0 and where it saturates."""
+    square = x * x
+    near = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+    e = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    far = tl.where(x < 0, e - 1, 1 - e) / (1 + e)
+    return tl.where(square < 0.0625, near, far), 4 * e / ((1 + e) * (1 + e))

@@ -1,0 +1,300 @@
+"""Flash attention of our own in Triton: NVIDIA GPUs from Ampere on, nothing to compile or install.
+
+A block takes one launch forward, however many tiles it has, and merges into the running out
+and lse on the way; backward takes two. The kernels are in `_triton_forward.py` and
+`_triton_backward.py`, which only the functions here import: Triton is optional. With
+TRITON_INTERPRET=1 they run on the CPU, slowly, for tests.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.layouts import Tile
+
+_OLDEST = (3, 4)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WIDEST = 256
+
+
+class Config(NamedTuple):
+    """How one kernel is cut: rows and columns of scores at a time, and the compiler's options.
+
+    `tma`: inputs come by the tensor memory accelerator where the GPU has one and they lie right.
+    """
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+    tma: bool = False
+
+
+# direction -> head size up to -> config; 64 and 128 were swept on an H200
+_HOPPER = {
+    "forward": {
+        64: Config(64, 64, 4, 3, tma=True),
+        128: Config(128, 128, 8, 3, tma=True),
+        256: Config(128, 64, 8, 2, tma=True),
+    },
+    "keys": {
+        64: Config(64, 64, 4, 3, tma=True),
+        128: Config(32, 64, 4, 3, tma=True),
+        256: Config(32, 64, 8, 2, tma=True),
+    },
+    "queries": {
+        64: Config(128, 64, 4, 3, tma=True),
+        128: Config(128, 64, 8, 3, tma=True),
+        256: Config(64, 64, 8, 2, tma=True),
+    },
+}
+# fits into the shared memory of any GPU since Ampere
+_ELSEWHERE = {
+    "forward": {64: Config(128, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
+    "keys": {64: Config(32, 64, 4, 2), 128: Config(32, 64, 4, 1), 256: Config(32, 32, 4, 1)},
+    "queries": {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 1), 256: Config(32, 32, 4, 1)},
+}
+# in IEEE float32 no tensor core helps, so registers are what is short
+_FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)}
+_overrides: dict[str, Config] = {}
+
+
+def problem(case: Case) -> str | None:
+    if case.device != "cuda" and not (case.device == "cpu" and case.named and _interpreted()):
+        return f"runs on CUDA, the tensors are on {case.device}"
+    if case.dtype not in _DTYPES:
+        return f"has no {case.dtype}"
+    if max(case.d, case.d_v) > _WIDEST:
+        return f"has no head size above {_WIDEST}, got {case.d} and {case.d_v}"
+    if case.capability is not None and case.capability < (8, 0):
+        return f"needs compute capability 8.0 or later, got {'.'.join(map(str, case.capability))}"
+    return _package_problem()
+
+
+@lru_cache(maxsize=1)
+def _package_problem() -> str | None:
+    oldest = ".".join(map(str, _OLDEST))
+    wanted = f"needs triton {oldest} or later (pip install ring-attention-pytorch[triton])"
+    try:
+        import triton
+    except ImportError:
+        return f"{wanted}, which is not installed"
+    if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST:
+        return f"{wanted}, got {triton.__version__}"
+    return None
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def config_for(
+    direction: str, width: int, dtype: torch.dtype, capability: tuple[int, int] | None
+) -> Config:
+    """The config of a kernel: a pure function of the shape class, so the same on every rank.
+
+    Args:
+        direction: "forward"; of backward "keys", which makes dk and dv, and "queries", dq.
+        width: the larger head size.
+    """
+    if direction in _overrides:
+        return _overrides[direction]
+    table = _HOPPER if capability is not None and capability[0] in (9, 10) else _ELSEWHERE
+    sizes = _FLOAT32 if dtype == torch.float32 else table[direction]
+    return next(config for size, config in sizes.items() if width <= size)
+
+
+@contextmanager
+def configured(**configs: Config) -> Iterator[None]:
+    """Other configs, by direction: for benchmarks, and for tests with small blocks."""
+    global _overrides
+    before, _overrides = _overrides, {**_overrides, **configs}
+    try:
+        yield
+    finally:
+        _overrides = before
+
+
+def forward(
+    q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, out: Tensor, lse: Tensor
+) -> None:
+    if not tiles:
+        return
+    from ring_attention_pytorch.kernels._triton_forward import forward_kernel
+
+    (b, _, h, d), (_, m, h_kv, d_v) = q.shape, keys.v.shape
+    config = _config("forward", q, keys)
+    first, last = min(t.rows.start for t in tiles), max(t.rows.stop for t in tiles)
+    options = _options(config, terms, keys, (q, keys.k, keys.v, out))
+    q_, k, v = _operands(options["TMA"], (q, config.rows), *_of(config.cols, keys.k, keys.v))
+    mask = _mask(keys)
+    with _on(q):
+        forward_kernel[(b * h, -(-(last - first) // config.rows))](
+            q_, k, v, mask, out, lse, _table(tiles, q.device), len(tiles), first, last, m, h,
+            h // h_kv, d, d_v, *_factors(terms),
+            *q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
+            *out.stride(), *lse.stride(), **options,
+        )  # fmt: skip
+
+
+def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+    if not tiles:
+        return
+    with _on(saved.q):
+        _backward_of_keys(saved, keys, tiles, terms, grads)
+        _backward_of_queries(saved, keys, tiles, terms, grads)
+
+
+def _backward_of_keys(
+    saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads
+) -> None:
+    from ring_attention_pytorch.kernels._triton_backward import keys_kernel
+
+    (b, _, h, d), (_, _, h_kv, d_v) = saved.q.shape, keys.v.shape
+    config = _config("keys", saved.q, keys)
+    first, last = min(t.cols.start for t in tiles), max(t.cols.stop for t in tiles)
+    inputs = (saved.q, keys.k, keys.v, saved.dout, saved.lse, saved.delta)
+    options = _options(config, terms, keys, inputs)
+    q, dout, k, v, lse, delta = _operands(
+        options["TMA"],
+        *_of(config.rows, saved.q, saved.dout),
+        *_of(config.cols, keys.k, keys.v),
+        *_of(config.rows, saved.lse, saved.delta),
+    )
+    keys_kernel[(b * h_kv, -(-(last - first) // config.cols))](
+        q, k, v, _mask(keys), dout, lse, delta, grads.dk, grads.dv,
+        _table(tiles, saved.q.device), len(tiles), first, last, h_kv, h // h_kv, d, d_v,
+        *_factors(terms), terms.scale,
+        *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
+        *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(),
+        *grads.dk.stride(), *grads.dv.stride(), **options,
+    )  # fmt: skip
+
+
+def _backward_of_queries(
+    saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads
+) -> None:
+    from ring_attention_pytorch.kernels._triton_backward import queries_kernel
+
+    (b, _, h, d), (_, m, h_kv, d_v) = saved.q.shape, keys.v.shape
+    config = _config("queries", saved.q, keys)
+    first, last = min(t.rows.start for t in tiles), max(t.rows.stop for t in tiles)
+    options = _options(config, terms, keys, (saved.q, keys.k, keys.v, saved.dout))
+    q, dout, k, v = _operands(
+        options["TMA"],
+        *_of(config.rows, saved.q, saved.dout),
+        *_of(config.cols, keys.k, keys.v),
+    )
+    queries_kernel[(b * h, -(-(last - first) // config.rows))](
+        q, k, v, _mask(keys), dout, saved.lse, saved.delta, grads.dq,
+        _table(tiles, saved.q.device), len(tiles), first, last, m, h, h // h_kv, d, d_v,
+        *_factors(terms), terms.scale,
+        *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
+        *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(), *grads.dq.stride(),
+        **options,
+    )  # fmt: skip
+
+
+def _config(direction: str, q: Tensor, keys: Keys) -> Config:
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+    return config_for(direction, max(q.shape[-1], keys.v.shape[-1]), q.dtype, capability)
+
+
+def _options(config: Config, terms: Terms, keys: Keys, moved: Sequence[Tensor]) -> dict[str, Any]:
+    """The constants that a kernel is compiled with; `moved` is what it moves in blocks."""
+    q, d, d_v = moved[0], keys.k.shape[-1], keys.v.shape[-1]
+    exact = not q.is_cuda or torch.get_float32_matmul_precision() == "highest"
+    block = max(config.rows, config.cols, _WIDEST)
+    return dict(
+        ROWS=config.rows, COLS=config.cols, D=_padded(d), D_V=_padded(d_v),
+        EVEN=d == _padded(d), EVEN_V=d_v == _padded(d_v), MASK=keys.key_mask is not None,
+        CLAMP=terms.softclamp is not None, NEGATE=terms.scale < 0,
+        PRECISION="ieee" if exact else "tf32", TMA=config.tma and _tma_fits(moved),
+        WIDE=any(block * (t.stride(1) + t.stride(3)) >= 2**31 for t in moved if t.ndim == 4),
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+
+
+def _padded(width: int) -> int:
+    """What a matrix product can take."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _tma_fits(tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensor memory accelerator can address these: 16 bytes at a time."""
+    device = tensors[0].device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return all(
+        t.stride(-1) == 1
+        and t.data_ptr() % 16 == 0
+        and all(s > 0 and s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+        for t in tensors
+    )
+
+
+def _of(length: int, *tensors: Tensor) -> list[tuple[Tensor, int]]:
+    return [(t, length) for t in tensors]
+
+
+def _operands(tma: bool, *blocks: tuple[Tensor, int]) -> list[Any]:
+    """Tensors as the kernels read them, so many rows at a time: with TMA their descriptors."""
+    if not tma:
+        return [t for t, _ in blocks]
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def descriptor(t: Tensor, length: int) -> TensorDescriptor:
+        if t.ndim == 3:  # lse and delta, [b, h, n]
+            return TensorDescriptor.from_tensor(t, [1, 1, length])
+        return TensorDescriptor.from_tensor(t.transpose(1, 2), [1, 1, length, _padded(t.shape[3])])
+
+    return [descriptor(*block) for block in blocks]
+
+
+def _factors(terms: Terms) -> tuple[float, float]:
+    """What goes into tanh, if anything, and what makes of the result a score in base 2."""
+    scale = max(abs(terms.scale), 1e-35)  # 0 times the -inf of a hidden score would be NaN
+    if terms.softclamp is None:
+        return 1.0, scale * math.log2(math.e)
+    return scale / terms.softclamp, terms.softclamp * math.log2(math.e)
+
+
+def _mask(keys: Keys) -> Tensor | None:
+    return None if keys.key_mask is None else keys.key_mask.view(torch.uint8)
+
+
+def _mask_strides(keys: Keys) -> tuple[int, ...]:
+    return (0, 0) if keys.key_mask is None else keys.key_mask.stride()
+
+
+def _table(tiles: Sequence[Tile], device: torch.device) -> Tensor:
+    """The tiles as the kernels read them."""
+    return _table_of(
+        tuple(
+            (
+                rows.start, rows.stop, cols.start, cols.stop,
+                rows.stop - rows.start if left is None else left,
+                cols.stop - cols.start if right is None else right,
+            )
+            for rows, cols, left, right in tiles
+        ),
+        device,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=65536)
+def _table_of(tiles: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    # from pageable memory: the copy ends before this returns, so any stream may read the table
+    return torch.tensor(tiles, dtype=torch.int32, device=device)
+
+
+def _on(t: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever device the tensors are on."""
+    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()

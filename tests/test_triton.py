@@ -1,0 +1,190 @@
+"""The Triton kernels through Triton's interpreter, and where they say that they can't.
+
+The interpreter is in processes of its own: it must be asked for before Triton is imported, and
+no other test is to see it. Its bf16 products are wrong, so that dtype is for the GPU's tests.
+"""
+
+import importlib.util
+import multiprocessing as mp
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.kernels import KERNELS, choose
+from ring_attention_pytorch.kernels import triton as ours
+from ring_attention_pytorch.kernels.triton import Config, config_for, configured
+from ring_attention_pytorch.plan import empty_result
+from tests.cases import Attention, errors, oracle, shard
+from tests.kernel_cases import CASES, disturbed, faults, random_cases, unrepeated
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+ON_A_GPU = Case("cuda", torch.bfloat16, False, capability=(9, 0))
+SMALL = dict(
+    forward=Config(32, 16, 4, 1), keys=Config(16, 32, 4, 1), queries=Config(32, 16, 4, 1)
+)  # several blocks in a short sequence
+BY_DESCRIPTOR = {name: config._replace(tma=True) for name, config in SMALL.items()}
+
+RIGHT = [(case, SMALL) for case in CASES]
+RIGHT += [
+    (case, (SMALL, BY_DESCRIPTOR)[i % 2]) for i, case in enumerate(random_cases(14, torch.float32))
+]
+RIGHT += [(case, {}) for case in CASES[2:4]]
+RIGHT += [
+    (replace(case, dtype=torch.float16), (BY_DESCRIPTOR, SMALL)[i % 2])
+    for i, case in enumerate(CASES[:5] + random_cases(8, torch.float32)[4:])
+]
+OTHERS = [(disturbed, case) for case in CASES[4:7]] + [(unrepeated, CASES[6])]
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+
+
+def _with(configs: dict[str, Config], check: Callable, *args: object) -> object:
+    with configured(**configs):
+        return check(*args, "triton", "cpu")
+
+
+def _alone() -> dict[str, float]:
+    """Through the public function, as a ring of one."""
+    from ring_attention_pytorch.ring import Ring
+
+    case = Attention(21, causal=True, masked=True, dtype=torch.float32, kernel="triton", batch=1)
+    return errors(case, 0, 1, shard(case, Ring.alone()), oracle(case))
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each check finds, worked out by two processes from the start on."""
+    with_interpreter = dict(mp_context=mp.get_context("spawn"), initializer=_interpret)
+    pool = ProcessPoolExecutor(2, **with_interpreter)
+    futures: dict[object, Future] = {"alone": pool.submit(_alone)}
+    for i, (case, configs) in enumerate(RIGHT):
+        futures["right", i] = pool.submit(_with, configs, faults, case)
+    for i, (check, case) in enumerate(OTHERS):
+        futures["other", i] = pool.submit(_with, SMALL, check, case)
+    yield lambda *key: futures[key if len(key) > 1 else key[0]].result()
+    pool.shutdown(cancel_futures=True)
+
+
+@needs_triton
+@pytest.mark.parametrize("i", range(len(RIGHT)))
+def test_right_by_the_dtypes_rule(found, i):
+    assert not found("right", i), RIGHT[i]
+
+
+@needs_triton
+@pytest.mark.parametrize("i", range(len(OTHERS)))
+def test_what_sees_nothing_stays_to_the_bit_and_backward_repeats(found, i):
+    assert not found("other", i), OTHERS[i]
+
+
+@needs_triton
+def test_by_name_through_the_public_function(found):
+    assert max(found("alone").values()) < 1e-5
+
+
+def test_without_tiles_nothing_is_launched():
+    q, kv = torch.randn(1, 3, 2, 8), torch.randn(1, 5, 1, 8)
+    out, lse = empty_result(q, kv)
+    keys, terms = Keys(kv, kv, None, ()), Terms(1.0, None, 1)
+    grads = Grads(*(torch.ones_like(t) for t in (q, kv, kv)))
+    ours.forward(q, keys, [], terms, out, lse)
+    ours.backward(Saved(q, out, lse, q, lse, None), keys, [], terms, grads)
+    assert not out.any()
+    assert all((t == 1).all() for t in grads)
+
+
+# --- what it can't do ---
+
+
+@needs_triton
+def test_it_runs_on_cuda():
+    assert ours.problem(ON_A_GPU) is None
+    assert ours.problem(Case("cuda", torch.float32, True, d=256, d_v=1, capability=(8, 0))) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (dict(device="cpu"), "runs on CUDA, the tensors are on cpu"),
+        (dict(device="mps"), "runs on CUDA, the tensors are on mps"),
+        (dict(dtype=torch.float64), "has no torch.float64"),
+        (dict(d=257), "no head size above 256, got 257"),
+        (dict(d_v=300), "no head size above 256, got 64 and 300"),
+        (dict(capability=(7, 5)), "8.0 or later, got 7.5"),
+    ],
+)
+def test_what_it_cannot_do_it_says(change, why):
+    assert why in ours.problem(ON_A_GPU._replace(**change))
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """`installed(version)`: as if that were the Triton here; None is none."""
+    ours._package_problem.cache_clear()
+
+    def pretend(version: str | None) -> None:
+        fake = None if version is None else SimpleNamespace(__version__=version)
+        monkeypatch.setitem(sys.modules, "triton", fake)
+
+    yield pretend
+    ours._package_problem.cache_clear()
+
+
+@pytest.mark.parametrize("version", [None, "2.1.0", "3.3.1"])
+def test_a_missing_or_old_package_is_named_with_how_to_get_it(installed, version):
+    installed(version)
+    how = r"needs triton 3.4 or later \(pip install ring-attention-pytorch\[triton\]\)"
+    with pytest.raises(ValueError, match=f"kernel='triton' {how}"):
+        choose("triton", ON_A_GPU)
+
+
+@pytest.mark.parametrize("version", ["3.4.0", "3.6.0+git1234", "4.0"])
+def test_newer_packages_are_taken(installed, version):
+    installed(version)
+    assert choose("triton", ON_A_GPU) is ours
+
+
+def test_on_the_cpu_it_is_never_chosen_and_only_interpreted_by_name(monkeypatch):
+    softclamped = Case("cpu", torch.float32, softclamp=True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="kernel='triton' runs on CUDA"):
+        choose("triton", softclamped)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose(None, softclamped) is KERNELS["eager"]
+    assert choose(None, softclamped._replace(softclamp=False)) is KERNELS["sdpa"]
+
+
+# --- configs ---
+
+
+@pytest.mark.parametrize("direction", ["forward", "keys", "queries"])
+@pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_head_size_has_a_config(direction, capability, dtype):
+    for width in range(1, 257):
+        config = config_for(direction, width, dtype, capability)
+        assert {config.rows, config.cols} <= {16, 32, 64, 128}
+        # keys and values twice over, or queries and theirs, within what every such GPU has
+        held = 2 * (config.rows + config.cols) * max(width, 16) * dtype.itemsize
+        big = capability in ((9, 0), (10, 0))
+        assert held <= (227 if big else 99) * 1024
+
+
+def test_another_config_holds_while_it_is_asked_for():
+    asked = ("forward", 128, torch.bfloat16, (9, 0))
+    usual, other = config_for(*asked), Config(16, 16, 1, 1)
+    with configured(forward=other):
+        assert config_for(*asked) == other
+    assert config_for(*asked) == usual
