@@ -219,7 +219,7 @@ def qkv_problem(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str
         return f"heads of q must be a multiple of those of k, and head sizes positive, got {shapes}"
     if len({t.dtype for t in (q, k, v)}) > 1 or q.dtype not in DTYPES:
         return (
-            "q, k, v must have one dtype, float64, float32, bfloat16 or float16, "
+            "q, k, v must have one floating dtype of 16, 32 or 64 bits, "
             f"got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or use autocast"
         )
     if len({t.device for t in (q, k, v)}) > 1:

@@ -96,8 +96,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         layout: "contiguous", "striped" or "zigzag": which tokens a rank holds (`positions`).
         group: the ring, a ProcessGroup or a DeviceMesh of one dimension. None is the default
             group, or this process alone if there is none.
-        kernel: "sdpa" (PyTorch's flash on the CPU), "cudnn", "triton" or "eager"; None takes the
-            fastest that can do it, a named one never falls back.
+        kernel: "sdpa" (PyTorch's flash on the CPU), "triton" or "eager"; None takes the fastest
+            that can do it, a named one never falls back.
         plan: a `RingPlan` for tensors like these. It stands for all options but return_lse.
         return_lse: also return the log-sum-exp of the scores.
         bucket_size: kernels that hold scores in memory hold those of so many queries at once.

@@ -716,9 +716,10 @@ def refused_groups() -> list[str]:
     """For a pool of four: what is said of groups that can be no ring."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     said = []
+    q = torch.zeros(1, 4, 1, 4)
     for make in (lambda: Ring(mesh), lambda: Ring(size=3), lambda: Ring(size=0)):
         try:
-            make()
+            ring_attn(q, q, q, group=make())
         except ValueError as error:
             said.append(str(error))
     return said

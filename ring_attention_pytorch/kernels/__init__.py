@@ -5,10 +5,10 @@ know nothing of ranks or layouts and never import one another.
 """
 
 from ring_attention_pytorch.contract import Case, Kernel
-from ring_attention_pytorch.kernels import cudnn, eager, sdpa, triton
+from ring_attention_pytorch.kernels import eager, sdpa, triton
 
 # the fastest first
-KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "cudnn": cudnn, "triton": triton, "eager": eager}
+KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "triton": triton, "eager": eager}
 
 
 def choose(name: str | None, case: Case) -> Kernel:

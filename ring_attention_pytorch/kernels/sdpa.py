@@ -58,19 +58,16 @@ def forward(
 
 
 def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
-    if saved.dlse is not None:  # it may pass what 16 bits hold
-        wide = saved.lse.dtype
-        saved = saved._replace(**{t: getattr(saved, t).to(wide) for t in ("q", "out", "dout")})
-        keys = keys._replace(k=keys.k.to(wide), v=keys.v.to(wide))
     out, dout, v = saved.out, saved.dout, keys.v
     if saved.dlse is not None:
+        # it may pass what 16 bits hold
+        wide = saved.lse.dtype
+        saved, keys = saved._replace(q=saved.q.to(wide)), keys._replace(k=keys.k.to(wide))
         # one column more, in which v is 0, out 1 and dout -dlse, gives delta its share of dlse
         column = rearrange(saved.dlse, "b h n -> b n h 1")
-        out, dout = (
-            torch.cat(t, -1)
-            for t in ((out, torch.ones_like(out[..., :1])), (dout, -column.to(dout.dtype)))
-        )
-        v = F.pad(v, (0, 1))
+        out = F.pad(out.to(wide), (0, 1), value=1.0)
+        dout = torch.cat((dout.to(wide), -column), -1)
+        v = F.pad(v.to(wide), (0, 1))
     # rows that see nothing anywhere: any finite lse keeps exp(-inf - lse) at 0
     lse = saved.lse.masked_fill(saved.lse == -torch.inf, 0.0)
     for call in _calls(saved.q, keys, tiles, terms):
