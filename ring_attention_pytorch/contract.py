@@ -70,30 +70,18 @@ class Case(NamedTuple):
     device: str
     dtype: torch.dtype
     softclamp: bool
-    window: bool = False
-    key_mask: bool = False
-    deterministic: bool = False  # must repeat to the bit
     d: int = 64
     d_v: int = 64
     capability: tuple[int, int] | None = None
     named: bool = False
 
     @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        v: Tensor,
-        softclamp: float | None,
-        window: int | None,
-        key_mask: Tensor | None,
-    ) -> "Case":
+    def of(cls, q: Tensor, v: Tensor, softclamp: float | None) -> "Case":
         """What tensors like these ask for."""
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
         return cls(
-            q.device.type, q.dtype, softclamp is not None, window is not None,
-            key_mask is not None, torch.are_deterministic_algorithms_enabled(), q.shape[-1],
-            v.shape[-1], capability,
-        )  # fmt: skip
+            q.device.type, q.dtype, softclamp is not None, q.shape[-1], v.shape[-1], capability
+        )
 
 
 class Kernel(Protocol):

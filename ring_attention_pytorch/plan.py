@@ -106,7 +106,7 @@ class RingPlan:
         )
         if problem is None:
             try:
-                chosen = choose(kernel, Case.of(q, v, softclamp, window, key_mask))
+                chosen = choose(kernel, Case.of(q, v, softclamp))
             except ValueError as error:
                 problem = str(error)
         lengths = agree(
@@ -199,7 +199,6 @@ def _agreed_shapes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
         "head size of v": v.shape[3],
         "dtype": q.dtype,
         "device": q.device.type,
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "grad mode": grad,
         "requires_grad of q, k, v": [grad and t.requires_grad for t in (q, k, v)],
     }

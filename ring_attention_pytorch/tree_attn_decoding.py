@@ -66,7 +66,7 @@ def tree_attn_decode(
     out, lse = empty_result(queries, queries[..., :1].expand(*queries.shape[:3], d_v))
     if k is not None and v is not None and 0 not in (k.shape[2], q.shape[2]):
         keys = Keys(*(rearrange(t, "b h n d -> b n h d") for t in (k, v)), key_mask, ())
-        kernel = choose(None, Case.of(q, v, None, None, key_mask))
+        kernel = choose(None, Case.of(q, v, softclamp=None))
         everything = Tile(slice(0, q.shape[2]), slice(0, k.shape[2]), None, None)
         terms = Terms(q.shape[-1] ** -0.5, None, 1024)
         with torch.autocast(q.device.type, enabled=False):

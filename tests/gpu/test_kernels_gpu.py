@@ -8,7 +8,6 @@ import torch
 from ring_attention_pytorch.contract import Case
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.kernels.triton import Config, configured
-from ring_attention_pytorch.layouts import Tile
 from tests.kernel_cases import (
     CASES,
     NAMES,
@@ -38,18 +37,11 @@ LONG = [
 ]  # fmt: skip
 
 
-def _simple(tile: Tile) -> bool:
-    """Full, or a causal square: anything else is a window's."""
-    square = tile.rows.stop - tile.rows.start == tile.cols.stop - tile.cols.start
-    return tile[2:] == (None, None) or (tile[2:] == (None, 0) and square)
-
-
 def kernels(case: KernelCase) -> list[str]:
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    banded = not all(_simple(tile) for _, tiles in case.cut() for tile in tiles)
     asked = Case(
-        "cuda", case.dtype, case.softclamp is not None, window=banded, key_mask=case.masked,
-        d=case.d[0], d_v=case.d[1], capability=capability,
+        "cuda", case.dtype, case.softclamp is not None, d=case.d[0], d_v=case.d[1],
+        capability=capability,
     )  # fmt: skip
     return [name for name, kernel in KERNELS.items() if kernel.problem(asked) is None]
 
