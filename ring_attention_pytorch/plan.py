@@ -10,8 +10,8 @@ from beartype import beartype
 from torch import Tensor
 
 from ring_attention_pytorch.agreement import agree
-from ring_attention_pytorch.contract import Case, Kernel, Keys, Terms, accumulator
-from ring_attention_pytorch.kernels import choose
+from ring_attention_pytorch.contract import Case, Keys, Terms
+from ring_attention_pytorch.kernels import Chosen, choose
 from ring_attention_pytorch.layouts import (
     Segment,
     Segments,
@@ -58,7 +58,7 @@ class RingPlan:
     visible: Visible
     layout: str
     terms: Terms
-    kernel: Kernel
+    kernel: Chosen
     transport: SendRecv
     key_mask: Tensor | None
     signature: Signature
@@ -105,8 +105,9 @@ class RingPlan:
             window, scale, softclamp, layout, bucket_size, cross and (causal or window is not None)
         )
         if problem is None:
+            asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
             try:
-                chosen = choose(kernel, Case.of(q, v, softclamp))
+                chosen = choose(kernel, Case.of(q, v, **asked))
             except ValueError as error:
                 problem = str(error)
         lengths = agree(
@@ -116,6 +117,7 @@ class RingPlan:
                 _agreed_shapes(q, k, v) | dict(also or {}), causal=causal, window=window,
                 scale=scale, softclamp=softclamp, layout=layout, kernel=kernel, cross=cross,
                 key_mask="given" if key_mask is not None else None,
+                **{"kernel chosen": chosen.name},
             ),
             own={} if problem else {"n": q.shape[1], "m": k.shape[1]},
             problem=problem,
@@ -179,14 +181,6 @@ def like_autocast(t: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(device)
     one = torch.empty((), dtype=dtype, device=t.device, requires_grad=t.requires_grad)
     return one.expand(t.shape)
-
-
-def empty_result(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The running (out, lse) of queries that have seen nothing yet."""
-    (b, n, h, _), dtype = q.shape, accumulator(q.dtype)
-    return q.new_zeros((b, n, h, v.shape[-1]), dtype=dtype), q.new_full(
-        (b, h, n), -torch.inf, dtype=dtype
-    )
 
 
 def _agreed_shapes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:

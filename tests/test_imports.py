@@ -11,23 +11,28 @@ PACKAGE = Path(__file__).parent.parent / "ring_attention_pytorch"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # of this package, a file may import these and no others; "*" is any
-KERNEL = {"contract", "layouts"}
+KERNEL = {"contract", "layouts", "running"}
 ALLOWED = {
     "__init__": {"*"},
     "layouts": set(),
-    "contract": {"layouts"},
-    "ring": {"contract", "layouts"},
+    "running": {"_triton_merge"},
+    "_triton_merge": set(),
+    "contract": {"layouts", "running"},
+    "ring": {"contract", "layouts", "running"},
     "agreement": {"ring"},
     "plan": {"agreement", "contract", "kernels", "layouts", "ring"},
-    "regular_attention": {"contract", "plan"},
-    "ring_flash_attention": {"contract", "layouts", "plan", "ring"},
+    "regular_attention": {"plan", "running"},
+    "ring_flash_attention": {"contract", "kernels", "plan", "ring", "running"},
     "rotary": {"layouts", "ring"},
-    "sharding": {"agreement", "contract", "layouts", "plan", "ring"},
-    "loss": {"contract", "layouts", "ring", "sharding"},
-    "tree_attn_decoding": {"agreement", "contract", "kernels", "layouts", "plan", "ring"},
+    "sharding": {"agreement", "layouts", "plan", "ring", "running"},
+    "loss": {"layouts", "ring", "running", "sharding"},
+    "tree_attn_decoding": {"agreement", "contract", "kernels", "layouts", "ring", "running"},
     "ring_attention": {"*"},
     "ring_transformer": {"*"},
     "kernels.__init__": {"contract", "kernels"},
+    "kernels._whole": KERNEL,
+    **{f"kernels.{name}": KERNEL | {"kernels"} for name in ("flash_attn_2", "flash_attn_4")},
+    **{f"kernels.sdpa_{name}": KERNEL | {"kernels"} for name in ("cudnn", "flash")},
     # its compiled parts, which only it imports, and only when called
     "kernels.triton": KERNEL | {"kernels"},
     "kernels._triton_forward": {"kernels"},
@@ -118,7 +123,7 @@ import importlib, pkgutil, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("triton", "flash_attn", "flash_attn_interface"):
+        if name.split(".")[0] in ("triton", "flash_attn", "cutlass"):
             raise ModuleNotFoundError(f"refused: {{name}}", name=name)
 
 sys.meta_path.insert(0, Refuse())

@@ -7,7 +7,6 @@ TRITON_INTERPRET=1 they run on the CPU, slowly, for tests.
 """
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
@@ -16,12 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.contract import Can, Grads, Keys, Package, Saved, Terms
 from ring_attention_pytorch.layouts import Tile
+from ring_attention_pytorch.running import Result
 
-_OLDEST = (3, 4)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 256
+CAN = Can(
+    devices=("cuda", "interpreter"),
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    oldest=(8, 0),
+    widest=_WIDEST,
+    package=Package("triton", "triton", "3.4", "triton"),
+)
 
 
 class Config(NamedTuple):
@@ -66,35 +71,6 @@ _FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16,
 _overrides: dict[str, Config] = {}
 
 
-def problem(case: Case) -> str | None:
-    if case.device != "cuda" and not (case.device == "cpu" and case.named and _interpreted()):
-        return f"runs on CUDA, the tensors are on {case.device}"
-    if case.dtype not in _DTYPES:
-        return f"has no {case.dtype}"
-    if max(case.d, case.d_v) > _WIDEST:
-        return f"has no head size above {_WIDEST}, got {case.d} and {case.d_v}"
-    if case.capability is not None and case.capability < (8, 0):
-        return f"needs compute capability 8.0 or later, got {'.'.join(map(str, case.capability))}"
-    return _package_problem()
-
-
-@lru_cache(maxsize=1)
-def _package_problem() -> str | None:
-    oldest = ".".join(map(str, _OLDEST))
-    wanted = f"needs triton {oldest} or later (pip install ring-attention-pytorch[triton])"
-    try:
-        import triton
-    except ImportError:
-        return f"{wanted}, which is not installed"
-    if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST:
-        return f"{wanted}, got {triton.__version__}"
-    return None
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def config_for(
     direction: str, width: int, dtype: torch.dtype, capability: tuple[int, int] | None
 ) -> Config:
@@ -122,11 +98,10 @@ def configured(**configs: Config) -> Iterator[None]:
         _overrides = before
 
 
-def forward(
-    q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, out: Tensor, lse: Tensor
-) -> None:
+def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     if not tiles:
         return
+    out, lse = result.running()
     from ring_attention_pytorch.kernels._triton_forward import forward_kernel
 
     (b, _, h, d), (_, m, h_kv, d_v) = q.shape, keys.v.shape
@@ -168,13 +143,14 @@ def _backward_of_keys(
         *_of(config.cols, keys.k, keys.v),
         *_of(config.rows, saved.lse, saved.delta),
     )
+    dk, dv = grads.dk.running(), grads.dv.running()
     keys_kernel[(b * h_kv, -(-(last - first) // config.cols))](
-        q, k, v, _mask(keys), dout, lse, delta, grads.dk, grads.dv,
+        q, k, v, _mask(keys), dout, lse, delta, dk, dv,
         _table(tiles, saved.q.device), len(tiles), first, last, h_kv, h // h_kv, d, d_v,
         *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
         *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(),
-        *grads.dk.stride(), *grads.dv.stride(), **options,
+        *dk.stride(), *dv.stride(), **options,
     )  # fmt: skip
 
 
@@ -192,12 +168,13 @@ def _backward_of_queries(
         *_of(config.rows, saved.q, saved.dout),
         *_of(config.cols, keys.k, keys.v),
     )
+    dq = grads.dq.running()
     queries_kernel[(b * h, -(-(last - first) // config.rows))](
-        q, k, v, _mask(keys), dout, saved.lse, saved.delta, grads.dq,
+        q, k, v, _mask(keys), dout, saved.lse, saved.delta, dq,
         _table(tiles, saved.q.device), len(tiles), first, last, m, h, h // h_kv, d, d_v,
         *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
-        *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(), *grads.dq.stride(),
+        *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(), *dq.stride(),
         **options,
     )  # fmt: skip
 
