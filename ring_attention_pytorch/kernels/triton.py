@@ -45,13 +45,13 @@ class Config(NamedTuple):
 # direction -> head size up to -> config; 64 and 128 were swept on an H200
 _HOPPER = {
     "forward": {
-        64: Config(64, 64, 4, 3, tma=True),
+        64: Config(64, 128, 4, 3, tma=True),
         128: Config(128, 128, 8, 3, tma=True),
         256: Config(128, 64, 8, 2, tma=True),
     },
     "keys": {
         64: Config(64, 64, 4, 3, tma=True),
-        128: Config(32, 64, 4, 3, tma=True),
+        128: Config(64, 64, 4, 2, tma=True),
         256: Config(32, 64, 8, 2, tma=True),
     },
     "queries": {
@@ -68,6 +68,7 @@ _ELSEWHERE = {
 }
 # in IEEE float32 no tensor core helps, so registers are what is short
 _FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)}
+_FULL = 256  # programs
 _overrides: dict[str, Config] = {}
 
 
@@ -109,11 +110,11 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
     first, last = min(t.rows.start for t in tiles), max(t.rows.stop for t in tiles)
     options = _options(config, terms, keys, (q, keys.k, keys.v, out))
     q_, k, v = _operands(options["TMA"], (q, config.rows), *_of(config.cols, keys.k, keys.v))
-    mask = _mask(keys)
+    mask, blocks = _mask(keys), -(-(last - first) // config.rows)
     with _on(q):
-        forward_kernel[(b * h, -(-(last - first) // config.rows))](
-            q_, k, v, mask, out, lse, _table(tiles, q.device), len(tiles), first, last, m, h,
-            h // h_kv, d, d_v, *_factors(terms),
+        forward_kernel[(b * h * blocks,)](
+            q_, k, v, mask, out, lse, _table(tiles, q.device), len(tiles), first, last,
+            _beside(blocks, h // h_kv), m, h, h // h_kv, d, d_v, *_factors(terms),
             *q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
             *out.stride(), *lse.stride(), **options,
         )  # fmt: skip
@@ -144,9 +145,11 @@ def _backward_of_keys(
         *_of(config.rows, saved.lse, saved.delta),
     )
     dk, dv = grads.dk.running(), grads.dv.running()
-    keys_kernel[(b * h_kv, -(-(last - first) // config.cols))](
+    blocks = -(-(last - first) // config.cols)
+    keys_kernel[(b * h_kv * blocks,)](
         q, k, v, _mask(keys), dout, lse, delta, dk, dv,
-        _table(tiles, saved.q.device), len(tiles), first, last, h_kv, h // h_kv, d, d_v,
+        _table(tiles, saved.q.device), len(tiles), first, last, _beside(blocks), h_kv,
+        h // h_kv, d, d_v,
         *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
         *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(),
@@ -169,9 +172,11 @@ def _backward_of_queries(
         *_of(config.cols, keys.k, keys.v),
     )
     dq = grads.dq.running()
-    queries_kernel[(b * h, -(-(last - first) // config.rows))](
+    blocks = -(-(last - first) // config.rows)
+    queries_kernel[(b * h * blocks,)](
         q, k, v, _mask(keys), dout, saved.lse, saved.delta, dq,
-        _table(tiles, saved.q.device), len(tiles), first, last, m, h, h // h_kv, d, d_v,
+        _table(tiles, saved.q.device), len(tiles), first, last,
+        _beside(blocks, h // h_kv), m, h, h // h_kv, d, d_v,
         *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
         *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(), *dq.stride(),
@@ -197,6 +202,15 @@ def _options(config: Config, terms: Terms, keys: Keys, moved: Sequence[Tensor]) 
         WIDE=any(block * (t.stride(1) + t.stride(3)) >= 2**31 for t in moved if t.ndim == 4),
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
+
+
+def _beside(blocks: int, group: int = 1) -> int:
+    """How many heads run side by side: few, so that what they read stays in the cache.
+
+    But as many as fill a large GPU twice, for the longest blocks come first among them only, and
+    whole groups, which read the same keys.
+    """
+    return group * -(-_FULL // (group * blocks))
 
 
 def _padded(width: int) -> int:
