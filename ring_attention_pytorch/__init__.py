@@ -8,6 +8,7 @@ from ring_attention_pytorch.ring_flash_attention import (
     ring_attn,
     ring_flash_attn,
     ring_flash_attn_,
+    ulysses_attn,
 )
 from ring_attention_pytorch.ring_transformer import RingTransformer
 from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
@@ -29,5 +30,6 @@ __all__ = [
     "ring_flash_attn_",
     "shard_sequence",
     "tree_attn_decode",
+    "ulysses_attn",
     "unshard_sequence",
 ]

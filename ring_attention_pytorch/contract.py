@@ -8,7 +8,7 @@
 dv) are kept in `accumulator(dtype)`: float32 at least, float64 for float64.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -104,6 +104,24 @@ class Kernel(Protocol):
         self, saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads
     ) -> None:
         """Add the gradients of these tiles to `grads`, in place."""
+
+
+class Transport(Protocol):
+    """How keys reach this rank, and how their gradients go home.
+
+    All ranks make the same exchanges in the same order, whatever they hold.
+    """
+
+    def stream(self, keys: Keys) -> Iterator[Keys]:
+        """Own keys, then all others that anyone needs, those that come next under way."""
+
+    def stream_back(
+        self, own_keys: Keys, own: tuple[Tensor, Tensor]
+    ) -> Iterator[tuple[Keys, tuple[Tensor, Tensor]]]:
+        """The same, each with (dk, dv) to add to; the owner's own get what every rank added.
+
+        `own` are those of own keys, complete when the stream has ended.
+        """
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -49,6 +49,9 @@ class Attention:
     softclamp: float | None = None
     scale: float | None = None
     kernel: str | None = None
+    transport: str | None = None
+    ulysses: int = 1
+    memory: int | None = None
     batch: int = 2
     heads: int = 4
     key_heads: int = 2
@@ -108,7 +111,8 @@ def results(
 
 def oracle(case: Attention) -> list[Tensor]:
     """`whole`, worked out once for all layouts, kernels and rings."""
-    return _oracle(replace(case, layout="", kernel=None, bucket_size=0, query_lengths=None))
+    how = dict(kernel=None, transport=None, ulysses=1, memory=None, bucket_size=0)
+    return _oracle(replace(case, layout="", query_lengths=None, **how))
 
 
 @lru_cache(maxsize=512)
@@ -132,7 +136,8 @@ def shard(case: Attention, ring: Ring) -> list[Tensor]:
     out, lse = ring_attn(
         *tensors, **case.options(), key_mask=None if mask is None else mask[:, keys],
         layout=case.layout, kernel=case.kernel, bucket_size=case.bucket_size, group=ring,
-        return_lse=True, cross=case.key_lengths is not None,
+        transport=case.transport, ulysses=case.ulysses, memory=case.memory, return_lse=True,
+        cross=case.key_lengths is not None,
     )  # fmt: skip
     return results(tensors, out, lse, dout[:, queries], dlse[..., queries])
 

@@ -210,7 +210,7 @@ class Threaded(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         def main(ring: Ring):
             theirs, mine, out, lse = ctx.ranks[ring.rank]
-            theirs.hub = ring.hub
+            theirs.join(ring.hub)
             at, _ = ctx.case.places(ring.rank, ctx.size)
             return torch.autograd.grad(
                 (out, lse), mine, (dout[:, at], dlse[..., at]), retain_graph=True

@@ -23,13 +23,19 @@ class Hub:
 
     def __init__(self, size: int):
         self.size = size
-        self.mail = {(a, b): Queue() for a in range(size) for b in range(size)}
+        self.boxes: dict[tuple[int, int, int], Queue] = {}  # from, to, how many came before
+        self.lock = threading.Lock()
         self.notes: list[bytes] = [b""] * size
         self.barrier = threading.Barrier(size, timeout=PATIENCE)
         self.failed = threading.Event()
         self.exchanges = [0] * size  # of each rank
         self.sent_bytes = [0] * size
         self.gathers = [0] * size
+
+    def box(self, sender: int, receiver: int, number: int) -> Queue:
+        """Where one message lies: they match in the order in which they are posted."""
+        with self.lock:
+            return self.boxes.setdefault((sender, receiver, number), Queue())
 
     def fail(self) -> None:
         """Let no rank wait for one that has failed."""
@@ -48,7 +54,12 @@ class Hub:
 
 class ThreadRing(Ring):
     def __init__(self, hub: Hub, rank: int):
-        self.hub, self.rank, self.size, self.first, self.group = hub, rank, hub.size, 0, None
+        self.rank, self.size, self.first, self.group = rank, hub.size, 0, None
+        self.join(hub)
+
+    def join(self, hub: Hub) -> None:
+        """Take part in another run, as this rank."""
+        self.hub, self.sent, self.awaited = hub, [0] * hub.size, [0] * hub.size
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
@@ -59,11 +70,15 @@ class ThreadRing(Ring):
             assert rank != self.rank, "a message to oneself"
             assert t.is_contiguous()
             taken.append(threading.Event())
-            self.hub.mail[self.rank, rank].put((t, taken[-1]))
+            self.hub.box(self.rank, rank, self.sent[rank]).put((t, taken[-1]))
+            self.sent[rank] += 1
             self.hub.sent_bytes[self.rank] += t.nbytes
-        for _, t in receives:
-            t.fill_(torch.nan if t.is_floating_point() else 1)
-        mail = [(self.hub.mail[rank, self.rank], t) for rank, t in receives]
+        mail = []
+        for rank, t in receives:
+            mail.append((self.hub.box(rank, self.rank, self.awaited[rank]), t))
+            self.awaited[rank] += 1
+            # bytes of ones are NaN in every floating dtype
+            t.fill_(torch.nan if t.is_floating_point() else 255 if t.dtype == torch.uint8 else 1)
         return ThreadTransfer(self.hub, mail, taken)
 
     def gather_bytes(self, message: bytes) -> list[bytes]:
@@ -123,5 +138,5 @@ def run(size: int, rank_main: Callable[[ThreadRing], Any]) -> tuple[list[Any], H
         real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
         raise (real or errors)[0]
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    assert all(queue.empty() for queue in hub.mail.values()), "a message that nobody took"
+    assert all(queue.empty() for queue in hub.boxes.values()), "a message that nobody took"
     return results, hub
