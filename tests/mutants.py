@@ -170,7 +170,7 @@ MUTANTS = [
     ),
     Mutant(
         "partials of all rounds but the last are dropped", "transports/gather.py",
-        "            if going is not None:\n                going()\n", "",
+        "                going()\n                going = None\n", "                pass\n",
     ),
     Mutant(
         "a partial overwrites what is there", "transports/gather.py",

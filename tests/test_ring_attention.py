@@ -302,7 +302,8 @@ def forward_only(case: Attention, size: int) -> threads.Hub:
         at, _ = case.places(ring.rank, size)
         ring_attn(
             *(t[:, at] for t in tensors), **case.options(), layout=case.layout, group=ring,
-            key_mask=None if mask is None else mask[:, at],
+            key_mask=None if mask is None else mask[:, at], transport=case.transport,
+            ulysses=case.ulysses, memory=case.memory,
         )  # fmt: skip
 
     return threads.run(size, main)[1]

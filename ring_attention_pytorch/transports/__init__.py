@@ -29,18 +29,18 @@ def owners_at_once(memory: int | None, shard_bytes: int, wide_bytes: int) -> int
     """How many owners' keys may be here at once, at least one.
 
     `shard_bytes` are those of the longest shard's keys and values, `wide_bytes` those of their
-    gradients in the accumulator's dtype. Of each owner there are at once, in backward: the keys
-    at hand and the next ones to come, gradients, and those that go out and come in. Beside
-    that, what is sent of one's own.
+    gradients in the accumulator's dtype. Of each owner there are at once, in backward: the block
+    that was computed on last and the one at hand, with their gradients; the keys that come next;
+    gradients that go out and that come in. Beside that, what is sent of one's own.
 
     >>> owners_at_once(None, 100, 200), owners_at_once(0, 100, 200)
     (1048576, 1)
-    >>> owners_at_once(2000, 100, 200)
+    >>> owners_at_once(3200, 100, 200)
     3
     """
-    if memory is None:
+    if memory is None or shard_bytes == 0:
         return 1 << 20
-    return max(1, (memory - 2 * shard_bytes) // (4 * shard_bytes + wide_bytes))
+    return max(1, (memory - 4 * shard_bytes) // (5 * shard_bytes + 2 * wide_bytes))
 
 
 def make_transport(

@@ -70,6 +70,7 @@ class Gather:
                 yield keys, grads
             if going is not None:
                 going()
+                going = None
             going = self._send_home(group, now, own_keys, grads, own)
         if going is not None:
             going()
@@ -80,7 +81,8 @@ class Gather:
         coming = next(pulls, None)
         yield None, (), own
         for group in self.groups:
-            theirs, coming = coming(), next(pulls, None)
+            theirs, coming = coming(), None  # messages are let go before more are asked for
+            coming = next(pulls, None)
             start = 0
             for now in group.rounds:
                 mine = now[self.ring.rank]
