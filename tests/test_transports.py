@@ -70,7 +70,7 @@ def test_cross_attention_with_shards_of_any_lengths(queries, keys, how):
         check_in_threads(cross(queries, keys, masked=masked, **how), 3)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(
     st.builds(
         Attention,
