@@ -91,6 +91,11 @@ class Kernel(Protocol):
     """
 
     __name__: str
+    ADDS_ONCE: bool
+    """Whether backward adds to a key's gradient once for each tile that the key is in.
+
+    Then `grads` of keys that are in one tile may be of the inputs' dtype: nothing is lost.
+    """
 
     def problem(self, case: Case) -> str | None:
         """Why this kernel can't do the case; None where it can."""

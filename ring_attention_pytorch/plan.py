@@ -24,7 +24,7 @@ from ring_attention_pytorch.layouts import (
     tiles,
 )
 from ring_attention_pytorch.ring import Group, Ring, as_ring
-from ring_attention_pytorch.transports import make_transport, transport_problem
+from ring_attention_pytorch.transports import Load, make_transport, transport_problem
 from ring_attention_pytorch.transports.pieces import Blocks
 from ring_attention_pytorch.ulysses import Ulysses, ulysses_problem
 
@@ -167,7 +167,9 @@ class RingPlan:
             layout=layout,
             terms=Terms(q.shape[-1] ** -0.5 if scale is None else scale, softclamp, bucket_size),
             kernel=chosen,
-            transport=make_transport(name, over, blocks, memory, _token_bytes(k, v, ulysses)),
+            transport=make_transport(
+                name, over, blocks, memory, _load(k, v, ulysses, chosen.ADDS_ONCE)
+            ),
             transport_name=name,
             memory=memory,
             blocks=blocks,
@@ -291,10 +293,11 @@ def _option_problem(
     return layout_problem(layout)
 
 
-def _token_bytes(k: Tensor, v: Tensor, ulysses: int) -> tuple[int, int]:
-    """Bytes of one key and value as a transport carries them, and of their gradients."""
+def _load(k: Tensor, v: Tensor, ulysses: int, adds_once: bool) -> Load:
+    """What one key and value weigh as a transport carries them."""
     width = k.shape[0] * -(-k.shape[2] // ulysses) * (k.shape[3] + v.shape[3])
-    return width * k.dtype.itemsize, width * accumulator(k.dtype).itemsize
+    narrow, wide = k.dtype.itemsize, accumulator(k.dtype).itemsize
+    return Load(k.device, width * narrow, k.shape[0], width * wide, adds_once)
 
 
 def _check_cross(queries: list[int], keys: list[int], visible: Visible) -> None:

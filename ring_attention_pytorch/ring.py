@@ -99,6 +99,12 @@ class Ring:
         dist.all_gather(all_of_them, mine, group=_host_group(self.group))
         return [bytes(t.numpy()).rstrip() for t in all_of_them]
 
+    def shared(self) -> tuple[ProcessGroup, tuple[int, ...]] | None:
+        """A group all of whose ranks do the same at the same time, and this ring's among them."""
+        if self.group is None or self.size != dist.get_world_size(self.group):
+            return None
+        return self.group, tuple(range(self.size))
+
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, self.first + rank)
 
@@ -115,6 +121,10 @@ class Places(Ring):
     ) -> Transfer:
         sends, receives = ([(self.places[r], t) for r, t in ops] for ops in (sends, receives))
         return self.whole.exchange(sends, receives)
+
+    def shared(self) -> tuple[ProcessGroup, tuple[int, ...]] | None:
+        found = self.whole.shared()
+        return None if found is None else (found[0], tuple(found[1][p] for p in self.places))
 
     def gather_bytes(self, message: bytes) -> list[bytes]:
         raise NotImplementedError("the whole ring agrees, not a part of it")

@@ -196,6 +196,22 @@ MUTANTS = [
         "a message's tensors overlap", "transports/messages.py", "-(-part.nbytes // _ALIGNED)",
         "(part.nbytes // _ALIGNED)",
     ),
+    # shared memory
+    Mutant(
+        "keys pulled from the wrong rank", "transports/symmetric.py",
+        "space.keys.of(self.ranks[owner])", "space.keys.of(self.ranks[rank])",
+    ),
+    Mutant(
+        "gradients pulled from the wrong rank", "transports/symmetric.py",
+        "space.grads.of(self.ranks[user])", "space.grads.of(self.ranks[rank])",
+    ),
+    Mutant(
+        "everybody's gradients added by every owner", "transports/symmetric.py",
+        "if piece.owner == owner:", "if True:",
+    ),
+    Mutant(
+        "shared gradients not zeroed", "transports/symmetric.py", "        half.zero_()\n", ""
+    ),
     # heads and sequence
     Mutant(
         "key heads of another place", "ulysses.py", "(p * mine + i) // group", "(p + i) // group"
@@ -306,7 +322,7 @@ def battery() -> Iterable[Callable[[], None]]:
     import torch
 
     from tests import threads
-    from tests.cases import Attention, check_in_threads
+    from tests.cases import Attention, check_in_threads, check_symmetric
 
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
@@ -332,6 +348,9 @@ def battery() -> Iterable[Callable[[], None]]:
     ]
     for case, size in cases:
         yield lambda case=case, size=size: check_in_threads(case, size)
+    for direct in (False, True):
+        case = Attention(29, "zigzag", causal=True, masked=True, d_v=5, kernel="eager")
+        yield lambda case=case, direct=direct: check_symmetric(case, 4, 2, direct)
     yield zigzag_is_balanced
     yield gathered_keys_are_few_large_tiles
     yield sums_of_16_bits_are_kept_in_32

@@ -22,7 +22,8 @@ ALLOWED = {
     "transports.messages": set(),
     "transports.pieces": {"layouts"},
     "transports.send_recv": {"contract", "layouts", "ring", "transports"},
-    "transports.gather": {"contract", "ring", "transports"},
+    "transports.gather": {"contract", "layouts", "ring", "transports"},
+    "transports.symmetric": {"contract", "layouts", "ring", "transports"},
     "ulysses": {"contract", "layouts", "ring", "transports"},
     "plan": {"agreement", "contract", "kernels", "layouts", "ring", "transports", "ulysses"},
     "regular_attention": {"contract", "plan"},
@@ -40,7 +41,7 @@ ALLOWED = {
     "kernels._triton_backward": {"kernels"},
 }
 # point-to-point and collectives are nobody else's business
-MAY_COMMUNICATE = {"ring", "plan", "sharding", "tree_attn_decoding", "loss"}
+MAY_COMMUNICATE = {"ring", "transports.symmetric", "plan", "sharding", "tree_attn_decoding", "loss"}
 # public entry points: a long signature and its agreement, in one place
 MAY_BE_LONG = {"ring_attn", "RingPlan.make", "RingAttention.__init__", "RingTransformer.__init__"}
 

@@ -20,7 +20,15 @@ from ring_attention_pytorch.transports import TRANSPORTS, owners_at_once
 from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
 from ring_attention_pytorch.transports.pieces import Blocks, joined, schedule, tokens
 from tests import threads
-from tests.cases import Attention, check_in_processes, check_in_threads, errors, oracle, shard
+from tests.cases import (
+    Attention,
+    check_in_processes,
+    check_in_threads,
+    check_symmetric,
+    errors,
+    oracle,
+    shard,
+)
 from tests.test_ring_attention import CROSS, Live, cross, forward_only, hops
 
 # how keys may come: all at once, or one owner at a time
@@ -90,6 +98,18 @@ def test_cross_attention_with_shards_of_any_lengths(queries, keys, how):
 )
 def test_any_length_any_ring_any_memory(case, size):
     check_in_threads(case, size)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_keys_pulled_from_shared_memory(layout, direct):
+    for size, at_once in ((2, 9), (3, 1), (4, 9), (4, 2)):
+        for case in matrix(layout)[::2]:
+            check_symmetric(case, size, at_once, direct)
+    for ulysses in (2, 4):
+        check_symmetric(
+            Attention(29, layout, causal=True, masked=True, ulysses=ulysses), 4, 9, direct
+        )
 
 
 # --- messages ---

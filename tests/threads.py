@@ -6,7 +6,8 @@ only when its receiver waits, so a sender that touches it too early is found out
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import Empty, Queue
 from typing import Any
 
@@ -24,6 +25,7 @@ class Hub:
     def __init__(self, size: int):
         self.size = size
         self.boxes: dict[tuple[int, int, int], Queue] = {}  # from, to, how many came before
+        self.shelves: dict[tuple[str, int], Tensor] = {}
         self.lock = threading.Lock()
         self.notes: list[bytes] = [b""] * size
         self.barrier = threading.Barrier(size, timeout=PATIENCE)
@@ -113,6 +115,40 @@ class ThreadTransfer:
         for event in self.taken:
             self.hub.patiently(event.wait, "a message was never taken")
         return [buffer for _, buffer in self.mail]
+
+
+class ThreadShelf:
+    """A `symmetric.Shelf` of threads: what is not written this turn is NaN."""
+
+    def __init__(self, hub: Hub, name: str, rank: int):
+        self.hub, self.name, self.rank, self.turn = hub, name, rank, 0
+
+    def own(self) -> Tensor:
+        self.turn = 1 - self.turn
+        return self.hub.shelves[self.name, self.rank][self.turn].fill_(255)
+
+    @contextmanager
+    def published(self, stream: None) -> Iterator[threading.Event]:
+        self.hub.barrier.wait()
+        done = threading.Event()
+        yield done
+        done.set()
+
+    def of(self, rank: int) -> Tensor:
+        return self.hub.shelves[self.name, rank][self.turn]
+
+
+class ThreadSpace:
+    """A `symmetric.Space` of threads."""
+
+    def __init__(self, ring: ThreadRing):
+        self.hub, self.rank, self.stream = ring.hub, ring.rank, None
+        self.keys, self.grads = (ThreadShelf(ring.hub, name, ring.rank) for name in ("k", "g"))
+
+    def make_room(self, group: None, keys: int, grads: int) -> None:
+        for name, nbytes in (("k", keys), ("g", grads)):
+            self.hub.shelves[name, self.rank] = torch.empty((2, nbytes), dtype=torch.uint8)
+        self.hub.barrier.wait()
 
 
 def run(size: int, rank_main: Callable[[ThreadRing], Any]) -> tuple[list[Any], Hub]:

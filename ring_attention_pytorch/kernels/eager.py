@@ -21,6 +21,8 @@ from ring_attention_pytorch.contract import (
 )
 from ring_attention_pytorch.layouts import Tile, band, buckets
 
+ADDS_ONCE = False  # rows come in buckets
+
 
 def problem(case: Case) -> str | None:
     return None

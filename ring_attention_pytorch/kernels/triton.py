@@ -65,6 +65,8 @@ _ELSEWHERE = {
 _FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)}
 _overrides: dict[str, Config] = {}
 
+ADDS_ONCE = True
+
 
 def problem(case: Case) -> str | None:
     if case.device != "cuda" and not (case.device == "cpu" and case.named and _interpreted()):

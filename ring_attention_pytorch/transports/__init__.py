@@ -4,14 +4,29 @@ A transport is one class that satisfies `contract.Transport`, made by `make(ring
 and one line in `TRANSPORTS`. It knows what is needed where, and nothing of how it is computed.
 """
 
+from typing import NamedTuple
+
+import torch
+
 from ring_attention_pytorch.contract import Transport
 from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.pieces import Blocks
 from ring_attention_pytorch.transports.send_recv import SendRecv
+from ring_attention_pytorch.transports.symmetric import SymmetricGather, space_of
 
 TRANSPORTS: dict[str, type[SendRecv] | type[Gather]] = {"ring": SendRecv, "gather": Gather}
+
+
+class Load(NamedTuple):
+    """What a token's keys and values weigh, and how their gradients come to be."""
+
+    device: torch.device
+    token_bytes: int
+    mask_bytes: int
+    wide_bytes: int  # of their gradients in the accumulator's dtype
+    adds_once: bool  # `contract.Kernel.ADDS_ONCE`
 
 
 def transport_problem(name: str | None, memory: int | None) -> str | None:
@@ -44,9 +59,14 @@ def owners_at_once(memory: int | None, shard_bytes: int, wide_bytes: int) -> int
 
 
 def make_transport(
-    name: str, ring: Ring, blocks: Blocks, memory: int | None, token_bytes: tuple[int, int]
+    name: str, ring: Ring, blocks: Blocks, memory: int | None, load: Load
 ) -> Transport:
-    """The transport of that name; `token_bytes` are those of one key, and of its gradients."""
+    """The transport of that name; all ranks of the ring make it together."""
     longest = max(count(segments) for segments in blocks.keys)
-    at_once = owners_at_once(memory, *(longest * each for each in token_bytes))
+    at_once = owners_at_once(memory, longest * load.token_bytes, longest * load.wide_bytes)
+    shared = ring.shared() if name == "gather" and load.device.type == "cuda" else None
+    space = None if shared is None else space_of(shared[0], load.device)
+    if space is not None:
+        each = load.token_bytes + load.mask_bytes
+        return SymmetricGather.over(ring, blocks, at_once, each, load.adds_once, shared, space)
     return TRANSPORTS[name].make(ring, blocks, at_once)

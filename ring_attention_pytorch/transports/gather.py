@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.contract import Keys
+from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring, Transfer
 from ring_attention_pytorch.transports.messages import (
     Form,
@@ -46,10 +47,11 @@ class Gather:
 
     ring: Ring
     groups: tuple[Group, ...]
+    lengths: tuple[int, ...]  # keys that each rank holds
 
     @classmethod
     def make(cls, ring: Ring, blocks: Blocks, at_once: int) -> "Gather":
-        return cls(ring, schedule(blocks, at_once))
+        return cls(ring, schedule(blocks, at_once), tuple(map(count, blocks.keys)))
 
     def stream(self, keys: Keys) -> Iterator[Keys]:
         """Own keys, then those of the others in order of positions."""
@@ -66,7 +68,7 @@ class Gather:
         for group, now, keys in blocks:
             grads = None
             if keys is not None:
-                grads = tuple(torch.zeros_like(t, dtype=own[0].dtype) for t in keys[:2])
+                grads = self._new_grads(keys, own[0].dtype)
                 yield keys, grads
             if going is not None:
                 going()
@@ -74,6 +76,10 @@ class Gather:
             going = self._send_home(group, now, own_keys, grads, own)
         if going is not None:
             going()
+
+    def _new_grads(self, keys: Keys, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Zeroed (dk, dv) of others' keys."""
+        return tuple(torch.zeros_like(t, dtype=dtype) for t in keys[:2])
 
     def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Round, Keys | None]]:
         """Own keys, and then each round of each group: None where this rank has no part in it."""
