@@ -11,6 +11,7 @@ from ring_attention_pytorch.ring_flash_attention import (
     ring_flash_attn_,
     ring_flash_attn_cuda,
     ring_flash_attn_cuda_,
+    ulysses_attn,
 )
 from ring_attention_pytorch.ring_transformer import RingTransformer
 from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
@@ -35,5 +36,6 @@ __all__ = [
     "ring_flash_attn_cuda_",
     "shard_sequence",
     "tree_attn_decode",
+    "ulysses_attn",
     "unshard_sequence",
 ]

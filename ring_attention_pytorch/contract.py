@@ -8,7 +8,7 @@
 way are kept as `running` says, in float32 at least, in float64 for float64.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -144,3 +144,21 @@ class Kernel(Protocol):
         self, saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads
     ) -> None:
         """Add the gradients of these tiles to `grads`."""
+
+
+class Transport(Protocol):
+    """How keys reach this rank, and how their gradients go home.
+
+    All ranks make the same exchanges in the same order, whatever they hold.
+    """
+
+    def stream(self, keys: Keys) -> Iterator[Keys]:
+        """Own keys, then all others that anyone needs, those that come next under way."""
+
+    def stream_back(
+        self, own_keys: Keys, own: tuple[Sum, Sum]
+    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+        """The same, each with (dk, dv) to add to; the owner's own get what every rank added.
+
+        `own` are those of own keys, complete when the stream has ended.
+        """

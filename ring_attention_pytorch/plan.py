@@ -10,7 +10,7 @@ from beartype import beartype
 from torch import Tensor
 
 from ring_attention_pytorch.agreement import agree
-from ring_attention_pytorch.contract import Case, Keys, Terms
+from ring_attention_pytorch.contract import Case, Keys, Terms, Transport
 from ring_attention_pytorch.kernels import Chosen, choose
 from ring_attention_pytorch.layouts import (
     Segment,
@@ -20,11 +20,14 @@ from ring_attention_pytorch.layouts import (
     all_segments,
     count,
     layout_problem,
-    needed_distances,
     segment_positions,
     tiles,
 )
-from ring_attention_pytorch.ring import Group, Ring, SendRecv, as_ring
+from ring_attention_pytorch.ring import Group, Ring, as_ring
+from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.transports import Load, make_transport, transport_problem
+from ring_attention_pytorch.transports.pieces import Blocks
+from ring_attention_pytorch.ulysses import Ulysses, ulysses_problem
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AUTOCAST_FROM = DTYPES[1:]
@@ -59,7 +62,11 @@ class RingPlan:
     layout: str
     terms: Terms
     kernel: Chosen
-    transport: SendRecv
+    transport: Transport
+    transport_name: str
+    memory: int | None
+    blocks: Blocks  # of the ranks that the transport connects
+    ulysses: Ulysses | None
     key_mask: Tensor | None
     signature: Signature
 
@@ -79,6 +86,9 @@ class RingPlan:
         layout: str = "contiguous",
         group: Group = None,
         kernel: str | None = None,
+        transport: str | None = None,
+        ulysses: int = 1,
+        memory: int | None = None,
         bucket_size: int = 1024,
         cross: bool | None = None,
         also: Mapping[str, Any] | None = None,
@@ -101,9 +111,15 @@ class RingPlan:
         """
         ring = as_ring(group)
         q, k, v = (like_autocast(t) for t in (q, k, v))
-        problem = qkv_problem(q, k, v, key_mask) or _option_problem(
-            window, scale, softclamp, layout, bucket_size, cross and (causal or window is not None)
-        )
+        problem = (
+            qkv_problem(q, k, v, key_mask)
+            or _option_problem(
+                window, scale, softclamp, layout, bucket_size,
+                cross and (causal or window is not None),
+            )
+            or transport_problem(transport, memory)
+            or ulysses_problem(ulysses, ring.size, q.shape[2])
+        )  # fmt: skip
         if problem is None:
             asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
             try:
@@ -116,6 +132,7 @@ class RingPlan:
             same={} if problem else dict(
                 _agreed_shapes(q, k, v) | dict(also or {}), causal=causal, window=window,
                 scale=scale, softclamp=softclamp, layout=layout, kernel=kernel, cross=cross,
+                transport=transport, ulysses=ulysses, memory=memory,
                 key_mask="given" if key_mask is not None else None,
                 **{"kernel chosen": chosen.name},
             ),
@@ -138,7 +155,14 @@ class RingPlan:
             query_segments, key_segments = (_one_after_another(n) for n in (queries, keys))
         else:
             query_segments = key_segments = segments_by_layout("ring attention", layout, queries)
-        distances = needed_distances(query_segments, key_segments, visible)
+        blocks, swap, over = Blocks(query_segments, key_segments, visible), None, ring
+        # a copy: whoever reuses the mask's memory would change gradients without a word
+        key_mask = None if key_mask is None else key_mask.clone()
+        if 1 < ulysses <= ring.size:
+            swap, *landed = Ulysses.make(ring, ulysses, blocks[:2], (q.shape[2], k.shape[2]))
+            blocks, over = Blocks(*landed, visible), swap.ring
+            key_mask = None if key_mask is None else swap.whole_mask(key_mask)
+        name = transport or "ring"
         return cls(
             ring=ring,
             query_segments=query_segments,
@@ -146,9 +170,12 @@ class RingPlan:
             layout=layout,
             terms=Terms(q.shape[-1] ** -0.5 if scale is None else scale, softclamp, bucket_size),
             kernel=chosen,
-            transport=SendRecv(ring, key_segments, distances),
-            # a copy: whoever reuses the mask's memory would change gradients without a word
-            key_mask=None if key_mask is None else key_mask.clone(),
+            transport=make_transport(name, over, blocks, memory, _load(k, v, ulysses)),
+            transport_name=name,
+            memory=memory,
+            blocks=blocks,
+            ulysses=swap,
+            key_mask=key_mask,
             signature=Signature.of(q, k, v),
         )
 
@@ -157,12 +184,21 @@ class RingPlan:
         return segment_positions(self.query_segments[self.ring.rank], device)
 
     def keys(self, k: Tensor, v: Tensor) -> Keys:
-        """This rank's keys, as the transport wants them."""
-        return Keys(k, v, self.key_mask, self.transport.segments[self.ring.rank])
+        """This rank's keys, heads swapped if they are, as the transport wants them."""
+        return Keys(k, v, self.key_mask, self.blocks.keys[self._place])
 
     def tiles(self, keys: Keys) -> Sequence[Tile]:
         """The tiles that this rank's queries see of these keys."""
-        return tiles(self.query_segments[self.ring.rank], keys.segments, self.visible)
+        return tiles(self.blocks.queries[self._place], keys.segments, self.visible)
+
+    @property
+    def degree(self) -> int:
+        """How many neighbours swap heads for sequence."""
+        return 1 if self.ulysses is None else self.ulysses.together.size
+
+    @property
+    def _place(self) -> int:
+        return (self.ring if self.ulysses is None else self.ulysses.ring).rank
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
@@ -248,6 +284,13 @@ def _option_problem(
     if masked_cross:
         return "cross attention has no causal and no window: two sequences share no positions"
     return layout_problem(layout)
+
+
+def _load(k: Tensor, v: Tensor, ulysses: int) -> Load:
+    """What one key and value weigh as a transport carries them."""
+    width = k.shape[0] * -(-k.shape[2] // ulysses) * (k.shape[3] + v.shape[3])
+    narrow, wide = k.dtype.itemsize, accumulator(k.dtype).itemsize
+    return Load(k.device, width * narrow, k.shape[0], width * wide)
 
 
 def _check_cross(queries: list[int], keys: list[int], visible: Visible) -> None:

@@ -73,6 +73,9 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     layout: str = "contiguous",
     group: Group = None,
     kernel: str | None = None,
+    transport: str | None = None,
+    ulysses: int = 1,
+    memory: int | None = None,
     plan: RingPlan | None = None,
     return_lse: bool = False,
     bucket_size: int = 1024,
@@ -102,6 +105,12 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             "flash-attn" or "eager"; "triton+flash-attn" is forward by one and backward by
             another. None takes the fastest that can do it (`explain_kernel` tells), a named one
             never falls back.
+        transport: "ring" passes keys from neighbour to neighbour, "gather" has all that are needed
+            come at once; None chooses.
+        ulysses: so many neighbours swap heads for sequence first, and only ranks with the same
+            heads exchange keys. It must divide the ring and the heads of q.
+        memory: bytes that other ranks' keys and gradients may take here under "gather", which
+            then brings fewer owners at once, but at least one. None is no bound.
         plan: a `RingPlan` for tensors like these. It stands for all options but return_lse.
         return_lse: also return the log-sum-exp of the scores.
         bucket_size: kernels that hold scores in memory hold those of so many queries at once.
@@ -126,14 +135,19 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     q, k, v = (_autocast(t) for t in (q, k, v))
     options = dict(
         causal=causal, window=window, key_mask=key_mask, scale=scale, softclamp=softclamp,
-        layout=layout, group=group, kernel=kernel, bucket_size=bucket_size, cross=cross,
+        layout=layout, group=group, kernel=kernel, transport=transport, ulysses=ulysses,
+        memory=memory, bucket_size=bucket_size, cross=cross,
     )  # fmt: skip
     if plan is None:
         plan = RingPlan.make(q, k, v, **options)
     else:
         _check_only_plan(options)
         plan.check(q, k, v)
+    if plan.ulysses is not None:
+        q, k, v = plan.ulysses.to_heads(q, k, v)
     out, lse = RingAttentionFunction.apply(q, k, v, plan)
+    if plan.ulysses is not None:
+        out, lse = plan.ulysses.to_sequence(out, lse if return_lse else None)
     return (out, lse) if return_lse else out
 
 
@@ -167,6 +181,31 @@ def explain_kernel(
     q, v = like_autocast(q), like_autocast(v)
     asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
     return explain(Case.of(q, v, **asked), kernel)
+
+
+@beartype
+def ulysses_attn(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = None, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`ring_attn` with `ulysses` being the whole ring: all ranks swap heads for sequence.
+
+    Args:
+        q, k, v, group, options: as for `ring_attn`; the heads of q must divide by the ranks.
+
+    Returns:
+        As `ring_attn`.
+
+    Raises:
+        ValueError: as `ring_attn`.
+
+    Source: Jacobs et al. 2023, https://arxiv.org/abs/2309.14509
+
+    >>> q, k = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8)
+    >>> ulysses_attn(q, k, k, causal=True).shape
+    torch.Size([1, 6, 4, 8])
+    """
+    ring = as_ring(group)
+    return ring_attn(q, k, v, group=ring, ulysses=ring.size, **options)
 
 
 def _autocast(t: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Results under way: parts of one attention, merged or summed in wide numbers and rounded once.
 
-A kernel that keeps a running result in memory asks for `running()` and works in place there. A
-kernel that returns a part by itself hands it to `add`: the first part of all tokens is taken
-as it is, so where one call is all there is nothing is copied, cast or filled with zeros.
+A kernel that keeps a running result in memory asks for `running()` and works in place there, or
+for `room`, which need not be filled with zeros first. A kernel that returns a part by itself
+hands it to `add`: the first part of all tokens is taken as it is. So where one call is all there
+is nothing is copied, cast or filled.
 """
 
 from functools import lru_cache
@@ -17,10 +18,13 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 class Result:
-    """The (out, lse) of queries like q and values like v, which have seen nothing yet."""
+    """The (out, lse) of queries like q and values like v, which have seen nothing yet.
 
-    def __init__(self, q: Tensor, v: Tensor) -> None:
-        self._q, self._d_v, self._dtype = q, v.shape[-1], accumulator(q.dtype)
+    `only` says that one call of a kernel will bring all that there is.
+    """
+
+    def __init__(self, q: Tensor, v: Tensor, only: bool = False) -> None:
+        self._q, self._d_v, self._dtype, self._only = q, v.shape[-1], accumulator(q.dtype), only
         self._held: tuple[Tensor, Tensor] | None = None
         self._late: tuple[slice, Tensor, Tensor] | None = None
 
@@ -44,6 +48,16 @@ class Result:
             self._add_late()
         return self._held
 
+    def room(self, rows: slice) -> tuple[Tensor, Tensor, bool]:
+        """(out, lse, fresh). Where fresh, nothing is in them yet, and all of these rows, which
+        are all there are, must be written; else they are the running ones."""
+        if self._held is not None or rows != slice(0, self._q.shape[1]):
+            return *self.running(), False
+        (b, n, h, _), q = self._q.shape, self._q
+        out = q.new_empty((b, n, h, self._d_v), dtype=q.dtype if self._only else self._dtype)
+        self._held = out, q.new_empty((b, h, n), dtype=self._dtype)
+        return *self._held, True
+
     def final(self) -> tuple[Tensor, Tensor]:
         """out in q's dtype, lse in the accumulator's."""
         if self._held is None:
@@ -59,17 +73,22 @@ class Result:
 
 
 class Sum:
-    """A sum of parts that lie along the tokens of a tensor like this one, [b, n, ...]."""
+    """A sum of parts that lie along the tokens of a tensor like this one, [b, n, ...].
 
-    def __init__(self, like: Tensor) -> None:
-        self._like, self._dtype = like, accumulator(like.dtype)
+    `only` says that one call of a kernel will bring all that there is. `into` is memory of the
+    accumulator's dtype in which the sum has to be.
+    """
+
+    def __init__(self, like: Tensor, only: bool = False, into: Tensor | None = None) -> None:
+        self._like, self._dtype, self._only = like, accumulator(like.dtype), only
+        self._into = into
         self._held: Tensor | None = None
         self._late: tuple[slice, Tensor] | None = None
 
     def add(self, at: slice, part: Tensor) -> None:
         """Add a part of these tokens. The tensor becomes this sum's own."""
         if self._held is None and at == slice(0, self._like.shape[1]):
-            self._held = part
+            self._held = part if self._into is None else self._into.copy_(part)
         elif self._held is not None and self._late is None and self._held.dtype != self._dtype:
             self._late = at, part
         else:
@@ -78,13 +97,18 @@ class Sum:
     def running(self) -> Tensor:
         """The sum as `accumulator(dtype)`, to be added to in place."""
         if self._held is None:
-            self._held = torch.zeros_like(
-                self._like, dtype=self._dtype, memory_format=torch.contiguous_format
-            )
+            self._held = self._empty(self._dtype).zero_()
         if self._held.dtype != self._dtype:
             self._held = self._held.to(self._dtype)
             self._add_late()
         return self._held
+
+    def room(self, at: slice) -> tuple[Tensor, bool]:
+        """(sum, fresh), as `Result.room`."""
+        if self._held is not None or at != slice(0, self._like.shape[1]):
+            return self.running(), False
+        self._held = self._empty(self._like.dtype if self._only else self._dtype)
+        return self._held, True
 
     def final(self) -> Tensor:
         """The sum in the dtype of what it is like."""
@@ -92,6 +116,11 @@ class Sum:
             return torch.zeros_like(self._like)
         self._add_late()
         return self._held.to(self._like.dtype)
+
+    def _empty(self, dtype: torch.dtype) -> Tensor:
+        if self._into is not None:
+            return self._into
+        return torch.empty_like(self._like, dtype=dtype, memory_format=torch.contiguous_format)
 
     def _add_late(self) -> None:
         if self._late is not None:

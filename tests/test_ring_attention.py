@@ -210,7 +210,7 @@ class Threaded(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         def main(ring: Ring):
             theirs, mine, out, lse = ctx.ranks[ring.rank]
-            theirs.hub = ring.hub
+            theirs.join(ring.hub)
             at, _ = ctx.case.places(ring.rank, ctx.size)
             return torch.autograd.grad(
                 (out, lse), mine, (dout[:, at], dlse[..., at]), retain_graph=True
@@ -302,7 +302,8 @@ def forward_only(case: Attention, size: int) -> threads.Hub:
         at, _ = case.places(ring.rank, size)
         ring_attn(
             *(t[:, at] for t in tensors), **case.options(), layout=case.layout, group=ring,
-            key_mask=None if mask is None else mask[:, at],
+            key_mask=None if mask is None else mask[:, at], transport=case.transport,
+            ulysses=case.ulysses, memory=case.memory,
         )  # fmt: skip
 
     return threads.run(size, main)[1]
