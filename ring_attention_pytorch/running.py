@@ -1,8 +1,9 @@
 """Results under way: parts of one attention, merged or summed in wide numbers and rounded once.
 
-A kernel that keeps a running result in memory asks for `running()` and works in place there. A
-kernel that returns a part by itself hands it to `add`: the first part of all tokens is taken
-as it is, so where one call is all there is nothing is copied, cast or filled with zeros.
+A kernel that keeps a running result in memory asks for `running()` and works in place there, or
+for `room`, which need not be filled with zeros first. A kernel that returns a part by itself
+hands it to `add`: the first part of all tokens is taken as it is. So where one call is all there
+is nothing is copied, cast or filled.
 """
 
 from functools import lru_cache
@@ -17,10 +18,13 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 class Result:
-    """The (out, lse) of queries like q and values like v, which have seen nothing yet."""
+    """The (out, lse) of queries like q and values like v, which have seen nothing yet.
 
-    def __init__(self, q: Tensor, v: Tensor) -> None:
-        self._q, self._d_v, self._dtype = q, v.shape[-1], accumulator(q.dtype)
+    `only` says that one call of a kernel will bring all that there is.
+    """
+
+    def __init__(self, q: Tensor, v: Tensor, only: bool = False) -> None:
+        self._q, self._d_v, self._dtype, self._only = q, v.shape[-1], accumulator(q.dtype), only
         self._held: tuple[Tensor, Tensor] | None = None
         self._late: tuple[slice, Tensor, Tensor] | None = None
 
@@ -44,6 +48,16 @@ class Result:
             self._add_late()
         return self._held
 
+    def room(self, rows: slice) -> tuple[Tensor, Tensor, bool]:
+        """(out, lse, fresh). Where fresh, nothing is in them yet, and all of these rows, which
+        are all there are, must be written; else they are the running ones."""
+        if self._held is not None or rows != slice(0, self._q.shape[1]):
+            return *self.running(), False
+        (b, n, h, _), q = self._q.shape, self._q
+        out = q.new_empty((b, n, h, self._d_v), dtype=q.dtype if self._only else self._dtype)
+        self._held = out, q.new_empty((b, h, n), dtype=self._dtype)
+        return *self._held, True
+
     def final(self) -> tuple[Tensor, Tensor]:
         """out in q's dtype, lse in the accumulator's."""
         if self._held is None:
@@ -59,10 +73,13 @@ class Result:
 
 
 class Sum:
-    """A sum of parts that lie along the tokens of a tensor like this one, [b, n, ...]."""
+    """A sum of parts that lie along the tokens of a tensor like this one, [b, n, ...].
 
-    def __init__(self, like: Tensor) -> None:
-        self._like, self._dtype = like, accumulator(like.dtype)
+    `only` says that one call of a kernel will bring all that there is.
+    """
+
+    def __init__(self, like: Tensor, only: bool = False) -> None:
+        self._like, self._dtype, self._only = like, accumulator(like.dtype), only
         self._held: Tensor | None = None
         self._late: tuple[slice, Tensor] | None = None
 
@@ -85,6 +102,16 @@ class Sum:
             self._held = self._held.to(self._dtype)
             self._add_late()
         return self._held
+
+    def room(self, at: slice) -> tuple[Tensor, bool]:
+        """(sum, fresh), as `Result.room`."""
+        if self._held is not None or at != slice(0, self._like.shape[1]):
+            return self.running(), False
+        dtype = self._like.dtype if self._only else self._dtype
+        self._held = torch.empty_like(
+            self._like, dtype=dtype, memory_format=torch.contiguous_format
+        )
+        return self._held, True
 
     def final(self) -> Tensor:
         """The sum in the dtype of what it is like."""

@@ -60,7 +60,7 @@ def _keys_step(
         dout, batch, head, i, r1, d_v, do_b, do_n, do_h, do_d, ROWS, D_V, EDGE, EVEN_V, TMA, WIDE
     )
     if EDGE:
-        shown = shown & seen(row[None, :], col[:, None], r0, r1, c0, c1, left, right)
+        shown = shown & seen(col[:, None], row[None, :], c0, c1, r0, r1, right, left)
     # products first: lse and delta in their layout take many registers, so they come late
     scores = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
     dp = tl.dot(v_block, tl.trans(do_block), input_precision=PRECISION)
