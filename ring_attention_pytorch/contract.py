@@ -9,13 +9,15 @@ way are kept as `running` says, in float32 at least, in float64 for float64.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.layouts import Segments, Tile
-from ring_attention_pytorch.running import Result, Sum
+from ring_attention_pytorch.running import Result, Sum, sum_of_products
 
 # what a kernel may lack; each is a field of `Case`
 FEATURES = frozenset({"window", "key_mask", "softclamp", "unusual_scale", "deterministic"})
@@ -41,19 +43,24 @@ class Terms(NamedTuple):
     bucket_size: int
 
 
-class Saved(NamedTuple):
-    """The queries' side of a backward pass.
-
-    `delta` is the row sum of dout * out, less dlse; kernels that make their own delta from
-    `out` need `dlse` by itself, which is None where nothing was differentiated through lse.
-    """
+@dataclass(frozen=True)
+class Saved:
+    """The queries' side of a backward pass; dlse is None where nothing came through lse."""
 
     q: Tensor
     out: Tensor
     lse: Tensor
     dout: Tensor
-    delta: Tensor
     dlse: Tensor | None
+
+    @cached_property
+    def delta(self) -> Tensor:
+        """The row sum of dout * out, less dlse: d(score) = p * (dout.v - delta).
+
+        Made once, for the kernels that ask for it.
+        """
+        delta = sum_of_products(self.dout, self.out)
+        return delta if self.dlse is None else delta - self.dlse
 
 
 class Grads(NamedTuple):

@@ -192,6 +192,11 @@ class RingPlan:
         return tiles(self.blocks.queries[self._place], keys.segments, self.visible)
 
     @property
+    def alone(self) -> bool:
+        """Whether one call of the kernel is all there is to do."""
+        return len(self.blocks.queries) == 1
+
+    @property
     def degree(self) -> int:
         """How many neighbours swap heads for sequence."""
         return 1 if self.ulysses is None else self.ulysses.together.size

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from beartype import beartype
-from einops import einsum
 from torch import Tensor
 from torch.autograd import Function
 
@@ -18,7 +17,7 @@ from ring_attention_pytorch.contract import Case, Grads, Saved
 from ring_attention_pytorch.kernels import explain, problem
 from ring_attention_pytorch.plan import RingPlan, like_autocast
 from ring_attention_pytorch.ring import Group, Ring, as_ring
-from ring_attention_pytorch.running import Result, Sum, accumulator
+from ring_attention_pytorch.running import Result, Sum
 
 
 class RingAttentionFunction(Function):
@@ -26,7 +25,7 @@ class RingAttentionFunction(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tensor, Tensor]:
-        result = Result(q, v)
+        result = Result(q, v, only=plan.alone)
         with torch.autocast(q.device.type, enabled=False):
             for keys in plan.transport.stream(plan.keys(k, v)):
                 plan.kernel.forward(q, keys, plan.tiles(keys), plan.terms, result)
@@ -43,20 +42,13 @@ class RingAttentionFunction(Function):
             raise NotImplementedError("ring attention can't be differentiated twice (create_graph)")
         (q, k, v, out, lse), plan = ctx.saved_tensors, ctx.plan
         dout = torch.zeros_like(out) if dout is None else dout
-        own = Grads(Sum(q), Sum(k), Sum(v))
+        own = Grads(*(Sum(t, only=plan.alone) for t in (q, k, v)))
         with torch.autocast(q.device.type, enabled=False):
-            saved = Saved(q, out, lse, dout, _delta(dout, out, dlse), dlse)
+            saved = Saved(q, out, lse, dout, dlse)
             for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:]):
                 grads = Grads(own.dq, *of_keys)
                 plan.kernel.backward(saved, keys, plan.tiles(keys), plan.terms, grads)
         return *(total.final() for total in own), None
-
-
-def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """d(score) = p * (dout.v - delta), whatever came through lse included."""
-    dout, out = (t.to(accumulator(t.dtype)) for t in (dout, out))
-    delta = einsum(dout, out, "b n h d, b n h d -> b h n")
-    return delta if dlse is None else delta - dlse
 
 
 @beartype

@@ -9,6 +9,7 @@ is nothing is copied, cast or filled.
 from functools import lru_cache
 
 import torch
+from einops import einsum
 from torch import Tensor
 
 
@@ -141,7 +142,7 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     ([0.5, 0.5], 0.6931)
     """
     if out.is_cuda and out.dtype != torch.float64 and _has_triton():
-        from ring_attention_pytorch._triton_merge import fused_merge_
+        from ring_attention_pytorch._triton_rows import fused_merge_
 
         fused_merge_(out, lse, part_out, part_lse)
         return
@@ -151,6 +152,16 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     if merged is not out:
         out.copy_(merged)
     torch.logaddexp(lse, part_lse, out=lse)
+
+
+def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
+    """[b, h, n] in the accumulator's dtype: of two `[b, n, h, d]` each row's inner product."""
+    if a.is_cuda and a.dtype != torch.float64 and _has_triton():
+        from ring_attention_pytorch._triton_rows import fused_sum_of_products
+
+        return fused_sum_of_products(a, b)
+    wide = accumulator(a.dtype)
+    return einsum(a.to(wide), b.to(wide), "b n h d, b n h d -> b h n")
 
 
 def _merge_rows(held: tuple[Tensor, Tensor], rows: slice, out: Tensor, lse: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ring_attention_pytorch.contract import Grads, Keys, Saved, Terms
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.layouts import Tile, _trimmed, band
-from ring_attention_pytorch.running import Result, Sum, accumulator
+from ring_attention_pytorch.running import Result, Sum
 from tests.reference import relative_error
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -125,10 +125,9 @@ def results(case: KernelCase, data: Data, kernel: str) -> dict[str, Tensor]:
     result = Result(q, v)
     for cols, tiles in case.cut():
         impl.forward(q, keys(cols), tiles, terms, result)
-    wide, (rounded, lse) = accumulator(q.dtype), result.final()
-    dlse = data.dlse.to(wide).masked_fill(lse == -torch.inf, 0.0)
-    delta = (dout.to(wide) * rounded.to(wide)).sum(-1).transpose(1, 2) - dlse
-    saved = Saved(q, rounded, lse, dout, delta, dlse)
+    rounded, lse = result.final()
+    dlse = data.dlse.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
+    saved = Saved(q, rounded, lse, dout, dlse)
     dq, dk, dv = Sum(q), torch.zeros_like(k), torch.zeros_like(v)
     for cols, tiles in case.cut():
         grads = Grads(dq, Sum(k[:, cols]), Sum(v[:, cols]))
@@ -193,7 +192,7 @@ def disturbed(case: KernelCase, kernel: str, device: str) -> list[str]:
     keys = Keys(k, v, data.mask, ())
     KERNELS[kernel].forward(q, keys, case.whole(), case.terms(), result)
     out, lse = result.running()
-    saved = Saved(q, out.to(q.dtype), lse, dout, data.dlse, None)
+    saved = Saved(q, out.to(q.dtype), lse, dout, data.dlse)
     KERNELS[kernel].backward(saved, keys, case.whole(), case.terms(), grads)
     after = [out, lse, *(total.running() for total in grads)]
     shown = torch.zeros(case.batch, case.n, case.m, dtype=torch.bool, device=device)

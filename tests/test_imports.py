@@ -15,8 +15,8 @@ KERNEL = {"contract", "layouts", "running"}
 ALLOWED = {
     "__init__": {"*"},
     "layouts": set(),
-    "running": {"_triton_merge"},
-    "_triton_merge": set(),
+    "running": {"_triton_rows"},
+    "_triton_rows": set(),
     "contract": {"layouts", "running"},
     "ring": set(),
     "agreement": {"ring"},

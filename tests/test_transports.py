@@ -16,6 +16,7 @@ from ring_attention_pytorch.layouts import LAYOUTS, Visible, all_segments, count
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
+from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transports import TRANSPORTS, owners_at_once
 from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
 from ring_attention_pytorch.transports.pieces import Blocks, joined, schedule, tokens
@@ -262,10 +263,13 @@ def most_bytes(case: Attention, size: int) -> int:
             q, k, v, causal=case.causal, layout=case.layout, group=ring,
             transport=case.transport, memory=case.memory,
         )  # fmt: skip
-        own = torch.zeros_like(k), torch.zeros_like(v)
+        own = Sum(k), Sum(v)
+        held = [total.running() for total in own]
         with Live() as live:
-            for _ in plan.transport.stream_back(plan.keys(k, v), own):
-                pass
+            for _, of_keys in plan.transport.stream_back(plan.keys(k, v), own):
+                for total in of_keys:
+                    total.running()
+        assert all(total.running() is memory for total, memory in zip(own, held))
         return live.most
 
     return max(threads.run(size, main)[0])

@@ -100,7 +100,7 @@ def test_without_tiles_nothing_is_launched():
     keys, terms = Keys(kv, kv, None, ()), Terms(1.0, None, 1)
     ours.forward(q, keys, [], terms, result)
     out, lse = result.final()
-    ours.backward(Saved(q, out, lse, q, lse, None), keys, [], terms, grads)
+    ours.backward(Saved(q, out, lse, q, None), keys, [], terms, grads)
     assert not out.any()
     assert not any(total.final().any() for total in grads)
 

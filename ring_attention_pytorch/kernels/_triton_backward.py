@@ -38,8 +38,10 @@ def _probabilities(
 
 
 @triton.jit
-def _add(at, value, inside):
-    tl.store(at, tl.load(at, mask=inside) + value, mask=inside)
+def _add(at, value, inside, FRESH: tl.constexpr):
+    if not FRESH:
+        value += tl.load(at, mask=inside)
+    tl.store(at, value, mask=inside)
 
 
 @triton.jit
@@ -60,7 +62,7 @@ def _keys_step(
         dout, batch, head, i, r1, d_v, do_b, do_n, do_h, do_d, ROWS, D_V, EDGE, EVEN_V, TMA, WIDE
     )
     if EDGE:
-        shown = shown & seen(row[None, :], col[:, None], r0, r1, c0, c1, left, right)
+        shown = shown & seen(col[:, None], row[None, :], c0, c1, r0, r1, right, left)
     # products first: lse and delta in their layout take many registers, so they come late
     scores = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
     dp = tl.dot(v_block, tl.trans(do_block), input_precision=PRECISION)
@@ -92,6 +94,7 @@ def keys_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    FRESH: tl.constexpr, FRESH_V: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, from every query head that uses it."""
     block, of = block_of(first_col, last_col, beside, COLS)
@@ -144,9 +147,9 @@ def keys_kernel(
     if NEGATE:  # q was negated where dk came from it
         scale = -scale
     dk_at = place(dk, batch, key_head, dk_b, dk_h) + matrix(start, dk_m, dk_d, COLS, D, WIDE)
-    _add(dk_at, dk_sum * scale, held[:, None] & (tl.arange(0, D) < d)[None, :])
+    _add(dk_at, dk_sum * scale, held[:, None] & (tl.arange(0, D) < d)[None, :], FRESH)
     dv_at = place(dv, batch, key_head, dv_b, dv_h) + matrix(start, dv_m, dv_d, COLS, D_V, WIDE)
-    _add(dv_at, dv_sum, held[:, None] & (tl.arange(0, D_V) < d_v)[None, :])
+    _add(dv_at, dv_sum, held[:, None] & (tl.arange(0, D_V) < d_v)[None, :], FRESH_V)
 
 
 @triton.jit
@@ -190,6 +193,7 @@ def queries_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    FRESH: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries of one head."""
     block, of = block_of(first_row, last_row, beside, ROWS)
@@ -236,4 +240,4 @@ def queries_kernel(
                 True, MASK, CLAMP, PRECISION, TMA, WIDE,
             )  # fmt: skip
     dq_at = place(dq, batch, head, dq_b, dq_h) + matrix(start, dq_n, dq_d, ROWS, D, WIDE)
-    _add(dq_at, dq_sum * scale, held[:, None] & (tl.arange(0, D) < d)[None, :])
+    _add(dq_at, dq_sum * scale, held[:, None] & (tl.arange(0, D) < d)[None, :], FRESH)

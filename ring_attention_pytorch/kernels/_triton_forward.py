@@ -51,6 +51,7 @@ def forward_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    FRESH: tl.constexpr,
 ):  # fmt: skip
     block, of = block_of(first_row, last_row, beside, ROWS)
     # under a causal mask the last rows see the most: they go first
@@ -70,12 +71,15 @@ def forward_kernel(
     out_at = place(out, batch, head, out_b, out_h) + matrix(start, out_n, out_d, ROWS, D_V, WIDE)
     held = row < last_row
     within = held[:, None] & (tl.arange(0, D_V) < d_v)[None, :]
-    before_lse = tl.load(lse_at, mask=held, other=-float("inf"))
+    before_lse = tl.full([ROWS], -float("inf"), tl.float32)
+    if not FRESH:
+        before_lse = tl.load(lse_at, mask=held, other=-float("inf"))
     before_top = before_lse * 1.4426950408889634
     before_total = tl.where(before_lse == -float("inf"), 0.0, 1.0)
     top, total, acc = before_top, before_total, tl.zeros([ROWS, D_V], tl.float32)
-    if tl.max(before_lse, 0) > -float("inf"):
-        acc = tl.load(out_at, mask=within, other=0.0)
+    if not FRESH:  # noqa: SIM102 - decided when compiled
+        if tl.max(before_lse, 0) > -float("inf"):
+            acc = tl.load(out_at, mask=within, other=0.0)
 
     for t in range(n_tiles):
         r0, r1, c0, c1, left, right = tile_at(tiles, t)
@@ -115,9 +119,9 @@ def forward_kernel(
                 PRECISION,
             )  # fmt: skip
 
-    # what has seen no key, now or ever, stays as it was
-    touched = (top != before_top) | (total != before_total)
-    tl.store(lse_at, (top + tl.log2(total)) * 0.6931471805599453, mask=held & touched)
     some = total != 0.0
-    acc = acc / tl.where(some, total, 1.0)[:, None]
-    tl.store(out_at, acc, mask=within & some[:, None])
+    if not FRESH:  # what has seen no key, now or ever, stays as it was
+        held = held & ((top != before_top) | (total != before_total))
+        within = within & some[:, None]
+    tl.store(lse_at, (top + tl.log2(total)) * 0.6931471805599453, mask=held)
+    tl.store(out_at, acc / tl.where(some, total, 1.0)[:, None], mask=within)

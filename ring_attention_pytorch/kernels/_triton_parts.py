@@ -57,11 +57,15 @@ def masked_block(i, first, before, full, full_end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def seen(row, col, r0, r1, c0, c1, left, right):
-    """What the tile shows of these rows and columns, one of them upright."""
-    offset = (col - c0) - (row - r0)
-    inside = (row >= r0) & (row < r1) & (col >= c0) & (col < c1)
-    return inside & (offset >= -left) & (offset <= right)
+def seen(a, b, a0, a1, b0, b1, back, ahead):
+    """Which b of the other side each a of this side sees, one of them upright.
+
+    The bounds of each a are found first, so that a pair costs no more than two comparisons.
+    """
+    diagonal = a - a0 + b0
+    start = tl.maximum(diagonal - back, b0)
+    stop = tl.where((a >= a0) & (a < a1), tl.minimum(diagonal + ahead + 1, b1), b0)
+    return (b >= start) & (b < stop)
 
 
 @triton.jit

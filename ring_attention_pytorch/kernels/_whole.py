@@ -1,6 +1,7 @@
 """What kernels have in common that return whole parts and have a flash attention's interface."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,6 +67,6 @@ def with_lse_gradient(
     dout = -out * rearrange(saved.dlse / size, "b h n -> b n h 1").to(out.dtype)
     nothing = keys._replace(v=torch.zeros_like(keys.v))
     share = Grads(Sum(saved.q), Sum(keys.k), Sum(keys.v))
-    backward(saved._replace(out=out, dout=dout), nothing, tiles, terms, share)
+    backward(replace(saved, out=out, dout=dout, dlse=None), nothing, tiles, terms, share)
     for total, part in zip(grads[:2], share):
         total.running().addcmul_(part.running(), size)

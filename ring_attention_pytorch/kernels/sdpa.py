@@ -8,6 +8,7 @@ row that sees nothing.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
     if saved.dlse is not None:
         # it may pass what 16 bits hold
         wide = saved.lse.dtype
-        saved, keys = saved._replace(q=saved.q.to(wide)), keys._replace(k=keys.k.to(wide))
+        saved, keys = replace(saved, q=saved.q.to(wide)), keys._replace(k=keys.k.to(wide))
         # one column more, in which v is 0, out 1 and dout -dlse, gives delta its share of dlse
         column = rearrange(saved.dlse, "b h n -> b n h 1")
         out = F.pad(out.to(wide), (0, 1), value=1.0)

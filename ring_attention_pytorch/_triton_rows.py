@@ -1,5 +1,5 @@
 # ruff: noqa: PLR0913 - a kernel takes every stride by itself
-"""Merging two parts of attention in one pass over memory."""
+"""What is done to every row of a result, in one pass over memory."""
 
 import torch
 import triton
@@ -51,3 +51,35 @@ def fused_merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> No
             *out.stride(), *lse.stride(), *part.stride(), *part_lse.stride(),
             ROWS=rows, D=width,
         )  # fmt: skip
+
+
+@triton.jit
+def _product_kernel(
+    a, b, total, n, heads, d, a_b, a_n, a_h, a_d, b_b, b_n, b_h, b_d,
+    ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    col, held = tl.arange(0, D), row < n
+    within = held[:, None] & (col < d)[None, :]
+    a_at = a + batch * a_b + head * a_h + row[:, None] * a_n + col[None, :] * a_d
+    b_at = b + batch * b_b + head * b_h + row[:, None] * b_n + col[None, :] * b_d
+    x = tl.load(a_at, mask=within, other=0.0).to(tl.float32)
+    y = tl.load(b_at, mask=within, other=0.0).to(tl.float32)
+    at = total + tl.program_id(1).to(tl.int64) * n + row
+    tl.store(at, tl.sum(x * y, 1), mask=held)
+
+
+def fused_sum_of_products(a: Tensor, b: Tensor) -> Tensor:
+    """`running.sum_of_products` on a GPU."""
+    batch, n, h, d = a.shape
+    total = a.new_empty((batch, h, n), dtype=torch.float32)
+    if a.numel() == 0:
+        return total.zero_()
+    width = triton.next_power_of_2(d)
+    rows = max(1, _ELEMENTS // width)
+    with torch.cuda.device(a.device):
+        _product_kernel[(triton.cdiv(n, rows), batch * h)](
+            a, b, total, n, h, d, *a.stride(), *b.stride(), ROWS=rows, D=width
+        )
+    return total
