@@ -18,7 +18,7 @@ from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.transports import TRANSPORTS, owners_at_once
 from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
-from ring_attention_pytorch.transports.pieces import Blocks, joined, schedule, tokens
+from ring_attention_pytorch.transports.pieces import Blocks, Job, joined, schedule, tokens
 from tests import threads
 from tests.cases import (
     Attention,
@@ -281,7 +281,8 @@ def test_the_memory_of_a_gather_is_bounded_by_its_budget(causal):
     shard_bytes, before = n * case.key_heads * 2 * d * 8, 0
     for at_once in (1, 2, 4):
         memory = shard_bytes * (4 + 7 * at_once)
-        assert owners_at_once(memory, shard_bytes, shard_bytes) == at_once
+        blocks = Blocks(*[all_segments("zigzag", size, n * size)] * 2, Visible(causal))
+        assert owners_at_once(memory, blocks, Job(1, 4, case.key_heads, d, d, 8)) == at_once
         taken = most_bytes(replace(case, memory=memory), size)
         assert before < taken <= memory
         before = taken
