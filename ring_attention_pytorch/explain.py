@@ -75,9 +75,11 @@ def _head(plan: RingPlan) -> list[str]:
         f"tokens, {plan.layout}, {mask or 'no mask'}, kernel {plan.kernel.__name__.split('.')[-1]}"
     ]
     if plan.degree > 1:
+        heads = _plural(plan.job.heads, "query head")
+        key_heads = _plural(plan.job.key_heads, "key head")
         lines.append(
-            f"swaps heads for sequence with {plan.degree - 1} neighbours: {plan.job.heads} query "
-            f"heads and {plan.job.key_heads} key heads of {count(blocks.queries[place])} tokens"
+            f"swaps heads for sequence with {_plural(plan.degree - 1, 'neighbour')}: {heads} and "
+            f"{key_heads} of {count(blocks.queries[place])} tokens"
         )
     lines.append(
         f"own keys: {count(blocks.keys[place])}, {visible_pairs(found)} pairs in "
