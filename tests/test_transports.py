@@ -78,6 +78,12 @@ def test_cross_attention_with_shards_of_any_lengths(queries, keys, how):
         check_in_threads(cross(queries, keys, masked=masked, **how), 3)
 
 
+@pytest.mark.parametrize("ulysses", [1, 2])
+@pytest.mark.parametrize("how", GATHERS, ids=["all", "one"])
+def test_a_batch_of_nothing(how, ulysses):
+    check_in_threads(Attention(9, causal=True, batch=0, masked=False, ulysses=ulysses, **how), 4)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.builds(

@@ -42,7 +42,7 @@ def owners_at_once(memory: int | None, blocks: Blocks, job: Job) -> int:
     [7, 1, 3]
     """
     longest, most = max(map(count, blocks.keys)), max(1, len(blocks.keys) - 1)
-    if memory is None or longest == 0:
+    if memory is None or longest * job.token_bytes == 0:
         return most
     of_each = 5 * job.token_bytes + 2 * job.wide_bytes
     fit = (memory // longest - 4 * job.token_bytes) // of_each
