@@ -1,5 +1,6 @@
 """Exact attention over a sequence that is spread over many processes."""
 
+from ring_attention_pytorch.explain import explain_plan
 from ring_attention_pytorch.layouts import positions
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.regular_attention import default_attention
@@ -28,6 +29,7 @@ __all__ = [
     "apply_rotary_pos_emb",
     "default_attention",
     "explain_kernel",
+    "explain_plan",
     "positions",
     "ring_attn",
     "ring_flash_attn",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.agreement import agree
 from ring_attention_pytorch.contract import Case, Keys, Terms, Transport
+from ring_attention_pytorch.cost import choose_transport
 from ring_attention_pytorch.kernels import Chosen, choose
 from ring_attention_pytorch.layouts import (
     Segment,
@@ -24,13 +25,17 @@ from ring_attention_pytorch.layouts import (
     tiles,
 )
 from ring_attention_pytorch.ring import Group, Ring, as_ring
-from ring_attention_pytorch.running import accumulator
-from ring_attention_pytorch.transports import Load, make_transport, transport_problem
-from ring_attention_pytorch.transports.pieces import Blocks
+from ring_attention_pytorch.transports import (
+    make_transport,
+    owners_at_once,
+    transport_problem,
+)
+from ring_attention_pytorch.transports.pieces import Blocks, Job
 from ring_attention_pytorch.ulysses import Ulysses, ulysses_problem
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AUTOCAST_FROM = DTYPES[1:]
+ROOM = 8 << 30  # bytes for others' keys where neither transport nor memory is given
 
 
 class Signature(tuple):
@@ -65,6 +70,8 @@ class RingPlan:
     transport: Transport
     transport_name: str
     memory: int | None
+    at_once: int  # owners whose keys a gather brings together
+    job: Job
     blocks: Blocks  # of the ranks that the transport connects
     ulysses: Ulysses | None
     key_mask: Tensor | None
@@ -162,7 +169,11 @@ class RingPlan:
             swap, *landed = Ulysses.make(ring, ulysses, blocks[:2], (q.shape[2], k.shape[2]))
             blocks, over = Blocks(*landed, visible), swap.ring
             key_mask = None if key_mask is None else swap.whole_mask(key_mask)
-        name = transport or "ring"
+        job = _job(q, k, v, swap)
+        if transport is None and memory is None:
+            memory = ROOM
+        at_once = owners_at_once(memory, blocks, job)
+        transport = transport or choose_transport(q.device.type, blocks, job, at_once)
         return cls(
             ring=ring,
             query_segments=query_segments,
@@ -170,8 +181,10 @@ class RingPlan:
             layout=layout,
             terms=Terms(q.shape[-1] ** -0.5 if scale is None else scale, softclamp, bucket_size),
             kernel=chosen,
-            transport=make_transport(name, over, blocks, memory, _load(k, v, ulysses)),
-            transport_name=name,
+            transport=make_transport(transport, over, blocks, at_once, job, q.device),
+            transport_name=transport,
+            at_once=at_once,
+            job=job,
             memory=memory,
             blocks=blocks,
             ulysses=swap,
@@ -185,11 +198,11 @@ class RingPlan:
 
     def keys(self, k: Tensor, v: Tensor) -> Keys:
         """This rank's keys, heads swapped if they are, as the transport wants them."""
-        return Keys(k, v, self.key_mask, self.blocks.keys[self._place])
+        return Keys(k, v, self.key_mask, self.blocks.keys[self.place])
 
     def tiles(self, keys: Keys) -> Sequence[Tile]:
         """The tiles that this rank's queries see of these keys."""
-        return tiles(self.blocks.queries[self._place], keys.segments, self.visible)
+        return tiles(self.blocks.queries[self.place], keys.segments, self.visible)
 
     @property
     def alone(self) -> bool:
@@ -202,7 +215,8 @@ class RingPlan:
         return 1 if self.ulysses is None else self.ulysses.together.size
 
     @property
-    def _place(self) -> int:
+    def place(self) -> int:
+        """This rank's among those that the transport connects, the rows of `blocks`."""
         return (self.ring if self.ulysses is None else self.ulysses.ring).rank
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -291,11 +305,12 @@ def _option_problem(
     return layout_problem(layout)
 
 
-def _load(k: Tensor, v: Tensor, ulysses: int) -> Load:
-    """What one key and value weigh as a transport carries them."""
-    width = k.shape[0] * -(-k.shape[2] // ulysses) * (k.shape[3] + v.shape[3])
-    narrow, wide = k.dtype.itemsize, accumulator(k.dtype).itemsize
-    return Load(k.device, width * narrow, k.shape[0], width * wide)
+def _job(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> Job:
+    """What a transport works for, once heads are swapped."""
+    (b, _, heads, d), key_heads = q.shape, k.shape[2]
+    if swap is not None:
+        heads, key_heads = (len(spread.heads[0]) for spread in (swap.queries, swap.keys))
+    return Job(b, heads, key_heads, d, v.shape[3], q.dtype.itemsize)
 
 
 def _check_cross(queries: list[int], keys: list[int], visible: Visible) -> None:

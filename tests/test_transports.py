@@ -19,7 +19,7 @@ from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transports import TRANSPORTS, owners_at_once
 from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
-from ring_attention_pytorch.transports.pieces import Blocks, joined, schedule, tokens
+from ring_attention_pytorch.transports.pieces import Blocks, Job, joined, schedule, tokens
 from tests import threads
 from tests.cases import (
     Attention,
@@ -77,6 +77,12 @@ def test_odd_lengths_and_single_precision_over_processes(pools):
 def test_cross_attention_with_shards_of_any_lengths(queries, keys, how):
     for masked in (False, True):
         check_in_threads(cross(queries, keys, masked=masked, **how), 3)
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+@pytest.mark.parametrize("how", GATHERS, ids=["all", "one"])
+def test_a_batch_of_nothing(how, ulysses):
+    check_in_threads(Attention(9, causal=True, batch=0, masked=False, ulysses=ulysses, **how), 4)
 
 
 @settings(deadline=None, max_examples=60)
@@ -282,7 +288,8 @@ def test_the_memory_of_a_gather_is_bounded_by_its_budget(causal):
     shard_bytes, before = n * case.key_heads * 2 * d * 8, 0
     for at_once in (1, 2, 4):
         memory = shard_bytes * (4 + 7 * at_once)
-        assert owners_at_once(memory, shard_bytes, shard_bytes) == at_once
+        blocks = Blocks(*[all_segments("zigzag", size, n * size)] * 2, Visible(causal))
+        assert owners_at_once(memory, blocks, Job(1, 4, case.key_heads, d, d, 8)) == at_once
         taken = most_bytes(replace(case, memory=memory), size)
         assert before < taken <= memory
         before = taken

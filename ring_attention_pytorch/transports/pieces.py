@@ -27,6 +27,37 @@ class Blocks(NamedTuple):
         return needed_distances(*self)
 
 
+class Job(NamedTuple):
+    """What tensors a transport works for, heads being those of one rank."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    d: int
+    d_v: int
+    itemsize: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one key and value."""
+        return self.batch * self.key_heads * (self.d + self.d_v) * self.itemsize
+
+    @property
+    def wide_bytes(self) -> int:
+        """Of their gradients in the accumulator's dtype."""
+        return self.token_bytes // self.itemsize * max(4, self.itemsize)
+
+    @property
+    def pair_flops(self) -> int:
+        """Of one query that sees one key, forward."""
+        return 2 * self.batch * self.heads * (self.d + self.d_v)
+
+    @property
+    def row_bytes(self) -> int:
+        """Moved to merge one more partial result of one query into that in float32."""
+        return self.batch * self.heads * self.d_v * (2 * 4 + self.itemsize)
+
+
 class Piece(NamedTuple):
     """Some of an owner's keys, from its own index `first` on; `segment` are their positions."""
 
@@ -85,10 +116,7 @@ def schedule(blocks: Blocks, at_once: int) -> tuple[Group, ...]:
     others, found = blocks.distances[1:], []
     for first in range(0, len(others), at_once):
         chosen = others[first : first + at_once]
-        halves = [
-            _halves(mine, _needed(rank, blocks, chosen), blocks.visible)
-            for rank, mine in enumerate(blocks.queries)
-        ]
+        halves = [halves_of(rank, blocks, chosen) for rank in range(len(blocks.queries))]
         rounds = tuple(zip(*halves))
         found.append(Group(chosen, tuple(r for r in rounds if any(r)) or rounds[:1]))
     return tuple(found)
@@ -111,9 +139,13 @@ def _needed(rank: int, blocks: Blocks, distances: Sequence[int]) -> Pieces:
     return tuple(sorted(found, key=lambda piece: (piece.segment.start, piece.owner)))
 
 
-def _halves(queries: Segments, pieces: Pieces, visible: Visible) -> tuple[Pieces, Pieces]:
-    """In two where that cuts no tile: what is finished first goes home while the rest computes."""
-    found = tiles(queries, joined(pieces), visible)
+def halves_of(rank: int, blocks: Blocks, distances: Sequence[int]) -> tuple[Pieces, Pieces]:
+    """What a rank needs of owners at these distances, in two where that cuts no tile.
+
+    What is finished first goes home while the rest computes.
+    """
+    pieces = _needed(rank, blocks, distances)
+    found = tiles(blocks.queries[rank], joined(pieces), blocks.visible)
     if len(found) == 2:
         early, late = sorted(found, key=lambda tile: tile.cols.start)
         ends = list(accumulate((p.segment.length for p in pieces), initial=0))
