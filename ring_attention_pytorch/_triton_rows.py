@@ -10,46 +10,121 @@ _ELEMENTS = 4096  # of one program
 
 
 @triton.jit
+def _at(x, batch, head, row, col, x_b, x_n, x_h, x_d):
+    """Where one head's rows of x [b, n, h, d] lie."""
+    return x + batch * x_b + head * x_h + row[:, None] * x_n + col[None, :] * x_d
+
+
+@triton.jit
+def _lse(x, batch, head, row, held, x_b, x_h, x_n):
+    return tl.load(x + batch * x_b + head * x_h + row * x_n, mask=held, other=0.0)
+
+
+@triton.jit
+def _weight(lse, top):
+    return tl.where(lse == -float("inf"), 0.0, tl.exp(lse - top))
+
+
+@triton.jit
 def _merge_kernel(
-    out, lse, part, part_lse, n, heads, d,
+    out, lse, x, x_lse, y, y_lse, z, z_lse, n, heads, d,
     out_b, out_n, out_h, out_d, lse_b, lse_h, lse_n,
-    part_b, part_n, part_h, part_d, part_lse_b, part_lse_h, part_lse_n,
-    ROWS: tl.constexpr, D: tl.constexpr,
+    x_b, x_n, x_h, x_d, xl_b, xl_h, xl_n,
+    y_b, y_n, y_h, y_d, yl_b, yl_h, yl_n,
+    z_b, z_n, z_h, z_d, zl_b, zl_h, zl_n,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
+    """out and lse with x, and where there are more PARTS with y and z."""
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     col, held = tl.arange(0, D), row < n
-    lse_at = lse + batch * lse_b + head * lse_h + row * lse_n
-    here = tl.load(lse_at, mask=held, other=0.0)
-    there = tl.load(
-        part_lse + batch * part_lse_b + head * part_lse_h + row * part_lse_n, mask=held, other=0.0
-    )
-    unseen = there == -float("inf")
-    weight = tl.where(unseen, 0.0, 1.0 / (1.0 + tl.exp(here - there)))
-    top = tl.where(here > there, here, there)
-    total = top + tl.log(tl.exp(here - top) + tl.exp(there - top))
-    tl.debug_barrier()  # other warps may hold these rows too: all read before any writes
-    tl.store(lse_at, tl.where(top == -float("inf"), top, total), mask=held)
+    here = _lse(lse, batch, head, row, held, lse_b, lse_h, lse_n)
+    lse_x = _lse(x_lse, batch, head, row, held, xl_b, xl_h, xl_n)
+    top = tl.where(here > lse_x, here, lse_x)  # a NaN passes
+    if PARTS > 1:
+        lse_y = _lse(y_lse, batch, head, row, held, yl_b, yl_h, yl_n)
+        top = tl.where(top > lse_y, top, lse_y)
+    if PARTS > 2:
+        lse_z = _lse(z_lse, batch, head, row, held, zl_b, zl_h, zl_n)
+        top = tl.where(top > lse_z, top, lse_z)
     within = held[:, None] & (col < d)[None, :]
-    out_at = out + batch * out_b + head * out_h + row[:, None] * out_n + col[None, :] * out_d
-    part_at = part + batch * part_b + head * part_h + row[:, None] * part_n + col[None, :] * part_d
-    old = tl.load(out_at, mask=within, other=0.0).to(tl.float32)
-    new = tl.load(part_at, mask=within, other=0.0).to(tl.float32)
-    tl.store(out_at, old + (new - old) * weight[:, None], mask=within)
+    out_at = _at(out, batch, head, row, col, out_b, out_n, out_h, out_d)
+    total = _weight(here, top)
+    merged = tl.load(out_at, mask=within, other=0.0).to(tl.float32) * total[:, None]
+    weight = _weight(lse_x, top)
+    at = _at(x, batch, head, row, col, x_b, x_n, x_h, x_d)
+    merged += tl.load(at, mask=within, other=0.0).to(tl.float32) * weight[:, None]
+    total += weight
+    if PARTS > 1:
+        weight = _weight(lse_y, top)
+        at = _at(y, batch, head, row, col, y_b, y_n, y_h, y_d)
+        merged += tl.load(at, mask=within, other=0.0).to(tl.float32) * weight[:, None]
+        total += weight
+    if PARTS > 2:
+        weight = _weight(lse_z, top)
+        at = _at(z, batch, head, row, col, z_b, z_n, z_h, z_d)
+        merged += tl.load(at, mask=within, other=0.0).to(tl.float32) * weight[:, None]
+        total += weight
+    merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.debug_barrier()  # other warps may hold these rows too: all read before any writes
+    lse_at = lse + batch * lse_b + head * lse_h + row * lse_n
+    tl.store(lse_at, tl.where(total == 0.0, -float("inf"), top + tl.log(total)), mask=held)
+    tl.store(out_at, merged, mask=within)
 
 
-def fused_merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """`running.merge_` on a GPU: reads both, writes one."""
+def fused_merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
+    """`running.merge_` on a GPU, three parts at a time: reads each once, writes one."""
     b, n, h, d = out.shape
     if out.numel() == 0:
         return
+    if len(parts) > 6:
+        fused_merge_(out, lse, *parts[6:])
+        parts = parts[:6]
+    slots = [*parts, *parts[:2], *parts[:2]][:6]  # those beyond are not read
     width = triton.next_power_of_2(d)
     rows = max(1, _ELEMENTS // width)
     with torch.cuda.device(out.device):
         _merge_kernel[(triton.cdiv(n, rows), b * h)](
-            out, lse, part, part_lse, n, h, d,
-            *out.stride(), *lse.stride(), *part.stride(), *part_lse.stride(),
-            ROWS=rows, D=width,
+            out, lse, *slots, n, h, d, *out.stride(), *lse.stride(),
+            *(stride for t in slots for stride in t.stride()),
+            PARTS=len(parts) // 2, ROWS=rows, D=width,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_kernel(
+    total, x, y, z, n, heads, d, t_b, t_n, t_h, t_d, x_b, x_n, x_h, x_d, y_b, y_n, y_h, y_d,
+    z_b, z_n, z_h, z_d, PARTS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    col = tl.arange(0, D)
+    within = (row < n)[:, None] & (col < d)[None, :]
+    at = _at(total, batch, head, row, col, t_b, t_n, t_h, t_d)
+    found = tl.load(at, mask=within, other=0.0).to(tl.float32)
+    x_at = _at(x, batch, head, row, col, x_b, x_n, x_h, x_d)
+    found += tl.load(x_at, mask=within, other=0.0).to(tl.float32)
+    y_at = _at(y, batch, head, row, col, y_b, y_n, y_h, y_d)
+    found += tl.load(y_at, mask=within, other=0.0).to(tl.float32)
+    if PARTS > 2:
+        z_at = _at(z, batch, head, row, col, z_b, z_n, z_h, z_d)
+        found += tl.load(z_at, mask=within, other=0.0).to(tl.float32)
+    tl.store(at, found, mask=within)
+
+
+def fused_add_(total: Tensor, *parts: Tensor) -> None:
+    """`running.add_` on a GPU, of two or three parts."""
+    b, n, h, d = total.shape
+    if total.numel() == 0:
+        return
+    slots = [*parts, parts[0]][:3]
+    width = triton.next_power_of_2(d)
+    rows = max(1, _ELEMENTS // width)
+    with torch.cuda.device(total.device):
+        _add_kernel[(triton.cdiv(n, rows), b * h)](
+            total, *slots, n, h, d, *total.stride(),
+            *(stride for t in slots for stride in t.stride()),
+            PARTS=len(parts), ROWS=rows, D=width,
         )  # fmt: skip
 
 

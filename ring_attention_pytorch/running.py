@@ -6,11 +6,15 @@ hands it to `add`: the first part of all tokens is taken as it is. So where one 
 is nothing is copied, cast or filled.
 """
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
-from einops import einsum
+from einops import einsum, rearrange
 from torch import Tensor
+
+_MOST = 3  # parts that wait to be merged at once
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -26,51 +30,62 @@ class Result:
 
     def __init__(self, q: Tensor, v: Tensor, only: bool = False) -> None:
         self._q, self._d_v, self._dtype, self._only = q, v.shape[-1], accumulator(q.dtype), only
-        self._held: tuple[Tensor, Tensor] | None = None
-        self._late: tuple[slice, Tensor, Tensor] | None = None
+        self._whole = slice(0, q.shape[1])
+        self._wide: tuple[Tensor, Tensor] | None = None
+        self._parts: list[tuple[slice, Tensor, Tensor]] = []
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge what these rows saw. Both tensors become this result's own."""
-        if self._held is None and rows == slice(0, self._q.shape[1]):
-            self._held = out, lse
-        elif self._held is not None and self._late is None and self._held[0].dtype != self._dtype:
-            self._late = rows, out, lse  # maybe it is the last: then one rounding is enough
-        else:
-            _merge_rows(self.running(), rows, out, lse)
+        first = self._wide is None and not self._parts
+        if first and rows == self._whole and out.dtype == self._dtype:
+            self._wide = out, lse
+            return
+        self._parts.append((rows, out, rearrange(lse, "b h n -> b n h")))
+        if len(self._parts) > _MOST:
+            self.running()
 
     def running(self) -> tuple[Tensor, Tensor]:
         """Both as `accumulator(dtype)`, to be merged into in place."""
-        if self._held is None:
-            (b, n, h, _), q, dtype = self._q.shape, self._q, self._dtype
-            out = q.new_zeros((b, n, h, self._d_v), dtype=dtype)
-            self._held = out, q.new_full((b, h, n), -torch.inf, dtype=dtype)
-        if self._held[0].dtype != self._dtype:
-            self._held = self._held[0].to(self._dtype), self._held[1]
-            self._add_late()
-        return self._held
+        if self._wide is None and self._parts and self._parts[0][0] == self._whole:
+            _, out, lse = self._parts.pop(0)
+            self._wide = out.to(self._dtype), rearrange(lse, "b n h -> b h n")
+        elif self._wide is None:
+            out, lse = self._empty(self._dtype)
+            self._wide = out.zero_(), lse.fill_(-torch.inf)
+        self._fold(*self._wide)
+        return self._wide
 
     def room(self, rows: slice) -> tuple[Tensor, Tensor, bool]:
         """(out, lse, fresh). Where fresh, nothing is in them yet, and all of these rows, which
         are all there are, must be written; else they are the running ones."""
-        if self._held is not None or rows != slice(0, self._q.shape[1]):
+        if self._wide is not None or self._parts or rows != self._whole:
             return *self.running(), False
-        (b, n, h, _), q = self._q.shape, self._q
-        out = q.new_empty((b, n, h, self._d_v), dtype=q.dtype if self._only else self._dtype)
-        self._held = out, q.new_empty((b, h, n), dtype=self._dtype)
-        return *self._held, True
+        out, lse = self._empty(self._q.dtype if self._only else self._dtype)
+        self.add(rows, out, lse)
+        return out, lse, True
 
     def final(self) -> tuple[Tensor, Tensor]:
         """out in q's dtype, lse in the accumulator's."""
-        if self._held is None:
-            self.running()
-        self._add_late()
-        out, lse = self._held
+        if self._wide is None and self._parts and self._parts[0][0] == self._whole:
+            whole = self._parts.pop(0)
+            out, lse = whole[1], rearrange(whole[2], "b n h -> b h n")
+            self._fold(out, lse)
+            self._parts = [whole]
+            return out, lse
+        out, lse = self.running()
         return out.to(self._q.dtype), lse
 
-    def _add_late(self) -> None:
-        if self._late is not None:
-            late, self._late = self._late, None
-            _merge_rows(self._held, *late)
+    def _empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        (b, n, h, _), q = self._q.shape, self._q
+        return q.new_empty((b, n, h, self._d_v), dtype=dtype), q.new_empty(
+            (b, h, n), dtype=self._dtype
+        )
+
+    def _fold(self, out: Tensor, lse: Tensor) -> None:
+        parts, self._parts = self._parts, []
+        for rows, found in _covered(parts):
+            others = (t for o, x in found for t in (o, rearrange(x, "b n h -> b h n")))
+            merge_(out[:, rows], lse[..., rows], *others)
 
 
 class Sum:
@@ -82,58 +97,87 @@ class Sum:
 
     def __init__(self, like: Tensor, only: bool = False, into: Tensor | None = None) -> None:
         self._like, self._dtype, self._only = like, accumulator(like.dtype), only
-        self._into = into
-        self._held: Tensor | None = None
-        self._late: tuple[slice, Tensor] | None = None
+        self._whole, self._into = slice(0, like.shape[1]), into
+        self._wide: Tensor | None = None
+        self._parts: list[tuple[slice, Tensor]] = []
 
     def add(self, at: slice, part: Tensor) -> None:
         """Add a part of these tokens. The tensor becomes this sum's own."""
-        if self._held is None and at == slice(0, self._like.shape[1]):
-            self._held = part if self._into is None else self._into.copy_(part)
-        elif self._held is not None and self._late is None and self._held.dtype != self._dtype:
-            self._late = at, part
+        if self._wide is not None:
+            self._wide[:, at] += part
+        elif not self._parts and at == self._whole and self._into is not None:
+            self._wide = self._into.copy_(part)
+        elif not self._parts and at == self._whole and part.dtype == self._dtype:
+            self._wide = part
         else:
-            self.running()[:, at] += part
+            self._parts.append((at, part))
+            if len(self._parts) > _MOST:
+                self.running()
 
     def running(self) -> Tensor:
         """The sum as `accumulator(dtype)`, to be added to in place."""
-        if self._held is None:
-            self._held = self._empty(self._dtype).zero_()
-        if self._held.dtype != self._dtype:
-            self._held = self._held.to(self._dtype)
-            self._add_late()
-        return self._held
+        if self._wide is None and self._parts and self._parts[0][0] == self._whole:
+            self._wide = self._parts.pop(0)[1].to(self._dtype)
+        elif self._wide is None:
+            self._wide = self._empty(self._dtype).zero_()
+        self._fold(self._wide)
+        return self._wide
 
     def room(self, at: slice) -> tuple[Tensor, bool]:
         """(sum, fresh), as `Result.room`."""
-        if self._held is not None or at != slice(0, self._like.shape[1]):
+        if self._wide is not None or self._parts or at != self._whole:
             return self.running(), False
-        self._held = self._empty(self._like.dtype if self._only else self._dtype)
-        return self._held, True
+        total = self._empty(self._like.dtype if self._only else self._dtype)
+        if total.dtype == self._dtype:
+            self._wide = total
+        else:
+            self._parts.append((at, total))
+        return total, True
 
     def final(self) -> Tensor:
         """The sum in the dtype of what it is like."""
-        if self._held is None:
+        if self._wide is None and not self._parts:
             return torch.zeros_like(self._like)
-        self._add_late()
-        return self._held.to(self._like.dtype)
+        if self._wide is None and self._parts[0][0] == self._whole:
+            whole = self._parts.pop(0)
+            self._fold(whole[1])
+            self._parts = [whole]
+            return whole[1]
+        return self.running().to(self._like.dtype)
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
         if self._into is not None:
             return self._into
         return torch.empty_like(self._like, dtype=dtype, memory_format=torch.contiguous_format)
 
-    def _add_late(self) -> None:
-        if self._late is not None:
-            (at, part), self._late = self._late, None
-            self._held[:, at] += part
+    def _fold(self, total: Tensor) -> None:
+        parts, self._parts = self._parts, []
+        for at, found in _covered(parts):
+            add_(total[:, at], *(part for (part,) in found))
 
 
-def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+def _covered(parts: Sequence[tuple[slice, ...]]) -> Iterator[tuple[slice, list[list[Tensor]]]]:
+    """Stretches of tokens, and what the parts that cover each of them have there.
+
+    A part is (tokens, tensors...); the tensors' tokens are their second dimension.
+    """
+    cuts = sorted({end for at, *_ in parts for end in (at.start, at.stop)})
+    for start, stop in pairwise(cuts):
+        found = [
+            [t[:, start - at.start : stop - at.start] for t in tensors]
+            for at, *tensors in parts
+            if at.start <= start and stop <= at.stop
+        ]
+        if found:
+            yield slice(start, stop), found
+
+
+def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
     """Merge, in place, attention to further keys into `out` [b, n, h, d] and `lse` [b, h, n].
 
-    Either lse may be -inf, or both: a side that saw nothing has no weight, and no NaN comes.
-    The convex combination never overflows, however far the two lse are apart.
+    `parts` are out and lse of one part, of the next, and so on. Any lse may be -inf, or all: a
+    side that saw nothing has no weight, and no NaN comes. The convex combination never
+    overflows, however far two lse are apart. It is rounded once.
 
     >>> out, lse = torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -torch.inf)
     >>> merge_(out, lse, torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
@@ -144,14 +188,31 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     if out.is_cuda and out.dtype != torch.float64 and _has_triton():
         from ring_attention_pytorch._triton_rows import fused_merge_
 
-        fused_merge_(out, lse, part_out, part_lse)
+        fused_merge_(out, lse, *parts)
         return
-    weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
-    wide = accumulator(out.dtype)
-    merged = out.to(wide).lerp_(part_out.to(wide), weight.transpose(1, 2).unsqueeze(-1))
+    merged, wide = out.to(accumulator(out.dtype)), accumulator(out.dtype)
+    for part, part_lse in zip(parts[::2], parts[1::2]):
+        weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
+        merged.lerp_(part.to(wide), weight.transpose(1, 2).unsqueeze(-1))
+        torch.logaddexp(lse, part_lse, out=lse)
     if merged is not out:
         out.copy_(merged)
-    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def add_(total: Tensor, *parts: Tensor) -> None:
+    """Add, in place, to `[b, n, h, d]`. It is rounded once."""
+    if len(parts) == 1 or total.dtype == accumulator(total.dtype):
+        for part in parts:
+            total += part
+    elif total.is_cuda and _has_triton():
+        from ring_attention_pytorch._triton_rows import fused_add_
+
+        fused_add_(total, *parts)
+    else:
+        wide = total.to(accumulator(total.dtype))
+        for part in parts:
+            wide += part
+        total.copy_(wide)
 
 
 def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
@@ -162,10 +223,6 @@ def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
         return fused_sum_of_products(a, b)
     wide = accumulator(a.dtype)
     return einsum(a.to(wide), b.to(wide), "b n h d, b n h d -> b h n")
-
-
-def _merge_rows(held: tuple[Tensor, Tensor], rows: slice, out: Tensor, lse: Tensor) -> None:
-    merge_(held[0][:, rows], held[1][..., rows], out, lse)
 
 
 @lru_cache(maxsize=1)

@@ -76,8 +76,8 @@ MUTANTS = [
     ),
     Mutant(
         "merge does not rescale", "running.py",
-        "out.to(wide).lerp_(part_out.to(wide), weight.transpose(1, 2).unsqueeze(-1))",
-        "out.to(wide).add_(part_out * weight.transpose(1, 2).unsqueeze(-1))",
+        "merged.lerp_(part.to(wide), weight.transpose(1, 2).unsqueeze(-1))",
+        "merged.add_(part * weight.transpose(1, 2).unsqueeze(-1))",
     ),
     Mutant(
         "merge of two -inf is NaN", "running.py",

@@ -51,7 +51,7 @@ def test_parts_merge_as_in_float64_and_are_rounded_once(plan, dtype):
     assert out.dtype == dtype
     assert (out.double() - want).abs().max() <= 2 * max(eps, 1e-7 * (dtype != torch.float64)) * 4
     torch.testing.assert_close(lse.double(), weights.log(), rtol=1e-5, atol=1e-5)
-    if dtype == torch.bfloat16 and len(made) <= 2:  # of the exact result no bit but the last
+    if dtype == torch.bfloat16 and len(made) <= 3:  # of the exact result no bit but the last
         torch.testing.assert_close(out.double(), want.to(dtype).double(), rtol=2 * eps, atol=1e-6)
 
 
@@ -79,7 +79,7 @@ def test_a_part_that_is_all_there_is_is_the_result_itself(dtype):
     result.add(WHOLE, out, lse)
     total.add(WHOLE, out)
     assert result.final()[0] is out
-    assert result.final()[1] is lse
+    assert result.final()[1].data_ptr() == lse.data_ptr()
     assert total.final() is out
 
 

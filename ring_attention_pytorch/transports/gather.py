@@ -32,6 +32,7 @@ from ring_attention_pytorch.transports.pieces import (
     joined,
     of_owner,
     schedule,
+    stretch,
     tokens,
 )
 
@@ -61,13 +62,24 @@ class Gather:
     def stream_back(
         self, own_keys: Keys, own: tuple[Sum, Sum]
     ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
-        """The same; gradients of a block go home while the next one computes."""
+        """The same; gradients of a block go home while the next one computes.
+
+        Half of own keys are kept for the end, for the last of others' gradients to go home
+        meanwhile; the owner's sums are running by then, and are added to on any stream.
+        """
         blocks = self._blocks(own_keys)
         next(blocks)
-        yield own_keys, own
-        if self.groups:  # others will be added, on whatever stream
-            for total in own:
-                total.running()
+        if not self.groups:
+            yield own_keys, own
+            return
+        half = own_keys.k.shape[1] // 2
+        first, last = slice(0, half), slice(half, own_keys.k.shape[1])
+        sums = [total.running() for total in own]
+        early, late = taken(own_keys, first), taken(own_keys, last)
+        grads = tuple(Sum(t, into=s[:, first]) for t, s in zip(early[:2], sums))
+        yield early, grads
+        for total in grads:
+            total.running()
         going: Callable[[], None] | None = None
         for group, now, keys in blocks:
             grads = None
@@ -78,8 +90,12 @@ class Gather:
                 going()
                 going = None
             going = self._send_home(group, now, own_keys, grads, own)
+        grads = Sum(late.k), Sum(late.v)
+        yield late, grads
         if going is not None:
             going()
+        for total, part in zip(own, grads):
+            total.add(last, part.running())
 
     def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Round, Keys | None]]:
         """Own keys, and then each round of each group: None where this rank has no part in it."""
@@ -168,6 +184,12 @@ class Gather:
     def _users(self, distances: tuple[int, ...]) -> list[int]:
         """To whom this rank's keys go."""
         return [(self.ring.rank + t) % self.ring.size for t in distances]
+
+
+def taken(keys: Keys, at: slice) -> Keys:
+    """Some of one's own keys, as they lie."""
+    k, v, mask = (None if t is None else t[:, at] for t in keys[:3])
+    return Keys(k, v, mask, stretch(keys.segments, at))
 
 
 def _columns(t: Tensor, at: list[slice]) -> Tensor:

@@ -90,6 +90,21 @@ class Group(NamedTuple):
         return tuple(piece for each in self.rounds for piece in each[rank])
 
 
+def stretch(segments: Segments, at: slice) -> Segments:
+    """The positions of some tokens of those held, one after another.
+
+    >>> stretch((Segment(0, 1, 4), Segment(12, 1, 4)), slice(3, 6))
+    (Segment(start=3, stride=1, length=1), Segment(start=12, stride=1, length=2))
+    """
+    found, start = [], 0
+    for position, stride, length in segments:
+        first, last = max(at.start - start, 0), min(at.stop - start, length)
+        if first < last:
+            found.append(Segment(position + first * stride, stride, last - first))
+        start += length
+    return tuple(found)
+
+
 def of_owner(pieces: Pieces, owner: int) -> Pieces:
     """Those of one owner."""
     return tuple(p for p in pieces if p.owner == owner)

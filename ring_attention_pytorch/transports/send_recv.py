@@ -82,11 +82,11 @@ class SendRecv:
             memory = opened(computed, forms[self._owner(here)])
             grads = tuple(Sum(t, into=m) for t, m in zip(theirs[:2], memory))
             yield theirs, grads
-            for total in grads:
-                total.running()
             if travelling is not None:
                 travelling.wait()
                 _add(grads, opened(received, forms[self._owner(here)]))
+            for total in grads:
+                total.running()  # all of it, where it was to be
             travelling = self._pass(computed, received, forms, here, there)
             computed, sent = sent, computed
         travelling.wait()
