@@ -6,9 +6,12 @@ from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.regular_attention import default_attention
 from ring_attention_pytorch.ring_attention import RingAttention
 from ring_attention_pytorch.ring_flash_attention import (
+    explain_kernel,
     ring_attn,
     ring_flash_attn,
     ring_flash_attn_,
+    ring_flash_attn_cuda,
+    ring_flash_attn_cuda_,
     ulysses_attn,
 )
 from ring_attention_pytorch.ring_transformer import RingTransformer
@@ -25,11 +28,14 @@ __all__ = [
     "RingTransformer",
     "apply_rotary_pos_emb",
     "default_attention",
+    "explain_kernel",
     "explain_plan",
     "positions",
     "ring_attn",
     "ring_flash_attn",
     "ring_flash_attn_",
+    "ring_flash_attn_cuda",
+    "ring_flash_attn_cuda_",
     "shard_sequence",
     "tree_attn_decode",
     "ulysses_attn",

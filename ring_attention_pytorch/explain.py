@@ -72,7 +72,7 @@ def _head(plan: RingPlan) -> list[str]:
     found = tiles(blocks.queries[place], blocks.keys[place], plan.visible)
     lines = [
         f"rank {ring.rank} of {ring.size}: {count(plan.query_segments[ring.rank])} of {length} "
-        f"tokens, {plan.layout}, {mask or 'no mask'}, kernel {plan.kernel.__name__.split('.')[-1]}"
+        f"tokens, {plan.layout}, {mask or 'no mask'}, kernel {plan.kernel.name}"
     ]
     if plan.degree > 1:
         heads = _plural(plan.job.heads, "query head")

@@ -10,9 +10,9 @@ from beartype import beartype
 from torch import Tensor
 
 from ring_attention_pytorch.agreement import agree
-from ring_attention_pytorch.contract import Case, Kernel, Keys, Terms, Transport, accumulator
+from ring_attention_pytorch.contract import Case, Keys, Terms, Transport
 from ring_attention_pytorch.cost import choose_transport
-from ring_attention_pytorch.kernels import choose
+from ring_attention_pytorch.kernels import Chosen, choose
 from ring_attention_pytorch.layouts import (
     Segment,
     Segments,
@@ -66,7 +66,7 @@ class RingPlan:
     visible: Visible
     layout: str
     terms: Terms
-    kernel: Kernel
+    kernel: Chosen
     transport: Transport
     transport_name: str
     memory: int | None
@@ -128,8 +128,9 @@ class RingPlan:
             or ulysses_problem(ulysses, ring.size, q.shape[2])
         )  # fmt: skip
         if problem is None:
+            asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
             try:
-                chosen = choose(kernel, Case.of(q, v, softclamp))
+                chosen = choose(kernel, Case.of(q, v, **asked))
             except ValueError as error:
                 problem = str(error)
         lengths = agree(
@@ -140,6 +141,7 @@ class RingPlan:
                 scale=scale, softclamp=softclamp, layout=layout, kernel=kernel, cross=cross,
                 transport=transport, ulysses=ulysses, memory=memory,
                 key_mask="given" if key_mask is not None else None,
+                **{"kernel chosen": chosen.name},
             ),
             own={} if problem else {"n": q.shape[1], "m": k.shape[1]},
             problem=problem,
@@ -179,9 +181,7 @@ class RingPlan:
             layout=layout,
             terms=Terms(q.shape[-1] ** -0.5 if scale is None else scale, softclamp, bucket_size),
             kernel=chosen,
-            transport=make_transport(
-                transport, over, blocks, at_once, job, q.device, chosen.ADDS_ONCE
-            ),
+            transport=make_transport(transport, over, blocks, at_once, job, q.device),
             transport_name=transport,
             at_once=at_once,
             job=job,
@@ -203,6 +203,11 @@ class RingPlan:
     def tiles(self, keys: Keys) -> Sequence[Tile]:
         """The tiles that this rank's queries see of these keys."""
         return tiles(self.blocks.queries[self.place], keys.segments, self.visible)
+
+    @property
+    def alone(self) -> bool:
+        """Whether one call of the kernel is all there is to do."""
+        return len(self.blocks.queries) == 1
 
     @property
     def degree(self) -> int:
@@ -231,14 +236,6 @@ def like_autocast(t: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(device)
     one = torch.empty((), dtype=dtype, device=t.device, requires_grad=t.requires_grad)
     return one.expand(t.shape)
-
-
-def empty_result(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The running (out, lse) of queries that have seen nothing yet."""
-    (b, n, h, _), dtype = q.shape, accumulator(q.dtype)
-    return q.new_zeros((b, n, h, v.shape[-1]), dtype=dtype), q.new_full(
-        (b, h, n), -torch.inf, dtype=dtype
-    )
 
 
 def _agreed_shapes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:

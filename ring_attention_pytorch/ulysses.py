@@ -16,9 +16,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.contract import accumulator
 from ring_attention_pytorch.layouts import Segment, Segments, count
 from ring_attention_pytorch.ring import Places, Ring
+from ring_attention_pytorch.running import accumulator
 from ring_attention_pytorch.transports.messages import (
     Form,
     Part,

@@ -173,7 +173,7 @@ def check_in_threads(case: Attention, size: int) -> threads.Hub:
     return hub
 
 
-def check_symmetric(case: Attention, size: int, at_once: int, direct: bool) -> None:
+def check_symmetric(case: Attention, size: int, at_once: int) -> None:
     """The case over a ring of threads that share memory, against the oracle."""
 
     def main(ring: threads.ThreadRing) -> list[Tensor]:
@@ -188,7 +188,7 @@ def check_symmetric(case: Attention, size: int, at_once: int, direct: bool) -> N
         ranks = tuple(range(size)) if plan.ulysses is None else over.places
         width = case.batch * (case.key_heads * (case.d + case.d_v) * 8 + 1)
         transport = SymmetricGather.over(
-            over, plan.blocks, at_once, width, direct, (None, ranks), threads.ThreadSpace(ring)
+            over, plan.blocks, at_once, width, (None, ranks), threads.ThreadSpace(ring)
         )
         out, lse = ring_attn(*mine, plan=replace(plan, transport=transport), return_lse=True)
         return results(mine, out, lse, dout[:, at], dlse[..., at])

@@ -57,6 +57,11 @@ def test_the_drawing_is_what_its_script_draws() -> None:
     assert drawn == (ROOT / "docs" / "layouts.svg").read_text()
 
 
+def test_the_page_of_kernels_is_what_they_say_of_themselves() -> None:
+    written = runpy.run_path(str(ROOT / "docs" / "write_kernels.py"))["page"]()
+    assert written == (ROOT / "docs" / "kernels.md").read_text()
+
+
 def test_the_predictions_are_those_of_the_model() -> None:
     """docs/scaling.md and its plot are what their script makes of the model as it is."""
     script = runpy.run_path(str(ROOT / "docs" / "draw_scaling.py"))

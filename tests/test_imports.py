@@ -11,20 +11,22 @@ PACKAGE = Path(__file__).parent.parent / "ring_attention_pytorch"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # of this package, a file may import these and no others; "*" is any
-KERNEL = {"contract", "layouts"}
+KERNEL = {"contract", "layouts", "running"}
 ALLOWED = {
     "__init__": {"*"},
     "layouts": set(),
-    "contract": {"layouts"},
+    "running": {"_triton_rows"},
+    "_triton_rows": set(),
+    "contract": {"layouts", "running"},
     "ring": set(),
     "agreement": {"ring"},
     "transports.__init__": {"contract", "layouts", "ring", "transports"},
     "transports.messages": set(),
     "transports.pieces": {"layouts"},
-    "transports.send_recv": {"contract", "layouts", "ring", "transports"},
-    "transports.gather": {"contract", "layouts", "ring", "transports"},
-    "transports.symmetric": {"contract", "layouts", "ring", "transports"},
-    "ulysses": {"contract", "layouts", "ring", "transports"},
+    "transports.send_recv": {"contract", "layouts", "ring", "running", "transports"},
+    "transports.gather": {"contract", "layouts", "ring", "running", "transports"},
+    "transports.symmetric": {"contract", "layouts", "ring", "running", "transports"},
+    "ulysses": {"layouts", "ring", "running", "transports"},
     "cost": {"layouts", "transports"},
     "plan": {
         "agreement",
@@ -37,15 +39,18 @@ ALLOWED = {
         "ulysses",
     },
     "explain": {"cost", "layouts", "plan", "transports"},
-    "regular_attention": {"contract", "plan"},
-    "ring_flash_attention": {"contract", "layouts", "plan", "ring"},
+    "regular_attention": {"plan", "running"},
+    "ring_flash_attention": {"contract", "kernels", "plan", "ring", "running"},
     "rotary": {"layouts", "ring"},
-    "sharding": {"agreement", "contract", "layouts", "plan", "ring"},
-    "loss": {"contract", "layouts", "ring", "sharding"},
-    "tree_attn_decoding": {"agreement", "contract", "kernels", "layouts", "plan", "ring"},
+    "sharding": {"agreement", "layouts", "plan", "ring", "running"},
+    "loss": {"layouts", "ring", "running", "sharding"},
+    "tree_attn_decoding": {"agreement", "contract", "kernels", "layouts", "ring", "running"},
     "ring_attention": {"*"},
     "ring_transformer": {"*"},
     "kernels.__init__": {"contract", "kernels"},
+    "kernels._whole": KERNEL,
+    **{f"kernels.{name}": KERNEL | {"kernels"} for name in ("flash_attn_2", "flash_attn_4")},
+    **{f"kernels.sdpa_{name}": KERNEL | {"kernels"} for name in ("cudnn", "flash")},
     # its compiled parts, which only it imports, and only when called
     "kernels.triton": KERNEL | {"kernels"},
     "kernels._triton_forward": {"kernels"},
@@ -136,7 +141,7 @@ import importlib, pkgutil, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("triton", "flash_attn", "flash_attn_interface"):
+        if name.split(".")[0] in ("triton", "flash_attn", "cutlass"):
             raise ModuleNotFoundError(f"refused: {{name}}", name=name)
 
 sys.meta_path.insert(0, Refuse())

@@ -56,15 +56,11 @@ def make_transport(
     at_once: int,
     job: Job,
     device: torch.device,
-    adds_once: bool,
 ) -> Transport:
-    """The transport of that name; all ranks of the ring make it together.
-
-    `adds_once` is what the kernel says of itself (`contract.Kernel.ADDS_ONCE`).
-    """
+    """The transport of that name; all ranks of the ring make it together."""
     shared = ring.shared() if name == "gather" and device.type == "cuda" else None
     space = None if shared is None else space_of(shared[0], device)
     if space is not None:
         each = job.token_bytes + job.batch  # and a mask
-        return SymmetricGather.over(ring, blocks, at_once, each, adds_once, shared, space)
+        return SymmetricGather.over(ring, blocks, at_once, each, shared, space)
     return TRANSPORTS[name].make(ring, blocks, at_once)

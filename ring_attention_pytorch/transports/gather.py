@@ -15,6 +15,7 @@ from torch import Tensor
 from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring, Transfer
+from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transports.messages import (
     Form,
     form_of,
@@ -58,17 +59,20 @@ class Gather:
         return (block for _, _, block in self._blocks(keys) if block is not None)
 
     def stream_back(
-        self, own_keys: Keys, own: tuple[Tensor, Tensor]
-    ) -> Iterator[tuple[Keys, tuple[Tensor, Tensor]]]:
+        self, own_keys: Keys, own: tuple[Sum, Sum]
+    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
         """The same; gradients of a block go home while the next one computes."""
         blocks = self._blocks(own_keys)
         next(blocks)
         yield own_keys, own
+        if self.groups:  # others will be added, on whatever stream
+            for total in own:
+                total.running()
         going: Callable[[], None] | None = None
         for group, now, keys in blocks:
             grads = None
             if keys is not None:
-                grads = self._new_grads(keys, own[0].dtype)
+                grads = Sum(keys.k), Sum(keys.v)
                 yield keys, grads
             if going is not None:
                 going()
@@ -76,10 +80,6 @@ class Gather:
             going = self._send_home(group, now, own_keys, grads, own)
         if going is not None:
             going()
-
-    def _new_grads(self, keys: Keys, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Zeroed (dk, dv) of others' keys."""
-        return tuple(torch.zeros_like(t, dtype=dtype) for t in keys[:2])
 
     def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Round, Keys | None]]:
         """Own keys, and then each round of each group: None where this rank has no part in it."""
@@ -128,8 +128,8 @@ class Gather:
         group: Group,
         now: Round,
         own_keys: Keys,
-        grads: tuple[Tensor, ...] | None,
-        own: tuple[Tensor, Tensor],
+        grads: tuple[Sum, Sum] | None,
+        own: tuple[Sum, Sum],
     ) -> Callable[[], None]:
         """Post the gradients of a round; what is returned waits and adds what came to `own`."""
         rank, kinds = self.ring.rank, own_keys[:2]
@@ -138,7 +138,7 @@ class Gather:
         for owner in self._owners(group.distances):
             at = [slice(a, b) for p, a, b in zip(mine, starts, starts[1:]) if p.owner == owner]
             form = form_of(kinds, tokens(of_owner(mine, owner)))
-            parts = [_columns(t, at) for t in grads] if at else [t[:, :0] for t in kinds]
+            parts = [_columns(t.final(), at) for t in grads] if at else [t[:, :0] for t in kinds]
             messages[owner] = packed(parts, form)
         theirs = {user: of_owner(now[user], rank) for user in self._users(group.distances)}
         forms = {user: form_of(kinds, tokens(pieces)) for user, pieces in theirs.items()}
@@ -150,7 +150,7 @@ class Gather:
                     start = 0
                     for piece in pieces:
                         stop = start + piece.segment.length
-                        total[:, piece.cols] += part[:, start:stop]
+                        total.add(piece.cols, part[:, start:stop])
                         start = stop
 
         return wait

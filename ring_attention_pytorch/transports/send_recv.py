@@ -12,6 +12,7 @@ from torch import Tensor
 from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.layouts import Segments, count
 from ring_attention_pytorch.ring import Ring, Transfer
+from ring_attention_pytorch.running import Sum, accumulator
 from ring_attention_pytorch.transports.messages import (
     Form,
     form_of,
@@ -61,9 +62,9 @@ class SendRecv:
         yield keys
 
     def stream_back(
-        self, own_keys: Keys, own: tuple[Tensor, Tensor]
-    ) -> Iterator[tuple[Keys, tuple[Tensor, Tensor]]]:
-        """The same, each with zeroed (dk, dv) to add to, `own` being those of own keys.
+        self, own_keys: Keys, own: tuple[Sum, Sum]
+    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+        """The same, each with (dk, dv) to add to, `own` being those of own keys.
 
         Gradients travel one hop behind the keys that they belong to, and one jump home from
         the last; after that, when the stream ends, `own` has what every rank added.
@@ -72,17 +73,20 @@ class SendRecv:
         yield next(keys), own
         if self.distances == (0,):
             return
-        forms = self._forms(own)
-        computed, sent, received = self._rooms(own[0], forms, 3)
+        wide = accumulator(own_keys.k.dtype)
+        forms = [tuple(p._replace(dtype=wide) for p in form) for form in self._forms(own_keys[:2])]
+        computed, sent, received = self._rooms(own_keys.k, forms, 3)
         travelling = None
         ends = [*self.distances[2:], self.ring.size]
         for here, there, theirs in zip(self.distances[1:], ends, keys):
-            computed.zero_()
-            dk, dv = opened(computed, forms[self._owner(here)])
-            yield theirs, (dk, dv)
+            memory = opened(computed, forms[self._owner(here)])
+            grads = tuple(Sum(t, into=m) for t, m in zip(theirs[:2], memory))
+            yield theirs, grads
+            for total in grads:
+                total.running()
             if travelling is not None:
                 travelling.wait()
-                _add((dk, dv), opened(received, forms[self._owner(here)]))
+                _add(grads, opened(received, forms[self._owner(here)]))
             travelling = self._pass(computed, received, forms, here, there)
             computed, sent = sent, computed
         travelling.wait()
@@ -110,6 +114,6 @@ class SendRecv:
         return (self.ring.rank - distance) % self.ring.size
 
 
-def _add(totals: tuple[Tensor, Tensor], parts: list[Tensor]) -> None:
+def _add(totals: tuple[Sum, ...], parts: list[Tensor]) -> None:
     for total, part in zip(totals, parts):
-        total += part
+        total.add(slice(0, part.shape[1]), part)

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ring_attention_pytorch.contract import Keys
-from ring_attention_pytorch.layouts import Tile, count, tiles
+from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
 from ring_attention_pytorch.transports.pieces import (
@@ -27,7 +28,6 @@ from ring_attention_pytorch.transports.pieces import (
     Group,
     Pieces,
     Round,
-    joined,
     of_owner,
     schedule,
     tokens,
@@ -138,14 +138,11 @@ def _place(device: torch.device) -> str:
 class SymmetricGather(Gather):
     """`Gather` where messages are replaced by pulls.
 
-    `ranks` are those of the ring in the group that the space is of; `direct` says that kernels
-    add gradients, in the inputs' dtype, where others pull them: each key is in one tile only,
-    and the kernel adds to it once.
+    `ranks` are those of the ring in the group that the space is of.
     """
 
     space: Space
     ranks: tuple[int, ...]
-    direct: bool
 
     @classmethod
     def over(
@@ -154,7 +151,6 @@ class SymmetricGather(Gather):
         blocks: Blocks,
         at_once: int,
         token_bytes: int,
-        adds_once: bool,
         shared: tuple[ProcessGroup, tuple[int, ...]],
         space: Space,
     ) -> "SymmetricGather":
@@ -163,13 +159,7 @@ class SymmetricGather(Gather):
         lengths = tuple(map(count, blocks.keys))
         widest = max((tokens(p) for g in groups for r in g.rounds for p in r), default=0)
         space.make_room(shared[0], *(_room(n * token_bytes) for n in (max(lengths), widest)))
-        direct = adds_once and all(
-            _apart(tiles(blocks.queries[rank], joined(mine), blocks.visible))
-            for group in groups
-            for now in group.rounds
-            for rank, mine in enumerate(now)
-        )
-        return cls(ring, groups, lengths, space, shared[1], direct)
+        return cls(ring, groups, lengths, space, shared[1])
 
     def _pull(self, own: Keys, group: Group) -> Callable[[], list[Tensor]]:
         rank, space = self.ring.rank, self.space
@@ -196,47 +186,34 @@ class SymmetricGather(Gather):
 
         return pull
 
-    def _new_grads(self, keys: Keys, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        if not self.direct:
-            return super()._new_grads(keys, dtype)
-        form = form_of(keys[:2], keys.k.shape[1])
-        half = self.space.grads.own()[: message_bytes(form)]
-        half.zero_()
-        return tuple(opened(half, form))
-
     def _send_home(
         self,
         group: Group,
         now: Round,
         own_keys: Keys,
-        grads: tuple[Tensor, ...] | None,
-        own: tuple[Tensor, Tensor],
+        grads: tuple[Sum, Sum] | None,
+        own: tuple[Sum, Sum],
     ) -> Callable[[], None]:
         rank, space, kinds = self.ring.rank, self.space, own_keys[:2]
         if grads is None:
             space.grads.own()  # it is everyone's turn
-        elif not self.direct:
-            form = form_of(kinds, grads[0].shape[1])
-            packed(grads, form, into=space.grads.own()[: message_bytes(form)])
+        else:
+            parts = [total.final() for total in grads]
+            form = form_of(kinds, parts[0].shape[1])
+            packed(parts, form, into=space.grads.own()[: message_bytes(form)])
         with space.grads.published(space.stream, space.grads.written()) as done:
             for user in self._users(group.distances):
                 theirs = now[user]
                 form = form_of(kinds, tokens(theirs))
                 message = space.grads.of(self.ranks[user])[: message_bytes(form)]
                 for total, part in zip(own, opened(message, form)):
-                    _add_own(total, part, theirs, rank)
+                    _add_own(total.running(), part, theirs, rank)
         return done.wait
 
 
 def _room(nbytes: int) -> int:
     """With what may lie between tensors, and so that the next half starts at a whole line."""
     return -(-(nbytes + 64) // 512) * 512
-
-
-def _apart(found: tuple[Tile, ...]) -> bool:
-    """Whether no key is in two of these tiles."""
-    ends = sorted((tile.cols.start, tile.cols.stop) for tile in found)
-    return all(a[1] <= b[0] for a, b in pairwise(ends))
 
 
 def _copy(place: Tensor, t: Tensor) -> None:
