@@ -14,6 +14,7 @@ from ring_attention_pytorch.cost import (
 from ring_attention_pytorch.layouts import count, tiles, visible_pairs
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.transports.pieces import joined, schedule, tokens
+from ring_attention_pytorch.transports.symmetric import SymmetricGather
 
 
 @beartype
@@ -90,7 +91,7 @@ def _head(plan: RingPlan) -> list[str]:
 
 def _of_ring(plan: RingPlan) -> list[str]:
     blocks, place, size = plan.blocks, plan.place, len(plan.blocks.keys)
-    lines = []
+    lines = ["ring: one neighbour at a time"]
     for distance in blocks.distances[1:]:
         owner = (place - distance) % size
         found = tiles(blocks.queries[place], blocks.keys[owner], plan.visible)
@@ -103,7 +104,9 @@ def _of_ring(plan: RingPlan) -> list[str]:
 
 
 def _of_gather(plan: RingPlan) -> list[str]:
-    place, lines = plan.place, []
+    place = plan.place
+    pulled = isinstance(plan.transport, SymmetricGather)
+    lines = [f"gather: {'pulled out of shared memory' if pulled else 'sent point to point'}"]
     for number, group in enumerate(schedule(plan.blocks, plan.at_once), 1):
         owners = sorted({p.owner for p in group.pieces(place)})
         weight = _bytes(tokens(group.pieces(place)) * plan.job.token_bytes)

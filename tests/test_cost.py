@@ -91,8 +91,14 @@ def test_the_choice_is_the_ring_on_a_cpu_and_gather_within_a_domain():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (dict(transport="gather"), ["2048 keys", "then their gradients go home", "group 1"]),
-        (dict(transport="ring"), ["hop 3: keys of place", "while the one before computes"]),
+        (
+            dict(transport="gather"),
+            ["2048 keys", "then their gradients go home", "sent point to point"],
+        ),
+        (
+            dict(transport="ring"),
+            ["ring: one neighbour", "hop 3: keys of place", "while the one before computes"],
+        ),
         (dict(ulysses=2), ["swaps heads for sequence with 1 neighbour:", "4 query heads"]),
         (dict(ulysses=4), ["2 query heads and 1 key head"]),
     ],

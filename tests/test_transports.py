@@ -110,7 +110,8 @@ def test_any_length_any_ring_any_memory(case, size):
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_keys_pulled_from_shared_memory(layout):
     for size, at_once in ((2, 9), (3, 1), (4, 9), (4, 2)):
-        for case in matrix(layout)[::2]:
+        few = [Attention(length, layout, causal=True, masked=True) for length in (0, 1, 3)]
+        for case in [*few, *matrix(layout)[::2]]:
             check_symmetric(case, size, at_once)
     for ulysses in (2, 4):
         check_symmetric(Attention(29, layout, causal=True, masked=True, ulysses=ulysses), 4, 9)

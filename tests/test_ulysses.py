@@ -8,7 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attention_pytorch import RingAttention, shard_sequence, unshard_sequence
+from ring_attention_pytorch import (
+    RingAttention,
+    RingTransformer,
+    shard_sequence,
+    unshard_sequence,
+)
 from ring_attention_pytorch.layouts import (
     LAYOUTS,
     Visible,
@@ -184,6 +189,24 @@ def layer(transport: str | None, ulysses: int) -> float:
 )
 def test_a_layer_over_processes_is_the_layer_alone(transport, ulysses, pools):
     assert max(pools(4).run(layer, transport, ulysses)) < 1e-12
+
+
+def model(transport: str | None, ulysses: int) -> float:
+    """For a pool: how far the loss of a model over the ring is from that of the model alone."""
+    torch.manual_seed(0)
+    options = dict(num_tokens=11, dim=16, depth=2, dim_head=4, heads=4, causal=True)
+    over = RingTransformer(
+        **options, ring_attn=True, ring_seq_size=8, transport=transport, ulysses=ulysses
+    ).double()
+    alone = RingTransformer(**options).double()
+    alone.load_state_dict(over.state_dict())
+    ids = torch.randint(0, 11, (2, 30))
+    return abs(over(ids, return_loss=True) - alone(ids, return_loss=True)).item()
+
+
+@pytest.mark.parametrize(("transport", "ulysses"), [("gather", 2), (None, 4)])
+def test_a_model_over_processes_is_the_model_alone(transport, ulysses, pools):
+    assert max(pools(4).run(model, transport, ulysses)) < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -128,11 +128,14 @@ class ThreadShelf:
         return self.hub.shelves[self.name, self.rank][self.turn].fill_(255)
 
     @contextmanager
-    def published(self, stream: None) -> Iterator[threading.Event]:
+    def published(self, stream: None, written: None) -> Iterator[threading.Event]:
         self.hub.barrier.wait()
         done = threading.Event()
         yield done
         done.set()
+
+    def written(self) -> None:
+        return None
 
     def of(self, rank: int) -> Tensor:
         return self.hub.shelves[self.name, rank][self.turn]

@@ -66,10 +66,14 @@ class Shelf:
         self.passed.wait()
         return self.memory[self.turn]
 
+    def written(self) -> torch.cuda.Event:
+        """An event of the current stream, when all is written that is to be read."""
+        return torch.cuda.current_stream(self.device).record_event()
+
     @contextmanager
-    def published(self, stream: torch.cuda.Stream) -> Iterator[Done]:
+    def published(self, stream: torch.cuda.Stream, written: torch.cuda.Event) -> Iterator[Done]:
         """On that stream, after all have written; what is yielded comes when the block is over."""
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream.wait_event(written)
         done = torch.cuda.Event()
         with torch.cuda.stream(stream):
             self.handle.barrier(channel=0)
@@ -165,20 +169,22 @@ class SymmetricGather(Gather):
         pieces = group.pieces(rank)
         whole = [t.new_empty((t.shape[0], tokens(pieces), *t.shape[2:])) for t in tensors]
         starts = dict(zip(pieces, accumulate((p.segment.length for p in pieces), initial=0)))
-        with space.keys.published(space.stream) as done:
-            for owner in self._owners(group.distances):  # each rank begins with another one
-                theirs = form_of(tensors, self.lengths[owner])
-                message = space.keys.of(self.ranks[owner])[: message_bytes(theirs)]
-                for place, t in zip(whole, opened(message, theirs)):
-                    for piece in of_owner(pieces, owner):
-                        start = starts[piece]
-                        _copy(place[:, start : start + piece.segment.length], t[:, piece.cols])
+        written = space.keys.written()
 
-        def wait() -> list[Tensor]:
+        def pull() -> list[Tensor]:
+            # told to the device only now, when the kernel that runs beside it has been launched
+            with space.keys.published(space.stream, written) as done:
+                for owner in self._owners(group.distances):  # each rank begins with another one
+                    theirs = form_of(tensors, self.lengths[owner])
+                    message = space.keys.of(self.ranks[owner])[: message_bytes(theirs)]
+                    for place, t in zip(whole, opened(message, theirs)):
+                        for piece in of_owner(pieces, owner):
+                            start = starts[piece]
+                            _copy(place[:, start : start + piece.segment.length], t[:, piece.cols])
             done.wait()
             return whole
 
-        return wait
+        return pull
 
     def _send_home(
         self,
@@ -195,7 +201,7 @@ class SymmetricGather(Gather):
             parts = [total.final() for total in grads]
             form = form_of(kinds, parts[0].shape[1])
             packed(parts, form, into=space.grads.own()[: message_bytes(form)])
-        with space.grads.published(space.stream) as done:
+        with space.grads.published(space.stream, space.grads.written()) as done:
             for user in self._users(group.distances):
                 theirs = now[user]
                 form = form_of(kinds, tokens(theirs))

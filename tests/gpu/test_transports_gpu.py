@@ -1,0 +1,93 @@
+"""Rings of GPUs: every transport and Ulysses degree, over NCCL and shared memory, under torchrun.
+
+`torchrun --standalone --nproc-per-node 4 -m tests.gpu.test_transports_gpu` runs
+the same by hand and prints the worst errors.
+"""
+
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attention_pytorch import RingPlan, positions, ring_attn
+from ring_attention_pytorch.transports.symmetric import SymmetricGather
+from tests.reference import dense_attention, relative_error
+
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+WAYS = [
+    dict(transport="ring"), dict(transport="gather"), dict(transport="gather", memory=0),
+    dict(transport="ring", ulysses=2), dict(transport="gather", ulysses=2), dict(),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
+def test_rings_of_gpus() -> None:
+    ranks = 4 if torch.cuda.device_count() >= 4 else 2
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+         str(ranks), "-m", "tests.gpu.test_transports_gpu"],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=540,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def whole(length: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and the cotangent, the same on every rank, as the dtype holds them."""
+    draw = torch.Generator().manual_seed(length)
+    shapes = [(batch, length, h, 64) for h in (8, 2, 2, 8)]
+    return [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+
+
+def one(
+    length: int, batch: int, dtype: torch.dtype, causal: bool, masked: bool, how: dict
+) -> float:
+    """The worst relative error on this rank; three repeats must be equal in every bit."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), torch.cuda.current_device()
+    layout = "zigzag" if causal else "striped"
+    q, k, v, dout = whole(length, batch, dtype)
+    mask = torch.arange(length).expand(batch, length) % 5 != 1 if masked else None
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    want, _ = dense_attention(*exact, causal=causal, key_mask=mask)
+    wants = [want, *torch.autograd.grad(want, exact, dout.double())]
+    at = positions(layout, rank=rank, ring_size=size, length=length)
+    mine = [t[:, at].to(device).requires_grad_() for t in (q, k, v)]
+    key_mask = None if mask is None else mask[:, at].to(device)
+    plan = RingPlan.make(*mine, causal=causal, layout=layout, key_mask=key_mask, **how)
+    shared = all(torch.cuda.can_device_access_peer(device, d) for d in range(size) if d != device)
+    if plan.transport_name == "gather" and shared:
+        assert isinstance(plan.transport, SymmetricGather)
+    first = None
+    for _ in range(3):
+        out = ring_attn(*mine, plan=plan)
+        got = [out.detach(), *torch.autograd.grad(out, mine, dout[:, at].to(device))]
+        first = first or got
+        assert all(torch.equal(a, b) for a, b in zip(first, got)), (how, "not repeated")
+    return max(relative_error(g.cpu(), w[:, at]) for g, w in zip(got, wants))
+
+
+def main() -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    for how, dtype in product(WAYS, BOUNDS):
+        worst = 0.0
+        for length, batch, causal, masked in (
+            (1024, 1, True, False), (515, 2, True, False), (1024, 1, False, False),
+            (515, 2, True, True), (4096, 1, True, False), (7, 1, True, False),
+        ):  # fmt: skip
+            error = one(length, batch, dtype, causal, masked, how)
+            assert error < BOUNDS[dtype], (how, dtype, length, batch, causal, masked, error)
+            worst = max(worst, error)
+        if dist.get_rank() == 0:
+            print(how, dtype, f"{worst:.1e}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
