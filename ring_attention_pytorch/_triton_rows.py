@@ -93,38 +93,45 @@ def fused_merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
 
 @triton.jit
 def _add_kernel(
-    total, x, y, z, n, heads, d, t_b, t_n, t_h, t_d, x_b, x_n, x_h, x_d, y_b, y_n, y_h, y_d,
-    z_b, z_n, z_h, z_d, PARTS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    total, w, x, y, z, n, heads, d, t_b, t_n, t_h, t_d, w_b, w_n, w_h, w_d,
+    x_b, x_n, x_h, x_d, y_b, y_n, y_h, y_d, z_b, z_n, z_h, z_d,
+    PARTS: tl.constexpr, FRESH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
+    """w, and where there are more PARTS x, y and z, are added to total, or are what it is."""
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     col = tl.arange(0, D)
     within = (row < n)[:, None] & (col < d)[None, :]
-    at = _at(total, batch, head, row, col, t_b, t_n, t_h, t_d)
+    at = _at(w, batch, head, row, col, w_b, w_n, w_h, w_d)
     found = tl.load(at, mask=within, other=0.0).to(tl.float32)
-    x_at = _at(x, batch, head, row, col, x_b, x_n, x_h, x_d)
-    found += tl.load(x_at, mask=within, other=0.0).to(tl.float32)
-    y_at = _at(y, batch, head, row, col, y_b, y_n, y_h, y_d)
-    found += tl.load(y_at, mask=within, other=0.0).to(tl.float32)
+    total_at = _at(total, batch, head, row, col, t_b, t_n, t_h, t_d)
+    if not FRESH:
+        found += tl.load(total_at, mask=within, other=0.0).to(tl.float32)
+    if PARTS > 1:
+        at = _at(x, batch, head, row, col, x_b, x_n, x_h, x_d)
+        found += tl.load(at, mask=within, other=0.0).to(tl.float32)
     if PARTS > 2:
-        z_at = _at(z, batch, head, row, col, z_b, z_n, z_h, z_d)
-        found += tl.load(z_at, mask=within, other=0.0).to(tl.float32)
-    tl.store(at, found, mask=within)
+        at = _at(y, batch, head, row, col, y_b, y_n, y_h, y_d)
+        found += tl.load(at, mask=within, other=0.0).to(tl.float32)
+    if PARTS > 3:
+        at = _at(z, batch, head, row, col, z_b, z_n, z_h, z_d)
+        found += tl.load(at, mask=within, other=0.0).to(tl.float32)
+    tl.store(total_at, found, mask=within)
 
 
-def fused_add_(total: Tensor, *parts: Tensor) -> None:
-    """`running.add_` on a GPU, of two or three parts."""
+def fused_add_(total: Tensor, *parts: Tensor, fresh: bool) -> None:
+    """`running.add_` on a GPU, of one to four parts."""
     b, n, h, d = total.shape
     if total.numel() == 0:
         return
-    slots = [*parts, parts[0]][:3]
+    slots = [*parts, *parts[:1] * 3][:4]  # those beyond are not read
     width = triton.next_power_of_2(d)
     rows = max(1, _ELEMENTS // width)
     with torch.cuda.device(total.device):
         _add_kernel[(triton.cdiv(n, rows), b * h)](
             total, *slots, n, h, d, *total.stride(),
             *(stride for t in slots for stride in t.stride()),
-            PARTS=len(parts), ROWS=rows, D=width,
+            PARTS=len(parts), FRESH=fresh, ROWS=rows, D=width,
         )  # fmt: skip
 
 

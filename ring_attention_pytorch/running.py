@@ -14,7 +14,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-_MOST = 3  # parts that wait to be merged at once
+_MOST = 4  # parts that wait to be merged at once
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -143,7 +143,13 @@ class Sum:
             self._fold(whole[1])
             self._parts = [whole]
             return whole[1]
-        return self.running().to(self._like.dtype)
+        if self._wide is None:
+            total = self._empty(self._like.dtype)
+            for at, found in _covered([(self._whole,), *self._parts]):
+                add_(total[:, at], *(part for (part,) in found[1:]), fresh=True)
+            self._parts = [(self._whole, total)]
+            return total
+        return self._wide.to(self._like.dtype)
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
         if self._into is not None:
@@ -199,20 +205,20 @@ def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
         out.copy_(merged)
 
 
-def add_(total: Tensor, *parts: Tensor) -> None:
-    """Add, in place, to `[b, n, h, d]`. It is rounded once."""
-    if len(parts) == 1 or total.dtype == accumulator(total.dtype):
-        for part in parts:
-            total += part
-    elif total.is_cuda and _has_triton():
+def add_(total: Tensor, *parts: Tensor, fresh: bool = False) -> None:
+    """Add, in place, to `[b, n, h, d]`, to nothing where that is fresh. It is rounded once."""
+    if fresh and len(parts) < 2:
+        total.copy_(parts[0]) if parts else total.zero_()
+    elif total.is_cuda and total.dtype != torch.float64 and _has_triton():
         from ring_attention_pytorch._triton_rows import fused_add_
 
-        fused_add_(total, *parts)
+        fused_add_(total, *parts, fresh=fresh)
     else:
-        wide = total.to(accumulator(total.dtype))
-        for part in parts:
+        wide = (parts[0] if fresh else total).to(accumulator(total.dtype), copy=fresh)
+        for part in parts[fresh:]:
             wide += part
-        total.copy_(wide)
+        if wide is not total:
+            total.copy_(wide)
 
 
 def sum_of_products(a: Tensor, b: Tensor) -> Tensor:

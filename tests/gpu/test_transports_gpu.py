@@ -58,7 +58,9 @@ def one(
     at = positions(layout, rank=rank, ring_size=size, length=length)
     mine = [t[:, at].to(device).requires_grad_() for t in (q, k, v)]
     key_mask = None if mask is None else mask[:, at].to(device)
-    plan = RingPlan.make(*mine, causal=causal, layout=layout, key_mask=key_mask, **how)
+    plan = RingPlan.make(
+        *mine, causal=causal, layout=layout, key_mask=key_mask, kernel="triton", **how
+    )  # fmt: skip
     shared = all(torch.cuda.can_device_access_peer(device, d) for d in range(size) if d != device)
     if plan.transport_name == "gather" and shared:
         assert isinstance(plan.transport, SymmetricGather)
