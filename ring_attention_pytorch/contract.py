@@ -8,8 +8,8 @@
 dv) are kept in `accumulator(dtype)`: float32 at least, float64 for float64.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ class Keys(NamedTuple):
     v: Tensor
     key_mask: Tensor | None  # bool [b, m], True = may be seen
     segments: Segments
+
+    def samples(self, which: slice) -> "Keys":
+        """Those of some samples."""
+        return Keys(*(_of(t, which) for t in self[:3]), self.segments)
 
 
 class Terms(NamedTuple):
@@ -51,6 +55,10 @@ class Saved(NamedTuple):
     delta: Tensor
     dlse: Tensor | None
 
+    def samples(self, which: slice) -> "Saved":
+        """Those of some samples."""
+        return Saved(*(_of(t, which) for t in self))
+
 
 class Grads(NamedTuple):
     """Running sums, added to in place."""
@@ -58,6 +66,20 @@ class Grads(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+
+    def samples(self, which: slice) -> "Grads":
+        """Those of some samples, in the same memory."""
+        return Grads(*(_of(t, which) for t in self))
+
+
+class Tiles(tuple[Tile, ...]):
+    """The tiles of a block, with room for what a kernel makes of them once."""
+
+    def once(self, what: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made when first asked for."""
+        if what not in self.__dict__:
+            self.__dict__[what] = make()
+        return self.__dict__[what]
 
 
 class Case(NamedTuple):
@@ -104,6 +126,10 @@ class Kernel(Protocol):
         self, saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads
     ) -> None:
         """Add the gradients of these tiles to `grads`, in place."""
+
+
+def _of(t: Tensor | None, which: slice) -> Tensor | None:
+    return None if t is None else t[which]
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -1,8 +1,8 @@
 """What a ring attention does, decided before it starts and agreed by all ranks."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,12 +10,20 @@ from beartype import beartype
 from torch import Tensor
 
 from ring_attention_pytorch.agreement import agree
-from ring_attention_pytorch.contract import Case, Kernel, Keys, Terms, accumulator
+from ring_attention_pytorch.contract import Case, Kernel, Keys, Terms, Tiles, accumulator
+from ring_attention_pytorch.documents import (
+    Borders,
+    Packing,
+    by_sample,
+    digest,
+    documents_problem,
+    whole_packing,
+)
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.layouts import (
+    Layout,
     Segment,
     Segments,
-    Tile,
     Visible,
     all_segments,
     count,
@@ -56,12 +64,16 @@ class RingPlan:
     ring: Ring
     query_segments: tuple[Segments, ...]
     visible: Visible
-    layout: str
+    layout: Layout
     terms: Terms
     kernel: Kernel
     transport: SendRecv
     key_mask: Tensor | None
     signature: Signature
+    packing: Packing | None = None  # the documents of each sample
+    _tiles: dict[Segments, list[tuple[slice, Tiles]]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @classmethod
     @beartype
@@ -76,11 +88,13 @@ class RingPlan:
         key_mask: Tensor | None = None,
         scale: float | int | None = None,
         softclamp: float | int | None = None,
-        layout: str = "contiguous",
+        layout: Layout = "contiguous",
         group: Group = None,
         kernel: str | None = None,
         bucket_size: int = 1024,
         cross: bool | None = None,
+        documents: Tensor | Packing | None = None,
+        cu_seqlens: Borders | None = None,
         also: Mapping[str, Any] | None = None,
     ) -> "RingPlan":
         """The plan for tensors like these; of q, k and v only shape, dtype and device matter.
@@ -104,6 +118,7 @@ class RingPlan:
         problem = qkv_problem(q, k, v, key_mask) or _option_problem(
             window, scale, softclamp, layout, bucket_size, cross and (causal or window is not None)
         )
+        problem = problem or documents_problem(documents, cu_seqlens, q.shape)
         if problem is None:
             try:
                 chosen = choose(kernel, Case.of(q, v, softclamp))
@@ -114,11 +129,13 @@ class RingPlan:
             "ring attention",
             same={} if problem else dict(
                 _agreed_shapes(q, k, v) | dict(also or {}), causal=causal, window=window,
-                scale=scale, softclamp=softclamp, layout=layout, kernel=kernel, cross=cross,
+                scale=scale, softclamp=softclamp, layout=str(layout), kernel=kernel, cross=cross,
                 key_mask="given" if key_mask is not None else None,
+                cu_seqlens=digest(cu_seqlens),
             ),
             own={} if problem else {"n": q.shape[1], "m": k.shape[1]},
             problem=problem,
+            everywhere={"documents": "given" if documents is not None else None},
         )  # fmt: skip
         queries = [own["n"] for own in lengths]
         keys = [own["m"] for own in lengths]
@@ -131,12 +148,18 @@ class RingPlan:
             )
         visible = Visible(causal, window)
         if cross:
-            _check_cross(queries, keys, visible)
+            packed = documents is not None or cu_seqlens is not None
+            _check_cross(queries, keys, visible, packed)
             # without a mask positions decide nothing, so any will do
             query_segments, key_segments = (_one_after_another(n) for n in (queries, keys))
         else:
             query_segments = key_segments = segments_by_layout("ring attention", layout, queries)
-        distances = needed_distances(query_segments, key_segments, visible)
+        packing = whole_packing(ring, documents, cu_seqlens, query_segments, q.shape[0])
+        distances = {
+            t
+            for _, seen in by_sample(visible, packing)
+            for t in needed_distances(query_segments, key_segments, seen)
+        }
         return cls(
             ring=ring,
             query_segments=query_segments,
@@ -144,10 +167,11 @@ class RingPlan:
             layout=layout,
             terms=Terms(q.shape[-1] ** -0.5 if scale is None else scale, softclamp, bucket_size),
             kernel=chosen,
-            transport=SendRecv(ring, key_segments, distances),
+            transport=SendRecv(ring, key_segments, tuple(sorted(distances))),
             # a copy: whoever reuses the mask's memory would change gradients without a word
             key_mask=None if key_mask is None else key_mask.clone(),
             signature=Signature.of(q, k, v),
+            packing=packing,
         )
 
     def positions(self, device: torch.device | None = None) -> Tensor:
@@ -158,9 +182,15 @@ class RingPlan:
         """This rank's keys, as the transport wants them."""
         return Keys(k, v, self.key_mask, self.transport.segments[self.ring.rank])
 
-    def tiles(self, keys: Keys) -> Sequence[Tile]:
-        """The tiles that this rank's queries see of these keys."""
-        return tiles(self.query_segments[self.ring.rank], keys.segments, self.visible)
+    def tiles(self, keys: Keys) -> list[tuple[slice, Tiles]]:
+        """Samples that see alike, and the tiles that their queries here see of these keys."""
+        if keys.segments not in self._tiles:
+            mine = self.query_segments[self.ring.rank]
+            self._tiles[keys.segments] = [
+                (samples, Tiles(tiles(mine, keys.segments, seen)))
+                for samples, seen in by_sample(self.visible, self.packing)
+            ]
+        return self._tiles[keys.segments]
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
@@ -239,7 +269,7 @@ def _option_problem(
     window: int | None,
     scale: float | None,
     softclamp: float | None,
-    layout: str,
+    layout: Layout,
     bucket_size: int,
     masked_cross: bool | None,
 ) -> str | None:
@@ -256,7 +286,12 @@ def _option_problem(
     return layout_problem(layout)
 
 
-def _check_cross(queries: list[int], keys: list[int], visible: Visible) -> None:
+def _check_cross(queries: list[int], keys: list[int], visible: Visible, packed: bool) -> None:
+    if packed:
+        raise ValueError(
+            "ring attention: documents and cu_seqlens need keys of the same tokens as the queries, "
+            f"got query lengths {queries} and key lengths {keys} of two sequences"
+        )
     if visible != Visible():
         raise ValueError(
             f"ring attention: causal and window need as many keys as queries on every rank, got "
@@ -268,8 +303,10 @@ def _one_after_another(lengths: list[int]) -> tuple[Segments, ...]:
     return tuple((Segment(0, 1, n),) if n else () for n in lengths)
 
 
-def segments_by_layout(caller: str, layout: str, lengths: list[int]) -> tuple[Segments, ...]:
+def segments_by_layout(caller: str, layout: Layout, lengths: list[int]) -> tuple[Segments, ...]:
     """Every rank's segments, if these are the lengths that the layout gives; else ValueError."""
+    if (problem := layout_problem(layout, len(lengths), sum(lengths))) is not None:
+        raise ValueError(f"{caller}: {problem}")
     segments = all_segments(layout, len(lengths), sum(lengths))
     expected = [count(s) for s in segments]
     if lengths != expected:

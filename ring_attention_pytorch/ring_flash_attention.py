@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.contract import Grads, Saved, accumulator
+from ring_attention_pytorch.documents import Borders
+from ring_attention_pytorch.layouts import Layout
 from ring_attention_pytorch.plan import RingPlan, empty_result, like_autocast
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 
@@ -27,7 +29,9 @@ class RingAttentionFunction(Function):
         out, lse = empty_result(q, v)
         with torch.autocast(q.device.type, enabled=False):
             for keys in plan.transport.stream(plan.keys(k, v)):
-                plan.kernel.forward(q, keys, plan.tiles(keys), plan.terms, out, lse)
+                for some, tiles in plan.tiles(keys):  # once for all samples that see alike
+                    now = (t[some] for t in (out, lse))
+                    plan.kernel.forward(q[some], keys.samples(some), tiles, plan.terms, *now)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan = plan
@@ -45,8 +49,10 @@ class RingAttentionFunction(Function):
         with torch.autocast(q.device.type, enabled=False):
             saved = Saved(q, out, lse, dout, _delta(dout, out, dlse), dlse)
             for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), (dk, dv)):
-                grads = Grads(dq, *of_keys)
-                plan.kernel.backward(saved, keys, plan.tiles(keys), plan.terms, grads)
+                for some, tiles in plan.tiles(keys):
+                    now = (part.samples(some) for part in (saved, keys))
+                    grads = Grads(dq, *of_keys).samples(some)
+                    plan.kernel.backward(*now, tiles, plan.terms, grads)
         return *(grad.to(q.dtype) for grad in (dq, dk, dv)), None
 
 
@@ -68,13 +74,15 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     key_mask: Tensor | None = None,
     scale: float | int | None = None,
     softclamp: float | int | None = None,
-    layout: str = "contiguous",
+    layout: Layout = "contiguous",
     group: Group = None,
     kernel: str | None = None,
     plan: RingPlan | None = None,
     return_lse: bool = False,
     bucket_size: int = 1024,
     cross: bool | None = None,
+    documents: Tensor | None = None,
+    cu_seqlens: Borders | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is spread over a ring of processes.
 
@@ -93,7 +101,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             out 0, lse -inf and no gradient.
         scale: of the scores; None is d ** -0.5.
         softclamp: c makes a scaled score s into c * tanh(s / c).
-        layout: "contiguous", "striped" or "zigzag": which tokens a rank holds (`positions`).
+        layout: "contiguous", "striped", "zigzag" or what `balanced` made: which tokens a rank
+            holds (`positions`).
         group: the ring, a ProcessGroup or a DeviceMesh of one dimension. None is the default
             group, or this process alone if there is none.
         kernel: "sdpa" (PyTorch's flash on the CPU), "triton" or "eager"; None takes the fastest
@@ -102,7 +111,12 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         return_lse: also return the log-sum-exp of the scores.
         bucket_size: kernels that hold scores in memory hold those of so many queries at once.
         cross: True if the keys are of another sequence than the queries, in shards of any
-            lengths; None is True where any rank's n and m differ. Then no causal or window.
+            lengths; None is True where any rank's n and m differ. Then no causal, window or
+            documents.
+        documents: int `[b, n]`: tokens see one another only where these are equal, wherever
+            they stand; causal and window count the document's own tokens.
+        cu_seqlens: the same by borders: ints that ascend from 0 to the length of the whole
+            sequence, between which documents lie; one list, or one for each sample.
 
     Returns:
         `[b, n, h, d_v]` in q's dtype; with return_lse also lse `[b, h, n]`, natural
@@ -123,6 +137,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     options = dict(
         causal=causal, window=window, key_mask=key_mask, scale=scale, softclamp=softclamp,
         layout=layout, group=group, kernel=kernel, bucket_size=bucket_size, cross=cross,
+        documents=documents, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     if plan is None:
         plan = RingPlan.make(q, k, v, **options)
@@ -167,7 +182,7 @@ def ring_flash_attn(  # noqa: PLR0913 - a public entry point
     softclamp_qk_sim: bool = False,
     softclamp_value: float | int = 50.0,
     *,
-    layout: str | None = None,
+    layout: Layout | None = None,
     group: Group = None,
     kernel: str | None = None,
 ) -> Tensor:

@@ -57,6 +57,8 @@ class Attention:
     dtype: torch.dtype = torch.float64
     query_lengths: tuple[int, ...] | None = None  # cross attention: what lies on the ranks,
     key_lengths: tuple[int, ...] | None = None  # queries (None is as the layout says) and keys
+    ids: tuple[tuple[int, ...], ...] | None = None  # the documents of each sample
+    borders: bool = False  # which are given as cu_seqlens
     bucket_size: int = 4
     seed: int = 0
     logits: float = 1.0
@@ -87,6 +89,16 @@ class Attention:
             mask[0, : m // 2] = False  # the first queries of a causal sample see nothing at all
         return [q, k, v], mask, dout, dlse
 
+    def documents(self) -> Tensor | None:
+        """int [batch, length], for the oracle."""
+        return None if self.ids is None else torch.tensor(self.ids).expand(self.batch, -1)
+
+    def packed(self, at: Tensor) -> dict[str, Any]:
+        """The documents of some tokens, as `ring_attn` takes them."""
+        if self.ids is None or not self.borders:
+            return {} if self.ids is None else {"documents": self.documents()[:, at]}
+        return {"cu_seqlens": [borders(row) for row in self.ids]}
+
     def places(self, rank: int, size: int) -> tuple[Tensor, Tensor]:
         """Which queries and which keys a rank holds."""
         queries = positions(self.layout, rank=rank, ring_size=size, length=self.length)
@@ -95,6 +107,12 @@ class Attention:
         if self.key_lengths is None:
             return queries, queries
         return queries, torch.arange(sum(self.key_lengths)).split(self.key_lengths)[rank]
+
+
+def borders(ids: tuple[int, ...]) -> list[int]:
+    """Where documents start, with each number that none has as an empty one, and the end."""
+    last = max(ids, default=-1)
+    return [sum(i < number for i in ids) for number in range(last + 2)]
 
 
 def results(
@@ -108,7 +126,8 @@ def results(
 
 def oracle(case: Attention) -> list[Tensor]:
     """`whole`, worked out once for all layouts, kernels and rings."""
-    return _oracle(replace(case, layout="", kernel=None, bucket_size=0, query_lengths=None))
+    ours = dict(layout="", kernel=None, bucket_size=0, query_lengths=None, borders=False)
+    return _oracle(replace(case, **ours))
 
 
 @lru_cache(maxsize=512)
@@ -120,7 +139,9 @@ def whole(case: Attention) -> list[Tensor]:
     """The oracle's out, lse, dq, dk, dv in float64."""
     tensors, mask, dout, dlse = case.data()
     tensors = [t.double().requires_grad_() for t in tensors]
-    out, lse = dense_attention(*tensors, **case.options(), key_mask=mask)
+    out, lse = dense_attention(
+        *tensors, **case.options(), key_mask=mask, documents=case.documents()
+    )
     return results(tensors, out, lse, dout.double(), dlse.double())
 
 
@@ -132,7 +153,7 @@ def shard(case: Attention, ring: Ring) -> list[Tensor]:
     out, lse = ring_attn(
         *tensors, **case.options(), key_mask=None if mask is None else mask[:, keys],
         layout=case.layout, kernel=case.kernel, bucket_size=case.bucket_size, group=ring,
-        return_lse=True, cross=case.key_lengths is not None,
+        return_lse=True, cross=case.key_lengths is not None, **case.packed(queries),
     )  # fmt: skip
     return results(tensors, out, lse, dout[:, queries], dlse[..., queries])
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def dense_attention(
+def dense_attention(  # noqa: PLR0913 - an option each
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -14,6 +14,7 @@ def dense_attention(
     key_mask: Tensor | None = None,
     scale: float | None = None,
     softclamp: float | None = None,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [b, n, h, d_v], lse [b, h, n]) of q [b, n, h, d], k [b, m, g, d], v [b, m, g, d_v]."""
     k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
@@ -22,13 +23,17 @@ def dense_attention(
     )
     if softclamp is not None:
         scores = softclamp * torch.tanh(scores / softclamp)
-    behind = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+    behind = (torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1]))[None]
     seen = torch.ones_like(behind, dtype=torch.bool)
+    if documents is not None:
+        seen = documents[:, :, None] == documents[:, None]
+        at = seen.tril(-1).sum(-1)  # how many of the same document come before
+        behind = at[:, :, None] - at[:, None]
     if causal:
         seen = seen & (behind >= 0)
     if window is not None:
         seen = seen & (behind.abs() <= window)
-    seen = seen[None, None] if key_mask is None else seen & key_mask[:, None, None]
+    seen = seen[:, None] if key_mask is None else seen[:, None] & key_mask[:, None, None]
     scores = scores.masked_fill(~seen, -torch.inf)
     blind = ~seen.any(-1, keepdim=True)
     p = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)

@@ -14,13 +14,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 KERNEL = {"contract", "layouts"}
 ALLOWED = {
     "__init__": {"*"},
-    "layouts": set(),
+    "segments": set(),
+    "layouts": {"segments"},
     "contract": {"layouts"},
+    "documents": {"layouts", "ring", "segments"},
     "ring": {"contract", "layouts"},
     "agreement": {"ring"},
-    "plan": {"agreement", "contract", "kernels", "layouts", "ring"},
+    "plan": {"agreement", "contract", "documents", "kernels", "layouts", "ring"},
     "regular_attention": {"contract", "plan"},
-    "ring_flash_attention": {"contract", "layouts", "plan", "ring"},
+    "ring_flash_attention": {"contract", "documents", "layouts", "plan", "ring"},
     "rotary": {"layouts", "ring"},
     "sharding": {"agreement", "contract", "layouts", "plan", "ring"},
     "loss": {"contract", "layouts", "ring", "sharding"},

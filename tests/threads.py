@@ -66,7 +66,7 @@ class ThreadRing(Ring):
         mail = [(self.hub.mail[rank, self.rank], t) for rank, t in receives]
         return ThreadTransfer(self.hub, mail, taken)
 
-    def gather_bytes(self, message: bytes) -> list[bytes]:
+    def gather_bytes(self, message: bytes, size: int = 0) -> list[bytes]:
         self.hub.gathers[self.rank] += 1
         self.hub.notes[self.rank] = message
         self.hub.barrier.wait()
