@@ -39,12 +39,19 @@ def documents_problem(
         )
     if cu_seqlens is None:
         return None
+    if (problem := cu_seqlens_problem(cu_seqlens)) is not None:
+        return problem
+    if (samples := len(as_lists(cu_seqlens))) not in (1, b):
+        return f"cu_seqlens must be one list for all samples or {b}, got {samples}"
+    return None
+
+
+def cu_seqlens_problem(cu_seqlens: Borders) -> str | None:
+    """What is wrong with borders by themselves."""
     try:
         samples = as_lists(cu_seqlens)
     except (TypeError, ValueError) as error:
         return f"cu_seqlens must be ascending ints, or such a list for each sample: {error}"
-    if len(samples) not in (1, b):
-        return f"cu_seqlens must be one list for all samples or {b}, got {len(samples)}"
     for borders in samples:
         ascending = all(a <= z for a, z in pairwise(borders))
         if not borders or borders[0] != 0 or not ascending:

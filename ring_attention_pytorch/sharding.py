@@ -16,6 +16,7 @@ from torch.autograd import Function
 from ring_attention_pytorch.agreement import agree
 from ring_attention_pytorch.contract import accumulator
 from ring_attention_pytorch.layouts import (
+    Layout,
     Segments,
     all_segments,
     check_layout,
@@ -31,20 +32,20 @@ Shape = tuple[int, ...]
 
 @beartype
 def shard_sequence(
-    x: Tensor, *, dim: int = 1, layout: str = "contiguous", group: Group = None
+    x: Tensor, *, dim: int = 1, layout: Layout = "contiguous", group: Group = None
 ) -> Tensor:
     """This rank's part of a sequence that every rank of the ring has whole.
 
     Args:
         x: any tensor whose dimension `dim` is the sequence: ids, labels, masks, embeddings.
-        layout: "contiguous", "striped" or "zigzag".
+        layout: "contiguous", "striped", "zigzag" or what `balanced` made.
         group: the ring; None is the default group, or this process alone.
 
     Returns:
         x at this rank's positions, in the order in which it holds them. Nothing is sent.
 
     Raises:
-        ValueError: an unknown layout, or a dim that x doesn't have.
+        ValueError: an unknown layout or one dealt for others, or a dim that x doesn't have.
 
     >>> shard_sequence(torch.arange(4)[None])
     tensor([[0, 1, 2, 3]])
@@ -59,7 +60,7 @@ def shard_sequence(
 
 @beartype
 def unshard_sequence(
-    x: Tensor, *, length: int, dim: int = 1, layout: str = "contiguous", group: Group = None
+    x: Tensor, *, length: int, dim: int = 1, layout: Layout = "contiguous", group: Group = None
 ) -> Tensor:
     """The whole sequence, on every rank of the ring, from everyone's part.
 
@@ -78,8 +79,8 @@ def unshard_sequence(
     tensor([[0, 1, 2, 3]])
     """
     ring = as_ring(group)
-    same = {"length": length, "dim": dim, "layout": layout, "dtype": x.dtype, **_grad_mode(x)}
-    problem = layout_problem(layout) or _dim_problem(x, dim)
+    same = {"length": length, "dim": dim, "layout": str(layout), "dtype": x.dtype, **_grad_mode(x)}
+    problem = layout_problem(layout, ring.size, length) or _dim_problem(x, dim)
     if length < 0:
         problem = f"length must be at least 0, got {length}"
     if problem is None:

@@ -91,7 +91,9 @@ class Attention:
 
     def documents(self) -> Tensor | None:
         """int [batch, length], for the oracle."""
-        return None if self.ids is None else torch.tensor(self.ids).expand(self.batch, -1)
+        if self.ids is None:
+            return None
+        return torch.tensor(self.ids, dtype=torch.long).expand(self.batch, -1)
 
     def packed(self, at: Tensor) -> dict[str, Any]:
         """The documents of some tokens, as `ring_attn` takes them."""

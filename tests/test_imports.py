@@ -17,6 +17,7 @@ ALLOWED = {
     "segments": set(),
     "layouts": {"segments"},
     "contract": {"layouts"},
+    "balance": {"documents", "layouts", "segments"},
     "documents": {"layouts", "ring", "segments"},
     "ring": {"contract", "layouts"},
     "agreement": {"ring"},

@@ -19,6 +19,7 @@ from ring_attention_pytorch.kernels._triton_parts import (
     span,
     tanh,
     tile_at,
+    tiles_of,
 )
 
 
@@ -84,7 +85,7 @@ def _keys_step(
 
 @triton.jit
 def keys_kernel(
-    q, k, v, mask, dout, lse, delta, dk, dv, tiles, n_tiles, first_col, last_col,
+    q, k, v, mask, dout, lse, delta, dk, dv, tiles, ranges, first_col, last_col,
     key_heads, group, d, d_v, inner, factor, scale,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
     do_b, do_n, do_h, do_d, lse_b, lse_h, lse_n, delta_b, delta_h, delta_n,
@@ -111,13 +112,14 @@ def keys_kernel(
         shown = (tl.load(at, mask=held, other=0) != 0)[:, None]
     dk_sum = tl.zeros([COLS, D], tl.float32)
     dv_sum = tl.zeros([COLS, D_V], tl.float32)
+    first_tile, last_tile = tiles_of(ranges, tl.program_id(1))
     for g in range(group):
         head = key_head * group + g
         lse_at, delta_at = lse, delta
         if not TMA:
             lse_at = place(lse, batch, head, lse_b, lse_h)
             delta_at = place(delta, batch, head, delta_b, delta_h)
-        for t in range(n_tiles):
+        for t in range(first_tile, last_tile):
             r0, r1, c0, c1, left, right = tile_at(tiles, t)
             # columns beyond the last are not stored, whatever comes of them
             stop = tl.minimum(start + COLS, last_col)
@@ -150,7 +152,7 @@ def keys_kernel(
 
 @triton.jit
 def queries_kernel(
-    q, k, v, mask, dout, lse, delta, dq, tiles, n_tiles, first_row, last_row, m, heads, group,
+    q, k, v, mask, dout, lse, delta, dq, tiles, ranges, first_row, last_row, m, heads, group,
     d, d_v, inner, factor, scale,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
     do_b, do_n, do_h, do_d, lse_b, lse_h, lse_n, delta_b, delta_h, delta_n,
@@ -160,7 +162,8 @@ def queries_kernel(
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries of one head."""
-    start = first_row + (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    start = first_row + block * ROWS
     batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     key_head = head // group
     row, col = start + tl.arange(0, ROWS), tl.arange(0, COLS)
@@ -181,7 +184,8 @@ def queries_kernel(
     if MASK:
         mask_at = place(mask, batch, key_head, mask_b, 0)
     dq_sum = tl.zeros([ROWS, D], tl.float32)
-    for t in range(n_tiles):
+    first_tile, last_tile = tiles_of(ranges, block)
+    for t in range(first_tile, last_tile):
         r0, r1, c0, c1, left, right = tile_at(tiles, t)
         # rows of another tile have p = 0 by their lse, so they never need masking
         lse_rows = lse_of_rows(lse_at, lse_n, row, r0, r1)[:, None]

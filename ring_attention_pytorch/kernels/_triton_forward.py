@@ -16,6 +16,7 @@ from ring_attention_pytorch.kernels._triton_parts import (
     span,
     tanh,
     tile_at,
+    tiles_of,
 )
 
 
@@ -43,7 +44,7 @@ def _attend(
 
 @triton.jit
 def forward_kernel(
-    q, k, v, mask, out, lse, tiles, n_tiles, first_row, last_row, m, heads, group, d, d_v,
+    q, k, v, mask, out, lse, tiles, ranges, first_row, last_row, m, heads, group, d, d_v,
     inner, factor,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
     out_b, out_n, out_h, out_d, lse_b, lse_h, lse_n,
@@ -52,7 +53,8 @@ def forward_kernel(
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # under a causal mask the last rows see the most: they go first
-    start = first_row + (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    start = first_row + block * ROWS
     batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     key_head = head // group
     row, col = start + tl.arange(0, ROWS), tl.arange(0, COLS)
@@ -75,7 +77,8 @@ def forward_kernel(
     if tl.max(before_lse, 0) > -float("inf"):
         acc = tl.load(out_at, mask=within, other=0.0)
 
-    for t in range(n_tiles):
+    first_tile, last_tile = tiles_of(ranges, block)
+    for t in range(first_tile, last_tile):
         r0, r1, c0, c1, left, right = tile_at(tiles, t)
         a, z = tl.maximum(start, r0), tl.minimum(tl.minimum(start + ROWS, last_row), r1)
         whole = (start >= r0) & (tl.minimum(start + ROWS, last_row) <= r1)

@@ -16,6 +16,12 @@ def tile_at(tiles, t):
 
 
 @triton.jit
+def tiles_of(ranges, block):
+    """From which to which tile of the table a block of rows, or of columns, has to look."""
+    return tl.load(ranges + 2 * block), tl.load(ranges + 2 * block + 1)
+
+
+@triton.jit
 def span(start, stop, whole, a0, b0, b1, back, ahead, BLOCK: tl.constexpr):
     """Which blocks of the other side, from b0 to b1, are seen from start to stop on this side.
 

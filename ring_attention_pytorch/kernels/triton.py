@@ -8,15 +8,18 @@ TRITON_INTERPRET=1 they run on the CPU, slowly, for tests.
 
 import math
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import accumulate
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms, Tiles
 from ring_attention_pytorch.layouts import Tile
 
 _OLDEST = (3, 4)
@@ -131,14 +134,13 @@ def forward(
 
     (b, _, h, d), (_, m, h_kv, d_v) = q.shape, keys.v.shape
     config = _config("forward", q, keys)
-    first, last = min(t.rows.start for t in tiles), max(t.rows.stop for t in tiles)
+    table = _table(tiles, "rows", config.rows, q.device)
     options = _options(config, terms, keys, (q, keys.k, keys.v, out))
     q_, k, v = _operands(options["TMA"], (q, config.rows), *_of(config.cols, keys.k, keys.v))
     mask = _mask(keys)
     with _on(q):
-        forward_kernel[(b * h, -(-(last - first) // config.rows))](
-            q_, k, v, mask, out, lse, _table(tiles, q.device), len(tiles), first, last, m, h,
-            h // h_kv, d, d_v, *_factors(terms),
+        forward_kernel[(b * h, len(table.ranges))](
+            q_, k, v, mask, out, lse, *table, m, h, h // h_kv, d, d_v, *_factors(terms),
             *q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
             *out.stride(), *lse.stride(), **options,
         )  # fmt: skip
@@ -159,7 +161,7 @@ def _backward_of_keys(
 
     (b, _, h, d), (_, _, h_kv, d_v) = saved.q.shape, keys.v.shape
     config = _config("keys", saved.q, keys)
-    first, last = min(t.cols.start for t in tiles), max(t.cols.stop for t in tiles)
+    table = _table(tiles, "cols", config.cols, saved.q.device)
     inputs = (saved.q, keys.k, keys.v, saved.dout, saved.lse, saved.delta)
     options = _options(config, terms, keys, inputs)
     q, dout, k, v, lse, delta = _operands(
@@ -168,9 +170,8 @@ def _backward_of_keys(
         *_of(config.cols, keys.k, keys.v),
         *_of(config.rows, saved.lse, saved.delta),
     )
-    keys_kernel[(b * h_kv, -(-(last - first) // config.cols))](
-        q, k, v, _mask(keys), dout, lse, delta, grads.dk, grads.dv,
-        _table(tiles, saved.q.device), len(tiles), first, last, h_kv, h // h_kv, d, d_v,
+    keys_kernel[(b * h_kv, len(table.ranges))](
+        q, k, v, _mask(keys), dout, lse, delta, grads.dk, grads.dv, *table, h_kv, h // h_kv, d, d_v,
         *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
         *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(),
@@ -185,17 +186,16 @@ def _backward_of_queries(
 
     (b, _, h, d), (_, m, h_kv, d_v) = saved.q.shape, keys.v.shape
     config = _config("queries", saved.q, keys)
-    first, last = min(t.rows.start for t in tiles), max(t.rows.stop for t in tiles)
+    table = _table(tiles, "rows", config.rows, saved.q.device)
     options = _options(config, terms, keys, (saved.q, keys.k, keys.v, saved.dout))
     q, dout, k, v = _operands(
         options["TMA"],
         *_of(config.rows, saved.q, saved.dout),
         *_of(config.cols, keys.k, keys.v),
     )
-    queries_kernel[(b * h, -(-(last - first) // config.rows))](
-        q, k, v, _mask(keys), dout, saved.lse, saved.delta, grads.dq,
-        _table(tiles, saved.q.device), len(tiles), first, last, m, h, h // h_kv, d, d_v,
-        *_factors(terms), terms.scale,
+    queries_kernel[(b * h, len(table.ranges))](
+        q, k, v, _mask(keys), dout, saved.lse, saved.delta, grads.dq, *table, m, h, h // h_kv,
+        d, d_v, *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
         *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(), *grads.dq.stride(),
         **options,
@@ -274,25 +274,54 @@ def _mask_strides(keys: Keys) -> tuple[int, ...]:
     return (0, 0) if keys.key_mask is None else keys.key_mask.stride()
 
 
-def _table(tiles: Sequence[Tile], device: torch.device) -> Tensor:
-    """The tiles as the kernels read them."""
-    return _table_of(
-        tuple(
-            (
-                rows.start, rows.stop, cols.start, cols.stop,
-                rows.stop - rows.start if left is None else left,
-                cols.stop - cols.start if right is None else right,
-            )
-            for rows, cols, left, right in tiles
-        ),
-        device,
+class _Table(NamedTuple):
+    """Tiles as the kernels read them, by their rows or by their columns."""
+
+    tiles: Tensor
+    ranges: Tensor  # of tiles, for each block from `first` to `last`
+    first: int
+    last: int
+
+
+def _table(
+    tiles: Sequence[Tile], side: Literal["rows", "cols"], block: int, device: torch.device
+) -> _Table:
+    """The table for blocks of one side, made once for tiles that are used again."""
+    if not isinstance(tiles, Tiles):
+        return _table_of(tuple(map(_numbers, tiles)), side, block, device)
+    return tiles.once(
+        (side, block, device), lambda: _make_table([*map(_numbers, tiles)], side, block, device)
+    )
+
+
+def _numbers(tile: Tile) -> tuple[int, ...]:
+    rows, cols, left, right = tile
+    return (
+        rows.start, rows.stop, cols.start, cols.stop,
+        rows.stop - rows.start if left is None else left,
+        cols.stop - cols.start if right is None else right,
     )  # fmt: skip
 
 
-@lru_cache(maxsize=65536)
-def _table_of(tiles: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+def _make_table(
+    tiles: Sequence[tuple[int, ...]], side: str, block: int, device: torch.device
+) -> _Table:
+    start, stop = (0, 1) if side == "rows" else (2, 3)
+    tiles = sorted(tiles, key=itemgetter(start))
+    starts = [tile[start] for tile in tiles]
+    stops = [*accumulate((tile[stop] for tile in tiles), max)]  # of a tile or any before it
+    first, last = starts[0], stops[-1]
+    # where many documents lie, a block looks at the tiles of a few
+    ranges = [
+        (bisect_right(stops, at), bisect_left(starts, at + block))
+        for at in range(first, last, block)
+    ]
     # from pageable memory: the copy ends before this returns, so any stream may read the table
-    return torch.tensor(tiles, dtype=torch.int32, device=device)
+    table, ranges = (torch.tensor(t, dtype=torch.int32, device=device) for t in (tiles, ranges))
+    return _Table(table, ranges, first, last)
+
+
+_table_of = lru_cache(maxsize=4096)(_make_table)
 
 
 def _on(t: Tensor) -> AbstractContextManager[Any]:
