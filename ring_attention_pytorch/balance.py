@@ -51,7 +51,8 @@ def balanced(
         problem = f"window must be None or at least 0, got {window}"
     if problem is not None:
         raise ValueError(f"balanced: {problem}")
-    samples = [of_borders(borders) for borders in as_lists(cu_seqlens)]
+    if not (samples := [of_borders(borders) for borders in as_lists(cu_seqlens)]):
+        raise ValueError("balanced: cu_seqlens must be one list, or one for each sample; got none")
     return deal(samples, ring_size, causal, window)
 
 

@@ -9,13 +9,21 @@ import json
 from collections.abc import Sequence
 from hashlib import sha256
 from itertools import groupby, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.layouts import Visible
 from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.segments import Documents, Run, Segments, count, segment_positions
+from ring_attention_pytorch.segments import (
+    Documents,
+    Run,
+    Segment,
+    Segments,
+    count,
+    segment_positions,
+)
 
 Borders = Tensor | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]
 Packing = tuple[Documents, ...]  # one for each sample
@@ -24,9 +32,15 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def documents_problem(
-    documents: Tensor | Packing | None, cu_seqlens: Borders | None, shape: Sequence[int]
+    documents: Tensor | Packing | None,
+    cu_seqlens: Borders | None,
+    shape: Sequence[int],
+    whole: int | None = None,
 ) -> str | None:
-    """What is wrong with what one rank gave for tokens of shape `[b, n, ...]`."""
+    """What is wrong with what one rank gave for tokens of shape `[b, n, ...]`.
+
+    `whole` is the length of the whole sequence, where one rank knows it.
+    """
     if documents is not None and cu_seqlens is not None:
         return "documents and cu_seqlens say the same thing; pass one or the other"
     b, n = shape[:2]
@@ -43,7 +57,13 @@ def documents_problem(
         return problem
     if (samples := len(as_lists(cu_seqlens))) not in (1, b):
         return f"cu_seqlens must be one list for all samples or {b}, got {samples}"
-    return None
+    return None if whole is None else _end_problem(as_lists(cu_seqlens), whole)
+
+
+def _end_problem(samples: list[list[int]], length: int) -> str | None:
+    if all(borders[-1] == length for borders in samples):
+        return None
+    return f"cu_seqlens must end with the length of the whole, {length}, got {samples[0][-1]}"
 
 
 def cu_seqlens_problem(cu_seqlens: Borders) -> str | None:
@@ -69,7 +89,8 @@ def as_lists(cu_seqlens: Borders) -> list[list[int]]:
             raise TypeError(f"got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
         cu_seqlens = cu_seqlens.tolist()
     plain = [each.tolist() if isinstance(each, Tensor) else each for each in cu_seqlens]
-    samples = [plain] if all(isinstance(each, int) for each in plain) else plain
+    shared = plain and all(isinstance(each, int) for each in plain)
+    samples = [plain] if shared else plain
     if not all(isinstance(c, int) for borders in samples for c in borders):
         raise TypeError("got something else than ints")
     return [list(borders) for borders in samples]
@@ -81,7 +102,8 @@ def digest(cu_seqlens: Borders | None) -> str | None:
         return None
     samples = as_lists(cu_seqlens)
     mark = sha256(json.dumps(samples).encode()).hexdigest()[:12]
-    return f"{sum(map(len, samples))} borders up to {samples[0][-1]}, {mark}"
+    last = max((borders[-1] for borders in samples), default=0)
+    return f"{sum(map(len, samples))} borders up to {last}, {mark}"
 
 
 def of_borders(borders: Sequence[int]) -> Documents:
@@ -107,18 +129,29 @@ def of_ids(ids: Tensor) -> Documents:
     return Documents(tuple(map(Run, named, [0, *ends[:-1]], ends)))
 
 
-def gather(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Packing:
+def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Packing:
     """The documents of each sample of a ring whose ranks hold ids `[b, n]`, by two exchanges."""
     runs = [torch.unique_consecutive(row, return_counts=True) for row in ids.cpu()]
-    note = json.dumps([[t.tolist() for t in run] for run in runs]).encode()
-    notes = ring.gather_long(note)[ring.first : ring.first + ring.size]
+    notes = _tell(ring, [[t.tolist() for t in run] for run in runs])
     whole = torch.empty((len(ids), sum(map(count, segments))), dtype=torch.long)
     for held, note in zip(segments, notes):
         at = segment_positions(held)
-        for row, (values, counts) in zip(whole, json.loads(note)):
-            ids, counts = (torch.tensor(t, dtype=torch.long) for t in (values, counts))
-            row[at] = ids.repeat_interleave(counts)
+        for row, (values, counts) in zip(whole, note):
+            found, times = (torch.tensor(t, dtype=torch.long) for t in (values, counts))
+            row[at] = found.repeat_interleave(times)
     return tuple(of_ids(row) for row in whole)
+
+
+def gather_packings(ring: Ring, packing: Packing) -> Packing:
+    """The documents of every rank's samples, where each rank brings samples of its own."""
+    notes = _tell(ring, [documents.runs for documents in packing])
+    return tuple(Documents(tuple(Run(*run) for run in runs)) for note in notes for runs in note)
+
+
+def _tell(ring: Ring, note: Any) -> list[Any]:
+    """The notes of the ring's ranks. All ranks of the group take part."""
+    notes = ring.gather_long(json.dumps(note).encode())
+    return [json.loads(text) for text in notes[ring.first : ring.first + ring.size]]
 
 
 def whole_packing(
@@ -135,15 +168,22 @@ def whole_packing(
     """
     length = sum(map(count, segments))
     if isinstance(documents, Tensor):
-        return gather(ring, documents, segments)
+        return gather_ids(ring, documents, segments)
     if cu_seqlens is None:
         return documents
     samples = as_lists(cu_seqlens)
-    if samples[0][-1] != length:
-        raise ValueError(
-            f"cu_seqlens must end with the length of the whole, {length}, got {samples[0][-1]}"
-        )
-    return tuple(of_borders(borders) for borders in samples) * (batch // len(samples))
+    if (problem := _end_problem(samples, length)) is not None:
+        raise ValueError(f"ring attention: {problem}")
+    packing = tuple(of_borders(borders) for borders in samples)
+    return packing * batch if len(samples) == 1 else packing
+
+
+def local_packing(
+    documents: Tensor | None, cu_seqlens: Borders | None, x: Tensor
+) -> Packing | None:
+    """The documents of each whole sequence x `[b, n, ...]` that this rank has."""
+    whole = ((Segment(0, 1, x.shape[1]),),)
+    return whole_packing(Ring.alone(), documents, cu_seqlens, whole, x.shape[0])
 
 
 def by_sample(visible: Visible, packing: Packing | None) -> list[tuple[slice, Visible]]:
@@ -158,6 +198,8 @@ def by_sample(visible: Visible, packing: Packing | None) -> list[tuple[slice, Vi
     return found
 
 
-def ends(documents: Documents) -> Tensor:
-    """The positions with which runs end: what follows is of another document, or nothing."""
-    return torch.tensor([run.stop - 1 for run in documents.runs], dtype=torch.long)
+def last_of_document(packing: Packing, at: Tensor) -> Tensor:
+    """Where another document, or nothing, follows the tokens at positions `[n]`: bool `[b, n]`."""
+    ends = (torch.tensor([run.stop - 1 for run in d.runs], dtype=torch.long) for d in packing)
+    found = [torch.isin(at, end.to(at.device)) for end in ends]
+    return torch.stack(found) if found else at.new_empty((0, len(at)), dtype=torch.bool)

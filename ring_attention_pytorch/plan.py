@@ -174,9 +174,19 @@ class RingPlan:
             packing=packing,
         )
 
-    def positions(self, device: torch.device | None = None) -> Tensor:
-        """The global positions of this rank's queries, int64 `[n]`."""
-        return segment_positions(self.query_segments[self.ring.rank], device)
+    def positions(
+        self, device: torch.device | None = None, *, in_documents: bool = False
+    ) -> Tensor:
+        """The global positions of this rank's queries, int64 `[n]`.
+
+        With in_documents they restart with each document: `[b, n]` where samples differ.
+        """
+        mine = self.query_segments[self.ring.rank]
+        if not (in_documents and self.packing):
+            return segment_positions(mine, device)
+        found = [documents.positions(mine) for documents in self.packing]
+        alike = len(set(self.packing)) == 1
+        return (found[0] if alike else torch.stack(found)).to(device)
 
     def keys(self, k: Tensor, v: Tensor) -> Keys:
         """This rank's keys, as the transport wants them."""

@@ -103,6 +103,19 @@ class Documents:
             self._pieces[segments] = found
         return self._pieces[segments]
 
+    def positions(self, segments: Segments) -> Tensor:
+        """In its document, of each token held."""
+        found = torch.empty(count(segments), dtype=torch.long)
+        for pieces in self.pieces(segments).values():
+            for start, segment in pieces:
+                found[start : start + segment.length] = segment_positions((segment,))
+        return found
+
+    def head(self, length: int) -> "Documents":
+        """The documents of the first so many tokens."""
+        kept = (run for run in self.runs if run.start < length)
+        return Documents(tuple(run._replace(stop=min(run.stop, length)) for run in kept))
+
     def _cut(self, at: int, segment: Segment) -> Iterator[tuple[int, Piece]]:
         position, stride, length = segment
         end, number = at + length, bisect_right(self.starts, position) - 1

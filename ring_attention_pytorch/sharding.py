@@ -5,7 +5,7 @@ rank's tensors being separate variables.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.agreement import agree
+from ring_attention_pytorch.balance import deal
 from ring_attention_pytorch.contract import accumulator
+from ring_attention_pytorch.documents import Packing, gather_packings
 from ring_attention_pytorch.layouts import (
     Layout,
     Segments,
@@ -108,9 +110,10 @@ class AutoShard:
     """
 
     ring: Ring
-    layout: str
+    layout: Layout
     length: int
     batch_sizes: tuple[int, ...]
+    packing: Packing | None = None  # the documents of all their samples
 
     @classmethod
     def make(
@@ -118,12 +121,15 @@ class AutoShard:
         x: Tensor,
         *,
         ring_seq_size: int,
-        layout: str,
+        layout: Layout,
         group: Group,
         ring_size: int | None,
         same: Mapping[str, Any],
+        packing: Packing | None,
     ) -> "AutoShard":
         """Agreed by all ranks of the group; x is `[b, n, ...]`, `same` what else must agree.
+
+        `packing` are the documents of this rank's samples.
 
         Raises:
             ValueError: lengths differ within a ring, or the rest of x between ranks.
@@ -134,10 +140,11 @@ class AutoShard:
             ring_size = None  # alone, a ring of any size is this process
         if ring_size is not None and (ring_size < 1 or everyone.size % ring_size):
             problem = f"ring_size must divide the group's {everyone.size} ranks, got {ring_size}"
-        agreed = dict(same, ring_seq_size=ring_seq_size, ring_size=ring_size, layout=layout)
+        agreed = dict(same, ring_seq_size=ring_seq_size, ring_size=ring_size, layout=str(layout))
         agreed.update(dtype=x.dtype, device=x.device.type, width=list(x.shape[2:]), **_grad_mode(x))
         own = {"b": x.shape[0], "n": x.shape[1]}
-        shapes = agree(everyone, "automatic sharding", agreed, own, problem)
+        packed = {"documents": "given" if packing is not None else None}
+        shapes = agree(everyone, "automatic sharding", agreed, own, problem, packed)
         longest = max(s["n"] for s in shapes)
         size = ring_size or smallest_ring(longest, ring_seq_size, everyone.size)
         rings = [shapes[first : first + size] for first in range(0, len(shapes), size)]
@@ -149,7 +156,9 @@ class AutoShard:
                 )
         mine = rings[everyone.rank // size]
         ring = everyone if size == everyone.size else Ring(everyone.group, size)
-        return cls(ring, layout, x.shape[1], tuple(s["b"] for s in mine))
+        if packing is not None:
+            packing = gather_packings(ring, packing)
+        return cls(ring, layout, x.shape[1], tuple(s["b"] for s in mine), packing)
 
     @property
     def segments(self) -> tuple[Segments, ...]:
@@ -190,8 +199,10 @@ class Spread:
     ring_attn: bool
     auto: bool
     ring_seq_size: int
-    layout: str
+    layout: Layout
     group: Group
+    causal: bool
+    free: bool  # to take another layout where that is better
 
     @classmethod
     def make(
@@ -200,7 +211,7 @@ class Spread:
         auto: bool | None,
         causal: bool,
         ring_seq_size: int,
-        layout: str | None,
+        layout: Layout | None,
         striped: bool,
         group: Group,
     ) -> "Spread":
@@ -212,9 +223,10 @@ class Spread:
                 raise ValueError(f"{name} needs ring_attn=True: nothing is spread without a ring")
         if ring_seq_size < 1:
             raise ValueError(f"ring_seq_size must be at least 1, got {ring_seq_size}")
+        free = auto and layout is None
         if layout is None:
             layout = "zigzag" if auto and causal else "contiguous"
-        return cls(ring_attn, auto, ring_seq_size, layout, group)
+        return cls(ring_attn, auto, ring_seq_size, layout, group, causal, free)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Spread":
         """Frozen, and process groups can't be copied: copies of a module share it."""
@@ -240,12 +252,23 @@ class Spread:
             agree(as_ring(self.group), "automatic sharding", {}, problem=problem)
         agree(self.ring(on, ring_size), caller, {}, problem=problem)
 
-    def shard(self, x: Tensor, ring_size: int | None, same: Mapping[str, Any]) -> AutoShard:
-        """The automatic sharding of whole sequences x."""
-        return AutoShard.make(
+    def shard(
+        self,
+        x: Tensor,
+        ring_size: int | None,
+        same: Mapping[str, Any],
+        packing: Packing | None = None,
+        window: int | None = None,
+    ) -> AutoShard:
+        """The automatic sharding of whole sequences x, balanced where documents are packed."""
+        shards = AutoShard.make(
             x, ring_seq_size=self.ring_seq_size, layout=self.layout, group=self.group,
-            ring_size=ring_size, same=same,
+            ring_size=ring_size, same=same, packing=packing,
         )  # fmt: skip
+        if not (self.free and shards.packing):
+            return shards
+        layout = deal(shards.packing, shards.ring.size, self.causal, window)
+        return replace(shards, layout=layout)
 
 
 def mask_problem(name: str, mask: Tensor | None, x: Tensor) -> str | None:

@@ -284,7 +284,7 @@ WRONG = [
     (dict(documents=torch.zeros(2, 5, dtype=int), cu_seqlens=[0, 10]), "pass one or the other"),
     (dict(cu_seqlens=[0, 3, 2, 10]), "ascend from 0"),
     (dict(cu_seqlens=[1, 10]), "ascend from 0"),
-    (dict(cu_seqlens=[]), "ascend from 0"),
+    (dict(cu_seqlens=[]), "one list for all samples or 2, got 0"),
     (dict(cu_seqlens=[[0, 10]] * 3), "one list for all samples or 2, got 3"),
     (dict(cu_seqlens=[[0, 10], [0, 9]]), "must end alike, got [10, 9]"),
     (dict(cu_seqlens=torch.tensor([0.0, 10.0])), "cu_seqlens must be ascending ints"),

@@ -25,7 +25,7 @@ ALLOWED = {
     "regular_attention": {"contract", "plan"},
     "ring_flash_attention": {"contract", "documents", "layouts", "plan", "ring"},
     "rotary": {"layouts", "ring"},
-    "sharding": {"agreement", "contract", "layouts", "plan", "ring"},
+    "sharding": {"agreement", "balance", "contract", "documents", "layouts", "plan", "ring"},
     "loss": {"contract", "layouts", "ring", "sharding"},
     "tree_attn_decoding": {"agreement", "contract", "kernels", "layouts", "plan", "ring"},
     "ring_attention": {"*"},
