@@ -152,3 +152,24 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
     out.lerp_(part_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
+
+
+def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Merge, in place, a key that every query sees, of score `sinks` [h] and value 0.
+
+    >>> out, lse = torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1)
+    >>> merge_sinks_(out, lse, torch.zeros(1))
+    >>> out.flatten().tolist(), round(lse.item(), 4)
+    ([0.5, 0.5], 0.6931)
+    """
+    sinks = sinks.to(lse.dtype).unsqueeze(1)
+    weight = torch.sigmoid(lse - sinks).masked_fill_(lse == -torch.inf, 0.0)
+    out.mul_(weight.transpose(1, 2).unsqueeze(-1))
+    torch.logaddexp(lse, sinks, out=lse)
+
+
+def grad_of_sinks(sinks: Tensor, saved: Saved) -> Tensor:
+    """[h], from the queries here. A sink has no value, so its d(score) is -p * delta."""
+    p = (sinks.to(saved.lse.dtype).unsqueeze(1) - saved.lse).exp()
+    p = p.masked_fill_(saved.lse == -torch.inf, 0.0)
+    return -(p * saved.delta).sum(dim=(0, 2)).to(sinks.dtype)

@@ -95,9 +95,10 @@ class RingPlan:
         cross: bool | None = None,
         documents: Tensor | Packing | None = None,
         cu_seqlens: Borders | None = None,
+        sinks: Tensor | None = None,
         also: Mapping[str, Any] | None = None,
     ) -> "RingPlan":
-        """The plan for tensors like these; of q, k and v only shape, dtype and device matter.
+        """The plan for tensors like these; of q, k, v and sinks their values don't matter.
 
         Parameters are those of `ring_attn`, and `also`: what else all ranks must have the same,
         by name. All ranks of the ring must call this together.
@@ -119,6 +120,7 @@ class RingPlan:
             window, scale, softclamp, layout, bucket_size, cross and (causal or window is not None)
         )
         problem = problem or documents_problem(documents, cu_seqlens, q.shape)
+        problem = problem or _sinks_problem(q, sinks)
         if problem is None:
             try:
                 chosen = choose(kernel, Case.of(q, v, softclamp))
@@ -131,7 +133,7 @@ class RingPlan:
                 _agreed_shapes(q, k, v) | dict(also or {}), causal=causal, window=window,
                 scale=scale, softclamp=softclamp, layout=str(layout), kernel=kernel, cross=cross,
                 key_mask="given" if key_mask is not None else None,
-                cu_seqlens=digest(cu_seqlens),
+                cu_seqlens=digest(cu_seqlens), sinks=_sinks_note(sinks),
             ),
             own={} if problem else {"n": q.shape[1], "m": k.shape[1]},
             problem=problem,
@@ -202,9 +204,9 @@ class RingPlan:
             ]
         return self._tiles[keys.segments]
 
-    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
-        problem = qkv_problem(q, k, v, None)
+        problem = qkv_problem(q, k, v, None) or _sinks_problem(q, sinks)
         if problem is None and (given := Signature.of(q, k, v)) != self.signature:
             problem = f"the plan was made for {self.signature!r}; got {given!r}; make one for these"
         if problem is not None:
@@ -273,6 +275,22 @@ def qkv_problem(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str
     if key_mask.device != k.device:
         return f"key_mask must be on the keys' device {k.device}, got {key_mask.device}"
     return None
+
+
+def _sinks_problem(q: Tensor, sinks: Tensor | None) -> str | None:
+    if sinks is None:
+        return None
+    if list(sinks.shape) == [q.shape[2]] and sinks.dtype in DTYPES and sinks.device == q.device:
+        return None
+    return (
+        f"sinks must be floating [{q.shape[2]}], one for each head of q, on {q.device}; "
+        f"got {sinks.dtype} {list(sinks.shape)} on {sinks.device}"
+    )
+
+
+def _sinks_note(sinks: Tensor | None) -> str | None:
+    grad = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
+    return None if sinks is None else "with a gradient" if grad else "without a gradient"
 
 
 def _option_problem(

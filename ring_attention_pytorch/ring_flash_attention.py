@@ -14,7 +14,13 @@ from einops import einsum
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.contract import Grads, Saved, accumulator
+from ring_attention_pytorch.contract import (
+    Grads,
+    Saved,
+    accumulator,
+    grad_of_sinks,
+    merge_sinks_,
+)
 from ring_attention_pytorch.documents import Borders
 from ring_attention_pytorch.layouts import Layout
 from ring_attention_pytorch.plan import RingPlan, empty_result, like_autocast
@@ -22,18 +28,22 @@ from ring_attention_pytorch.ring import Group, Ring, as_ring
 
 
 class RingAttentionFunction(Function):
-    """(q, k, v, plan) -> (out, lse)."""
+    """(q, k, v, sinks, plan) -> (out, lse)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: RingPlan
+    ) -> tuple[Tensor, Tensor]:
         out, lse = empty_result(q, v)
         with torch.autocast(q.device.type, enabled=False):
             for keys in plan.transport.stream(plan.keys(k, v)):
                 for some, tiles in plan.tiles(keys):  # once for all samples that see alike
                     now = (t[some] for t in (out, lse))
                     plan.kernel.forward(q[some], keys.samples(some), tiles, plan.terms, *now)
+        if sinks is not None:
+            merge_sinks_(out, lse, sinks)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         return out, lse
@@ -43,7 +53,7 @@ class RingAttentionFunction(Function):
         if torch.is_grad_enabled():
             # once_differentiable would drop the second order where dout needs no gradient
             raise NotImplementedError("ring attention can't be differentiated twice (create_graph)")
-        (q, k, v, out, lse), plan = ctx.saved_tensors, ctx.plan
+        (q, k, v, sinks, out, lse), plan = ctx.saved_tensors, ctx.plan
         dout = torch.zeros_like(out) if dout is None else dout
         dq, dk, dv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v))
         with torch.autocast(q.device.type, enabled=False):
@@ -53,7 +63,8 @@ class RingAttentionFunction(Function):
                     now = (part.samples(some) for part in (saved, keys))
                     grads = Grads(dq, *of_keys).samples(some)
                     plan.kernel.backward(*now, tiles, plan.terms, grads)
-        return *(grad.to(q.dtype) for grad in (dq, dk, dv)), None
+        dsinks = None if sinks is None else grad_of_sinks(sinks, saved)
+        return *(grad.to(q.dtype) for grad in (dq, dk, dv)), dsinks, None
 
 
 def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
@@ -83,6 +94,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     cross: bool | None = None,
     documents: Tensor | None = None,
     cu_seqlens: Borders | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is spread over a ring of processes.
 
@@ -107,7 +119,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             group, or this process alone if there is none.
         kernel: "sdpa" (PyTorch's flash on the CPU), "triton" or "eager"; None takes the fastest
             that can do it, a named one never falls back.
-        plan: a `RingPlan` for tensors like these. It stands for all options but return_lse.
+        plan: a `RingPlan` for tensors like these. It stands for all options but return_lse
+            and sinks.
         return_lse: also return the log-sum-exp of the scores.
         bucket_size: kernels that hold scores in memory hold those of so many queries at once.
         cross: True if the keys are of another sequence than the queries, in shards of any
@@ -117,6 +130,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             they stand; causal and window count the document's own tokens.
         cu_seqlens: the same by borders: ints that ascend from 0 to the length of the whole
             sequence, between which documents lie; one list, or one for each sample.
+        sinks: `[h]`, learnable: the score of a key without value that all queries see, which
+            lets a head attend to nothing (Xiao et al. 2023; gpt-oss). lse has it too.
 
     Returns:
         `[b, n, h, d_v]` in q's dtype; with return_lse also lse `[b, h, n]`, natural
@@ -140,11 +155,11 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         documents=documents, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     if plan is None:
-        plan = RingPlan.make(q, k, v, **options)
+        plan = RingPlan.make(q, k, v, **options, sinks=sinks)
     else:
         _check_only_plan(options)
-        plan.check(q, k, v)
-    out, lse = RingAttentionFunction.apply(q, k, v, plan)
+        plan.check(q, k, v, sinks)
+    out, lse = RingAttentionFunction.apply(q, k, v, sinks, plan)
     return (out, lse) if return_lse else out
 
 

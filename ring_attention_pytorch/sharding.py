@@ -125,7 +125,7 @@ class AutoShard:
         group: Group,
         ring_size: int | None,
         same: Mapping[str, Any],
-        packing: Packing | None,
+        packing: Packing | None = None,
     ) -> "AutoShard":
         """Agreed by all ranks of the group; x is `[b, n, ...]`, `same` what else must agree.
 

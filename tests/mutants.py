@@ -55,7 +55,7 @@ MUTANTS = [
     ),
     Mutant(
         "staircase joined whatever lies below", "layouts.py",
-        "if not (a_is_causal and b[2:] == full and c_is_causal):", "if not a_is_causal:",
+        "if not (full_below and beside and", "if not (beside and",
     ),
     Mutant(
         "a needed distance forgotten", "layouts.py", "for t in range(1, ring_size)\n",
@@ -68,6 +68,59 @@ MUTANTS = [
     Mutant(
         "longer chunks counted twice", "layouts.py", "c * size + min(c, longer)",
         "c * size + longer",
+    ),
+    # documents
+    Mutant(
+        "documents see one another", "layouts.py", "for k in theirs.get(document, ())",
+        "for k in sum(theirs.values(), [])",
+    ),
+    Mutant(
+        "a document's last token left out", "segments.py", "-(-(stop - position) // stride)",
+        "(stop - position) // stride",
+    ),
+    Mutant(
+        "a document that goes on starts anew", "segments.py", "before = held.get(document, 0)",
+        "before = 0",
+    ),
+    Mutant(
+        "all samples have the first one's documents", "documents.py",
+        "visible._replace(documents=documents)", "visible._replace(documents=packing[0])",
+    ),
+    Mutant(
+        "samples that see alike are only the first", "documents.py",
+        "stop = start + len(list(alike))", "stop = start + 1",
+    ),
+    Mutant(
+        "what only a later sample needs is not sent", "plan.py",
+        "for _, seen in by_sample(visible, packing)\n            for t",
+        "for _, seen in by_sample(visible, packing)[:1]\n            for t",
+    ),
+    Mutant(
+        "ids taken for another rank's", "documents.py", "in zip(segments, notes):",
+        "in zip(reversed(segments), notes):",
+    ),
+    Mutant(
+        "empty documents shift the others", "documents.py", "if a < z]", "if True]",
+    ),
+    Mutant(
+        "a document's last token predicts the next one's", "documents.py",
+        "torch.tensor([run.stop - 1", "torch.tensor([run.stop",
+    ),
+    Mutant(
+        "the heaviest to who has most", "balance.py", "key=loads.__getitem__)",
+        "key=loads.__getitem__, reverse=True)",
+    ),
+    Mutant(
+        "work of the whole sequence, not of documents", "balance.py",
+        "- offsets.repeat_interleave(lengths)", "- 0 * offsets.repeat_interleave(lengths)",
+    ),
+    Mutant(
+        "a block forgets the tile that began before it", "kernels/triton.py",
+        "bisect_right(stops, at)", "bisect_left(starts, at)",
+    ),
+    Mutant(
+        "a block forgets its last tile", "kernels/triton.py",
+        "bisect_left(starts, at + block))", "bisect_left(starts, at + block) - 1)",
     ),
     # merging and precision
     Mutant(
@@ -167,8 +220,8 @@ MUTANTS = [
         "return *(grad.to(q.dtype) * 0 for",
     ),
     Mutant(
-        "dk + dv given for both", "ring_flash_attention.py", "for grad in (dq, dk, dv)), None",
-        "for grad in (dq, dk + dv, dk + dv)), None",
+        "dk + dv given for both", "ring_flash_attention.py", "for grad in (dq, dk, dv)), dsinks",
+        "for grad in (dq, dk + dv, dk + dv)), dsinks",
     ),
     Mutant(
         "no delta", "ring_flash_attention.py", "return delta if dlse is None else delta - dlse",
@@ -267,11 +320,19 @@ def battery() -> Iterable[Callable[[], None]]:
         (Attention(24, "striped", window=3, kernel="sdpa", dtype=torch.float32), 3),
         (Attention(7, "zigzag", causal=True, masked=True), 8),
         (Attention(11, key_lengths=(3, 0, 8)), 3),
+        (Attention(12, "striped", causal=True, window=2, ids=((0,) * 3 + (1,) * 9,)), 3),
+        (Attention(12, ids=((0,) * 12, (3, 3, 0, 0) * 3), kernel="eager"), 4),
+        (Attention(12, "zigzag", ids=((0,) * 6 + (2,) * 6, (0,) * 5 + (2,) * 7), borders=True), 2),
+        (Attention(12, causal=True, window=2, batch=3, ids=((1, 1, 0) * 4,)), 2),
+        (Attention(8, ids=((0, 0, 1, 1, 2, 2, 3, 3), (0, 0, 0, 0, 0, 1, 1, 1))), 4),
     ]
     for case, size in cases:
         yield lambda case=case, size=size: check_in_threads(case, size)
     yield zigzag_is_balanced
     yield sums_of_16_bits_are_kept_in_32
+    yield dealt_layouts_are_even
+    yield a_document_ends_where_another_begins
+    yield blocks_know_their_tiles
     yield mismatches_are_errors
     yield plans_are_checked
 
@@ -283,6 +344,45 @@ def zigzag_is_balanced() -> None:
     everyone = all_segments("zigzag", 4, 32)
     work = {sum(visible_pairs(tiles(q, k, Visible(True))) for k in everyone) for q in everyone}
     assert len(work) == 1
+
+
+def dealt_layouts_are_even() -> None:
+    """As zigzag, but of documents: no rank has much more to do than another."""
+    from ring_attention_pytorch.balance import balanced
+    from ring_attention_pytorch.documents import of_borders
+    from ring_attention_pytorch.layouts import Visible, tiles, visible_pairs
+
+    borders = [0, 700, 720, 1500, 1600, 4096]
+    everyone, visible = balanced(borders, 4).segments, Visible(True, None, of_borders(borders))
+    work = [sum(visible_pairs(tiles(q, k, visible)) for k in everyone) for q in everyone]
+    assert max(work) < 1.05 * sum(work) / 4
+
+
+def a_document_ends_where_another_begins() -> None:
+    """What its last token would have to predict is not its business."""
+    import torch
+
+    from ring_attention_pytorch.documents import last_of_document, of_borders
+
+    found = last_of_document((of_borders([0, 2, 2, 5]),), torch.arange(5))
+    assert found.tolist() == [[False, True, False, False, True]]
+
+
+def blocks_know_their_tiles() -> None:
+    """The Triton kernels' ranges: every tile that a block meets is in its range."""
+    import torch
+
+    from ring_attention_pytorch.documents import of_borders
+    from ring_attention_pytorch.kernels.triton import _table
+    from ring_attention_pytorch.layouts import Visible, all_segments, tiles
+
+    (whole,) = all_segments("contiguous", 1, 40)
+    found = tiles(whole, whole, Visible(True, None, of_borders(range(0, 41, 5))))
+    table = _table(found, "rows", 8, torch.device("cpu"))
+    for number, (first, last) in enumerate(table.ranges.tolist()):
+        here = range(8 * number, 8 * number + 8)
+        meets = [i for i, t in enumerate(found) if {*range(t.rows.start, t.rows.stop)} & {*here}]
+        assert meets == list(range(first, last))
 
 
 def sums_of_16_bits_are_kept_in_32() -> None:

@@ -15,6 +15,7 @@ def dense_attention(  # noqa: PLR0913 - an option each
     scale: float | None = None,
     softclamp: float | None = None,
     documents: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [b, n, h, d_v], lse [b, h, n]) of q [b, n, h, d], k [b, m, g, d], v [b, m, g, d_v]."""
     k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
@@ -35,6 +36,11 @@ def dense_attention(  # noqa: PLR0913 - an option each
         seen = seen & (behind.abs() <= window)
     seen = seen[:, None] if key_mask is None else seen[:, None] & key_mask[:, None, None]
     scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:  # a key of value 0
+        column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), -1)
+        seen = torch.cat((seen.expand(*scores.shape[:3], -1), torch.ones_like(column) > 0), -1)
+        v = torch.cat((v, torch.zeros_like(v[:, :1])), 1)
     blind = ~seen.any(-1, keepdim=True)
     p = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
     lse = scores.masked_fill(blind, 0.0).logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)
