@@ -8,13 +8,12 @@ borders (`cu_seqlens`) of whole sequences, which need no exchange. What goes out
 import json
 from collections.abc import Sequence
 from hashlib import sha256
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.layouts import Visible
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.segments import (
     Documents,
@@ -132,7 +131,7 @@ def of_ids(ids: Tensor) -> Documents:
 def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Packing:
     """The documents of each sample of a ring whose ranks hold ids `[b, n]`, by two exchanges."""
     runs = [torch.unique_consecutive(row, return_counts=True) for row in ids.cpu()]
-    notes = _tell(ring, [[t.tolist() for t in run] for run in runs])
+    notes = tell(ring, [[t.tolist() for t in run] for run in runs])
     whole = torch.empty((len(ids), sum(map(count, segments))), dtype=torch.long)
     for held, note in zip(segments, notes):
         at = segment_positions(held)
@@ -144,11 +143,11 @@ def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Packi
 
 def gather_packings(ring: Ring, packing: Packing) -> Packing:
     """The documents of every rank's samples, where each rank brings samples of its own."""
-    notes = _tell(ring, [documents.runs for documents in packing])
+    notes = tell(ring, [documents.runs for documents in packing])
     return tuple(Documents(tuple(Run(*run) for run in runs)) for note in notes for runs in note)
 
 
-def _tell(ring: Ring, note: Any) -> list[Any]:
+def tell(ring: Ring, note: Any) -> list[Any]:
     """The notes of the ring's ranks. All ranks of the group take part."""
     notes = ring.gather_long(json.dumps(note).encode())
     return [json.loads(text) for text in notes[ring.first : ring.first + ring.size]]
@@ -184,18 +183,6 @@ def local_packing(
     """The documents of each whole sequence x `[b, n, ...]` that this rank has."""
     whole = ((Segment(0, 1, x.shape[1]),),)
     return whole_packing(Ring.alone(), documents, cu_seqlens, whole, x.shape[0])
-
-
-def by_sample(visible: Visible, packing: Packing | None) -> list[tuple[slice, Visible]]:
-    """Samples that see alike, next to one another, and what they see."""
-    if not packing:
-        return [(slice(None), visible)]
-    found, start = [], 0
-    for documents, alike in groupby(packing):
-        stop = start + len(list(alike))
-        found.append((slice(start, stop), visible._replace(documents=documents)))
-        start = stop
-    return found
 
 
 def last_of_document(packing: Packing, at: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from ring_attention_pytorch.segments import (
     Segment,
     Segments,
     count,
+    pieces_at,
     segment_positions,
     starts_of,
 )
@@ -53,6 +54,7 @@ class Visible(NamedTuple):
     causal: bool = False
     window: int | None = None
     documents: Documents | None = None  # None is a single one
+    prefix: int | None = None  # so many first tokens see one another whatever causal says
 
 
 class Dealt(NamedTuple):
@@ -190,7 +192,8 @@ def tiles(queries: Segments, keys: Segments, visible: Visible) -> tuple[Tile, ..
     (Tile(rows=slice(0, 4, None), cols=slice(0, 4, None), left=None, right=0),)
     """
     # documents come and go with their batch: whoever wants these again keeps them
-    return (_known if visible.documents is None else _tiles)(queries, keys, visible)
+    lasting = visible.documents is None and visible.prefix is None
+    return (_known if lasting else _tiles)(queries, keys, visible)
 
 
 def _tiles(queries: Segments, keys: Segments, visible: Visible) -> tuple[Tile, ...]:
@@ -214,6 +217,8 @@ def _by_document(queries: Segments, keys: Segments, visible: Visible) -> Iterato
 def _pieces(segments: Segments, visible: Visible) -> Pieces:
     if visible.documents is not None:
         return visible.documents.pieces(segments)
+    if visible.prefix is not None:
+        return {0: list(pieces_at(segments, visible.prefix))}
     return {0: [Piece(*each) for each in starts_of(segments)]}
 
 
@@ -226,7 +231,8 @@ def _tile(query: Piece, key: Piece, visible: Visible) -> Tile | None:
     gap, stride = q.start - k.start, q.stride
     if visible.window is not None:
         left, right = (visible.window - gap) // stride, (visible.window + gap) // stride
-    if visible.causal:
+    within = visible.prefix is not None and max(q.start, k.start) < visible.prefix
+    if visible.causal and not within:
         right = gap // stride
     return _trimmed(slice(row, row + q.length), slice(col, col + k.length), left, right)
 

@@ -14,7 +14,6 @@ from ring_attention_pytorch.contract import Case, Kernel, Keys, Terms, Tiles, ac
 from ring_attention_pytorch.documents import (
     Borders,
     Packing,
-    by_sample,
     digest,
     documents_problem,
     whole_packing,
@@ -31,6 +30,14 @@ from ring_attention_pytorch.layouts import (
     needed_distances,
     segment_positions,
     tiles,
+)
+from ring_attention_pytorch.masks import (
+    Prefix,
+    by_sample,
+    gather_positions,
+    positions_problem,
+    prefix_digest,
+    prefix_problem,
 )
 from ring_attention_pytorch.ring import Group, Ring, SendRecv, as_ring
 
@@ -70,6 +77,7 @@ class RingPlan:
     transport: SendRecv
     key_mask: Tensor | None
     signature: Signature
+    samples: list[tuple[slice, Visible]]  # that see alike
     packing: Packing | None = None  # the documents of each sample
     _tiles: dict[Segments, list[tuple[slice, Tiles]]] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -96,6 +104,9 @@ class RingPlan:
         documents: Tensor | Packing | None = None,
         cu_seqlens: Borders | None = None,
         sinks: Tensor | None = None,
+        prefix: Prefix = None,
+        query_positions: Tensor | None = None,
+        key_positions: Tensor | None = None,
         also: Mapping[str, Any] | None = None,
     ) -> "RingPlan":
         """The plan for tensors like these; of q, k, v and sinks their values don't matter.
@@ -116,11 +127,16 @@ class RingPlan:
         """
         ring = as_ring(group)
         q, k, v = (like_autocast(t) for t in (q, k, v))
+        packed = documents is not None or cu_seqlens is not None
+        placed = query_positions is not None or key_positions is not None
         problem = qkv_problem(q, k, v, key_mask) or _option_problem(
-            window, scale, softclamp, layout, bucket_size, cross and (causal or window is not None)
-        )
+            window, scale, softclamp, layout, bucket_size,
+            not placed and cross and (causal or window is not None),
+        )  # fmt: skip
         problem = problem or documents_problem(documents, cu_seqlens, q.shape)
         problem = problem or _sinks_problem(q, sinks)
+        problem = problem or prefix_problem(prefix, len(q), causal and not packed and not placed)
+        problem = problem or positions_problem(query_positions, key_positions, q, k, packed)
         if problem is None:
             try:
                 chosen = choose(kernel, Case.of(q, v, softclamp))
@@ -134,33 +150,38 @@ class RingPlan:
                 scale=scale, softclamp=softclamp, layout=str(layout), kernel=kernel, cross=cross,
                 key_mask="given" if key_mask is not None else None,
                 cu_seqlens=digest(cu_seqlens), sinks=_sinks_note(sinks),
+                prefix=prefix_digest(prefix),
             ),
             own={} if problem else {"n": q.shape[1], "m": k.shape[1]},
             problem=problem,
-            everywhere={"documents": "given" if documents is not None else None},
+            everywhere={
+                "documents": "given" if documents is not None else None,
+                "query_positions and key_positions": "given" if placed else None,
+            },
         )  # fmt: skip
         queries = [own["n"] for own in lengths]
         keys = [own["m"] for own in lengths]
         if cross is None:
-            cross = queries != keys
+            cross = queries != keys or placed
         if not cross and queries != keys:
             raise ValueError(
                 f"ring attention: cross=False needs as many keys as queries on every rank, got "
                 f"query lengths {queries} and key lengths {keys}"
             )
         visible = Visible(causal, window)
-        if cross:
-            packed = documents is not None or cu_seqlens is not None
+        if placed:
+            of_both = (query_positions, key_positions)
+            query_segments, key_segments = gather_positions(ring, of_both)
+        elif cross:
             _check_cross(queries, keys, visible, packed)
             # without a mask positions decide nothing, so any will do
             query_segments, key_segments = (_one_after_another(n) for n in (queries, keys))
         else:
             query_segments = key_segments = segments_by_layout("ring attention", layout, queries)
         packing = whole_packing(ring, documents, cu_seqlens, query_segments, q.shape[0])
+        samples = by_sample(visible, packing, prefix, len(q))
         distances = {
-            t
-            for _, seen in by_sample(visible, packing)
-            for t in needed_distances(query_segments, key_segments, seen)
+            t for _, seen in samples for t in needed_distances(query_segments, key_segments, seen)
         }
         return cls(
             ring=ring,
@@ -173,6 +194,7 @@ class RingPlan:
             # a copy: whoever reuses the mask's memory would change gradients without a word
             key_mask=None if key_mask is None else key_mask.clone(),
             signature=Signature.of(q, k, v),
+            samples=samples,
             packing=packing,
         )
 
@@ -199,8 +221,7 @@ class RingPlan:
         if keys.segments not in self._tiles:
             mine = self.query_segments[self.ring.rank]
             self._tiles[keys.segments] = [
-                (samples, Tiles(tiles(mine, keys.segments, seen)))
-                for samples, seen in by_sample(self.visible, self.packing)
+                (samples, Tiles(tiles(mine, keys.segments, seen))) for samples, seen in self.samples
             ]
         return self._tiles[keys.segments]
 

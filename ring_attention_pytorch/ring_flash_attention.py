@@ -23,6 +23,7 @@ from ring_attention_pytorch.contract import (
 )
 from ring_attention_pytorch.documents import Borders
 from ring_attention_pytorch.layouts import Layout
+from ring_attention_pytorch.masks import Prefix
 from ring_attention_pytorch.plan import RingPlan, empty_result, like_autocast
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 
@@ -95,6 +96,9 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     documents: Tensor | None = None,
     cu_seqlens: Borders | None = None,
     sinks: Tensor | None = None,
+    prefix: Prefix = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is spread over a ring of processes.
 
@@ -132,6 +136,11 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             sequence, between which documents lie; one list, or one for each sample.
         sinks: `[h]`, learnable: the score of a key without value that all queries see, which
             lets a head attend to nothing (Xiao et al. 2023; gpt-oss). lse has it too.
+        prefix: under causal, so many first tokens of the sequence see one another both ways;
+            one number, or one for each sample.
+        query_positions, key_positions: int `[n]` and `[m]`, by which causal and window go where
+            keys are of another sequence. Best in few runs that ascend by one, for tiles are
+            made of pairs of them.
 
     Returns:
         `[b, n, h, d_v]` in q's dtype; with return_lse also lse `[b, h, n]`, natural
@@ -152,7 +161,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     options = dict(
         causal=causal, window=window, key_mask=key_mask, scale=scale, softclamp=softclamp,
         layout=layout, group=group, kernel=kernel, bucket_size=bucket_size, cross=cross,
-        documents=documents, cu_seqlens=cu_seqlens,
+        documents=documents, cu_seqlens=cu_seqlens, prefix=prefix,
+        query_positions=query_positions, key_positions=key_positions,
     )  # fmt: skip
     if plan is None:
         plan = RingPlan.make(q, k, v, **options, sinks=sinks)

@@ -52,6 +52,20 @@ class Piece(NamedTuple):
 Pieces = dict[int, list[Piece]]  # by document
 
 
+def pieces_at(segments: Segments, border: int) -> Iterator[Piece]:
+    """Segments, cut where they pass the border.
+
+    >>> [tuple(piece.segment) for piece in pieces_at((Segment(1, 3, 4),), border=5)]
+    [(1, 3, 2), (7, 3, 2)]
+    """
+    for at, (start, stride, length) in starts_of(segments):
+        before = min(max(-(-(border - start) // stride), 0), length)
+        if before > 0:
+            yield Piece(at, Segment(start, stride, before))
+        if before < length:
+            yield Piece(at + before, Segment(start + before * stride, stride, length - before))
+
+
 class Run(NamedTuple):
     """The positions from `start` to `stop` are of one document."""
 

@@ -35,6 +35,7 @@ class Feature:
     learned: dict[str, Tensor] = field(default_factory=dict)
     ring: Options = field(default_factory=dict)
     oracle: Options = field(default_factory=dict)
+    along: dict[str, Tensor] = field(default_factory=dict)  # `[n]`, sharded, for the ring
     sizes: dict[str, int] = field(default_factory=dict)
     with_lse: bool = False
 
@@ -58,6 +59,10 @@ def key_mask() -> Tensor:
 IDS = torch.arange(5).repeat_interleave(torch.tensor(BORDERS).diff()).expand(B, -1)
 SCATTERED = torch.stack([torch.arange(N) * 7 % 5, torch.arange(N) // 4 % 3])
 
+# places of tokens of two sequences
+AT = torch.arange(N) * 2 // 3 + 4
+AT_KEYS = torch.cat((torch.arange(9) - 2, torch.arange(N - 9) + 5))
+
 FEATURES: dict[str, Feature] = {
     "causal": Feature(dict(causal=True)),
     "window": Feature(dict(window=5)),
@@ -70,6 +75,11 @@ FEATURES: dict[str, Feature] = {
     "cu_seqlens": Feature(ring=dict(cu_seqlens=BORDERS), oracle=dict(documents=IDS)),
     "documents": Feature(sharded=dict(documents=SCATTERED)),
     "sinks": Feature(learned=dict(sinks=drawn(HEADS, seed=3))),
+    "prefix": Feature(dict(prefix=[11, 0], causal=True)),
+    "positions": Feature(
+        oracle=dict(positions=(AT, AT_KEYS)),
+        along=dict(query_positions=AT, key_positions=AT_KEYS),
+    ),
 }
 
 
@@ -111,6 +121,7 @@ class Problem:
         feature = self.feature
         learned = {n: t.clone().to(self.dtype).requires_grad_() for n, t in feature.learned.items()}
         sharded = {name: t[:, at] for name, t in feature.sharded.items()}
+        sharded |= {name: t[at] for name, t in feature.along.items()}
         out, lse = ring_attn(
             *mine, **feature.shared, **sharded, **learned, **feature.ring,
             layout=dealt, kernel=kernel, group=ring, return_lse=True, bucket_size=4,

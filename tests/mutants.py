@@ -83,24 +83,33 @@ MUTANTS = [
         "before = 0",
     ),
     Mutant(
-        "all samples have the first one's documents", "documents.py",
+        "all samples have the first one's documents", "masks.py",
         "visible._replace(documents=documents)", "visible._replace(documents=packing[0])",
     ),
     Mutant(
-        "samples that see alike are only the first", "documents.py",
+        "samples that see alike are only the first", "masks.py",
         "stop = start + len(list(alike))", "stop = start + 1",
     ),
     Mutant(
         "what only a later sample needs is not sent", "plan.py",
-        "for _, seen in by_sample(visible, packing)\n            for t",
-        "for _, seen in by_sample(visible, packing)[:1]\n            for t",
+        "for _, seen in samples\n            for t",
+        "for _, seen in samples[:1]\n            for t",
     ),
     Mutant(
         "ids taken for another rank's", "documents.py", "in zip(segments, notes):",
         "in zip(reversed(segments), notes):",
     ),
     Mutant(
-        "empty documents shift the others", "documents.py", "if a < z]", "if True]",
+        "a prefix hides its later tokens", "layouts.py",
+        "if visible.causal and not within:", "if visible.causal:",
+    ),
+    Mutant(
+        "later tokens are seen from the prefix", "layouts.py",
+        "max(q.start, k.start) < visible.prefix", "q.start < visible.prefix",
+    ),
+    Mutant(
+        "positions of keys taken for queries'", "masks.py", "note[i]) for note in notes)",
+        "note[0]) for note in notes)",
     ),
     Mutant(
         "a document's last token predicts the next one's", "documents.py",
@@ -235,6 +244,14 @@ MUTANTS = [
         "dlse with the wrong sign", "ring_flash_attention.py", "else delta - dlse",
         "else delta + dlse",
     ),
+    Mutant(
+        "the sink's gradient without the lse's", "contract.py", "-(p * saved.delta)",
+        "-(p * (saved.delta + (0 if saved.dlse is None else saved.dlse)))",
+    ),
+    Mutant(
+        "a sink that only lse has", "contract.py",
+        "out.mul_(weight.transpose(1, 2).unsqueeze(-1))", "pass",
+    ),
     # kernels
     Mutant(
         "lse of the block in backward", "kernels/eager.py",
@@ -330,6 +347,7 @@ def battery() -> Iterable[Callable[[], None]]:
         yield lambda case=case, size=size: check_in_threads(case, size)
     yield zigzag_is_balanced
     yield sums_of_16_bits_are_kept_in_32
+    yield prefixes_and_positions_hold
     yield dealt_layouts_are_even
     yield a_document_ends_where_another_begins
     yield blocks_know_their_tiles
@@ -344,6 +362,15 @@ def zigzag_is_balanced() -> None:
     everyone = all_segments("zigzag", 4, 32)
     work = {sum(visible_pairs(tiles(q, k, Visible(True))) for k in everyone) for q in everyone}
     assert len(work) == 1
+
+
+def prefixes_and_positions_hold() -> None:
+    """The features whose masks are no arithmetic of a layout alone."""
+    from tests.features import FEATURES, Problem
+
+    for name in ("prefix", "positions", "sinks"):
+        errors = Problem(FEATURES[name] | FEATURES["gradient of lse"]).errors(3, "zigzag", "eager")
+        assert max(errors.values()) < 1e-12, (name, errors)
 
 
 def dealt_layouts_are_even() -> None:

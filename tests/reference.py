@@ -16,6 +16,8 @@ def dense_attention(  # noqa: PLR0913 - an option each
     softclamp: float | None = None,
     documents: Tensor | None = None,
     sinks: Tensor | None = None,
+    prefix: list[int] | None = None,
+    positions: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [b, n, h, d_v], lse [b, h, n]) of q [b, n, h, d], k [b, m, g, d], v [b, m, g, d_v]."""
     k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
@@ -30,8 +32,14 @@ def dense_attention(  # noqa: PLR0913 - an option each
         seen = documents[:, :, None] == documents[:, None]
         at = seen.tril(-1).sum(-1)  # how many of the same document come before
         behind = at[:, :, None] - at[:, None]
+    if positions is not None:
+        behind = (positions[0][:, None] - positions[1])[None]
     if causal:
-        seen = seen & (behind >= 0)
+        earlier = behind >= 0
+        if prefix is not None:
+            within = torch.arange(q.shape[1]) < torch.tensor(prefix)[:, None]
+            earlier = earlier | (within[:, :, None] & within[:, None])
+        seen = seen & earlier
     if window is not None:
         seen = seen & (behind.abs() <= window)
     seen = seen[:, None] if key_mask is None else seen[:, None] & key_mask[:, None, None]

@@ -11,6 +11,11 @@ PAIRS = [*((name,) for name in FEATURES), *combinations(FEATURES, 2)]
 # what can't be together, and what is said
 REFUSED = {
     frozenset(("cu_seqlens", "documents")): "say the same thing",
+    frozenset(("cu_seqlens", "prefix")): "prefix needs causal=True, and no documents",
+    frozenset(("documents", "prefix")): "prefix needs causal=True, and no documents",
+    frozenset(("positions", "prefix")): "prefix needs causal=True, and no documents",
+    frozenset(("cu_seqlens", "positions")): "documents have positions of their own",
+    frozenset(("documents", "positions")): "documents have positions of their own",
 }
 
 

@@ -37,11 +37,10 @@ ring_sizes = st.integers(1, 9)
 packed = st.lists(st.integers(0, 5), min_size=70, max_size=70).flatmap(
     lambda ids: st.sampled_from([ids, sorted(ids), [0, *range(69)]])
 )
-visibles = st.builds(
-    Visible,
-    st.booleans(),
-    st.none() | st.integers(0, 80),
-    st.none() | packed.map(lambda ids: of_ids(torch.tensor(ids))),
+documents = st.none() | packed.map(lambda ids: of_ids(torch.tensor(ids)))
+windows = st.none() | st.integers(0, 80)
+visibles = st.builds(Visible, st.booleans(), windows, documents, st.none()) | st.builds(
+    Visible, st.booleans(), windows, st.none(), st.integers(0, 75)
 )
 
 
@@ -61,7 +60,8 @@ def seen(queries: Segments, keys: Segments, visible: Visible) -> Tensor:
         before = (ids[:, None] == ids).tril(-1).sum(-1)
         i, j = before[i], before[j]
     if visible.causal:
-        shown &= j <= i
+        prefix = -1 if visible.prefix is None else visible.prefix
+        shown &= (j <= i) | ((i < prefix) & (j < prefix))
     if visible.window is not None:
         shown &= (i - j).abs() <= visible.window
     return shown
@@ -193,7 +193,7 @@ def test_needed_distances_are_those_at_which_somebody_sees_something(layout, siz
     }
     assert needed[0] == 0
     assert len(set(needed)) == len(needed)
-    if visible[1:] != (None, None) or length >= 2 * size:
+    if visible[1:3] != (None, None) or length >= 2 * size:
         assert set(needed) == useful | {0}
     else:  # without a window nobody looks at lengths: too many is slow, too few is wrong
         assert set(needed) >= useful | {0}
