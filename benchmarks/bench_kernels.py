@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms
-from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.kernels import KERNELS, problem
 from ring_attention_pytorch.kernels import triton as ours
 from ring_attention_pytorch.kernels.triton import Config
 from ring_attention_pytorch.layouts import Segment, Tile, Visible, tiles, visible_pairs
-from ring_attention_pytorch.plan import empty_result
+from ring_attention_pytorch.running import Result, Sum
 
 Runs = dict[str, Callable[[], object]]
 REFERENCES = ("(cudnn)", "(flash 2)")  # PyTorch's operators by themselves
@@ -64,15 +64,26 @@ class Block:
     def kernel(self, name: str) -> Runs:
         impl, found = KERNELS[name], self.shape.tiles()
         keys = Keys(self.k, self.v, None, (Segment(0, 1, self.shape.n),))
-        out, lse = empty_result(self.q, self.v)
-        impl.forward(self.q, keys, found, self.terms, out, lse)
-        rounded = out.to(self.q.dtype)
-        delta = (self.dout.float() * rounded.float()).sum(-1).transpose(1, 2).contiguous()
-        saved = Saved(self.q, rounded, lse.clone(), self.dout, delta, None)
-        grads = Grads(*(torch.zeros_like(t, dtype=torch.float32) for t in (self.q, self.k, self.v)))
+        in_place = name == "triton"  # others give whole parts, of which the first is the result
+
+        def result() -> Result:
+            return Result(self.q, self.v)
+
+        def grads() -> Grads:
+            return Grads(Sum(self.q), Sum(self.k), Sum(self.v))
+
+        first, sums = result(), grads()
+        impl.forward(self.q, keys, found, self.terms, first)
+        out, lse = first.final()
+        delta = (self.dout.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
+        saved = Saved(self.q, out, lse.clone(), self.dout, delta, None)
         return {
-            "forward": lambda: impl.forward(self.q, keys, found, self.terms, out, lse),
-            "backward": lambda: impl.backward(saved, keys, found, self.terms, grads),
+            "forward": lambda: impl.forward(
+                self.q, keys, found, self.terms, first if in_place else result()
+            ),
+            "backward": lambda: impl.backward(
+                saved, keys, found, self.terms, sums if in_place else grads()
+            ),
         }
 
     def cudnn(self) -> Runs:
@@ -153,8 +164,8 @@ def speeds(make: Callable[[], Runs], shape: Shape) -> dict[str, float]:
 def measured(shape: Shape) -> dict[str, dict[str, float]]:
     """By kernel or reference, by direction."""
     block = Block(shape)
-    case = Case.of(block.q, block.v, softclamp=None)
-    able = [n for n, kernel in KERNELS.items() if n != "eager" and kernel.problem(case) is None]
+    case = Case.of(block.q, block.v, window=1 if shape.mask == "window" else None)
+    able = [n for n in KERNELS if n != "eager" and problem(n, case) is None]
     makers: dict[str, Callable[[], Runs]] = {n: lambda n=n: block.kernel(n) for n in able}
     makers |= zip(REFERENCES, (block.cudnn, block.flash))
     return {name: speeds(make, shape) for name, make in makers.items()}
@@ -203,15 +214,16 @@ def run_direction(block: Block, direction: str, config: Config | None) -> Callab
     """One launch of one kernel with a config."""
     keys = Keys(block.k, block.v, None, ())
     found, terms = block.shape.tiles(), block.terms
-    out, lse = empty_result(block.q, block.v)
+    result = Result(block.q, block.v)
+    lse = result.running()[1]
     delta = torch.zeros_like(lse)
     saved = Saved(block.q, block.dout, torch.full_like(lse, 9.0), block.dout, delta, None)
-    grads = Grads(*(torch.zeros_like(t, dtype=torch.float32) for t in (block.q, block.k, block.v)))
+    grads = Grads(Sum(block.q), Sum(block.k), Sum(block.v))
 
     def run() -> None:
         with ours.configured(**({} if config is None else {direction: config})):
             if direction == "forward":
-                ours.forward(block.q, keys, found, terms, out, lse)
+                ours.forward(block.q, keys, found, terms, result)
             elif direction == "queries":
                 ours._backward_of_queries(saved, keys, found, terms, grads)
             else:

@@ -6,9 +6,12 @@ from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.regular_attention import default_attention
 from ring_attention_pytorch.ring_attention import RingAttention
 from ring_attention_pytorch.ring_flash_attention import (
+    explain_kernel,
     ring_attn,
     ring_flash_attn,
     ring_flash_attn_,
+    ring_flash_attn_cuda,
+    ring_flash_attn_cuda_,
 )
 from ring_attention_pytorch.ring_transformer import RingTransformer
 from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
@@ -25,10 +28,13 @@ __all__ = [
     "apply_rotary_pos_emb",
     "balanced",
     "default_attention",
+    "explain_kernel",
     "positions",
     "ring_attn",
     "ring_flash_attn",
     "ring_flash_attn_",
+    "ring_flash_attn_cuda",
+    "ring_flash_attn_cuda_",
     "shard_sequence",
     "tree_attn_decode",
     "unshard_sequence",

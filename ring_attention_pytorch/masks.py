@@ -32,7 +32,7 @@ def by_sample(
         stop = start + len(list(alike))
         found.append((slice(start, stop), seen))
         start = stop
-    return found
+    return found if len(found) > 1 else [(slice(None), each[0])]
 
 
 def gather_positions(ring: Ring, own: Sequence[Tensor]) -> list[tuple[Segments, ...]]:

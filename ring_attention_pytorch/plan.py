@@ -10,7 +10,7 @@ from beartype import beartype
 from torch import Tensor
 
 from ring_attention_pytorch.agreement import agree
-from ring_attention_pytorch.contract import Case, Kernel, Keys, Terms, Tiles, accumulator
+from ring_attention_pytorch.contract import Case, Keys, Terms, Tiles
 from ring_attention_pytorch.documents import (
     Borders,
     Packing,
@@ -18,7 +18,7 @@ from ring_attention_pytorch.documents import (
     documents_problem,
     whole_packing,
 )
-from ring_attention_pytorch.kernels import choose
+from ring_attention_pytorch.kernels import Chosen, choose
 from ring_attention_pytorch.layouts import (
     Layout,
     Segment,
@@ -73,7 +73,7 @@ class RingPlan:
     visible: Visible
     layout: Layout
     terms: Terms
-    kernel: Kernel
+    kernel: Chosen
     transport: SendRecv
     key_mask: Tensor | None
     signature: Signature
@@ -138,8 +138,9 @@ class RingPlan:
         problem = problem or prefix_problem(prefix, len(q), causal and not packed and not placed)
         problem = problem or positions_problem(query_positions, key_positions, q, k, packed)
         if problem is None:
+            asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
             try:
-                chosen = choose(kernel, Case.of(q, v, softclamp))
+                chosen = choose(kernel, Case.of(q, v, **asked))
             except ValueError as error:
                 problem = str(error)
         lengths = agree(
@@ -151,6 +152,7 @@ class RingPlan:
                 key_mask="given" if key_mask is not None else None,
                 cu_seqlens=digest(cu_seqlens), sinks=_sinks_note(sinks),
                 prefix=prefix_digest(prefix),
+                **{"kernel chosen": chosen.name},
             ),
             own={} if problem else {"n": q.shape[1], "m": k.shape[1]},
             problem=problem,
@@ -242,14 +244,6 @@ def like_autocast(t: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(device)
     one = torch.empty((), dtype=dtype, device=t.device, requires_grad=t.requires_grad)
     return one.expand(t.shape)
-
-
-def empty_result(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The running (out, lse) of queries that have seen nothing yet."""
-    (b, n, h, _), dtype = q.shape, accumulator(q.dtype)
-    return q.new_zeros((b, n, h, v.shape[-1]), dtype=dtype), q.new_full(
-        (b, h, n), -torch.inf, dtype=dtype
-    )
 
 
 def _agreed_shapes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attention_pytorch.contract import Keys, accumulator
+from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.layouts import Segments, count
+from ring_attention_pytorch.running import Sum
 
 _MESSAGE_BYTES = 4096  # one fixed size, so that ranks can disagree about anything but that
 
@@ -171,27 +172,23 @@ class SendRecv:
         yield keys
 
     def stream_back(
-        self, own_keys: Keys, own: tuple[Tensor, Tensor]
-    ) -> Iterator[tuple[Keys, tuple[Tensor, Tensor]]]:
-        """The same, each with zeroed (dk, dv) to add to, `own` being those of own keys.
+        self, own_keys: Keys, own: tuple[Sum, Sum]
+    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+        """The same, each with (dk, dv) to add to, `own` being those of own keys.
 
         Gradients travel one hop behind the keys that they belong to, and one jump home from
         the last; after that, when the stream ends, `own` has what every rank added.
         """
         grads, travelling = own, None
-        dtype = accumulator(own_keys.k.dtype)
         ends = [*self.distances[1:], self.ring.size]
         for here, there, keys in zip(self.distances, ends, self.stream(own_keys)):
             if here != 0:
-                grads = (
-                    torch.zeros_like(keys.k, dtype=dtype),
-                    torch.zeros_like(keys.v, dtype=dtype),
-                )
+                grads = Sum(keys.k), Sum(keys.v)
             yield keys, grads
             if here != 0:
                 if travelling is not None:
                     _add(grads, travelling.wait())
-                travelling = self._pass(grads, here, there)
+                travelling = self._pass([total.running() for total in grads], here, there)
         if travelling is not None:
             _add(own, travelling.wait())
 
@@ -208,6 +205,6 @@ class SendRecv:
         return (self.ring.rank - distance) % self.ring.size
 
 
-def _add(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+def _add(totals: Sequence[Sum], parts: Sequence[Tensor]) -> None:
     for total, part in zip(totals, parts):
-        total += part
+        total.add(slice(0, part.shape[1]), part)

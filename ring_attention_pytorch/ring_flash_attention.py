@@ -14,18 +14,14 @@ from einops import einsum
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.contract import (
-    Grads,
-    Saved,
-    accumulator,
-    grad_of_sinks,
-    merge_sinks_,
-)
+from ring_attention_pytorch.contract import Case, Grads, Saved, grad_of_sinks
 from ring_attention_pytorch.documents import Borders
+from ring_attention_pytorch.kernels import explain, problem
 from ring_attention_pytorch.layouts import Layout
 from ring_attention_pytorch.masks import Prefix
-from ring_attention_pytorch.plan import RingPlan, empty_result, like_autocast
+from ring_attention_pytorch.plan import RingPlan, like_autocast
 from ring_attention_pytorch.ring import Group, Ring, as_ring
+from ring_attention_pytorch.running import Result, Sum, accumulator
 
 
 class RingAttentionFunction(Function):
@@ -35,15 +31,15 @@ class RingAttentionFunction(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: RingPlan
     ) -> tuple[Tensor, Tensor]:
-        out, lse = empty_result(q, v)
+        result = Result(q, v)
         with torch.autocast(q.device.type, enabled=False):
             for keys in plan.transport.stream(plan.keys(k, v)):
                 for some, tiles in plan.tiles(keys):  # once for all samples that see alike
-                    now = (t[some] for t in (out, lse))
-                    plan.kernel.forward(q[some], keys.samples(some), tiles, plan.terms, *now)
+                    seen, so_far = keys.samples(some), result.samples(some)
+                    plan.kernel.forward(q[some], seen, tiles, plan.terms, so_far)
         if sinks is not None:
-            merge_sinks_(out, lse, sinks)
-        out = out.to(q.dtype)
+            result.add_sinks(sinks)
+        out, lse = result.final()
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
@@ -56,16 +52,16 @@ class RingAttentionFunction(Function):
             raise NotImplementedError("ring attention can't be differentiated twice (create_graph)")
         (q, k, v, sinks, out, lse), plan = ctx.saved_tensors, ctx.plan
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v))
+        own = Grads(Sum(q), Sum(k), Sum(v))
         with torch.autocast(q.device.type, enabled=False):
             saved = Saved(q, out, lse, dout, _delta(dout, out, dlse), dlse)
-            for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), (dk, dv)):
+            for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:]):
                 for some, tiles in plan.tiles(keys):
-                    now = (part.samples(some) for part in (saved, keys))
-                    grads = Grads(dq, *of_keys).samples(some)
-                    plan.kernel.backward(*now, tiles, plan.terms, grads)
+                    ours, seen = saved.samples(some), keys.samples(some)
+                    grads = Grads(own.dq, *of_keys).samples(some)
+                    plan.kernel.backward(ours, seen, tiles, plan.terms, grads)
         dsinks = None if sinks is None else grad_of_sinks(sinks, saved)
-        return *(grad.to(q.dtype) for grad in (dq, dk, dv)), dsinks, None
+        return *(total.final() for total in own), dsinks, None
 
 
 def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
@@ -121,8 +117,10 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             holds (`positions`).
         group: the ring, a ProcessGroup or a DeviceMesh of one dimension. None is the default
             group, or this process alone if there is none.
-        kernel: "sdpa" (PyTorch's flash on the CPU), "triton" or "eager"; None takes the fastest
-            that can do it, a named one never falls back.
+        kernel: a kernel of docs/kernels.md, as "sdpa" (PyTorch's own), "triton" (ours),
+            "flash-attn" or "eager"; "triton+flash-attn" is forward by one and backward by
+            another. None takes the fastest that can do it (`explain_kernel` tells), a named one
+            never falls back.
         plan: a `RingPlan` for tensors like these. It stands for all options but return_lse
             and sinks.
         return_lse: also return the log-sum-exp of the scores.
@@ -171,6 +169,38 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         plan.check(q, k, v, sinks)
     out, lse = RingAttentionFunction.apply(q, k, v, sinks, plan)
     return (out, lse) if return_lse else out
+
+
+@beartype
+def explain_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | int | None = None,
+    softclamp: float | int | None = None,
+    kernel: str | None = None,
+) -> str:
+    """Which kernel `ring_attn` would run for tensors and options like these, and why.
+
+    Args:
+        The rest: as for `ring_attn`; of the tensors only shape, dtype and device matter.
+
+    Returns:
+        A line for each faster kernel with what keeps it from running, then the one that runs.
+
+    Raises:
+        ValueError: there is no such kernel.
+
+    >>> q = torch.randn(1, 6, 2, 8)
+    >>> print(explain_kernel(q, q, q, softclamp=50.0).splitlines()[-2])
+    sdpa: has no softclamp
+    """
+    q, v = like_autocast(q), like_autocast(v)
+    asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
+    return explain(Case.of(q, v, **asked), kernel)
 
 
 def _autocast(t: Tensor) -> Tensor:
@@ -246,4 +276,45 @@ def ring_flash_attn(  # noqa: PLR0913 - a public entry point
     return result
 
 
+@beartype
+def ring_flash_attn_cuda(  # noqa: PLR0913 - a public entry point
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    bucket_size: int = 1024,
+    ring_reduce_col: bool = False,
+    striped_ring_attn: bool = False,
+    max_lookback_seq_len: int | None = None,
+    ring_size: int | None = None,
+    softclamp_qk_sim: bool = False,
+    softclamp_value: float | int = 50.0,
+    *,
+    layout: str | None = None,
+    group: Group = None,
+) -> Tensor:
+    """`ring_flash_attn` with our Triton forward, and the backward of flash-attn where that is
+    installed and can do the case; of our Triton kernels where not.
+
+    Args, Returns: as `ring_flash_attn`. No dtype is cast: float32 stays float32.
+
+    Raises:
+        ValueError: as `ring_flash_attn`, and where the Triton kernel can't run: see
+            `explain_kernel(q, k, v, kernel="triton")`.
+    """
+    asked = dict(
+        window=max_lookback_seq_len, key_mask=mask,
+        softclamp=softclamp_value if softclamp_qk_sim else None,
+    )  # fmt: skip
+    case = Case.of(like_autocast(q), like_autocast(v), **asked)
+    flash = any(problem(name, case) is None for name in ("flash-attn-4", "flash-attn-2"))
+    return ring_flash_attn(
+        q, k, v, mask, causal, bucket_size, ring_reduce_col, striped_ring_attn,
+        max_lookback_seq_len, ring_size, softclamp_qk_sim, softclamp_value, layout=layout,
+        group=group, kernel="triton+flash-attn" if flash else "triton",
+    )  # fmt: skip
+
+
 ring_flash_attn_ = ring_flash_attn
+ring_flash_attn_cuda_ = ring_flash_attn_cuda

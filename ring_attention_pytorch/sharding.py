@@ -15,7 +15,6 @@ from torch.autograd import Function
 
 from ring_attention_pytorch.agreement import agree
 from ring_attention_pytorch.balance import deal
-from ring_attention_pytorch.contract import accumulator
 from ring_attention_pytorch.documents import Packing, gather_packings
 from ring_attention_pytorch.layouts import (
     Layout,
@@ -28,6 +27,7 @@ from ring_attention_pytorch.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.ring import Group, Ring, as_ring
+from ring_attention_pytorch.running import accumulator
 
 Shape = tuple[int, ...]
 

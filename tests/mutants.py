@@ -133,29 +133,29 @@ MUTANTS = [
     ),
     # merging and precision
     Mutant(
-        "merge weights swapped", "contract.py", "torch.sigmoid(part_lse - lse)",
+        "merge weights swapped", "running.py", "torch.sigmoid(part_lse - lse)",
         "torch.sigmoid(lse - part_lse)",
     ),
     Mutant(
-        "merge does not rescale", "contract.py",
-        "out.lerp_(part_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))",
-        "out.add_(part_out * weight.transpose(1, 2).unsqueeze(-1))",
+        "merge does not rescale", "running.py",
+        "out.to(wide).lerp_(part_out.to(wide), weight.transpose(1, 2).unsqueeze(-1))",
+        "out.to(wide).add_(part_out * weight.transpose(1, 2).unsqueeze(-1))",
     ),
     Mutant(
-        "merge of two -inf is NaN", "contract.py",
+        "merge of two -inf is NaN", "running.py",
         ".masked_fill_(part_lse == -torch.inf, 0.0)", "",
     ),
     Mutant(
-        "lse is that of the last block", "contract.py", "torch.logaddexp(lse, part_lse, out=lse)",
+        "lse is that of the last block", "running.py", "torch.logaddexp(lse, part_lse, out=lse)",
         "lse.copy_(part_lse)",
     ),
     Mutant(
-        "running sums in half precision", "contract.py",
+        "running sums in half precision", "running.py",
         "torch.promote_types(dtype, torch.float32)",
         "dtype if dtype == torch.float64 else torch.bfloat16",
     ),
     Mutant(
-        "running sums in the inputs' precision", "contract.py",
+        "running sums in the inputs' precision", "running.py",
         "torch.promote_types(dtype, torch.float32)", "dtype",
     ),
     # transport
@@ -205,9 +205,9 @@ MUTANTS = [
     ),
     Mutant(
         "gradients modified in flight", "ring.py",
-        "                travelling = self._pass(grads, here, there)\n",
-        "                travelling = self._pass(grads, here, there)\n"
-        "                grads[0].zero_()\n",
+        "[total.running() for total in grads], here, there)\n",
+        "[total.running() for total in grads], here, there)\n"
+        "                grads[0].running().zero_()\n",
     ),
     Mutant(
         "one buffer received into twice", "ring.py",
@@ -222,15 +222,15 @@ MUTANTS = [
     # autograd
     Mutant(
         "gradients divided by the ring", "ring_flash_attention.py",
-        "return *(grad.to(q.dtype) for", "return *(grad.to(q.dtype) / plan.ring.size for",
+        "return *(total.final() for", "return *(total.final() / plan.ring.size for",
     ),
     Mutant(
-        "gradients are zero", "ring_flash_attention.py", "return *(grad.to(q.dtype) for",
-        "return *(grad.to(q.dtype) * 0 for",
+        "gradients are zero", "ring_flash_attention.py", "return *(total.final() for",
+        "return *(total.final() * 0 for",
     ),
     Mutant(
-        "dk + dv given for both", "ring_flash_attention.py", "for grad in (dq, dk, dv)), dsinks",
-        "for grad in (dq, dk + dv, dk + dv)), dsinks",
+        "dk and dv swapped", "ring_flash_attention.py", "for total in own), dsinks",
+        "for total in (own[0], own[2], own[1])), dsinks",
     ),
     Mutant(
         "no delta", "ring_flash_attention.py", "return delta if dlse is None else delta - dlse",
@@ -249,7 +249,7 @@ MUTANTS = [
         "-(p * (saved.delta + (0 if saved.dlse is None else saved.dlse)))",
     ),
     Mutant(
-        "a sink that only lse has", "contract.py",
+        "a sink that only lse has", "running.py",
         "out.mul_(weight.transpose(1, 2).unsqueeze(-1))", "pass",
     ),
     # kernels
@@ -285,8 +285,8 @@ MUTANTS = [
         "key mask ignored", "kernels/eager.py", "if keys.key_mask is not None:", "if False:"
     ),
     Mutant(
-        "dk overwritten by each tile", "kernels/eager.py", "grads.dk[:, cols] += ",
-        "grads.dk[:, cols] = ",
+        "dk overwritten by each tile", "kernels/eager.py", "running[1][:, cols] += ",
+        "running[1][:, cols] = ",
     ),
     Mutant(
         "an unseen row has a finite lse", "kernels/sdpa.py",

@@ -57,6 +57,11 @@ def test_the_drawing_is_what_its_script_draws() -> None:
     assert drawn == (ROOT / "docs" / "layouts.svg").read_text()
 
 
+def test_the_page_of_kernels_is_what_they_say_of_themselves() -> None:
+    written = runpy.run_path(str(ROOT / "docs" / "write_kernels.py"))["page"]()
+    assert written == (ROOT / "docs" / "kernels.md").read_text()
+
+
 def test_regrouped_query_heads_do_what_the_old_order_did() -> None:
     """docs/coming-from-0.5.md tells how to carry over a checkpoint with grouped heads."""
     known: dict = {}

@@ -11,27 +11,41 @@ PACKAGE = Path(__file__).parent.parent / "ring_attention_pytorch"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # of this package, a file may import these and no others; "*" is any
-KERNEL = {"contract", "layouts"}
+KERNEL = {"contract", "layouts", "running"}
 ALLOWED = {
     "__init__": {"*"},
     "segments": set(),
     "layouts": {"segments"},
-    "contract": {"layouts"},
+    "running": {"_triton_merge"},
+    "_triton_merge": set(),
+    "contract": {"layouts", "running"},
     "balance": {"documents", "layouts", "segments"},
     "documents": {"layouts", "ring", "segments"},
-    "ring": {"contract", "layouts"},
+    "ring": {"contract", "layouts", "running"},
     "agreement": {"ring"},
     "masks": {"documents", "layouts", "ring", "segments"},
     "plan": {"agreement", "contract", "documents", "kernels", "layouts", "masks", "ring"},
-    "regular_attention": {"contract", "plan"},
-    "ring_flash_attention": {"contract", "documents", "layouts", "masks", "plan", "ring"},
+    "regular_attention": {"plan", "running"},
+    "ring_flash_attention": {
+        "contract",
+        "documents",
+        "kernels",
+        "layouts",
+        "masks",
+        "plan",
+        "ring",
+        "running",
+    },
     "rotary": {"layouts", "ring"},
-    "sharding": {"agreement", "balance", "contract", "documents", "layouts", "plan", "ring"},
-    "loss": {"contract", "layouts", "ring", "sharding"},
-    "tree_attn_decoding": {"agreement", "contract", "kernels", "layouts", "plan", "ring"},
+    "sharding": {"agreement", "balance", "documents", "layouts", "plan", "ring", "running"},
+    "loss": {"layouts", "ring", "running", "sharding"},
+    "tree_attn_decoding": {"agreement", "contract", "kernels", "layouts", "ring", "running"},
     "ring_attention": {"*"},
     "ring_transformer": {"*"},
     "kernels.__init__": {"contract", "kernels"},
+    "kernels._whole": KERNEL,
+    **{f"kernels.{name}": KERNEL | {"kernels"} for name in ("flash_attn_2", "flash_attn_4")},
+    **{f"kernels.sdpa_{name}": KERNEL | {"kernels"} for name in ("cudnn", "flash")},
     # its compiled parts, which only it imports, and only when called
     "kernels.triton": KERNEL | {"kernels"},
     "kernels._triton_forward": {"kernels"},
@@ -122,7 +136,7 @@ import importlib, pkgutil, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("triton", "flash_attn", "flash_attn_interface"):
+        if name.split(".")[0] in ("triton", "flash_attn", "cutlass"):
             raise ModuleNotFoundError(f"refused: {{name}}", name=name)
 
 sys.meta_path.insert(0, Refuse())

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ring_attention_pytorch.kernels._triton_parts import (
+    block_of,
     masked_block,
     matrix,
     place,
@@ -42,9 +43,9 @@ def _attend(
     return acc, new_top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["beside"])
 def forward_kernel(
-    q, k, v, mask, out, lse, tiles, ranges, first_row, last_row, m, heads, group, d, d_v,
+    q, k, v, mask, out, lse, tiles, ranges, first_row, last_row, beside, m, heads, group, d, d_v,
     inner, factor,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
     out_b, out_n, out_h, out_d, lse_b, lse_h, lse_n,
@@ -52,10 +53,11 @@ def forward_kernel(
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    block, of = block_of(first_row, last_row, beside, ROWS)
     # under a causal mask the last rows see the most: they go first
-    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    block = tl.cdiv(last_row - first_row, ROWS) - 1 - block
     start = first_row + block * ROWS
-    batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    batch, head = of // heads, of % heads
     key_head = head // group
     row, col = start + tl.arange(0, ROWS), tl.arange(0, COLS)
     q_block = rows_of(

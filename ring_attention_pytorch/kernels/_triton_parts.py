@@ -6,6 +6,20 @@ import triton.language as tl
 
 
 @triton.jit
+def block_of(first, last, beside, BLOCK: tl.constexpr):
+    """Which block, from first to last, of which head this program has.
+
+    Heads take turns `beside` at a time, and of those the same block is next to each other: what
+    runs at once reads the same keys, out of the cache.
+    """
+    blocks = tl.cdiv(last - first, BLOCK)
+    turn, place = tl.program_id(0) // (beside * blocks), tl.program_id(0) % (beside * blocks)
+    head = turn * beside
+    beside = tl.minimum(tl.num_programs(0) // blocks - head, beside)
+    return place // beside, head + place % beside
+
+
+@triton.jit
 def tile_at(tiles, t):
     """Rows from and to, columns from and to, left and right of one tile of the table."""
     at = tiles + 6 * t

@@ -7,7 +7,6 @@ TRITON_INTERPRET=1 they run on the CPU, slowly, for tests.
 """
 
 import math
-import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,12 +18,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms, Tiles
+from ring_attention_pytorch.contract import Can, Grads, Keys, Package, Saved, Terms, Tiles
 from ring_attention_pytorch.layouts import Tile
+from ring_attention_pytorch.running import Result
 
-_OLDEST = (3, 4)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 256
+CAN = Can(
+    devices=("cuda", "interpreter"),
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    oldest=(8, 0),
+    widest=_WIDEST,
+    package=Package("triton", "triton", "3.4", "triton"),
+)
 
 
 class Config(NamedTuple):
@@ -43,13 +48,13 @@ class Config(NamedTuple):
 # direction -> head size up to -> config; 64 and 128 were swept on an H200
 _HOPPER = {
     "forward": {
-        64: Config(64, 64, 4, 3, tma=True),
+        64: Config(64, 128, 4, 3, tma=True),
         128: Config(128, 128, 8, 3, tma=True),
         256: Config(128, 64, 8, 2, tma=True),
     },
     "keys": {
         64: Config(64, 64, 4, 3, tma=True),
-        128: Config(32, 64, 4, 3, tma=True),
+        128: Config(64, 64, 4, 2, tma=True),
         256: Config(32, 64, 8, 2, tma=True),
     },
     "queries": {
@@ -66,36 +71,8 @@ _ELSEWHERE = {
 }
 # in IEEE float32 no tensor core helps, so registers are what is short
 _FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)}
+_FULL = 256  # programs
 _overrides: dict[str, Config] = {}
-
-
-def problem(case: Case) -> str | None:
-    if case.device != "cuda" and not (case.device == "cpu" and case.named and _interpreted()):
-        return f"runs on CUDA, the tensors are on {case.device}"
-    if case.dtype not in _DTYPES:
-        return f"has no {case.dtype}"
-    if max(case.d, case.d_v) > _WIDEST:
-        return f"has no head size above {_WIDEST}, got {case.d} and {case.d_v}"
-    if case.capability is not None and case.capability < (8, 0):
-        return f"needs compute capability 8.0 or later, got {'.'.join(map(str, case.capability))}"
-    return _package_problem()
-
-
-@lru_cache(maxsize=1)
-def _package_problem() -> str | None:
-    oldest = ".".join(map(str, _OLDEST))
-    wanted = f"needs triton {oldest} or later (pip install ring-attention-pytorch[triton])"
-    try:
-        import triton
-    except ImportError:
-        return f"{wanted}, which is not installed"
-    if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST:
-        return f"{wanted}, got {triton.__version__}"
-    return None
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def config_for(
@@ -125,11 +102,10 @@ def configured(**configs: Config) -> Iterator[None]:
         _overrides = before
 
 
-def forward(
-    q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, out: Tensor, lse: Tensor
-) -> None:
+def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     if not tiles:
         return
+    out, lse = result.running()
     from ring_attention_pytorch.kernels._triton_forward import forward_kernel
 
     (b, _, h, d), (_, m, h_kv, d_v) = q.shape, keys.v.shape
@@ -137,10 +113,11 @@ def forward(
     table = _table(tiles, "rows", config.rows, q.device)
     options = _options(config, terms, keys, (q, keys.k, keys.v, out))
     q_, k, v = _operands(options["TMA"], (q, config.rows), *_of(config.cols, keys.k, keys.v))
-    mask = _mask(keys)
+    mask, blocks = _mask(keys), len(table.ranges)
     with _on(q):
-        forward_kernel[(b * h, len(table.ranges))](
-            q_, k, v, mask, out, lse, *table, m, h, h // h_kv, d, d_v, *_factors(terms),
+        forward_kernel[(b * h * blocks,)](
+            q_, k, v, mask, out, lse, *table,
+            _beside(blocks, h // h_kv), m, h, h // h_kv, d, d_v, *_factors(terms),
             *q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
             *out.stride(), *lse.stride(), **options,
         )  # fmt: skip
@@ -170,12 +147,16 @@ def _backward_of_keys(
         *_of(config.cols, keys.k, keys.v),
         *_of(config.rows, saved.lse, saved.delta),
     )
-    keys_kernel[(b * h_kv, len(table.ranges))](
-        q, k, v, _mask(keys), dout, lse, delta, grads.dk, grads.dv, *table, h_kv, h // h_kv, d, d_v,
+    dk, dv = grads.dk.running(), grads.dv.running()
+    blocks = len(table.ranges)
+    keys_kernel[(b * h_kv * blocks,)](
+        q, k, v, _mask(keys), dout, lse, delta, dk, dv,
+        *table, _beside(blocks), h_kv,
+        h // h_kv, d, d_v,
         *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
         *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(),
-        *grads.dk.stride(), *grads.dv.stride(), **options,
+        *dk.stride(), *dv.stride(), **options,
     )  # fmt: skip
 
 
@@ -193,11 +174,14 @@ def _backward_of_queries(
         *_of(config.rows, saved.q, saved.dout),
         *_of(config.cols, keys.k, keys.v),
     )
-    queries_kernel[(b * h, len(table.ranges))](
-        q, k, v, _mask(keys), dout, saved.lse, saved.delta, grads.dq, *table, m, h, h // h_kv,
-        d, d_v, *_factors(terms), terms.scale,
+    dq = grads.dq.running()
+    blocks = len(table.ranges)
+    queries_kernel[(b * h * blocks,)](
+        q, k, v, _mask(keys), dout, saved.lse, saved.delta, dq,
+        *table, _beside(blocks, h // h_kv), m, h, h // h_kv, d, d_v,
+        *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
-        *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(), *grads.dq.stride(),
+        *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(), *dq.stride(),
         **options,
     )  # fmt: skip
 
@@ -220,6 +204,15 @@ def _options(config: Config, terms: Terms, keys: Keys, moved: Sequence[Tensor]) 
         WIDE=any(block * (t.stride(1) + t.stride(3)) >= 2**31 for t in moved if t.ndim == 4),
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
+
+
+def _beside(blocks: int, group: int = 1) -> int:
+    """How many heads run side by side: few, so that what they read stays in the cache.
+
+    But as many as fill a large GPU twice, for the longest blocks come first among them only, and
+    whole groups, which read the same keys.
+    """
+    return group * -(-_FULL // (group * blocks))
 
 
 def _padded(width: int) -> int:
