@@ -28,6 +28,7 @@ COLUMNS = {
     "softclamp": "softclamp",
     "unusual_scale": "scale <= 0",
     "deterministic": "deterministic",
+    "alibi": "ALiBi",
 }
 PAGE = """# Kernels
 

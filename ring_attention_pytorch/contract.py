@@ -18,7 +18,7 @@ from ring_attention_pytorch.layouts import Segments, Tile
 from ring_attention_pytorch.running import Result, Sum
 
 # what a kernel may lack; each is a field of `Case`
-FEATURES = frozenset({"window", "key_mask", "softclamp", "unusual_scale", "deterministic"})
+FEATURES = frozenset({"window", "key_mask", "softclamp", "unusual_scale", "deterministic", "alibi"})
 
 
 class Keys(NamedTuple):
@@ -37,12 +37,14 @@ class Keys(NamedTuple):
 class Terms(NamedTuple):
     """What a score is: `scale * q.k`, then `c * tanh(score / c)` if softclamp is c.
 
+    Less `alibi` [h] times the distance of the positions in `Tiles`, where there is alibi.
     `bucket_size` is no part of that: it bounds the rows of a tile that are computed at once.
     """
 
     scale: float
     softclamp: float | None
     bucket_size: int
+    alibi: Tensor | None = None
 
 
 class Saved(NamedTuple):
@@ -77,7 +79,14 @@ class Grads(NamedTuple):
 
 
 class Tiles(tuple[Tile, ...]):
-    """The tiles of a block, with room for what a kernel makes of them once."""
+    """The tiles of a block, with room for what a kernel makes of them once.
+
+    `rows_at` and `cols_at` are the positions of its queries and keys, int32 `[n]` and `[m]`,
+    where `Terms` need them.
+    """
+
+    rows_at: Tensor | None = None
+    cols_at: Tensor | None = None
 
     def once(self, what: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` gives, made when first asked for."""
@@ -103,6 +112,7 @@ class Case(NamedTuple):
     key_mask: bool = False
     unusual_scale: bool = False  # zero or negative
     deterministic: bool = False
+    alibi: bool = False
     named: bool = False
 
     @classmethod
@@ -115,6 +125,7 @@ class Case(NamedTuple):
         key_mask: Tensor | None = None,
         scale: float | None = None,
         softclamp: float | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> "Case":
         """What tensors like these and options ask for, torch.use_deterministic_algorithms too."""
         return cls(
@@ -123,6 +134,7 @@ class Case(NamedTuple):
             window=window is not None, key_mask=key_mask is not None,
             unusual_scale=scale is not None and scale <= 0, softclamp=softclamp is not None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            alibi=alibi_slopes is not None,
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ring_attention_pytorch.documents import Packing, tell
 from ring_attention_pytorch.layouts import Visible
 from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.segments import Segment, Segments
+from ring_attention_pytorch.segments import Segment, Segments, segment_positions
 
 Prefix = int | Sequence[int] | Tensor | None
 
@@ -33,6 +33,13 @@ def by_sample(
         found.append((slice(start, stop), seen))
         start = stop
     return found if len(found) > 1 else [(slice(None), each[0])]
+
+
+def positions_seen(segments: Segments, visible: Visible) -> Tensor:
+    """By which these samples count, of each token held: with documents, in its own."""
+    if visible.documents is not None:
+        return visible.documents.positions(segments)
+    return segment_positions(segments)
 
 
 def gather_positions(ring: Ring, own: Sequence[Tensor]) -> list[tuple[Segments, ...]]:

@@ -36,10 +36,12 @@ from ring_attention_pytorch.masks import (
     by_sample,
     gather_positions,
     positions_problem,
+    positions_seen,
     prefix_digest,
     prefix_problem,
 )
 from ring_attention_pytorch.ring import Group, Ring, SendRecv, as_ring
+from ring_attention_pytorch.running import accumulator
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AUTOCAST_FROM = DTYPES[1:]
@@ -104,6 +106,7 @@ class RingPlan:
         documents: Tensor | Packing | None = None,
         cu_seqlens: Borders | None = None,
         sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         prefix: Prefix = None,
         query_positions: Tensor | None = None,
         key_positions: Tensor | None = None,
@@ -134,11 +137,15 @@ class RingPlan:
             not placed and cross and (causal or window is not None),
         )  # fmt: skip
         problem = problem or documents_problem(documents, cu_seqlens, q.shape)
-        problem = problem or _sinks_problem(q, sinks)
+        problem = problem or _per_head_problem("sinks", q, sinks)
+        problem = problem or _per_head_problem("alibi_slopes", q, alibi_slopes)
+        if alibi_slopes is not None and alibi_slopes.requires_grad:
+            problem = problem or "alibi_slopes have no gradient; detach them"
         problem = problem or prefix_problem(prefix, len(q), causal and not packed and not placed)
         problem = problem or positions_problem(query_positions, key_positions, q, k, packed)
         if problem is None:
             asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
+            asked["alibi_slopes"] = alibi_slopes
             try:
                 chosen = choose(kernel, Case.of(q, v, **asked))
             except ValueError as error:
@@ -152,6 +159,7 @@ class RingPlan:
                 key_mask="given" if key_mask is not None else None,
                 cu_seqlens=digest(cu_seqlens), sinks=_sinks_note(sinks),
                 prefix=prefix_digest(prefix),
+                alibi_slopes="given" if alibi_slopes is not None else None,
                 **{"kernel chosen": chosen.name},
             ),
             own={} if problem else {"n": q.shape[1], "m": k.shape[1]},
@@ -190,7 +198,12 @@ class RingPlan:
             query_segments=query_segments,
             visible=visible,
             layout=layout,
-            terms=Terms(q.shape[-1] ** -0.5 if scale is None else scale, softclamp, bucket_size),
+            terms=Terms(
+                q.shape[-1] ** -0.5 if scale is None else scale,
+                softclamp,
+                bucket_size,
+                None if alibi_slopes is None else alibi_slopes.to(accumulator(q.dtype), copy=True),
+            ),
             kernel=chosen,
             transport=SendRecv(ring, key_segments, tuple(sorted(distances))),
             # a copy: whoever reuses the mask's memory would change gradients without a word
@@ -223,13 +236,23 @@ class RingPlan:
         if keys.segments not in self._tiles:
             mine = self.query_segments[self.ring.rank]
             self._tiles[keys.segments] = [
-                (samples, Tiles(tiles(mine, keys.segments, seen))) for samples, seen in self.samples
+                (samples, self._of_block(mine, keys.segments, seen))
+                for samples, seen in self.samples
             ]
         return self._tiles[keys.segments]
 
+    def _of_block(self, queries: Segments, keys: Segments, seen: Visible) -> Tiles:
+        found = Tiles(tiles(queries, keys, seen))
+        if self.terms.alibi is not None:
+            found.rows_at, found.cols_at = (
+                positions_seen(segments, seen).to(self.terms.alibi.device, torch.int32)
+                for segments in (queries, keys)
+            )
+        return found
+
     def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
-        problem = qkv_problem(q, k, v, None) or _sinks_problem(q, sinks)
+        problem = qkv_problem(q, k, v, None) or _per_head_problem("sinks", q, sinks)
         if problem is None and (given := Signature.of(q, k, v)) != self.signature:
             problem = f"the plan was made for {self.signature!r}; got {given!r}; make one for these"
         if problem is not None:
@@ -292,14 +315,14 @@ def qkv_problem(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str
     return None
 
 
-def _sinks_problem(q: Tensor, sinks: Tensor | None) -> str | None:
-    if sinks is None:
+def _per_head_problem(name: str, q: Tensor, t: Tensor | None) -> str | None:
+    if t is None:
         return None
-    if list(sinks.shape) == [q.shape[2]] and sinks.dtype in DTYPES and sinks.device == q.device:
+    if list(t.shape) == [q.shape[2]] and t.dtype in DTYPES and t.device == q.device:
         return None
     return (
-        f"sinks must be floating [{q.shape[2]}], one for each head of q, on {q.device}; "
-        f"got {sinks.dtype} {list(sinks.shape)} on {sinks.device}"
+        f"{name} must be floating [{q.shape[2]}], one for each head of q, on {q.device}; "
+        f"got {t.dtype} {list(t.shape)} on {t.device}"
     )
 
 

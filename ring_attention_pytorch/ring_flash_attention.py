@@ -92,6 +92,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     documents: Tensor | None = None,
     cu_seqlens: Borders | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     prefix: Prefix = None,
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
@@ -134,6 +135,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             sequence, between which documents lie; one list, or one for each sample.
         sinks: `[h]`, learnable: the score of a key without value that all queries see, which
             lets a head attend to nothing (Xiao et al. 2023; gpt-oss). lse has it too.
+        alibi_slopes: `[h]`: scores lose a head's slope times the distance of query and key
+            (Press et al. 2022), in their document; after softclamp. They have no gradient.
         prefix: under causal, so many first tokens of the sequence see one another both ways;
             one number, or one for each sample.
         query_positions, key_positions: int `[n]` and `[m]`, by which causal and window go where
@@ -160,6 +163,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         causal=causal, window=window, key_mask=key_mask, scale=scale, softclamp=softclamp,
         layout=layout, group=group, kernel=kernel, bucket_size=bucket_size, cross=cross,
         documents=documents, cu_seqlens=cu_seqlens, prefix=prefix,
+        alibi_slopes=alibi_slopes,
         query_positions=query_positions, key_positions=key_positions,
     )  # fmt: skip
     if plan is None:
@@ -172,7 +176,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
 
 
 @beartype
-def explain_kernel(
+def explain_kernel(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -181,6 +185,7 @@ def explain_kernel(
     key_mask: Tensor | None = None,
     scale: float | int | None = None,
     softclamp: float | int | None = None,
+    alibi_slopes: Tensor | None = None,
     kernel: str | None = None,
 ) -> str:
     """Which kernel `ring_attn` would run for tensors and options like these, and why.
@@ -200,6 +205,7 @@ def explain_kernel(
     """
     q, v = like_autocast(q), like_autocast(v)
     asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
+    asked["alibi_slopes"] = alibi_slopes
     return explain(Case.of(q, v, **asked), kernel)
 
 

@@ -75,8 +75,10 @@ FEATURES: dict[str, Feature] = {
     "cu_seqlens": Feature(ring=dict(cu_seqlens=BORDERS), oracle=dict(documents=IDS)),
     "documents": Feature(sharded=dict(documents=SCATTERED)),
     "sinks": Feature(learned=dict(sinks=drawn(HEADS, seed=3))),
+    "alibi": Feature(dict(alibi_slopes=torch.tensor([0.5, 0.25, 0.125, -0.1]).double())),
     "prefix": Feature(dict(prefix=[11, 0], causal=True)),
     "positions": Feature(
+        dict(causal=True),
         oracle=dict(positions=(AT, AT_KEYS)),
         along=dict(query_positions=AT, key_positions=AT_KEYS),
     ),
@@ -122,8 +124,12 @@ class Problem:
         learned = {n: t.clone().to(self.dtype).requires_grad_() for n, t in feature.learned.items()}
         sharded = {name: t[:, at] for name, t in feature.sharded.items()}
         sharded |= {name: t[at] for name, t in feature.along.items()}
+        shared = {
+            name: t.to(self.dtype) if isinstance(t, Tensor) else t
+            for name, t in feature.shared.items()
+        }
         out, lse = ring_attn(
-            *mine, **feature.shared, **sharded, **learned, **feature.ring,
+            *mine, **shared, **sharded, **learned, **feature.ring,
             layout=dealt, kernel=kernel, group=ring, return_lse=True, bucket_size=4,
         )  # fmt: skip
         leaves = [*mine, *learned.values()]

@@ -18,6 +18,7 @@ def dense_attention(  # noqa: PLR0913 - an option each
     sinks: Tensor | None = None,
     prefix: list[int] | None = None,
     positions: tuple[Tensor, Tensor] | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [b, n, h, d_v], lse [b, h, n]) of q [b, n, h, d], k [b, m, g, d], v [b, m, g, d_v]."""
     k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
@@ -42,6 +43,8 @@ def dense_attention(  # noqa: PLR0913 - an option each
         seen = seen & earlier
     if window is not None:
         seen = seen & (behind.abs() <= window)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[:, None, None] * behind.abs()[:, None]
     seen = seen[:, None] if key_mask is None else seen[:, None] & key_mask[:, None, None]
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:  # a key of value 0

@@ -1,9 +1,10 @@
 """Every feature and every pair of features: right to 1e-12, or refused with a reason."""
 
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 
+from docs.what_works import KINDS, PAGE_AT, measured
 from ring_attention_pytorch.ring import Ring
 from tests.features import FEATURES, LAYOUTS, Problem, refusal, together
 
@@ -34,3 +35,30 @@ def test_any_two_features_together(names):
             errors = problem.errors(size, layout, kernel)
             bad = {name: e for name, e in errors.items() if not e < 1e-12}
             assert not bad, (size, layout, kernel, bad)
+
+
+# --- the page ---
+
+
+def rows() -> dict[tuple[str, str], list[str]]:
+    lines = PAGE_AT.read_text().splitlines()
+    cells = [[c.strip() for c in line.strip("|").split(" | ")] for line in lines if line[:1] == "|"]
+    return {(feature, layout): found for feature, layout, *found in cells[2:]}
+
+
+def test_the_page_of_what_works_has_every_feature_in_every_layout():
+    assert list(rows()) == list(product(FEATURES, LAYOUTS))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_page_says_what_is_measured(feature):
+    number = list(FEATURES).index(feature)
+    layout = LAYOUTS[number % len(LAYOUTS)]
+    for kernel, bound, written in zip(KINDS, (1e-12, 1e-12, 1e-5), rows()[feature, layout]):
+        if " / " in written and kernel != "triton":
+            assert " / " in measured(feature, layout, kernel)
+        if " / " in written:
+            assert max(map(float, written.split(" / "))) < bound
+        else:
+            assert written.startswith(f"kernel='{kernel}' has no")
+            assert written == measured(feature, layout, kernel)

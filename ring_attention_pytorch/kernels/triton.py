@@ -116,7 +116,7 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
     mask, blocks = _mask(keys), len(table.ranges)
     with _on(q):
         forward_kernel[(b * h * blocks,)](
-            q_, k, v, mask, out, lse, *table,
+            q_, k, v, mask, *_places(tiles, terms), out, lse, *table,
             _beside(blocks, h // h_kv), m, h, h // h_kv, d, d_v, *_factors(terms),
             *q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
             *out.stride(), *lse.stride(), **options,
@@ -150,7 +150,7 @@ def _backward_of_keys(
     dk, dv = grads.dk.running(), grads.dv.running()
     blocks = len(table.ranges)
     keys_kernel[(b * h_kv * blocks,)](
-        q, k, v, _mask(keys), dout, lse, delta, dk, dv,
+        q, k, v, _mask(keys), *_places(tiles, terms), dout, lse, delta, dk, dv,
         *table, _beside(blocks), h_kv,
         h // h_kv, d, d_v,
         *_factors(terms), terms.scale,
@@ -177,7 +177,7 @@ def _backward_of_queries(
     dq = grads.dq.running()
     blocks = len(table.ranges)
     queries_kernel[(b * h * blocks,)](
-        q, k, v, _mask(keys), dout, saved.lse, saved.delta, dq,
+        q, k, v, _mask(keys), *_places(tiles, terms), dout, saved.lse, saved.delta, dq,
         *table, _beside(blocks, h // h_kv), m, h, h // h_kv, d, d_v,
         *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
@@ -199,7 +199,7 @@ def _options(config: Config, terms: Terms, keys: Keys, moved: Sequence[Tensor]) 
     return dict(
         ROWS=config.rows, COLS=config.cols, D=_padded(d), D_V=_padded(d_v),
         EVEN=d == _padded(d), EVEN_V=d_v == _padded(d_v), MASK=keys.key_mask is not None,
-        CLAMP=terms.softclamp is not None, NEGATE=terms.scale < 0,
+        CLAMP=terms.softclamp is not None, NEGATE=terms.scale < 0, ALIBI=terms.alibi is not None,
         PRECISION="ieee" if exact else "tf32", TMA=config.tma and _tma_fits(moved),
         WIDE=any(block * (t.stride(1) + t.stride(3)) >= 2**31 for t in moved if t.ndim == 4),
         num_warps=config.warps, num_stages=config.stages,
@@ -257,6 +257,13 @@ def _factors(terms: Terms) -> tuple[float, float]:
     if terms.softclamp is None:
         return 1.0, scale * math.log2(math.e)
     return scale / terms.softclamp, terms.softclamp * math.log2(math.e)
+
+
+def _places(tiles: Sequence[Tile], terms: Terms) -> tuple[Tensor | None, ...]:
+    """Slopes of ALiBi, and the positions that it compares."""
+    if terms.alibi is None:
+        return None, None, None
+    return terms.alibi, tiles.rows_at, tiles.cols_at
 
 
 def _mask(keys: Keys) -> Tensor | None:
