@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ring_attention_pytorch.kernels import KERNELS
+from tests import threads
 from tests.features import FEATURES, LAYOUTS, Problem
 
 PAGE_AT = Path(__file__).parent / "what-works.md"
@@ -70,5 +71,6 @@ def table() -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    threads.PATIENCE = 900.0
     one_at_a_time(KERNELS["triton"])
     PAGE_AT.write_text(PAGE.format(table=table()))

@@ -42,6 +42,13 @@ from ring_attention_pytorch.masks import (
 )
 from ring_attention_pytorch.ring import Group, Ring, SendRecv, as_ring
 from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.scores import (
+    bias_problem,
+    columns,
+    per_head_problem,
+    sinks_note,
+    widened,
+)
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AUTOCAST_FROM = DTYPES[1:]
@@ -107,6 +114,7 @@ class RingPlan:
         cu_seqlens: Borders | None = None,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        key_bias: Tensor | None = None,
         prefix: Prefix = None,
         query_positions: Tensor | None = None,
         key_positions: Tensor | None = None,
@@ -137,12 +145,17 @@ class RingPlan:
             not placed and cross and (causal or window is not None),
         )  # fmt: skip
         problem = problem or documents_problem(documents, cu_seqlens, q.shape)
-        problem = problem or _per_head_problem("sinks", q, sinks)
-        problem = problem or _per_head_problem("alibi_slopes", q, alibi_slopes)
+        problem = problem or per_head_problem("sinks", q, sinks)
+        problem = problem or per_head_problem("alibi_slopes", q, alibi_slopes)
         if alibi_slopes is not None and alibi_slopes.requires_grad:
             problem = problem or "alibi_slopes have no gradient; detach them"
+        problem = problem or bias_problem(key_bias, q, k, scale, softclamp)
         problem = problem or prefix_problem(prefix, len(q), causal and not packed and not placed)
         problem = problem or positions_problem(query_positions, key_positions, q, k, packed)
+        scale = q.shape[-1] ** -0.5 if scale is None and problem is None else scale
+        if problem is None and key_bias is not None:
+            more = columns(q, k, key_bias)
+            q, k = widened(q, more), widened(k, more)
         if problem is None:
             asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
             asked["alibi_slopes"] = alibi_slopes
@@ -157,8 +170,9 @@ class RingPlan:
                 _agreed_shapes(q, k, v) | dict(also or {}), causal=causal, window=window,
                 scale=scale, softclamp=softclamp, layout=str(layout), kernel=kernel, cross=cross,
                 key_mask="given" if key_mask is not None else None,
-                cu_seqlens=digest(cu_seqlens), sinks=_sinks_note(sinks),
+                cu_seqlens=digest(cu_seqlens), sinks=sinks_note(sinks),
                 prefix=prefix_digest(prefix),
+                key_bias=None if key_bias is None else list(key_bias.shape[2:]),
                 alibi_slopes="given" if alibi_slopes is not None else None,
                 **{"kernel chosen": chosen.name},
             ),
@@ -199,7 +213,7 @@ class RingPlan:
             visible=visible,
             layout=layout,
             terms=Terms(
-                q.shape[-1] ** -0.5 if scale is None else scale,
+                scale,
                 softclamp,
                 bucket_size,
                 None if alibi_slopes is None else alibi_slopes.to(accumulator(q.dtype), copy=True),
@@ -252,7 +266,7 @@ class RingPlan:
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
-        problem = qkv_problem(q, k, v, None) or _per_head_problem("sinks", q, sinks)
+        problem = qkv_problem(q, k, v, None) or per_head_problem("sinks", q, sinks)
         if problem is None and (given := Signature.of(q, k, v)) != self.signature:
             problem = f"the plan was made for {self.signature!r}; got {given!r}; make one for these"
         if problem is not None:
@@ -313,22 +327,6 @@ def qkv_problem(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str
     if key_mask.device != k.device:
         return f"key_mask must be on the keys' device {k.device}, got {key_mask.device}"
     return None
-
-
-def _per_head_problem(name: str, q: Tensor, t: Tensor | None) -> str | None:
-    if t is None:
-        return None
-    if list(t.shape) == [q.shape[2]] and t.dtype in DTYPES and t.device == q.device:
-        return None
-    return (
-        f"{name} must be floating [{q.shape[2]}], one for each head of q, on {q.device}; "
-        f"got {t.dtype} {list(t.shape)} on {t.device}"
-    )
-
-
-def _sinks_note(sinks: Tensor | None) -> str | None:
-    grad = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
-    return None if sinks is None else "with a gradient" if grad else "without a gradient"
 
 
 def _option_problem(

@@ -22,6 +22,7 @@ from ring_attention_pytorch.masks import Prefix
 from ring_attention_pytorch.plan import RingPlan, like_autocast
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 from ring_attention_pytorch.running import Result, Sum, accumulator
+from ring_attention_pytorch.scores import bias_problem, with_bias
 
 
 class RingAttentionFunction(Function):
@@ -93,6 +94,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     cu_seqlens: Borders | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
     prefix: Prefix = None,
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
@@ -123,7 +125,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             another. None takes the fastest that can do it (`explain_kernel` tells), a named one
             never falls back.
         plan: a `RingPlan` for tensors like these. It stands for all options but return_lse
-            and sinks.
+            sinks and key_bias, of which it must know that they come.
         return_lse: also return the log-sum-exp of the scores.
         bucket_size: kernels that hold scores in memory hold those of so many queries at once.
         cross: True if the keys are of another sequence than the queries, in shards of any
@@ -137,6 +139,9 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             lets a head attend to nothing (Xiao et al. 2023; gpt-oss). lse has it too.
         alibi_slopes: `[h]`: scores lose a head's slope times the distance of query and key
             (Press et al. 2022), in their document; after softclamp. They have no gradient.
+        key_bias: `[b, m]` or `[b, m, h]`, finite, differentiable: added to the scores of a key,
+            whatever the query. It takes columns of the head size (one, or one for each query
+            head of a group; twice that in 16 bits).
         prefix: under causal, so many first tokens of the sequence see one another both ways;
             one number, or one for each sample.
         query_positions, key_positions: int `[n]` and `[m]`, by which causal and window go where
@@ -159,6 +164,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     torch.Size([1, 6, 4, 8])
     """
     q, k, v = (_autocast(t) for t in (q, k, v))
+    key_bias = None if key_bias is None else _autocast(key_bias)
     options = dict(
         causal=causal, window=window, key_mask=key_mask, scale=scale, softclamp=softclamp,
         layout=layout, group=group, kernel=kernel, bucket_size=bucket_size, cross=cross,
@@ -167,10 +173,14 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         query_positions=query_positions, key_positions=key_positions,
     )  # fmt: skip
     if plan is None:
-        plan = RingPlan.make(q, k, v, **options, sinks=sinks)
+        plan = RingPlan.make(q, k, v, **options, sinks=sinks, key_bias=key_bias)
     else:
         _check_only_plan(options)
-        plan.check(q, k, v, sinks)
+        if (why := bias_problem(key_bias, q, k, *plan.terms[:2])) is not None:
+            raise ValueError(f"ring attention: {why}")
+    if key_bias is not None:
+        q, k = with_bias(q, k, key_bias, plan.terms.scale)
+    plan.check(q, k, v, sinks)
     out, lse = RingAttentionFunction.apply(q, k, v, sinks, plan)
     return (out, lse) if return_lse else out
 

@@ -26,12 +26,14 @@ Options = dict[str, Any]
 class Feature:
     """`shared` goes to the ring and the oracle; `sharded` too, each rank's part to the ring.
 
-    `learned` are parameters, whole on every rank, whose gradients sum up over ranks; `ring` and
-    `oracle` are what only one of the two is given; `sizes` change those of q, k and v.
+    `varied` are sharded and have gradients; `learned` are parameters, whole on every rank, whose
+    gradients sum up over ranks; `ring` and `oracle` are what only one of the two is given, and
+    `along` what the ring is given along the tokens; `sizes` change those of q, k and v.
     """
 
     shared: Options = field(default_factory=dict)
     sharded: dict[str, Tensor] = field(default_factory=dict)
+    varied: dict[str, Tensor] = field(default_factory=dict)
     learned: dict[str, Tensor] = field(default_factory=dict)
     ring: Options = field(default_factory=dict)
     oracle: Options = field(default_factory=dict)
@@ -76,6 +78,8 @@ FEATURES: dict[str, Feature] = {
     "documents": Feature(sharded=dict(documents=SCATTERED)),
     "sinks": Feature(learned=dict(sinks=drawn(HEADS, seed=3))),
     "alibi": Feature(dict(alibi_slopes=torch.tensor([0.5, 0.25, 0.125, -0.1]).double())),
+    "bias": Feature(varied=dict(key_bias=drawn(B, N, seed=9))),
+    "bias of heads": Feature(varied=dict(key_bias=drawn(B, N, HEADS, seed=10))),
     "prefix": Feature(dict(prefix=[11, 0], causal=True)),
     "positions": Feature(
         dict(causal=True),
@@ -99,14 +103,22 @@ class Problem:
         self.dout = drawn(B, N, HEADS, sizes["d_v"], seed=7)
         self.dlse = drawn(B, HEADS, N, seed=8) * feature.with_lse
         leaves = [t.clone().requires_grad_() for t in self.qkv]
-        learned = {n: t.clone().requires_grad_() for n, t in feature.learned.items()}
+        learned = feature.varied | feature.learned
+        learned = {n: t.clone().requires_grad_() for n, t in learned.items()}
         given = feature.shared | feature.sharded | learned | feature.oracle
         out, lse = dense_attention(*leaves, **given)
         self.want = self.results([*leaves, *learned.values()], out, lse, self.dout, self.dlse)
 
     @property
     def names(self) -> list[str]:
-        return ["out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in self.feature.learned)]
+        return [
+            "out",
+            "lse",
+            "dq",
+            "dk",
+            "dv",
+            *(f"d{name}" for name in self.feature.varied | self.feature.learned),
+        ]
 
     def results(
         self, leaves: list[Tensor], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor
@@ -121,7 +133,8 @@ class Problem:
         at = positions(dealt, rank=ring.rank, ring_size=ring.size, length=N)
         mine = [t[:, at].to(self.dtype).requires_grad_() for t in self.qkv]
         feature = self.feature
-        learned = {n: t.clone().to(self.dtype).requires_grad_() for n, t in feature.learned.items()}
+        learned = {name: t[:, at] for name, t in feature.varied.items()} | feature.learned
+        learned = {n: t.clone().to(self.dtype).requires_grad_() for n, t in learned.items()}
         sharded = {name: t[:, at] for name, t in feature.sharded.items()}
         sharded |= {name: t[at] for name, t in feature.along.items()}
         shared = {
@@ -142,7 +155,7 @@ class Problem:
         places = [positions(dealt, rank=r, ring_size=size, length=N) for r in range(size)]
         found = {}
         for i, (name, want) in enumerate(zip(self.names, self.want)):
-            if i >= 5:
+            if i >= 5 + len(self.feature.varied):
                 found[name] = relative_error(sum(mine[i] for mine in got), want)
                 continue
             dim = 2 if name == "lse" else 1

@@ -251,6 +251,27 @@ MUTANTS = [
         "a sink that only lse has", "running.py",
         "out.mul_(weight.transpose(1, 2).unsqueeze(-1))", "pass",
     ),
+    Mutant(
+        "ALiBi by the places held", "plan.py", "positions_seen(segments, seen)",
+        "torch.arange(count(segments))",
+    ),
+    Mutant(
+        "ALiBi of the next head", "kernels/eager.py", '"(g r) -> g r 1 1"', '"(r g) -> g r 1 1"',
+    ),
+    Mutant(
+        "ALiBi one way only", "kernels/eager.py", "- tiles.cols_at[part.cols]).abs()",
+        "- tiles.cols_at[part.cols])",
+    ),
+    Mutant(
+        "a bias is scaled", "scores.py", "torch.float32)) / scale", "torch.float32))",
+    ),
+    Mutant(
+        "a bias of another head", "scores.py", '"b m (g r) -> b m g r"', '"b m (r g) -> b m g r"',
+    ),
+    Mutant(
+        "half the digits of a bias in 16 bits", "scores.py",
+        "return 2 if dtype.itemsize == 2 else 1", "return 1",
+    ),
     # kernels
     Mutant(
         "lse of the block in backward", "kernels/eager.py",
@@ -347,6 +368,7 @@ def battery() -> Iterable[Callable[[], None]]:
     yield zigzag_is_balanced
     yield sums_of_16_bits_are_kept_in_32
     yield prefixes_and_positions_hold
+    yield a_bias_keeps_its_digits
     yield dealt_layouts_are_even
     yield a_document_ends_where_another_begins
     yield blocks_know_their_tiles
@@ -367,9 +389,21 @@ def prefixes_and_positions_hold() -> None:
     """The features whose masks are no arithmetic of a layout alone."""
     from tests.features import FEATURES, Problem
 
-    for name in ("prefix", "positions", "sinks"):
+    for name in ("prefix", "positions", "sinks", "alibi", "bias of heads"):
         errors = Problem(FEATURES[name] | FEATURES["gradient of lse"]).errors(3, "zigzag", "eager")
         assert max(errors.values()) < 1e-12, (name, errors)
+
+
+def a_bias_keeps_its_digits() -> None:
+    """Large ones in 16 bits, too."""
+    import torch
+
+    from ring_attention_pytorch.scores import with_bias
+
+    bias = torch.tensor([[100.5, -3.14159, 17.0]]).bfloat16()
+    q, k = with_bias(*[torch.zeros(1, n, 1, 8).bfloat16() for n in (1, 3)], bias, 128**-0.5)
+    got = 128**-0.5 * q[0, :, 0].float() @ k[0, :, 0].float().T
+    assert (got / bias.float() - 1).abs().max() < 1e-4
 
 
 def dealt_layouts_are_even() -> None:

@@ -19,6 +19,7 @@ def dense_attention(  # noqa: PLR0913 - an option each
     prefix: list[int] | None = None,
     positions: tuple[Tensor, Tensor] | None = None,
     alibi_slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [b, n, h, d_v], lse [b, h, n]) of q [b, n, h, d], k [b, m, g, d], v [b, m, g, d_v]."""
     k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
@@ -45,6 +46,8 @@ def dense_attention(  # noqa: PLR0913 - an option each
         seen = seen & (behind.abs() <= window)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[:, None, None] * behind.abs()[:, None]
+    if key_bias is not None:
+        scores = scores + (key_bias[:, None] if key_bias.ndim == 2 else key_bias.mT)[:, :, None]
     seen = seen[:, None] if key_mask is None else seen[:, None] & key_mask[:, None, None]
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:  # a key of value 0

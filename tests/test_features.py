@@ -12,6 +12,8 @@ PAIRS = [*((name,) for name in FEATURES), *combinations(FEATURES, 2)]
 # what can't be together, and what is said
 REFUSED = {
     frozenset(("cu_seqlens", "documents")): "say the same thing",
+    frozenset(("softclamp", "bias")): "exclude each other",
+    frozenset(("softclamp", "bias of heads")): "exclude each other",
     frozenset(("cu_seqlens", "prefix")): "prefix needs causal=True, and no documents",
     frozenset(("documents", "prefix")): "prefix needs causal=True, and no documents",
     frozenset(("positions", "prefix")): "prefix needs causal=True, and no documents",
