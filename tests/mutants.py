@@ -298,8 +298,8 @@ MUTANTS = [
     ),
     Mutant(
         "slope of the softclamp forgotten", "kernels/eager.py",
-        "return t * terms.softclamp, (1 - t.square()) * terms.scale",
-        "return t * terms.softclamp, terms.scale",
+        "scores, slope = t * terms.softclamp, (1 - t.square()) * terms.scale",
+        "scores = t * terms.softclamp",
     ),
     Mutant(
         "key mask ignored", "kernels/eager.py", "if keys.key_mask is not None:", "if False:"
@@ -360,7 +360,7 @@ def battery() -> Iterable[Callable[[], None]]:
         (Attention(12, "striped", causal=True, window=2, ids=((0,) * 3 + (1,) * 9,)), 3),
         (Attention(12, ids=((0,) * 12, (3, 3, 0, 0) * 3), kernel="eager"), 4),
         (Attention(12, "zigzag", ids=((0,) * 6 + (2,) * 6, (0,) * 5 + (2,) * 7), borders=True), 2),
-        (Attention(12, causal=True, window=2, batch=3, ids=((1, 1, 0) * 4,)), 2),
+        (Attention(12, causal=True, window=2, batch=3, ids=(*[(1, 1, 0) * 4] * 2, (0,) * 12)), 2),
         (Attention(8, ids=((0, 0, 1, 1, 2, 2, 3, 3), (0, 0, 0, 0, 0, 1, 1, 1))), 4),
     ]
     for case, size in cases:

@@ -35,7 +35,7 @@ ALLOWED = {
         "ring",
         "running",
         "scores",
-    },  # fmt: skip
+    },
     "regular_attention": {"plan", "running"},
     "ring_flash_attention": {
         "scores",
