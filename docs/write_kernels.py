@@ -29,6 +29,7 @@ COLUMNS = {
     "unusual_scale": "scale <= 0",
     "deterministic": "deterministic",
     "alibi": "ALiBi",
+    "mask_mod": "mask_mod",
 }
 PAGE = """# Kernels
 

@@ -17,8 +17,12 @@ from torch import Tensor
 from ring_attention_pytorch.layouts import Segments, Tile
 from ring_attention_pytorch.running import Result, Sum
 
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
 # what a kernel may lack; each is a field of `Case`
-FEATURES = frozenset({"window", "key_mask", "softclamp", "unusual_scale", "deterministic", "alibi"})
+FEATURES = frozenset(
+    {"window", "key_mask", "softclamp", "unusual_scale", "deterministic", "alibi", "mask_mod"}
+)
 
 
 class Keys(NamedTuple):
@@ -37,7 +41,8 @@ class Keys(NamedTuple):
 class Terms(NamedTuple):
     """What a score is: `scale * q.k`, then `c * tanh(score / c)` if softclamp is c.
 
-    Less `alibi` [h] times the distance of the positions in `Tiles`, where there is alibi.
+    Less `alibi` [h] times the distance of the positions in `Tiles`, where there is alibi; and
+    `mask_mod` says of (sample, head, position of query, of key) whether the key may be seen.
     `bucket_size` is no part of that: it bounds the rows of a tile that are computed at once.
     """
 
@@ -45,6 +50,7 @@ class Terms(NamedTuple):
     softclamp: float | None
     bucket_size: int
     alibi: Tensor | None = None
+    mask_mod: MaskMod | None = None
 
 
 class Saved(NamedTuple):
@@ -82,8 +88,10 @@ class Tiles(tuple[Tile, ...]):
     """The tiles of a block, with room for what a kernel makes of them once.
 
     `rows_at` and `cols_at` are the positions of its queries and keys, int32 `[n]` and `[m]`,
-    where `Terms` need them.
+    where `Terms` need them; `first` is its first sample's number.
     """
+
+    first: int = 0
 
     rows_at: Tensor | None = None
     cols_at: Tensor | None = None
@@ -113,6 +121,7 @@ class Case(NamedTuple):
     unusual_scale: bool = False  # zero or negative
     deterministic: bool = False
     alibi: bool = False
+    mask_mod: bool = False
     named: bool = False
 
     @classmethod
@@ -126,6 +135,7 @@ class Case(NamedTuple):
         scale: float | None = None,
         softclamp: float | None = None,
         alibi_slopes: Tensor | None = None,
+        mask_mod: MaskMod | None = None,
     ) -> "Case":
         """What tensors like these and options ask for, torch.use_deterministic_algorithms too."""
         return cls(
@@ -134,7 +144,7 @@ class Case(NamedTuple):
             window=window is not None, key_mask=key_mask is not None,
             unusual_scale=scale is not None and scale <= 0, softclamp=softclamp is not None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            alibi=alibi_slopes is not None,
+            alibi=alibi_slopes is not None, mask_mod=mask_mod is not None,
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.contract import MaskMod
 from ring_attention_pytorch.documents import Packing, tell
 from ring_attention_pytorch.layouts import Visible
 from ring_attention_pytorch.ring import Ring
@@ -53,6 +54,16 @@ def _runs(at: Tensor) -> list[tuple[int, int, int]]:
     offsets, counts = torch.unique_consecutive(at - torch.arange(len(at)), return_counts=True)
     starts = offsets + counts.cumsum(0) - counts
     return [(start, 1, n) for start, n in zip(starts.tolist(), counts.tolist())]
+
+
+def mask_mod_problem(mask_mod: MaskMod | None, device: torch.device) -> str | None:
+    """What is wrong with a predicate, by what it says of one pair."""
+    if mask_mod is None:
+        return None
+    found = mask_mod(*(torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device),) * 4)
+    if isinstance(found, Tensor) and found.dtype == torch.bool:
+        return None
+    return f"mask_mod must give a bool tensor, got {getattr(found, 'dtype', type(found))}"
 
 
 def prefixes(prefix: Prefix, batch: int) -> list[int]:

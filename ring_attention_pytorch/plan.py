@@ -10,7 +10,7 @@ from beartype import beartype
 from torch import Tensor
 
 from ring_attention_pytorch.agreement import agree
-from ring_attention_pytorch.contract import Case, Keys, Terms, Tiles
+from ring_attention_pytorch.contract import Case, Keys, MaskMod, Terms, Tiles
 from ring_attention_pytorch.documents import (
     Borders,
     Packing,
@@ -35,6 +35,7 @@ from ring_attention_pytorch.masks import (
     Prefix,
     by_sample,
     gather_positions,
+    mask_mod_problem,
     positions_problem,
     positions_seen,
     prefix_digest,
@@ -115,6 +116,7 @@ class RingPlan:
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         key_bias: Tensor | None = None,
+        mask_mod: MaskMod | None = None,
         prefix: Prefix = None,
         query_positions: Tensor | None = None,
         key_positions: Tensor | None = None,
@@ -150,6 +152,7 @@ class RingPlan:
         if alibi_slopes is not None and alibi_slopes.requires_grad:
             problem = problem or "alibi_slopes have no gradient; detach them"
         problem = problem or bias_problem(key_bias, q, k, scale, softclamp)
+        problem = problem or mask_mod_problem(mask_mod, q.device)
         problem = problem or prefix_problem(prefix, len(q), causal and not packed and not placed)
         problem = problem or positions_problem(query_positions, key_positions, q, k, packed)
         scale = q.shape[-1] ** -0.5 if scale is None and problem is None else scale
@@ -158,7 +161,7 @@ class RingPlan:
             q, k = widened(q, more), widened(k, more)
         if problem is None:
             asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
-            asked["alibi_slopes"] = alibi_slopes
+            asked |= dict(alibi_slopes=alibi_slopes, mask_mod=mask_mod)
             try:
                 chosen = choose(kernel, Case.of(q, v, **asked))
             except ValueError as error:
@@ -173,6 +176,7 @@ class RingPlan:
                 cu_seqlens=digest(cu_seqlens), sinks=sinks_note(sinks),
                 prefix=prefix_digest(prefix),
                 key_bias=None if key_bias is None else list(key_bias.shape[2:]),
+                mask_mod="given" if mask_mod is not None else None,
                 alibi_slopes="given" if alibi_slopes is not None else None,
                 **{"kernel chosen": chosen.name},
             ),
@@ -217,6 +221,7 @@ class RingPlan:
                 softclamp,
                 bucket_size,
                 None if alibi_slopes is None else alibi_slopes.to(accumulator(q.dtype), copy=True),
+                mask_mod,
             ),
             kernel=chosen,
             transport=SendRecv(ring, key_segments, tuple(sorted(distances))),
@@ -250,17 +255,18 @@ class RingPlan:
         if keys.segments not in self._tiles:
             mine = self.query_segments[self.ring.rank]
             self._tiles[keys.segments] = [
-                (samples, self._of_block(mine, keys.segments, seen))
+                (samples, self._of_block(mine, keys, samples, seen))
                 for samples, seen in self.samples
             ]
         return self._tiles[keys.segments]
 
-    def _of_block(self, queries: Segments, keys: Segments, seen: Visible) -> Tiles:
-        found = Tiles(tiles(queries, keys, seen))
-        if self.terms.alibi is not None:
+    def _of_block(self, queries: Segments, keys: Keys, some: slice, seen: Visible) -> Tiles:
+        found = Tiles(tiles(queries, keys.segments, seen))
+        if self.terms.alibi is not None or self.terms.mask_mod is not None:
+            found.first = some.start or 0
             found.rows_at, found.cols_at = (
-                positions_seen(segments, seen).to(self.terms.alibi.device, torch.int32)
-                for segments in (queries, keys)
+                positions_seen(segments, seen).to(keys.k.device, torch.int32)
+                for segments in (queries, keys.segments)
             )
         return found
 

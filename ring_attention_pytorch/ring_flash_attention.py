@@ -14,7 +14,7 @@ from einops import einsum
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.contract import Case, Grads, Saved, grad_of_sinks
+from ring_attention_pytorch.contract import Case, Grads, MaskMod, Saved, grad_of_sinks
 from ring_attention_pytorch.documents import Borders
 from ring_attention_pytorch.kernels import explain, problem
 from ring_attention_pytorch.layouts import Layout
@@ -95,6 +95,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     key_bias: Tensor | None = None,
+    mask_mod: MaskMod | None = None,
     prefix: Prefix = None,
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
@@ -142,6 +143,9 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         key_bias: `[b, m]` or `[b, m, h]`, finite, differentiable: added to the scores of a key,
             whatever the query. It takes columns of the head size (one, or one for each query
             head of a group; twice that in 16 bits).
+        mask_mod: a predicate of (sample, head, position of the query, of the key), int tensors that
+            broadcast: bool, True where the key may be seen, beside all other masks. Positions are
+            those in the document. Eager kernel only.
         prefix: under causal, so many first tokens of the sequence see one another both ways;
             one number, or one for each sample.
         query_positions, key_positions: int `[n]` and `[m]`, by which causal and window go where
@@ -169,7 +173,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         causal=causal, window=window, key_mask=key_mask, scale=scale, softclamp=softclamp,
         layout=layout, group=group, kernel=kernel, bucket_size=bucket_size, cross=cross,
         documents=documents, cu_seqlens=cu_seqlens, prefix=prefix,
-        alibi_slopes=alibi_slopes,
+        alibi_slopes=alibi_slopes, mask_mod=mask_mod,
         query_positions=query_positions, key_positions=key_positions,
     )  # fmt: skip
     if plan is None:

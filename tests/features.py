@@ -58,6 +58,10 @@ def key_mask() -> Tensor:
     return mask
 
 
+def a_third_hidden(sample: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (sample + 2 * head + i + j * j) % 3 != 0
+
+
 IDS = torch.arange(5).repeat_interleave(torch.tensor(BORDERS).diff()).expand(B, -1)
 SCATTERED = torch.stack([torch.arange(N) * 7 % 5, torch.arange(N) // 4 % 3])
 
@@ -80,6 +84,7 @@ FEATURES: dict[str, Feature] = {
     "alibi": Feature(dict(alibi_slopes=torch.tensor([0.5, 0.25, 0.125, -0.1]).double())),
     "bias": Feature(varied=dict(key_bias=drawn(B, N, seed=9))),
     "bias of heads": Feature(varied=dict(key_bias=drawn(B, N, HEADS, seed=10))),
+    "mask_mod": Feature(dict(mask_mod=a_third_hidden)),
     "prefix": Feature(dict(prefix=[11, 0], causal=True)),
     "positions": Feature(
         dict(causal=True),

@@ -24,7 +24,7 @@ ALLOWED = {
     "documents": {"layouts", "ring", "segments"},
     "ring": {"contract", "layouts", "running"},
     "agreement": {"ring"},
-    "masks": {"documents", "layouts", "ring", "segments"},
+    "masks": {"contract", "documents", "layouts", "ring", "segments"},
     "plan": {
         "agreement",
         "contract",

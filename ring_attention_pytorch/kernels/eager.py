@@ -10,7 +10,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.contract import Can, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.contract import Can, Grads, Keys, Saved, Terms, Tiles
 from ring_attention_pytorch.layouts import Tile, band, buckets
 from ring_attention_pytorch.running import Result, accumulator, merge_
 
@@ -19,7 +19,7 @@ CAN = Can()
 
 def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     out, lse = result.running()
-    for rows, cols, hidden, bias in _buckets(keys, tiles, terms):
+    for rows, cols, hidden, bias in _buckets(keys, tiles, terms, q.shape[2]):
         q_, k, v = _grouped(q[:, rows], keys.k[:, cols], keys.v[:, cols])
         scores = _scores(q_, k, terms, bias)[0].masked_fill_(hidden, -torch.inf)
         part_lse = scores.logsumexp(dim=-1)
@@ -31,7 +31,7 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
 
 def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
     h_kv, running = keys.k.shape[2], [total.running() for total in grads]
-    for rows, cols, hidden, bias in _buckets(keys, tiles, terms):
+    for rows, cols, hidden, bias in _buckets(keys, tiles, terms, saved.q.shape[2]):
         q, k, v = _grouped(saved.q[:, rows], keys.k[:, cols], keys.v[:, cols])
         dout = _by_key_head(saved.dout[:, rows], h_kv)
         lse, delta = (
@@ -49,7 +49,7 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
 
 
 def _buckets(
-    keys: Keys, tiles: Sequence[Tile], terms: Terms
+    keys: Keys, tiles: Sequence[Tile], terms: Terms, h: int
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
     """The tiles, few rows at a time with the keys that those see, what is hidden in each and what
     is added to scores [b, g, r, i, j]."""
@@ -58,11 +58,27 @@ def _buckets(
             hidden = ~band(part, keys.k.device)
             if keys.key_mask is not None:
                 hidden = hidden | ~rearrange(keys.key_mask[:, part.cols], "b j -> b 1 1 1 j")
+            if terms.mask_mod is not None:
+                hidden = hidden | ~_allowed(keys, tiles, part, terms, h)
             bias = None
             if terms.alibi is not None:
                 far = (tiles.rows_at[part.rows].unsqueeze(1) - tiles.cols_at[part.cols]).abs()
                 bias = -rearrange(terms.alibi, "(g r) -> g r 1 1", g=keys.k.shape[2]) * far
             yield part.rows, part.cols, hidden, bias
+
+
+def _allowed(keys: Keys, tiles: Tiles, part: Tile, terms: Terms, h: int) -> Tensor:
+    """What the predicate lets be seen, bool [b, g, r, i, j]."""
+    b, _, h_kv, _ = keys.k.shape
+    samples = torch.arange(tiles.first, tiles.first + b, device=keys.k.device)
+    seen = terms.mask_mod(
+        rearrange(samples, "b -> b 1 1 1"),
+        rearrange(torch.arange(h, device=keys.k.device), "h -> h 1 1"),
+        tiles.rows_at[part.rows].long().unsqueeze(1),
+        tiles.cols_at[part.cols].long(),
+    )
+    shape = b, h, len(tiles.rows_at[part.rows]), len(tiles.cols_at[part.cols])
+    return rearrange(seen.expand(shape), "b (g r) i j -> b g r i j", g=h_kv)
 
 
 def _scores(

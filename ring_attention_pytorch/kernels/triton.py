@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.contract import Can, Grads, Keys, Package, Saved, Terms, Tiles
+from ring_attention_pytorch.contract import FEATURES, Can, Grads, Keys, Package, Saved, Terms, Tiles
 from ring_attention_pytorch.layouts import Tile
 from ring_attention_pytorch.running import Result
 
@@ -28,6 +28,7 @@ CAN = Can(
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
     oldest=(8, 0),
     widest=_WIDEST,
+    features=FEATURES - {"mask_mod"},
     package=Package("triton", "triton", "3.4", "triton"),
 )
 
