@@ -200,6 +200,7 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
     scale: float | int | None = None,
     softclamp: float | int | None = None,
     alibi_slopes: Tensor | None = None,
+    mask_mod: MaskMod | None = None,
     kernel: str | None = None,
 ) -> str:
     """Which kernel `ring_attn` would run for tensors and options like these, and why.
@@ -219,7 +220,7 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
     """
     q, v = like_autocast(q), like_autocast(v)
     asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
-    asked["alibi_slopes"] = alibi_slopes
+    asked |= dict(alibi_slopes=alibi_slopes, mask_mod=mask_mod)
     return explain(Case.of(q, v, **asked), kernel)
 
 

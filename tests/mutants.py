@@ -263,6 +263,13 @@ MUTANTS = [
         "- tiles.cols_at[part.cols])",
     ),
     Mutant(
+        "a predicate ignored", "kernels/eager.py", "if terms.mask_mod is not None:", "if False:"
+    ),
+    Mutant(
+        "a predicate of the first samples only", "kernels/eager.py",
+        "tiles.first, tiles.first + b,", "0, b,",
+    ),
+    Mutant(
         "a bias is scaled", "scores.py", "torch.float32)) / scale", "torch.float32))",
     ),
     Mutant(
@@ -389,9 +396,11 @@ def prefixes_and_positions_hold() -> None:
     """The features whose masks are no arithmetic of a layout alone."""
     from tests.features import FEATURES, Problem
 
-    for name in ("prefix", "positions", "sinks", "alibi", "bias of heads"):
+    for name in ("prefix", "positions", "sinks", "alibi", "bias of heads", "mask_mod"):
         errors = Problem(FEATURES[name] | FEATURES["gradient of lse"]).errors(3, "zigzag", "eager")
         assert max(errors.values()) < 1e-12, (name, errors)
+    apart = Problem(FEATURES["mask_mod"] | FEATURES["documents"]).errors(2, "striped", "eager")
+    assert max(apart.values()) < 1e-12, apart
 
 
 def a_bias_keeps_its_digits() -> None:
