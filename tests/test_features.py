@@ -57,10 +57,9 @@ def test_the_page_says_what_is_measured(feature):
     number = list(FEATURES).index(feature)
     layout = LAYOUTS[number % len(LAYOUTS)]
     for kernel, bound, written in zip(KINDS, (1e-12, 1e-12, 1e-5), rows()[feature, layout]):
-        if " / " in written and kernel != "triton":
-            assert " / " in measured(feature, layout, kernel)
         if " / " in written:
             assert max(map(float, written.split(" / "))) < bound
+            assert kernel == "triton" or " / " in measured(feature, layout, kernel)
         else:
             assert written.startswith(f"kernel='{kernel}' has no")
-            assert written == measured(feature, layout, kernel)
+            assert kernel == "triton" or written == measured(feature, layout, kernel)
