@@ -155,7 +155,7 @@ class RingPlan:
         problem = problem or mask_mod_problem(mask_mod, q.device)
         problem = problem or prefix_problem(prefix, len(q), causal and not packed and not placed)
         problem = problem or positions_problem(query_positions, key_positions, q, k, packed)
-        scale = q.shape[-1] ** -0.5 if scale is None and problem is None else scale
+        d = q.shape[-1] if problem is None else 0
         if problem is None and key_bias is not None:
             more = columns(q, k, key_bias)
             q, k = widened(q, more), widened(k, more)
@@ -217,7 +217,7 @@ class RingPlan:
             visible=visible,
             layout=layout,
             terms=Terms(
-                scale,
+                d**-0.5 if scale is None else scale,
                 softclamp,
                 bucket_size,
                 None if alibi_slopes is None else alibi_slopes.to(accumulator(q.dtype), copy=True),
