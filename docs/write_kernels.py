@@ -28,6 +28,8 @@ COLUMNS = {
     "softclamp": "softclamp",
     "unusual_scale": "scale <= 0",
     "deterministic": "deterministic",
+    "alibi": "ALiBi",
+    "mask_mod": "mask_mod",
 }
 PAGE = """# Kernels
 

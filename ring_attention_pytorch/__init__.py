@@ -1,5 +1,6 @@
 """Exact attention over a sequence that is spread over many processes."""
 
+from ring_attention_pytorch.balance import balanced
 from ring_attention_pytorch.explain import explain_plan
 from ring_attention_pytorch.layouts import positions
 from ring_attention_pytorch.plan import RingPlan
@@ -27,6 +28,7 @@ __all__ = [
     "RingRotaryEmbedding",
     "RingTransformer",
     "apply_rotary_pos_emb",
+    "balanced",
     "default_attention",
     "explain_kernel",
     "explain_plan",

@@ -20,17 +20,19 @@ def agree(
     same: Mapping[str, Any],
     own: Mapping[str, int] | None = None,
     problem: str | None = None,
+    everywhere: Mapping[str, Any] | None = None,
 ) -> list[dict[str, int]]:
     """The `own` numbers of each rank of the ring, once `same` is the same on all of them.
 
     `problem` is what this rank found wrong by itself; it is raised on every rank of the group,
-    so that no rank is left waiting. Ranks in messages are those of the group.
+    so that no rank is left waiting. Ranks in messages are those of the group. `everywhere` is
+    what must be the same in all rings of the group, for it decides what they exchange next.
 
     Raises:
         ValueError: a rank has a problem, or ranks differ; the same text on all ranks.
     """
     note = {
-        "ring size": ring.size,
+        "everywhere": {"ring size": ring.size, **(everywhere or {})},
         "same": {name: _plain(value) for name, value in same.items()},
         "own": dict(own or {}),
         "problem": _shortened(problem or ring.problem or "") or None,
@@ -42,7 +44,8 @@ def agree(
     if problems:
         found = (_at(p, ranks, len(notes)) for p, ranks in problems.items())
         raise ValueError(f"{caller}: {'; '.join(found)}")
-    _check_same(caller, "ring size", [n["ring size"] for n in notes], first=0)
+    for name in notes[0]["everywhere"]:
+        _check_same(caller, name, [n["everywhere"].get(name) for n in notes], first=0)
     rings = [notes[first : first + ring.size] for first in range(0, len(notes), ring.size)]
     for number, members in enumerate(rings):  # all of them: no ring is left alone with a mistake
         for name in _names(members):

@@ -8,10 +8,10 @@
 way are kept as `running` says, in float32 at least, in float64 for float64.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,12 @@ from torch import Tensor
 from ring_attention_pytorch.layouts import Segments, Tile
 from ring_attention_pytorch.running import Result, Sum, sum_of_products
 
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
 # what a kernel may lack; each is a field of `Case`
-FEATURES = frozenset({"window", "key_mask", "softclamp", "unusual_scale", "deterministic"})
+FEATURES = frozenset(
+    {"window", "key_mask", "softclamp", "unusual_scale", "deterministic", "alibi", "mask_mod"}
+)
 
 
 class Keys(NamedTuple):
@@ -31,16 +35,24 @@ class Keys(NamedTuple):
     key_mask: Tensor | None  # bool [b, m], True = may be seen
     segments: Segments
 
+    def samples(self, which: slice) -> "Keys":
+        """Those of some samples."""
+        return Keys(*(_of(t, which) for t in self[:3]), self.segments)
+
 
 class Terms(NamedTuple):
     """What a score is: `scale * q.k`, then `c * tanh(score / c)` if softclamp is c.
 
+    Less `alibi` [h] times the distance of the positions in `Tiles`, where there is alibi; and
+    `mask_mod` says of (sample, head, position of query, of key) whether the key may be seen.
     `bucket_size` is no part of that: it bounds the rows of a tile that are computed at once.
     """
 
     scale: float
     softclamp: float | None
     bucket_size: int
+    alibi: Tensor | None = None
+    mask_mod: MaskMod | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,13 @@ class Saved:
         delta = sum_of_products(self.dout, self.out)
         return delta if self.dlse is None else delta - self.dlse
 
+    def samples(self, which: slice) -> "Saved":
+        """Those of some samples."""
+        if which == slice(None):
+            return self
+        given = (self.q, self.out, self.lse, self.dout, self.dlse)
+        return Saved(*(_of(t, which) for t in given))
+
 
 class Grads(NamedTuple):
     """What the gradients of this rank's queries, and of these keys, sum to so far."""
@@ -69,6 +88,29 @@ class Grads(NamedTuple):
     dq: Sum
     dk: Sum
     dv: Sum
+
+    def samples(self, which: slice) -> "Grads":
+        """Those of some samples, in the same memory."""
+        return Grads(*(total.samples(which) for total in self))
+
+
+class Tiles(tuple[Tile, ...]):
+    """The tiles of a block, with room for what a kernel makes of them once.
+
+    `rows_at` and `cols_at` are the positions of its queries and keys, int32 `[n]` and `[m]`,
+    where `Terms` need them; `first` is its first sample's number.
+    """
+
+    first: int = 0
+
+    rows_at: Tensor | None = None
+    cols_at: Tensor | None = None
+
+    def once(self, what: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made when first asked for."""
+        if what not in self.__dict__:
+            self.__dict__[what] = make()
+        return self.__dict__[what]
 
 
 class Case(NamedTuple):
@@ -88,6 +130,8 @@ class Case(NamedTuple):
     key_mask: bool = False
     unusual_scale: bool = False  # zero or negative
     deterministic: bool = False
+    alibi: bool = False
+    mask_mod: bool = False
     named: bool = False
 
     @classmethod
@@ -100,6 +144,8 @@ class Case(NamedTuple):
         key_mask: Tensor | None = None,
         scale: float | None = None,
         softclamp: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        mask_mod: MaskMod | None = None,
     ) -> "Case":
         """What tensors like these and options ask for, torch.use_deterministic_algorithms too."""
         return cls(
@@ -108,6 +154,7 @@ class Case(NamedTuple):
             window=window is not None, key_mask=key_mask is not None,
             unusual_scale=scale is not None and scale <= 0, softclamp=softclamp is not None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            alibi=alibi_slopes is not None, mask_mod=mask_mod is not None,
         )  # fmt: skip
 
 
@@ -169,3 +216,14 @@ class Transport(Protocol):
 
         `own` are those of own keys, complete when the stream has ended.
         """
+
+
+def _of(t: Tensor | None, which: slice) -> Tensor | None:
+    return None if t is None else t[which]
+
+
+def grad_of_sinks(sinks: Tensor, saved: Saved) -> Tensor:
+    """[h], from the queries here. A sink has no value, so its d(score) is -p * delta."""
+    p = (sinks.to(saved.lse.dtype).unsqueeze(1) - saved.lse).exp()
+    p = p.masked_fill_(saved.lse == -torch.inf, 0.0)
+    return -(p * saved.delta).sum(dim=(0, 2)).to(sinks.dtype)

@@ -15,20 +15,24 @@ A new layout is one function here and one line in `LAYOUTS`.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from hashlib import sha256
 from typing import NamedTuple
 
 import torch
 from beartype import beartype
 from torch import LongTensor, Tensor
 
-
-class Segment(NamedTuple):
-    """The positions `start, start + stride, ...`, `length` of them."""
-
-    start: int
-    stride: int
-    length: int
+from ring_attention_pytorch.segments import (
+    Documents,
+    Piece,
+    Pieces,
+    Segment,
+    Segments,
+    count,
+    pieces_at,
+    segment_positions,
+    starts_of,
+)
 
 
 class Tile(NamedTuple):
@@ -49,10 +53,21 @@ class Visible(NamedTuple):
 
     causal: bool = False
     window: int | None = None
+    documents: Documents | None = None  # None is a single one
+    prefix: int | None = None  # so many first tokens see one another whatever causal says
 
 
-Segments = tuple[Segment, ...]
-Layout = Callable[[int, int, int], Segments]  # (rank, ring size, length of the whole)
+class Dealt(NamedTuple):
+    """A layout made for one sequence and one ring: every rank's segments."""
+
+    segments: tuple[Segments, ...]
+
+    def __repr__(self) -> str:
+        tokens, mark = sum(map(count, self.segments)), sha256(str([*self]).encode()).hexdigest()
+        return f"balanced of {tokens} tokens over {len(self.segments)} ranks, {mark[:12]}"
+
+
+Layout = str | Dealt
 
 
 def contiguous(rank: int, ring_size: int, length: int) -> Segments:
@@ -70,7 +85,9 @@ def zigzag(rank: int, ring_size: int, length: int) -> Segments:
     return _chunks([rank, 2 * ring_size - 1 - rank], 2 * ring_size, length)
 
 
-LAYOUTS: dict[str, Layout] = {f.__name__: f for f in (contiguous, striped, zigzag)}
+LAYOUTS: dict[str, Callable[[int, int, int], Segments]] = {
+    f.__name__: f for f in (contiguous, striped, zigzag)
+}
 
 
 def _chunks(chosen: list[int], count: int, length: int) -> Segments:
@@ -83,29 +100,28 @@ def _held(segments: list[Segment]) -> Segments:
     return tuple(s for s in segments if s.length > 0)
 
 
+def all_segments(layout: Layout, ring_size: int, length: int) -> tuple[Segments, ...]:
+    """The segments of every rank.
+
+    Raises:
+        ValueError: there is no such layout, or it was dealt for another length or ring.
+    """
+    if (problem := layout_problem(layout, ring_size, length)) is not None:
+        raise ValueError(problem)
+    return layout.segments if isinstance(layout, Dealt) else _named(layout, ring_size, length)
+
+
 @lru_cache(maxsize=1024)
-def all_segments(layout: str, ring_size: int, length: int) -> tuple[Segments, ...]:
-    """The segments of every rank."""
+def _named(layout: str, ring_size: int, length: int) -> tuple[Segments, ...]:
     return tuple(LAYOUTS[layout](rank, ring_size, length) for rank in range(ring_size))
 
 
-def count(segments: Segments) -> int:
-    """How many tokens a rank with these segments holds."""
-    return sum(s.length for s in segments)
-
-
-def segment_positions(segments: Segments, device: torch.device | None = None) -> Tensor:
-    """The positions that the segments stand for, in the order held."""
-    parts = [torch.arange(s.length, device=device) * s.stride + s.start for s in segments]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=device)
-
-
 @beartype
-def positions(layout: str, *, rank: int, ring_size: int, length: int) -> LongTensor:
+def positions(layout: Layout, *, rank: int, ring_size: int, length: int) -> LongTensor:
     """The global positions that a rank holds, in the order in which it holds them.
 
     Args:
-        layout: "contiguous", "striped" or "zigzag".
+        layout: "contiguous", "striped", "zigzag" or what `balanced` made.
         rank: the place in the ring, 0 to `ring_size` - 1.
         ring_size: how many ranks share the sequence, at least 1.
         length: tokens of the whole sequence, at least 0; it need not divide.
@@ -114,7 +130,7 @@ def positions(layout: str, *, rank: int, ring_size: int, length: int) -> LongTen
         int64 `[n]`, n being what this rank holds.
 
     Raises:
-        ValueError: an unknown layout, or numbers outside of these ranges.
+        ValueError: an unknown layout, numbers outside of these ranges or not the layout's.
 
     >>> positions("striped", rank=0, ring_size=4, length=12).tolist()
     [0, 4, 8]
@@ -130,20 +146,30 @@ def positions(layout: str, *, rank: int, ring_size: int, length: int) -> LongTen
     return segment_positions(all_segments(layout, ring_size, length)[rank])
 
 
-def layout_problem(layout: str) -> str | None:
-    """What is wrong with a layout's name; None if nothing."""
+def layout_problem(
+    layout: Layout, ring_size: int | None = None, length: int | None = None
+) -> str | None:
+    """What is wrong with a layout, for so many ranks and tokens if given; None if nothing."""
+    if isinstance(layout, Dealt):
+        ranks, tokens = len(layout.segments), sum(map(count, layout.segments))
+        if ring_size in (None, ranks) and length in (None, tokens):
+            return None
+        return (
+            f"the layout was dealt for {tokens} tokens over {ranks} ranks, got {length} over "
+            f"{ring_size}; make it with balanced(cu_seqlens, ring_size) for these"
+        )
     if layout in LAYOUTS:
         return None
     return f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}"
 
 
-def check_layout(layout: str) -> None:
+def check_layout(layout: Layout) -> None:
     """Raise ValueError where there is no such layout."""
     if (problem := layout_problem(layout)) is not None:
         raise ValueError(problem)
 
 
-def resolve_layout(layout: str | None, striped: bool) -> str | None:
+def resolve_layout(layout: Layout | None, striped: bool) -> Layout | None:
     """The layout that was asked for by either name.
 
     Raises:
@@ -156,9 +182,8 @@ def resolve_layout(layout: str | None, striped: bool) -> str | None:
     return "striped" if striped else layout
 
 
-@lru_cache(maxsize=65536)
 def tiles(queries: Segments, keys: Segments, visible: Visible) -> tuple[Tile, ...]:
-    """The visible tiles of one block, as few and as large as they can be.
+    """The visible tiles of one block, as few and as large as they can be, in order of rows.
 
     Zigzag, rank 1 of 2, its own keys: triangle, rectangle and triangle are one causal tile.
 
@@ -166,29 +191,48 @@ def tiles(queries: Segments, keys: Segments, visible: Visible) -> tuple[Tile, ..
     >>> tiles(mine, mine, Visible(causal=True))
     (Tile(rows=slice(0, 4, None), cols=slice(0, 4, None), left=None, right=0),)
     """
-    found = [
-        tile
-        for row, q in _starts(queries)
-        for col, k in _starts(keys)
-        if (tile := _tile(row, q, col, k, visible)) is not None
-    ]
-    return tuple(_join(found))
+    # documents come and go with their batch: whoever wants these again keeps them
+    lasting = visible.documents is None and visible.prefix is None
+    return (_known if lasting else _tiles)(queries, keys, visible)
 
 
-def _starts(segments: Segments) -> list[tuple[int, Segment]]:
-    """Each segment with the local index at which it starts."""
-    return list(zip(accumulate((s.length for s in segments), initial=0), segments))
+def _tiles(queries: Segments, keys: Segments, visible: Visible) -> tuple[Tile, ...]:
+    found = [tile for some in _by_document(queries, keys, visible) for tile in _join(some)]
+    return tuple(sorted(found, key=lambda t: (t.rows.start, t.cols.start)))
 
 
-def _tile(row: int, q: Segment, col: int, k: Segment, visible: Visible) -> Tile | None:
-    """What one pair of segments shows."""
+_known = lru_cache(maxsize=65536)(_tiles)
+
+
+def _by_document(queries: Segments, keys: Segments, visible: Visible) -> Iterator[list[Tile]]:
+    """The tiles of each document of which there are any."""
+    theirs = _pieces(keys, visible)
+    for document, mine in _pieces(queries, visible).items():
+        pairs = ((q, k) for q in mine for k in theirs.get(document, ()))
+        found = [tile for q, k in pairs if (tile := _tile(q, k, visible)) is not None]
+        if found:
+            yield found
+
+
+def _pieces(segments: Segments, visible: Visible) -> Pieces:
+    if visible.documents is not None:
+        return visible.documents.pieces(segments)
+    if visible.prefix is not None:
+        return {0: list(pieces_at(segments, visible.prefix))}
+    return {0: [Piece(*each) for each in starts_of(segments)]}
+
+
+def _tile(query: Piece, key: Piece, visible: Visible) -> Tile | None:
+    """What one pair of pieces shows."""
+    (row, q), (col, k) = query, key
     left = right = None
     # position of query i - position of key j = gap + stride * (i - j); segments of unequal
     # strides only ever meet without a mask
     gap, stride = q.start - k.start, q.stride
     if visible.window is not None:
         left, right = (visible.window - gap) // stride, (visible.window + gap) // stride
-    if visible.causal:
+    within = visible.prefix is not None and max(q.start, k.start) < visible.prefix
+    if visible.causal and not within:
         right = gap // stride
     return _trimmed(slice(row, row + q.length), slice(col, col + k.length), left, right)
 
@@ -245,46 +289,51 @@ def band(tile: Tile, device: torch.device) -> Tensor:
 
 
 def _join(found: list[Tile]) -> list[Tile]:
-    """Join neighbours until none fit: one large kernel call beats many small ones."""
-    for i, a in enumerate(found):
-        for b in found[:i] + found[i + 1 :]:
-            if (joined := _pair(a, b)) is not None:
-                return _join([joined] + [t for t in found if t not in (a, b)])
-            for c in found:
-                if (joined := _staircase(a, b, c)) is not None:
-                    return _join([joined] + [t for t in found if t not in (a, b, c)])
-    return sorted(found, key=lambda t: (t.rows.start, t.cols.start))
+    """Neighbours joined, in near linear time: one large kernel call beats many small ones."""
+    across: list[Tile] = []
+    for tile in sorted(found, key=lambda t: (t.rows.start, t.rows.stop, t.cols.start)):
+        across.append(tile)
+        while len(across) > 2 and (joined := _staircase(*across[-3:])) is not None:
+            across[-3:] = [joined]
+        if len(across) > 1 and (joined := _beside(*across[-2:])) is not None:
+            across[-2:] = [joined]
+    down: list[Tile] = []
+    for tile in sorted(across, key=lambda t: (t.cols.start, t.cols.stop, t.rows.start)):
+        down.append(tile)
+        if len(down) > 1 and (joined := _below(*down[-2:])) is not None:
+            down[-2:] = [joined]
+    return down
 
 
-def _pair(a: Tile, b: Tile) -> Tile | None:
-    """Two full tiles side by side, or one below the other."""
-    if (a.left, a.right, b.left, b.right) != (None,) * 4:
+def _beside(a: Tile, b: Tile) -> Tile | None:
+    """Two full tiles side by side."""
+    if (*a[2:], *b[2:]) != (None,) * 4 or a.rows != b.rows or a.cols.stop != b.cols.start:
         return None
-    if a.rows == b.rows and a.cols.stop == b.cols.start:
-        return a._replace(cols=slice(a.cols.start, b.cols.stop))
-    if a.cols == b.cols and a.rows.stop == b.rows.start:
-        return a._replace(rows=slice(a.rows.start, b.rows.stop))
-    return None
+    return a._replace(cols=slice(a.cols.start, b.cols.stop))
+
+
+def _below(a: Tile, b: Tile) -> Tile | None:
+    """Two full tiles, one below the other."""
+    if (*a[2:], *b[2:]) != (None,) * 4 or a.cols != b.cols or a.rows.stop != b.rows.start:
+        return None
+    return a._replace(rows=slice(a.rows.start, b.rows.stop))
 
 
 def _staircase(a: Tile, b: Tile, c: Tile) -> Tile | None:
-    """A causal square, the full tile below it and the causal tile beside that."""
-    causal, full = (None, 0), (None, None)
-    size = a.rows.stop - a.rows.start
-    # a causal tile of one key is a column that all of its rows see in full
-    a_is_causal = a[2:] == causal or (size == 1 and a[2:] == full)
-    c_is_causal = c[2:] == causal or (c.rows.stop - c.rows.start == 1 and c[2:] == full)
-    if not (a_is_causal and b[2:] == full and c_is_causal):
+    """A causal square, the full tile below it and the causal square beside that."""
+    full_below = b[2:] == (None, None) and b.cols == a.cols and b.rows.start == a.rows.stop
+    beside = c.rows == b.rows and c.cols.start == b.cols.stop
+    if not (full_below and beside and _is_causal_square(a) and _is_causal_square(c)):
         return None
-    if (
-        a.cols.stop - a.cols.start != size
-        or c.cols.stop - c.cols.start != c.rows.stop - c.rows.start
-    ):
-        return None
-    below = b.rows == c.rows and b.cols == a.cols and b.rows.start == a.rows.stop
-    if below and c.cols.start == b.cols.stop:
-        return Tile(slice(a.rows.start, c.rows.stop), slice(a.cols.start, c.cols.stop), *causal)
-    return None
+    return Tile(slice(a.rows.start, c.rows.stop), slice(a.cols.start, c.cols.stop), None, 0)
+
+
+def _is_causal_square(t: Tile) -> bool:
+    """One query and its own key are causal, too, though nothing is hidden."""
+    n = t.rows.stop - t.rows.start
+    return t.cols.stop - t.cols.start == n and (
+        t[2:] == (None, 0) or (n == 1 and t[2:] == (None, None))
+    )
 
 
 def visible_pairs(found: Sequence[Tile]) -> int:
@@ -309,7 +358,6 @@ def _pairs(n: int, m: int, left: int | None, right: int | None) -> int:
     return n * m - hidden(n, m, right) - hidden(m, n, left)
 
 
-@lru_cache(maxsize=1024)
 def needed_distances(
     queries: tuple[Segments, ...], keys: tuple[Segments, ...], visible: Visible
 ) -> tuple[int, ...]:
@@ -322,10 +370,10 @@ def needed_distances(
     (0, 1, 3)
     """
     ring_size = len(queries)
-    if visible.window is None:
+    if visible.window is None and visible.documents is None:
         return tuple(range(ring_size))
     return (0,) + tuple(
         t
         for t in range(1, ring_size)
-        if any(tiles(queries[r], keys[(r - t) % ring_size], visible) for r in range(ring_size))
+        if any(any(_by_document(queries[r], keys[r - t], visible)) for r in range(ring_size))
     )

@@ -5,7 +5,7 @@ from beartype import beartype
 from einops import einsum, rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.plan import qkv_problem
+from ring_attention_pytorch.checks import qkv_problem
 from ring_attention_pytorch.running import accumulator
 
 

@@ -89,12 +89,17 @@ class Ring:
         works = dist.batch_isend_irecv(ops) if ops else []
         return Transfer([t for _, t in sends], [t for _, t in receives], works)
 
-    def gather_bytes(self, message: bytes) -> list[bytes]:
+    def gather_long(self, message: bytes) -> list[bytes]:
+        """The same for messages of any length, which all ranks tell one another first."""
+        longest = max(map(int, self.gather_bytes(str(len(message)).encode())))
+        return self.gather_bytes(message, longest)
+
+    def gather_bytes(self, message: bytes, size: int = _MESSAGE_BYTES) -> list[bytes]:
         """The message of every rank of the group, over the host: no GPU waits."""
         if self.group is None:
             return [message]
-        assert len(message) <= _MESSAGE_BYTES, "an agreement's message must be short"
-        mine = torch.frombuffer(bytearray(message.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+        assert len(message) <= size, "an agreement's message must be short"
+        mine = torch.frombuffer(bytearray(message.ljust(size)), dtype=torch.uint8)
         all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(all_of_them, mine, group=_host_group(self.group))
         return [bytes(t.numpy()).rstrip() for t in all_of_them]

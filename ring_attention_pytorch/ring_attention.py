@@ -4,6 +4,8 @@ Parameter names, defaults and state-dict keys are those of ring-attention-pytorc
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,15 +14,16 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ring_attention_pytorch.agreement import agree
+from ring_attention_pytorch.checks import over_ring_problem
+from ring_attention_pytorch.documents import Borders, documents_problem, local_packing
 from ring_attention_pytorch.kernels import KERNELS
-from ring_attention_pytorch.layouts import Visible
-from ring_attention_pytorch.plan import RingPlan
+from ring_attention_pytorch.layouts import Layout, Visible
+from ring_attention_pytorch.plan import RingPlan, other_way_problem
 from ring_attention_pytorch.regular_attention import default_attention
 from ring_attention_pytorch.ring import Group, Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.sharding import Spread, mask_problem
-from ring_attention_pytorch.transports import transport_problem
 
 
 class RingAttention(nn.Module):
@@ -42,9 +45,10 @@ class RingAttention(nn.Module):
         prenorm: RMSNorm first.
         force_regular_attn: `default_attention` on what is here, taken for a whole sequence.
         rotary_embed, rotary_embed_theta: rotate queries and keys by their global positions.
+        rotary_restart: by those in their own documents, which keeps angles small and precise.
         use_cuda_kernel: must not be True; `kernel` chooses, and None takes the fastest.
         layout: which tokens a rank holds. None is "contiguous", or, for sequences sharded
-            here and causal, "zigzag".
+            here and causal, "zigzag", and with documents `balanced`.
         group: the ring's processes: ProcessGroup or DeviceMesh of one dimension; None is the
             default group.
         softclamp: c makes scores s into c * tanh(s / c).
@@ -79,13 +83,14 @@ class RingAttention(nn.Module):
         rotary_embed: bool = False,
         rotary_embed_theta: int | float = 10000,
         use_cuda_kernel: bool | None = None,
-        layout: str | None = None,
+        layout: Layout | None = None,
         group: Group = None,
         softclamp: float | int | None = None,
         kernel: str | None = None,
         transport: str | None = None,
         ulysses: int = 1,
         memory: int | None = None,
+        rotary_restart: bool = False,
     ):
         super().__init__()
         auto_shard_seq = ring_attn if auto_shard_seq is None else auto_shard_seq
@@ -110,10 +115,12 @@ class RingAttention(nn.Module):
             raise ValueError(f"eps has no effect, results are normalised exactly; got {eps}")
         if use_cuda_kernel:
             raise ValueError("use_cuda_kernel=True: leave it None, and choose with kernel=")
+        if rotary_restart and not rotary_embed:
+            raise ValueError("rotary_restart needs rotary_embed=True: there is nothing to restart")
         if force_regular_attn and kernel is not None:
             raise ValueError(f"force_regular_attn uses no kernel, got kernel={kernel!r}")
         over_ring = dict(transport=transport, ulysses=ulysses, memory=memory)
-        if problem := _over_ring_problem(ring_attn and not force_regular_attn, heads, **over_ring):
+        if problem := over_ring_problem(ring_attn and not force_regular_attn, heads, **over_ring):
             raise ValueError(problem)
         self.over_ring = over_ring
         self.spread = Spread.make(
@@ -129,6 +136,7 @@ class RingAttention(nn.Module):
         self.rotary_embed = (
             RingRotaryEmbedding(dim_head, theta=rotary_embed_theta) if rotary_embed else None
         )
+        self.rotary_restart = rotary_restart
         inner, key_inner = dim_head * heads, dim_head * self.key_heads
         self.to_qkv = nn.Sequential(
             RMSNorm(dim) if prenorm else nn.Identity(),
@@ -137,7 +145,7 @@ class RingAttention(nn.Module):
         self.to_out = nn.Linear(inner, dim, bias=False)
 
     @beartype
-    def forward(
+    def forward(  # noqa: PLR0913 - a public entry point
         self,
         x: Tensor,
         mask: Tensor | None = None,
@@ -148,6 +156,8 @@ class RingAttention(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         plan: RingPlan | None = None,
+        documents: Tensor | None = None,
+        cu_seqlens: Borders | None = None,
     ) -> Tensor:
         """Attention of the tokens x to one another, or to a context.
 
@@ -155,12 +165,16 @@ class RingAttention(nn.Module):
             x: `[b, n, dim]`: this rank's batch of whole sequences with auto_shard_seq, else
                 this rank's part of the sequence.
             mask: bool `[b, n]`, True where a token may be seen; causal or not.
-            rotary_emb: angles `[n, dim_head]` of these tokens.
+            rotary_emb: angles `[n, dim_head]` of these tokens; `[b, n, dim_head]` where they are
+                sharded by hand.
             force_ring_reduce_off: for this call x is a whole sequence of this process alone.
             ring_size: consecutive ranks that make one ring; must divide the group.
             context: `[b, m, dim]` to attend to instead, whole or a part as x is. Not causal.
             context_mask: bool `[b, m]`.
             plan: from `RingAttention.plan`, for tokens that are sharded already.
+            documents: int `[b, n]`, equal where tokens of x may see one another.
+            cu_seqlens: the same by borders, of this rank's own batch with auto_shard_seq, else
+                of the whole sequence; as for `ring_attn`.
 
         Returns:
             `[b, n, dim]`, of the same tokens.
@@ -168,20 +182,25 @@ class RingAttention(nn.Module):
         Raises:
             ValueError: what can't be, or differs between ranks, on all ranks alike.
         """
+        packed = {"documents": documents, "cu_seqlens": cu_seqlens}
         problem = self._problem(x, mask, rotary_emb, context, context_mask)
+        problem = problem or self._packed_problem(x, context, **packed)
         seen = mask if context is None else context_mask
         if plan is not None:
-            self._check_plan(plan, seen, ring_size, context, force_ring_reduce_off)
+            decided = {"a mask": seen, "ring_size": ring_size, "context": context, **packed}
+            decided["force_ring_reduce_off"] = force_ring_reduce_off or None
+            self._check_plan(plan, decided)
             self.spread.check(problem, False, None, "RingAttention")
-            return self._attend(x, None, None, rotary_emb, plan.ring, plan)
+            return self._attend(x, None, None, rotary_emb, plan.ring, plan=plan)
         on = self.spread.on(force_ring_reduce_off or self.force_regular_attn)
         self.spread.check(problem, on, ring_size, "ring attention")
         if not (on and self.spread.auto):
             ring = self.spread.ring(on, ring_size)
-            return self._attend(x, context, seen, rotary_emb, ring, None)
+            return self._attend(x, context, seen, rotary_emb, ring, **packed)
         given = {"mask": seen is not None, "rotary_emb": rotary_emb is not None}
         given["context"] = context is not None
-        shards = self.spread.shard(x, ring_size, given)
+        packing = local_packing(documents, cu_seqlens, x)
+        shards = self.spread.shard(x, ring_size, given, packing, self.window)
         of_keys = shards
         if context is not None:
             of_keys = shards.like(context)
@@ -189,7 +208,10 @@ class RingAttention(nn.Module):
         if rotary_emb is not None:
             rotary_emb = rotary_emb[shards.positions(rotary_emb.device)]
         seen = None if seen is None else of_keys.shard(seen)
-        out = self._attend(shards.shard(x), context, seen, rotary_emb, shards.ring, None)
+        out = self._attend(
+            shards.shard(x), context, seen, rotary_emb, shards.ring,
+            documents=shards.packing, layout=shards.layout,
+        )  # fmt: skip
         return shards.unshard(out)
 
     def _problem(
@@ -217,28 +239,35 @@ class RingAttention(nn.Module):
         if self.rotary_embed is not None and rotary_emb is not None:
             return "a module with rotary_embed makes its own angles, rotary_emb would be ignored"
         want = [x.shape[1], self.dim_head]
-        if rotary_emb is not None and list(rotary_emb.shape) != want:
+        each = [] if self.spread.auto else [[x.shape[0], *want]]  # of each sample
+        if rotary_emb is not None and list(rotary_emb.shape) not in (want, *each):
             return f"rotary_emb must be {want}, got {list(rotary_emb.shape)}"
         if context is not None:
             return mask_problem("context_mask", context_mask, context)
         return mask_problem("mask", mask, x)
 
-    def _check_plan(
+    def _packed_problem(
         self,
-        plan: RingPlan,
-        seen: Tensor | None,
-        ring_size: int | None,
+        x: Tensor,
         context: Tensor | None,
-        off: bool,
-    ) -> None:
+        documents: Tensor | None,
+        cu_seqlens: Borders | None,
+    ) -> str | None:
+        if documents is None and cu_seqlens is None:
+            return None
+        if context is not None or self.force_regular_attn:
+            return "documents and cu_seqlens are for tokens among themselves, by a ring's kernels"
+        whole = x.shape[1] if self.spread.auto or not self.spread.ring_attn else None
+        return documents_problem(documents, cu_seqlens, x.shape, whole)
+
+    def _check_plan(self, plan: RingPlan, decided: Mapping[str, Any]) -> None:
         if self.spread.auto or self.force_regular_attn:
             raise ValueError("a plan is for tokens sharded by hand, and for the ring's kernels")
-        others = {"a mask": seen, "ring_size": ring_size, "context": context}
-        others["force_ring_reduce_off"] = off or None
-        if given := [name for name, value in others.items() if value is not None]:
+        if given := [name for name, value in decided.items() if value is not None]:
             raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
         mine = (Visible(self.causal, self.window), self.softclamp)
-        if plan.ring.size > 1 and plan.layout != self.spread.layout:
+        by_name = isinstance(plan.layout, str)
+        if plan.ring.size > 1 and by_name and plan.layout != self.spread.layout:
             raise ValueError(
                 f"the plan has layout={plan.layout!r}, the module {self.spread.layout!r}"
             )
@@ -249,20 +278,28 @@ class RingAttention(nn.Module):
             )
         if self.kernel is not None and plan.kernel is not KERNELS.get(self.kernel):
             raise ValueError(f"the plan uses another kernel than this module's {self.kernel!r}")
-        if problem := _other_way_problem(plan, **self.over_ring):
+        if problem := other_way_problem(plan, **self.over_ring):
             raise ValueError(problem)
         if plan.ring.size > 1 and not self.spread.ring_attn:
             raise ValueError("a plan over a ring needs a module with ring_attn=True")
 
     def plan(
-        self, x: Tensor, mask: Tensor | None = None, *, ring_size: int | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        ring_size: int | None = None,
+        documents: Tensor | None = None,
+        cu_seqlens: Borders | None = None,
+        layout: Layout | None = None,
     ) -> RingPlan:
         """The plan for tokens sharded by hand, to be handed to all layers like this one.
 
         Args:
             x: `[b, n, dim]`, tokens like those that come.
             mask: bool `[b, n]`, True where a token may be seen.
-            ring_size: as for `forward`.
+            ring_size, documents, cu_seqlens: as for `forward`.
+            layout: another than the module's, as `balanced` makes it for one batch.
 
         Raises:
             ValueError: what can't be, or differs between ranks, on all ranks alike.
@@ -274,31 +311,24 @@ class RingAttention(nn.Module):
         ...     x = x + attn(x, plan=plan)
         """
         ring = self.spread.ring(self.spread.on(self.force_regular_attn), ring_size)
-        return self.plan_over(ring, x, mask)
+        packed = {"documents": documents, "cu_seqlens": cu_seqlens}
+        return self.plan_over(ring, x, mask, layout=layout or self.spread.layout, **packed)
 
-    def plan_over(self, ring: Ring, x: Tensor, mask: Tensor | None) -> RingPlan:
+    def plan_over(self, ring: Ring, x: Tensor, mask: Tensor | None, **options: Any) -> RingPlan:
         """The same over a ring that is there already."""
         grad = x.requires_grad or any(p.requires_grad for p in self.parameters())
         like = torch.empty((), dtype=x.dtype, device=x.device, requires_grad=grad)
         q, k = (like.expand(*x.shape[:2], h, self.dim_head) for h in (self.heads, self.key_heads))
-        return self._plan(q, k, k, mask, ring)
+        return self._plan(q, k, k, mask, ring, **options)
 
     def _plan(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        seen: Tensor | None,
-        ring: Ring,
-        *,
-        cross: bool = False,
-        angles: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, ring: Ring, **options: Any
     ) -> RingPlan:
+        usual = dict(layout=self.spread.layout, cross=False, also={"rotary_emb": False})
         return RingPlan.make(
             q, k, v, causal=self.causal, window=self.window, key_mask=seen,
-            softclamp=self.softclamp, layout=self.spread.layout, group=ring, kernel=self.kernel,
-            bucket_size=self.bucket_size, cross=cross, also={"rotary_emb": angles},
-            **self.over_ring,
+            softclamp=self.softclamp, group=ring, kernel=self.kernel,
+            bucket_size=self.bucket_size, **self.over_ring, **(usual | options),
         )  # fmt: skip
 
     def _attend(
@@ -308,17 +338,23 @@ class RingAttention(nn.Module):
         seen: Tensor | None,
         angles: Tensor | None,
         ring: Ring,
-        plan: RingPlan | None,
+        *,
+        plan: RingPlan | None = None,
+        **options: Any,
     ) -> Tensor:
         try:
             q, k, v = self._project(x, context)
         except RuntimeError as error:  # of a dtype, or of memory: tell the ranks that wait
             agree(ring, "ring attention", {}, problem=str(error))
         if plan is None and not self.force_regular_attn:
-            cross, given = context is not None, angles is not None
-            plan = self._plan(q, k, v, seen, ring, cross=cross, angles=given)
+            also = {"rotary_emb": angles is not None}
+            options |= dict(cross=context is not None, also=also)
+            plan = self._plan(q, k, v, seen, ring, **options)
         if self.rotary_embed is not None:
-            angles = self.rotary_embed(x.shape[1] if plan is None else plan.positions(x.device))
+            at = x.shape[1]
+            if plan is not None:
+                at = plan.positions(x.device, in_documents=self.rotary_restart)
+            angles = self.rotary_embed(at)
         if angles is not None:
             q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
         if plan is not None:
@@ -341,35 +377,6 @@ class RingAttention(nn.Module):
             parts += [F.linear(norm(context), weight) for weight in of_keys]
         q, k, v = (rearrange(t, "b n (h d) -> b n h d", d=self.dim_head) for t in parts)
         return q, k, v
-
-
-def _over_ring_problem(
-    ring: bool, heads: int, *, transport: str | None, ulysses: int, memory: int | None
-) -> str | None:
-    """What is wrong with options that are for a ring only."""
-    if not ring and (transport, ulysses, memory) != (None, 1, None):
-        return (
-            "transport, ulysses and memory need ring_attn=True, without force_regular_attn; "
-            f"got transport={transport!r}, ulysses={ulysses}, memory={memory}"
-        )
-    if ulysses < 1 or heads % ulysses:
-        return f"ulysses must divide heads={heads}, got {ulysses}"
-    return transport_problem(transport, memory)
-
-
-def _other_way_problem(
-    plan: RingPlan, *, transport: str | None, ulysses: int, memory: int | None
-) -> str | None:
-    """Where a plan does otherwise than a module asks for."""
-    if plan.ring.size == 1:
-        return None
-    wanted = (transport or plan.transport_name, ulysses, memory or plan.memory)
-    if wanted == (plan.transport_name, plan.degree, plan.memory):
-        return None
-    return (
-        f"the plan has transport={plan.transport_name!r}, ulysses={plan.degree} and "
-        f"memory={plan.memory}, the module {transport!r}, {ulysses} and {memory}"
-    )
 
 
 class RMSNorm(nn.Module):

@@ -13,24 +13,35 @@ from beartype import beartype
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.contract import Case, Grads, Saved
+from ring_attention_pytorch.checks import like_autocast
+from ring_attention_pytorch.contract import Case, Grads, MaskMod, Saved, grad_of_sinks
+from ring_attention_pytorch.documents import Borders
 from ring_attention_pytorch.kernels import explain, problem
-from ring_attention_pytorch.plan import RingPlan, like_autocast
+from ring_attention_pytorch.layouts import Layout
+from ring_attention_pytorch.masks import Prefix
+from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 from ring_attention_pytorch.running import Result, Sum
+from ring_attention_pytorch.scores import bias_problem, with_bias
 
 
 class RingAttentionFunction(Function):
-    """(q, k, v, plan) -> (out, lse)."""
+    """(q, k, v, sinks, plan) -> (out, lse)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: RingPlan
+    ) -> tuple[Tensor, Tensor]:
         result = Result(q, v, only=plan.alone)
         with torch.autocast(q.device.type, enabled=False):
             for keys in plan.transport.stream(plan.keys(k, v)):
-                plan.kernel.forward(q, keys, plan.tiles(keys), plan.terms, result)
+                for some, tiles in plan.tiles(keys):  # once for all samples that see alike
+                    seen, so_far = keys.samples(some), result.samples(some)
+                    plan.kernel.forward(q[some], seen, tiles, plan.terms, so_far)
+        if sinks is not None:
+            result.add_sinks(sinks)
         out, lse = result.final()
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         return out, lse
@@ -40,15 +51,18 @@ class RingAttentionFunction(Function):
         if torch.is_grad_enabled():
             # once_differentiable would drop the second order where dout needs no gradient
             raise NotImplementedError("ring attention can't be differentiated twice (create_graph)")
-        (q, k, v, out, lse), plan = ctx.saved_tensors, ctx.plan
+        (q, k, v, sinks, out, lse), plan = ctx.saved_tensors, ctx.plan
         dout = torch.zeros_like(out) if dout is None else dout
         own = Grads(*(Sum(t, only=plan.alone) for t in (q, k, v)))
         with torch.autocast(q.device.type, enabled=False):
             saved = Saved(q, out, lse, dout, dlse)
             for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:]):
-                grads = Grads(own.dq, *of_keys)
-                plan.kernel.backward(saved, keys, plan.tiles(keys), plan.terms, grads)
-        return *(total.final() for total in own), None
+                for some, tiles in plan.tiles(keys):
+                    ours, seen = saved.samples(some), keys.samples(some)
+                    grads = Grads(own.dq, *of_keys).samples(some)
+                    plan.kernel.backward(ours, seen, tiles, plan.terms, grads)
+        dsinks = None if sinks is None else grad_of_sinks(sinks, saved)
+        return *(total.final() for total in own), dsinks, None
 
 
 @beartype
@@ -62,7 +76,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     key_mask: Tensor | None = None,
     scale: float | int | None = None,
     softclamp: float | int | None = None,
-    layout: str = "contiguous",
+    layout: Layout = "contiguous",
     group: Group = None,
     kernel: str | None = None,
     transport: str | None = None,
@@ -72,6 +86,15 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     return_lse: bool = False,
     bucket_size: int = 1024,
     cross: bool | None = None,
+    documents: Tensor | None = None,
+    cu_seqlens: Borders | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    mask_mod: MaskMod | None = None,
+    prefix: Prefix = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is spread over a ring of processes.
 
@@ -90,7 +113,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             out 0, lse -inf and no gradient.
         scale: of the scores; None is d ** -0.5.
         softclamp: c makes a scaled score s into c * tanh(s / c).
-        layout: "contiguous", "striped" or "zigzag": which tokens a rank holds (`positions`).
+        layout: "contiguous", "striped", "zigzag" or what `balanced` made: which tokens a rank
+            holds (`positions`).
         group: the ring, a ProcessGroup or a DeviceMesh of one dimension. None is the default
             group, or this process alone if there is none.
         kernel: a kernel of docs/kernels.md, as "sdpa" (PyTorch's own), "triton" (ours),
@@ -103,11 +127,32 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             heads exchange keys. It must divide the ring and the heads of q.
         memory: bytes that other ranks' keys and gradients may take here under "gather", which
             then brings fewer owners at once, but at least one. None is no bound.
-        plan: a `RingPlan` for tensors like these. It stands for all options but return_lse.
+        plan: a `RingPlan` for tensors like these. It stands for all options but return_lse
+            sinks and key_bias, of which it must know that they come.
         return_lse: also return the log-sum-exp of the scores.
         bucket_size: kernels that hold scores in memory hold those of so many queries at once.
         cross: True if the keys are of another sequence than the queries, in shards of any
-            lengths; None is True where any rank's n and m differ. Then no causal or window.
+            lengths; None is True where any rank's n and m differ. Then no causal, window or
+            documents.
+        documents: int `[b, n]`: tokens see one another only where these are equal, wherever
+            they stand; causal and window count the document's own tokens.
+        cu_seqlens: the same by borders: ints that ascend from 0 to the length of the whole
+            sequence, between which documents lie; one list, or one for each sample.
+        sinks: `[h]`, learnable: the score of a key without value that all queries see, which
+            lets a head attend to nothing (Xiao et al. 2023; gpt-oss). lse has it too.
+        alibi_slopes: `[h]`: scores lose a head's slope times the distance of query and key
+            (Press et al. 2022), in their document; after softclamp. They have no gradient.
+        key_bias: `[b, m]` or `[b, m, h]`, finite, differentiable: added to the scores of a key,
+            whatever the query. It takes columns of the head size (one, or one for each query
+            head of a group; twice that in 16 bits).
+        mask_mod: a predicate of (sample, head, position of the query, of the key), int tensors that
+            broadcast: bool, True where the key may be seen, beside all other masks. Positions are
+            those in the document. Eager kernel only.
+        prefix: under causal, so many first tokens of the sequence see one another both ways;
+            one number, or one for each sample.
+        query_positions, key_positions: int `[n]` and `[m]`, by which causal and window go where
+            keys are of another sequence. Best in few runs that ascend by one, for tiles are
+            made of pairs of them.
 
     Returns:
         `[b, n, h, d_v]` in q's dtype; with return_lse also lse `[b, h, n]`, natural
@@ -125,26 +170,34 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     torch.Size([1, 6, 4, 8])
     """
     q, k, v = (_autocast(t) for t in (q, k, v))
+    key_bias = None if key_bias is None else _autocast(key_bias)
     options = dict(
         causal=causal, window=window, key_mask=key_mask, scale=scale, softclamp=softclamp,
         layout=layout, group=group, kernel=kernel, transport=transport, ulysses=ulysses,
         memory=memory, bucket_size=bucket_size, cross=cross,
+        documents=documents, cu_seqlens=cu_seqlens, prefix=prefix,
+        alibi_slopes=alibi_slopes, mask_mod=mask_mod,
+        query_positions=query_positions, key_positions=key_positions,
     )  # fmt: skip
     if plan is None:
-        plan = RingPlan.make(q, k, v, **options)
+        plan = RingPlan.make(q, k, v, **options, sinks=sinks, key_bias=key_bias)
     else:
         _check_only_plan(options)
-        plan.check(q, k, v)
+        if (why := bias_problem(key_bias, q, k, *plan.terms[:2])) is not None:
+            raise ValueError(f"ring attention: {why}")
+    if key_bias is not None:
+        q, k = with_bias(q, k, key_bias, plan.terms.scale)
+    plan.check(q, k, v, sinks)
     if plan.ulysses is not None:
         q, k, v = plan.ulysses.to_heads(q, k, v)
-    out, lse = RingAttentionFunction.apply(q, k, v, plan)
+    out, lse = RingAttentionFunction.apply(q, k, v, sinks, plan)
     if plan.ulysses is not None:
         out, lse = plan.ulysses.to_sequence(out, lse if return_lse else None)
     return (out, lse) if return_lse else out
 
 
 @beartype
-def explain_kernel(
+def explain_kernel(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -153,6 +206,8 @@ def explain_kernel(
     key_mask: Tensor | None = None,
     scale: float | int | None = None,
     softclamp: float | int | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask_mod: MaskMod | None = None,
     kernel: str | None = None,
 ) -> str:
     """Which kernel `ring_attn` would run for tensors and options like these, and why.
@@ -172,6 +227,7 @@ def explain_kernel(
     """
     q, v = like_autocast(q), like_autocast(v)
     asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
+    asked |= dict(alibi_slopes=alibi_slopes, mask_mod=mask_mod)
     return explain(Case.of(q, v, **asked), kernel)
 
 
@@ -234,7 +290,7 @@ def ring_flash_attn(  # noqa: PLR0913 - a public entry point
     softclamp_qk_sim: bool = False,
     softclamp_value: float | int = 50.0,
     *,
-    layout: str | None = None,
+    layout: Layout | None = None,
     group: Group = None,
     kernel: str | None = None,
 ) -> Tensor:

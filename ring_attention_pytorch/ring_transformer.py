@@ -4,20 +4,38 @@ Parameter names, defaults and state-dict keys are those of ring-attention-pytorc
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from beartype import beartype
 from torch import Tensor, nn
 
 from ring_attention_pytorch.agreement import agree
-from ring_attention_pytorch.layouts import segment_positions
+from ring_attention_pytorch.checks import segments_by_layout
+from ring_attention_pytorch.documents import (
+    Borders,
+    Packing,
+    digest,
+    documents_problem,
+    last_of_document,
+    local_packing,
+    whole_packing,
+)
+from ring_attention_pytorch.layouts import Layout, segment_positions
 from ring_attention_pytorch.loss import mean_cross_entropy, next_tokens
-from ring_attention_pytorch.plan import RingPlan, segments_by_layout
+from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 from ring_attention_pytorch.ring_attention import RingAttention, RMSNorm
 from ring_attention_pytorch.rotary import RingRotaryEmbedding
 from ring_attention_pytorch.sharding import AutoShard, Spread, mask_problem
+
+
+class _Tokens(NamedTuple):
+    """A batch, or this rank's part of one."""
+
+    ids: Tensor
+    mask: Tensor | None
+    labels: Tensor | None
 
 
 class _Batch(NamedTuple):
@@ -29,6 +47,8 @@ class _Batch(NamedTuple):
     ring: Ring
     everyone: Ring  # of whose tokens the loss is the mean
     shards: AutoShard | None
+    packing: Packing | None
+    layout: Layout
 
 
 class RingTransformer(nn.Module):
@@ -40,6 +60,7 @@ class RingTransformer(nn.Module):
         ignore_index: the label of a token that has none.
         max_lookback_seq_len: the window, one for all blocks or one for each.
         auto_shard_seq: None is ring_attn.
+        rotary_restart: angles by the positions in a document, not in the whole sequence.
         The rest: as for `RingAttention`.
 
     Raises:
@@ -72,13 +93,14 @@ class RingTransformer(nn.Module):
         ignore_index: int = -1,
         force_regular_attn: bool = False,
         use_cuda_kernel: bool | None = None,
-        layout: str | None = None,
+        layout: Layout | None = None,
         group: Group = None,
         softclamp: float | int | None = None,
         kernel: str | None = None,
         transport: str | None = None,
         ulysses: int = 1,
         memory: int | None = None,
+        rotary_restart: bool = False,
     ):
         super().__init__()
         if max_lookback_seq_len is None or isinstance(max_lookback_seq_len, int):
@@ -91,7 +113,7 @@ class RingTransformer(nn.Module):
         self.spread = Spread.make(
             ring_attn, auto_shard_seq, causal, ring_seq_size, layout, striped_ring_attn, group
         )
-        self.causal = causal
+        self.causal, self.rotary_restart = causal, rotary_restart
         self.force_regular_attn, self.ignore_index = force_regular_attn, ignore_index
 
         self.token_emb = nn.Embedding(num_tokens, dim)
@@ -119,6 +141,9 @@ class RingTransformer(nn.Module):
         return_loss: bool = False,
         force_ring_reduce_off: bool = False,
         ring_size: int | None = None,
+        *,
+        documents: Tensor | None = None,
+        cu_seqlens: Borders | None = None,
     ) -> Tensor:
         """Logits, or the loss.
 
@@ -131,6 +156,10 @@ class RingTransformer(nn.Module):
             return_loss: the loss of predicting each next token, wherever it lives.
             force_ring_reduce_off: for this call x is a whole sequence of this process alone.
             ring_size: consecutive ranks that make one ring; must divide the group.
+            documents: int `[b, n]`, equal where tokens of x may see one another. What follows a
+                token in another document is not what it has to predict.
+            cu_seqlens: the same by borders, of this rank's own batch with auto_shard_seq, else
+                of the whole sequence; as for `ring_attn`.
 
         Returns:
             Logits `[b, n, num_tokens]` of the same tokens as x; or a scalar, the mean cross
@@ -140,11 +169,15 @@ class RingTransformer(nn.Module):
         Raises:
             ValueError: what can't be, or differs between ranks, on all ranks alike.
         """
-        batch = self._prepare(x, mask, labels, return_loss, force_ring_reduce_off, ring_size)
+        packed = {"documents": documents, "cu_seqlens": cu_seqlens}
+        off = force_ring_reduce_off or self.force_regular_attn
+        batch = self._prepare(x, mask, labels, return_loss, off, ring_size, packed)
         tokens = self.token_emb(batch.ids)
         plans = self._plans(tokens, batch)
         some_plan = next(iter(plans.values()), None)
-        here = batch.ids.shape[1] if some_plan is None else some_plan.positions(x.device)
+        here = batch.ids.shape[1]
+        if some_plan is not None:
+            here = some_plan.positions(x.device, in_documents=self.rotary_restart)
         angles = self.rotary_emb(here)
         for attn, ff in self.layers:
             plan = plans.get(attn.window)
@@ -163,40 +196,90 @@ class RingTransformer(nn.Module):
         return_loss: bool,
         off: bool,
         ring_size: int | None,
+        packed: dict[str, Any],
     ) -> _Batch:
-        on, auto = self.spread.on(off or self.force_regular_attn), self.spread.auto
+        on, auto = self.spread.on(off), self.spread.auto
         given = {"mask": mask is not None, "labels": labels is not None, "return_loss": return_loss}
         shift = return_loss and labels is None
         classes = self.token_emb.num_embeddings
         problem = _problem(x, mask, labels, classes, self.ignore_index)
+        problem = problem or self._packed_problem(x, on, **packed)
         self.spread.check(problem, on, ring_size, "RingTransformer")
         if labels is not None and mask is not None:
             labels = labels.masked_fill(~mask, self.ignore_index)
-        if shift and (auto or not on):
-            labels = x[:, 1:].long()
-            if mask is not None:
-                labels = labels.masked_fill(~mask[:, 1:], self.ignore_index)
-                mask = mask[:, :-1]
-            x = x[:, :-1]
-        if on and auto:
-            shards = self.spread.shard(x, ring_size, given)
-            x, mask, labels = (t if t is None else shards.shard(t) for t in (x, mask, labels))
-            return _Batch(x, mask, labels, shards.ring, as_ring(self.spread.group), shards)
-        ring = self.spread.ring(on, ring_size)
-        if not on:
-            return _Batch(x, mask, labels, ring, ring, None)
-        given["batch"] = x.shape[0]
-        lengths = [own["n"] for own in agree(ring, "RingTransformer", given, {"n": x.shape[1]})]
+        if on and not auto:
+            return self._by_hand(_Tokens(x, mask, labels), shift, ring_size, given, packed)
+        packing = local_packing(**packed, x=x)
         if shift:
-            ids = x.long()
+            x, mask, labels, packing = self._shifted(x, mask, packing)
+        if not on:
+            ring = self.spread.ring(on, ring_size)
+            return _Batch(x, mask, labels, ring, ring, None, packing, self.spread.layout)
+        windows = [attn.window for attn, _ in self.layers]
+        window = None if None in windows else max(windows, default=None)
+        shards = self.spread.shard(x, ring_size, given, packing, window)
+        x, mask, labels = (t if t is None else shards.shard(t) for t in (x, mask, labels))
+        everyone = as_ring(self.spread.group)
+        return _Batch(
+            x, mask, labels, shards.ring, everyone, shards, shards.packing, shards.layout
+        )  # fmt: skip
+
+    def _shifted(
+        self, x: Tensor, mask: Tensor | None, packing: Packing | None
+    ) -> tuple[Tensor, Tensor | None, Tensor, Packing | None]:
+        """Whole sequences as inputs, less their last tokens, and the tokens that follow them."""
+        labels = x[:, 1:].long()
+        if mask is not None:
+            labels = labels.masked_fill(~mask[:, 1:], self.ignore_index)
+            mask = mask[:, :-1]
+        x = x[:, :-1]
+        if packing is not None:
+            at = torch.arange(x.shape[1], device=x.device)
+            labels = labels.masked_fill(last_of_document(packing, at), self.ignore_index)
+            packing = tuple(documents.head(x.shape[1]) for documents in packing)
+        return x, mask, labels, packing
+
+    def _by_hand(
+        self,
+        tokens: _Tokens,
+        shift: bool,
+        ring_size: int | None,
+        given: dict[str, Any],
+        packed: dict[str, Any],
+    ) -> _Batch:
+        """Tokens that come in shards."""
+        (x, mask, labels), ring = tokens, self.spread.ring(True, ring_size)
+        given |= {"batch": x.shape[0], "cu_seqlens": digest(packed["cu_seqlens"])}
+        everywhere = {"documents": "given" if packed["documents"] is not None else None}
+        notes = agree(
+            ring, "RingTransformer", given, {"n": x.shape[1]}, everywhere=everywhere
+        )  # fmt: skip
+        lengths, packing = [own["n"] for own in notes], None
+        if shift or any(value is not None for value in packed.values()):
+            segments = segments_by_layout("RingTransformer", self.spread.layout, lengths)
+            packing = whole_packing(ring, **packed, segments=segments, batch=x.shape[0])
+        if shift:
+            ids, at = x.long(), segment_positions(segments[ring.rank], x.device)
             if mask is not None:
                 ids = ids.masked_fill(~mask, self.ignore_index)
-            segments = segments_by_layout("RingTransformer", self.spread.layout, lengths)
             labels = next_tokens(ids, segments, ring, self.ignore_index)
+            if packing is not None:
+                labels = labels.masked_fill(last_of_document(packing, at), self.ignore_index)
             if not self.causal:  # the last token is a target only, so no other may see it
-                here = segment_positions(segments[ring.rank], x.device) < sum(lengths) - 1
+                here = at < sum(lengths) - 1
                 mask = here.expand(x.shape) if mask is None else mask & here
-        return _Batch(x, mask, labels, ring, as_ring(self.spread.group), None)
+        everyone = as_ring(self.spread.group)
+        return _Batch(x, mask, labels, ring, everyone, None, packing, self.spread.layout)
+
+    def _packed_problem(
+        self, x: Tensor, on: bool, documents: Tensor | None, cu_seqlens: Borders | None
+    ) -> str | None:
+        if documents is None and cu_seqlens is None:
+            return None
+        if self.force_regular_attn:
+            return "documents and cu_seqlens are for a ring's kernels, not force_regular_attn"
+        whole = x.shape[1] if self.spread.auto or not on else None
+        return documents_problem(documents, cu_seqlens, x.shape, whole)
 
     def _plans(self, tokens: Tensor, batch: _Batch) -> dict[int | None, RingPlan]:
         """One plan for each window that occurs, made before the first block."""
@@ -204,7 +287,9 @@ class RingTransformer(nn.Module):
             return {}
         some_layer = {attn.window: attn for attn, _ in self.layers}
         return {
-            window: attn.plan_over(batch.ring, tokens, batch.mask)
+            window: attn.plan_over(
+                batch.ring, tokens, batch.mask, documents=batch.packing, layout=batch.layout
+            )
             for window, attn in some_layer.items()
         }
 

@@ -8,7 +8,7 @@ from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
 
-from ring_attention_pytorch.layouts import positions, resolve_layout
+from ring_attention_pytorch.layouts import Layout, positions, resolve_layout
 from ring_attention_pytorch.ring import Group, Ring
 
 
@@ -40,7 +40,7 @@ class RingRotaryEmbedding(nn.Module):
         buckets: int = 1,
         theta: int | float = 10000,
         *,
-        layout: str | None = None,
+        layout: Layout | None = None,
         group: Group = None,
     ):
         super().__init__()
@@ -71,6 +71,8 @@ class RingRotaryEmbedding(nn.Module):
     def forward(self, seq: int | Tensor) -> Tensor:
         """Angles, float32 `[n, dim]`, of positions `[n]`, or of n tokens held by this rank.
 
+        Of positions `[b, n]`, as where each sample has documents of its own, `[b, n, dim]`.
+
         A length means that every rank of the ring holds as many; else give the positions.
         """
         if isinstance(seq, int):
@@ -79,7 +81,8 @@ class RingRotaryEmbedding(nn.Module):
             seq = positions(layout, rank=ring.rank, ring_size=ring.size, length=seq * ring.size)
         at = seq.to(device=self.inv_freq.device, dtype=torch.float32)
         with torch.autocast(at.device.type, enabled=False):
-            return torch.outer(at, self.inv_freq.float()).repeat(1, 2)
+            angles = at.unsqueeze(-1) * self.inv_freq.float()
+            return torch.cat((angles, angles), dim=-1)
 
 
 @beartype
@@ -87,7 +90,7 @@ def apply_rotary_pos_emb(pos: Tensor, t: Tensor, head_dim_first: bool = False) -
     """Turn each pair (t[i], t[i + d / 2]) of the heads by its angle.
 
     Args:
-        pos: angles `[n, d]`.
+        pos: angles `[n, d]`, or `[b, n, d]`.
         t: queries or keys `[b, n, h, d]`, or `[b, h, n, d]` with head_dim_first.
 
     Returns:
@@ -100,12 +103,12 @@ def apply_rotary_pos_emb(pos: Tensor, t: Tensor, head_dim_first: bool = False) -
     torch.float32
     """
     n = t.shape[-2] if head_dim_first else t.shape[-3]
-    if t.shape[-1] % 2 or list(pos.shape) != [n, t.shape[-1]]:
+    fitting = ([n, t.shape[-1]], [t.shape[0], n, t.shape[-1]])
+    if t.shape[-1] % 2 or list(pos.shape) not in fitting:
         raise ValueError(
             f"angles must be [{n}, {t.shape[-1]}] and that last even, got {list(pos.shape)}"
         )
-    if not head_dim_first:
-        pos = rearrange(pos, "n d -> n 1 d")
+    pos = rearrange(pos, "... n d -> ... 1 n d" if head_dim_first else "... n d -> ... n 1 d")
     wide = t.to(torch.promote_types(t.dtype, torch.float32))
     a, b = wide.chunk(2, dim=-1)
     return (wide * pos.cos() + torch.cat((-b, a), dim=-1) * pos.sin()).to(t.dtype)

@@ -36,13 +36,14 @@ class Result:
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge what these rows saw. Both tensors become this result's own."""
-        first = self._wide is None and not self._parts
-        if first and rows == self._whole and out.dtype == self._dtype:
+        if self._wide is not None:
+            merge_(self._wide[0][:, rows], self._wide[1][..., rows], out, lse)
+        elif not self._parts and rows == self._whole and out.dtype == self._dtype:
             self._wide = out, lse
-            return
-        self._parts.append((rows, out, rearrange(lse, "b h n -> b n h")))
-        if len(self._parts) > _MOST:
-            self.running()
+        else:
+            self._parts.append((rows, out, rearrange(lse, "b h n -> b n h")))
+            if len(self._parts) > _MOST:
+                self.running()
 
     def running(self) -> tuple[Tensor, Tensor]:
         """Both as `accumulator(dtype)`, to be merged into in place."""
@@ -63,6 +64,30 @@ class Result:
         out, lse = self._empty(self._q.dtype if self._only else self._dtype)
         self.add(rows, out, lse)
         return out, lse, True
+
+    def samples(self, which: slice) -> "Result":
+        """That of some samples, in the same memory."""
+        if which == slice(None):
+            return self
+        out, lse = self.running()
+        part = Result(self._q[which], out)
+        part._wide = out[which], lse[which]
+        return part
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Merge a key that every query sees, of score `sinks` [h] and value 0.
+
+        >>> result = Result(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+        >>> result.add(slice(0, 1), torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
+        >>> result.add_sinks(torch.zeros(1))
+        >>> [t.flatten().tolist() for t in result.final()]
+        [[0.5, 0.5], [0.6931471824645996]]
+        """
+        out, lse = self.running()
+        sinks = sinks.to(lse.dtype).unsqueeze(1)
+        weight = torch.sigmoid(lse - sinks).masked_fill_(lse == -torch.inf, 0.0)
+        out.mul_(weight.transpose(1, 2).unsqueeze(-1))
+        torch.logaddexp(lse, sinks, out=lse)
 
     def final(self) -> tuple[Tensor, Tensor]:
         """out in q's dtype, lse in the accumulator's."""
@@ -133,6 +158,14 @@ class Sum:
         else:
             self._parts.append((at, total))
         return total, True
+
+    def samples(self, which: slice) -> "Sum":
+        """That of some samples, in the same memory."""
+        if which == slice(None):
+            return self
+        part = Sum(self._like[which])
+        part._wide = self.running()[which]
+        return part
 
     def final(self) -> Tensor:
         """The sum in the dtype of what it is like."""

@@ -5,7 +5,7 @@ rank's tensors being separate variables.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.agreement import agree
+from ring_attention_pytorch.balance import deal
+from ring_attention_pytorch.documents import Packing, gather_packings
 from ring_attention_pytorch.layouts import (
+    Layout,
     Segments,
     all_segments,
     check_layout,
@@ -31,20 +34,20 @@ Shape = tuple[int, ...]
 
 @beartype
 def shard_sequence(
-    x: Tensor, *, dim: int = 1, layout: str = "contiguous", group: Group = None
+    x: Tensor, *, dim: int = 1, layout: Layout = "contiguous", group: Group = None
 ) -> Tensor:
     """This rank's part of a sequence that every rank of the ring has whole.
 
     Args:
         x: any tensor whose dimension `dim` is the sequence: ids, labels, masks, embeddings.
-        layout: "contiguous", "striped" or "zigzag".
+        layout: "contiguous", "striped", "zigzag" or what `balanced` made.
         group: the ring; None is the default group, or this process alone.
 
     Returns:
         x at this rank's positions, in the order in which it holds them. Nothing is sent.
 
     Raises:
-        ValueError: an unknown layout, or a dim that x doesn't have.
+        ValueError: an unknown layout or one dealt for others, or a dim that x doesn't have.
 
     >>> shard_sequence(torch.arange(4)[None])
     tensor([[0, 1, 2, 3]])
@@ -59,7 +62,7 @@ def shard_sequence(
 
 @beartype
 def unshard_sequence(
-    x: Tensor, *, length: int, dim: int = 1, layout: str = "contiguous", group: Group = None
+    x: Tensor, *, length: int, dim: int = 1, layout: Layout = "contiguous", group: Group = None
 ) -> Tensor:
     """The whole sequence, on every rank of the ring, from everyone's part.
 
@@ -78,8 +81,8 @@ def unshard_sequence(
     tensor([[0, 1, 2, 3]])
     """
     ring = as_ring(group)
-    same = {"length": length, "dim": dim, "layout": layout, "dtype": x.dtype, **_grad_mode(x)}
-    problem = layout_problem(layout) or _dim_problem(x, dim)
+    same = {"length": length, "dim": dim, "layout": str(layout), "dtype": x.dtype, **_grad_mode(x)}
+    problem = layout_problem(layout, ring.size, length) or _dim_problem(x, dim)
     if length < 0:
         problem = f"length must be at least 0, got {length}"
     if problem is None:
@@ -107,9 +110,10 @@ class AutoShard:
     """
 
     ring: Ring
-    layout: str
+    layout: Layout
     length: int
     batch_sizes: tuple[int, ...]
+    packing: Packing | None = None  # the documents of all their samples
 
     @classmethod
     def make(
@@ -117,12 +121,15 @@ class AutoShard:
         x: Tensor,
         *,
         ring_seq_size: int,
-        layout: str,
+        layout: Layout,
         group: Group,
         ring_size: int | None,
         same: Mapping[str, Any],
+        packing: Packing | None = None,
     ) -> "AutoShard":
         """Agreed by all ranks of the group; x is `[b, n, ...]`, `same` what else must agree.
+
+        `packing` are the documents of this rank's samples.
 
         Raises:
             ValueError: lengths differ within a ring, or the rest of x between ranks.
@@ -133,10 +140,11 @@ class AutoShard:
             ring_size = None  # alone, a ring of any size is this process
         if ring_size is not None and (ring_size < 1 or everyone.size % ring_size):
             problem = f"ring_size must divide the group's {everyone.size} ranks, got {ring_size}"
-        agreed = dict(same, ring_seq_size=ring_seq_size, ring_size=ring_size, layout=layout)
+        agreed = dict(same, ring_seq_size=ring_seq_size, ring_size=ring_size, layout=str(layout))
         agreed.update(dtype=x.dtype, device=x.device.type, width=list(x.shape[2:]), **_grad_mode(x))
         own = {"b": x.shape[0], "n": x.shape[1]}
-        shapes = agree(everyone, "automatic sharding", agreed, own, problem)
+        packed = {"documents": "given" if packing is not None else None}
+        shapes = agree(everyone, "automatic sharding", agreed, own, problem, packed)
         longest = max(s["n"] for s in shapes)
         size = ring_size or smallest_ring(longest, ring_seq_size, everyone.size)
         rings = [shapes[first : first + size] for first in range(0, len(shapes), size)]
@@ -148,7 +156,9 @@ class AutoShard:
                 )
         mine = rings[everyone.rank // size]
         ring = everyone if size == everyone.size else Ring(everyone.group, size)
-        return cls(ring, layout, x.shape[1], tuple(s["b"] for s in mine))
+        if packing is not None:
+            packing = gather_packings(ring, packing)
+        return cls(ring, layout, x.shape[1], tuple(s["b"] for s in mine), packing)
 
     @property
     def segments(self) -> tuple[Segments, ...]:
@@ -189,8 +199,10 @@ class Spread:
     ring_attn: bool
     auto: bool
     ring_seq_size: int
-    layout: str
+    layout: Layout
     group: Group
+    causal: bool
+    free: bool  # to take another layout where that is better
 
     @classmethod
     def make(
@@ -199,7 +211,7 @@ class Spread:
         auto: bool | None,
         causal: bool,
         ring_seq_size: int,
-        layout: str | None,
+        layout: Layout | None,
         striped: bool,
         group: Group,
     ) -> "Spread":
@@ -211,9 +223,10 @@ class Spread:
                 raise ValueError(f"{name} needs ring_attn=True: nothing is spread without a ring")
         if ring_seq_size < 1:
             raise ValueError(f"ring_seq_size must be at least 1, got {ring_seq_size}")
+        free = auto and layout is None
         if layout is None:
             layout = "zigzag" if auto and causal else "contiguous"
-        return cls(ring_attn, auto, ring_seq_size, layout, group)
+        return cls(ring_attn, auto, ring_seq_size, layout, group, causal, free)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Spread":
         """Frozen, and process groups can't be copied: copies of a module share it."""
@@ -239,12 +252,23 @@ class Spread:
             agree(as_ring(self.group), "automatic sharding", {}, problem=problem)
         agree(self.ring(on, ring_size), caller, {}, problem=problem)
 
-    def shard(self, x: Tensor, ring_size: int | None, same: Mapping[str, Any]) -> AutoShard:
-        """The automatic sharding of whole sequences x."""
-        return AutoShard.make(
+    def shard(
+        self,
+        x: Tensor,
+        ring_size: int | None,
+        same: Mapping[str, Any],
+        packing: Packing | None = None,
+        window: int | None = None,
+    ) -> AutoShard:
+        """The automatic sharding of whole sequences x, balanced where documents are packed."""
+        shards = AutoShard.make(
             x, ring_seq_size=self.ring_seq_size, layout=self.layout, group=self.group,
-            ring_size=ring_size, same=same,
+            ring_size=ring_size, same=same, packing=packing,
         )  # fmt: skip
+        if not (self.free and shards.packing):
+            return shards
+        layout = deal(shards.packing, shards.ring.size, self.causal, window)
+        return replace(shards, layout=layout)
 
 
 def mask_problem(name: str, mask: Tensor | None, x: Tensor) -> str | None:

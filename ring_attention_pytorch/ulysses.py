@@ -47,12 +47,15 @@ class Spread(NamedTuple):
     heads: Heads
 
 
-def ulysses_problem(degree: int, ring_size: int, heads: int) -> str | None:
+def ulysses_problem(degree: int, ring_size: int, heads: int, **of_heads: object) -> str | None:
     """What is wrong with a degree; None if nothing. Alone, any degree is 1."""
     if degree < 1 or (ring_size > 1 and ring_size % degree):
         return f"ulysses must divide the ring's {ring_size} ranks, got {degree}"
     if ring_size > 1 and heads % degree:
         return f"ulysses must divide the {heads} heads of q, got {degree}; fewer key heads are fine"
+    given = [name for name, value in of_heads.items() if value is not None]
+    if degree > 1 and given:
+        return f"ulysses swaps heads, which {' and '.join(given)} can't follow yet: leave it 1"
     return None
 
 

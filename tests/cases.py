@@ -62,6 +62,8 @@ class Attention:
     dtype: torch.dtype = torch.float64
     query_lengths: tuple[int, ...] | None = None  # cross attention: what lies on the ranks,
     key_lengths: tuple[int, ...] | None = None  # queries (None is as the layout says) and keys
+    ids: tuple[tuple[int, ...], ...] | None = None  # the documents of each sample
+    borders: bool = False  # which are given as cu_seqlens
     bucket_size: int = 4
     seed: int = 0
     logits: float = 1.0
@@ -92,6 +94,18 @@ class Attention:
             mask[0, : m // 2] = False  # the first queries of a causal sample see nothing at all
         return [q, k, v], mask, dout, dlse
 
+    def documents(self) -> Tensor | None:
+        """int [batch, length], for the oracle."""
+        if self.ids is None:
+            return None
+        return torch.tensor(self.ids, dtype=torch.long).expand(self.batch, -1)
+
+    def packed(self, at: Tensor) -> dict[str, Any]:
+        """The documents of some tokens, as `ring_attn` takes them."""
+        if self.ids is None or not self.borders:
+            return {} if self.ids is None else {"documents": self.documents()[:, at]}
+        return {"cu_seqlens": [borders(row) for row in self.ids]}
+
     def places(self, rank: int, size: int) -> tuple[Tensor, Tensor]:
         """Which queries and which keys a rank holds."""
         queries = positions(self.layout, rank=rank, ring_size=size, length=self.length)
@@ -100,6 +114,12 @@ class Attention:
         if self.key_lengths is None:
             return queries, queries
         return queries, torch.arange(sum(self.key_lengths)).split(self.key_lengths)[rank]
+
+
+def borders(ids: tuple[int, ...]) -> list[int]:
+    """Where documents start, with each number that none has as an empty one, and the end."""
+    last = max(ids, default=-1)
+    return [sum(i < number for i in ids) for number in range(last + 2)]
 
 
 def results(
@@ -114,7 +134,7 @@ def results(
 def oracle(case: Attention) -> list[Tensor]:
     """`whole`, worked out once for all layouts, kernels and rings."""
     how = dict(kernel=None, transport=None, ulysses=1, memory=None, bucket_size=0)
-    return _oracle(replace(case, layout="", query_lengths=None, **how))
+    return _oracle(replace(case, layout="", query_lengths=None, borders=False, **how))
 
 
 @lru_cache(maxsize=512)
@@ -126,7 +146,9 @@ def whole(case: Attention) -> list[Tensor]:
     """The oracle's out, lse, dq, dk, dv in float64."""
     tensors, mask, dout, dlse = case.data()
     tensors = [t.double().requires_grad_() for t in tensors]
-    out, lse = dense_attention(*tensors, **case.options(), key_mask=mask)
+    out, lse = dense_attention(
+        *tensors, **case.options(), key_mask=mask, documents=case.documents()
+    )
     return results(tensors, out, lse, dout.double(), dlse.double())
 
 
@@ -139,7 +161,7 @@ def shard(case: Attention, ring: Ring) -> list[Tensor]:
         *tensors, **case.options(), key_mask=None if mask is None else mask[:, keys],
         layout=case.layout, kernel=case.kernel, bucket_size=case.bucket_size, group=ring,
         transport=case.transport, ulysses=case.ulysses, memory=case.memory, return_lse=True,
-        cross=case.key_lengths is not None,
+        cross=case.key_lengths is not None, **case.packed(queries),
     )  # fmt: skip
     return results(tensors, out, lse, dout[:, queries], dlse[..., queries])
 

@@ -231,6 +231,8 @@ CASES = [
     KernelCase(1, 64, heads=(8, 1), d=(40, 40)),
     KernelCase(48, 1, d=(1, 256), heads=(1, 1)),
     KernelCase(17, 20, d=(256, 130), heads=(2, 1)),
+    # packed documents: many tiles in a block of rows, and of columns
+    KernelCase(90, 90, tuple((i, i + 9, i, i + 9, *CAUSAL) for i in range(0, 90, 9)), pieces=2),
 ]
 
 

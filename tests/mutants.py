@@ -55,7 +55,7 @@ MUTANTS = [
     ),
     Mutant(
         "staircase joined whatever lies below", "layouts.py",
-        "if not (a_is_causal and b[2:] == full and c_is_causal):", "if not a_is_causal:",
+        "if not (full_below and beside and", "if not (beside and",
     ),
     Mutant(
         "a needed distance forgotten", "layouts.py", "for t in range(1, ring_size)\n",
@@ -68,6 +68,67 @@ MUTANTS = [
     Mutant(
         "longer chunks counted twice", "layouts.py", "c * size + min(c, longer)",
         "c * size + longer",
+    ),
+    # documents
+    Mutant(
+        "documents see one another", "layouts.py", "for k in theirs.get(document, ())",
+        "for k in sum(theirs.values(), [])",
+    ),
+    Mutant(
+        "a document's last token left out", "segments.py", "-(-(stop - position) // stride)",
+        "(stop - position) // stride",
+    ),
+    Mutant(
+        "a document that goes on starts anew", "segments.py", "before = held.get(document, 0)",
+        "before = 0",
+    ),
+    Mutant(
+        "all samples have the first one's documents", "masks.py",
+        "visible._replace(documents=documents)", "visible._replace(documents=packing[0])",
+    ),
+    Mutant(
+        "samples that see alike are only the first", "masks.py",
+        "stop = start + len(list(alike))", "stop = start + 1",
+    ),
+    Mutant(
+        "what only a later sample needs is not sent", "transports/pieces.py",
+        "self.apart or (self.visible,)", "self.apart[:1] or (self.visible,)",
+    ),
+    Mutant(
+        "ids taken for another rank's", "documents.py", "in zip(segments, notes):",
+        "in zip(reversed(segments), notes):",
+    ),
+    Mutant(
+        "a prefix hides its later tokens", "layouts.py",
+        "if visible.causal and not within:", "if visible.causal:",
+    ),
+    Mutant(
+        "later tokens are seen from the prefix", "layouts.py",
+        "max(q.start, k.start) < visible.prefix", "q.start < visible.prefix",
+    ),
+    Mutant(
+        "positions of keys taken for queries'", "masks.py", "note[i]) for note in notes)",
+        "note[0]) for note in notes)",
+    ),
+    Mutant(
+        "a document's last token predicts the next one's", "documents.py",
+        "torch.tensor([run.stop - 1", "torch.tensor([run.stop",
+    ),
+    Mutant(
+        "the heaviest to who has most", "balance.py", "key=loads.__getitem__)",
+        "key=loads.__getitem__, reverse=True)",
+    ),
+    Mutant(
+        "work of the whole sequence, not of documents", "balance.py",
+        "- offsets.repeat_interleave(lengths)", "- 0 * offsets.repeat_interleave(lengths)",
+    ),
+    Mutant(
+        "a block forgets the tile that began before it", "kernels/triton.py",
+        "bisect_right(stops, at)", "bisect_left(starts, at)",
+    ),
+    Mutant(
+        "a block forgets its last tile", "kernels/triton.py",
+        "bisect_left(starts, at + block))", "bisect_left(starts, at + block) - 1)",
     ),
     # merging and precision
     Mutant(
@@ -165,8 +226,8 @@ MUTANTS = [
     ),
     Mutant(
         "the last partial is dropped", "transports/gather.py",
-        "        if going is not None:\n            going()\n\n",
-        "        pass\n\n",
+        "        if going is not None:\n            going()\n        for total",
+        "        for total",
     ),
     Mutant(
         "partials of all rounds but the last are dropped", "transports/gather.py",
@@ -236,8 +297,8 @@ MUTANTS = [
         "return *(total.final() * 0 for",
     ),
     Mutant(
-        "dk and dv swapped", "ring_flash_attention.py", "for total in own), None",
-        "for total in (own[0], own[2], own[1])), None",
+        "dk and dv swapped", "ring_flash_attention.py", "for total in own), dsinks",
+        "for total in (own[0], own[2], own[1])), dsinks",
     ),
     Mutant(
         "no delta", "contract.py", "return delta if self.dlse is None else delta - self.dlse",
@@ -250,6 +311,42 @@ MUTANTS = [
     Mutant(
         "dlse with the wrong sign", "contract.py", "else delta - self.dlse",
         "else delta + self.dlse",
+    ),
+    Mutant(
+        "the sink's gradient without the lse's", "contract.py", "-(p * saved.delta)",
+        "-(p * (saved.delta + (0 if saved.dlse is None else saved.dlse)))",
+    ),
+    Mutant(
+        "a sink that only lse has", "running.py",
+        "out.mul_(weight.transpose(1, 2).unsqueeze(-1))", "pass",
+    ),
+    Mutant(
+        "ALiBi by the places held", "plan.py", "positions_seen(segments, seen)",
+        "torch.arange(count(segments))",
+    ),
+    Mutant(
+        "ALiBi of the next head", "kernels/eager.py", '"(g r) -> g r 1 1"', '"(r g) -> g r 1 1"',
+    ),
+    Mutant(
+        "ALiBi one way only", "kernels/eager.py", "- tiles.cols_at[part.cols]).abs()",
+        "- tiles.cols_at[part.cols])",
+    ),
+    Mutant(
+        "a predicate ignored", "kernels/eager.py", "if terms.mask_mod is not None:", "if False:"
+    ),
+    Mutant(
+        "a predicate of the first samples only", "kernels/eager.py",
+        "tiles.first, tiles.first + b,", "0, b,",
+    ),
+    Mutant(
+        "a bias is scaled", "scores.py", "torch.float32)) / scale", "torch.float32))",
+    ),
+    Mutant(
+        "a bias of another head", "scores.py", '"b m (g r) -> b m g r"', '"b m (r g) -> b m g r"',
+    ),
+    Mutant(
+        "half the digits of a bias in 16 bits", "scores.py",
+        "return 2 if dtype.itemsize == 2 else 1", "return 1",
     ),
     # kernels
     Mutant(
@@ -277,8 +374,8 @@ MUTANTS = [
     ),
     Mutant(
         "slope of the softclamp forgotten", "kernels/eager.py",
-        "return t * terms.softclamp, (1 - t.square()) * terms.scale",
-        "return t * terms.softclamp, terms.scale",
+        "scores, slope = t * terms.softclamp, (1 - t.square()) * terms.scale",
+        "scores = t * terms.softclamp",
     ),
     Mutant(
         "key mask ignored", "kernels/eager.py", "if keys.key_mask is not None:", "if False:"
@@ -307,7 +404,7 @@ MUTANTS = [
         "a rank's problem is kept to itself", "plan.py", "            problem=problem,\n",
         "            problem=None,\n",
     ),
-    Mutant("lengths need not be the layout's", "plan.py", "if lengths != expected:", "if False:"),
+    Mutant("lengths need not be the layout's", "checks.py", "if lengths != expected:", "if False:"),
     Mutant("any plan will do", "plan.py", "!= self.signature:", "is None:"),
 ]  # fmt: skip
 
@@ -343,6 +440,11 @@ def battery() -> Iterable[Callable[[], None]]:
         (Attention(23, "zigzag", causal=True, ulysses=2, heads=4, key_heads=1, masked=True), 4),
         (Attention(23, "striped", causal=True, ulysses=3, heads=6, key_heads=2), 3),
         (Attention(23, "striped", causal=True, ulysses=2, transport="gather"), 4),
+        (Attention(12, "striped", causal=True, window=2, ids=((0,) * 3 + (1,) * 9,)), 3),
+        (Attention(12, ids=((0,) * 12, (3, 3, 0, 0) * 3), kernel="eager"), 4),
+        (Attention(12, "zigzag", ids=((0,) * 6 + (2,) * 6, (0,) * 5 + (2,) * 7), borders=True), 2),
+        (Attention(12, causal=True, window=2, batch=3, ids=(*[(1, 1, 0) * 4] * 2, (0,) * 12)), 2),
+        (Attention(8, ids=((0, 0, 1, 1, 2, 2, 3, 3), (0, 0, 0, 0, 0, 1, 1, 1))), 4),
     ]
     for case, size in cases:
         yield lambda case=case, size=size: check_in_threads(case, size)
@@ -351,6 +453,11 @@ def battery() -> Iterable[Callable[[], None]]:
     yield zigzag_is_balanced
     yield gathered_keys_are_few_large_tiles
     yield sums_of_16_bits_are_kept_in_32
+    yield prefixes_and_positions_hold
+    yield a_bias_keeps_its_digits
+    yield dealt_layouts_are_even
+    yield a_document_ends_where_another_begins
+    yield blocks_know_their_tiles
     yield mismatches_are_errors
     yield plans_are_checked
 
@@ -381,6 +488,69 @@ def gathered_keys_are_few_large_tiles() -> None:
             for now in group.rounds:
                 assert len(tiles(mine, joined(now[rank]), visible)) <= 1
     assert all(len(land(all_segments(layout, 5, 53))[0]) == 1 for layout in LAYOUTS)
+
+
+def prefixes_and_positions_hold() -> None:
+    """The features whose masks are no arithmetic of a layout alone."""
+    from tests.features import FEATURES, Problem
+
+    for name in ("prefix", "positions", "sinks", "alibi", "bias of heads", "mask_mod"):
+        errors = Problem(FEATURES[name] | FEATURES["gradient of lse"]).errors(3, "zigzag", "eager")
+        assert max(errors.values()) < 1e-12, (name, errors)
+    apart = Problem(FEATURES["mask_mod"] | FEATURES["documents"]).errors(2, "striped", "eager")
+    assert max(apart.values()) < 1e-12, apart
+
+
+def a_bias_keeps_its_digits() -> None:
+    """Large ones in 16 bits, too."""
+    import torch
+
+    from ring_attention_pytorch.scores import with_bias
+
+    bias = torch.tensor([[100.5, -3.14159, 17.0]]).bfloat16()
+    q, k = with_bias(*[torch.zeros(1, n, 1, 8).bfloat16() for n in (1, 3)], bias, 128**-0.5)
+    got = 128**-0.5 * q[0, :, 0].float() @ k[0, :, 0].float().T
+    assert (got / bias.float() - 1).abs().max() < 1e-4
+
+
+def dealt_layouts_are_even() -> None:
+    """As zigzag, but of documents: no rank has much more to do than another."""
+    from ring_attention_pytorch.balance import balanced
+    from ring_attention_pytorch.documents import of_borders
+    from ring_attention_pytorch.layouts import Visible, tiles, visible_pairs
+
+    borders = [0, 700, 720, 1500, 1600, 4096]
+    everyone, visible = balanced(borders, 4).segments, Visible(True, None, of_borders(borders))
+    work = [sum(visible_pairs(tiles(q, k, visible)) for k in everyone) for q in everyone]
+    assert max(work) < 1.05 * sum(work) / 4
+    assert max(map(len, balanced([0, 4096], 4).segments)) == 2  # two chunks each are enough
+
+
+def a_document_ends_where_another_begins() -> None:
+    """What its last token would have to predict is not its business."""
+    import torch
+
+    from ring_attention_pytorch.documents import last_of_document, of_borders
+
+    found = last_of_document((of_borders([0, 2, 2, 5]),), torch.arange(5))
+    assert found.tolist() == [[False, True, False, False, True]]
+
+
+def blocks_know_their_tiles() -> None:
+    """The Triton kernels' ranges: every tile that a block meets is in its range."""
+    import torch
+
+    from ring_attention_pytorch.documents import of_borders
+    from ring_attention_pytorch.kernels.triton import _table
+    from ring_attention_pytorch.layouts import Visible, all_segments, tiles
+
+    (whole,) = all_segments("contiguous", 1, 40)
+    found = tiles(whole, whole, Visible(True, None, of_borders(range(0, 41, 5))))
+    table = _table(found, "rows", 8, torch.device("cpu"))
+    for number, (first, last) in enumerate(table.ranges.tolist()):
+        here = range(8 * number, 8 * number + 8)
+        meets = [i for i, t in enumerate(found) if {*range(t.rows.start, t.rows.stop)} & {*here}]
+        assert meets == list(range(first, last))
 
 
 def sums_of_16_bits_are_kept_in_32() -> None:

@@ -1,10 +1,12 @@
 """The oracle: dense attention over a whole sequence, which knows nothing of ranks or layouts."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 
-def dense_attention(
+def dense_attention(  # noqa: PLR0913 - an option each
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -14,6 +16,13 @@ def dense_attention(
     key_mask: Tensor | None = None,
     scale: float | None = None,
     softclamp: float | None = None,
+    documents: Tensor | None = None,
+    sinks: Tensor | None = None,
+    prefix: list[int] | None = None,
+    positions: tuple[Tensor, Tensor] | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    mask_mod: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [b, n, h, d_v], lse [b, h, n]) of q [b, n, h, d], k [b, m, g, d], v [b, m, g, d_v]."""
     k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
@@ -22,14 +31,38 @@ def dense_attention(
     )
     if softclamp is not None:
         scores = softclamp * torch.tanh(scores / softclamp)
-    behind = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
-    seen = torch.ones_like(behind, dtype=torch.bool)
+    q_at, k_at = torch.arange(q.shape[1])[None], torch.arange(k.shape[1])[None]
+    seen = torch.ones((1, q.shape[1], k.shape[1]), dtype=torch.bool)
+    if documents is not None:
+        seen = documents[:, :, None] == documents[:, None]
+        q_at = k_at = seen.tril(-1).sum(-1)  # how many of the same document come before
+    if positions is not None:
+        q_at, k_at = positions[0][None], positions[1][None]
+    behind = q_at[:, :, None] - k_at[:, None]
     if causal:
-        seen = seen & (behind >= 0)
+        earlier = behind >= 0
+        if prefix is not None:
+            within = torch.arange(q.shape[1]) < torch.tensor(prefix)[:, None]
+            earlier = earlier | (within[:, :, None] & within[:, None])
+        seen = seen & earlier
     if window is not None:
         seen = seen & (behind.abs() <= window)
-    seen = seen[None, None] if key_mask is None else seen & key_mask[:, None, None]
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[:, None, None] * behind.abs()[:, None]
+    if key_bias is not None:
+        scores = scores + (key_bias[:, None] if key_bias.ndim == 2 else key_bias.mT)[:, :, None]
+    seen = seen[:, None]
+    if mask_mod is not None:
+        sample, head = torch.arange(q.shape[0]), torch.arange(q.shape[2])
+        at = q_at[:, None, :, None], k_at[:, None, None]
+        seen = seen & mask_mod(sample[:, None, None, None], head[:, None, None], *at)
+    seen = seen if key_mask is None else seen & key_mask[:, None, None]
     scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:  # a key of value 0
+        column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), -1)
+        seen = torch.cat((seen.expand(*scores.shape[:3], -1), torch.ones_like(column) > 0), -1)
+        v = torch.cat((v, torch.zeros_like(v[:, :1])), 1)
     blind = ~seen.any(-1, keepdim=True)
     p = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
     lse = scores.masked_fill(blind, 0.0).logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ring_attention_pytorch
+from ring_attention_pytorch.documents import of_ids
 from ring_attention_pytorch.layouts import (
     LAYOUTS,
     Segments,
@@ -32,7 +33,15 @@ quickly = settings(deadline=None, max_examples=60)
 layouts = st.sampled_from(sorted(LAYOUTS))
 lengths = st.integers(0, 70)
 ring_sizes = st.integers(1, 9)
-visibles = st.builds(Visible, st.booleans(), st.none() | st.integers(0, 80))
+# ids of tokens, of which there are more than any sequence has
+packed = st.lists(st.integers(0, 5), min_size=70, max_size=70).flatmap(
+    lambda ids: st.sampled_from([ids, sorted(ids), [0, *range(69)]])
+)
+documents = st.none() | packed.map(lambda ids: of_ids(torch.tensor(ids)))
+windows = st.none() | st.integers(0, 80)
+visibles = st.builds(Visible, st.booleans(), windows, documents, st.none()) | st.builds(
+    Visible, st.booleans(), windows, st.none(), st.integers(0, 75)
+)
 
 
 def held(layout: str, size: int, length: int) -> list[Tensor]:
@@ -43,8 +52,16 @@ def seen(queries: Segments, keys: Segments, visible: Visible) -> Tensor:
     """What is visible, by the definition."""
     i, j = segment_positions(queries)[:, None], segment_positions(keys)
     shown = torch.ones(len(i), len(j), dtype=torch.bool)
+    if visible.documents is not None:
+        ids = torch.empty(70, dtype=torch.long)
+        for document, start, stop in visible.documents.runs:
+            ids[start:stop] = document
+        shown = ids[i] == ids[j]
+        before = (ids[:, None] == ids).tril(-1).sum(-1)
+        i, j = before[i], before[j]
     if visible.causal:
-        shown &= j <= i
+        prefix = -1 if visible.prefix is None else visible.prefix
+        shown &= (j <= i) | ((i < prefix) & (j < prefix))
     if visible.window is not None:
         shown &= (i - j).abs() <= visible.window
     return shown
@@ -176,7 +193,7 @@ def test_needed_distances_are_those_at_which_somebody_sees_something(layout, siz
     }
     assert needed[0] == 0
     assert len(set(needed)) == len(needed)
-    if visible.window is not None or length >= 2 * size:
+    if visible[1:3] != (None, None) or length >= 2 * size:
         assert set(needed) == useful | {0}
     else:  # without a window nobody looks at lengths: too many is slow, too few is wrong
         assert set(needed) >= useful | {0}

@@ -22,6 +22,7 @@ from ring_attention_pytorch.kernels import triton as ours
 from ring_attention_pytorch.kernels.triton import Config, config_for, configured
 from ring_attention_pytorch.running import Result, Sum
 from tests.cases import Attention, errors, oracle, shard
+from tests.features import FEATURES, Problem
 from tests.kernel_cases import CASES, disturbed, faults, random_cases, unrepeated
 
 needs_triton = pytest.mark.skipif(
@@ -45,6 +46,9 @@ RIGHT += [
 OTHERS = [(disturbed, case) for case in CASES[4:7]] + [(unrepeated, CASES[6])]
 
 
+FEATURES_HERE = ("alibi", "cu_seqlens")
+
+
 def _interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
@@ -63,12 +67,19 @@ def _alone() -> dict[str, float]:
     return errors(case, 0, 1, shard(case, Ring.alone()), oracle(case))
 
 
+def _feature(name: str) -> dict[str, float]:
+    with configured(**SMALL):
+        return Problem(FEATURES[name], torch.float32).errors(1, "contiguous", "triton")
+
+
 @pytest.fixture(scope="module")
 def found():
     """What each check finds, worked out by two processes from the start on."""
     with_interpreter = dict(mp_context=mp.get_context("spawn"), initializer=_interpret)
     pool = ProcessPoolExecutor(2, **with_interpreter)
     futures: dict[object, Future] = {"alone": pool.submit(_alone)}
+    for name in FEATURES_HERE:
+        futures["feature", name] = pool.submit(_feature, name)
     for i, (case, configs) in enumerate(RIGHT):
         futures["right", i] = pool.submit(_with, configs, faults, case)
     for i, (check, case) in enumerate(OTHERS):
@@ -92,6 +103,12 @@ def test_what_sees_nothing_stays_to_the_bit_and_backward_repeats(found, i):
 @needs_triton
 def test_by_name_through_the_public_function(found):
     assert max(found("alone").values()) < 1e-5
+
+
+@needs_triton
+@pytest.mark.parametrize("name", FEATURES_HERE)
+def test_features_that_its_code_knows(found, name):
+    assert max(found("feature", name).values()) < 1e-5
 
 
 def test_without_tiles_nothing_is_launched():

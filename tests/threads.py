@@ -83,7 +83,7 @@ class ThreadRing(Ring):
             t.fill_(torch.nan if t.is_floating_point() else 255 if t.dtype == torch.uint8 else 1)
         return ThreadTransfer(self.hub, mail, taken)
 
-    def gather_bytes(self, message: bytes) -> list[bytes]:
+    def gather_bytes(self, message: bytes, size: int = 0) -> list[bytes]:
         self.hub.gathers[self.rank] += 1
         self.hub.notes[self.rank] = message
         self.hub.barrier.wait()

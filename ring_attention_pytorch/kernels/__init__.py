@@ -42,6 +42,7 @@ KERNELS: dict[str, Kernel] = {
 _BEFORE_HOPPER = ("flash-attn-2", "sdpa-flash", "triton", "sdpa", "eager")
 _WORDS = {
     "key_mask": "key mask",
+    "alibi": "ALiBi",
     "unusual_scale": "scale that is zero or negative",
     "deterministic": "deterministic backward (torch.use_deterministic_algorithms)",
 }

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ring_attention_pytorch.kernels._triton_parts import (
+    alibi_of,
     block_of,
     lse_of_rows,
     masked_block,
@@ -20,18 +21,22 @@ from ring_attention_pytorch.kernels._triton_parts import (
     span,
     tanh,
     tile_at,
+    tiles_of,
 )
 
 
 @triton.jit
 def _probabilities(
-    scores, lse, shown, inner, factor, MASKED: tl.constexpr, CLAMP: tl.constexpr
+    scores, lse, shown, bias, inner, factor,
+    MASKED: tl.constexpr, CLAMP: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
     """p, and the slope of softclamping. lse is in base 2."""
     slope = 1.0
     if CLAMP:
         scores, slope = tanh(scores * inner)
     exponent = scores * factor - lse
+    if BIASED:
+        exponent += bias
     if MASKED:
         exponent = tl.where(shown, exponent, -float("inf"))
     return tl.exp2(exponent), slope
@@ -46,12 +51,14 @@ def _add(at, value, inside, FRESH: tl.constexpr):
 
 @triton.jit
 def _keys_step(
-    dk, dv, i, k_block, v_block, col, shown, q, dout, lse_at, delta_at, batch, head,
+    dk, dv, i, k_block, v_block, col, shown, alibi, rows_at, col_at,
+    q, dout, lse_at, delta_at, batch, head,
     r0, r1, c0, c1, left, right, d, d_v, inner, factor,
     q_b, q_n, q_h, q_d, do_b, do_n, do_h, do_d, lse_n, delta_n,
     ROWS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, EVEN: tl.constexpr,
     EVEN_V: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Rows i and on, for one block of keys. EDGE: the tile may not show all of it."""
     row = i + tl.arange(0, ROWS)
@@ -73,8 +80,12 @@ def _keys_step(
         lse = tl.load(lse_at + row.to(tl.int64) * lse_n, mask=row < r1, other=0.0)
         delta = tl.load(delta_at + row.to(tl.int64) * delta_n, mask=row < r1, other=0.0)
     # a row that sees nothing has lse = -inf, but then all of it is masked
+    bias = None
+    if ALIBI:
+        row_at = tl.load(rows_at + row, mask=row < r1, other=0)
+        bias = alibi_of(tl.load(alibi + head), row_at[None, :], col_at[:, None])
     p, slope = _probabilities(
-        scores, lse[None, :] * 1.4426950408889634, shown, inner, factor, MASKED, CLAMP
+        scores, lse[None, :] * 1.4426950408889634, shown, bias, inner, factor, MASKED, CLAMP, ALIBI
     )
     ds = p * (dp - delta[None, :])
     if CLAMP:
@@ -86,7 +97,8 @@ def _keys_step(
 
 @triton.jit(do_not_specialize=["beside"])
 def keys_kernel(
-    q, k, v, mask, dout, lse, delta, dk, dv, tiles, n_tiles, first_col, last_col, beside,
+    q, k, v, mask, alibi, rows_at, cols_at, dout, lse, delta, dk, dv,
+    tiles, ranges, first_col, last_col, beside,
     key_heads, group, d, d_v, inner, factor, scale,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
     do_b, do_n, do_h, do_d, lse_b, lse_h, lse_n, delta_b, delta_h, delta_n,
@@ -94,7 +106,7 @@ def keys_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
-    FRESH: tl.constexpr, FRESH_V: tl.constexpr,
+    FRESH: tl.constexpr, FRESH_V: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, from every query head that uses it."""
     block, of = block_of(first_col, last_col, beside, COLS)
@@ -109,19 +121,23 @@ def keys_kernel(
         v, batch, key_head, start, last_col, d_v, v_b, v_m, v_h, v_d, COLS, D_V, True, EVEN_V,
         TMA, WIDE,
     )  # fmt: skip
+    col_at = col
+    if ALIBI:
+        col_at = tl.load(cols_at + col, mask=held, other=0)
     shown = held[:, None]
     if MASK:
         at = place(mask, batch, key_head, mask_b, 0) + col.to(tl.int64) * mask_m
         shown = (tl.load(at, mask=held, other=0) != 0)[:, None]
     dk_sum = tl.zeros([COLS, D], tl.float32)
     dv_sum = tl.zeros([COLS, D_V], tl.float32)
+    first_tile, last_tile = tiles_of(ranges, block)
     for g in range(group):
         head = key_head * group + g
         lse_at, delta_at = lse, delta
         if not TMA:
             lse_at = place(lse, batch, head, lse_b, lse_h)
             delta_at = place(delta, batch, head, delta_b, delta_h)
-        for t in range(n_tiles):
+        for t in range(first_tile, last_tile):
             r0, r1, c0, c1, left, right = tile_at(tiles, t)
             # columns beyond the last are not stored, whatever comes of them
             stop = tl.minimum(start + COLS, last_col)
@@ -131,18 +147,20 @@ def keys_kernel(
             for i in range(masked):
                 dk_sum, dv_sum = _keys_step(
                     dk_sum, dv_sum, masked_block(i, first, early, full, full_end, ROWS),
-                    k_block, v_block, col, shown, q, dout, lse_at, delta_at, batch, head,
+                    k_block, v_block, col, shown, alibi, rows_at, col_at,
+                    q, dout, lse_at, delta_at, batch, head,
                     r0, r1, c0, c1, left, right, d, d_v, inner, factor,
                     q_b, q_n, q_h, q_d, do_b, do_n, do_h, do_d, lse_n, delta_n, ROWS, D,
-                    D_V, EVEN, EVEN_V, True, True, CLAMP, NEGATE, PRECISION, TMA, WIDE,
+                    D_V, EVEN, EVEN_V, True, True, CLAMP, NEGATE, PRECISION, TMA, WIDE, ALIBI,
                 )  # fmt: skip
             for i in range(full, full_end, ROWS):
                 dk_sum, dv_sum = _keys_step(
                     dk_sum, dv_sum, i,
-                    k_block, v_block, col, shown, q, dout, lse_at, delta_at, batch, head,
+                    k_block, v_block, col, shown, alibi, rows_at, col_at,
+                    q, dout, lse_at, delta_at, batch, head,
                     r0, r1, c0, c1, left, right, d, d_v, inner, factor,
                     q_b, q_n, q_h, q_d, do_b, do_n, do_h, do_d, lse_n, delta_n, ROWS, D,
-                    D_V, EVEN, EVEN_V, False, MASK, CLAMP, NEGATE, PRECISION, TMA, WIDE,
+                    D_V, EVEN, EVEN_V, False, MASK, CLAMP, NEGATE, PRECISION, TMA, WIDE, ALIBI,
                 )  # fmt: skip
     if NEGATE:  # q was negated where dk came from it
         scale = -scale
@@ -154,12 +172,12 @@ def keys_kernel(
 
 @triton.jit
 def _queries_step(
-    dq, j, stop, q_block, do_block, lse, delta, row, col, k, v, mask_at,
+    dq, j, stop, q_block, do_block, lse, delta, row, col, slope_at, row_at, cols_at, k, v, mask_at,
     batch, key_head, r0, r1, c0, c1, left, right, d, d_v, inner, factor,
     k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_m,
     COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, EVEN: tl.constexpr,
     EVEN_V: tl.constexpr, EDGE: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Columns j and on, up to stop, for one block of queries. EDGE: not all of it is seen."""
     k_block = rows_of(
@@ -176,7 +194,13 @@ def _queries_step(
         kept = (tl.load(at, mask=j + col < stop, other=0) != 0)[None, :]
         shown = shown & kept if EDGE else kept
     scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
-    p, slope = _probabilities(scores, lse, shown, inner, factor, EDGE or MASK, CLAMP)
+    bias = None
+    if ALIBI:
+        col_at = tl.load(cols_at + j + col, mask=j + col < stop, other=0)
+        bias = alibi_of(slope_at, row_at[:, None], col_at[None, :])
+    p, slope = _probabilities(
+        scores, lse, shown, bias, inner, factor, EDGE or MASK, CLAMP, ALIBI
+    )  # fmt: skip
     ds = p * (tl.dot(do_block, tl.trans(v_block), input_precision=PRECISION) - delta)
     if CLAMP:
         ds = ds * slope
@@ -185,19 +209,20 @@ def _queries_step(
 
 @triton.jit(do_not_specialize=["beside"])
 def queries_kernel(
-    q, k, v, mask, dout, lse, delta, dq, tiles, n_tiles, first_row, last_row, beside, m, heads,
-    group, d, d_v, inner, factor, scale,
+    q, k, v, mask, alibi, rows_at, cols_at, dout, lse, delta, dq,
+    tiles, ranges, first_row, last_row, beside, m, heads, group, d, d_v, inner, factor, scale,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
     do_b, do_n, do_h, do_d, lse_b, lse_h, lse_n, delta_b, delta_h, delta_n,
     dq_b, dq_n, dq_h, dq_d,
     ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
-    FRESH: tl.constexpr,
+    FRESH: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries of one head."""
     block, of = block_of(first_row, last_row, beside, ROWS)
-    start = first_row + (tl.cdiv(last_row - first_row, ROWS) - 1 - block) * ROWS
+    block = tl.cdiv(last_row - first_row, ROWS) - 1 - block
+    start = first_row + block * ROWS
     batch, head = of // heads, of % heads
     key_head = head // group
     row, col = start + tl.arange(0, ROWS), tl.arange(0, COLS)
@@ -217,8 +242,12 @@ def queries_kernel(
     mask_at = mask
     if MASK:
         mask_at = place(mask, batch, key_head, mask_b, 0)
+    slope, row_at = 0.0, row
+    if ALIBI:
+        slope, row_at = tl.load(alibi + head), tl.load(rows_at + row, mask=held, other=0)
     dq_sum = tl.zeros([ROWS, D], tl.float32)
-    for t in range(n_tiles):
+    first_tile, last_tile = tiles_of(ranges, block)
+    for t in range(first_tile, last_tile):
         r0, r1, c0, c1, left, right = tile_at(tiles, t)
         # rows of another tile have p = 0 by their lse, so they never need masking
         lse_rows = lse_of_rows(lse_at, lse_n, row, r0, r1)[:, None]
@@ -226,18 +255,20 @@ def queries_kernel(
         first, early, masked, full, full_end = span(a, z, 1, r0, c0, c1, left, right, COLS)
         for j in range(full, full_end, COLS):
             dq_sum = _queries_step(
-                dq_sum, j, m, q_block, do_block, lse_rows, delta_rows, row, col, k, v, mask_at,
+                dq_sum, j, m, q_block, do_block, lse_rows, delta_rows, row, col,
+                slope, row_at, cols_at, k, v, mask_at,
                 batch, key_head, r0, r1, c0, c1, left, right, d, d_v, inner, factor,
                 k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_m, COLS, D, D_V, EVEN, EVEN_V,
-                False, MASK, CLAMP, PRECISION, TMA, WIDE,
+                False, MASK, CLAMP, PRECISION, TMA, WIDE, ALIBI,
             )  # fmt: skip
         for i in range(masked):
             dq_sum = _queries_step(
                 dq_sum, masked_block(i, first, early, full, full_end, COLS), c1,
-                q_block, do_block, lse_rows, delta_rows, row, col, k, v, mask_at,
+                q_block, do_block, lse_rows, delta_rows, row, col,
+                slope, row_at, cols_at, k, v, mask_at,
                 batch, key_head, r0, r1, c0, c1, left, right, d, d_v, inner, factor,
                 k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_m, COLS, D, D_V, EVEN, EVEN_V,
-                True, MASK, CLAMP, PRECISION, TMA, WIDE,
+                True, MASK, CLAMP, PRECISION, TMA, WIDE, ALIBI,
             )  # fmt: skip
     dq_at = place(dq, batch, head, dq_b, dq_h) + matrix(start, dq_n, dq_d, ROWS, D, WIDE)
     _add(dq_at, dq_sum * scale, held[:, None] & (tl.arange(0, D) < d)[None, :], FRESH)

@@ -1,4 +1,4 @@
-# ruff: noqa: PLR0913 - a kernel takes every stride by itself
+# ruff: noqa: C901, PLR0913, PLR0915 - a kernel takes every stride and forks when compiled
 """Flash attention forward over all tiles of a block, merging into the running out and lse.
 
 Dao et al. 2022; the online softmax just goes on from what the rows have seen before.
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ring_attention_pytorch.kernels._triton_parts import (
+    alibi_of,
     block_of,
     masked_block,
     matrix,
@@ -17,25 +18,29 @@ from ring_attention_pytorch.kernels._triton_parts import (
     span,
     tanh,
     tile_at,
+    tiles_of,
 )
 
 
 @triton.jit
 def _attend(
-    acc, top, total, q, k, v, shown, inner, factor,
-    MASKED: tl.constexpr, CLAMP: tl.constexpr, PRECISION: tl.constexpr,
+    acc, top, total, q, k, v, shown, bias, inner, factor,
+    MASKED: tl.constexpr, CLAMP: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of keys more. top is in base 2, total the sum of 2 ** (score - top)."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if CLAMP:
         scores, _ = tanh(scores * inner)
+    if BIASED:
+        scores = scores * factor + bias
     if MASKED:
         scores = tl.where(shown, scores, -float("inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    highest = tl.max(scores, 1) if BIASED else tl.max(scores, 1) * factor
+    new_top = tl.maximum(top, highest)
     base = new_top
     if MASKED:
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
-    p = tl.exp2(scores * factor - base[:, None])
+    p = tl.exp2(scores - base[:, None]) if BIASED else tl.exp2(scores * factor - base[:, None])
     fade = tl.exp2(top - base)
     total = total * fade + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
@@ -44,18 +49,19 @@ def _attend(
 
 @triton.jit(do_not_specialize=["beside"])
 def forward_kernel(
-    q, k, v, mask, out, lse, tiles, n_tiles, first_row, last_row, beside, m, heads, group, d, d_v,
-    inner, factor,
+    q, k, v, mask, alibi, rows_at, cols_at, out, lse, tiles, ranges, first_row, last_row, beside,
+    m, heads, group, d, d_v, inner, factor,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
     out_b, out_n, out_h, out_d, lse_b, lse_h, lse_n,
     ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
-    FRESH: tl.constexpr,
+    FRESH: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     block, of = block_of(first_row, last_row, beside, ROWS)
     # under a causal mask the last rows see the most: they go first
-    start = first_row + (tl.cdiv(last_row - first_row, ROWS) - 1 - block) * ROWS
+    block = tl.cdiv(last_row - first_row, ROWS) - 1 - block
+    start = first_row + block * ROWS
     batch, head = of // heads, of % heads
     key_head = head // group
     row, col = start + tl.arange(0, ROWS), tl.arange(0, COLS)
@@ -70,6 +76,9 @@ def forward_kernel(
     lse_at = place(lse, batch, head, lse_b, lse_h) + row.to(tl.int64) * lse_n
     out_at = place(out, batch, head, out_b, out_h) + matrix(start, out_n, out_d, ROWS, D_V, WIDE)
     held = row < last_row
+    slope, row_at = 0.0, row
+    if ALIBI:
+        slope, row_at = tl.load(alibi + head), tl.load(rows_at + row, mask=held, other=0)
     within = held[:, None] & (tl.arange(0, D_V) < d_v)[None, :]
     before_lse = tl.full([ROWS], -float("inf"), tl.float32)
     if not FRESH:
@@ -81,7 +90,8 @@ def forward_kernel(
         if tl.max(before_lse, 0) > -float("inf"):
             acc = tl.load(out_at, mask=within, other=0.0)
 
-    for t in range(n_tiles):
+    first_tile, last_tile = tiles_of(ranges, block)
+    for t in range(first_tile, last_tile):
         r0, r1, c0, c1, left, right = tile_at(tiles, t)
         a, z = tl.maximum(start, r0), tl.minimum(tl.minimum(start + ROWS, last_row), r1)
         whole = (start >= r0) & (tl.minimum(start + ROWS, last_row) <= r1)
@@ -97,9 +107,12 @@ def forward_kernel(
             shown = None
             if MASK:
                 shown = (tl.load(mask_at + (j + col).to(tl.int64) * mask_m) != 0)[None, :]
+            bias = None
+            if ALIBI:
+                bias = alibi_of(slope, row_at[:, None], tl.load(cols_at + j + col)[None, :])
             acc, top, total = _attend(
-                acc, top, total, q_block, k_block, v_block, shown, inner, factor, MASK, CLAMP,
-                PRECISION,
+                acc, top, total, q_block, k_block, v_block, shown, bias, inner, factor, MASK,
+                CLAMP, ALIBI, PRECISION,
             )  # fmt: skip
         for i in range(masked):
             j = masked_block(i, first, early, full, full_end, COLS)
@@ -114,9 +127,13 @@ def forward_kernel(
             if MASK:
                 at = mask_at + (j + col).to(tl.int64) * mask_m
                 shown = shown & (tl.load(at, mask=j + col < c1, other=0) != 0)[None, :]
+            bias = None
+            if ALIBI:
+                col_at = tl.load(cols_at + j + col, mask=j + col < c1, other=0)
+                bias = alibi_of(slope, row_at[:, None], col_at[None, :])
             acc, top, total = _attend(
-                acc, top, total, q_block, k_block, v_block, shown, inner, factor, True, CLAMP,
-                PRECISION,
+                acc, top, total, q_block, k_block, v_block, shown, bias, inner, factor, True,
+                CLAMP, ALIBI, PRECISION,
             )  # fmt: skip
 
     some = total != 0.0

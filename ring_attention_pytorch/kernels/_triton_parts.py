@@ -30,6 +30,18 @@ def tile_at(tiles, t):
 
 
 @triton.jit
+def tiles_of(ranges, block):
+    """From which to which tile of the table a block of rows, or of columns, has to look."""
+    return tl.load(ranges + 2 * block), tl.load(ranges + 2 * block + 1)
+
+
+@triton.jit
+def alibi_of(slope, a, b):
+    """What scores in base 2 lose by the distance of positions."""
+    return -1.4426950408889634 * slope * tl.abs(a - b).to(tl.float32)
+
+
+@triton.jit
 def span(start, stop, whole, a0, b0, b1, back, ahead, BLOCK: tl.constexpr):
     """Which blocks of the other side, from b0 to b1, are seen from start to stop on this side.
 

@@ -10,7 +10,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.contract import Can, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.contract import Can, Grads, Keys, Saved, Terms, Tiles
 from ring_attention_pytorch.layouts import Tile, band, buckets
 from ring_attention_pytorch.running import Result, accumulator, merge_
 
@@ -19,9 +19,9 @@ CAN = Can()
 
 def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     out, lse = result.running()
-    for rows, cols, hidden in _buckets(keys, tiles, terms):
+    for rows, cols, hidden, bias in _buckets(keys, tiles, terms, q.shape[2]):
         q_, k, v = _grouped(q[:, rows], keys.k[:, cols], keys.v[:, cols])
-        scores = _scores(q_, k, terms)[0].masked_fill_(hidden, -torch.inf)
+        scores = _scores(q_, k, terms, bias)[0].masked_fill_(hidden, -torch.inf)
         part_lse = scores.logsumexp(dim=-1)
         p = scores.sub_(_finite(part_lse).unsqueeze(-1)).exp_()
         part = einsum(p, v, "b g r i j, b j g d -> b i g r d")
@@ -31,14 +31,14 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
 
 def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
     h_kv, running = keys.k.shape[2], [total.running() for total in grads]
-    for rows, cols, hidden in _buckets(keys, tiles, terms):
+    for rows, cols, hidden, bias in _buckets(keys, tiles, terms, saved.q.shape[2]):
         q, k, v = _grouped(saved.q[:, rows], keys.k[:, cols], keys.v[:, cols])
         dout = _by_key_head(saved.dout[:, rows], h_kv)
         lse, delta = (
             rearrange(t[..., rows], "b (g r) i -> b g r i 1", g=h_kv)
             for t in (saved.lse, saved.delta)
         )
-        scores, slope = _scores(q, k, terms)
+        scores, slope = _scores(q, k, terms, bias)
         p = scores.masked_fill_(hidden, -torch.inf).sub_(_finite(lse)).exp_()
         dp = einsum(dout, v, "b i g r d, b j g d -> b g r i j")
         ds = dp.sub_(delta).mul_(p).mul_(slope)
@@ -49,24 +49,48 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
 
 
 def _buckets(
-    keys: Keys, tiles: Sequence[Tile], terms: Terms
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """The tiles, few rows at a time with the keys that those see, and what is hidden in each."""
+    keys: Keys, tiles: Sequence[Tile], terms: Terms, h: int
+) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
+    """The tiles, few rows at a time with the keys that those see, what is hidden in each and what
+    is added to scores [b, g, r, i, j]."""
     for tile in tiles:
         for part in buckets(tile, terms.bucket_size):
             hidden = ~band(part, keys.k.device)
             if keys.key_mask is not None:
                 hidden = hidden | ~rearrange(keys.key_mask[:, part.cols], "b j -> b 1 1 1 j")
-            yield part.rows, part.cols, hidden
+            if terms.mask_mod is not None:
+                hidden = hidden | ~_allowed(keys, tiles, part, terms, h)
+            bias = None
+            if terms.alibi is not None:
+                far = (tiles.rows_at[part.rows].unsqueeze(1) - tiles.cols_at[part.cols]).abs()
+                bias = -rearrange(terms.alibi, "(g r) -> g r 1 1", g=keys.k.shape[2]) * far
+            yield part.rows, part.cols, hidden, bias
 
 
-def _scores(q: Tensor, k: Tensor, terms: Terms) -> tuple[Tensor, Tensor | float]:
+def _allowed(keys: Keys, tiles: Tiles, part: Tile, terms: Terms, h: int) -> Tensor:
+    """What the predicate lets be seen, bool [b, g, r, i, j]."""
+    b, _, h_kv, _ = keys.k.shape
+    samples = torch.arange(tiles.first, tiles.first + b, device=keys.k.device)
+    seen = terms.mask_mod(
+        rearrange(samples, "b -> b 1 1 1"),
+        rearrange(torch.arange(h, device=keys.k.device), "h -> h 1 1"),
+        tiles.rows_at[part.rows].long().unsqueeze(1),
+        tiles.cols_at[part.cols].long(),
+    )
+    shape = b, h, len(tiles.rows_at[part.rows]), len(tiles.cols_at[part.cols])
+    return rearrange(seen.expand(shape), "b (g r) i j -> b g r i j", g=h_kv)
+
+
+def _scores(
+    q: Tensor, k: Tensor, terms: Terms, bias: Tensor | None
+) -> tuple[Tensor, Tensor | float]:
     """Scores [b, g, r, i, j], and the derivative of each by its q.k."""
     scores = einsum(q, k, "b i g r d, b j g d -> b g r i j").mul_(terms.scale)
-    if terms.softclamp is None:
-        return scores, terms.scale
-    t = scores.div_(terms.softclamp).tanh_()
-    return t * terms.softclamp, (1 - t.square()) * terms.scale
+    slope: Tensor | float = terms.scale
+    if terms.softclamp is not None:
+        t = scores.div_(terms.softclamp).tanh_()
+        scores, slope = t * terms.softclamp, (1 - t.square()) * terms.scale
+    return scores if bias is None else scores.add_(bias), slope
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,15 +7,18 @@ TRITON_INTERPRET=1 they run on the CPU, slowly, for tests.
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import accumulate
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.contract import Can, Grads, Keys, Package, Saved, Terms
+from ring_attention_pytorch.contract import FEATURES, Can, Grads, Keys, Package, Saved, Terms, Tiles
 from ring_attention_pytorch.layouts import Tile
 from ring_attention_pytorch.running import Result
 
@@ -25,6 +28,7 @@ CAN = Can(
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
     oldest=(8, 0),
     widest=_WIDEST,
+    features=FEATURES - {"mask_mod"},
     package=Package("triton", "triton", "3.4", "triton"),
 )
 
@@ -106,14 +110,14 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
 
     (b, _, h, d), (_, m, h_kv, d_v) = q.shape, keys.v.shape
     config = _config("forward", q, keys)
-    first, last = min(t.rows.start for t in tiles), max(t.rows.stop for t in tiles)
-    out, lse, fresh = result.room(slice(first, last))
+    table = _table(tiles, "rows", config.rows, q.device)
+    out, lse, fresh = result.room(slice(table.first, table.last))
     options = _options(config, terms, keys, (q, keys.k, keys.v, out))
     q_, k, v = _operands(options["TMA"], (q, config.rows), *_of(config.cols, keys.k, keys.v))
-    mask, blocks = _mask(keys), -(-(last - first) // config.rows)
+    mask, blocks = _mask(keys), len(table.ranges)
     with _on(q):
         forward_kernel[(b * h * blocks,)](
-            q_, k, v, mask, out, lse, _table(tiles, q.device), len(tiles), first, last,
+            q_, k, v, mask, *_places(tiles, terms), out, lse, *table,
             _beside(blocks, h // h_kv), m, h, h // h_kv, d, d_v, *_factors(terms),
             *q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
             *out.stride(), *lse.stride(), FRESH=fresh, **options,
@@ -135,7 +139,7 @@ def _backward_of_keys(
 
     (b, _, h, d), (_, _, h_kv, d_v) = saved.q.shape, keys.v.shape
     config = _config("keys", saved.q, keys)
-    first, last = min(t.cols.start for t in tiles), max(t.cols.stop for t in tiles)
+    table = _table(tiles, "cols", config.cols, saved.q.device)
     inputs = (saved.q, keys.k, keys.v, saved.dout, saved.lse, saved.delta)
     options = _options(config, terms, keys, inputs)
     q, dout, k, v, lse, delta = _operands(
@@ -144,12 +148,12 @@ def _backward_of_keys(
         *_of(config.cols, keys.k, keys.v),
         *_of(config.rows, saved.lse, saved.delta),
     )
-    dk, fresh = grads.dk.room(slice(first, last))
-    dv, fresh_v = grads.dv.room(slice(first, last))
-    blocks = -(-(last - first) // config.cols)
+    dk, fresh = grads.dk.room(slice(table.first, table.last))
+    dv, fresh_v = grads.dv.room(slice(table.first, table.last))
+    blocks = len(table.ranges)
     keys_kernel[(b * h_kv * blocks,)](
-        q, k, v, _mask(keys), dout, lse, delta, dk, dv,
-        _table(tiles, saved.q.device), len(tiles), first, last, _beside(blocks), h_kv,
+        q, k, v, _mask(keys), *_places(tiles, terms), dout, lse, delta, dk, dv,
+        *table, _beside(blocks), h_kv,
         h // h_kv, d, d_v,
         *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
@@ -165,19 +169,18 @@ def _backward_of_queries(
 
     (b, _, h, d), (_, m, h_kv, d_v) = saved.q.shape, keys.v.shape
     config = _config("queries", saved.q, keys)
-    first, last = min(t.rows.start for t in tiles), max(t.rows.stop for t in tiles)
+    table = _table(tiles, "rows", config.rows, saved.q.device)
     options = _options(config, terms, keys, (saved.q, keys.k, keys.v, saved.dout))
     q, dout, k, v = _operands(
         options["TMA"],
         *_of(config.rows, saved.q, saved.dout),
         *_of(config.cols, keys.k, keys.v),
     )
-    dq, fresh = grads.dq.room(slice(first, last))
-    blocks = -(-(last - first) // config.rows)
+    dq, fresh = grads.dq.room(slice(table.first, table.last))
+    blocks = len(table.ranges)
     queries_kernel[(b * h * blocks,)](
-        q, k, v, _mask(keys), dout, saved.lse, saved.delta, dq,
-        _table(tiles, saved.q.device), len(tiles), first, last,
-        _beside(blocks, h // h_kv), m, h, h // h_kv, d, d_v,
+        q, k, v, _mask(keys), *_places(tiles, terms), dout, saved.lse, saved.delta, dq,
+        *table, _beside(blocks, h // h_kv), m, h, h // h_kv, d, d_v,
         *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
         *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(), *dq.stride(),
@@ -198,7 +201,7 @@ def _options(config: Config, terms: Terms, keys: Keys, moved: Sequence[Tensor]) 
     return dict(
         ROWS=config.rows, COLS=config.cols, D=_padded(d), D_V=_padded(d_v),
         EVEN=d == _padded(d), EVEN_V=d_v == _padded(d_v), MASK=keys.key_mask is not None,
-        CLAMP=terms.softclamp is not None, NEGATE=terms.scale < 0,
+        CLAMP=terms.softclamp is not None, NEGATE=terms.scale < 0, ALIBI=terms.alibi is not None,
         PRECISION="ieee" if exact else "tf32", TMA=config.tma and _tma_fits(moved),
         WIDE=any(block * (t.stride(1) + t.stride(3)) >= 2**31 for t in moved if t.ndim == 4),
         num_warps=config.warps, num_stages=config.stages,
@@ -258,6 +261,13 @@ def _factors(terms: Terms) -> tuple[float, float]:
     return scale / terms.softclamp, terms.softclamp * math.log2(math.e)
 
 
+def _places(tiles: Sequence[Tile], terms: Terms) -> tuple[Tensor | None, ...]:
+    """Slopes of ALiBi, and the positions that it compares."""
+    if terms.alibi is None:
+        return None, None, None
+    return terms.alibi, tiles.rows_at, tiles.cols_at
+
+
 def _mask(keys: Keys) -> Tensor | None:
     return None if keys.key_mask is None else keys.key_mask.view(torch.uint8)
 
@@ -266,25 +276,54 @@ def _mask_strides(keys: Keys) -> tuple[int, ...]:
     return (0, 0) if keys.key_mask is None else keys.key_mask.stride()
 
 
-def _table(tiles: Sequence[Tile], device: torch.device) -> Tensor:
-    """The tiles as the kernels read them."""
-    return _table_of(
-        tuple(
-            (
-                rows.start, rows.stop, cols.start, cols.stop,
-                rows.stop - rows.start if left is None else left,
-                cols.stop - cols.start if right is None else right,
-            )
-            for rows, cols, left, right in tiles
-        ),
-        device,
+class _Table(NamedTuple):
+    """Tiles as the kernels read them, by their rows or by their columns."""
+
+    tiles: Tensor
+    ranges: Tensor  # of tiles, for each block from `first` to `last`
+    first: int
+    last: int
+
+
+def _table(
+    tiles: Sequence[Tile], side: Literal["rows", "cols"], block: int, device: torch.device
+) -> _Table:
+    """The table for blocks of one side, made once for tiles that are used again."""
+    if not isinstance(tiles, Tiles):
+        return _table_of(tuple(map(_numbers, tiles)), side, block, device)
+    return tiles.once(
+        (side, block, device), lambda: _make_table([*map(_numbers, tiles)], side, block, device)
+    )
+
+
+def _numbers(tile: Tile) -> tuple[int, ...]:
+    rows, cols, left, right = tile
+    return (
+        rows.start, rows.stop, cols.start, cols.stop,
+        rows.stop - rows.start if left is None else left,
+        cols.stop - cols.start if right is None else right,
     )  # fmt: skip
 
 
-@lru_cache(maxsize=65536)
-def _table_of(tiles: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+def _make_table(
+    tiles: Sequence[tuple[int, ...]], side: str, block: int, device: torch.device
+) -> _Table:
+    start, stop = (0, 1) if side == "rows" else (2, 3)
+    tiles = sorted(tiles, key=itemgetter(start))
+    starts = [tile[start] for tile in tiles]
+    stops = [*accumulate((tile[stop] for tile in tiles), max)]  # of a tile or any before it
+    first, last = starts[0], stops[-1]
+    # where many documents lie, a block looks at the tiles of a few
+    ranges = [
+        (bisect_right(stops, at), bisect_left(starts, at + block))
+        for at in range(first, last, block)
+    ]
     # from pageable memory: the copy ends before this returns, so any stream may read the table
-    return torch.tensor(tiles, dtype=torch.int32, device=device)
+    table, ranges = (torch.tensor(t, dtype=torch.int32, device=device) for t in (tiles, ranges))
+    return _Table(table, ranges, first, last)
+
+
+_table_of = lru_cache(maxsize=4096)(_make_table)
 
 
 def _on(t: Tensor) -> AbstractContextManager[Any]:

@@ -15,16 +15,23 @@ from ring_attention_pytorch.layouts import (
 
 
 class Blocks(NamedTuple):
-    """Every rank's queries and keys, and what is visible: what there is to compute."""
+    """Every rank's queries and keys, and what is visible: what there is to compute.
+
+    Where samples see differently, `visible` covers all that any of them sees, and `apart` is
+    what each sees.
+    """
 
     queries: tuple[Segments, ...]
     keys: tuple[Segments, ...]
     visible: Visible
+    apart: tuple[Visible, ...] = ()
 
     @property
     def distances(self) -> tuple[int, ...]:
         """How far behind a rank the owners are that anyone needs, 0 first."""
-        return needed_distances(*self)
+        each = self.apart or (self.visible,)
+        found = (needed_distances(self.queries, self.keys, seen) for seen in each)
+        return tuple(sorted(set().union(*found)))
 
 
 class Job(NamedTuple):
@@ -139,7 +146,7 @@ def schedule(blocks: Blocks, at_once: int) -> tuple[Group, ...]:
 
 def _needed(rank: int, blocks: Blocks, distances: Sequence[int]) -> Pieces:
     """The keys of owners at these distances that a rank's queries see, in order of positions."""
-    (queries, keys, visible), found = blocks, []
+    (queries, keys, visible, _), found = blocks, []
     for distance in distances:
         owner = (rank - distance) % len(keys)
         shown = [tile.cols for tile in tiles(queries[rank], keys[owner], visible)]

@@ -1,0 +1,158 @@
+"""What can be wrong with tensors and options, and what ranks must have the same of them."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.layouts import (
+    Layout,
+    Segment,
+    Segments,
+    Visible,
+    all_segments,
+    count,
+    layout_problem,
+)
+from ring_attention_pytorch.transports import transport_problem
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+AUTOCAST_FROM = DTYPES[1:]
+
+
+class Signature(tuple):
+    """Batch, query and key length, heads, key heads, head sizes, dtype and device of one call."""
+
+    NAMES = ("batch", "n", "m", "heads", "key heads", "d", "d_v", "dtype", "device")
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Signature":
+        b, n, h, d = q.shape
+        _, m, h_kv, d_v = v.shape
+        return cls((b, n, m, h, h_kv, d, d_v, str(q.dtype), q.device.type))
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in zip(self.NAMES, self))
+
+
+def like_autocast(t: Tensor) -> Tensor:
+    """The tensor, or one without memory that looks as autocast will make it."""
+    device = t.device.type
+    if not torch.is_autocast_enabled(device) or t.dtype not in AUTOCAST_FROM:
+        return t
+    dtype = torch.get_autocast_dtype(device)
+    one = torch.empty((), dtype=dtype, device=t.device, requires_grad=t.requires_grad)
+    return one.expand(t.shape)
+
+
+def agreed_shapes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
+    grad = torch.is_grad_enabled()
+    return {
+        "batch size": q.shape[0],
+        "heads of q": q.shape[2],
+        "heads of k and v": k.shape[2],
+        "head size of q and k": q.shape[3],
+        "head size of v": v.shape[3],
+        "dtype": q.dtype,
+        "device": q.device.type,
+        "grad mode": grad,
+        "requires_grad of q, k, v": [grad and t.requires_grad for t in (q, k, v)],
+    }
+
+
+def qkv_problem(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str | None:
+    """What is wrong with this rank's tensors by themselves."""
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if any(t.ndim != 4 for t in (q, k, v)):
+        return f"q, k, v must be [batch, tokens, heads, head size], got {shapes}"
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        return (
+            "q [b, n, h, d], k [b, m, h_kv, d] and v [b, m, h_kv, d_v] must agree in b, m, h_kv "
+            f"and d, got {shapes}"
+        )
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0 or 0 in (q.shape[3], v.shape[3]):
+        return f"heads of q must be a multiple of those of k, and head sizes positive, got {shapes}"
+    if len({t.dtype for t in (q, k, v)}) > 1 or q.dtype not in DTYPES:
+        return (
+            "q, k, v must have one floating dtype of 16, 32 or 64 bits, "
+            f"got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or use autocast"
+        )
+    if len({t.device for t in (q, k, v)}) > 1:
+        return f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}"
+    if key_mask is None:
+        return None
+    if key_mask.dtype != torch.bool or key_mask.shape != k.shape[:2]:
+        return (
+            f"key_mask must be bool {list(k.shape[:2])}, True where a key may be seen, "
+            f"got {key_mask.dtype} {list(key_mask.shape)}"
+        )
+    if key_mask.device != k.device:
+        return f"key_mask must be on the keys' device {k.device}, got {key_mask.device}"
+    return None
+
+
+def option_problem(
+    window: int | None,
+    scale: float | None,
+    softclamp: float | None,
+    layout: Layout,
+    bucket_size: int,
+    masked_cross: bool | None,
+) -> str | None:
+    if window is not None and window < 0:
+        return f"window must be None or at least 0, got {window}"
+    if scale is not None and not math.isfinite(scale):
+        return f"scale must be finite, got {scale}"
+    if softclamp is not None and not (math.isfinite(softclamp) and softclamp > 0):
+        return f"softclamp must be None or positive, got {softclamp}"
+    if bucket_size < 1:
+        return f"bucket_size must be at least 1, got {bucket_size}"
+    if masked_cross:
+        return "cross attention has no causal and no window: two sequences share no positions"
+    return layout_problem(layout)
+
+
+def check_cross(queries: list[int], keys: list[int], visible: Visible, packed: bool) -> None:
+    if packed:
+        raise ValueError(
+            "ring attention: documents and cu_seqlens need keys of the same tokens as the queries, "
+            f"got query lengths {queries} and key lengths {keys} of two sequences"
+        )
+    if visible != Visible():
+        raise ValueError(
+            f"ring attention: causal and window need as many keys as queries on every rank, got "
+            f"query lengths {queries} and key lengths {keys}; cross attention has neither"
+        )
+
+
+def one_after_another(lengths: list[int]) -> tuple[Segments, ...]:
+    return tuple((Segment(0, 1, n),) if n else () for n in lengths)
+
+
+def segments_by_layout(caller: str, layout: Layout, lengths: list[int]) -> tuple[Segments, ...]:
+    """Every rank's segments, if these are the lengths that the layout gives; else ValueError."""
+    if (problem := layout_problem(layout, len(lengths), sum(lengths))) is not None:
+        raise ValueError(f"{caller}: {problem}")
+    segments = all_segments(layout, len(lengths), sum(lengths))
+    expected = [count(s) for s in segments]
+    if lengths != expected:
+        raise ValueError(
+            f"{caller}: layout={layout!r} puts {expected} of {sum(lengths)} tokens on the "
+            f"ranks, got {lengths}; shard with shard_sequence(x, layout={layout!r}), or say "
+            "cross=True if the keys are of another sequence"
+        )
+    return segments
+
+
+def over_ring_problem(
+    ring: bool, heads: int, *, transport: str | None, ulysses: int, memory: int | None
+) -> str | None:
+    """What is wrong with options that are for a ring only."""
+    if not ring and (transport, ulysses, memory) != (None, 1, None):
+        return (
+            "transport, ulysses and memory need ring_attn=True, without force_regular_attn; "
+            f"got transport={transport!r}, ulysses={ulysses}, memory={memory}"
+        )
+    if ulysses < 1 or heads % ulysses:
+        return f"ulysses must divide heads={heads}, got {ulysses}"
+    return transport_problem(transport, memory)

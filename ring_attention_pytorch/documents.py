@@ -1,0 +1,192 @@
+"""Packed documents: from ids or borders to runs of positions, the same on every rank.
+
+What comes in is ids of the tokens that a rank holds, gathered here as runs over the host, or
+borders (`cu_seqlens`) of whole sequences, which need no exchange. What goes out is one
+`Documents` for each sample, from which `layouts.tiles` makes tiles.
+"""
+
+import json
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.segments import (
+    Documents,
+    Run,
+    Segment,
+    Segments,
+    count,
+    segment_positions,
+)
+
+Borders = Tensor | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]
+Packing = tuple[Documents, ...]  # one for each sample
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def documents_problem(
+    documents: Tensor | Packing | None,
+    cu_seqlens: Borders | None,
+    shape: Sequence[int],
+    whole: int | None = None,
+) -> str | None:
+    """What is wrong with what one rank gave for tokens of shape `[b, n, ...]`.
+
+    `whole` is the length of the whole sequence, where one rank knows it.
+    """
+    if documents is not None and cu_seqlens is not None:
+        return "documents and cu_seqlens say the same thing; pass one or the other"
+    b, n = shape[:2]
+    if isinstance(documents, Tensor):
+        if documents.dtype in _INTEGERS and list(documents.shape) == [b, n]:
+            return None
+        return (
+            f"documents must be int [{b}, {n}], equal where tokens are of one document, "
+            f"got {documents.dtype} {list(documents.shape)}"
+        )
+    if cu_seqlens is None:
+        return None
+    if (problem := cu_seqlens_problem(cu_seqlens)) is not None:
+        return problem
+    if (samples := len(as_lists(cu_seqlens))) not in (1, b):
+        return f"cu_seqlens must be one list for all samples or {b}, got {samples}"
+    return None if whole is None else _end_problem(as_lists(cu_seqlens), whole)
+
+
+def _end_problem(samples: list[list[int]], length: int) -> str | None:
+    if all(borders[-1] == length for borders in samples):
+        return None
+    return f"cu_seqlens must end with the length of the whole, {length}, got {samples[0][-1]}"
+
+
+def cu_seqlens_problem(cu_seqlens: Borders) -> str | None:
+    """What is wrong with borders by themselves."""
+    try:
+        samples = as_lists(cu_seqlens)
+    except (TypeError, ValueError) as error:
+        return f"cu_seqlens must be ascending ints, or such a list for each sample: {error}"
+    for borders in samples:
+        ascending = all(a <= z for a, z in pairwise(borders))
+        if not borders or borders[0] != 0 or not ascending:
+            shown = str(borders[:8])[1:-1] + (", ..." if len(borders) > 8 else "")
+            return f"cu_seqlens must ascend from 0 to the length of the whole, got [{shown}]"
+    if len({borders[-1] for borders in samples}) > 1:
+        return f"cu_seqlens must end alike, got {[borders[-1] for borders in samples][:8]}"
+    return None
+
+
+def as_lists(cu_seqlens: Borders) -> list[list[int]]:
+    """The borders of each sample; one list if they are shared."""
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.is_floating_point() or cu_seqlens.ndim not in (1, 2):
+            raise TypeError(f"got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+        cu_seqlens = cu_seqlens.tolist()
+    plain = [each.tolist() if isinstance(each, Tensor) else each for each in cu_seqlens]
+    shared = plain and all(isinstance(each, int) for each in plain)
+    samples = [plain] if shared else plain
+    if not all(isinstance(c, int) for borders in samples for c in borders):
+        raise TypeError("got something else than ints")
+    return [list(borders) for borders in samples]
+
+
+def digest(cu_seqlens: Borders | None) -> str | None:
+    """For comparing notes: borders may be longer than a note."""
+    if cu_seqlens is None:
+        return None
+    samples = as_lists(cu_seqlens)
+    mark = sha256(json.dumps(samples).encode()).hexdigest()[:12]
+    last = max((borders[-1] for borders in samples), default=0)
+    return f"{sum(map(len, samples))} borders up to {last}, {mark}"
+
+
+def of_borders(borders: Sequence[int]) -> Documents:
+    """The documents between borders. Empty ones leave no trace.
+
+    >>> [tuple(run) for run in of_borders([0, 2, 2, 5]).runs]
+    [(0, 0, 2), (1, 2, 5)]
+    """
+    spans = [(a, z) for a, z in pairwise(borders) if a < z]
+    return Documents(tuple(Run(number, a, z) for number, (a, z) in enumerate(spans)))
+
+
+def of_ids(ids: Tensor) -> Documents:
+    """The documents of a whole sequence `[n]` of ids, numbered in order of appearance.
+
+    >>> [tuple(run) for run in of_ids(torch.tensor([7, 7, 2, 7])).runs]
+    [(0, 0, 2), (1, 2, 3), (0, 3, 4)]
+    """
+    values, counts = torch.unique_consecutive(ids, return_counts=True)
+    ends = counts.cumsum(0).tolist()
+    numbers: dict[int, int] = {}
+    named = [numbers.setdefault(value, len(numbers)) for value in values.tolist()]
+    return Documents(tuple(map(Run, named, [0, *ends[:-1]], ends)))
+
+
+def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Packing:
+    """The documents of each sample of a ring whose ranks hold ids `[b, n]`, by two exchanges."""
+    runs = [torch.unique_consecutive(row, return_counts=True) for row in ids.cpu()]
+    notes = tell(ring, [[t.tolist() for t in run] for run in runs])
+    whole = torch.empty((len(ids), sum(map(count, segments))), dtype=torch.long)
+    for held, note in zip(segments, notes):
+        at = segment_positions(held)
+        for row, (values, counts) in zip(whole, note):
+            found, times = (torch.tensor(t, dtype=torch.long) for t in (values, counts))
+            row[at] = found.repeat_interleave(times)
+    return tuple(of_ids(row) for row in whole)
+
+
+def gather_packings(ring: Ring, packing: Packing) -> Packing:
+    """The documents of every rank's samples, where each rank brings samples of its own."""
+    notes = tell(ring, [documents.runs for documents in packing])
+    return tuple(Documents(tuple(Run(*run) for run in runs)) for note in notes for runs in note)
+
+
+def tell(ring: Ring, note: Any) -> list[Any]:
+    """The notes of the ring's ranks. All ranks of the group take part."""
+    notes = ring.gather_long(json.dumps(note).encode())
+    return [json.loads(text) for text in notes[ring.first : ring.first + ring.size]]
+
+
+def whole_packing(
+    ring: Ring,
+    documents: Tensor | Packing | None,
+    cu_seqlens: Borders | None,
+    segments: tuple[Segments, ...],
+    batch: int,
+) -> Packing | None:
+    """The documents of each sample, once all ranks have agreed on what was given.
+
+    Raises:
+        ValueError: borders end elsewhere than the sequence does.
+    """
+    length = sum(map(count, segments))
+    if isinstance(documents, Tensor):
+        return gather_ids(ring, documents, segments)
+    if cu_seqlens is None:
+        return documents
+    samples = as_lists(cu_seqlens)
+    if (problem := _end_problem(samples, length)) is not None:
+        raise ValueError(f"ring attention: {problem}")
+    packing = tuple(of_borders(borders) for borders in samples)
+    return packing * batch if len(samples) == 1 else packing
+
+
+def local_packing(
+    documents: Tensor | None, cu_seqlens: Borders | None, x: Tensor
+) -> Packing | None:
+    """The documents of each whole sequence x `[b, n, ...]` that this rank has."""
+    whole = ((Segment(0, 1, x.shape[1]),),)
+    return whole_packing(Ring.alone(), documents, cu_seqlens, whole, x.shape[0])
+
+
+def last_of_document(packing: Packing, at: Tensor) -> Tensor:
+    """Where another document, or nothing, follows the tokens at positions `[n]`: bool `[b, n]`."""
+    ends = (torch.tensor([run.stop - 1 for run in d.runs], dtype=torch.long) for d in packing)
+    found = [torch.isin(at, end.to(at.device)) for end in ends]
+    return torch.stack(found) if found else at.new_empty((0, len(at)), dtype=torch.bool)

@@ -1,0 +1,88 @@
+"""What changes scores beside scale and softclamp: sinks and slopes of heads, a bias of keys.
+
+A bias is further columns of queries and keys, whose product it adds to `scale * q.k`. So it
+travels with the keys, and its gradient home with theirs, in every transport and kernel, none
+of which knows of it.
+"""
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+
+def bias_problem(
+    bias: Tensor | None, q: Tensor, k: Tensor, scale: float | None, softclamp: float | None
+) -> str | None:
+    """What is wrong with a bias for keys like these."""
+    if bias is None:
+        return None
+    b, m, h = k.shape[0], k.shape[1], q.shape[2]
+    if list(bias.shape) not in ([b, m], [b, m, h]) or (bias.dtype, bias.device) != (
+        k.dtype,
+        k.device,
+    ):
+        return (
+            f"key_bias must be [{b}, {m}] or [{b}, {m}, {h}] in the keys' {k.dtype} on {k.device}, "
+            f"got {list(bias.shape)} in {bias.dtype} on {bias.device}"
+        )
+    if softclamp is not None:
+        return "key_bias and softclamp exclude each other: the clamp would bend the bias too"
+    return "key_bias needs a scale that is not 0" if scale == 0 else None
+
+
+def columns(q: Tensor, k: Tensor, bias: Tensor) -> int:
+    """How many columns a bias takes: two each in 16 bits, which hold too few digits in one."""
+    heads = 1 if bias.ndim == 2 else q.shape[2] // k.shape[2]
+    return heads * _parts(k.dtype)
+
+
+def with_bias(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Queries and keys whose `scale * q.k` has the bias added, [b, m] or [b, m, h].
+
+    >>> q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 3, 2, 8)
+    >>> q, k = with_bias(q, k, torch.arange(3.0)[None], scale=0.5)
+    >>> (0.5 * q[0, 1, 0] @ k[0, :, 0].T).tolist()
+    [0.0, 1.0, 2.0]
+    """
+    h, h_kv = q.shape[2], k.shape[2]
+    shared = bias.ndim == 2
+    if shared:
+        bias = bias.unsqueeze(-1).expand(-1, -1, h_kv)
+    own = rearrange(bias, "b m (g r) -> b m g r", g=h_kv)
+    exact = own.to(torch.promote_types(own.dtype, torch.float32)) / scale
+    parts = [exact.to(k.dtype)]
+    if _parts(k.dtype) == 2:
+        parts.append((exact - parts[0].to(exact.dtype)).to(k.dtype))
+    # of the columns of its key head, each query head reads its own
+    picks = torch.eye(own.shape[-1], dtype=q.dtype, device=q.device)
+    picks = picks.repeat(1 if not shared else h // h_kv, len(parts))
+    picks = picks.repeat(h_kv, 1).expand(*q.shape[:2], -1, -1)
+    return torch.cat((q, picks), -1), torch.cat((k, *parts), -1)
+
+
+def widened(t: Tensor, more: int) -> Tensor:
+    """A tensor without memory that looks as this one will with so many columns more."""
+    one = torch.empty((), dtype=t.dtype, device=t.device, requires_grad=t.requires_grad)
+    return one.expand(*t.shape[:-1], t.shape[-1] + more)
+
+
+def _parts(dtype: torch.dtype) -> int:
+    return 2 if dtype.itemsize == 2 else 1
+
+
+def per_head_problem(name: str, q: Tensor, t: Tensor | None) -> str | None:
+    """What is wrong with a number for each head of q."""
+    if t is None:
+        return None
+    if list(t.shape) == [q.shape[2]] and t.is_floating_point() and t.device == q.device:
+        return None
+    return (
+        f"{name} must be floating [{q.shape[2]}], one for each head of q, on {q.device}; "
+        f"got {t.dtype} {list(t.shape)} on {t.device}"
+    )
+
+
+def sinks_note(sinks: Tensor | None) -> str | None:
+    """For comparing notes: a rank that goes backward must not find the others gone."""
+    grad = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
+    return None if sinks is None else "with a gradient" if grad else "without a gradient"
