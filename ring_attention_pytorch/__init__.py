@@ -11,23 +11,49 @@ from ring_attention_pytorch.ring_flash_attention import (
 )
 from ring_attention_pytorch.ring_transformer import RingTransformer
 from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
+from ring_attention_pytorch.routing import (
+    ConditionalRoutedAttention,
+    ConditionalRoutedAutoregressiveAttention,
+    ConditionalRoutedCrossAttention,
+    ConditionalRoutedFeedForward,
+    ConditionalRoutedImageAttention,
+    ConditionalRoutedTransformer,
+    ConditionalRoutedTransformerBlock,
+    CoordinateDescentRouter,
+    RoutingPlan,
+    coordinate_descent,
+    select_topk,
+    soft_topk,
+)
 from ring_attention_pytorch.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.tree_attn_decoding import tree_attn_decode
 
 __version__ = "1.0.0"
 
 __all__ = [
+    "ConditionalRoutedAttention",
+    "ConditionalRoutedAutoregressiveAttention",
+    "ConditionalRoutedCrossAttention",
+    "ConditionalRoutedFeedForward",
+    "ConditionalRoutedImageAttention",
+    "ConditionalRoutedTransformer",
+    "ConditionalRoutedTransformerBlock",
+    "CoordinateDescentRouter",
     "RingAttention",
     "RingPlan",
     "RingRotaryEmbedding",
     "RingTransformer",
+    "RoutingPlan",
     "apply_rotary_pos_emb",
+    "coordinate_descent",
     "default_attention",
     "positions",
     "ring_attn",
     "ring_flash_attn",
     "ring_flash_attn_",
+    "select_topk",
     "shard_sequence",
+    "soft_topk",
     "tree_attn_decode",
     "unshard_sequence",
 ]

@@ -27,6 +27,22 @@ ALLOWED = {
     "tree_attn_decoding": {"agreement", "contract", "kernels", "layouts", "plan", "ring"},
     "ring_attention": {"*"},
     "ring_transformer": {"*"},
+    # conditional routing: its own modules, and of the others what they need
+    "routing.__init__": {"routing"},
+    "routing.exchange": {"ring"},
+    "routing.halo": {"contract", "layouts", "plan", "ring"},
+    "routing.soft_topk": {"agreement", "ring", "routing"},
+    "routing.plan": {"agreement", "layouts", "plan", "ring", "routing", "sharding"},
+    "routing.selection": {"ring", "routing"},
+    "routing.dispatch": {"layouts", "ring", "routing", "sharding"},
+    "routing.router": {"contract", "ring", "routing", "sharding"},
+    "routing.attention": {"*"},
+    "routing.autoregressive": {"ring", "ring_attention", "routing", "sharding"},
+    "routing.cross_attention": {"contract", "ring", "routing", "sharding"},
+    "routing.image_attention": {"ring_attention", "routing"},
+    "routing.feedforward": {"ring", "ring_transformer", "routing", "sharding"},
+    "routing.block": {"ring", "routing", "sharding"},
+    "routing.transformer": {"loss", "ring", "ring_transformer", "routing"},
     "kernels.__init__": {"contract", "kernels"},
     # its compiled parts, which only it imports, and only when called
     "kernels.triton": KERNEL | {"kernels"},
@@ -37,6 +53,16 @@ ALLOWED = {
 MAY_COMMUNICATE = {"ring", "plan", "sharding", "tree_attn_decoding", "loss"}
 # public entry points: a long signature and its agreement, in one place
 MAY_BE_LONG = {"ring_attn", "RingPlan.make", "RingAttention.__init__", "RingTransformer.__init__"}
+MAY_BE_LONG |= {
+    f"{name}.__init__"
+    for name in (
+        "CoordinateDescentRouter",
+        "ConditionalRoutedAttention",
+        "ConditionalRoutedAutoregressiveAttention",
+        "ConditionalRoutedCrossAttention",
+        "ConditionalRoutedTransformerBlock",
+    )
+}
 
 
 def name_of(file: Path) -> str:
