@@ -55,8 +55,9 @@ class Dispatch:
         )
 
     def out(self, x: Tensor, *, by_route: bool = False) -> Tensor:
-        """Tokens held here to the slots `[b, r, K, ...]` here; empty ones are 0.
+        """Tokens held here to the slots `[b, r, K, ...]` here.
 
+        Empty slots are 1: a token of zeros has no direction, and its norm in 16 bits would be NaN.
         x is `[b, n, ...]`, or `[b, r, n, ...]` by route.
         """
         indices, rest = self.sends, x.shape[2 + by_route :]
@@ -69,7 +70,7 @@ class Dispatch:
         flat = x.flatten(0, 1 + by_route)
         shapes = [(len(land), *rest) for land in self.lands]
         got = all_to_all([flat.index_select(0, at) for at in indices], shapes, self.ring)
-        empty = x.new_zeros((self.positions.numel(), *rest))
+        empty = x.new_ones((self.positions.numel(), *rest))
         filled = empty.index_copy(0, torch.cat(self.lands), torch.cat(got))
         return filled.view(*self.positions.shape, *rest)
 
