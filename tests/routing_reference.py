@@ -105,7 +105,7 @@ def light(attn: nn.Module, x: Tensor, real: Tensor, causal: bool, window: int) -
     return attn.to_out(out[0].flatten(1))
 
 
-def attention(module: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+def attention(module: nn.Module, x: Tensor, mask: Tensor, window: int) -> Tensor:
     """`ConditionalRoutedAttention` without rotary and without gates on queries or keys."""
     out = []
     for tokens, real in zip(x, mask):
@@ -119,12 +119,11 @@ def attention(module: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
             if i in queries else module.null_q_token
             for i in range(len(tokens))
         ]  # fmt: skip
-        window = module.light_attn.window
-        out.append(torch.stack(rows) + light(module.light_attn, tokens, real, False, window))
+        out.append(torch.stack(rows) + light(module.light_attn, tokens, real, False, window // 2))
     return torch.stack(out)
 
 
-def autoregressive(module: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+def autoregressive(module: nn.Module, x: Tensor, mask: Tensor, window: int) -> Tensor:
     """`ConditionalRoutedAutoregressiveAttention`, likewise."""
     out, size = [], module.window
     for tokens, real in zip(x, mask):
@@ -142,12 +141,11 @@ def autoregressive(module: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
                 queries[i] * heavy(module.heavy_attn, tokens, tokens, i, seen)
                 if i in queries else module.null_q_token
             )  # fmt: skip
-        window = module.light_attn.window
         out.append(torch.stack(rows) + light(module.light_attn, tokens, real, True, window))
     return torch.stack(out)
 
 
-def feedforward(module: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+def feedforward(module: nn.Module, x: Tensor, mask: Tensor, _: int) -> Tensor:
     """`ConditionalRoutedFeedForward`, over the whole or causally by windows."""
     out = []
     for tokens, real in zip(x, mask):

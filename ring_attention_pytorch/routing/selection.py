@@ -61,10 +61,9 @@ def causal_choice(scores: Tensor, real: Tensor, count: Tensor, most: int) -> Ten
     least = least.masked_fill(count >= known, -torch.inf).masked_fill(known == 0, torch.inf)
     least = torch.cat((torch.full_like(least[..., :1], torch.inf), least[..., :-1]), -1)
     chosen = real & (scores >= least.unsqueeze(-1)) & (least.unsqueeze(-1) < torch.inf)
-    chosen &= chosen.cumsum(-1) <= most
     size = scores.shape[-1]
     at = torch.arange(size, device=scores.device).expand(chosen.shape)
-    # the chosen ones first, in order
+    # the chosen ones first, in order; those beyond `most` come too late
     found = at.masked_fill(~chosen, size).sort(-1).values[..., :most]
     return _ascending(found, found < size, size)
 
