@@ -60,6 +60,11 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
         DIM, num_heavy_attn_tokens_q=4, num_heavy_attn_tokens_kv=4, num_heavy_ff_tokens=0.25,
         **HEADS, **LIGHT, **o,
     ),
+    "rotary causal block": lambda **o: routing.ConditionalRoutedTransformerBlock(
+        DIM, num_heavy_attn_tokens_q=1, num_heavy_attn_tokens_kv=1, num_heavy_ff_tokens=2,
+        causal=True, heavy_window_size=8, rotary_emb=True, **HEADS, light_dim_head=4,
+        light_heads=4, light_window_size=8, **o,
+    ),
     "causal block": lambda **o: routing.ConditionalRoutedTransformerBlock(
         DIM, num_heavy_attn_tokens_q=2, num_heavy_attn_tokens_kv=2, num_heavy_ff_tokens=2,
         causal=True, heavy_window_size=6, **HEADS, **LIGHT, **SOFT, **o,

@@ -59,6 +59,10 @@ MUTANTS = [
         "masked tokens may be routed", "routing/router.py",
         ".masked_fill(~real, -torch.inf)", "",
     ),
+    Mutant(
+        "ties broken by rounding", "routing/router.py",
+        "ranked = rounded(whole, self._toward(scores.dtype, routing_tokens))", "ranked = whole",
+    ),
     # who holds what
     Mutant(
         "scores in the order of ranks", "routing/plan.py", ".index_select(-1, self.order)", ""
@@ -147,6 +151,7 @@ def battery() -> Iterable[Callable[[], None]]:
     yield lambda: modules.test_no_token_is_moved_by_a_later_one("causal block", False)
     for name in ("image", "attention"):
         yield lambda name=name: modules.test_masked_tokens_are_never_seen_or_routed(name)
+    yield modules.test_tokens_in_equal_surroundings_are_ties_on_any_ring
     yield rotary_is_by_real_positions
 
 

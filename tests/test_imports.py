@@ -32,6 +32,8 @@ ALLOWED = {
     "routing.exchange": {"ring"},
     "routing.halo": {"contract", "layouts", "plan", "ring"},
     "routing.soft_topk": {"agreement", "ring", "routing"},
+    "routing.descent_triton": {"routing"},
+    "routing._triton_descent": set(),
     "routing.plan": {"agreement", "layouts", "plan", "ring", "routing", "sharding"},
     "routing.selection": {"ring", "routing"},
     "routing.dispatch": {"layouts", "ring", "routing", "sharding"},

@@ -150,6 +150,23 @@ def test_equal_tokens_are_routed_alike_on_any_ring(layout: str) -> None:
         assert relative_error(got, want[:, at]) < 1e-12
 
 
+def test_tokens_in_equal_surroundings_are_ties_on_any_ring() -> None:
+    """As in a run of blanks: what attention makes of them differs by rounding, by rings too."""
+    case, n = Case("rotary causal block", 96), 96
+    few = torch.randn(4, DIM, dtype=torch.float64)
+    lengths = torch.tensor([25, 3, 19, 1, 28, 20])
+    x = few[torch.tensor([0, 1, 2, 3, 0, 1]).repeat_interleave(lengths)].expand(1, n, DIM)
+    want = case.make()(x)
+    for size, layout in itertools.product((2, 4), LAYOUTS):
+
+        def main(ring: threads.ThreadRing, layout: str = layout) -> tuple[Tensor, Tensor]:
+            at = positions(layout, rank=ring.rank, ring_size=ring.size, length=n)
+            return at, case.make(ring_attn=True, layout=layout, group=ring)(x[:, at])
+
+        for at, got in threads.run(size, main)[0]:
+            assert relative_error(got, want[:, at]) < 1e-10
+
+
 def test_one_plan_serves_all_layers_and_ranks_compare_notes_only_while_it_is_made() -> None:
     case = Case("block", layout="zigzag")
     x, want = case.data()["x"], case.make()(case.data()["x"])

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from ring_attention_pytorch.contract import accumulator
 from ring_attention_pytorch.ring import Group
+from ring_attention_pytorch.routing.descent_triton import TRITON
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.selection import best, causal_choice, slots, windows
 from ring_attention_pytorch.routing.soft_topk import (
+    PLAIN,
     Solution,
     count_problem,
     counts,
@@ -30,6 +32,7 @@ from ring_attention_pytorch.routing.soft_topk import (
 from ring_attention_pytorch.sharding import Spread
 
 Tokens = int | float
+_BITS = {torch.float64: 32, torch.float32: 12}  # some way above what rounding changes
 
 
 class Routing(NamedTuple):
@@ -121,7 +124,8 @@ class CoordinateDescentRouter(nn.Module):
         ):
             raise ValueError(problem)
         self.dim, self.routes, self.straight_through = dim, num_routing_tokens, straight_through
-        self.fetch_k_ratio, self.eps, self.use_triton = fetch_k_ratio, float(eps), use_triton
+        self.fetch_k_ratio, self.eps = fetch_k_ratio, float(eps)
+        self.passes = TRITON if use_triton else PLAIN
         self.steps = None if n_iters is None else (n_iters, float(eps), eps_init, float(decay))
         self.cosine_scale = cosine_sim_scale if cosine_sim_routing else None
         self.route_block_size = route_block_size
@@ -184,11 +188,13 @@ class CoordinateDescentRouter(nn.Module):
         """What is wrong with this rank's arguments by themselves."""
         if x.ndim != 3 or x.shape[2] != self.dim:
             return f"tokens must be [batch, tokens, {self.dim}], got {list(x.shape)}"
+        if (problem := self.passes.problem(x.device)) is not None:
+            return problem
         if (routing_tokens is None) == (self.routing_token is None):
             return "routing_tokens go with learned_routing_tokens=True, and with that only"
         if routing_tokens is None:
             return None
-        want = [[len(x), self.routes, self.dim], [len(x), self.dim][: 3 - min(self.routes, 2)]]
+        want = [[len(x), self.routes, self.dim]] + [[len(x), self.dim]] * (self.routes == 1)
         if list(routing_tokens.shape) not in want:
             return f"routing_tokens must be {want[0]}, got {list(routing_tokens.shape)}"
         return None
@@ -221,10 +227,13 @@ class CoordinateDescentRouter(nn.Module):
             whole = windows(plan.whole(scores), size, 0.0).masked_fill(~real, -torch.inf)
             known = real.sum(-1).expand(whole.shape[:-1])
             count, most = counts(k, known), slots(k, size)
+            ranked = whole
+            if not random_route:
+                ranked = rounded(whole, self._toward(scores.dtype, routing_tokens))
             if causal:
-                found = causal_choice(whole, real.expand(whole.shape), count, most)
+                found = causal_choice(ranked, real.expand(whole.shape), count, most)
             else:
-                found = best(whole, count, most)
+                found = best(ranked, count, most)
         if random_route:
             return Routing(found, torch.ones_like(scores))
         soft = (count * self.fetch_k_ratio).minimum(known.double())
@@ -236,21 +245,24 @@ class CoordinateDescentRouter(nn.Module):
         Products are summed token by token, so that equal tokens have equal scores on any ring.
         """
         x = x.to(accumulator(x.dtype))
-        toward = self.routing_token if routing_tokens is None else routing_tokens
-        toward = toward.to(x.dtype).reshape(-1, self.routes, 1, self.dim)
+        toward = self._toward(x.dtype, routing_tokens)
         if self.cosine_scale is not None:
-            x, toward = F.normalize(x, dim=-1), F.normalize(toward, dim=-1) * self.cosine_scale
+            x = F.normalize(x, dim=-1) * self.dim**0.5
         return torch.stack([(x * toward[:, r]).sum(-1) for r in range(self.routes)], 1)
+
+    def _toward(self, dtype: torch.dtype, routing_tokens: Tensor | None) -> Tensor:
+        """What tokens are multiplied by: `[b or 1, r, 1, dim]`."""
+        toward = self.routing_token if routing_tokens is None else routing_tokens
+        toward = toward.to(dtype).reshape(-1, self.routes, 1, self.dim)
+        if self.cosine_scale is None:
+            return toward
+        return F.normalize(toward, dim=-1) * (self.cosine_scale * self.dim**-0.5)
 
     def _solve(self, whole: Tensor, k: Tensor) -> Solution:
         with torch.no_grad():
             if self.steps is None:
                 return fixed_point(whole, k, self.eps)
-            if self.use_triton:
-                from ring_attention_pytorch.routing.descent_triton import partition
-
-                return descent(whole, k, *self.steps, by=partition)
-            return descent(whole, k, *self.steps)
+            return descent(whole, k, *self.steps, by=self.passes.partition)
 
     def _gates(
         self, scores: Tensor, solution: Solution, plan: RoutingPlan, size: int, causal: bool
@@ -259,13 +271,25 @@ class CoordinateDescentRouter(nn.Module):
         wide = hidden = scores.double()
         if plan.mask is not None:
             hidden = wide.masked_fill(~plan.mask.unsqueeze(1), -torch.inf)
-        a = threshold(hidden, solution, at // size, plan.ring)
+        a = threshold(hidden, solution, at // size, plan.ring, self.passes.slope)
         p = gates(wide, a.index_select(-1, (at // size - int(causal)).clamp(min=0)), solution.eps)
         p = p.masked_fill(at < size * causal, 0.0)
         if plan.mask is not None:
             p = p.masked_fill(~plan.mask.unsqueeze(1), 0.0)
         p = p + (1 - p).detach() if self.straight_through else p
         return p.to(scores.dtype)
+
+
+def rounded(scores: Tensor, toward: Tensor) -> Tensor:
+    """Scores `[b, r, W, n]` as they are compared: to so many bits below the size of a usual score.
+
+    Tokens in equal surroundings, as in a long run of blanks, have equal scores, which differ by
+    rounding, and otherwise on another ring. They are ties, and ties go to the earlier token.
+    `toward` `[b or 1, r, 1, dim]` is what tokens of mean square 1 were multiplied by.
+    """
+    usual = toward.norm(dim=-1, keepdim=True)
+    step = torch.ldexp(torch.ones_like(usual), torch.frexp(usual).exponent - _BITS[scores.dtype])
+    return (scores / step).round() * step
 
 
 def refuse_blocks(router: CoordinateDescentRouter, windows: str) -> None:

@@ -14,7 +14,7 @@ the one number a, and it ends in the same formula with another a: a step is one 
 scores, and so is all of backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,18 @@ def fixed_point(scores: Tensor, k: Tensor, eps: float) -> Solution:
     return Solution(a, eps, coef.unsqueeze(-1), -a.unsqueeze(-1), a.unsqueeze(-1), one)
 
 
+Partition = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+Slope = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
+
+
+class Passes(NamedTuple):
+    """How one looks through many scores: all that is long about descent and about gradients."""
+
+    partition: Partition
+    slope: Slope
+    problem: Callable[[torch.device], str | None]  # why not there
+
+
 def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """How many of scores `[..., n]` are at least -a `[...]`, and LSE(s / eps) of the others."""
     above = scores >= -a.unsqueeze(-1)
@@ -71,7 +83,18 @@ def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return above.sum(-1).double(), below.logsumexp(-1)
 
 
-Partition = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+def slope(scores: Tensor, terms: Sequence[Tensor], window: Tensor) -> Tensor:
+    """-da/ds of scores `[..., n]`, each in its window; terms are coef, bound, at, e."""
+    total = torch.zeros_like(scores)
+    *terms, e = terms
+    for t in range(len(e)):
+        coef, bound, at = (x[..., t].index_select(-1, window) for x in terms)
+        part = coef * ((scores + at) / e[t]).exp()
+        total += part.masked_fill(~(scores < bound) | (coef == 0), 0.0)
+    return total
+
+
+PLAIN = Passes(partition, slope, lambda device: None)
 
 
 def descent(
@@ -110,17 +133,6 @@ def descent(
     return Solution(a, e_out, coef, bound, at, torch.tensor(es[1:], dtype=a.dtype).to(a.device))
 
 
-def slope(scores: Tensor, terms: tuple[Tensor, ...], window: Tensor) -> Tensor:
-    """-da/ds of scores `[..., n]`, each in its window; terms are coef, bound, at, e."""
-    total = torch.zeros_like(scores)
-    *terms, e = terms
-    for t in range(len(e)):
-        coef, bound, at = (x[..., t].index_select(-1, window) for x in terms)
-        part = coef * ((scores + at) / e[t]).exp()
-        total += part.masked_fill(~(scores < bound) | (coef == 0), 0.0)
-    return total
-
-
 class _Threshold(Function):
     """a of everyone's scores `[..., W]`, with its gradient to the scores held here `[..., n]`.
 
@@ -128,21 +140,25 @@ class _Threshold(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, solution: Solution, window: Tensor, ring: Ring) -> Tensor:
+    def forward(
+        ctx: Any, scores: Tensor, solution: Solution, window: Tensor, ring: Ring, by: Slope
+    ) -> Tensor:
         ctx.save_for_backward(scores, window, *solution[2:])
-        ctx.ring = ring
+        ctx.ring, ctx.by = ring, by
         return solution.a.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scores, window, *terms = ctx.saved_tensors
         grad = total_over_ranks(grad, ctx.ring).index_select(-1, window)
-        return -grad * slope(scores, terms, window), None, None, None
+        return -grad * ctx.by(scores, terms, window), None, None, None, None
 
 
-def threshold(scores: Tensor, solution: Solution, window: Tensor, ring: Ring) -> Tensor:
+def threshold(
+    scores: Tensor, solution: Solution, window: Tensor, ring: Ring, by: Slope = slope
+) -> Tensor:
     """a `[..., W]`, differentiable in this rank's scores `[..., n]` (float64)."""
-    return _Threshold.apply(scores, solution, window, ring)
+    return _Threshold.apply(scores, solution, window, ring, by)
 
 
 def gates(scores: Tensor, a: Tensor, eps: float) -> Tensor:
@@ -202,14 +218,16 @@ def soft_topk(
     return _apply(scores, mask, solution, ring)
 
 
-def _apply(scores: Tensor, mask: Tensor | None, solution: Solution, ring: Ring) -> Tensor:
+def _apply(
+    scores: Tensor, mask: Tensor | None, solution: Solution, ring: Ring, by: Slope = slope
+) -> Tensor:
     """The gates of this rank's scores."""
     a, eps, coef, bound, at, e = solution
     one = Solution(a.unsqueeze(-1), eps, *(t.unsqueeze(-2) for t in (coef, bound, at)), e)
     wide = scores.double()
     hidden = wide if mask is None else wide.masked_fill(~mask, -torch.inf)
     window = torch.zeros(scores.shape[-1], dtype=torch.long, device=scores.device)
-    p = gates(wide, threshold(hidden, one, window, ring), eps)
+    p = gates(wide, threshold(hidden, one, window, ring, by), eps)
     return (p if mask is None else p.masked_fill(~mask, 0.0)).to(scores.dtype)
 
 
@@ -243,18 +261,20 @@ def coordinate_descent(
     >>> coordinate_descent(s, n_iters=500, k=2).round(decimals=2).tolist()
     [1.0, 0.0, 1.0, 0.0]
     """
+    passes = PLAIN
+    if use_triton:
+        from ring_attention_pytorch.routing.descent_triton import TRITON as passes
     problem = scores_problem(scores, k, mask) or descent_problem(n_iters, eps, eps_init, eps_decay)
+    problem = problem or passes.problem(scores.device)
     if problem is not None:
         raise ValueError(f"coordinate_descent: {problem}")
-    options = (n_iters, float(eps), eps_init, float(eps_decay))
-    hidden = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
-    if use_triton:
-        from ring_attention_pytorch.routing.descent_triton import descend
-
-        return descend(scores, hidden.detach(), counts(k, (hidden > -torch.inf).sum(-1)), options)
     with torch.no_grad():
-        solution = descent(hidden, counts(k, (hidden > -torch.inf).sum(-1)), *options)
-    return _apply(scores, mask, solution, Ring.alone())
+        hidden = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+        count = counts(k, (hidden > -torch.inf).sum(-1))
+        solution = descent(
+            hidden, count, n_iters, float(eps), eps_init, float(eps_decay), by=passes.partition
+        )
+    return _apply(scores, mask, solution, Ring.alone(), passes.slope)
 
 
 def counts(k: Count, real: Tensor) -> Tensor:
