@@ -18,8 +18,8 @@ MUTANTS = [
         "gates above 1", "routing/soft_topk.py", "(x.masked_fill(x >= 0, 0.0) / eps)", "(x / eps)"
     ),
     Mutant(
-        "no gradient through a", "routing/soft_topk.py", "return -grad * slope(",
-        "return 0 * grad * slope(",
+        "no gradient through a", "routing/soft_topk.py", "return -grad * ctx.by(",
+        "return 0 * grad * ctx.by(",
     ),
     Mutant(
         "a's gradient of this rank only", "routing/soft_topk.py",

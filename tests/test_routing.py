@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch import RoutingPlan, routing
 from ring_attention_pytorch.layouts import positions
@@ -183,6 +184,41 @@ def test_one_plan_serves_all_layers_and_ranks_compare_notes_only_while_it_is_mad
     for at, out, before, after in threads.run(2, main)[0]:
         assert relative_error(out, want[:, at]) < 1e-12
         assert before == after
+
+
+def test_activation_checkpointing_on_a_ring() -> None:
+    """Backward then makes the exchanges of forward again, on all ranks alike."""
+    case = Case("causal block", layout="zigzag", masked=False)
+    x, dout = case.data()["x"].requires_grad_(), case.data()["dout"]
+    want = case.make()(x)
+    (dx,) = torch.autograd.grad(want, x, dout)
+
+    def main(ring: threads.ThreadRing) -> None:
+        at = positions("zigzag", rank=ring.rank, ring_size=ring.size, length=case.length)
+        module = case.make(ring_attn=True, layout="zigzag", group=ring)
+        mine = x[:, at].detach().requires_grad_()
+        out = checkpoint(module, mine, use_reentrant=False)
+        assert relative_error(out, want[:, at]) < 1e-12
+        (got,) = torch.autograd.grad(out, mine, dout[:, at])
+        assert relative_error(got, dx[:, at]) < 1e-12
+
+    threads.run(3, main)
+
+
+@pytest.mark.parametrize("module", ["block", "causal block"])
+def test_a_nan_stays_in_its_sample_and_nobody_hangs(module: str) -> None:
+    case = Case(module, masked=False)
+
+    def main(ring: threads.ThreadRing) -> Tensor:
+        at = positions("contiguous", rank=ring.rank, ring_size=ring.size, length=case.length)
+        x = case.data()["x"][:, at].clone()
+        if ring.rank == 0:
+            x[0, 0] = torch.nan
+        return case.make(ring_attn=True, layout="contiguous", group=ring)(x).isnan()
+
+    first, _ = threads.run(2, main)[0]
+    assert first[0, 0].all()
+    assert not first[1].any()
 
 
 # --- nothing leaks ---
@@ -367,6 +403,19 @@ def test_random_routes_are_any_tokens_with_gates_1() -> None:
     picks = [router(x, num_tokens=5, random_route=True) for _ in range(2)]
     assert not torch.equal(picks[0].indices, picks[1].indices)
     assert (picks[0].scores == 1).all()
+
+
+def test_scores_are_the_same_whatever_is_worked_on_at_once(monkeypatch) -> None:
+    x, router = torch.randn(2, 23, DIM, requires_grad=True), routing.CoordinateDescentRouter(DIM)
+    found = []
+    for at_once in (65536, 5):
+        monkeypatch.setattr(routing.router, "_AT_ONCE", at_once)
+        scores = router.scores(x)
+        grads = torch.autograd.grad(scores.sin().sum(), [x, router.routing_token])
+        found.append([scores, *grads])
+    for a, b in zip(*found):
+        assert relative_error(a, b) < 1e-6
+    assert torch.equal(found[0][0], found[1][0])
 
 
 # --- failing well ---

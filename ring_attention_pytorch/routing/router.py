@@ -4,12 +4,14 @@ Parameter names and defaults are those of CoLT5-attention; eps is that of its ve
 the exact solution at a small eps is a hard choice without a gradient.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from beartype import beartype
+from einops import einsum
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from ring_attention_pytorch.contract import accumulator
 from ring_attention_pytorch.ring import Group
@@ -32,6 +34,7 @@ from ring_attention_pytorch.routing.soft_topk import (
 from ring_attention_pytorch.sharding import Spread
 
 Tokens = int | float
+_AT_ONCE = 65536  # tokens
 _BITS = {torch.float64: 32, torch.float32: 12}  # some way above what rounding changes
 
 
@@ -54,6 +57,34 @@ class RouterReturn(NamedTuple):
     routed_tokens: Tensor
     routed_mask: Tensor
     dispatch: Dispatch
+
+
+class _Scores(Function):
+    """Tokens `[b, n, dim]` along directions `[b or 1, r, dim]`: `[b, r, n]` in their dtype.
+
+    Some tokens at a time, so that no wider copy of all of them is made or kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, toward: Tensor) -> Tensor:
+        ctx.save_for_backward(x, toward)
+        routes = toward.unsqueeze(-2).unbind(1)
+        return torch.cat([
+            torch.stack([(part.to(toward.dtype) * t).sum(-1) for t in routes], 1)
+            for part in x.split(_AT_ONCE, 1)
+        ], -1)  # fmt: skip
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, toward = ctx.saved_tensors
+        dx, dtoward = torch.empty_like(x), torch.zeros_like(toward)
+        with torch.autocast(x.device.type, enabled=False):
+            parts = zip(dx.split(_AT_ONCE, 1), x.split(_AT_ONCE, 1), grad.split(_AT_ONCE, -1))
+            for into, part, g in parts:
+                into.copy_(einsum(g, toward.expand(len(x), -1, -1), "b r n, b r d -> b n d"))
+                of_part = einsum(g, part.to(g.dtype), "b r n, b n d -> b r d")
+                dtoward += of_part.sum_to_size(toward.shape)
+        return dx, dtoward
 
 
 class CoordinateDescentRouter(nn.Module):
@@ -244,11 +275,10 @@ class CoordinateDescentRouter(nn.Module):
 
         Products are summed token by token, so that equal tokens have equal scores on any ring.
         """
-        x = x.to(accumulator(x.dtype))
-        toward = self._toward(x.dtype, routing_tokens)
+        toward = self._toward(accumulator(x.dtype), routing_tokens)
         if self.cosine_scale is not None:
-            x = F.normalize(x, dim=-1) * self.dim**0.5
-        return torch.stack([(x * toward[:, r]).sum(-1) for r in range(self.routes)], 1)
+            x = F.normalize(x.to(toward.dtype), dim=-1) * self.dim**0.5
+        return _Scores.apply(x, toward.squeeze(-2))
 
     def _toward(self, dtype: torch.dtype, routing_tokens: Tensor | None) -> Tensor:
         """What tokens are multiplied by: `[b or 1, r, 1, dim]`."""
