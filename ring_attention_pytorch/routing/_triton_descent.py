@@ -6,14 +6,14 @@ import triton.language as tl
 
 
 @triton.jit
-def partition_kernel(s, bound, count, top, total, n, blocks, per_eps, BLOCK: tl.constexpr):
+def partition_kernel(s, bound, count, top, total, per_eps, n, blocks, BLOCK: tl.constexpr):
     """Of a block: how many are at least the bound, and of the others, over eps, max and sum."""
     row, block = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     held = at < n
     scores = tl.load(s + row.to(tl.int64) * n + at, mask=held, other=-float("inf"))
     above = scores >= tl.load(bound + row)
-    others = tl.where(above, -float("inf"), scores * per_eps)
+    others = tl.where(above, -float("inf"), scores * tl.load(per_eps))
     highest = tl.max(others, 0)
     base = tl.where(highest == -float("inf"), 0.0, highest)
     place = row.to(tl.int64) * blocks + block

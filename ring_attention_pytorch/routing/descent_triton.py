@@ -36,8 +36,9 @@ def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     count, top, total = (flat.new_empty((rows, blocks)) for _ in range(3))
     if flat.numel():
         bound = -a.reshape(-1).contiguous()
+        per_eps = flat.new_tensor([1 / eps])  # a number by itself would come as float32
         partition_kernel[rows, blocks](
-            flat, bound, count, top, total, n, blocks, 1 / eps, BLOCK=_BLOCK
+            flat, bound, count, top, total, per_eps, n, blocks, BLOCK=_BLOCK
         )
     rest = (top + total.log()).logsumexp(-1)
     return count.sum(-1).view(a.shape), rest.view(a.shape)

@@ -123,13 +123,13 @@ class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
     def _light(self, x: Tensor, plan: RoutingPlan, size: Size) -> Tensor:
         """Whole windows to ranks, attention within them, and results home."""
         positions = window_slots(size, self.side, x.device)
+        inside = torch.arange(self.side**2, device=x.device)
         shares = [
-            torch.cat([torch.arange(w * self.side**2, (w + 1) * self.side**2) for w in mine])
-            if len(mine) else torch.empty(0, dtype=torch.long)
-            for mine in (t.tolist() for t in dealt(len(positions), plan.ring.size, x.device))
-        ]  # fmt: skip
+            (mine.unsqueeze(1) * self.side**2 + inside).flatten()
+            for mine in dealt(len(positions), plan.ring.size, x.device)
+        ]
         everything = positions.flatten().expand(len(x), 1, -1)
-        way = Dispatch.make(everything, plan, [share.to(x.device) for share in shares])
+        way = Dispatch.make(everything, plan, shares)
         at = way.positions.squeeze(1)
         seen = (at >= 0) & plan.real.gather(1, at.clamp(min=0))
         by_window = "b (w s) ... -> (b w) s ..."
