@@ -17,6 +17,8 @@ setup(
     install_requires=["torch>=2.11", "einops>=0.8", "beartype>=0.18"],
     extras_require={
         "triton": ["triton>=3.4"],
+        "flash": ["flash-attn>=2.8"],
+        "flash4": ["flash-attn-4>=4.0.0b1"],
         "demo": ["click>=8", "rich>=13", "einx>=0.3"],
         "test": [
             "click>=8",

@@ -96,7 +96,9 @@ def _ours(work: Work) -> tuple[Attend, Tensor]:
         """Hands back what it is given to send: a ring's work without any transport."""
 
         def exchange(self, sends: Any, receives: Any) -> Transfer:
-            return Transfer([], [t for _, t in sends], [])
+            for (_, t), (_, given) in zip(receives, sends):
+                t.copy_(given)
+            return Transfer([], [t for _, t in receives], [])
 
     layout, _, alone = work.subject.partition(", ")
     ring = Mirror() if alone else Ring()

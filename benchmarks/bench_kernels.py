@@ -1,34 +1,34 @@
-"""TF/s of every kernel on one block, forward and backward, beside PyTorch's own in the same run.
+"""TF/s of every kernel on one block, beside the same kernels called by themselves.
 
-    python -m benchmarks.bench_kernels                     # a table
-    python -m benchmarks.bench_kernels --sweep --d 128     # the best Triton configs of a shape
+    python -m benchmarks.bench_kernels                                 # a table
+    python -m benchmarks.bench_kernels --save FILE.json                # and what was measured
+    python -m benchmarks.bench_kernels --draw FILE.json [FILE.json]    # the page of results
 
-Batch 1; FLOPs are those of the visible pairs, backward 2.5 times forward. A kernel's time
-includes all that the ring asks of it: merging into running results, adding to gradients.
+Batch 1; FLOPs are those of the visible pairs, backward 2.5 times forward. A kernel's time is that
+of one block from nothing to a result in the inputs' dtype, as on one GPU; with --block that of
+one more block of a ring, merged into running results. The direct calls alternate with ours.
+The two flash-attn can't both be installed: save twice, draw both files.
 """
 
 import argparse
-import itertools
-import multiprocessing as mp
-import os
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+import datetime
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from benchmarks.direct import DIRECT, Runs
 from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms
-from ring_attention_pytorch.kernels import KERNELS
-from ring_attention_pytorch.kernels import triton as ours
-from ring_attention_pytorch.kernels.triton import Config
+from ring_attention_pytorch.kernels import KERNELS, problem
 from ring_attention_pytorch.layouts import Segment, Tile, Visible, tiles, visible_pairs
-from ring_attention_pytorch.plan import empty_result
+from ring_attention_pytorch.running import Result, Sum
 
-Runs = dict[str, Callable[[], object]]
-REFERENCES = ("(cudnn)", "(flash 2)")  # PyTorch's operators by themselves
-DIRECTIONS = ("forward", "keys", "queries")
+WINDOW = 4096
+Row = dict[str, Any]  # a shape, and by kernel and direction TF/s and the share of the direct call
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Shape:
     n: int = 8192
     d: int = 128
     mask: str = "causal"
-    dtype: torch.dtype = torch.bfloat16
+    dtype: str = "bfloat16"
     heads: int = 32
     key_heads: int = 8
 
     def tiles(self) -> tuple[Tile, ...]:
-        window = min(4096, self.n // 2) if self.mask == "window" else None
+        window = min(WINDOW, self.n // 2) if self.mask == "window" else None
         whole = (Segment(0, 1, self.n),)
         return tiles(whole, whole, Visible(self.mask != "full", window))
 
@@ -56,70 +56,48 @@ class Block:
 
     def __init__(self, shape: Shape) -> None:
         self.shape, n, d = shape, shape.n, shape.d
-        kinds = dict(device="cuda", dtype=shape.dtype)
+        kinds = dict(device="cuda", dtype=getattr(torch, shape.dtype))
         self.q, self.dout = (torch.randn(1, n, shape.heads, d, **kinds) for _ in range(2))
         self.k, self.v = (torch.randn(1, n, shape.key_heads, d, **kinds) for _ in range(2))
-        self.terms = Terms(d**-0.5, None, 1024)
+        self.found, self.terms = shape.tiles(), Terms(d**-0.5, None, 1024)
 
-    def kernel(self, name: str) -> Runs:
-        impl, found = KERNELS[name], self.shape.tiles()
-        keys = Keys(self.k, self.v, None, (Segment(0, 1, self.shape.n),))
-        out, lse = empty_result(self.q, self.v)
-        impl.forward(self.q, keys, found, self.terms, out, lse)
-        rounded = out.to(self.q.dtype)
-        delta = (self.dout.float() * rounded.float()).sum(-1).transpose(1, 2).contiguous()
-        saved = Saved(self.q, rounded, lse.clone(), self.dout, delta, None)
-        grads = Grads(*(torch.zeros_like(t, dtype=torch.float32) for t in (self.q, self.k, self.v)))
-        return {
-            "forward": lambda: impl.forward(self.q, keys, found, self.terms, out, lse),
-            "backward": lambda: impl.backward(saved, keys, found, self.terms, grads),
-        }
+    def kernel(self, name: str, more: bool) -> Runs:
+        """`more`: one more block for running results, not the only one."""
+        impl, keys = KERNELS[name], Keys(self.k, self.v, None, (Segment(0, 1, self.shape.n),))
 
-    def cudnn(self) -> Runs:
-        """cuDNN through PyTorch; it has no window."""
-        aten, causal = torch.ops.aten, self.shape.mask == "causal"
-        if self.shape.mask == "window":
-            raise NotImplementedError
-        q, k, v, dout = (t.transpose(1, 2) for t in (self.q, self.k, self.v, self.dout))
+        def result() -> Result:
+            return Result(self.q, self.v, only=not more)
 
-        def forward() -> tuple[Tensor, ...]:
-            return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
+        def grads() -> Grads:
+            return Grads(*(Sum(t, only=not more) for t in (self.q, self.k, self.v)))
 
-        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = forward()
+        first, sums = result(), grads()
+        impl.forward(self.q, keys, self.found, self.terms, first)
+        out, lse = (t.clone() for t in first.final())
 
-        def backward() -> tuple[Tensor, ...]:
-            return aten._scaled_dot_product_cudnn_attention_backward(
-                dout, q, k, v, out, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, causal
-            )
+        def forward() -> None:
+            whole = first if more else result()
+            impl.forward(self.q, keys, self.found, self.terms, whole)
+            (whole.running if more else whole.final)()
+
+        def backward() -> None:
+            saved = Saved(self.q, out, lse, self.dout, None)  # its delta is made anew
+            whole = sums if more else grads()
+            impl.backward(saved, keys, self.found, self.terms, whole)
+            for total in whole:
+                (total.running if more else total.final)()
 
         return {"forward": forward, "backward": backward}
 
-    def flash(self) -> Runs:
-        """Flash attention 2, as it is inside PyTorch."""
-        aten, n, q, k, v = torch.ops.aten, self.shape.n, self.q, self.k, self.v
-        (tile,) = self.shape.tiles()
-        causal = self.shape.mask != "full"
-        window = dict(window_size_left=tile.left, window_size_right=0) if tile.left else {}
-
-        def forward() -> tuple[Tensor, ...]:
-            return aten._flash_attention_forward(
-                q, k, v, None, None, n, n, 0.0, causal, False, **window
-            )
-
-        out, lse, state, unused, _ = forward()
-
-        def backward() -> tuple[Tensor, ...]:
-            return aten._flash_attention_backward(
-                self.dout, q, k, v, out, lse, None, None, n, n, 0.0, causal, state, unused, **window
-            )
-
-        return {"forward": forward, "backward": backward}
+    def direct(self, name: str) -> Runs:
+        (tile,) = self.found
+        return DIRECT[name]((self.q, self.k, self.v, self.dout, tile))
 
 
-def seconds(run: Callable[[], object], budget: float = 0.04) -> float:
-    """The median over a few batches of calls, by the device's clock."""
+def seconds(runs: list[Callable[[], object]], budget: float = 0.02, rounds: int = 5) -> list[float]:
+    """The median batch of each, taken in turn, by the device's clock."""
 
-    def batch(times: int) -> float:
+    def batch(run: Callable[[], object], times: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(times):
@@ -128,137 +106,88 @@ def seconds(run: Callable[[], object], budget: float = 0.04) -> float:
         end.synchronize()
         return start.elapsed_time(end) / 1e3 / times
 
-    run()
-    times = max(1, int(budget / max(batch(1), 1e-6) / 3))
-    return sorted(batch(times) for _ in range(3))[1]
+    for run in runs:
+        run()
+    times = [max(1, int(budget / max(batch(run, 1), 1e-6))) for run in runs]
+    found = [[batch(run, n) for run, n in zip(runs, times)] for _ in range(rounds)]
+    return [median(each) for each in zip(*found)]
 
 
-def speeds(make: Callable[[], Runs], shape: Shape) -> dict[str, float]:
-    """TF/s by direction; nothing where it can't be done."""
-    try:
-        runs = make()
-        return {
-            name: (2.5 if name == "backward" else 1.0) * shape.flops() / seconds(run) / 1e12
-            for name, run in runs.items()
-        }
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        if "out of memory" in str(error):
-            torch.cuda.empty_cache()
-        return {}
-    except Exception as error:  # a Triton compiler's error has no base class of its own
-        print(f"{shape}: {type(error).__name__}: {str(error)[:200]}")
-        return {}
+def measured(shape: Shape, more: bool) -> Row:
+    """Every kernel that can do the shape here, and its share of the direct call's speed."""
+    block, row = Block(shape), asdict(shape) | {"kernels": {}}
+    case = Case.of(block.q, block.v, window=WINDOW if shape.mask == "window" else None)
+    for name in (n for n in KERNELS if n != "eager" and problem(n, case) is None):
+        ours, theirs = block.kernel(name, more), block.direct(name) if name in DIRECT else {}
+        row["kernels"][name] = {}
+        for direction, factor in (("forward", 1.0), ("backward", 2.5)):
+            runs = [ours[direction], *([theirs[direction]] if theirs else [])]
+            mine, *direct = seconds(runs)
+            row["kernels"][name][direction] = dict(
+                speed=factor * shape.flops() / mine / 1e12,
+                of_direct=direct[0] / mine if direct else None,
+            )
+    return row
 
 
-def measured(shape: Shape) -> dict[str, dict[str, float]]:
-    """By kernel or reference, by direction."""
-    block = Block(shape)
-    case = Case.of(block.q, block.v, softclamp=None)
-    able = [n for n, kernel in KERNELS.items() if n != "eager" and kernel.problem(case) is None]
-    makers: dict[str, Callable[[], Runs]] = {n: lambda n=n: block.kernel(n) for n in able}
-    makers |= zip(REFERENCES, (block.cudnn, block.flash))
-    return {name: speeds(make, shape) for name, make in makers.items()}
-
-
-def table(shapes: list[Shape]) -> Iterator[str]:
-    """Markdown, a line at a time: forward / backward, and triton's share of the best."""
-    names = [*(name for name in KERNELS if name not in ("eager", "sdpa")), *REFERENCES]
-    yield f"| d | mask | n | {' | '.join(names)} | triton / best |"
-    yield "|" + "---|" * (len(names) + 4)
-    for shape in shapes:
-        found = measured(shape)
-        cells = []
+def table(rows: list[Row]) -> str:
+    """Forward / backward, and in brackets the percentage of the direct call's speed."""
+    names = [n for n in KERNELS if any(n in row["kernels"] for row in rows)]
+    lines = [["d", "mask", "tokens", *names], ["---"] * (3 + len(names))]
+    for row in rows:
+        lines.append([str(row["d"]), row["mask"], f"{row['n'] // 1024}k"])
         for name in names:
-            pair = [found.get(name, {}).get(x) for x in ("forward", "backward")]
-            cells.append(" / ".join("-" if x is None else f"{x:.0f}" for x in pair))
-        best = {
-            x: max((s[x] for s in found.values() if x in s), default=0.0)
-            for x in ("forward", "backward")
-        }
-        mine = found.get("triton", {})
-        ratio = " / ".join(f"{mine[x] / best[x]:.2f}" if x in mine else "-" for x in best)
-        yield f"| {shape.d} | {shape.mask} | {shape.n} | {' | '.join(cells)} | {ratio} |"
+            found = row["kernels"].get(name)
+            lines[-1].append("-" if found is None else " / ".join(map(cell, found.values())))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-# --- Triton configs ---
+def cell(found: dict[str, float | None]) -> str:
+    share = "" if found["of_direct"] is None else f" ({100 * found['of_direct']:.0f} %)"
+    return f"{found['speed']:.0f}{share}"
 
 
-def warm(shape: Shape, direction: str, config: Config | None) -> None:
-    """Compile one kernel into Triton's cache on disk, in a process of its own."""
-    small = Shape(512, shape.d, shape.mask, shape.dtype, 8, 2)
-    try:
-        run_direction(Block(small), direction, config)()
-    except Exception:  # it will be told when it is timed
-        return
+def merged(pages: list[dict]) -> list[Row]:
+    """The rows of several files, each kernel from the first that has it."""
+    rows: dict[tuple, Row] = {}
+    for row in (row for page in pages for row in page["rows"]):
+        key = tuple(row[name] for name in Shape.__dataclass_fields__)
+        kept = rows.setdefault(key, row | {"kernels": {}})
+        kept["kernels"] = row["kernels"] | kept["kernels"]
+    return list(rows.values())
 
 
-def warm_all(jobs: list[tuple[Shape, str, Config | None]]) -> None:
-    workers = min(14, os.cpu_count() or 1, len(jobs))
-    with ProcessPoolExecutor(workers, mp_context=mp.get_context("spawn")) as pool:
-        for each in as_completed([pool.submit(warm, *job) for job in jobs]):
-            each.result()
+def draw(pages: list[dict]) -> Path:
+    """benchmarks/results/DATE-kernels.md and .png from what --save kept."""
+    from matplotlib.figure import Figure
 
-
-def run_direction(block: Block, direction: str, config: Config | None) -> Callable[[], None]:
-    """One launch of one kernel with a config."""
-    keys = Keys(block.k, block.v, None, ())
-    found, terms = block.shape.tiles(), block.terms
-    out, lse = empty_result(block.q, block.v)
-    delta = torch.zeros_like(lse)
-    saved = Saved(block.q, block.dout, torch.full_like(lse, 9.0), block.dout, delta, None)
-    grads = Grads(*(torch.zeros_like(t, dtype=torch.float32) for t in (block.q, block.k, block.v)))
-
-    def run() -> None:
-        with ours.configured(**({} if config is None else {direction: config})):
-            if direction == "forward":
-                ours.forward(block.q, keys, found, terms, out, lse)
-            elif direction == "queries":
-                ours._backward_of_queries(saved, keys, found, terms, grads)
-            else:
-                ours._backward_of_keys(saved, keys, found, terms, grads)
-
-    return run
-
-
-def configs(direction: str, d: int) -> list[Config]:
-    """What may be worth trying; what does not fit fails and is left out."""
-    sizes = {
-        "forward": [(128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 128, 4)],
-        "queries": [(128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 32, 4)],
-        "keys": [(64, 128, 8), (64, 64, 4), (32, 128, 8), (32, 64, 4)],
-    }[direction]
-    if d <= 64:
-        sizes += [(128, 128, 8), (128, 64, 4), (128, 128, 4)] if direction != "forward" else []
-        sizes += [(128, 64, 4), (256, 64, 8), (64, 64, 8)] if direction == "forward" else []
-    if d > 128 and direction != "forward":
-        sizes += [(64, 64, 8), (32, 32, 4), (64, 32, 8)]
-    return [
-        Config(*size, stages, tma)
-        for size, stages, tma in itertools.product(dict.fromkeys(sizes), (1, 2, 3), (True, False))
-        if (tma and stages > 1) or (stages == 2 and not tma) or (d > 128 and stages == 1)
-    ]
-
-
-def sweep(shape: Shape, directions: list[str]) -> None:
-    """The fastest configs of each direction, for one shape."""
-    trials = [(x, config) for x in directions for config in configs(x, shape.d)]
-    start = time.perf_counter()
-    warm_all([(shape, *trial) for trial in trials])
-    print(f"{shape}: {len(trials)} configs compiled in {time.perf_counter() - start:.0f} s")
-    share = {"forward": 1.0, "keys": 2.5, "queries": 2.5}
-    block = Block(shape)
-    for direction in directions:
-        found, failed = [], 0
-        for config in (c for x, c in trials if x == direction):
-            try:
-                elapsed = seconds(run_direction(block, direction, config), 0.02)
-                found.append((share[direction] * shape.flops() / elapsed / 1e12, config))
-            except Exception:  # too large for the GPU: not a candidate
-                failed += 1
-        found.sort(reverse=True)
-        print(f"{direction}, {failed} do not fit:")
-        for speed, config in found[:3]:
-            print(f"  {speed:5.0f} TF/s  {tuple(config)}")
+    rows, page = merged(pages), pages[0]
+    panels = sorted({(row["d"], row["mask"]) for row in rows})
+    figure = Figure(figsize=(4.2 * len(panels), 6.4), layout="constrained")
+    axes = figure.subplots(2, len(panels), sharey=True, squeeze=False)
+    for (i, direction), (j, (d, mask)) in (
+        (a, b) for a in enumerate(("forward", "backward")) for b in enumerate(panels)
+    ):
+        for name in KERNELS:
+            mine = [r for r in rows if (r["d"], r["mask"]) == (d, mask) and name in r["kernels"]]
+            if mine:
+                speeds = [r["kernels"][name][direction]["speed"] for r in mine]
+                axes[i][j].plot([f"{r['n'] // 1024}k" for r in mine], speeds, "o-", label=name)
+        axes[i][j].set_title(f"{direction}, d {d}, {mask}", fontsize=10)
+        axes[i][j].set_ylim(0)
+        axes[i][j].grid(alpha=0.3)
+    axes[0][0].set_ylabel("TF/s")
+    axes[1][0].set_ylabel("TF/s")
+    axes[0][0].legend(fontsize=8)
+    path = Path(__file__).parent / "results" / f"{page['date']}-kernels.md"
+    figure.savefig(path.with_suffix(".png"), dpi=110)
+    commands = "\n".join(f"    python -m benchmarks.bench_kernels {p['arguments']}" for p in pages)
+    path.write_text(
+        f"# Kernels, {page['date']}\n\n{page['machine']}. TF/s forward / backward of one block, in "
+        f"brackets the share of calling the same kernel directly in the same run. {page['what']}\n"
+        f"\n{commands}\n\n{table(rows)}\n\n![TF/s by length]({path.stem}.png)\n"
+    )
+    return path
 
 
 def main() -> None:
@@ -268,26 +197,33 @@ def main() -> None:
     parser.add_argument("--mask", nargs="+", default=["causal", "full", "window"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("H", "H_KV"))
-    parser.add_argument("--sweep", action="store_true", help="try Triton configs for the shapes")
-    parser.add_argument("--directions", nargs="+", default=list(DIRECTIONS), choices=DIRECTIONS)
+    parser.add_argument("--block", action="store_true", help="one more block of a ring")
+    parser.add_argument("--save", type=Path, metavar="FILE.json")
+    parser.add_argument("--draw", type=Path, nargs="+", metavar="FILE.json")
     asked = parser.parse_args()
+    if asked.draw:
+        print(draw([json.loads(path.read_text()) for path in asked.draw]))
+        return
     if not torch.cuda.is_available():
         raise SystemExit("bench_kernels needs a CUDA device")
-    dtype = getattr(torch, asked.dtype)
-    shapes = [
-        Shape(n, d, mask, dtype, *asked.heads)
-        for d in asked.d for mask in asked.mask for n in asked.n
-    ]  # fmt: skip
-    if asked.sweep:
-        for shape in shapes:
-            sweep(shape, asked.directions)
-        return
-    classes = [Shape(512, d, "causal", dtype) for d in asked.d]
-    warm_all([(shape, direction, None) for shape in classes for direction in DIRECTIONS])
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {asked.dtype}, heads "
-          f"{asked.heads}; TF/s forward / backward")  # fmt: skip
-    for line in table(shapes):
-        print(line, flush=True)
+    what = f"{asked.dtype}, heads {asked.heads[0]} / {asked.heads[1]}, window {WINDOW}."
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    print(f"{machine}; {what}")
+    rows = []
+    for d in asked.d:
+        for mask in asked.mask:
+            for n in asked.n:
+                rows.append(measured(Shape(n, d, mask, asked.dtype, *asked.heads), asked.block))
+                print(table(rows).splitlines()[-1], flush=True)
+    print(f"\n{table(rows)}")
+    if asked.save:
+        arguments = f"--d {' '.join(map(str, asked.d))} --n {' '.join(map(str, asked.n))}"
+        arguments += " --block" if asked.block else ""
+        page = dict(
+            date=str(datetime.date.today()), machine=machine, what=what, arguments=arguments,
+            rows=rows,
+        )  # fmt: skip
+        asked.save.write_text(json.dumps(page))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
 """Exact attention over a sequence that is spread over many processes."""
 
+from ring_attention_pytorch.explain import explain_plan
 from ring_attention_pytorch.layouts import positions
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.regular_attention import default_attention
 from ring_attention_pytorch.ring_attention import RingAttention
 from ring_attention_pytorch.ring_flash_attention import (
+    explain_kernel,
     ring_attn,
     ring_flash_attn,
     ring_flash_attn_,
+    ring_flash_attn_cuda,
+    ring_flash_attn_cuda_,
+    ulysses_attn,
 )
 from ring_attention_pytorch.ring_transformer import RingTransformer
 from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
@@ -47,13 +52,18 @@ __all__ = [
     "apply_rotary_pos_emb",
     "coordinate_descent",
     "default_attention",
+    "explain_kernel",
+    "explain_plan",
     "positions",
     "ring_attn",
     "ring_flash_attn",
     "ring_flash_attn_",
+    "ring_flash_attn_cuda",
+    "ring_flash_attn_cuda_",
     "select_topk",
     "shard_sequence",
     "soft_topk",
     "tree_attn_decode",
+    "ulysses_attn",
     "unshard_sequence",
 ]

@@ -4,17 +4,23 @@
     q [b, n, h, d]   k [b, m, h_kv, d]   v [b, m, h_kv, d_v]
     out, dout [b, n, h, d_v]   lse, dlse, delta [b, h, n]
 
-`lse` is the natural logarithm of the sum of exponentials. Running results (out, lse, dq, dk,
-dv) are kept in `accumulator(dtype)`: float32 at least, float64 for float64.
+`lse` is the natural logarithm of the sum of exponentials. Results (out, lse, dq, dk, dv) under
+way are kept as `running` says, in float32 at least, in float64 for float64.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.layouts import Segments, Tile
+from ring_attention_pytorch.running import Result, Sum, sum_of_products
+
+# what a kernel may lack; each is a field of `Case`
+FEATURES = frozenset({"window", "key_mask", "softclamp", "unusual_scale", "deterministic"})
 
 
 class Keys(NamedTuple):
@@ -37,27 +43,32 @@ class Terms(NamedTuple):
     bucket_size: int
 
 
-class Saved(NamedTuple):
-    """The queries' side of a backward pass.
-
-    `delta` is the row sum of dout * out, less dlse; kernels that make their own delta from
-    `out` need `dlse` by itself, which is None where nothing was differentiated through lse.
-    """
+@dataclass(frozen=True)
+class Saved:
+    """The queries' side of a backward pass; dlse is None where nothing came through lse."""
 
     q: Tensor
     out: Tensor
     lse: Tensor
     dout: Tensor
-    delta: Tensor
     dlse: Tensor | None
+
+    @cached_property
+    def delta(self) -> Tensor:
+        """The row sum of dout * out, less dlse: d(score) = p * (dout.v - delta).
+
+        Made once, for the kernels that ask for it.
+        """
+        delta = sum_of_products(self.dout, self.out)
+        return delta if self.dlse is None else delta - self.dlse
 
 
 class Grads(NamedTuple):
-    """Running sums, added to in place."""
+    """What the gradients of this rank's queries, and of these keys, sum to so far."""
 
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+    dq: Sum
+    dk: Sum
+    dv: Sum
 
 
 class Case(NamedTuple):
@@ -69,19 +80,58 @@ class Case(NamedTuple):
 
     device: str
     dtype: torch.dtype
-    softclamp: bool
+    softclamp: bool = False
     d: int = 64
     d_v: int = 64
     capability: tuple[int, int] | None = None
+    window: bool = False
+    key_mask: bool = False
+    unusual_scale: bool = False  # zero or negative
+    deterministic: bool = False
     named: bool = False
 
     @classmethod
-    def of(cls, q: Tensor, v: Tensor, softclamp: float | None) -> "Case":
-        """What tensors like these ask for."""
-        capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+    def of(
+        cls,
+        q: Tensor,
+        v: Tensor,
+        *,
+        window: int | None = None,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+        softclamp: float | None = None,
+    ) -> "Case":
+        """What tensors like these and options ask for, torch.use_deterministic_algorithms too."""
         return cls(
-            q.device.type, q.dtype, softclamp is not None, q.shape[-1], v.shape[-1], capability
-        )
+            q.device.type, q.dtype, d=q.shape[-1], d_v=v.shape[-1],
+            capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+            window=window is not None, key_mask=key_mask is not None,
+            unusual_scale=scale is not None and scale <= 0, softclamp=softclamp is not None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+
+
+class Package(NamedTuple):
+    """What must be installed for a kernel, from which version on, and the extra that brings it."""
+
+    name: str
+    module: str
+    oldest: str
+    extra: str
+
+
+class Can(NamedTuple):
+    """What a kernel can do. None stands for everything."""
+
+    devices: tuple[str, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    oldest: tuple[int, int] | None = None  # compute capability
+    newest: tuple[int, int] | None = None
+    widest: int | None = None  # head size
+    multiple: int = 1  # of which head sizes must be
+    one_size: bool = False  # d and d_v are the same
+    features: frozenset[str] = FEATURES
+    package: Package | None = None
 
 
 class Kernel(Protocol):
@@ -90,39 +140,32 @@ class Kernel(Protocol):
     A row that sees no key leaves its out and lse as they were, and has no gradient.
     """
 
-    __name__: str
-
-    def problem(self, case: Case) -> str | None:
-        """Why this kernel can't do the case; None where it can."""
+    CAN: Can
 
     def forward(
-        self, q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, out: Tensor, lse: Tensor
+        self, q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result
     ) -> None:
-        """Merge attention to these keys into the running `out` and `lse`, in place."""
+        """Merge attention to these keys into `result`."""
 
     def backward(
         self, saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads
     ) -> None:
-        """Add the gradients of these tiles to `grads`, in place."""
+        """Add the gradients of these tiles to `grads`."""
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which running sums of tensors of `dtype` are kept."""
-    return torch.promote_types(dtype, torch.float32)
+class Transport(Protocol):
+    """How keys reach this rank, and how their gradients go home.
 
-
-def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge, in place, attention to further keys into `out` [b, n, h, d] and `lse` [b, h, n].
-
-    Either lse may be -inf, or both: a side that saw nothing has no weight, and no NaN comes.
-    The convex combination never overflows, however far the two lse are apart.
-
-    >>> out, lse = torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -torch.inf)
-    >>> merge_(out, lse, torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
-    >>> merge_(out, lse, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1))
-    >>> out.flatten().tolist(), round(lse.item(), 4)
-    ([0.5, 0.5], 0.6931)
+    All ranks make the same exchanges in the same order, whatever they hold.
     """
-    weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
-    out.lerp_(part_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
-    torch.logaddexp(lse, part_lse, out=lse)
+
+    def stream(self, keys: Keys) -> Iterator[Keys]:
+        """Own keys, then all others that anyone needs, those that come next under way."""
+
+    def stream_back(
+        self, own_keys: Keys, own: tuple[Sum, Sum]
+    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+        """The same, each with (dk, dv) to add to; the owner's own get what every rank added.
+
+        `own` are those of own keys, complete when the stream has ended.
+        """

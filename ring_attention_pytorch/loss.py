@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.contract import accumulator
 from ring_attention_pytorch.layouts import Segments, segment_positions
 from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.running import accumulator
 from ring_attention_pytorch.sharding import all_to_all
 
 

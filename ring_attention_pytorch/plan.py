@@ -10,8 +10,9 @@ from beartype import beartype
 from torch import Tensor
 
 from ring_attention_pytorch.agreement import agree
-from ring_attention_pytorch.contract import Case, Kernel, Keys, Terms, accumulator
-from ring_attention_pytorch.kernels import choose
+from ring_attention_pytorch.contract import Case, Keys, Terms, Transport
+from ring_attention_pytorch.cost import choose_transport
+from ring_attention_pytorch.kernels import Chosen, choose
 from ring_attention_pytorch.layouts import (
     Segment,
     Segments,
@@ -20,14 +21,21 @@ from ring_attention_pytorch.layouts import (
     all_segments,
     count,
     layout_problem,
-    needed_distances,
     segment_positions,
     tiles,
 )
-from ring_attention_pytorch.ring import Group, Ring, SendRecv, as_ring
+from ring_attention_pytorch.ring import Group, Ring, as_ring
+from ring_attention_pytorch.transports import (
+    make_transport,
+    owners_at_once,
+    transport_problem,
+)
+from ring_attention_pytorch.transports.pieces import Blocks, Job
+from ring_attention_pytorch.ulysses import Ulysses, ulysses_problem
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AUTOCAST_FROM = DTYPES[1:]
+ROOM = 8 << 30  # bytes for others' keys where neither transport nor memory is given
 
 
 class Signature(tuple):
@@ -58,8 +66,14 @@ class RingPlan:
     visible: Visible
     layout: str
     terms: Terms
-    kernel: Kernel
-    transport: SendRecv
+    kernel: Chosen
+    transport: Transport
+    transport_name: str
+    memory: int | None
+    at_once: int  # owners whose keys a gather brings together
+    job: Job
+    blocks: Blocks  # of the ranks that the transport connects
+    ulysses: Ulysses | None
     key_mask: Tensor | None
     signature: Signature
 
@@ -79,6 +93,9 @@ class RingPlan:
         layout: str = "contiguous",
         group: Group = None,
         kernel: str | None = None,
+        transport: str | None = None,
+        ulysses: int = 1,
+        memory: int | None = None,
         bucket_size: int = 1024,
         cross: bool | None = None,
         also: Mapping[str, Any] | None = None,
@@ -101,12 +118,19 @@ class RingPlan:
         """
         ring = as_ring(group)
         q, k, v = (like_autocast(t) for t in (q, k, v))
-        problem = qkv_problem(q, k, v, key_mask) or _option_problem(
-            window, scale, softclamp, layout, bucket_size, cross and (causal or window is not None)
-        )
+        problem = (
+            qkv_problem(q, k, v, key_mask)
+            or _option_problem(
+                window, scale, softclamp, layout, bucket_size,
+                cross and (causal or window is not None),
+            )
+            or transport_problem(transport, memory)
+            or ulysses_problem(ulysses, ring.size, q.shape[2])
+        )  # fmt: skip
         if problem is None:
+            asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
             try:
-                chosen = choose(kernel, Case.of(q, v, softclamp))
+                chosen = choose(kernel, Case.of(q, v, **asked))
             except ValueError as error:
                 problem = str(error)
         lengths = agree(
@@ -115,7 +139,9 @@ class RingPlan:
             same={} if problem else dict(
                 _agreed_shapes(q, k, v) | dict(also or {}), causal=causal, window=window,
                 scale=scale, softclamp=softclamp, layout=layout, kernel=kernel, cross=cross,
+                transport=transport, ulysses=ulysses, memory=memory,
                 key_mask="given" if key_mask is not None else None,
+                **{"kernel chosen": chosen.name},
             ),
             own={} if problem else {"n": q.shape[1], "m": k.shape[1]},
             problem=problem,
@@ -136,7 +162,18 @@ class RingPlan:
             query_segments, key_segments = (_one_after_another(n) for n in (queries, keys))
         else:
             query_segments = key_segments = segments_by_layout("ring attention", layout, queries)
-        distances = needed_distances(query_segments, key_segments, visible)
+        blocks, swap, over = Blocks(query_segments, key_segments, visible), None, ring
+        # a copy: whoever reuses the mask's memory would change gradients without a word
+        key_mask = None if key_mask is None else key_mask.clone()
+        if 1 < ulysses <= ring.size:
+            swap, *landed = Ulysses.make(ring, ulysses, blocks[:2], (q.shape[2], k.shape[2]))
+            blocks, over = Blocks(*landed, visible), swap.ring
+            key_mask = None if key_mask is None else swap.whole_mask(key_mask)
+        job = _job(q, k, v, swap)
+        if transport is None and memory is None:
+            memory = ROOM
+        at_once = owners_at_once(memory, blocks, job)
+        transport = transport or choose_transport(q.device.type, blocks, job, at_once)
         return cls(
             ring=ring,
             query_segments=query_segments,
@@ -144,9 +181,14 @@ class RingPlan:
             layout=layout,
             terms=Terms(q.shape[-1] ** -0.5 if scale is None else scale, softclamp, bucket_size),
             kernel=chosen,
-            transport=SendRecv(ring, key_segments, distances),
-            # a copy: whoever reuses the mask's memory would change gradients without a word
-            key_mask=None if key_mask is None else key_mask.clone(),
+            transport=make_transport(transport, over, blocks, at_once, job, q.device),
+            transport_name=transport,
+            at_once=at_once,
+            job=job,
+            memory=memory,
+            blocks=blocks,
+            ulysses=swap,
+            key_mask=key_mask,
             signature=Signature.of(q, k, v),
         )
 
@@ -155,12 +197,27 @@ class RingPlan:
         return segment_positions(self.query_segments[self.ring.rank], device)
 
     def keys(self, k: Tensor, v: Tensor) -> Keys:
-        """This rank's keys, as the transport wants them."""
-        return Keys(k, v, self.key_mask, self.transport.segments[self.ring.rank])
+        """This rank's keys, heads swapped if they are, as the transport wants them."""
+        return Keys(k, v, self.key_mask, self.blocks.keys[self.place])
 
     def tiles(self, keys: Keys) -> Sequence[Tile]:
         """The tiles that this rank's queries see of these keys."""
-        return tiles(self.query_segments[self.ring.rank], keys.segments, self.visible)
+        return tiles(self.blocks.queries[self.place], keys.segments, self.visible)
+
+    @property
+    def alone(self) -> bool:
+        """Whether one call of the kernel is all there is to do."""
+        return len(self.blocks.queries) == 1
+
+    @property
+    def degree(self) -> int:
+        """How many neighbours swap heads for sequence."""
+        return 1 if self.ulysses is None else self.ulysses.together.size
+
+    @property
+    def place(self) -> int:
+        """This rank's among those that the transport connects, the rows of `blocks`."""
+        return (self.ring if self.ulysses is None else self.ulysses.ring).rank
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
@@ -179,14 +236,6 @@ def like_autocast(t: Tensor) -> Tensor:
     dtype = torch.get_autocast_dtype(device)
     one = torch.empty((), dtype=dtype, device=t.device, requires_grad=t.requires_grad)
     return one.expand(t.shape)
-
-
-def empty_result(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The running (out, lse) of queries that have seen nothing yet."""
-    (b, n, h, _), dtype = q.shape, accumulator(q.dtype)
-    return q.new_zeros((b, n, h, v.shape[-1]), dtype=dtype), q.new_full(
-        (b, h, n), -torch.inf, dtype=dtype
-    )
 
 
 def _agreed_shapes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
@@ -254,6 +303,14 @@ def _option_problem(
     if masked_cross:
         return "cross attention has no causal and no window: two sequences share no positions"
     return layout_problem(layout)
+
+
+def _job(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> Job:
+    """What a transport works for, once heads are swapped."""
+    (b, _, heads, d), key_heads = q.shape, k.shape[2]
+    if swap is not None:
+        heads, key_heads = (len(spread.heads[0]) for spread in (swap.queries, swap.keys))
+    return Job(b, heads, key_heads, d, v.shape[3], q.dtype.itemsize)
 
 
 def _check_cross(queries: list[int], keys: list[int], visible: Visible) -> None:

@@ -5,8 +5,8 @@ from beartype import beartype
 from einops import einsum, rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.contract import accumulator
 from ring_attention_pytorch.plan import qkv_problem
+from ring_attention_pytorch.running import accumulator
 
 
 @beartype

@@ -1,14 +1,8 @@
-"""Moving tensors among the ranks of a ring: all point-to-point code of the library.
-
-`Ring` is who takes part; `SendRecv` is the transport of ring attention, which passes keys
-from neighbour to neighbour and brings their gradients home behind them.
-"""
+"""Moving tensors among the ranks of a ring: who takes part, and all point-to-point code."""
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,9 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-
-from ring_attention_pytorch.contract import Keys, accumulator
-from ring_attention_pytorch.layouts import Segments, count
 
 _MESSAGE_BYTES = 4096  # one fixed size, so that ranks can disagree about anything but that
 
@@ -108,8 +99,35 @@ class Ring:
         dist.all_gather(all_of_them, mine, group=_host_group(self.group))
         return [bytes(t.numpy()).rstrip() for t in all_of_them]
 
+    def shared(self) -> tuple[ProcessGroup, tuple[int, ...]] | None:
+        """A group all of whose ranks do the same at the same time, and this ring's among them."""
+        if self.group is None or self.size != dist.get_world_size(self.group):
+            return None
+        return self.group, tuple(range(self.size))
+
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, self.first + rank)
+
+
+class Places(Ring):
+    """Some places of a ring as a ring of their own, whose messages go by way of the whole."""
+
+    def __init__(self, whole: Ring, places: Sequence[int]):
+        self.whole, self.places, self.group = whole, tuple(places), None
+        self.size, self.rank, self.first = len(self.places), self.places.index(whole.rank), 0
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Transfer:
+        sends, receives = ([(self.places[r], t) for r, t in ops] for ops in (sends, receives))
+        return self.whole.exchange(sends, receives)
+
+    def shared(self) -> tuple[ProcessGroup, tuple[int, ...]] | None:
+        found = self.whole.shared()
+        return None if found is None else (found[0], tuple(found[1][p] for p in self.places))
+
+    def gather_bytes(self, message: bytes) -> list[bytes]:
+        raise NotImplementedError("the whole ring agrees, not a part of it")
 
 
 Group = ProcessGroup | DeviceMesh | Ring | None
@@ -141,68 +159,3 @@ def _host_group(group: ProcessGroup) -> ProcessGroup:
         ranks = dist.get_process_group_ranks(group)
         _host_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return _host_groups[group]
-
-
-@dataclass(frozen=True)
-class SendRecv:
-    """The ring transport: one neighbour at a time, the next hop under way while one computes.
-
-    `segments` are every rank's keys; `distances` say which owners any rank needs, 0 first.
-    Everyone passes the same distances in the same order, so there are no tags, no barriers
-    and no decision around a message that depends on the rank.
-    """
-
-    ring: Ring
-    segments: tuple[Segments, ...]
-    distances: tuple[int, ...]
-
-    def stream(self, keys: Keys) -> Iterator[Keys]:
-        """Own keys, then those of each needed distance."""
-        for here, there in pairwise(self.distances):
-            coming = self._pass([t for t in keys[:3] if t is not None], here, there)
-            yield keys
-            k, v, *mask = coming.wait()
-            keys = Keys(k, v, mask[0] if mask else None, self.segments[self._owner(there)])
-        yield keys
-
-    def stream_back(
-        self, own_keys: Keys, own: tuple[Tensor, Tensor]
-    ) -> Iterator[tuple[Keys, tuple[Tensor, Tensor]]]:
-        """The same, each with zeroed (dk, dv) to add to, `own` being those of own keys.
-
-        Gradients travel one hop behind the keys that they belong to, and one jump home from
-        the last; after that, when the stream ends, `own` has what every rank added.
-        """
-        grads, travelling = own, None
-        dtype = accumulator(own_keys.k.dtype)
-        ends = [*self.distances[1:], self.ring.size]
-        for here, there, keys in zip(self.distances, ends, self.stream(own_keys)):
-            if here != 0:
-                grads = (
-                    torch.zeros_like(keys.k, dtype=dtype),
-                    torch.zeros_like(keys.v, dtype=dtype),
-                )
-            yield keys, grads
-            if here != 0:
-                if travelling is not None:
-                    _add(grads, travelling.wait())
-                travelling = self._pass(grads, here, there)
-        if travelling is not None:
-            _add(own, travelling.wait())
-
-    def _pass(self, tensors: Sequence[Tensor], here: int, there: int) -> Transfer:
-        """What belongs to the owner at distance `here` goes to the rank for which it is `there`."""
-        ring = self.ring
-        target, source = ((ring.rank + step) % ring.size for step in (there - here, here - there))
-        length = count(self.segments[self._owner(there)])
-        sent = [t.contiguous() for t in tensors]
-        received = [t.new_empty((t.shape[0], length, *t.shape[2:])) for t in sent]
-        return ring.exchange([(target, t) for t in sent], [(source, t) for t in received])
-
-    def _owner(self, distance: int) -> int:
-        return (self.ring.rank - distance) % self.ring.size
-
-
-def _add(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    for total, part in zip(totals, parts):
-        total += part

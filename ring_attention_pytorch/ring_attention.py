@@ -20,6 +20,7 @@ from ring_attention_pytorch.ring import Group, Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.sharding import Spread, mask_problem
+from ring_attention_pytorch.transports import transport_problem
 
 
 class RingAttention(nn.Module):
@@ -47,7 +48,7 @@ class RingAttention(nn.Module):
         group: the ring's processes: ProcessGroup or DeviceMesh of one dimension; None is the
             default group.
         softclamp: c makes scores s into c * tanh(s / c).
-        kernel: of `ring_attn`.
+        kernel, transport, ulysses, memory: of `ring_attn`; all but kernel need the ring.
 
     Raises:
         ValueError: arguments that contradict one another.
@@ -82,6 +83,9 @@ class RingAttention(nn.Module):
         group: Group = None,
         softclamp: float | int | None = None,
         kernel: str | None = None,
+        transport: str | None = None,
+        ulysses: int = 1,
+        memory: int | None = None,
     ):
         super().__init__()
         auto_shard_seq = ring_attn if auto_shard_seq is None else auto_shard_seq
@@ -108,6 +112,10 @@ class RingAttention(nn.Module):
             raise ValueError("use_cuda_kernel=True: leave it None, and choose with kernel=")
         if force_regular_attn and kernel is not None:
             raise ValueError(f"force_regular_attn uses no kernel, got kernel={kernel!r}")
+        over_ring = dict(transport=transport, ulysses=ulysses, memory=memory)
+        if problem := _over_ring_problem(ring_attn and not force_regular_attn, heads, **over_ring):
+            raise ValueError(problem)
+        self.over_ring = over_ring
         self.spread = Spread.make(
             ring_attn, auto_shard_seq, causal, ring_seq_size, layout, striped_ring_attn, group
         )
@@ -239,8 +247,10 @@ class RingAttention(nn.Module):
                 f"the plan shows {plan.visible} with softclamp={plan.terms.softclamp}, "
                 f"this module wants {mine[0]} with {mine[1]}; make it with RingAttention.plan"
             )
-        if self.kernel is not None and plan.kernel is not KERNELS.get(self.kernel):
+        if self.kernel is not None and not f"{plan.kernel.name}-".startswith(f"{self.kernel}-"):
             raise ValueError(f"the plan uses another kernel than this module's {self.kernel!r}")
+        if problem := _other_way_problem(plan, **self.over_ring):
+            raise ValueError(problem)
         if plan.ring.size > 1 and not self.spread.ring_attn:
             raise ValueError("a plan over a ring needs a module with ring_attn=True")
 
@@ -288,6 +298,7 @@ class RingAttention(nn.Module):
             q, k, v, causal=self.causal, window=self.window, key_mask=seen,
             softclamp=self.softclamp, layout=self.spread.layout, group=ring, kernel=self.kernel,
             bucket_size=self.bucket_size, cross=cross, also={"rotary_emb": angles},
+            **self.over_ring,
         )  # fmt: skip
 
     def _attend(
@@ -330,6 +341,35 @@ class RingAttention(nn.Module):
             parts += [F.linear(norm(context), weight) for weight in of_keys]
         q, k, v = (rearrange(t, "b n (h d) -> b n h d", d=self.dim_head) for t in parts)
         return q, k, v
+
+
+def _over_ring_problem(
+    ring: bool, heads: int, *, transport: str | None, ulysses: int, memory: int | None
+) -> str | None:
+    """What is wrong with options that are for a ring only."""
+    if not ring and (transport, ulysses, memory) != (None, 1, None):
+        return (
+            "transport, ulysses and memory need ring_attn=True, without force_regular_attn; "
+            f"got transport={transport!r}, ulysses={ulysses}, memory={memory}"
+        )
+    if ulysses < 1 or heads % ulysses:
+        return f"ulysses must divide heads={heads}, got {ulysses}"
+    return transport_problem(transport, memory)
+
+
+def _other_way_problem(
+    plan: RingPlan, *, transport: str | None, ulysses: int, memory: int | None
+) -> str | None:
+    """Where a plan does otherwise than a module asks for."""
+    if plan.ring.size == 1:
+        return None
+    wanted = (transport or plan.transport_name, ulysses, memory or plan.memory)
+    if wanted == (plan.transport_name, plan.degree, plan.memory):
+        return None
+    return (
+        f"the plan has transport={plan.transport_name!r}, ulysses={plan.degree} and "
+        f"memory={plan.memory}, the module {transport!r}, {ulysses} and {memory}"
+    )
 
 
 class RMSNorm(nn.Module):

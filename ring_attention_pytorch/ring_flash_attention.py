@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from beartype import beartype
-from einops import einsum
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.contract import Grads, Saved, accumulator
-from ring_attention_pytorch.plan import RingPlan, empty_result, like_autocast
+from ring_attention_pytorch.contract import Case, Grads, Saved
+from ring_attention_pytorch.kernels import explain, problem
+from ring_attention_pytorch.plan import RingPlan, like_autocast
 from ring_attention_pytorch.ring import Group, Ring, as_ring
+from ring_attention_pytorch.running import Result, Sum
 
 
 class RingAttentionFunction(Function):
@@ -24,11 +25,11 @@ class RingAttentionFunction(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tensor, Tensor]:
-        out, lse = empty_result(q, v)
+        result = Result(q, v, only=plan.alone)
         with torch.autocast(q.device.type, enabled=False):
             for keys in plan.transport.stream(plan.keys(k, v)):
-                plan.kernel.forward(q, keys, plan.tiles(keys), plan.terms, out, lse)
-        out = out.to(q.dtype)
+                plan.kernel.forward(q, keys, plan.tiles(keys), plan.terms, result)
+        out, lse = result.final()
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
@@ -41,20 +42,13 @@ class RingAttentionFunction(Function):
             raise NotImplementedError("ring attention can't be differentiated twice (create_graph)")
         (q, k, v, out, lse), plan = ctx.saved_tensors, ctx.plan
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, k, v))
+        own = Grads(*(Sum(t, only=plan.alone) for t in (q, k, v)))
         with torch.autocast(q.device.type, enabled=False):
-            saved = Saved(q, out, lse, dout, _delta(dout, out, dlse), dlse)
-            for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), (dk, dv)):
-                grads = Grads(dq, *of_keys)
+            saved = Saved(q, out, lse, dout, dlse)
+            for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:]):
+                grads = Grads(own.dq, *of_keys)
                 plan.kernel.backward(saved, keys, plan.tiles(keys), plan.terms, grads)
-        return *(grad.to(q.dtype) for grad in (dq, dk, dv)), None
-
-
-def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """d(score) = p * (dout.v - delta), whatever came through lse included."""
-    dout, out = (t.to(accumulator(t.dtype)) for t in (dout, out))
-    delta = einsum(dout, out, "b n h d, b n h d -> b h n")
-    return delta if dlse is None else delta - dlse
+        return *(total.final() for total in own), None
 
 
 @beartype
@@ -71,6 +65,9 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     layout: str = "contiguous",
     group: Group = None,
     kernel: str | None = None,
+    transport: str | None = None,
+    ulysses: int = 1,
+    memory: int | None = None,
     plan: RingPlan | None = None,
     return_lse: bool = False,
     bucket_size: int = 1024,
@@ -96,8 +93,16 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         layout: "contiguous", "striped" or "zigzag": which tokens a rank holds (`positions`).
         group: the ring, a ProcessGroup or a DeviceMesh of one dimension. None is the default
             group, or this process alone if there is none.
-        kernel: "sdpa" (PyTorch's flash on the CPU), "triton" or "eager"; None takes the fastest
-            that can do it, a named one never falls back.
+        kernel: a kernel of docs/kernels.md, as "sdpa" (PyTorch's own), "triton" (ours),
+            "flash-attn" or "eager"; "triton+flash-attn" is forward by one and backward by
+            another. None takes the fastest that can do it (`explain_kernel` tells), a named one
+            never falls back.
+        transport: "ring" passes keys from neighbour to neighbour, "gather" has all that are needed
+            come at once; None chooses.
+        ulysses: so many neighbours swap heads for sequence first, and only ranks with the same
+            heads exchange keys. It must divide the ring and the heads of q.
+        memory: bytes that other ranks' keys and gradients may take here under "gather", which
+            then brings fewer owners at once, but at least one. None is no bound.
         plan: a `RingPlan` for tensors like these. It stands for all options but return_lse.
         return_lse: also return the log-sum-exp of the scores.
         bucket_size: kernels that hold scores in memory hold those of so many queries at once.
@@ -122,15 +127,77 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     q, k, v = (_autocast(t) for t in (q, k, v))
     options = dict(
         causal=causal, window=window, key_mask=key_mask, scale=scale, softclamp=softclamp,
-        layout=layout, group=group, kernel=kernel, bucket_size=bucket_size, cross=cross,
+        layout=layout, group=group, kernel=kernel, transport=transport, ulysses=ulysses,
+        memory=memory, bucket_size=bucket_size, cross=cross,
     )  # fmt: skip
     if plan is None:
         plan = RingPlan.make(q, k, v, **options)
     else:
         _check_only_plan(options)
         plan.check(q, k, v)
+    if plan.ulysses is not None:
+        q, k, v = plan.ulysses.to_heads(q, k, v)
     out, lse = RingAttentionFunction.apply(q, k, v, plan)
+    if plan.ulysses is not None:
+        out, lse = plan.ulysses.to_sequence(out, lse if return_lse else None)
     return (out, lse) if return_lse else out
+
+
+@beartype
+def explain_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | int | None = None,
+    softclamp: float | int | None = None,
+    kernel: str | None = None,
+) -> str:
+    """Which kernel `ring_attn` would run for tensors and options like these, and why.
+
+    Args:
+        The rest: as for `ring_attn`; of the tensors only shape, dtype and device matter.
+
+    Returns:
+        A line for each faster kernel with what keeps it from running, then the one that runs.
+
+    Raises:
+        ValueError: there is no such kernel.
+
+    >>> q = torch.randn(1, 6, 2, 8)
+    >>> print(explain_kernel(q, q, q, softclamp=50.0).splitlines()[-2])
+    sdpa: has no softclamp
+    """
+    q, v = like_autocast(q), like_autocast(v)
+    asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
+    return explain(Case.of(q, v, **asked), kernel)
+
+
+@beartype
+def ulysses_attn(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = None, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`ring_attn` with `ulysses` being the whole ring: all ranks swap heads for sequence.
+
+    Args:
+        q, k, v, group, options: as for `ring_attn`; the heads of q must divide by the ranks.
+
+    Returns:
+        As `ring_attn`.
+
+    Raises:
+        ValueError: as `ring_attn`.
+
+    Source: Jacobs et al. 2023, https://arxiv.org/abs/2309.14509
+
+    >>> q, k = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8)
+    >>> ulysses_attn(q, k, k, causal=True).shape
+    torch.Size([1, 6, 4, 8])
+    """
+    ring = as_ring(group)
+    return ring_attn(q, k, v, group=ring, ulysses=ring.size, **options)
 
 
 def _autocast(t: Tensor) -> Tensor:
@@ -206,4 +273,45 @@ def ring_flash_attn(  # noqa: PLR0913 - a public entry point
     return result
 
 
+@beartype
+def ring_flash_attn_cuda(  # noqa: PLR0913 - a public entry point
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    bucket_size: int = 1024,
+    ring_reduce_col: bool = False,
+    striped_ring_attn: bool = False,
+    max_lookback_seq_len: int | None = None,
+    ring_size: int | None = None,
+    softclamp_qk_sim: bool = False,
+    softclamp_value: float | int = 50.0,
+    *,
+    layout: str | None = None,
+    group: Group = None,
+) -> Tensor:
+    """`ring_flash_attn` with our Triton forward, and the backward of flash-attn where that is
+    installed and can do the case; of our Triton kernels where not.
+
+    Args, Returns: as `ring_flash_attn`. No dtype is cast: float32 stays float32.
+
+    Raises:
+        ValueError: as `ring_flash_attn`, and where the Triton kernel can't run: see
+            `explain_kernel(q, k, v, kernel="triton")`.
+    """
+    asked = dict(
+        window=max_lookback_seq_len, key_mask=mask,
+        softclamp=softclamp_value if softclamp_qk_sim else None,
+    )  # fmt: skip
+    case = Case.of(like_autocast(q), like_autocast(v), **asked)
+    flash = any(problem(name, case) is None for name in ("flash-attn-4", "flash-attn-2"))
+    return ring_flash_attn(
+        q, k, v, mask, causal, bucket_size, ring_reduce_col, striped_ring_attn,
+        max_lookback_seq_len, ring_size, softclamp_qk_sim, softclamp_value, layout=layout,
+        group=group, kernel="triton+flash-attn" if flash else "triton",
+    )  # fmt: skip
+
+
 ring_flash_attn_ = ring_flash_attn
+ring_flash_attn_cuda_ = ring_flash_attn_cuda

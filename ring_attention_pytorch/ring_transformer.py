@@ -76,6 +76,9 @@ class RingTransformer(nn.Module):
         group: Group = None,
         softclamp: float | int | None = None,
         kernel: str | None = None,
+        transport: str | None = None,
+        ulysses: int = 1,
+        memory: int | None = None,
     ):
         super().__init__()
         if max_lookback_seq_len is None or isinstance(max_lookback_seq_len, int):
@@ -101,7 +104,8 @@ class RingTransformer(nn.Module):
                 ring_attn=ring_attn, ring_seq_size=ring_seq_size, auto_shard_seq=False,
                 layout=self.spread.layout if ring_attn else None, group=group,
                 force_regular_attn=force_regular_attn, use_cuda_kernel=use_cuda_kernel,
-                softclamp=softclamp, kernel=kernel,
+                softclamp=softclamp, kernel=kernel, transport=transport, ulysses=ulysses,
+                memory=memory,
             )  # fmt: skip
             self.layers.append(nn.ModuleList([attn, feed_forward(dim, ff_mult)]))
         self.to_logits = nn.Sequential(RMSNorm(dim), nn.Linear(dim, num_tokens, bias=False))

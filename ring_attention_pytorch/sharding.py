@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.agreement import agree
-from ring_attention_pytorch.contract import accumulator
 from ring_attention_pytorch.layouts import (
     Segments,
     all_segments,
@@ -25,6 +24,7 @@ from ring_attention_pytorch.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.ring import Group, Ring, as_ring
+from ring_attention_pytorch.running import accumulator
 
 Shape = tuple[int, ...]
 

@@ -14,8 +14,8 @@ from ring_attention_pytorch.agreement import agree
 from ring_attention_pytorch.contract import Case, Keys, Terms
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.layouts import Tile
-from ring_attention_pytorch.plan import empty_result
 from ring_attention_pytorch.ring import Group, Ring, as_ring
+from ring_attention_pytorch.running import Result
 
 
 @beartype
@@ -63,15 +63,15 @@ def tree_attn_decode(
             key_mask = key_mask.tensor_split(ring.size, dim=1)[ring.rank]
 
     queries = rearrange(q, "b h t d -> b t h d")
-    out, lse = empty_result(queries, queries[..., :1].expand(*queries.shape[:3], d_v))
+    result = Result(queries, queries[..., :1].expand(*queries.shape[:3], d_v))
     if k is not None and v is not None and 0 not in (k.shape[2], q.shape[2]):
         keys = Keys(*(rearrange(t, "b h n d -> b n h d") for t in (k, v)), key_mask, ())
-        kernel = choose(None, Case.of(q, v, softclamp=None))
+        kernel = choose(None, Case.of(queries, v, key_mask=key_mask))
         everything = Tile(slice(0, q.shape[2]), slice(0, k.shape[2]), None, None)
         terms = Terms(q.shape[-1] ** -0.5, None, 1024)
         with torch.autocast(q.device.type, enabled=False):
-            kernel.forward(queries, keys, [everything], terms, out, lse)
-    return rearrange(_merge(out, lse, eps, ring), "b t h d -> b h t d").to(q.dtype)
+            kernel.forward(queries, keys, [everything], terms, result)
+    return rearrange(_merge(*result.running(), eps, ring), "b t h d -> b h t d").to(q.dtype)
 
 
 def _merge(out: Tensor, lse: Tensor, eps: float, ring: Ring) -> Tensor:

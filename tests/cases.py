@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.layouts import positions
+from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
+from ring_attention_pytorch.transports.symmetric import SymmetricGather
 from tests import threads
 from tests.ranks import Pool
 from tests.reference import dense_attention, relative_error
@@ -49,6 +51,9 @@ class Attention:
     softclamp: float | None = None
     scale: float | None = None
     kernel: str | None = None
+    transport: str | None = None
+    ulysses: int = 1
+    memory: int | None = None
     batch: int = 2
     heads: int = 4
     key_heads: int = 2
@@ -108,7 +113,8 @@ def results(
 
 def oracle(case: Attention) -> list[Tensor]:
     """`whole`, worked out once for all layouts, kernels and rings."""
-    return _oracle(replace(case, layout="", kernel=None, bucket_size=0, query_lengths=None))
+    how = dict(kernel=None, transport=None, ulysses=1, memory=None, bucket_size=0)
+    return _oracle(replace(case, layout="", query_lengths=None, **how))
 
 
 @lru_cache(maxsize=512)
@@ -132,7 +138,8 @@ def shard(case: Attention, ring: Ring) -> list[Tensor]:
     out, lse = ring_attn(
         *tensors, **case.options(), key_mask=None if mask is None else mask[:, keys],
         layout=case.layout, kernel=case.kernel, bucket_size=case.bucket_size, group=ring,
-        return_lse=True, cross=case.key_lengths is not None,
+        transport=case.transport, ulysses=case.ulysses, memory=case.memory, return_lse=True,
+        cross=case.key_lengths is not None,
     )  # fmt: skip
     return results(tensors, out, lse, dout[:, queries], dlse[..., queries])
 
@@ -164,6 +171,30 @@ def check_in_threads(case: Attention, size: int) -> threads.Hub:
     got, hub = threads.run(size, lambda ring: shard(case, ring))
     check(case, size, (errors(case, r, size, mine, oracle(case)) for r, mine in enumerate(got)))
     return hub
+
+
+def check_symmetric(case: Attention, size: int, at_once: int) -> None:
+    """The case over a ring of threads that share memory, against the oracle."""
+
+    def main(ring: threads.ThreadRing) -> list[Tensor]:
+        (q, k, v), mask, dout, dlse = case.data()
+        at, _ = case.places(ring.rank, ring.size)
+        mine = [t[:, at].requires_grad_() for t in (q, k, v)]
+        plan = RingPlan.make(
+            *mine, **case.options(), key_mask=None if mask is None else mask[:, at], group=ring,
+            layout=case.layout, kernel=case.kernel, ulysses=case.ulysses,
+        )  # fmt: skip
+        over = ring if plan.ulysses is None else plan.ulysses.ring
+        ranks = tuple(range(size)) if plan.ulysses is None else over.places
+        width = case.batch * (case.key_heads * (case.d + case.d_v) * 8 + 1)
+        transport = SymmetricGather.over(
+            over, plan.blocks, at_once, width, (None, ranks), threads.ThreadSpace(ring)
+        )
+        out, lse = ring_attn(*mine, plan=replace(plan, transport=transport), return_lse=True)
+        return results(mine, out, lse, dout[:, at], dlse[..., at])
+
+    got, _ = threads.run(size, main)
+    check(case, size, (errors(case, r, size, mine, oracle(case)) for r, mine in enumerate(got)))
 
 
 def process_case(cases: list[Attention]) -> list[dict[str, float]]:

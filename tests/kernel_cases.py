@@ -7,10 +7,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.contract import Grads, Keys, Saved, Terms, accumulator
+from ring_attention_pytorch.contract import Grads, Keys, Saved, Terms
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.layouts import Tile, _trimmed, band
-from ring_attention_pytorch.plan import empty_result
+from ring_attention_pytorch.running import Result, Sum
 from tests.reference import relative_error
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -122,17 +122,18 @@ def results(case: KernelCase, data: Data, kernel: str) -> dict[str, Tensor]:
         mask = None if data.mask is None else data.mask[:, cols]
         return Keys(k[:, cols], v[:, cols], mask, ())
 
-    out, lse = empty_result(q, v)
+    result = Result(q, v)
     for cols, tiles in case.cut():
-        impl.forward(q, keys(cols), tiles, terms, out, lse)
-    wide, rounded = accumulator(q.dtype), out.to(q.dtype)
-    dlse = data.dlse.to(wide).masked_fill(lse == -torch.inf, 0.0)
-    delta = (dout.to(wide) * rounded.to(wide)).sum(-1).transpose(1, 2) - dlse
-    saved = Saved(q, rounded, lse, dout, delta, dlse)
-    dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
+        impl.forward(q, keys(cols), tiles, terms, result)
+    rounded, lse = result.final()
+    dlse = data.dlse.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
+    saved = Saved(q, rounded, lse, dout, dlse)
+    dq, dk, dv = Sum(q), torch.zeros_like(k), torch.zeros_like(v)
     for cols, tiles in case.cut():
-        impl.backward(saved, keys(cols), tiles, terms, Grads(dq, dk[:, cols], dv[:, cols]))
-    return dict(zip(NAMES, (rounded, lse, *(t.to(q.dtype) for t in (dq, dk, dv)))))
+        grads = Grads(dq, Sum(k[:, cols]), Sum(v[:, cols]))
+        impl.backward(saved, keys(cols), tiles, terms, grads)
+        dk[:, cols], dv[:, cols] = grads.dk.final(), grads.dv.final()
+    return dict(zip(NAMES, (rounded, lse, dq.final(), dk, dv)))
 
 
 def worst(got: Tensor, want: Tensor) -> float:
@@ -183,12 +184,17 @@ def disturbed(case: KernelCase, kernel: str, device: str) -> list[str]:
     out = torch.randn(dout.shape, generator=draw).to(device)
     lse = torch.randn(data.dlse.shape, generator=draw).to(device)
     lse[:, :, ::3], out[:, ::3] = -torch.inf, 0.0
-    grads = Grads(*(torch.randn(t.shape, generator=draw).to(device) for t in (q, k, v)))
-    before = [t.clone() for t in (out, lse, *grads)]
+    result, grads = Result(q, v), Grads(Sum(q), Sum(k), Sum(v))
+    result.add(slice(0, case.n), out, lse)
+    for total, t in zip(grads, (q, k, v)):
+        total.running().copy_(torch.randn(t.shape, generator=draw))
+    before = [t.clone() for t in (out, lse, *(total.running() for total in grads))]
     keys = Keys(k, v, data.mask, ())
-    KERNELS[kernel].forward(q, keys, case.whole(), case.terms(), out, lse)
-    saved = Saved(q, out.to(q.dtype), lse, dout, data.dlse, None)
+    KERNELS[kernel].forward(q, keys, case.whole(), case.terms(), result)
+    out, lse = result.running()
+    saved = Saved(q, out.to(q.dtype), lse, dout, data.dlse)
     KERNELS[kernel].backward(saved, keys, case.whole(), case.terms(), grads)
+    after = [out, lse, *(total.running() for total in grads)]
     shown = torch.zeros(case.batch, case.n, case.m, dtype=torch.bool, device=device)
     for tile in case.whole():
         shown[:, tile.rows, tile.cols] |= band(tile, shown.device)
@@ -197,7 +203,7 @@ def disturbed(case: KernelCase, kernel: str, device: str) -> list[str]:
     blind, unused = ~shown.any(2), ~shown.any(1)
     places = (blind, blind, blind, unused, unused)
     found = []
-    for name, at, was, now in zip(NAMES, places, before, (out, lse, *grads)):
+    for name, at, was, now in zip(NAMES, places, before, after):
         if name == "lse":
             was, now = was.transpose(1, 2), now.transpose(1, 2)
         if not torch.equal(was[at], now[at]) or now.isnan().any():

@@ -378,7 +378,12 @@ class Traffic:
     gathered: list[int] = field(default_factory=list)  # bytes a rank, of each collective
 
     def floats_received(self) -> list[int]:
-        return [shape.numel() for shape, dtype in self.received if dtype.is_floating_point]
+        """How many of each message; one of bytes holds float64."""
+        return [
+            shape.numel() // (8 if dtype == torch.uint8 else 1)
+            for shape, dtype in self.received
+            if dtype.is_floating_point or dtype == torch.uint8
+        ]
 
 
 @contextmanager

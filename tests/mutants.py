@@ -71,116 +71,185 @@ MUTANTS = [
     ),
     # merging and precision
     Mutant(
-        "merge weights swapped", "contract.py", "torch.sigmoid(part_lse - lse)",
+        "merge weights swapped", "running.py", "torch.sigmoid(part_lse - lse)",
         "torch.sigmoid(lse - part_lse)",
     ),
     Mutant(
-        "merge does not rescale", "contract.py",
-        "out.lerp_(part_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))",
-        "out.add_(part_out * weight.transpose(1, 2).unsqueeze(-1))",
+        "merge does not rescale", "running.py",
+        "out.to(wide).lerp_(part_out.to(wide), weight.transpose(1, 2).unsqueeze(-1))",
+        "out.to(wide).add_(part_out * weight.transpose(1, 2).unsqueeze(-1))",
     ),
     Mutant(
-        "merge of two -inf is NaN", "contract.py",
+        "merge of two -inf is NaN", "running.py",
         ".masked_fill_(part_lse == -torch.inf, 0.0)", "",
     ),
     Mutant(
-        "lse is that of the last block", "contract.py", "torch.logaddexp(lse, part_lse, out=lse)",
+        "lse is that of the last block", "running.py", "torch.logaddexp(lse, part_lse, out=lse)",
         "lse.copy_(part_lse)",
     ),
     Mutant(
-        "running sums in half precision", "contract.py",
+        "running sums in half precision", "running.py",
         "torch.promote_types(dtype, torch.float32)",
         "dtype if dtype == torch.float64 else torch.bfloat16",
     ),
     Mutant(
-        "running sums in the inputs' precision", "contract.py",
+        "running sums in the inputs' precision", "running.py",
         "torch.promote_types(dtype, torch.float32)", "dtype",
     ),
-    # transport
+    # the ring
     Mutant(
-        "a gradient hop dropped", "ring.py", "_add(grads, travelling.wait())", "travelling.wait()"
+        "a gradient hop dropped", "transports/send_recv.py",
+        "_add(grads, opened(received, forms[self._owner(here)]))", "pass",
     ),
     Mutant(
-        "gradients not brought home", "ring.py", "_add(own, travelling.wait())",
-        "travelling.wait()",
+        "gradients not brought home", "transports/send_recv.py",
+        "_add(own, opened(received, forms[self.ring.rank]))", "pass",
     ),
     Mutant(
-        "gradients home to the wrong rank", "ring.py",
-        "ends = [*self.distances[1:], self.ring.size]",
-        "ends = [*self.distances[1:], self.ring.size - 1]",
+        "gradients home to the wrong rank", "transports/send_recv.py",
+        "ends = [*self.distances[2:], self.ring.size]",
+        "ends = [*self.distances[2:], self.ring.size - 1]",
     ),
     Mutant(
-        "keys of the wrong owner", "ring.py", "return (self.ring.rank - distance) % self.ring.size",
+        "keys of the wrong owner", "transports/send_recv.py",
+        "return (self.ring.rank - distance) % self.ring.size",
         "return (self.ring.rank + distance) % self.ring.size",
     ),
     Mutant(
-        "last hop dropped in both directions", "ring.py", "    distances: tuple[int, ...]\n",
-        "    distances: tuple[int, ...]\n\n    def __post_init__(self):\n"
-        '        object.__setattr__(self, "distances", self.distances[: -1 or None] or (0,))\n',
+        "last hop dropped in both directions", "transports/send_recv.py",
+        "return cls(ring, blocks.keys, blocks.distances)",
+        "return cls(ring, blocks.keys, blocks.distances[: -1 or None] or (0,))",
     ),
     Mutant(
-        "last hop dropped in backward", "ring.py",
-        "ends = [*self.distances[1:], self.ring.size]",
-        "ends = [*self.distances[1:-1], self.ring.size]",
+        "last hop dropped in backward", "transports/send_recv.py",
+        "ends = [*self.distances[2:], self.ring.size]",
+        "ends = [*self.distances[2:-1], self.ring.size]",
     ),
     Mutant(
-        "stale key block", "ring.py",
-        "keys = Keys(k, v, mask[0] if mask else None, self.segments",
-        "keys = Keys(keys.k, keys.v, mask[0] if mask else None, self.segments",
+        "stale key block", "transports/send_recv.py", "            held, spare = spare, held\n", ""
     ),
     Mutant(
-        "stale key block in backward", "ring.py", "            yield keys, grads\n",
-        "            fresh = keys.k.shape == own_keys.k.shape\n"
-        "            yield (keys._replace(k=own_keys.k, v=own_keys.v) if fresh else keys), grads\n",
+        "stale key block in backward", "transports/send_recv.py",
+        "            yield theirs, grads\n",
+        "            fresh = theirs.k.shape == own_keys.k.shape\n"
+        "            yield (theirs._replace(k=own_keys.k) if fresh else theirs), grads\n",
     ),
     Mutant(
-        "stale key mask", "ring.py", "mask[0] if mask else None",
+        "stale key mask", "transports/send_recv.py", "mask[0] if mask else None",
         "(keys.key_mask if keys.key_mask.shape == mask[0].shape else mask[0]) if mask else None",
     ),
     Mutant(
-        "transfer not awaited", "ring.py", "k, v, *mask = coming.wait()",
-        "k, v, *mask = [t.clone() for _, t in coming.mail]\n            coming.wait()",
+        "transfer not awaited", "transports/send_recv.py", "            coming.wait()\n", ""
     ),
     Mutant(
-        "gradients modified in flight", "ring.py",
-        "                travelling = self._pass(grads, here, there)\n",
-        "                travelling = self._pass(grads, here, there)\n"
-        "                grads[0].zero_()\n",
+        "gradients modified in flight", "transports/send_recv.py",
+        "            computed, sent = sent, computed\n", "",
     ),
     Mutant(
-        "one buffer received into twice", "ring.py",
-        "received = [t.new_empty((t.shape[0], length, *t.shape[2:])) for t in sent]",
-        "received = [self.__dict__.setdefault((length, t.shape, t.dtype, i), t.new_empty("
-        "(t.shape[0], length, *t.shape[2:]))) for i, t in enumerate(sent)]",
+        "one buffer received into twice", "transports/send_recv.py",
+        "self._pass(held, spare, forms", "self._pass(held, held, forms",
     ),
     Mutant(
-        "dk and dv mixed", "ring.py", "for total, part in zip(totals, parts):",
+        "gradients of the hop before last", "running.py", "self._empty(self._dtype).zero_()",
+        "self._empty(self._dtype)",
+    ),
+    Mutant(
+        "dk and dv mixed", "transports/send_recv.py", "for total, part in zip(totals, parts):",
         "for total, part in zip(totals, reversed(parts)):",
+    ),
+    # gather
+    Mutant(
+        "pieces of the wrong owner", "transports/gather.py",
+        "return [(self.ring.rank - t) % self.ring.size for t in distances]",
+        "return [(self.ring.rank + t) % self.ring.size for t in distances]",
+    ),
+    Mutant(
+        "the last partial is dropped", "transports/gather.py",
+        "        if going is not None:\n            going()\n\n",
+        "        pass\n\n",
+    ),
+    Mutant(
+        "partials of all rounds but the last are dropped", "transports/gather.py",
+        "                going()\n                going = None\n", "                pass\n",
+    ),
+    Mutant(
+        "a partial overwrites what is there", "transports/gather.py",
+        "total.add(piece.cols, part[:, start:stop])",
+        "total.running()[:, piece.cols] = part[:, start:stop]",
+    ),
+    Mutant(
+        "a partial lands at the owner's first keys", "transports/gather.py",
+        "total.add(piece.cols, part", "total.add(slice(0, stop - start), part",
+    ),
+    Mutant(
+        "pieces in no order", "transports/pieces.py",
+        "key=lambda piece: (piece.segment.start, piece.owner)", "key=lambda piece: 0",
+    ),
+    Mutant(
+        "positions from the owner's first key on", "transports/pieces.py",
+        "Segment(position + (first - start) * stride,", "Segment(position,",
+    ),
+    Mutant(
+        "pieces with a gap joined", "transports/pieces.py",
+        "b.start == a.start + a.stride * a.length", "b.start >= a.start + a.stride * a.length",
+    ),
+    Mutant(
+        "a message's tensors overlap", "transports/messages.py", "-(-part.nbytes // _ALIGNED)",
+        "(part.nbytes // _ALIGNED)",
+    ),
+    # shared memory
+    Mutant(
+        "keys pulled from the wrong rank", "transports/symmetric.py",
+        "space.keys.of(self.ranks[owner])", "space.keys.of(self.ranks[rank])",
+    ),
+    Mutant(
+        "gradients pulled from the wrong rank", "transports/symmetric.py",
+        "space.grads.of(self.ranks[user])", "space.grads.of(self.ranks[rank])",
+    ),
+    Mutant(
+        "everybody's gradients added by every owner", "transports/symmetric.py",
+        "if piece.owner == owner:", "if True:",
+    ),
+    # heads and sequence
+    Mutant(
+        "key heads of another place", "ulysses.py", "(p * mine + i) // group", "(p + i) // group"
+    ),
+    Mutant(
+        "only one of the replicated heads has a gradient", "ulysses.py",
+        "total[:, :, head] += part", "total[:, :, head] = part",
+    ),
+    Mutant(
+        "shards land in the order of places", "ulysses.py",
+        "held.sort(key=lambda each: (each[0].start, each[1]))", "pass",
+    ),
+    Mutant(
+        "progressions taken in turn that are not", "ulysses.py", "if found == expected else None",
+        "if expected else None",
     ),
     # autograd
     Mutant(
         "gradients divided by the ring", "ring_flash_attention.py",
-        "return *(grad.to(q.dtype) for", "return *(grad.to(q.dtype) / plan.ring.size for",
+        "return *(total.final() for", "return *(total.final() / plan.ring.size for",
     ),
     Mutant(
-        "gradients are zero", "ring_flash_attention.py", "return *(grad.to(q.dtype) for",
-        "return *(grad.to(q.dtype) * 0 for",
+        "gradients are zero", "ring_flash_attention.py", "return *(total.final() for",
+        "return *(total.final() * 0 for",
     ),
     Mutant(
-        "dk + dv given for both", "ring_flash_attention.py", "for grad in (dq, dk, dv)), None",
-        "for grad in (dq, dk + dv, dk + dv)), None",
+        "dk and dv swapped", "ring_flash_attention.py", "for total in own), None",
+        "for total in (own[0], own[2], own[1])), None",
     ),
     Mutant(
-        "no delta", "ring_flash_attention.py", "return delta if dlse is None else delta - dlse",
-        "return delta * 0 if dlse is None else delta * 0 - dlse",
+        "no delta", "contract.py", "return delta if self.dlse is None else delta - self.dlse",
+        "return delta * 0 if self.dlse is None else delta * 0 - self.dlse",
     ),
     Mutant(
-        "dlse forgotten", "ring_flash_attention.py",
-        "return delta if dlse is None else delta - dlse", "return delta",
+        "dlse forgotten", "contract.py",
+        "return delta if self.dlse is None else delta - self.dlse", "return delta",
     ),
     Mutant(
-        "dlse with the wrong sign", "ring_flash_attention.py", "else delta - dlse",
-        "else delta + dlse",
+        "dlse with the wrong sign", "contract.py", "else delta - self.dlse",
+        "else delta + self.dlse",
     ),
     # kernels
     Mutant(
@@ -215,8 +284,8 @@ MUTANTS = [
         "key mask ignored", "kernels/eager.py", "if keys.key_mask is not None:", "if False:"
     ),
     Mutant(
-        "dk overwritten by each tile", "kernels/eager.py", "grads.dk[:, cols] += ",
-        "grads.dk[:, cols] = ",
+        "dk overwritten by each tile", "kernels/eager.py", "running[1][:, cols] += ",
+        "running[1][:, cols] = ",
     ),
     Mutant(
         "an unseen row has a finite lse", "kernels/sdpa.py",
@@ -251,7 +320,7 @@ def battery() -> Iterable[Callable[[], None]]:
     import torch
 
     from tests import threads
-    from tests.cases import Attention, check_in_threads
+    from tests.cases import Attention, check_in_threads, check_symmetric
 
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
@@ -267,10 +336,20 @@ def battery() -> Iterable[Callable[[], None]]:
         (Attention(24, "striped", window=3, kernel="sdpa", dtype=torch.float32), 3),
         (Attention(7, "zigzag", causal=True, masked=True), 8),
         (Attention(11, key_lengths=(3, 0, 8)), 3),
+        (Attention(13, batch=1, heads=1, key_heads=1, d=3, d_v=5, dtype=torch.float32), 3),
+        (Attention(29, "zigzag", causal=True, d_v=5, transport="gather", kernel="eager"), 4),
+        (Attention(31, "contiguous", window=7, masked=True, transport="gather", memory=0), 3),
+        (Attention(23, "striped", causal=True, masked=True, transport="gather", batch=1), 4),
+        (Attention(23, "zigzag", causal=True, ulysses=2, heads=4, key_heads=1, masked=True), 4),
+        (Attention(23, "striped", causal=True, ulysses=3, heads=6, key_heads=2), 3),
+        (Attention(23, "striped", causal=True, ulysses=2, transport="gather"), 4),
     ]
     for case, size in cases:
         yield lambda case=case, size=size: check_in_threads(case, size)
+    shared = Attention(29, "zigzag", causal=True, masked=True, d_v=5, kernel="eager")
+    yield lambda: check_symmetric(shared, 4, 2)
     yield zigzag_is_balanced
+    yield gathered_keys_are_few_large_tiles
     yield sums_of_16_bits_are_kept_in_32
     yield mismatches_are_errors
     yield plans_are_checked
@@ -283,6 +362,25 @@ def zigzag_is_balanced() -> None:
     everyone = all_segments("zigzag", 4, 32)
     work = {sum(visible_pairs(tiles(q, k, Visible(True))) for k in everyone) for q in everyone}
     assert len(work) == 1
+
+
+def gathered_keys_are_few_large_tiles() -> None:
+    """At most two calls for all other ranks' keys: what gathering is for."""
+    from ring_attention_pytorch.layouts import LAYOUTS, Visible, all_segments, tiles
+    from ring_attention_pytorch.transports.pieces import Blocks, joined, schedule
+    from ring_attention_pytorch.ulysses import land
+
+    for layout, visible in [
+        ("zigzag", Visible(causal=True)),
+        ("zigzag", Visible()),
+        ("contiguous", Visible(causal=True, window=30)),
+    ]:
+        everyone = all_segments(layout, 5, 53)
+        (group,) = schedule(Blocks(everyone, everyone, visible), at_once=4)
+        for rank, mine in enumerate(everyone):
+            for now in group.rounds:
+                assert len(tiles(mine, joined(now[rank]), visible)) <= 1
+    assert all(len(land(all_segments(layout, 5, 53))[0]) == 1 for layout in LAYOUTS)
 
 
 def sums_of_16_bits_are_kept_in_32() -> None:

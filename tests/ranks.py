@@ -1,4 +1,4 @@
-"""A pool of gloo processes that stays up between cases: launching is dear, a case is not."""
+"""A pool of processes that stays up between cases: launching is dear, a case is not."""
 
 import multiprocessing as mp
 import tempfile
@@ -21,11 +21,16 @@ class RankFailed(AssertionError):
     """A rank raised, died or hung."""
 
 
-def _serve(pipe: Connection, rank: int, size: int, folder: str, timeout: float) -> None:
+def _serve(
+    pipe: Connection, rank: int, size: int, folder: str, timeout: float, backend: str
+) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", rank=rank, world_size=size, init_method=f"file://{folder}/store",
+        backend, rank=rank, world_size=size, init_method=f"file://{folder}/store",
         timeout=timedelta(seconds=timeout),
+        device_id=torch.device("cuda", rank) if backend == "nccl" else None,
     )  # fmt: skip
     while (task := pipe.recv()) is not None:
         case, args = task
@@ -38,13 +43,19 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str, timeout: float) 
 
 
 class Pool:
-    """`size` ranks of one default gloo group. `run` gives every rank's result, in order.
+    """`size` ranks of one default group. `run` gives every rank's result, in order.
 
     `timeout` is how long to wait for an answer, `group_timeout` how long ranks wait for another.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0, group_timeout: float | None = None):
-        self.size, self.timeout, self.members = size, timeout, []
+    def __init__(
+        self,
+        size: int,
+        timeout: float = 60.0,
+        group_timeout: float | None = None,
+        backend: str = "gloo",
+    ):
+        self.size, self.timeout, self.backend, self.members = size, timeout, backend, []
         self.group_timeout = timeout if group_timeout is None else group_timeout
 
     def run(self, case: Callable[..., Any], *args: Any) -> list[Any]:
@@ -81,7 +92,14 @@ class Pool:
             ours, theirs = _context.Pipe()
             process = _context.Process(
                 target=_serve,
-                args=(theirs, rank, self.size, self.folder.name, self.group_timeout),
+                args=(
+                    theirs,
+                    rank,
+                    self.size,
+                    self.folder.name,
+                    self.group_timeout,
+                    self.backend,
+                ),
                 daemon=True,
             )
             process.start()

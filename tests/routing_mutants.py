@@ -81,19 +81,6 @@ MUTANTS = [
         "got = all_to_all([flat.index_select(0, land) for land in self.lands]",
         "got = all_to_all([flat.index_select(0, land.flip(0)) for land in self.lands]",
     ),
-    # halo
-    Mutant(
-        "the halo's gradients not summed at home", "routing/halo.py",
-        "total[:, first:last] += part", "total[:, first:last] += 0 * part",
-    ),
-    Mutant(
-        "the halo one key short", "routing/halo.py", "found.append((first, last))",
-        "found.append((min(first + 1, last - 1), last))",
-    ),
-    Mutant(
-        "the halo at the wrong positions", "routing/halo.py", "Segment(start + stride * a,",
-        "Segment(start,",
-    ),
     # modules
     Mutant(
         "a window's keys before its queries", "routing/autoregressive.py",

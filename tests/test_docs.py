@@ -57,6 +57,21 @@ def test_the_drawing_is_what_its_script_draws() -> None:
     assert drawn == (ROOT / "docs" / "layouts.svg").read_text()
 
 
+def test_the_page_of_kernels_is_what_they_say_of_themselves() -> None:
+    written = runpy.run_path(str(ROOT / "docs" / "write_kernels.py"))["page"]()
+    assert written == (ROOT / "docs" / "kernels.md").read_text()
+
+
+def test_the_predictions_are_those_of_the_model() -> None:
+    """docs/scaling.md and its plot are what their script makes of the model as it is."""
+    script = runpy.run_path(str(ROOT / "docs" / "draw_scaling.py"))
+    found = script["shares"]()
+    assert script["page"](found) == (ROOT / "docs" / "scaling.md").read_text()
+    assert script["drawing"](found) == (ROOT / "docs" / "scaling.svg").read_text()
+    for transport, tokens, measured, predicted in script["checked"]():
+        assert abs(measured - predicted) < 0.1, (transport, tokens)
+
+
 def test_regrouped_query_heads_do_what_the_old_order_did() -> None:
     """docs/coming-from-0.5.md tells how to carry over a checkpoint with grouped heads."""
     known: dict = {}

@@ -11,48 +11,70 @@ PACKAGE = Path(__file__).parent.parent / "ring_attention_pytorch"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # of this package, a file may import these and no others; "*" is any
-KERNEL = {"contract", "layouts"}
+KERNEL = {"contract", "layouts", "running"}
 ALLOWED = {
     "__init__": {"*"},
     "layouts": set(),
-    "contract": {"layouts"},
-    "ring": {"contract", "layouts"},
+    "running": {"_triton_rows"},
+    "_triton_rows": set(),
+    "contract": {"layouts", "running"},
+    "ring": set(),
     "agreement": {"ring"},
-    "plan": {"agreement", "contract", "kernels", "layouts", "ring"},
-    "regular_attention": {"contract", "plan"},
-    "ring_flash_attention": {"contract", "layouts", "plan", "ring"},
+    "transports.__init__": {"contract", "layouts", "ring", "transports"},
+    "transports.messages": set(),
+    "transports.pieces": {"layouts"},
+    "transports.send_recv": {"contract", "layouts", "ring", "running", "transports"},
+    "transports.gather": {"contract", "layouts", "ring", "running", "transports"},
+    "transports.symmetric": {"contract", "layouts", "ring", "running", "transports"},
+    "ulysses": {"layouts", "ring", "running", "transports"},
+    "cost": {"layouts", "transports"},
+    "plan": {
+        "agreement",
+        "contract",
+        "cost",
+        "kernels",
+        "layouts",
+        "ring",
+        "transports",
+        "ulysses",
+    },
+    "explain": {"cost", "layouts", "plan", "transports"},
+    "regular_attention": {"plan", "running"},
+    "ring_flash_attention": {"contract", "kernels", "plan", "ring", "running"},
     "rotary": {"layouts", "ring"},
-    "sharding": {"agreement", "contract", "layouts", "plan", "ring"},
-    "loss": {"contract", "layouts", "ring", "sharding"},
-    "tree_attn_decoding": {"agreement", "contract", "kernels", "layouts", "plan", "ring"},
+    "sharding": {"agreement", "layouts", "plan", "ring", "running"},
+    "loss": {"layouts", "ring", "running", "sharding"},
+    "tree_attn_decoding": {"agreement", "contract", "kernels", "layouts", "ring", "running"},
     "ring_attention": {"*"},
     "ring_transformer": {"*"},
     # conditional routing: its own modules, and of the others what they need
     "routing.__init__": {"routing"},
     "routing.exchange": {"ring"},
-    "routing.halo": {"contract", "layouts", "plan", "ring"},
     "routing.soft_topk": {"agreement", "ring", "routing"},
     "routing.descent_triton": {"routing"},
     "routing._triton_descent": set(),
     "routing.plan": {"agreement", "layouts", "plan", "ring", "routing", "sharding"},
     "routing.selection": {"ring", "routing"},
     "routing.dispatch": {"layouts", "ring", "routing", "sharding"},
-    "routing.router": {"contract", "ring", "routing", "sharding"},
+    "routing.router": {"ring", "routing", "running", "sharding"},
     "routing.attention": {"*"},
-    "routing.autoregressive": {"ring", "ring_attention", "routing", "sharding"},
-    "routing.cross_attention": {"contract", "ring", "routing", "sharding"},
+    "routing.autoregressive": {"ring", "routing", "sharding"},
+    "routing.cross_attention": {"ring", "routing", "running", "sharding"},
     "routing.image_attention": {"ring_attention", "routing"},
     "routing.feedforward": {"ring", "ring_transformer", "routing", "sharding"},
     "routing.block": {"ring", "routing", "sharding"},
     "routing.transformer": {"loss", "ring", "ring_transformer", "routing"},
     "kernels.__init__": {"contract", "kernels"},
+    "kernels._whole": KERNEL,
+    **{f"kernels.{name}": KERNEL | {"kernels"} for name in ("flash_attn_2", "flash_attn_4")},
+    **{f"kernels.sdpa_{name}": KERNEL | {"kernels"} for name in ("cudnn", "flash")},
     # its compiled parts, which only it imports, and only when called
     "kernels.triton": KERNEL | {"kernels"},
     "kernels._triton_forward": {"kernels"},
     "kernels._triton_backward": {"kernels"},
 }
 # point-to-point and collectives are nobody else's business
-MAY_COMMUNICATE = {"ring", "plan", "sharding", "tree_attn_decoding", "loss"}
+MAY_COMMUNICATE = {"ring", "transports.symmetric", "plan", "sharding", "tree_attn_decoding", "loss"}
 # public entry points: a long signature and its agreement, in one place
 MAY_BE_LONG = {"ring_attn", "RingPlan.make", "RingAttention.__init__", "RingTransformer.__init__"}
 MAY_BE_LONG |= {
@@ -146,7 +168,7 @@ import importlib, pkgutil, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("triton", "flash_attn", "flash_attn_interface"):
+        if name.split(".")[0] in ("triton", "flash_attn", "cutlass"):
             raise ModuleNotFoundError(f"refused: {{name}}", name=name)
 
 sys.meta_path.insert(0, Refuse())

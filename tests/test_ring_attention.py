@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch.contract import Case
-from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.kernels import KERNELS, problem
 from ring_attention_pytorch.layouts import LAYOUTS
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
@@ -44,7 +44,7 @@ HEADS = ((4, 4), (4, 2), (3, 1))
 
 def kernels(case: Attention) -> list[str]:
     asked = Case("cpu", case.dtype, case.softclamp is not None)
-    return [name for name, kernel in KERNELS.items() if kernel.problem(asked) is None]
+    return [name for name in KERNELS if problem(name, asked) is None]
 
 
 def matrix(layout: str, **kinds) -> list[Attention]:
@@ -210,7 +210,7 @@ class Threaded(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         def main(ring: Ring):
             theirs, mine, out, lse = ctx.ranks[ring.rank]
-            theirs.hub = ring.hub
+            theirs.join(ring.hub)
             at, _ = ctx.case.places(ring.rank, ctx.size)
             return torch.autograd.grad(
                 (out, lse), mine, (dout[:, at], dlse[..., at]), retain_graph=True
@@ -302,7 +302,8 @@ def forward_only(case: Attention, size: int) -> threads.Hub:
         at, _ = case.places(ring.rank, size)
         ring_attn(
             *(t[:, at] for t in tensors), **case.options(), layout=case.layout, group=ring,
-            key_mask=None if mask is None else mask[:, at],
+            key_mask=None if mask is None else mask[:, at], transport=case.transport,
+            ulysses=case.ulysses, memory=case.memory,
         )  # fmt: skip
 
     return threads.run(size, main)[1]

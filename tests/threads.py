@@ -6,7 +6,8 @@ only when its receiver waits, so a sender that touches it too early is found out
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import Empty, Queue
 from typing import Any
 
@@ -23,13 +24,20 @@ class Hub:
 
     def __init__(self, size: int):
         self.size = size
-        self.mail = {(a, b): Queue() for a in range(size) for b in range(size)}
+        self.boxes: dict[tuple[int, int, int], Queue] = {}  # from, to, how many came before
+        self.shelves: dict[tuple[str, int], Tensor] = {}
+        self.lock = threading.Lock()
         self.notes: list[bytes] = [b""] * size
         self.barrier = threading.Barrier(size, timeout=PATIENCE)
         self.failed = threading.Event()
         self.exchanges = [0] * size  # of each rank
         self.sent_bytes = [0] * size
         self.gathers = [0] * size
+
+    def box(self, sender: int, receiver: int, number: int) -> Queue:
+        """Where one message lies: they match in the order in which they are posted."""
+        with self.lock:
+            return self.boxes.setdefault((sender, receiver, number), Queue())
 
     def fail(self) -> None:
         """Let no rank wait for one that has failed."""
@@ -48,7 +56,12 @@ class Hub:
 
 class ThreadRing(Ring):
     def __init__(self, hub: Hub, rank: int):
-        self.hub, self.rank, self.size, self.first, self.group = hub, rank, hub.size, 0, None
+        self.rank, self.size, self.first, self.group = rank, hub.size, 0, None
+        self.join(hub)
+
+    def join(self, hub: Hub) -> None:
+        """Take part in another run, as this rank."""
+        self.hub, self.sent, self.awaited = hub, [0] * hub.size, [0] * hub.size
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
@@ -59,11 +72,15 @@ class ThreadRing(Ring):
             assert rank != self.rank, "a message to oneself"
             assert t.is_contiguous()
             taken.append(threading.Event())
-            self.hub.mail[self.rank, rank].put((t, taken[-1]))
+            self.hub.box(self.rank, rank, self.sent[rank]).put((t, taken[-1]))
+            self.sent[rank] += 1
             self.hub.sent_bytes[self.rank] += t.nbytes
-        for _, t in receives:
-            t.fill_(torch.nan if t.is_floating_point() else 1)
-        mail = [(self.hub.mail[rank, self.rank], t) for rank, t in receives]
+        mail = []
+        for rank, t in receives:
+            mail.append((self.hub.box(rank, self.rank, self.awaited[rank]), t))
+            self.awaited[rank] += 1
+            # bytes of ones are NaN in every floating dtype
+            t.fill_(torch.nan if t.is_floating_point() else 255 if t.dtype == torch.uint8 else 1)
         return ThreadTransfer(self.hub, mail, taken)
 
     def gather_bytes(self, message: bytes) -> list[bytes]:
@@ -100,6 +117,40 @@ class ThreadTransfer:
         return [buffer for _, buffer in self.mail]
 
 
+class ThreadShelf:
+    """A `symmetric.Shelf` of threads: what is not written this turn is NaN."""
+
+    def __init__(self, hub: Hub, name: str, rank: int):
+        self.hub, self.name, self.rank, self.turn = hub, name, rank, 0
+
+    def own(self) -> Tensor:
+        self.turn = 1 - self.turn
+        return self.hub.shelves[self.name, self.rank][self.turn].fill_(255)
+
+    @contextmanager
+    def published(self, stream: None) -> Iterator[threading.Event]:
+        self.hub.barrier.wait()
+        done = threading.Event()
+        yield done
+        done.set()
+
+    def of(self, rank: int) -> Tensor:
+        return self.hub.shelves[self.name, rank][self.turn]
+
+
+class ThreadSpace:
+    """A `symmetric.Space` of threads."""
+
+    def __init__(self, ring: ThreadRing):
+        self.hub, self.rank, self.stream = ring.hub, ring.rank, None
+        self.keys, self.grads = (ThreadShelf(ring.hub, name, ring.rank) for name in ("k", "g"))
+
+    def make_room(self, group: None, keys: int, grads: int) -> None:
+        for name, nbytes in (("k", keys), ("g", grads)):
+            self.hub.shelves[name, self.rank] = torch.empty((2, nbytes), dtype=torch.uint8)
+        self.hub.barrier.wait()
+
+
 def run(size: int, rank_main: Callable[[ThreadRing], Any]) -> tuple[list[Any], Hub]:
     """`rank_main(ring)` on every rank of a ring; every rank's result, and the hub's counts.
 
@@ -123,5 +174,5 @@ def run(size: int, rank_main: Callable[[ThreadRing], Any]) -> tuple[list[Any], H
         real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
         raise (real or errors)[0]
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    assert all(queue.empty() for queue in hub.mail.values()), "a message that nobody took"
+    assert all(queue.empty() for queue in hub.boxes.values()), "a message that nobody took"
     return results, hub

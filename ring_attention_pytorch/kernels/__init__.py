@@ -1,30 +1,168 @@
 """The table of kernels, and the choice among them.
 
-A kernel is one module that satisfies `contract.Kernel`, and one line in `KERNELS`. Kernels
-know nothing of ranks or layouts and never import one another.
+A kernel is one module that satisfies `contract.Kernel`, and one line in `KERNELS`. What it can
+do is data (`contract.Can`), so that the choice can be explained and the table in
+`docs/kernels.md` drawn. Kernels know nothing of ranks or layouts and never import one another.
 """
 
-from ring_attention_pytorch.contract import Case, Kernel
-from ring_attention_pytorch.kernels import eager, sdpa, triton
+import importlib
+import importlib.metadata
+import logging
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
 
-# the fastest first
-KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "triton": triton, "eager": eager}
+from torch.torch_version import TorchVersion
+
+from ring_attention_pytorch.contract import FEATURES, Can, Case, Kernel, Package
+from ring_attention_pytorch.kernels import (
+    eager,
+    flash_attn_2,
+    flash_attn_4,
+    sdpa,
+    sdpa_cudnn,
+    sdpa_flash,
+    triton,
+)
+
+logger = logging.getLogger("ring_attention_pytorch")
+
+# the fastest first, as measured on an H200 (benchmarks/results)
+KERNELS: dict[str, Kernel] = {
+    "flash-attn-4": flash_attn_4,
+    "sdpa-cudnn": sdpa_cudnn,
+    "triton": triton,
+    "flash-attn-2": flash_attn_2,
+    "sdpa-flash": sdpa_flash,
+    "sdpa": sdpa,
+    "eager": eager,
+}
+# Triton's code is made for Hopper; what flash attention 2 is made for it does best
+_BEFORE_HOPPER = ("flash-attn-2", "sdpa-flash", "triton", "sdpa", "eager")
+_WORDS = {
+    "key_mask": "key mask",
+    "unusual_scale": "scale that is zero or negative",
+    "deterministic": "deterministic backward (torch.use_deterministic_algorithms)",
+}
 
 
-def choose(name: str | None, case: Case) -> Kernel:
-    """The kernel of that name; None is the fastest that can do the case.
+class Chosen(NamedTuple):
+    """A kernel under its name, or one's forward with another's backward."""
+
+    name: str
+    forward: Callable[..., None]
+    backward: Callable[..., None]
+
+
+def choose(name: str | None, case: Case) -> Chosen:
+    """The fastest kernel of that name that can do the case; None is any name.
+
+    "flash-attn" is any whose name begins so; "triton+flash-attn" is forward by one and backward
+    by another.
 
     Raises:
         ValueError: no such kernel, or it can't do the case. A named kernel never falls back.
     """
-    if name is None:
-        return next(kernel for kernel in KERNELS.values() if kernel.problem(case) is None)
-    if name not in KERNELS:
+    if name is not None and name.count("+") == 1:
+        first, second = (choose(part, case) for part in name.split("+"))
+        return Chosen(f"{first.name}+{second.name}", first.forward, second.backward)
+    problems = {}
+    for each in _named(name, case):
+        problems[each] = problem(each, case._replace(named=name is not None))
+        if problems[each] is None:
+            if name is None:
+                _log(each, case)
+            return Chosen(each, KERNELS[each].forward, KERNELS[each].backward)
+    told = "; ".join(f"kernel={each!r} {why}" for each, why in problems.items())
+    raise ValueError(f"{told}; leave kernel=None to have one chosen that can")
+
+
+def explain(case: Case, name: str | None = None) -> str:
+    """Which kernel does the case, and why the faster ones can't, a line each."""
+    lines = []
+    for each in _named(name, case):
+        why = problem(each, case._replace(named=name is not None))
+        if why is None:
+            return "\n".join([*lines, f"{each}: runs"])
+        lines.append(f"{each}: {why}")
+    return "\n".join([*lines, "none of these can do it"])
+
+
+def problem(name: str, case: Case) -> str | None:
+    """Why the kernel of this name can't do the case; None where it can."""
+    can = KERNELS[name].CAN
+    return (
+        _device_problem(can, case)
+        or _shape_problem(can, case)
+        or next(
+            (
+                f"has no {_WORDS.get(feature, feature)}"
+                for feature in sorted(FEATURES - can.features)
+                if getattr(case, feature)
+            ),
+            None,
+        )
+        or (None if can.package is None else package_problem(can.package))
+    )
+
+
+def _named(name: str | None, case: Case) -> list[str]:
+    old = case.capability is not None and case.capability < (9, 0)
+    order = dict.fromkeys((*(_BEFORE_HOPPER if old else ()), *KERNELS))
+    found = [n for n in order if name is None or n == name or n.startswith(f"{name}-")]
+    if not found:
         raise ValueError(
             f"kernel must be None or one of {', '.join(map(repr, KERNELS))}, got {name!r}"
         )
-    if (problem := KERNELS[name].problem(case._replace(named=True))) is not None:
-        raise ValueError(
-            f"kernel={name!r} {problem}; leave kernel=None to have one chosen that can"
-        )
-    return KERNELS[name]
+    return found
+
+
+def _device_problem(can: Can, case: Case) -> str | None:
+    if can.devices is not None and case.device not in can.devices:
+        interpreted = case.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+        if not ("interpreter" in can.devices and interpreted and case.named):
+            where = {"cuda": "CUDA", "cpu": "the CPU"}[can.devices[0]]
+            return f"runs on {where}, the tensors are on {case.device}"
+    if case.capability is None:
+        return None
+    got = ".".join(map(str, case.capability))
+    if can.oldest is not None and case.capability < can.oldest:
+        return f"needs compute capability {'.'.join(map(str, can.oldest))} or later, got {got}"
+    if can.newest is not None and case.capability > can.newest:
+        return f"needs compute capability {'.'.join(map(str, can.newest))} or earlier, got {got}"
+    return None
+
+
+def _shape_problem(can: Can, case: Case) -> str | None:
+    sizes = f"got {case.d} and {case.d_v}"
+    if can.dtypes is not None and case.dtype not in can.dtypes:
+        return f"has no {case.dtype}"
+    if can.widest is not None and max(case.d, case.d_v) > can.widest:
+        return f"has no head size above {can.widest}, {sizes}"
+    if case.d % can.multiple or case.d_v % can.multiple:
+        return f"needs head sizes that are multiples of {can.multiple}, {sizes}"
+    if can.one_size and case.d != case.d_v:
+        return f"needs one head size for q, k and v, {sizes}"
+    return None
+
+
+@lru_cache(maxsize=16)
+def package_problem(package: Package) -> str | None:
+    """What keeps the package from being used; None where it is there and new enough."""
+    name, module, oldest, extra = package
+    wanted = f"needs {name} {oldest} or later (pip install ring-attention-pytorch[{extra}])"
+    try:
+        found = importlib.import_module(module)
+        version = getattr(found, "__version__", None) or importlib.metadata.version(name)
+    except ModuleNotFoundError:
+        return f"{wanted}, which is not installed"
+    except Exception as error:  # a package built for another torch fails in ways of its own
+        return f"{wanted}; the one that is installed can't be imported: {error}"
+    return None if TorchVersion(version) >= oldest else f"{wanted}, got {version}"
+
+
+@lru_cache(maxsize=256)
+def _log(name: str, case: Case) -> None:
+    """Once for each case."""
+    logger.info("kernel %s for %s", name, case)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ring_attention_pytorch.kernels._triton_parts import (
+    block_of,
     lse_of_rows,
     masked_block,
     matrix,
@@ -23,27 +24,24 @@ from ring_attention_pytorch.kernels._triton_parts import (
 
 
 @triton.jit
-def _differentiate(
-    a, b, dout_a, dout_b, lse, delta, shown, inner, factor,
-    MASKED: tl.constexpr, CLAMP: tl.constexpr, PRECISION: tl.constexpr,
+def _probabilities(
+    scores, lse, shown, inner, factor, MASKED: tl.constexpr, CLAMP: tl.constexpr
 ):  # fmt: skip
-    """p, and the derivative of the loss by `scale * q.k`, either way up."""
-    scores = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    """p, and the slope of softclamping. lse is in base 2."""
+    slope = 1.0
     if CLAMP:
         scores, slope = tanh(scores * inner)
     exponent = scores * factor - lse
     if MASKED:
         exponent = tl.where(shown, exponent, -float("inf"))
-    p = tl.exp2(exponent)
-    ds = p * (tl.dot(dout_a, tl.trans(dout_b), input_precision=PRECISION) - delta)
-    if CLAMP:
-        ds = ds * slope
-    return p, ds
+    return tl.exp2(exponent), slope
 
 
 @triton.jit
-def _add(at, value, inside):
-    tl.store(at, tl.load(at, mask=inside) + value, mask=inside)
+def _add(at, value, inside, FRESH: tl.constexpr):
+    if not FRESH:
+        value += tl.load(at, mask=inside)
+    tl.store(at, value, mask=inside)
 
 
 @triton.jit
@@ -63,28 +61,32 @@ def _keys_step(
     do_block = rows_of(
         dout, batch, head, i, r1, d_v, do_b, do_n, do_h, do_d, ROWS, D_V, EDGE, EVEN_V, TMA, WIDE
     )
+    if EDGE:
+        shown = shown & seen(col[:, None], row[None, :], c0, c1, r0, r1, right, left)
+    # products first: lse and delta in their layout take many registers, so they come late
+    scores = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
+    dp = tl.dot(v_block, tl.trans(do_block), input_precision=PRECISION)
     if TMA:
         lse = tl.reshape(lse_at.load([batch, head, i]), [ROWS])
-        lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
         delta = tl.reshape(delta_at.load([batch, head, i]), [ROWS])
     else:
-        lse = lse_of_rows(lse_at, lse_n, row, r0, r1)
+        lse = tl.load(lse_at + row.to(tl.int64) * lse_n, mask=row < r1, other=0.0)
         delta = tl.load(delta_at + row.to(tl.int64) * delta_n, mask=row < r1, other=0.0)
-    if EDGE:
-        shown = shown & seen(row[None, :], col[:, None], r0, r1, c0, c1, left, right)
-    p, ds = _differentiate(
-        k_block, q_block, v_block, do_block, lse[None, :], delta[None, :], shown, inner, factor,
-        MASKED, CLAMP, PRECISION,
-    )  # fmt: skip
+    # a row that sees nothing has lse = -inf, but then all of it is masked
+    p, slope = _probabilities(
+        scores, lse[None, :] * 1.4426950408889634, shown, inner, factor, MASKED, CLAMP
+    )
+    ds = p * (dp - delta[None, :])
+    if CLAMP:
+        ds = ds * slope
     dv = tl.dot(p.to(do_block.dtype), do_block, dv, input_precision=PRECISION)
-    ds = ds.to(q_block.dtype)
-    dk = tl.dot(ds, q_block, dk, input_precision=PRECISION)
+    dk = tl.dot(ds.to(q_block.dtype), q_block, dk, input_precision=PRECISION)
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["beside"])
 def keys_kernel(
-    q, k, v, mask, dout, lse, delta, dk, dv, tiles, n_tiles, first_col, last_col,
+    q, k, v, mask, dout, lse, delta, dk, dv, tiles, n_tiles, first_col, last_col, beside,
     key_heads, group, d, d_v, inner, factor, scale,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
     do_b, do_n, do_h, do_d, lse_b, lse_h, lse_n, delta_b, delta_h, delta_n,
@@ -92,10 +94,12 @@ def keys_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    FRESH: tl.constexpr, FRESH_V: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, from every query head that uses it."""
-    start = first_col + tl.program_id(1) * COLS
-    batch, key_head = tl.program_id(0) // key_heads, tl.program_id(0) % key_heads
+    block, of = block_of(first_col, last_col, beside, COLS)
+    start = first_col + block * COLS
+    batch, key_head = of // key_heads, of % key_heads
     col = start + tl.arange(0, COLS)
     held = col < last_col
     k_block = rows_of(
@@ -143,25 +147,58 @@ def keys_kernel(
     if NEGATE:  # q was negated where dk came from it
         scale = -scale
     dk_at = place(dk, batch, key_head, dk_b, dk_h) + matrix(start, dk_m, dk_d, COLS, D, WIDE)
-    _add(dk_at, dk_sum * scale, held[:, None] & (tl.arange(0, D) < d)[None, :])
+    _add(dk_at, dk_sum * scale, held[:, None] & (tl.arange(0, D) < d)[None, :], FRESH)
     dv_at = place(dv, batch, key_head, dv_b, dv_h) + matrix(start, dv_m, dv_d, COLS, D_V, WIDE)
-    _add(dv_at, dv_sum, held[:, None] & (tl.arange(0, D_V) < d_v)[None, :])
+    _add(dv_at, dv_sum, held[:, None] & (tl.arange(0, D_V) < d_v)[None, :], FRESH_V)
 
 
 @triton.jit
+def _queries_step(
+    dq, j, stop, q_block, do_block, lse, delta, row, col, k, v, mask_at,
+    batch, key_head, r0, r1, c0, c1, left, right, d, d_v, inner, factor,
+    k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_m,
+    COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_V: tl.constexpr, EDGE: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Columns j and on, up to stop, for one block of queries. EDGE: not all of it is seen."""
+    k_block = rows_of(
+        k, batch, key_head, j, stop, d, k_b, k_m, k_h, k_d, COLS, D, EDGE, EVEN, TMA, WIDE
+    )
+    v_block = rows_of(
+        v, batch, key_head, j, stop, d_v, v_b, v_m, v_h, v_d, COLS, D_V, EDGE, EVEN_V, TMA, WIDE
+    )
+    shown = None
+    if EDGE:
+        shown = seen(row[:, None], (j + col)[None, :], r0, r1, c0, c1, left, right)
+    if MASK:
+        at = mask_at + (j + col).to(tl.int64) * mask_m
+        kept = (tl.load(at, mask=j + col < stop, other=0) != 0)[None, :]
+        shown = shown & kept if EDGE else kept
+    scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
+    p, slope = _probabilities(scores, lse, shown, inner, factor, EDGE or MASK, CLAMP)
+    ds = p * (tl.dot(do_block, tl.trans(v_block), input_precision=PRECISION) - delta)
+    if CLAMP:
+        ds = ds * slope
+    return tl.dot(ds.to(k_block.dtype), k_block, dq, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["beside"])
 def queries_kernel(
-    q, k, v, mask, dout, lse, delta, dq, tiles, n_tiles, first_row, last_row, m, heads, group,
-    d, d_v, inner, factor, scale,
+    q, k, v, mask, dout, lse, delta, dq, tiles, n_tiles, first_row, last_row, beside, m, heads,
+    group, d, d_v, inner, factor, scale,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
     do_b, do_n, do_h, do_d, lse_b, lse_h, lse_n, delta_b, delta_h, delta_n,
     dq_b, dq_n, dq_h, dq_d,
     ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    FRESH: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries of one head."""
-    start = first_row + (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
-    batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    block, of = block_of(first_row, last_row, beside, ROWS)
+    start = first_row + (tl.cdiv(last_row - first_row, ROWS) - 1 - block) * ROWS
+    batch, head = of // heads, of % heads
     key_head = head // group
     row, col = start + tl.arange(0, ROWS), tl.arange(0, COLS)
     held = row < last_row
@@ -188,38 +225,19 @@ def queries_kernel(
         a, z = tl.maximum(start, r0), tl.minimum(tl.minimum(start + ROWS, last_row), r1)
         first, early, masked, full, full_end = span(a, z, 1, r0, c0, c1, left, right, COLS)
         for j in range(full, full_end, COLS):
-            k_block = rows_of(
-                k, batch, key_head, j, m, d, k_b, k_m, k_h, k_d, COLS, D, False, EVEN, TMA, WIDE
-            )
-            v_block = rows_of(
-                v, batch, key_head, j, m, d_v, v_b, v_m, v_h, v_d, COLS, D_V, False, EVEN_V, TMA,
-                WIDE,
+            dq_sum = _queries_step(
+                dq_sum, j, m, q_block, do_block, lse_rows, delta_rows, row, col, k, v, mask_at,
+                batch, key_head, r0, r1, c0, c1, left, right, d, d_v, inner, factor,
+                k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_m, COLS, D, D_V, EVEN, EVEN_V,
+                False, MASK, CLAMP, PRECISION, TMA, WIDE,
             )  # fmt: skip
-            shown = None
-            if MASK:
-                shown = (tl.load(mask_at + (j + col).to(tl.int64) * mask_m) != 0)[None, :]
-            _, ds = _differentiate(
-                q_block, k_block, do_block, v_block, lse_rows, delta_rows, shown, inner, factor,
-                MASK, CLAMP, PRECISION,
-            )  # fmt: skip
-            dq_sum = tl.dot(ds.to(k_block.dtype), k_block, dq_sum, input_precision=PRECISION)
         for i in range(masked):
-            j = masked_block(i, first, early, full, full_end, COLS)
-            k_block = rows_of(
-                k, batch, key_head, j, c1, d, k_b, k_m, k_h, k_d, COLS, D, True, EVEN, TMA, WIDE
-            )
-            v_block = rows_of(
-                v, batch, key_head, j, c1, d_v, v_b, v_m, v_h, v_d, COLS, D_V, True, EVEN_V, TMA,
-                WIDE,
+            dq_sum = _queries_step(
+                dq_sum, masked_block(i, first, early, full, full_end, COLS), c1,
+                q_block, do_block, lse_rows, delta_rows, row, col, k, v, mask_at,
+                batch, key_head, r0, r1, c0, c1, left, right, d, d_v, inner, factor,
+                k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_m, COLS, D, D_V, EVEN, EVEN_V,
+                True, MASK, CLAMP, PRECISION, TMA, WIDE,
             )  # fmt: skip
-            shown = seen(row[:, None], (j + col)[None, :], r0, r1, c0, c1, left, right)
-            if MASK:
-                at = mask_at + (j + col).to(tl.int64) * mask_m
-                shown = shown & (tl.load(at, mask=j + col < c1, other=0) != 0)[None, :]
-            _, ds = _differentiate(
-                q_block, k_block, do_block, v_block, lse_rows, delta_rows, shown, inner, factor,
-                True, CLAMP, PRECISION,
-            )  # fmt: skip
-            dq_sum = tl.dot(ds.to(k_block.dtype), k_block, dq_sum, input_precision=PRECISION)
     dq_at = place(dq, batch, head, dq_b, dq_h) + matrix(start, dq_n, dq_d, ROWS, D, WIDE)
-    _add(dq_at, dq_sum * scale, held[:, None] & (tl.arange(0, D) < d)[None, :])
+    _add(dq_at, dq_sum * scale, held[:, None] & (tl.arange(0, D) < d)[None, :], FRESH)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ring_attention_pytorch.kernels._triton_parts import (
+    block_of,
     masked_block,
     matrix,
     place,
@@ -41,19 +42,21 @@ def _attend(
     return acc, new_top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["beside"])
 def forward_kernel(
-    q, k, v, mask, out, lse, tiles, n_tiles, first_row, last_row, m, heads, group, d, d_v,
+    q, k, v, mask, out, lse, tiles, n_tiles, first_row, last_row, beside, m, heads, group, d, d_v,
     inner, factor,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
     out_b, out_n, out_h, out_d, lse_b, lse_h, lse_n,
     ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    FRESH: tl.constexpr,
 ):  # fmt: skip
+    block, of = block_of(first_row, last_row, beside, ROWS)
     # under a causal mask the last rows see the most: they go first
-    start = first_row + (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
-    batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    start = first_row + (tl.cdiv(last_row - first_row, ROWS) - 1 - block) * ROWS
+    batch, head = of // heads, of % heads
     key_head = head // group
     row, col = start + tl.arange(0, ROWS), tl.arange(0, COLS)
     q_block = rows_of(
@@ -68,12 +71,15 @@ def forward_kernel(
     out_at = place(out, batch, head, out_b, out_h) + matrix(start, out_n, out_d, ROWS, D_V, WIDE)
     held = row < last_row
     within = held[:, None] & (tl.arange(0, D_V) < d_v)[None, :]
-    before_lse = tl.load(lse_at, mask=held, other=-float("inf"))
+    before_lse = tl.full([ROWS], -float("inf"), tl.float32)
+    if not FRESH:
+        before_lse = tl.load(lse_at, mask=held, other=-float("inf"))
     before_top = before_lse * 1.4426950408889634
     before_total = tl.where(before_lse == -float("inf"), 0.0, 1.0)
     top, total, acc = before_top, before_total, tl.zeros([ROWS, D_V], tl.float32)
-    if tl.max(before_lse, 0) > -float("inf"):
-        acc = tl.load(out_at, mask=within, other=0.0)
+    if not FRESH:  # noqa: SIM102 - decided when compiled
+        if tl.max(before_lse, 0) > -float("inf"):
+            acc = tl.load(out_at, mask=within, other=0.0)
 
     for t in range(n_tiles):
         r0, r1, c0, c1, left, right = tile_at(tiles, t)
@@ -113,9 +119,9 @@ def forward_kernel(
                 PRECISION,
             )  # fmt: skip
 
-    # what has seen no key, now or ever, stays as it was
-    touched = (top != before_top) | (total != before_total)
-    tl.store(lse_at, (top + tl.log2(total)) * 0.6931471805599453, mask=held & touched)
     some = total != 0.0
-    acc = acc / tl.where(some, total, 1.0)[:, None]
-    tl.store(out_at, acc, mask=within & some[:, None])
+    if not FRESH:  # what has seen no key, now or ever, stays as it was
+        held = held & ((top != before_top) | (total != before_total))
+        within = within & some[:, None]
+    tl.store(lse_at, (top + tl.log2(total)) * 0.6931471805599453, mask=held)
+    tl.store(out_at, acc / tl.where(some, total, 1.0)[:, None], mask=within)

@@ -6,6 +6,20 @@ import triton.language as tl
 
 
 @triton.jit
+def block_of(first, last, beside, BLOCK: tl.constexpr):
+    """Which block, from first to last, of which head this program has.
+
+    Heads take turns `beside` at a time, and of those the same block is next to each other: what
+    runs at once reads the same keys, out of the cache.
+    """
+    blocks = tl.cdiv(last - first, BLOCK)
+    turn, place = tl.program_id(0) // (beside * blocks), tl.program_id(0) % (beside * blocks)
+    head = turn * beside
+    beside = tl.minimum(tl.num_programs(0) // blocks - head, beside)
+    return place // beside, head + place % beside
+
+
+@triton.jit
 def tile_at(tiles, t):
     """Rows from and to, columns from and to, left and right of one tile of the table."""
     at = tiles + 6 * t
@@ -43,11 +57,15 @@ def masked_block(i, first, before, full, full_end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def seen(row, col, r0, r1, c0, c1, left, right):
-    """What the tile shows of these rows and columns, one of them upright."""
-    offset = (col - c0) - (row - r0)
-    inside = (row >= r0) & (row < r1) & (col >= c0) & (col < c1)
-    return inside & (offset >= -left) & (offset <= right)
+def seen(a, b, a0, a1, b0, b1, back, ahead):
+    """Which b of the other side each a of this side sees, one of them upright.
+
+    The bounds of each a are found first, so that a pair costs no more than two comparisons.
+    """
+    diagonal = a - a0 + b0
+    start = tl.maximum(diagonal - back, b0)
+    stop = tl.where((a >= a0) & (a < a1), tl.minimum(diagonal + ahead + 1, b1), b0)
+    return (b >= start) & (b < stop)
 
 
 @triton.jit

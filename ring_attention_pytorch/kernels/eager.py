@@ -10,25 +10,15 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.contract import (
-    Case,
-    Grads,
-    Keys,
-    Saved,
-    Terms,
-    accumulator,
-    merge_,
-)
+from ring_attention_pytorch.contract import Can, Grads, Keys, Saved, Terms
 from ring_attention_pytorch.layouts import Tile, band, buckets
+from ring_attention_pytorch.running import Result, accumulator, merge_
+
+CAN = Can()
 
 
-def problem(case: Case) -> str | None:
-    return None
-
-
-def forward(
-    q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, out: Tensor, lse: Tensor
-) -> None:
+def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
+    out, lse = result.running()
     for rows, cols, hidden in _buckets(keys, tiles, terms):
         q_, k, v = _grouped(q[:, rows], keys.k[:, cols], keys.v[:, cols])
         scores = _scores(q_, k, terms)[0].masked_fill_(hidden, -torch.inf)
@@ -40,7 +30,7 @@ def forward(
 
 
 def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
-    h_kv = keys.k.shape[2]
+    h_kv, running = keys.k.shape[2], [total.running() for total in grads]
     for rows, cols, hidden in _buckets(keys, tiles, terms):
         q, k, v = _grouped(saved.q[:, rows], keys.k[:, cols], keys.v[:, cols])
         dout = _by_key_head(saved.dout[:, rows], h_kv)
@@ -53,9 +43,9 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
         dp = einsum(dout, v, "b i g r d, b j g d -> b g r i j")
         ds = dp.sub_(delta).mul_(p).mul_(slope)
         dq = einsum(ds, k, "b g r i j, b j g d -> b i g r d")
-        grads.dq[:, rows] += rearrange(dq, "b i g r d -> b i (g r) d")
-        grads.dk[:, cols] += einsum(ds, q, "b g r i j, b i g r d -> b j g d")
-        grads.dv[:, cols] += einsum(p, dout, "b g r i j, b i g r d -> b j g d")
+        running[0][:, rows] += rearrange(dq, "b i g r d -> b i (g r) d")
+        running[1][:, cols] += einsum(ds, q, "b g r i j, b i g r d -> b j g d")
+        running[2][:, cols] += einsum(p, dout, "b g r i j, b i g r d -> b j g d")
 
 
 def _buckets(

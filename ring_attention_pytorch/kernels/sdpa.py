@@ -8,6 +8,7 @@ row that sees nothing.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,11 +16,11 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms, merge_
+from ring_attention_pytorch.contract import FEATURES, Can, Grads, Keys, Saved, Terms
 from ring_attention_pytorch.layouts import Tile, band, buckets
+from ring_attention_pytorch.running import Result
 
 _SMALLEST = 256  # keys of a causal tile that is not worth cutting
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Call(NamedTuple):
@@ -32,19 +33,14 @@ class _Call(NamedTuple):
     unseen: Tensor | None
 
 
-def problem(case: Case) -> str | None:
-    if case.device != "cpu":
-        return f"runs on the CPU, the tensors are on {case.device}"
-    if case.dtype not in _DTYPES:
-        return f"has no {case.dtype}"
-    if case.softclamp:
-        return "has no softclamp"
-    return None
+CAN = Can(
+    devices=("cpu",),
+    dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    features=FEATURES - {"softclamp"},
+)
 
 
-def forward(
-    q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, out: Tensor, lse: Tensor
-) -> None:
+def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     d_v = keys.v.shape[-1]
     for call in _calls(q, keys, tiles, terms):
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -53,16 +49,17 @@ def forward(
         )  # fmt: skip
         if call.unseen is not None:
             part_lse = part_lse.masked_fill(call.unseen.unsqueeze(1), -torch.inf)
+            part = part.masked_fill(rearrange(call.unseen, "b n -> b 1 n 1"), 0.0)
         part = rearrange(part[..., :d_v], "b h n d -> b n h d")
-        merge_(out[:, call.rows], lse[..., call.rows], part, part_lse)
+        result.add(call.rows, part, part_lse)
 
 
 def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
-    out, dout, v = saved.out, saved.dout, keys.v
+    out, dout, v, d_v = saved.out, saved.dout, keys.v, keys.v.shape[-1]
     if saved.dlse is not None:
         # it may pass what 16 bits hold
         wide = saved.lse.dtype
-        saved, keys = saved._replace(q=saved.q.to(wide)), keys._replace(k=keys.k.to(wide))
+        saved, keys = replace(saved, q=saved.q.to(wide)), keys._replace(k=keys.k.to(wide))
         # one column more, in which v is 0, out 1 and dout -dlse, gives delta its share of dlse
         column = rearrange(saved.dlse, "b h n -> b n h 1")
         out = F.pad(out.to(wide), (0, 1), value=1.0)
@@ -80,9 +77,9 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
             dout_, q_, k_, v_, out_, lse[..., call.rows], 0.0, call.causal,
             attn_mask=call.mask, scale=terms.scale,
         )  # fmt: skip
-        places = (grads.dq[:, call.rows], grads.dk[:, call.cols], grads.dv[:, call.cols])
-        for total, part in zip(places, parts):
-            total += rearrange(part, "b h n d -> b n h d")[..., : total.shape[-1]]
+        places = (call.rows, keys.k.shape[-1]), (call.cols, keys.k.shape[-1]), (call.cols, d_v)
+        for total, (at, width), part in zip(grads, places, parts):
+            total.add(at, rearrange(part[..., :width], "b h n d -> b n h d"))
 
 
 def _calls(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms) -> Iterator[_Call]:

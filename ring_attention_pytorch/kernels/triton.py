@@ -7,7 +7,6 @@ TRITON_INTERPRET=1 they run on the CPU, slowly, for tests.
 """
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
@@ -16,12 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.contract import Can, Grads, Keys, Package, Saved, Terms
 from ring_attention_pytorch.layouts import Tile
+from ring_attention_pytorch.running import Result
 
-_OLDEST = (3, 4)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 256
+CAN = Can(
+    devices=("cuda", "interpreter"),
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    oldest=(8, 0),
+    widest=_WIDEST,
+    package=Package("triton", "triton", "3.4", "triton"),
+)
 
 
 class Config(NamedTuple):
@@ -37,22 +42,22 @@ class Config(NamedTuple):
     tma: bool = False
 
 
-# direction -> head size up to -> config; 64 and 128 were swept on an H200
+# direction -> head size up to -> config, swept on an H200
 _HOPPER = {
     "forward": {
-        64: Config(64, 64, 4, 3, tma=True),
+        64: Config(64, 128, 4, 3, tma=True),
         128: Config(128, 128, 8, 3, tma=True),
         256: Config(128, 64, 8, 2, tma=True),
     },
     "keys": {
         64: Config(64, 64, 4, 3, tma=True),
-        128: Config(32, 64, 4, 3, tma=True),
-        256: Config(32, 64, 8, 2, tma=True),
+        128: Config(64, 64, 4, 2, tma=True),
+        256: Config(64, 64, 8, 2, tma=True),
     },
     "queries": {
         64: Config(128, 64, 4, 3, tma=True),
         128: Config(128, 64, 8, 3, tma=True),
-        256: Config(64, 64, 8, 2, tma=True),
+        256: Config(64, 32, 4, 3, tma=True),
     },
 }
 # fits into the shared memory of any GPU since Ampere
@@ -63,36 +68,8 @@ _ELSEWHERE = {
 }
 # in IEEE float32 no tensor core helps, so registers are what is short
 _FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)}
+_FULL = 256  # programs
 _overrides: dict[str, Config] = {}
-
-
-def problem(case: Case) -> str | None:
-    if case.device != "cuda" and not (case.device == "cpu" and case.named and _interpreted()):
-        return f"runs on CUDA, the tensors are on {case.device}"
-    if case.dtype not in _DTYPES:
-        return f"has no {case.dtype}"
-    if max(case.d, case.d_v) > _WIDEST:
-        return f"has no head size above {_WIDEST}, got {case.d} and {case.d_v}"
-    if case.capability is not None and case.capability < (8, 0):
-        return f"needs compute capability 8.0 or later, got {'.'.join(map(str, case.capability))}"
-    return _package_problem()
-
-
-@lru_cache(maxsize=1)
-def _package_problem() -> str | None:
-    oldest = ".".join(map(str, _OLDEST))
-    wanted = f"needs triton {oldest} or later (pip install ring-attention-pytorch[triton])"
-    try:
-        import triton
-    except ImportError:
-        return f"{wanted}, which is not installed"
-    if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST:
-        return f"{wanted}, got {triton.__version__}"
-    return None
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def config_for(
@@ -122,9 +99,7 @@ def configured(**configs: Config) -> Iterator[None]:
         _overrides = before
 
 
-def forward(
-    q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, out: Tensor, lse: Tensor
-) -> None:
+def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     if not tiles:
         return
     from ring_attention_pytorch.kernels._triton_forward import forward_kernel
@@ -132,15 +107,16 @@ def forward(
     (b, _, h, d), (_, m, h_kv, d_v) = q.shape, keys.v.shape
     config = _config("forward", q, keys)
     first, last = min(t.rows.start for t in tiles), max(t.rows.stop for t in tiles)
+    out, lse, fresh = result.room(slice(first, last))
     options = _options(config, terms, keys, (q, keys.k, keys.v, out))
     q_, k, v = _operands(options["TMA"], (q, config.rows), *_of(config.cols, keys.k, keys.v))
-    mask = _mask(keys)
+    mask, blocks = _mask(keys), -(-(last - first) // config.rows)
     with _on(q):
-        forward_kernel[(b * h, -(-(last - first) // config.rows))](
-            q_, k, v, mask, out, lse, _table(tiles, q.device), len(tiles), first, last, m, h,
-            h // h_kv, d, d_v, *_factors(terms),
+        forward_kernel[(b * h * blocks,)](
+            q_, k, v, mask, out, lse, _table(tiles, q.device), len(tiles), first, last,
+            _beside(blocks, h // h_kv), m, h, h // h_kv, d, d_v, *_factors(terms),
             *q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
-            *out.stride(), *lse.stride(), **options,
+            *out.stride(), *lse.stride(), FRESH=fresh, **options,
         )  # fmt: skip
 
 
@@ -168,13 +144,17 @@ def _backward_of_keys(
         *_of(config.cols, keys.k, keys.v),
         *_of(config.rows, saved.lse, saved.delta),
     )
-    keys_kernel[(b * h_kv, -(-(last - first) // config.cols))](
-        q, k, v, _mask(keys), dout, lse, delta, grads.dk, grads.dv,
-        _table(tiles, saved.q.device), len(tiles), first, last, h_kv, h // h_kv, d, d_v,
+    dk, fresh = grads.dk.room(slice(first, last))
+    dv, fresh_v = grads.dv.room(slice(first, last))
+    blocks = -(-(last - first) // config.cols)
+    keys_kernel[(b * h_kv * blocks,)](
+        q, k, v, _mask(keys), dout, lse, delta, dk, dv,
+        _table(tiles, saved.q.device), len(tiles), first, last, _beside(blocks), h_kv,
+        h // h_kv, d, d_v,
         *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
         *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(),
-        *grads.dk.stride(), *grads.dv.stride(), **options,
+        *dk.stride(), *dv.stride(), FRESH=fresh, FRESH_V=fresh_v, **options,
     )  # fmt: skip
 
 
@@ -192,13 +172,16 @@ def _backward_of_queries(
         *_of(config.rows, saved.q, saved.dout),
         *_of(config.cols, keys.k, keys.v),
     )
-    queries_kernel[(b * h, -(-(last - first) // config.rows))](
-        q, k, v, _mask(keys), dout, saved.lse, saved.delta, grads.dq,
-        _table(tiles, saved.q.device), len(tiles), first, last, m, h, h // h_kv, d, d_v,
+    dq, fresh = grads.dq.room(slice(first, last))
+    blocks = -(-(last - first) // config.rows)
+    queries_kernel[(b * h * blocks,)](
+        q, k, v, _mask(keys), dout, saved.lse, saved.delta, dq,
+        _table(tiles, saved.q.device), len(tiles), first, last,
+        _beside(blocks, h // h_kv), m, h, h // h_kv, d, d_v,
         *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
-        *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(), *grads.dq.stride(),
-        **options,
+        *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(), *dq.stride(),
+        FRESH=fresh, **options,
     )  # fmt: skip
 
 
@@ -220,6 +203,15 @@ def _options(config: Config, terms: Terms, keys: Keys, moved: Sequence[Tensor]) 
         WIDE=any(block * (t.stride(1) + t.stride(3)) >= 2**31 for t in moved if t.ndim == 4),
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
+
+
+def _beside(blocks: int, group: int = 1) -> int:
+    """How many heads run side by side: few, so that what they read stays in the cache.
+
+    But as many as fill a large GPU twice, for the longest blocks come first among them only, and
+    whole groups, which read the same keys.
+    """
+    return group * -(-_FULL // (group * blocks))
 
 
 def _padded(width: int) -> int:

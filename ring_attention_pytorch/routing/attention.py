@@ -5,14 +5,13 @@ https://arxiv.org/abs/2303.09752. Names and parameters are those of CoLT5-attent
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from beartype import beartype
 from einops import einsum, rearrange, repeat
 from torch import Tensor, nn
 
-from ring_attention_pytorch.contract import accumulator
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Group
@@ -20,10 +19,10 @@ from ring_attention_pytorch.ring_attention import RingAttention, RMSNorm
 from ring_attention_pytorch.ring_flash_attention import ring_attn as attend
 from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
-from ring_attention_pytorch.routing.halo import with_halo
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Routing, Tokens
 from ring_attention_pytorch.routing.soft_topk import count_problem
+from ring_attention_pytorch.running import accumulator
 from ring_attention_pytorch.sharding import Spread
 
 
@@ -129,11 +128,19 @@ def base_for(x: Tensor, null: Tensor | None) -> Tensor:
     return repeat(null.to(x.dtype), "d -> b n d", b=x.shape[0], n=x.shape[1])
 
 
+def light_branch(dim: int, *, ring_attn: bool, **options: Any) -> RingAttention:
+    """Exact attention within a window, for which only the keys near a rank's own tokens travel."""
+    transport = "gather" if ring_attn else None
+    return RingAttention(dim, ring_attn=ring_attn, transport=transport, **options)
+
+
 def light_attention(attn: RingAttention, x: Tensor, plan: RoutingPlan) -> Tensor:
-    """Exact attention within the window, by a halo exchange."""
+    """The light branch on the tokens held here."""
     key = ("light", attn.causal, attn.window, attn.heads, attn.dim_head, attn.kernel, x.dtype)
-    made = plan.attention_plan(key, lambda: with_halo(attn.plan_over(plan.ring, x, plan.mask)))
-    return attn(x, plan=made)
+    return attn(
+        x,
+        plan=plan.attention_plan(key, lambda: attn.plan_over(plan.ring, x, plan.mask)),
+    )
 
 
 def sizes_problem(**sizes: int) -> str | None:
@@ -228,7 +235,7 @@ class ConditionalRoutedAttention(nn.Module):
         self.num_heavy_tokens_q, self.num_heavy_tokens_kv = num_heavy_tokens_q, num_heavy_tokens_kv
         self.spread = Spread.make(ring_attn, False, False, 1, layout, False, group)
         over = dict(ring_attn=ring_attn, layout=layout, group=group)
-        self.light_attn = RingAttention(
+        self.light_attn = light_branch(
             dim, dim_head=light_dim_head, heads=light_heads, rotary_embed=rotary_emb,
             max_lookback_seq_len=light_window_size // 2, kernel=kernel, **over,
         ) if has_light_attn else None  # fmt: skip

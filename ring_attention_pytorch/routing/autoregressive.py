@@ -13,13 +13,13 @@ from beartype import beartype
 from torch import Tensor, nn
 
 from ring_attention_pytorch.ring import Group
-from ring_attention_pytorch.ring_attention import RingAttention
 from ring_attention_pytorch.routing.attention import (
     HeavyAttention,
     Routed,
     base_for,
     check_attention_options,
     light_attention,
+    light_branch,
 )
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Tokens, refuse_blocks
@@ -122,7 +122,7 @@ class ConditionalRoutedAutoregressiveAttention(nn.Module):
         self.num_heavy_tokens_q, self.num_heavy_tokens_kv = num_heavy_tokens_q, num_heavy_tokens_kv
         self.spread = Spread.make(ring_attn, False, False, 1, layout, False, group)
         over = dict(ring_attn=ring_attn, layout=layout, group=group)
-        self.light_attn = RingAttention(
+        self.light_attn = light_branch(
             dim, dim_head=light_dim_head, heads=light_heads, rotary_embed=rotary_emb, causal=True,
             max_lookback_seq_len=light_window_size, kernel=kernel, **over,
         )  # fmt: skip

@@ -13,7 +13,6 @@ from einops import einsum
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ring_attention_pytorch.contract import accumulator
 from ring_attention_pytorch.ring import Group
 from ring_attention_pytorch.routing.descent_triton import TRITON
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
@@ -31,6 +30,7 @@ from ring_attention_pytorch.routing.soft_topk import (
     gates,
     threshold,
 )
+from ring_attention_pytorch.running import accumulator
 from ring_attention_pytorch.sharding import Spread
 
 Tokens = int | float

@@ -1,0 +1,394 @@
+"""TF/s a GPU of attention over a group, in every transport, beside the same kernel alone and peers.
+
+    torchrun --nproc-per-node 4 -m benchmarks.bench_ring --save benchmarks/results
+    torchrun --nproc-per-node 4 -m benchmarks.bench_ring --tokens 8192 --trace traces
+    torchrun --nproc-per-node 4 -m benchmarks.bench_ring --million
+    torchrun --nproc-per-node 2 -m benchmarks.bench_ring --device cpu --tokens 64 --heads 4 2
+
+FLOPs are those of the visible half under a causal mask, backward 2.5 times forward; times are
+the slowest rank's, the median of three rounds of calls back to back; backward is both less
+forward. "theory" is the same kernel on one GPU over the whole sequence, divided by the ranks.
+Errors are those of out and dq against float32, on some rows of every rank.
+"""
+
+import argparse
+import datetime
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import gpu_peers
+from ring_attention_pytorch import RingPlan, positions, ring_attn, unshard_sequence
+from ring_attention_pytorch.kernels import KERNELS, problem
+from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.transports import TRANSPORTS
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+THEORY = "theory, "
+ROWS = 16  # of each rank, whose errors are looked at
+
+
+class Shape(NamedTuple):
+    """What is measured; `tokens` are those of one rank."""
+
+    tokens: int
+    causal: bool
+    heads: int
+    key_heads: int
+    d: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def layout(self) -> str:
+        return "zigzag" if self.causal else "contiguous"
+
+    def flops(self, ranks: int) -> float:
+        """Of one rank, forward."""
+        length = self.tokens * ranks
+        return 4.0 * length**2 * self.heads * self.d * (0.5 if self.causal else 1.0) / ranks
+
+    def tensors(self, length: int, seed: int) -> list[Tensor]:
+        """q, k, v and the cotangent of out."""
+        draw = torch.Generator(self.device).manual_seed(seed)
+        kinds = dict(device=self.device, dtype=self.dtype, generator=draw)
+        heads = (self.heads, self.key_heads, self.key_heads, self.heads)
+        return [torch.randn(1, length, h, self.d, **kinds) for h in heads]
+
+
+class Result(NamedTuple):
+    """Seconds forward and both ways, the peak in GiB, and the errors of out and dq."""
+
+    forward: float
+    both: float
+    peak: float
+    errors: tuple[float, float] | None
+
+
+class Options(NamedTuple):
+    """Who takes part, and for how long."""
+
+    kernels: list[str]
+    transports: list[str]
+    ulysses: list[int]
+    peers: bool
+    theory_up_to: int
+    repeats: int
+
+
+def ours(shape: Shape, kernel: str, transport: str, ulysses: int, like: list[Tensor]) -> Attend:
+    """With a plan made once, as layers have it."""
+    q, k, v = (t.detach().requires_grad_() for t in like[:3])
+    plan = RingPlan.make(
+        q, k, v, causal=shape.causal, layout=shape.layout, kernel=kernel, transport=transport,
+        ulysses=ulysses,
+    )  # fmt: skip
+    return lambda q, k, v: ring_attn(q, k, v, plan=plan)
+
+
+def alone(shape: Shape, kernel: str) -> Attend:
+    """The kernel on this GPU: PyTorch's own operator where it is that, else through our loop."""
+    for attend in gpu_peers.one_gpu(kernel, shape.causal):
+        return attend
+    return lambda q, k, v: ring_attn(
+        q, k, v, causal=shape.causal, kernel=kernel, group=Ring.alone()
+    )
+
+
+# --- measuring ---
+
+
+def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Of one call, the slowest rank's: the median of three rounds of calls back to back."""
+    found = []
+    run()  # whatever is compiled or allocated once
+    for _ in range(3 if repeats > 1 else 1):
+        _synchronize(device)
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        _synchronize(device)
+        found.append((time.perf_counter() - start) / repeats)
+    slowest = torch.tensor(found, device=device, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.median().item()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measured(
+    attend: Attend, tensors: list[Tensor], repeats: int, errors: Callable | None
+) -> Result | str:
+    """The result; or what went wrong, on whichever rank."""
+    q, k, v, dout = tensors
+    problem, result = "", None
+    try:
+        cuda = q.is_cuda
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+
+        def forward() -> None:
+            with torch.no_grad():
+                attend(q, k, v)
+
+        def both() -> tuple[Tensor, ...]:
+            out = attend(*leaves)
+            return out, *torch.autograd.grad(out, leaves, dout)
+
+        alone = seconds(forward, q.device, repeats)
+        found = None if errors is None else errors(*both()[:2])
+        whole = seconds(both, q.device, repeats)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+        result = Result(alone, whole, peak, found)
+    except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    return problem or result
+
+
+def checker(shape: Shape, tensors: list[Tensor]) -> Callable[[Tensor, Tensor], tuple]:
+    """Errors of out and dq on some of this rank's rows, the worst rank's."""
+    ring = Ring()
+    q, k, v, dout = tensors
+    length = shape.tokens * ring.size
+    whole = [unshard_sequence(t, length=length, layout=shape.layout) for t in (k, v)]
+    k, v = (t.float().repeat_interleave(shape.heads // shape.key_heads, 2) for t in whole)
+    held = positions(shape.layout, rank=ring.rank, ring_size=ring.size, length=length)
+    rows = torch.linspace(0, shape.tokens - 1, ROWS).long()
+    some = q[:, rows.to(q.device)].float().requires_grad_()
+    scores = torch.einsum("bihd,bjhd->bhij", some, k) * shape.d**-0.5
+    if shape.causal:
+        hidden = torch.arange(length)[None] > held[rows][:, None]
+        scores = scores.masked_fill(hidden.to(q.device), -torch.inf)
+    want = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    (want_dq,) = torch.autograd.grad(want, some, dout[:, rows.to(q.device)].float())
+    want = want.detach()
+
+    def errors(out: Tensor, dq: Tensor) -> tuple[float, ...]:
+        at = rows.to(q.device)
+        found = [
+            (got[:, at].float() - exact).norm() / exact.norm()
+            for got, exact in ((out.detach(), want), (dq, want_dq))
+        ]
+        worst = torch.stack(found)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return tuple(worst.tolist())
+
+    return errors
+
+
+def all_of(shape: Shape, options: Options) -> dict[str, Result | str]:
+    """By subject; theories are divided by the ranks already."""
+    ring = Ring()
+    found: dict[str, Result | str] = {}
+    length = shape.tokens * ring.size
+    if length <= options.theory_up_to:
+        whole = shape.tensors(length, seed=0)
+        for kernel in options.kernels:
+            result = measured(alone(shape, kernel), whole, max(1, options.repeats // 2), None)
+            if isinstance(result, Result):
+                forward, both = (t / ring.size for t in result[:2])
+                result = result._replace(forward=forward, both=both)
+            found[THEORY + kernel] = result
+        del whole
+    tensors = shape.tensors(shape.tokens, seed=ring.rank)
+    errors = checker(shape, tensors)
+    for kernel in options.kernels:
+        for ulysses in options.ulysses:
+            for transport in options.transports:
+                name = f"{transport}, {kernel}" + (f", Ulysses {ulysses}" if ulysses > 1 else "")
+                try:
+                    attend = ours(shape, kernel, transport, ulysses, tensors)
+                except ValueError as error:  # the same on all ranks
+                    found[name] = str(error)[:120]
+                    continue
+                found[name] = measured(attend, tensors, options.repeats, errors)
+    if options.peers:
+        for name, attend in gpu_peers.peers(shape.causal, shape.tokens, shape.key_heads).items():
+            same = "stripe" not in name and "Ulysses" not in name
+            check = errors if same else None
+            found[name] = measured(attend, tensors, options.repeats, check)
+    return found
+
+
+# --- telling ---
+
+HEAD = (
+    "tokens a rank", "mask", "", "forward", "backward", "both, TF/s", "of theory", "peak GiB",
+    "errors of out, dq",
+)  # fmt: skip
+
+
+def rows(shape: Shape, found: dict[str, Result | str], ranks: int) -> list[list[str]]:
+    """Of a table in Markdown."""
+    flops, table = shape.flops(ranks), []
+    mask = "causal" if shape.causal else "full"
+    for name, result in found.items():
+        start = [str(shape.tokens), mask, name]
+        if isinstance(result, str):
+            table.append([*start, f"failed: {result}", *[""] * 5])
+            continue
+        backward = result.both - result.forward
+        speeds = (
+            flops / result.forward,
+            2.5 * flops / backward if backward > 0 else float("nan"),  # lost in noise
+            3.5 * flops / result.both,
+        )
+        theory = found.get(THEORY + name.split(", ")[1]) if ", " in name else None
+        share = f"{theory.both / result.both:.0%}" if isinstance(theory, Result) else ""
+        shown = "" if result.errors is None else ", ".join(f"{e:.0e}" for e in result.errors)
+        table.append([
+            *start, *(f"{s / 1e12:.3g}" for s in speeds), share, f"{result.peak:.1f}", shown,
+        ])  # fmt: skip
+    return table
+
+
+def markdown(table: list[list[str]]) -> str:
+    lines = [list(HEAD), ["---"] * len(HEAD), *table]
+    return "\n".join("| " + " | ".join(line).replace("\n", " ") + " |" for line in lines)
+
+
+def plot(table: list[list[str]], path: Path) -> None:
+    """TF/s both ways over tokens, a line for each subject."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no plot: matplotlib is not installed")
+        return
+    masks = sorted({row[1] for row in table})
+    figure = Figure(figsize=(7 * len(masks), 5), layout="constrained")
+    for axes, mask in zip(figure.subplots(1, len(masks), squeeze=False)[0], masks):
+        for name in dict.fromkeys(row[2] for row in table):
+            points = [(int(r[0]), float(r[5])) for r in table if r[1:3] == [mask, name] and r[5]]
+            if points:
+                style = "--" if name.startswith(THEORY) else "-"
+                axes.plot(*zip(*sorted(points)), style, marker="o", label=name)
+        axes.set(xscale="log", xlabel="tokens a rank", ylabel="TF/s a rank, both", title=mask)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def trace(shape: Shape, options: Options, folder: Path) -> None:
+    """A profiler's trace of each of ours, a file for each rank."""
+    from torch.profiler import ProfilerActivity, profile
+
+    rank, tensors = dist.get_rank(), shape.tensors(shape.tokens, seed=dist.get_rank())
+    folder.mkdir(parents=True, exist_ok=True)
+    kinds = [ProfilerActivity.CPU]
+    kinds += [ProfilerActivity.CUDA] if shape.device.type == "cuda" else []
+    for kernel in options.kernels:
+        for transport in options.transports:
+            attend = ours(shape, kernel, transport, 1, tensors)
+            leaves = [t.requires_grad_() for t in tensors[:3]]
+            for last in (False, True):
+                dist.barrier()
+                with profile(activities=kinds) as profiler:
+                    torch.autograd.grad(attend(*leaves), leaves, tensors[3])
+                    _synchronize(shape.device)
+                if last:
+                    name = f"{transport}-{kernel}-{shape.tokens}-rank{rank}.json"
+                    profiler.export_chrome_trace(str(folder / name))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tokens", type=int, nargs="+", help="of one rank")
+    parser.add_argument("--mask", nargs="+", default=["causal", "full"], choices=("causal", "full"))
+    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("H", "H_KV"))
+    parser.add_argument("--dim-head", type=int, default=128)
+    parser.add_argument("--dtype", help="bfloat16 on CUDA, float32 on the CPU")
+    parser.add_argument("--kernels", nargs="+", choices=list(KERNELS))
+    parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS))
+    parser.add_argument("--ulysses", type=int, nargs="+", default=[1])
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--theory-up-to", type=int, default=300_000, help="tokens of the whole")
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--million", action="store_true", help="2 ** 20 tokens in all, once")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write DIR/DATE-ring.md and .png")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="profiler traces; no table")
+    asked = parser.parse_args()
+    device = torch.device(asked.device)
+    if asked.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    ranks, first = dist.get_world_size(), dist.get_rank() == 0
+    dtype = getattr(torch, asked.dtype or ("bfloat16" if asked.device == "cuda" else "float32"))
+    on_gpu = asked.device == "cuda"
+    kernels = asked.kernels or _able(device, dtype, asked.dim_head)
+    options = Options(
+        kernels, asked.transports, asked.ulysses, on_gpu and not asked.no_peers,
+        asked.theory_up_to, asked.repeats,
+    )  # fmt: skip
+    tokens = asked.tokens or [2**n for n in (range(10, 18) if on_gpu else (6,))]
+    if asked.million:
+        tokens, options = [2**20 // ranks], options._replace(theory_up_to=0, repeats=1, peers=False)
+    shapes = [
+        Shape(n, mask == "causal", *asked.heads, asked.dim_head, device, dtype)
+        for mask in asked.mask for n in tokens
+    ]  # fmt: skip
+    if asked.trace is not None:
+        for shape in shapes:
+            trace(shape, options, asked.trace)
+    else:
+        table = []
+        for shape in shapes:
+            new = rows(shape, all_of(shape, options), ranks)
+            table += new
+            if first:
+                print("\n".join(" | ".join(row) for row in new), flush=True)
+        if first:
+            tell(table, asked, ranks, device, dtype)
+    dist.destroy_process_group()
+
+
+def _able(device: torch.device, dtype: torch.dtype, d: int) -> list[str]:
+    """Kernels that are meant for the device, the slow one that does everything apart."""
+    from ring_attention_pytorch.contract import Case
+
+    q = torch.empty(1, 0, 1, d, device=device, dtype=dtype)
+    case = Case.of(q, q)
+    return [n for n in KERNELS if n != "eager" and problem(n, case) is None]
+
+
+def tell(
+    table: list[list[str]],
+    asked: argparse.Namespace,
+    ranks: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Print, and keep if asked to."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    today = datetime.date.today()
+    report = (
+        f"# Attention over {ranks} x {name}, {today}\n\n"
+        f"torch {torch.__version__}, {dtype}, heads {asked.heads}, d {asked.dim_head}, batch 1; "
+        "`benchmarks/bench_ring.py` says what is counted.\n\n" + markdown(table) + "\n"
+    )
+    print(report)
+    if asked.save is not None:
+        asked.save.mkdir(parents=True, exist_ok=True)
+        path = asked.save / f"{today}-ring.md"
+        plot(table, path.with_suffix(".png"))
+        path.write_text(f"{report}\n![TF/s]({path.stem}.png)\n")
+        print(f"saved {path}")
+
+
+if __name__ == "__main__":
+    main()

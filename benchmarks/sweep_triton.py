@@ -1,0 +1,119 @@
+"""The fastest block sizes of the Triton kernels for a shape: for the table in kernels/triton.py.
+
+python -m benchmarks.sweep_triton --d 128 --n 8192 --mask full
+"""
+
+import argparse
+import itertools
+import multiprocessing as mp
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+import torch
+
+from benchmarks.bench_kernels import Block, Shape, seconds
+from ring_attention_pytorch.contract import Grads, Keys, Saved
+from ring_attention_pytorch.kernels import triton as ours
+from ring_attention_pytorch.kernels.triton import Config
+from ring_attention_pytorch.running import Result, Sum
+
+DIRECTIONS = ("forward", "keys", "queries")
+
+
+def warm(shape: Shape, direction: str, config: Config | None) -> None:
+    """Compile one kernel into Triton's cache on disk, in a process of its own."""
+    small = Shape(512, shape.d, shape.mask, shape.dtype, 8, 2)
+    try:
+        run_direction(Block(small), direction, config)()
+    except Exception:  # it will be told when it is timed
+        return
+
+
+def warm_all(jobs: list[tuple[Shape, str, Config | None]]) -> None:
+    workers = min(14, os.cpu_count() or 1, len(jobs))
+    with ProcessPoolExecutor(workers, mp_context=mp.get_context("spawn")) as pool:
+        for each in as_completed([pool.submit(warm, *job) for job in jobs]):
+            each.result()
+
+
+def run_direction(block: Block, direction: str, config: Config | None) -> Callable[[], None]:
+    """One launch of one kernel with a config."""
+    keys = Keys(block.k, block.v, None, ())
+    found, terms = block.found, block.terms
+    result = Result(block.q, block.v)
+    lse = result.running()[1]
+    saved = Saved(block.q, block.dout, torch.full_like(lse, 9.0), block.dout, None)
+    grads = Grads(Sum(block.q), Sum(block.k), Sum(block.v))
+
+    def run() -> None:
+        with ours.configured(**({} if config is None else {direction: config})):
+            if direction == "forward":
+                ours.forward(block.q, keys, found, terms, result)
+            elif direction == "queries":
+                ours._backward_of_queries(saved, keys, found, terms, grads)
+            else:
+                ours._backward_of_keys(saved, keys, found, terms, grads)
+
+    return run
+
+
+def configs(direction: str, d: int) -> list[Config]:
+    """What may be worth trying; what does not fit fails and is left out."""
+    sizes = {
+        "forward": [(128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 128, 4)],
+        "queries": [(128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 32, 4)],
+        "keys": [(64, 128, 8), (64, 64, 4), (32, 128, 8), (32, 64, 4)],
+    }[direction]
+    if d <= 64:
+        sizes += [(128, 128, 8), (128, 64, 4), (128, 128, 4)] if direction != "forward" else []
+        sizes += [(128, 64, 4), (256, 64, 8), (64, 64, 8)] if direction == "forward" else []
+    if d > 128 and direction != "forward":
+        sizes += [(64, 64, 8), (32, 32, 4), (64, 32, 8), (64, 32, 4)]
+    return [
+        Config(*size, stages, tma)
+        for size, stages, tma in itertools.product(dict.fromkeys(sizes), (1, 2, 3), (True, False))
+        if (tma and stages > 1) or (stages == 2 and not tma) or (d > 128 and stages == 1)
+    ]
+
+
+def sweep(shape: Shape, directions: list[str]) -> None:
+    """The fastest configs of each direction, for one shape."""
+    trials = [(x, config) for x in directions for config in configs(x, shape.d)]
+    start = time.perf_counter()
+    warm_all([(shape, *trial) for trial in trials])
+    print(f"{shape}: {len(trials)} configs compiled in {time.perf_counter() - start:.0f} s")
+    share = {"forward": 1.0, "keys": 2.5, "queries": 2.5}
+    block = Block(shape)
+    for direction in directions:
+        found, failed = [], 0
+        for config in (c for x, c in trials if x == direction):
+            try:
+                elapsed = seconds([run_direction(block, direction, config)])[0]
+                found.append((share[direction] * shape.flops() / elapsed / 1e12, config))
+            except Exception:  # too large for the GPU: not a candidate
+                failed += 1
+        found.sort(reverse=True)
+        print(f"{direction}, {failed} do not fit:")
+        for speed, config in found[:3]:
+            print(f"  {speed:5.0f} TF/s  {tuple(config)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--d", type=int, nargs="+", default=[128])
+    parser.add_argument("--n", type=int, nargs="+", default=[8192])
+    parser.add_argument("--mask", nargs="+", default=["causal", "full"])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("H", "H_KV"))
+    parser.add_argument("--directions", nargs="+", default=list(DIRECTIONS), choices=DIRECTIONS)
+    asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("sweep_triton needs a CUDA device")
+    for d, mask, n in itertools.product(asked.d, asked.mask, asked.n):
+        sweep(Shape(n, d, mask, asked.dtype, *asked.heads), asked.directions)
+
+
+if __name__ == "__main__":
+    main()

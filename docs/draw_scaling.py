@@ -1,0 +1,206 @@
+"""Writes docs/scaling.md and docs/scaling.svg: what the cost model predicts for many GPUs.
+
+python docs/draw_scaling.py
+"""
+
+from pathlib import Path
+
+from ring_attention_pytorch.cost import (
+    H200,
+    Machine,
+    gather_steps,
+    predict,
+    ring_steps,
+    swap_seconds,
+)
+from ring_attention_pytorch.layouts import Visible, all_segments
+from ring_attention_pytorch.transports import owners_at_once
+from ring_attention_pytorch.transports.pieces import Blocks, Job
+
+HERE = Path(__file__).parent
+JOB = Job(batch=1, heads=32, key_heads=8, d=128, d_v=128, itemsize=2)
+RANKS = (64, 256, 1024, 4096)
+TOKENS = (2048, 8192, 32768)  # of one GPU
+DOMAINS = (8, 72)
+ROOM = 8 << 30
+WAYS = {  # name -> transport, Ulysses degree
+    "ring": ("ring", 1),
+    "gather": ("gather", 1),
+    "Ulysses 8, ring": ("ring", 8),
+    "Ulysses 8, gather": ("gather", 8),
+}
+COLOURS = ("#b04a4a", "#4878a8", "#d0943c", "#4a8a5c")
+
+# 4 H200, bf16, 32 query and 8 key heads of 128, causal, forward and backward: share of the same
+# kernel alone on one GPU over the whole sequence. A prototype of "gather" with cuDNN; and
+# axolotl-ringmaster 0.2.7's zigzag ring over NCCL with flash-attn 2 (379 / 330 TF/s alone).
+MEASURED = {
+    ("gather", 2048): 0.51,
+    ("gather", 4096): 0.72,
+    ("gather", 8192): 0.91,
+    ("gather", 16384): 0.97,
+    ("gather", 32768): 1.00,
+    ("ring", 8192): 0.83,
+    ("ring", 32768): 0.94,
+}
+SLOWER_KERNEL = H200._replace(forward=379e12, backward=330e12)
+
+
+def share(way: tuple[str, int], ranks: int, tokens: int, machine: Machine) -> tuple[float, float]:
+    """Predicted share of the kernel alone, and seconds, of a rank in the middle."""
+    transport, degree = way
+    size = ranks // degree
+    everyone = all_segments("zigzag", size, ranks * tokens)
+    blocks = Blocks(everyone, everyone, Visible(causal=True))
+    job = JOB._replace(heads=JOB.heads // degree, key_heads=-(-JOB.key_heads // degree))
+    inner = machine._replace(domain=max(1, machine.domain // degree))
+    if transport == "ring":
+        steps = ring_steps(blocks, size // 2, inner.domain)
+    else:
+        at_once = owners_at_once(ROOM, blocks, job)
+        steps = gather_steps(blocks, size // 2, inner.domain, at_once)
+    cost = predict(transport, steps, job, inner)
+    seconds = cost.forward + cost.backward + swap_seconds(tokens, JOB, degree, machine)
+    return cost.ideal / seconds, seconds
+
+
+def checked() -> list[tuple[str, int, float, float]]:
+    """Transport, tokens a GPU, measured share, predicted share of the slowest rank."""
+    found = []
+    for (transport, tokens), measured in MEASURED.items():
+        everyone = all_segments("zigzag", 4, 4 * tokens)
+        blocks = Blocks(everyone, everyone, Visible(causal=True))
+        machine = H200 if transport == "gather" else SLOWER_KERNEL
+        steps = (
+            [ring_steps(blocks, rank, 8) for rank in range(4)]
+            if transport == "ring"
+            else [gather_steps(blocks, rank, 8, 3) for rank in range(4)]
+        )
+        predicted = min(predict(transport, each, JOB, machine).share for each in steps)
+        found.append((transport, tokens, measured, predicted))
+    return found
+
+
+def shares() -> dict[tuple[int, int, int], list[tuple[float, float]]]:
+    """By domain, tokens and ranks: what each way reaches."""
+    return {
+        (domain, tokens, ranks): [
+            share(way, ranks, tokens, H200._replace(domain=domain)) for way in WAYS.values()
+        ]
+        for domain in DOMAINS
+        for tokens in TOKENS
+        for ranks in RANKS
+    }
+
+
+def length(tokens: int) -> str:
+    for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("k", 1 << 10)):
+        if tokens >= size:
+            return f"{tokens / size:.3g}{unit}"
+    return str(tokens)
+
+
+def page(found: dict[tuple[int, int, int], list[tuple[float, float]]]) -> str:
+    lines = [PREFACE, "| transport | tokens a GPU | measured | predicted |", "| --- " * 4 + "|"]
+    lines += [f"| {t} | {n} | {m:.0%} | {p:.0%} |" for t, n, m, p in checked()]
+    lines += ["", PREDICTIONS]
+    for domain in DOMAINS:
+        lines += [f"\n### NVLink domains of {domain}\n"]
+        head = ["tokens a GPU", "GPUs", "sequence", "kernel alone", *WAYS]
+        lines += [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+        for tokens in TOKENS:
+            for ranks in RANKS:
+                ways = found[domain, tokens, ranks]
+                ideal = ways[0][0] * ways[0][1]
+                cells = [str(tokens), str(ranks), length(tokens * ranks), f"{ideal:.3g} s"]
+                cells += [f"{part:.0%}" for part, _ in ways]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+PREFACE = """\
+# How it would scale
+
+Written by `docs/draw_scaling.py` from `ring_attention_pytorch/cost.py`. **What is said here of more
+than 8 GPUs, and of any network, is a prediction**: none of it was measured.
+
+The model adds up, for one rank: the kernel's FLOPs at its measured speed, 0.1 ms for each kernel
+call, the traffic of merging, and whatever of the transfers does not fit beside the computing. Its
+speeds were measured on H200s in one NVLink domain: cuDNN at 600 / 525 TF/s, copies by copy engine
+at 350 GB/s, NCCL send/recv hops (49 GB/s for 8 MB to 320 GB/s for 512 MB), all-to-all at
+141 GB/s. The network is taken to be 400 Gb/s for each GPU, 45 GB/s of it usable, and nobody else's.
+
+## What it was checked against
+
+Share of the same kernel alone on one GPU over the whole sequence, forward and backward; 4 H200,
+bf16, 32 query and 8 key heads of 128, causal, zigzag. *gather* was measured with a prototype of it
+with cuDNN; *ring* is axolotl-ringmaster 0.2.7 with flash-attn 2 (379 / 330 TF/s alone), not ours.
+"""
+
+PREDICTIONS = """\
+The model is too kind below 8k tokens a GPU, by up to ten points.
+
+## Predictions
+
+Share of the kernel alone, the same shapes, with room for 8 GiB of others' keys and gradients.
+*Kernel alone* is how long the kernel would take for forward and backward if nothing else did.
+Under Ulysses 8, eight neighbours swap heads for sequence, so an eighth of the ranks exchange keys,
+each of an eighth of the heads: a network carries an eighth.
+
+Read it so: from 32k tokens a GPU on everything is hidden, whatever the transport; compute grows
+with the square of a block's tokens, bytes with the tokens. At 2k a network decides: only to swap
+heads for sequence inside a domain, which lets an eighth of the bytes leave it, keeps the
+kernel busy. The model knows nothing of congestion, stragglers or failures.
+
+![share of the kernel alone](scaling.svg)"""
+
+
+def drawing(found: dict[tuple[int, int, int], list[tuple[float, float]]]) -> str:
+    """A panel for each domain and number of tokens: share over GPUs, a line for each way."""
+    wide, high, left, top = 230, 150, 46, 30
+    parts = []
+    for row, domain in enumerate(DOMAINS):
+        for column, tokens in enumerate(TOKENS):
+            x0, y0 = left + column * (wide + 40), top + row * (high + 60)
+            parts += _panel(
+                x0, y0, wide, high, f"domains of {domain}, {length(tokens)} tokens a GPU"
+            )
+            for way, colour in enumerate(COLOURS):
+                points = [
+                    (x0 + wide * i / (len(RANKS) - 1),
+                     y0 + high * (1 - found[domain, tokens, ranks][way][0]))
+                    for i, ranks in enumerate(RANKS)
+                ]  # fmt: skip
+                line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+                parts.append(
+                    f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
+                )
+    bottom = top + 2 * (high + 60)
+    for i, (name, colour) in enumerate(zip(WAYS, COLOURS)):
+        parts.append(
+            f'<rect x="{left + i * 180}" y="{bottom}" width="12" height="12" fill="{colour}"/>'
+        )
+        parts.append(f'<text x="{left + 18 + i * 180}" y="{bottom + 11}">{name}</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + 3 * (wide + 40)} '
+        f'{bottom + 30}" font-family="sans-serif" font-size="12">'
+        '<rect width="100%" height="100%" fill="white"/>' + "".join(parts) + "</svg>\n"
+    )
+
+
+def _panel(x: float, y: float, wide: float, high: float, title: str) -> list[str]:
+    parts = [f'<text x="{x}" y="{y - 10}">{title}</text>']
+    for share in (0.0, 0.5, 1.0):
+        at = y + high * (1 - share)
+        parts.append(f'<line x1="{x}" y1="{at}" x2="{x + wide}" y2="{at}" stroke="#cccccc"/>')
+        parts.append(f'<text x="{x - 6}" y="{at + 4}" text-anchor="end">{share:.0%}</text>')
+    for i, ranks in enumerate(RANKS):
+        at = x + wide * i / (len(RANKS) - 1)
+        parts.append(f'<text x="{at:.1f}" y="{y + high + 16}" text-anchor="middle">{ranks}</text>')
+    return parts
+
+
+if __name__ == "__main__":
+    everything = shares()
+    (HERE / "scaling.md").write_text(page(everything))
+    (HERE / "scaling.svg").write_text(drawing(everything))

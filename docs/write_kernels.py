@@ -1,0 +1,93 @@
+"""Writes docs/kernels.md from what kernels say of themselves: `python docs/write_kernels.py`."""
+
+from pathlib import Path
+
+import torch
+
+from ring_attention_pytorch.contract import FEATURES, Can
+from ring_attention_pytorch.kernels import KERNELS
+
+WHAT = {
+    "flash-attn-4": "flash-attn 4, CuTe DSL",
+    "sdpa-cudnn": "cuDNN, inside PyTorch",
+    "triton": "ours; merges inside, backward repeats to the bit",
+    "flash-attn-2": "flash-attn 2",
+    "sdpa-flash": "flash attention 2, inside PyTorch",
+    "sdpa": "PyTorch's flash on the CPU",
+    "eager": "plain PyTorch, the reference of the others",
+}
+SHORT = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+COLUMNS = {
+    "window": "window",
+    "key_mask": "key mask",
+    "softclamp": "softclamp",
+    "unusual_scale": "scale <= 0",
+    "deterministic": "deterministic",
+}
+PAGE = """# Kernels
+
+A kernel does the attention of one block: this rank's queries and some rank's keys. With
+`kernel=None` the first of this table that can do the case runs, the same on every rank. A kernel
+asked for by name never falls back: where it can't do the case, every rank raises the same
+`ValueError` before anything is sent. A name may be the beginning of several, `"flash-attn"` of two,
+`"sdpa"` of three; `"triton+flash-attn"` is forward by one and backward by another, which is what
+`ring_flash_attn_cuda` runs.
+
+```python
+import torch
+from ring_attention_pytorch import explain_kernel
+
+q = torch.randn(1, 1024, 8, 64)
+print(explain_kernel(q, q, q, softclamp=50.0))  # which one runs, and why the faster ones can't
+```
+
+The choice is logged once for each case, by the logger `ring_attention_pytorch` at level INFO.
+
+{table}
+
+Order and speeds are those of an H200 (`benchmarks/results`); before Hopper, flash attention 2
+comes before `triton`. *deterministic* is what `torch.use_deterministic_algorithms(True)` asks for:
+a backward that repeats to the bit. A gradient through lse works with all of them.
+
+float32 runs in IEEE precision; after `torch.set_float32_matmul_precision("high")` the Triton
+kernel takes TF32.
+
+`pip install ring-attention-pytorch[triton]`, `[flash]` (flash-attn 2, which compiles) or
+`[flash4]` (a wheel) brings what a kernel needs. The two flash-attn share a package folder:
+keep them in environments of their own.
+"""
+
+
+def table() -> str:
+    head = ["kernel", "what", "where", "dtypes", "head sizes", *COLUMNS.values(), "needs"]
+    lines = [head, ["---"] * len(head), *(row(name, k.CAN) for name, k in KERNELS.items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def row(name: str, can: Can) -> list[str]:
+    assert set(COLUMNS) == FEATURES
+    where = {None: "anywhere"}.get(can.devices) or can.devices[0].upper()
+    if can.oldest is not None:
+        where += f" >= {'.'.join(map(str, can.oldest))}"
+    sizes = "any" if can.widest is None else f"<= {can.widest}"
+    if can.multiple > 1:
+        sizes = f"multiples of {can.multiple} {sizes}"
+    dtypes = "any" if can.dtypes is None else ", ".join(SHORT[d] for d in can.dtypes)
+    package = "-" if can.package is None else f"{can.package.name} >= {can.package.oldest}"
+    return [
+        f"`{name}`", WHAT[name], where, dtypes, sizes + (", d = d_v" if can.one_size else ""),
+        *("yes" if feature in can.features else "-" for feature in COLUMNS), package,
+    ]  # fmt: skip
+
+
+def page() -> str:
+    return PAGE.format(table=table())
+
+
+if __name__ == "__main__":
+    (Path(__file__).parent / "kernels.md").write_text(page())

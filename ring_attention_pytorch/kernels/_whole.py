@@ -1,0 +1,72 @@
+"""What kernels have in common that return whole parts and have a flash attention's interface."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ring_attention_pytorch.contract import Grads, Keys, Saved, Terms
+from ring_attention_pytorch.layouts import Tile
+from ring_attention_pytorch.running import Sum
+
+NO_BOUND = -1
+_ALIGNMENT = 16  # bytes: what these kernels load at once
+
+
+def from_bottom_right(tile: Tile) -> tuple[int, int]:
+    """A tile's (left, right) as flash attention counts them, from the bottom right corner.
+
+    There -1 is no bound, and no other can be negative: the last row of a tile sees its last
+    column.
+
+    >>> from_bottom_right(Tile(slice(0, 4), slice(0, 6), 1, 2))
+    (3, 0)
+    """
+    rows, cols, left, right = tile
+    shift = (cols.stop - cols.start) - (rows.stop - rows.start)
+    return (
+        NO_BOUND if left is None else left + shift,
+        NO_BOUND if right is None else right - shift,
+    )
+
+
+def aligned(*tensors: Tensor) -> list[Tensor]:
+    """The tensors where they are if a kernel can read them there, else laid out anew."""
+    return [
+        t
+        if t.stride(-1) == 1
+        and t.data_ptr() % _ALIGNMENT == 0
+        and all(s * t.element_size() % _ALIGNMENT == 0 and s > 0 for s in t.stride()[:-1])
+        else t.clone(memory_format=torch.contiguous_format)
+        for t in tensors
+    ]
+
+
+def with_lse_gradient(
+    backward: Callable[[Saved, Keys, Sequence[Tile], Terms, Grads], Any],
+    saved: Saved,
+    keys: Keys,
+    tiles: Sequence[Tile],
+    terms: Terms,
+    grads: Grads,
+) -> None:
+    """The whole backward, by one that knows only of out's gradient.
+
+    A score's share of dlse is p * dlse: what it gets where v is 0 and out * dout is -dlse,
+    which is brought to at most 1 for 16 bits to hold it.
+    """
+    backward(saved, keys, tiles, terms, grads)
+    if saved.dlse is None:
+        return
+    size = saved.dlse.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+    out = torch.zeros_like(saved.out)
+    out[..., 0] = 1
+    dout = -out * rearrange(saved.dlse / size, "b h n -> b n h 1").to(out.dtype)
+    nothing = keys._replace(v=torch.zeros_like(keys.v))
+    share = Grads(Sum(saved.q), Sum(keys.k), Sum(keys.v))
+    backward(replace(saved, out=out, dout=dout, dlse=None), nothing, tiles, terms, share)
+    for total, part in zip(grads[:2], share):
+        total.running().addcmul_(part.running(), size)

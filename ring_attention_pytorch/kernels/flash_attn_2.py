@@ -1,0 +1,65 @@
+"""flash-attn 2 (Dao 2023, https://arxiv.org/abs/2307.08691), where it is installed.
+
+Windows, softcap and a deterministic backward are its own. Its diagonals count from the bottom
+right, and it makes its own delta from `out`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.contract import FEATURES, Can, Grads, Keys, Package, Saved, Terms
+from ring_attention_pytorch.kernels._whole import aligned, from_bottom_right, with_lse_gradient
+from ring_attention_pytorch.layouts import Tile
+from ring_attention_pytorch.running import Result
+
+CAN = Can(
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    oldest=(8, 0),
+    widest=256,
+    multiple=8,
+    one_size=True,
+    features=FEATURES - {"key_mask", "unusual_scale"},
+    package=Package("flash-attn", "flash_attn.flash_attn_interface", "2.8", "flash"),
+)
+
+
+def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
+    from flash_attn.flash_attn_interface import _flash_attn_forward
+
+    for tile in tiles if q.numel() else ():
+        q_, k, v = aligned(q[:, tile.rows], keys.k[:, tile.cols], keys.v[:, tile.cols])
+        left, right = from_bottom_right(tile)
+        out, lse, *_ = _flash_attn_forward(
+            q_, k, v, dropout_p=0.0, softmax_scale=terms.scale, causal=False,
+            window_size_left=left, window_size_right=right, softcap=terms.softclamp or 0.0,
+            alibi_slopes=None, return_softmax=False,
+        )  # fmt: skip
+        result.add(tile.rows, out, lse)
+
+
+def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+    with_lse_gradient(_backward, saved, keys, tiles, terms, grads)
+
+
+def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+    from flash_attn.flash_attn_interface import _flash_attn_backward
+
+    for tile in tiles if saved.q.numel() else ():
+        q, k, v, out, dout = aligned(
+            saved.q[:, tile.rows], keys.k[:, tile.cols], keys.v[:, tile.cols],
+            saved.out[:, tile.rows], saved.dout[:, tile.rows],
+        )  # fmt: skip
+        left, right = from_bottom_right(tile)
+        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+        _flash_attn_backward(
+            dout, q, k, v, out, saved.lse[..., tile.rows].contiguous(), dq, dk, dv,
+            dropout_p=0.0, softmax_scale=terms.scale, causal=False, window_size_left=left,
+            window_size_right=right, softcap=terms.softclamp or 0.0, alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        grads.dq.add(tile.rows, dq)
+        grads.dk.add(tile.cols, dk)
+        grads.dv.add(tile.cols, dv)

@@ -1,0 +1,135 @@
+"""cuDNN's flash attention as PyTorch ships it: the fastest on Hopper that needs nothing installed.
+
+Forward and backward with lse, grouped heads as they are. It knows full and causal squares only.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from einops import einsum, rearrange
+from torch import Tensor
+
+from ring_attention_pytorch.contract import FEATURES, Can, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.kernels._whole import aligned, with_lse_gradient
+from ring_attention_pytorch.layouts import Tile
+from ring_attention_pytorch.running import Result, accumulator
+
+CAN = Can(
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    oldest=(9, 0),
+    widest=256,
+    multiple=8,
+    one_size=True,
+    features=FEATURES - {"window", "key_mask", "softclamp", "unusual_scale", "deterministic"},
+)
+
+
+class _Call(NamedTuple):
+    rows: slice
+    cols: slice
+    causal: bool
+    by_hand: bool  # one query meets one key, which the op refuses, or gets wrong
+
+
+def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
+    for rows, cols, causal, by_hand in _calls(q, tiles):
+        operands = q[:, rows], keys.k[:, cols], keys.v[:, cols]
+        if by_hand:
+            result.add(rows, *_one_to_one(*operands, terms))
+            continue
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *_heads_first(*operands), None, True, 0.0, causal, False, scale=terms.scale
+        )
+        result.add(rows, rearrange(out, "b h n d -> b n h d"), lse.flatten(2))
+
+
+def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+    with_lse_gradient(_backward, saved, keys, tiles, terms, grads)
+
+
+def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+    unused = torch.zeros((), dtype=torch.int64, device=saved.q.device)  # dropout's seed and offset
+    for rows, cols, causal, by_hand in _calls(saved.q, tiles):
+        operands = (
+            saved.q[:, rows], keys.k[:, cols], keys.v[:, cols], saved.out[:, rows],
+            saved.dout[:, rows],
+        )  # fmt: skip
+        lse = saved.lse[..., rows]
+        if by_hand:
+            parts = _one_to_one_backward(*operands, lse, terms)
+        else:
+            q, k, v, out, dout = _heads_first(*operands)
+            if dout.stride() != out.stride():  # of which the op is silent, and wrong
+                out, dout = (_anew(t) for t in (out, dout))
+            parts = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                dout, q, k, v, out, lse.unsqueeze(-1).contiguous(), unused, unused, None, None,
+                None, q.shape[2], k.shape[2], 0.0, causal, scale=terms.scale,
+            )  # fmt: skip
+            parts = [rearrange(part, "b h n d -> b n h d") for part in parts]
+        for total, at, part in zip(grads, (rows, cols, cols), parts):
+            total.add(at, part)
+
+
+def _calls(q: Tensor, tiles: Sequence[Tile]) -> Iterator[_Call]:
+    """Every tile as causal squares and full rectangles: where a diagonal starts in a rectangle
+    is a question that kernels answer differently."""
+    for rows, cols, left, right in tiles if q.numel() else ():
+        assert left is None, "a window, which this kernel says it can't do"
+        if right is None:
+            yield _call(rows, cols, False)
+            continue
+        if right > 0:
+            yield _call(rows, slice(cols.start, cols.start + right), False)
+        cols = slice(cols.start + right, cols.stop)
+        square = min(rows.stop, rows.start + cols.stop - cols.start)
+        yield _call(slice(rows.start, square), cols, square - rows.start > 1)
+        if square < rows.stop:
+            yield _call(slice(square, rows.stop), cols, False)
+
+
+def _call(rows: slice, cols: slice, causal: bool) -> _Call:
+    return _Call(rows, cols, causal, rows.stop - rows.start == cols.stop - cols.start == 1)
+
+
+def _anew(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    """As the op wants them. A single row is laid out anew: its stride says nothing, and the op
+    took it for that of heads, and gave wrong gradients."""
+    laid = [_anew(t) if t.shape[1] == 1 else t for t in tensors]
+    return [rearrange(t, "b n h d -> b h n d") for t in aligned(*laid)]
+
+
+def _one_to_one(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    q, k, v = _by_key_head(q, k, v)
+    lse = terms.scale * einsum(q, k, "b g r d, b g d -> b g r")
+    out = v.unsqueeze(2).expand(*q.shape[:3], -1)
+    return rearrange(out, "b g r d -> b 1 (g r) d"), rearrange(lse, "b g r -> b (g r) 1")
+
+
+def _one_to_one_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, terms: Terms
+) -> list[Tensor]:
+    """dq, dk and dv of a row and a column, which may be of larger ones: lse is of the row."""
+    lse = rearrange(lse, "b (g r) 1 -> b g r", g=k.shape[2])
+    q, k, v = _by_key_head(q, k, v)
+    out, dout = (
+        rearrange(t.to(accumulator(t.dtype)), "b 1 (g r) d -> b g r d", g=k.shape[1])
+        for t in (out, dout)
+    )
+    p = (terms.scale * einsum(q, k, "b g r d, b g d -> b g r") - lse).exp()
+    seen = einsum(dout, v.unsqueeze(2) - out, "b g r d, b g r d -> b g r")
+    ds = (terms.scale * p * seen).unsqueeze(-1)
+    dq = rearrange(ds * k.unsqueeze(2), "b g r d -> b 1 (g r) d")
+    dk, dv = (ds * q).sum(2), (p.unsqueeze(-1) * dout).sum(2)
+    return [dq, dk.unsqueeze(1), dv.unsqueeze(1)]
+
+
+def _by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (t.to(accumulator(t.dtype)) for t in (q, k, v))
+    q = rearrange(q, "b 1 (g r) d -> b g r d", g=k.shape[2])
+    return q, k.squeeze(1), v.squeeze(1)

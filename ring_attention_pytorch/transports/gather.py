@@ -1,0 +1,190 @@
+"""All the keys that a rank needs at once, straight from their owners, while its own block computes.
+
+What comes is put together in the order of positions, so that few large tiles cover it. In
+backward each rank sends an owner what it computed for its keys, in the inputs' dtype, and the
+owner sums that in the accumulator's, always in the same order.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.contract import Keys
+from ring_attention_pytorch.layouts import count
+from ring_attention_pytorch.ring import Ring, Transfer
+from ring_attention_pytorch.running import Sum
+from ring_attention_pytorch.transports.messages import (
+    Form,
+    form_of,
+    message_bytes,
+    opened,
+    packed,
+    room,
+)
+from ring_attention_pytorch.transports.pieces import (
+    Blocks,
+    Group,
+    Pieces,
+    Round,
+    joined,
+    of_owner,
+    schedule,
+    tokens,
+)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Owners a group at a time, the next group under way while one computes.
+
+    Messages go point to point, each exactly what its receiver needs, over any group.
+
+    Every rank sends to and receives from every rank of a group, be the message empty: so there
+    is no decision around a message that depends on the rank.
+    """
+
+    ring: Ring
+    groups: tuple[Group, ...]
+    lengths: tuple[int, ...]  # keys that each rank holds
+
+    @classmethod
+    def make(cls, ring: Ring, blocks: Blocks, at_once: int) -> "Gather":
+        return cls(ring, schedule(blocks, at_once), tuple(map(count, blocks.keys)))
+
+    def stream(self, keys: Keys) -> Iterator[Keys]:
+        """Own keys, then those of the others in order of positions."""
+        return (block for _, _, block in self._blocks(keys) if block is not None)
+
+    def stream_back(
+        self, own_keys: Keys, own: tuple[Sum, Sum]
+    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+        """The same; gradients of a block go home while the next one computes."""
+        blocks = self._blocks(own_keys)
+        next(blocks)
+        yield own_keys, own
+        if self.groups:  # others will be added, on whatever stream
+            for total in own:
+                total.running()
+        going: Callable[[], None] | None = None
+        for group, now, keys in blocks:
+            grads = None
+            if keys is not None:
+                grads = Sum(keys.k), Sum(keys.v)
+                yield keys, grads
+            if going is not None:
+                going()
+                going = None
+            going = self._send_home(group, now, own_keys, grads, own)
+        if going is not None:
+            going()
+
+    def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Round, Keys | None]]:
+        """Own keys, and then each round of each group: None where this rank has no part in it."""
+        pulls = (self._pull(own, group) for group in self.groups)  # posted when asked for
+        coming = next(pulls, None)
+        yield None, (), own
+        for group in self.groups:
+            theirs, coming = coming(), None  # messages are let go before more are asked for
+            coming = next(pulls, None)
+            start = 0
+            for now in group.rounds:
+                mine = now[self.ring.rank]
+                stop = start + tokens(mine)
+                if mine:
+                    k, v, *mask = (t[:, start:stop] for t in theirs)
+                    yield group, now, Keys(k, v, mask[0] if mask else None, joined(mine))
+                else:
+                    yield group, now, None
+                start = stop
+
+    def _pull(self, own: Keys, group: Group) -> Callable[[], list[Tensor]]:
+        """Post the messages of a group; what is returned waits and puts together what came."""
+        rank, pieces = self.ring.rank, group.pieces(self.ring.rank)
+        tensors = [t for t in own[:3] if t is not None]
+        sends = {user: of_owner(group.pieces(user), rank) for user in self._users(group.distances)}
+        forms = {
+            owner: form_of(tensors, tokens(of_owner(pieces, owner)))
+            for owner in self._owners(group.distances)
+        }
+        taken = {theirs: _taken(tensors, theirs) for theirs in set(sends.values())}
+        messages = {user: taken[theirs] for user, theirs in sends.items()}
+        coming = self._exchange(own.k, messages, forms)
+
+        def wait() -> list[Tensor]:
+            if not (received := coming.wait()) or not pieces:
+                return [t[:, :0] for t in tensors]
+            found = (opened(m, form) for m, form in zip(received, forms.values()))
+            by_owner = {owner: _split(pieces, owner, t) for owner, t in zip(forms, found)}
+            in_order = [next(by_owner[piece.owner]) for piece in pieces]
+            return [torch.cat(parts, dim=1) for parts in zip(*in_order)]
+
+        return wait
+
+    def _send_home(
+        self,
+        group: Group,
+        now: Round,
+        own_keys: Keys,
+        grads: tuple[Sum, Sum] | None,
+        own: tuple[Sum, Sum],
+    ) -> Callable[[], None]:
+        """Post the gradients of a round; what is returned waits and adds what came to `own`."""
+        rank, kinds = self.ring.rank, own_keys[:2]
+        mine, messages = now[rank], {}
+        starts = list(accumulate((p.segment.length for p in mine), initial=0))
+        for owner in self._owners(group.distances):
+            at = [slice(a, b) for p, a, b in zip(mine, starts, starts[1:]) if p.owner == owner]
+            form = form_of(kinds, tokens(of_owner(mine, owner)))
+            parts = [_columns(t.final(), at) for t in grads] if at else [t[:, :0] for t in kinds]
+            messages[owner] = packed(parts, form)
+        theirs = {user: of_owner(now[user], rank) for user in self._users(group.distances)}
+        forms = {user: form_of(kinds, tokens(pieces)) for user, pieces in theirs.items()}
+        coming = self._exchange(own_keys.k, messages, forms)
+
+        def wait() -> None:
+            for message, (user, pieces) in zip(coming.wait(), theirs.items()):
+                for total, part in zip(own, opened(message, forms[user])):
+                    start = 0
+                    for piece in pieces:
+                        stop = start + piece.segment.length
+                        total.add(piece.cols, part[:, start:stop])
+                        start = stop
+
+        return wait
+
+    def _exchange(
+        self, like: Tensor, messages: dict[int, Tensor], forms: dict[int, Form]
+    ) -> Transfer:
+        received = [(rank, room(like, message_bytes(form))) for rank, form in forms.items()]
+        return self.ring.exchange(list(messages.items()), received)
+
+    def _owners(self, distances: tuple[int, ...]) -> list[int]:
+        """Whose keys come to this rank."""
+        return [(self.ring.rank - t) % self.ring.size for t in distances]
+
+    def _users(self, distances: tuple[int, ...]) -> list[int]:
+        """To whom this rank's keys go."""
+        return [(self.ring.rank + t) % self.ring.size for t in distances]
+
+
+def _columns(t: Tensor, at: list[slice]) -> Tensor:
+    parts = [t[:, cols] for cols in at]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _taken(tensors: list[Tensor], pieces: Pieces) -> Tensor:
+    """A message of these pieces of one's own keys."""
+    chosen = [p.cols for p in pieces] or [slice(0, 0)]
+    return packed([_columns(t, chosen) for t in tensors], form_of(tensors, tokens(pieces)))
+
+
+def _split(pieces: Pieces, owner: int, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Each piece of one owner out of what it sent."""
+    start = 0
+    for piece in of_owner(pieces, owner):
+        stop = start + piece.segment.length
+        yield [t[:, start:stop] for t in tensors]
+        start = stop

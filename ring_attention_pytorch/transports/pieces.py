@@ -1,0 +1,171 @@
+"""Which keys of which owner a rank needs, in what order and when: arithmetic on ints."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from ring_attention_pytorch.layouts import (
+    Segment,
+    Segments,
+    Visible,
+    needed_distances,
+    tiles,
+)
+
+
+class Blocks(NamedTuple):
+    """Every rank's queries and keys, and what is visible: what there is to compute."""
+
+    queries: tuple[Segments, ...]
+    keys: tuple[Segments, ...]
+    visible: Visible
+
+    @property
+    def distances(self) -> tuple[int, ...]:
+        """How far behind a rank the owners are that anyone needs, 0 first."""
+        return needed_distances(*self)
+
+
+class Job(NamedTuple):
+    """What tensors a transport works for, heads being those of one rank."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    d: int
+    d_v: int
+    itemsize: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one key and value."""
+        return self.batch * self.key_heads * (self.d + self.d_v) * self.itemsize
+
+    @property
+    def wide_bytes(self) -> int:
+        """Of their gradients in the accumulator's dtype."""
+        return self.token_bytes // self.itemsize * max(4, self.itemsize)
+
+    @property
+    def pair_flops(self) -> int:
+        """Of one query that sees one key, forward."""
+        return 2 * self.batch * self.heads * (self.d + self.d_v)
+
+    @property
+    def row_bytes(self) -> int:
+        """Moved to merge one more partial result of one query into that in float32."""
+        return self.batch * self.heads * self.d_v * (2 * 4 + self.itemsize)
+
+
+class Piece(NamedTuple):
+    """Some of an owner's keys, from its own index `first` on; `segment` are their positions."""
+
+    owner: int
+    first: int
+    segment: Segment
+
+    @property
+    def cols(self) -> slice:
+        """Which of the owner's keys."""
+        return slice(self.first, self.first + self.segment.length)
+
+
+Pieces = tuple[Piece, ...]
+Round = tuple[Pieces, ...]  # of each rank: what it computes on at once
+
+
+class Group(NamedTuple):
+    """Owners at some distances behind each rank, whose keys come at once.
+
+    `rounds` are what each rank then computes on, one after another; after each of them the
+    gradients of its keys can go home.
+    """
+
+    distances: tuple[int, ...]
+    rounds: tuple[Round, ...]
+
+    def pieces(self, rank: int) -> Pieces:
+        """All that comes to a rank, in the order of positions."""
+        return tuple(piece for each in self.rounds for piece in each[rank])
+
+
+def of_owner(pieces: Pieces, owner: int) -> Pieces:
+    """Those of one owner."""
+    return tuple(p for p in pieces if p.owner == owner)
+
+
+def tokens(pieces: Pieces) -> int:
+    """How many keys they are."""
+    return sum(p.segment.length for p in pieces)
+
+
+@lru_cache(maxsize=1024)
+def schedule(blocks: Blocks, at_once: int) -> tuple[Group, ...]:
+    """The groups of `at_once` owners that bring everyone what is needed.
+
+    Zigzag, four ranks: rank 1 sees chunk 0 with all of its queries, and chunks 2 to 5 with
+    those of its late chunk, 6; that is two rounds, each of one large tile.
+
+    >>> from ring_attention_pytorch.layouts import all_segments
+    >>> four = all_segments("zigzag", 4, 16)
+    >>> (group,) = schedule(Blocks(four, four, Visible(causal=True)), at_once=3)
+    >>> [joined(each[1]) for each in group.rounds]
+    [(Segment(start=0, stride=1, length=2),), (Segment(start=4, stride=1, length=8),)]
+    """
+    others, found = blocks.distances[1:], []
+    for first in range(0, len(others), at_once):
+        chosen = others[first : first + at_once]
+        halves = [halves_of(rank, blocks, chosen) for rank in range(len(blocks.queries))]
+        rounds = tuple(zip(*halves))
+        found.append(Group(chosen, tuple(r for r in rounds if any(r)) or rounds[:1]))
+    return tuple(found)
+
+
+def _needed(rank: int, blocks: Blocks, distances: Sequence[int]) -> Pieces:
+    """The keys of owners at these distances that a rank's queries see, in order of positions."""
+    (queries, keys, visible), found = blocks, []
+    for distance in distances:
+        owner = (rank - distance) % len(keys)
+        shown = [tile.cols for tile in tiles(queries[rank], keys[owner], visible)]
+        starts = accumulate((s.length for s in keys[owner]), initial=0)
+        for start, (position, stride, length) in zip(starts, keys[owner]):
+            seen = [(max(c.start, start), min(c.stop, start + length)) for c in shown]
+            seen = [(first, last) for first, last in seen if first < last]
+            if seen:
+                first, last = min(f for f, _ in seen), max(s for _, s in seen)
+                at = Segment(position + (first - start) * stride, stride, last - first)
+                found.append(Piece(owner, first, at))
+    return tuple(sorted(found, key=lambda piece: (piece.segment.start, piece.owner)))
+
+
+def halves_of(rank: int, blocks: Blocks, distances: Sequence[int]) -> tuple[Pieces, Pieces]:
+    """What a rank needs of owners at these distances, in two where that cuts no tile.
+
+    What is finished first goes home while the rest computes.
+    """
+    pieces = _needed(rank, blocks, distances)
+    found = tiles(blocks.queries[rank], joined(pieces), blocks.visible)
+    if len(found) == 2:
+        early, late = sorted(found, key=lambda tile: tile.cols.start)
+        ends = list(accumulate((p.segment.length for p in pieces), initial=0))
+        if early.cols.stop <= late.cols.start and late.cols.start in ends:
+            cut = ends.index(late.cols.start)
+            return pieces[:cut], pieces[cut:]
+    # as the second half where there is only one: then the first round of all has no stragglers
+    return (), pieces
+
+
+def joined(pieces: Pieces) -> Segments:
+    """The positions of the pieces one after another, as few segments as can be."""
+    found: list[Segment] = []
+    for _, _, segment in pieces:
+        if found and _follows(found[-1], segment):
+            found[-1] = found[-1]._replace(length=found[-1].length + segment.length)
+        else:
+            found.append(segment)
+    return tuple(found)
+
+
+def _follows(a: Segment, b: Segment) -> bool:
+    return a.stride == b.stride and b.start == a.start + a.stride * a.length

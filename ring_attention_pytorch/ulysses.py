@@ -1,0 +1,274 @@
+"""Ulysses: all-to-all between heads and sequence, around any transport.
+
+Jacobs et al. 2023, "DeepSpeed Ulysses", section 3. Neighbours in a ring swap, so that each has
+all tokens of theirs for some heads; what then goes over the ring are those who have the same
+heads. What arrives lands in the order of positions, so that chunks of neighbours become one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.autograd import Function
+
+from ring_attention_pytorch.layouts import Segment, Segments, count
+from ring_attention_pytorch.ring import Places, Ring
+from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.transports.messages import (
+    Form,
+    Part,
+    message_bytes,
+    opened,
+    packed,
+    room,
+)
+
+Heads = tuple[tuple[int, ...], ...]  # of each place, which heads it gets
+
+
+class Landing(NamedTuple):
+    """Where some rows of a place's shard lie among those of all places."""
+
+    place: int
+    rows: slice
+    at: slice
+
+
+class Spread(NamedTuple):
+    """How a tensor `[b, n, h, ...]` is spread: over sequence, or over heads."""
+
+    lengths: tuple[int, ...]  # of each place's shard
+    landings: tuple[Landing, ...]
+    heads: Heads
+
+
+def ulysses_problem(degree: int, ring_size: int, heads: int) -> str | None:
+    """What is wrong with a degree; None if nothing. Alone, any degree is 1."""
+    if degree < 1 or (ring_size > 1 and ring_size % degree):
+        return f"ulysses must divide the ring's {ring_size} ranks, got {degree}"
+    if ring_size > 1 and heads % degree:
+        return f"ulysses must divide the {heads} heads of q, got {degree}; fewer key heads are fine"
+    return None
+
+
+def key_heads(heads: int, grouped: int, places: int) -> Heads:
+    """The key heads of each place's query heads, replicated as little as equal groups allow.
+
+    >>> key_heads(8, 4, places=2)  # two key heads each, for four query heads
+    ((0, 1), (2, 3))
+    >>> key_heads(8, 2, places=4)  # two places share one
+    ((0,), (0,), (1,), (1,))
+    >>> key_heads(12, 4, places=3)  # a place's four query heads are no whole groups of three
+    ((0, 0, 0, 1), (1, 1, 2, 2), (2, 3, 3, 3))
+    """
+    group, mine = heads // grouped, heads // places
+    together = gcd(group, mine)
+    firsts = range(0, mine, together)
+    return tuple(tuple((p * mine + i) // group for i in firsts) for p in range(places))
+
+
+def land(shards: Sequence[Segments]) -> tuple[Segments, tuple[Landing, ...]]:
+    """The positions of several places' tokens in ascending order, and where each shard goes.
+
+    >>> from ring_attention_pytorch.layouts import all_segments
+    >>> land(all_segments("zigzag", 4, 16)[2:])[0]  # as one of two ranks would hold them
+    (Segment(start=4, stride=1, length=8),)
+    >>> for place, rows, at in land(all_segments("striped", 2, 5))[1]:
+    ...     print(place, rows, at)
+    0 slice(0, 3, None) slice(0, 5, 2)
+    1 slice(0, 2, None) slice(1, 5, 2)
+    """
+    held = []
+    for place, segments in enumerate(shards):
+        starts = accumulate((s.length for s in segments), initial=0)
+        held += [(s, place, slice(a, a + s.length)) for a, s in zip(starts, segments)]
+    held.sort(key=lambda each: (each[0].start, each[1]))
+    total = sum(s.length for s, _, _ in held)
+    if (whole := _interleaved([s for s, _, _ in held], total)) is not None:
+        return whole, tuple(
+            Landing(place, rows, slice(i, total, len(held)))
+            for i, (_, place, rows) in enumerate(held)
+        )
+    found, landings, start = [], [], 0
+    for s, place, rows in held:
+        if found and s.stride == 1 == found[-1].stride and sum(found[-1][::2]) == s.start:
+            found[-1] = found[-1]._replace(length=found[-1].length + s.length)
+        else:
+            found.append(s)
+        landings.append(Landing(place, rows, slice(start, start + s.length)))
+        start += s.length
+    return tuple(found), tuple(landings)
+
+
+def _interleaved(found: list[Segment], total: int) -> Segments | None:
+    """The one progression that these make token by token in turn, if they do."""
+    turn = len(found)
+    if turn < 2 or found[0].stride == 1 or found[0].stride % turn:
+        return None
+    step = found[0].stride // turn
+    expected = [
+        Segment(found[0].start + i * step, found[0].stride, len(range(i, total, turn)))
+        for i in range(turn)
+    ]
+    return (Segment(found[0].start, step, total),) if found == expected else None
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """`together` are the neighbours who swap, `ring` those who then have the same heads."""
+
+    together: Places
+    ring: Places
+    queries: Spread
+    keys: Spread
+
+    @classmethod
+    def make(
+        cls,
+        ring: Ring,
+        degree: int,
+        segments: tuple[Sequence[Segments], Sequence[Segments]],
+        heads: tuple[int, int],
+    ) -> tuple["Ulysses", tuple[Segments, ...], tuple[Segments, ...]]:
+        """For `segments` and `heads` of queries and of keys; and what then lies where."""
+        place = ring.rank % degree
+        first = ring.rank - place
+        share = heads[0] // degree
+        of_heads = (
+            tuple(tuple(range(p * share, (p + 1) * share)) for p in range(degree)),
+            key_heads(*heads, degree),
+        )
+        spreads, landed = [], []
+        for shards, theirs in zip(segments, of_heads):
+            found = [land(shards[f : f + degree]) for f in range(0, ring.size, degree)]
+            lengths = tuple(count(s) for s in shards[first : first + degree])
+            spreads.append(Spread(lengths, found[first // degree][1], theirs))
+            landed.append(tuple(s for s, _ in found))
+        together = Places(ring, range(first, first + degree))
+        rest = Places(ring, range(place, ring.size, degree))
+        return cls(together, rest, *spreads), *landed
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All tokens of these neighbours, for some of the heads. Differentiable."""
+        return _ToHeads.apply(self, (self.queries, self.keys, self.keys), q, k, v)
+
+    def to_sequence(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Their results back to where the tokens live, for all heads. Differentiable."""
+        if lse is None:
+            return *_ToSequence.apply(self, (self.queries,), out), None
+        by_token = rearrange(lse, "b h n -> b n h")
+        out, by_token = _ToSequence.apply(self, (self.queries,) * 2, out, by_token)
+        return out, rearrange(by_token, "b n h -> b h n")
+
+    def whole_mask(self, mask: Tensor) -> Tensor:
+        """The key mask `[b, m]` of all of these neighbours."""
+        same = self.keys._replace(heads=((0,),) * self.together.size)
+        return self.spread([rearrange(mask, "b m -> b m 1")], [same])[0][..., 0]
+
+    def spread(self, tensors: Sequence[Tensor], spreads: Sequence[Spread]) -> list[Tensor]:
+        """Own tokens of all heads `[b, n, h, ...]` to all tokens of own heads."""
+        me, places = self.together.rank, range(self.together.size)
+        pieces = [[_of_heads(t, s.heads[p]) for t, s in zip(tensors, spreads)] for p in places]
+        forms = [
+            tuple(_part(t, s.lengths[p], len(s.heads[me])) for t, s in zip(tensors, spreads))
+            for p in places
+        ]
+        parts = self._swap(pieces, forms)
+        found = []
+        for i, (t, s) in enumerate(zip(pieces[me], spreads)):
+            whole = t.new_empty((t.shape[0], sum(s.lengths), *t.shape[2:]))
+            for place, rows, at in s.landings:
+                whole[:, at] = parts[place][i][:, rows]
+            found.append(whole)
+        return found
+
+    def unspread(self, tensors: Sequence[Tensor], spreads: Sequence[Spread]) -> list[Tensor]:
+        """The reverse; what several places have of one head is summed, in their order."""
+        me, places = self.together.rank, range(self.together.size)
+        pieces = [[_rows_of(p, t, s) for t, s in zip(tensors, spreads)] for p in places]
+        forms = [
+            tuple(_part(t, s.lengths[me], len(s.heads[p])) for t, s in zip(tensors, spreads))
+            for p in places
+        ]
+        parts = self._swap(pieces, forms)
+        return [_summed([part[i] for part in parts], s.heads) for i, s in enumerate(spreads)]
+
+    def _swap(self, pieces: list[list[Tensor]], forms: list[Form]) -> list[list[Tensor]]:
+        """To each place its pieces, in one message; what comes from each has its form."""
+        me, others = self.together.rank, [p for p in range(len(forms)) if p != self.together.rank]
+        of_pieces = [tuple(_part(t, *t.shape[1:3]) for t in theirs) for theirs in pieces]
+        sends = [(p, packed(pieces[p], of_pieces[p])) for p in others]
+        receives = [(p, room(pieces[me][0], message_bytes(forms[p]))) for p in others]
+        received = self.together.exchange(sends, receives).wait()
+        parts = [opened(message, forms[p]) for p, message in zip(others, received)]
+        return [*parts[:me], pieces[me], *parts[me:]]
+
+
+class _ToHeads(Function):
+    """Tensors `[b, n, h, ...]` from sequence to heads; backward is the reverse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ulysses: Ulysses, spreads: tuple[Spread, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.ulysses, ctx.spreads = ulysses, spreads
+        return tuple(ulysses.spread(tensors, spreads))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.ulysses.unspread(grads, ctx.spreads)
+
+
+class _ToSequence(Function):
+    """Its inverse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ulysses: Ulysses, spreads: tuple[Spread, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.ulysses, ctx.spreads = ulysses, spreads
+        return tuple(ulysses.unspread(tensors, spreads))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.ulysses.spread(grads, ctx.spreads)
+
+
+def _part(t: Tensor, length: int, heads: int) -> Part:
+    return Part((t.shape[0], length, heads, *t.shape[3:]), t.dtype)
+
+
+def _of_heads(t: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """Some heads of `[b, n, h, ...]`, a view where they are neighbours."""
+    if heads == tuple(range(heads[0], heads[0] + len(heads))):
+        return t[:, :, heads[0] : heads[0] + len(heads)]
+    return torch.stack([t[:, :, h] for h in heads], dim=2)
+
+
+def _rows_of(place: int, t: Tensor, spread: Spread) -> Tensor:
+    """A place's own shard of `[b, n, h, ...]`, in the order in which it holds it."""
+    shard = t.new_empty((t.shape[0], spread.lengths[place], *t.shape[2:]))
+    for whose, rows, at in spread.landings:
+        if whose == place:
+            shard[:, rows] = t[:, at]
+    return shard
+
+
+def _summed(parts: list[Tensor], heads: Heads) -> Tensor:
+    """All heads from each place's own; replicated ones in the accumulator's dtype."""
+    of_each = [
+        (head, part[:, :, i]) for part, theirs in zip(parts, heads) for i, head in enumerate(theirs)
+    ]
+    count = 1 + max(head for head, _ in of_each)
+    if len(of_each) == count:
+        return torch.cat(parts, dim=2)
+    dtype, (b, n, _, *rest) = parts[0].dtype, parts[0].shape
+    total = parts[0].new_zeros((b, n, count, *rest), dtype=accumulator(dtype))
+    for head, part in of_each:
+        total[:, :, head] += part
+    return total.to(dtype)

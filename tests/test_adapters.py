@@ -1,0 +1,208 @@
+# ruff: noqa: PLR0913 - stand-ins have the signatures of what they stand for
+"""Adapters of kernels that need CUDA, on the CPU: over stand-ins that do what those kernels say.
+
+A stand-in is dense attention with the kernel's own signature and its own way to count a diagonal,
+so that what the adapters make of tiles, strides, parts and lse's gradient is checked everywhere.
+The kernels themselves are checked by tests/gpu.
+"""
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ring_attention_pytorch.kernels._whole import aligned, from_bottom_right
+from ring_attention_pytorch.layouts import _trimmed, band
+from tests.kernel_cases import CASES, KernelCase, faults, random_cases
+
+CPU = torch.device("cpu")
+
+
+def shown(n: int, m: int, left: int, right: int) -> Tensor:
+    """A flash attention's window: counted from the bottom right, -1 is no bound."""
+    assert min(left, right) >= -1
+    offset = torch.arange(m) - torch.arange(n)[:, None] - (m - n)
+    return ((left == -1) | (offset >= -left)) & ((right == -1) | (offset <= right))
+
+
+def attend(q, k, v, seen, scale, softcap):
+    """out, lse, and the derivative of each score by scale * q.k."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
+    scores, slope = torch.einsum("bihd,bjhd->bhij", q, k) * scale, 1.0
+    if softcap:
+        t = torch.tanh(scores / softcap)
+        scores, slope = softcap * t, 1 - t.square()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    assert seen.any(1).all(), "a row that sees nothing has no meaning to these kernels"
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v), scores.logsumexp(-1), slope
+
+
+def differentiate(dout, q, k, v, out, lse, seen, scale, softcap, dlse=None):
+    """dq, dk, dv from a global lse, as all flash attentions do it."""
+    h_kv = k.shape[2]
+    wide_k, wide_v = (t.repeat_interleave(q.shape[2] // h_kv, dim=2) for t in (k, v))
+    scores, slope = torch.einsum("bihd,bjhd->bhij", q, wide_k) * scale, 1.0
+    if softcap:
+        t = torch.tanh(scores / softcap)
+        scores, slope = softcap * t, 1 - t.square()
+    p = (scores - lse[..., None]).exp().masked_fill(~seen, 0.0)
+    delta = torch.einsum("bihd,bihd->bhi", dout, out) - (0.0 if dlse is None else dlse)
+    ds = p * (torch.einsum("bihd,bjhd->bhij", dout, wide_v) - delta[..., None]) * slope * scale
+    dk, dv = torch.einsum("bhij,bihd->bjhd", ds, q), torch.einsum("bhij,bihd->bjhd", p, dout)
+    folded = (rearrange(t, "b j (g r) d -> b j g r d", g=h_kv).sum(3) for t in (dk, dv))
+    return torch.einsum("bhij,bjhd->bihd", ds, wide_k), *folded
+
+
+def module(monkeypatch: pytest.MonkeyPatch, name: str, **functions) -> None:
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        made = ModuleType(".".join(parts[:i]))
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+    vars(made).update(functions)
+
+
+def stand_in_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+                softcap, alibi_slopes, return_softmax):  # fmt: skip
+        assert not causal
+        seen = shown(q.shape[1], k.shape[1], window_size_left, window_size_right)
+        out, lse, _ = attend(q, k, v, seen, softmax_scale, softcap)
+        return out, lse, None, None
+
+    def backward(dout, q, k, v, out, lse, dq, dk, dv, dropout_p, softmax_scale, causal,
+                 window_size_left, window_size_right, softcap, alibi_slopes,
+                 deterministic):  # fmt: skip
+        assert lse.is_contiguous()
+        seen = shown(q.shape[1], k.shape[1], window_size_left, window_size_right)
+        parts = differentiate(dout, q, k, v, out, lse, seen, softmax_scale, softcap)
+        for given, part in zip((dq, dk, dv), parts):
+            given.copy_(part)
+
+    module(monkeypatch, "flash_attn.flash_attn_interface", _flash_attn_forward=forward,
+           _flash_attn_backward=backward)  # fmt: skip
+
+
+def stand_in_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen_by(q, k, causal, left, right):
+        bounds = (-1, 0) if causal else (-1 if x is None else x for x in (left, right))
+        return shown(q.shape[1], k.shape[1], *bounds)
+
+    def forward(q, k, v, softmax_scale, softcap, return_lse, causal=False, window_size_left=None,
+                window_size_right=None):  # fmt: skip
+        seen = seen_by(q, k, causal, window_size_left, window_size_right)
+        return *attend(q, k, v, seen, softmax_scale, softcap)[:2], None
+
+    def backward(q, k, v, out, dout, lse, softmax_scale, softcap, deterministic, dlse,
+                 causal=False, window_size_left=None, window_size_right=None):  # fmt: skip
+        seen = seen_by(q, k, causal, window_size_left, window_size_right)
+        return differentiate(dout, q, k, v, out, lse, seen, softmax_scale, softcap, dlse)
+
+    module(monkeypatch, "flash_attn.cute.interface", _flash_attn_fwd=forward,
+           _flash_attn_bwd=backward)  # fmt: skip
+
+
+def stand_in_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale,
+                window_size_left, window_size_right):  # fmt: skip
+        assert (max_q, max_k) == (q.shape[1], k.shape[1])
+        seen = shown(q.shape[1], k.shape[1], window_size_left, window_size_right)
+        return *attend(q, k, v, seen, scale, None)[:2], None, None, None
+
+    def backward(dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, state,
+                 unused, *, scale, window_size_left, window_size_right):  # fmt: skip
+        assert lse.is_contiguous()
+        seen = shown(q.shape[1], k.shape[1], window_size_left, window_size_right)
+        return differentiate(dout, q, k, v, out, lse, seen, scale, None)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward, raising=False)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward, raising=False)
+
+
+def stand_in_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what the op refuses, or is wrong about, as assertions."""
+
+    def checked(causal, *tensors):
+        n, m = tensors[0].shape[2], tensors[1].shape[2]
+        assert (n, m) != (1, 1)
+        assert not causal or n == m > 1
+        assert all(t.shape[2] > 1 or t.transpose(1, 2).is_contiguous() for t in tensors)
+        return [t.transpose(1, 2) for t in tensors], shown(n, m, -1, 0 if causal else -1)
+
+    def forward(q, k, v, bias, with_lse, dropout, causal, debug, *, scale):
+        assert with_lse
+        laid, seen = checked(causal, q, k, v)
+        out, lse, _ = attend(*laid, seen, scale, None)
+        return out.transpose(1, 2), lse[..., None], *[None] * 7
+
+    def backward(dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k,
+                 dropout, causal, *, scale):  # fmt: skip
+        assert dout.stride() == out.stride()
+        assert lse.is_contiguous()
+        (q, k, v, out, dout), seen = checked(causal, q, k, v, out, dout)
+        parts = differentiate(dout, q, k, v, out, lse[..., 0], seen, scale, None)
+        return [part.transpose(1, 2) for part in parts]
+
+    name = "_scaled_dot_product_cudnn_attention"
+    monkeypatch.setattr(torch.ops.aten, name, forward, raising=False)
+    monkeypatch.setattr(torch.ops.aten, f"{name}_backward", backward, raising=False)
+
+
+STAND_INS = {
+    "flash-attn-2": stand_in_2,
+    "flash-attn-4": stand_in_4,
+    "sdpa-flash": stand_in_flash,
+    "sdpa-cudnn": stand_in_cudnn,
+}
+ANY = [*CASES, *random_cases(60, torch.float64)]
+ANY += [
+    KernelCase(1, 1),
+    KernelCase(3, 2, ((0, 1, 0, 1, None, None), (1, 3, 0, 2, None, 1)), heads=(6, 2)),
+    KernelCase(30, 17, ((0, 30, 0, 17, None, 0),)),
+    KernelCase(15, 21, ((0, 15, 0, 21, None, 6),), batch=2),
+    KernelCase(20, 20, ((0, 10, 0, 10, None, 0), (10, 20, 0, 20, None, 10)), pieces=3),
+    KernelCase(9, 9, ((0, 1, 0, 1, None, None), (1, 9, 0, 9, None, 1)), d=(8, 8)),
+]
+
+
+def can(kernel: str, case: KernelCase) -> bool:
+    windowed = any(tile.left is not None for tile in case.whole())
+    unusual = case.scale is not None and case.scale <= 0
+    if case.masked or unusual or (windowed and kernel == "sdpa-cudnn"):
+        return False
+    return case.softclamp is None or kernel.startswith("flash-attn")
+
+
+@pytest.mark.parametrize("kernel", STAND_INS)
+def test_tiles_parts_and_the_gradient_of_lse(kernel, monkeypatch):
+    STAND_INS[kernel](monkeypatch)
+    cases = [replace(case, dtype=torch.float64) for case in ANY if can(kernel, case)]
+    assert len(cases) > 20
+    bad = {case: found for case in cases if (found := faults(case, kernel, "cpu"))}
+    assert not bad
+
+
+@pytest.mark.parametrize("n", range(1, 6))
+@pytest.mark.parametrize("m", range(1, 6))
+def test_bands_from_the_bottom_right_show_the_same(n, m):
+    for left in (None, *range(-6, 7)):
+        for right in (None, *range(-6, 7)):
+            tile = _trimmed(slice(0, n), slice(0, m), left, right)
+            if tile is not None:
+                size = tile.rows.stop - tile.rows.start, tile.cols.stop - tile.cols.start
+                assert torch.equal(shown(*size, *from_bottom_right(tile)), band(tile, CPU))
+
+
+def test_what_lies_right_stays_where_it_is():
+    t = torch.zeros(2, 6, 4, 8)
+    same = [t, t[:, 2:], t[:, :, :1], t[..., :4]]
+    moved = [t[..., 1:5], t[:, :, :1].expand(2, 6, 4, 8), t.transpose(2, 3)]
+    assert all(a is b for a, b in zip(aligned(*same), same))
+    for a, b in zip(aligned(*moved), moved):
+        assert a is not b
+        assert torch.equal(a, b)
+        assert a.is_contiguous()

@@ -1,0 +1,41 @@
+"""The benchmark of rings runs on the CPU at toy sizes, and what it says is right is."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RUN = [
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+    "-m", "benchmarks.bench_ring", "--device", "cpu", "--heads", "4", "2", "--dim-head", "16",
+    "--repeats", "2",
+]  # fmt: skip
+
+
+def run(*options: str) -> str:
+    ran = subprocess.run(
+        [*RUN, *options], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_every_transport_is_measured_and_right(tmp_path: Path) -> None:
+    said = run("--tokens", "48", "--ulysses", "1", "2", "--save", str(tmp_path))
+    table = [line.split(" | ") for line in said.splitlines() if line.startswith("| 48")]
+    names = {(row[1], row[2]) for row in table}
+    for mask in ("causal", "full"):
+        for name in ("theory, sdpa", "ring, sdpa", "gather, sdpa", "gather, sdpa, Ulysses 2"):
+            assert (mask, name) in names
+    for row in table:
+        assert "failed" not in row[3]
+        if "theory" not in row[2]:
+            assert all(float(e) < 1e-5 for e in re.findall(r"\de-\d+", row[-1]))
+    assert list(tmp_path.glob("*-ring.md"))
+
+
+def test_traces_are_kept(tmp_path: Path) -> None:
+    run("--tokens", "16", "--mask", "causal", "--trace", str(tmp_path))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"{t}-sdpa-16-rank{r}.json" for t in ("ring", "gather") for r in (0, 1)}

@@ -1,0 +1,219 @@
+"""Which kernel runs: chosen from data, explained, logged once, and never another than was named."""
+
+import logging
+import sys
+from itertools import product
+from types import ModuleType
+
+import pytest
+import torch
+
+from ring_attention_pytorch import (
+    explain_kernel,
+    ring_flash_attn,
+    ring_flash_attn_cuda,
+    ring_flash_attn_cuda_,
+)
+from ring_attention_pytorch.contract import FEATURES, Case
+from ring_attention_pytorch.kernels import (
+    _log,
+    choose,
+    explain,
+    flash_attn_2,
+    flash_attn_4,
+    package_problem,
+    problem,
+)
+from ring_attention_pytorch.kernels import triton as ours
+
+HOPPER = Case("cuda", torch.bfloat16, d=128, d_v=128, capability=(9, 0))
+AMPERE = HOPPER._replace(capability=(8, 0))
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """`installed(triton="3.6", ...)`: as if these packages were here, and no others."""
+    modules = {
+        "triton": "triton",
+        "flash_attn_2": "flash_attn.flash_attn_interface",
+        "flash_attn_4": "flash_attn.cute.interface",
+    }
+
+    def pretend(**versions: str) -> None:
+        package_problem.cache_clear()
+        for name in ("triton", "flash_attn", "flash_attn.cute", *modules.values()):
+            monkeypatch.setitem(sys.modules, name, None)
+        for name, version in versions.items():
+            parts = modules[name].split(".")
+            for i in range(len(parts)):
+                made = ModuleType(".".join(parts[: i + 1]))
+                monkeypatch.setitem(sys.modules, made.__name__, made)
+            made.__version__ = version
+
+    yield pretend
+    package_problem.cache_clear()
+
+
+ALL = dict(triton="3.6.0", flash_attn_2="2.8.3.post2", flash_attn_4="4.0.0b36")
+
+
+@pytest.mark.parametrize(
+    ("case", "want"),
+    [
+        (HOPPER, "flash-attn-4"),
+        (HOPPER._replace(capability=(10, 0)), "flash-attn-4"),
+        (HOPPER._replace(d=256, d_v=256), "sdpa-cudnn"),
+        (HOPPER._replace(d=80, d_v=80), "sdpa-cudnn"),
+        (HOPPER._replace(d=80, d_v=80, window=True), "triton"),
+        (HOPPER._replace(d_v=64), "triton"),
+        (HOPPER._replace(window=True), "flash-attn-4"),
+        (HOPPER._replace(softclamp=True), "flash-attn-4"),
+        (HOPPER._replace(key_mask=True), "triton"),
+        (HOPPER._replace(unusual_scale=True), "triton"),
+        (HOPPER._replace(deterministic=True), "flash-attn-4"),
+        (HOPPER._replace(deterministic=True, d=256, d_v=256), "triton"),
+        (HOPPER._replace(dtype=torch.float32), "triton"),
+        (HOPPER._replace(dtype=torch.float64), "eager"),
+        (HOPPER._replace(d=257), "eager"),
+        (AMPERE, "flash-attn-2"),
+        (AMPERE._replace(key_mask=True), "triton"),
+        (AMPERE._replace(capability=(7, 5)), "eager"),
+        (Case("cpu", torch.float32), "sdpa"),
+        (Case("cpu", torch.float64, softclamp=True), "eager"),
+        (Case("mps", torch.float32), "eager"),
+    ],
+)
+def test_the_fastest_that_can(installed, case, want):
+    installed(**ALL)
+    assert choose(None, case).name == want
+    assert explain(case).endswith(f"{want}: runs")
+
+
+@pytest.mark.parametrize(
+    ("here", "hopper", "ampere"),
+    [
+        ({}, "sdpa-cudnn", "sdpa-flash"),
+        (dict(triton="3.6.0"), "sdpa-cudnn", "sdpa-flash"),
+        (dict(flash_attn_2="2.8.3"), "sdpa-cudnn", "flash-attn-2"),
+        (dict(flash_attn_4="4.0.0b36"), "flash-attn-4", "sdpa-flash"),
+        (dict(flash_attn_2="2.7.4", triton="2.1.0"), "sdpa-cudnn", "sdpa-flash"),
+    ],
+)
+def test_of_what_is_installed(installed, here, hopper, ampere):
+    installed(**here)
+    assert choose(None, HOPPER).name == hopper
+    assert choose(None, AMPERE).name == ampere
+
+
+@pytest.mark.parametrize(
+    ("name", "want", "wanted"),
+    [
+        ("flash-attn-2", {}, r"flash-attn 2.8 or later .*\[flash\]\), which is not installed"),
+        ("flash-attn-2", dict(flash_attn_2="2.7.4"), r"flash-attn 2.8 or later .*got 2.7.4"),
+        ("flash-attn-4", {}, r"flash-attn-4 4.0.0b1 or later .*\[flash4\]\), which is not"),
+        ("triton", {}, r"triton 3.4 or later .*\[triton\]\), which is not installed"),
+        ("flash-attn", {}, r"'flash-attn-4' needs .*'flash-attn-2' needs"),
+        ("triton+flash-attn", dict(triton="3.6.0"), "'flash-attn-4' needs .*'flash-attn-2' needs"),
+    ],
+)
+def test_a_missing_package_is_named_with_how_to_get_it(installed, name, want, wanted):
+    installed(**want)
+    with pytest.raises(ValueError, match=wanted):
+        choose(name, HOPPER)
+
+
+def test_a_package_that_cannot_be_imported_is_as_good_as_none(installed, monkeypatch):
+    class Broken(ModuleType):
+        def __getattr__(self, name):
+            raise ImportError("undefined symbol: _ZN3c104cuda")
+
+    installed()
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", Broken("broken"))
+    assert "can't be imported: undefined symbol" in problem("flash-attn-2", HOPPER)
+
+
+def test_a_name_may_be_the_beginning_of_several(installed):
+    installed(**ALL)
+    assert choose("flash-attn", HOPPER).name == "flash-attn-4"
+    assert choose("flash-attn", AMPERE).name == "flash-attn-2"
+    assert choose("sdpa", HOPPER).name == "sdpa-cudnn"
+    assert choose("sdpa", HOPPER._replace(window=True)).name == "sdpa-flash"
+    assert choose("sdpa", Case("cpu", torch.float32)).name == "sdpa"
+    with pytest.raises(ValueError, match=r"one of .*'eager', got 'cudnn'"):
+        choose("cudnn", HOPPER)
+
+
+def test_one_forward_and_anothers_backward(installed):
+    installed(**ALL)
+    pair = choose("triton+flash-attn", HOPPER)
+    assert pair == ("triton+flash-attn-4", ours.forward, flash_attn_4.backward)
+    pair = choose("triton+flash-attn", AMPERE)
+    assert pair == ("triton+flash-attn-2", ours.forward, flash_attn_2.backward)
+    with pytest.raises(ValueError, match=r"got 'triton[+]flash-attn[+]eager'"):
+        choose("triton+flash-attn+eager", HOPPER)
+
+
+def test_every_case_has_a_kernel_and_the_explanation_agrees(installed):
+    installed(**ALL)
+    dtypes = (torch.float64, torch.float32, torch.float16)
+    devices = (("cpu", None), ("cuda", (7, 5)), ("cuda", (8, 9)), ("cuda", (9, 0)))
+    for (device, capability), dtype, feature in product(devices, dtypes, sorted(FEATURES)):
+        case = Case(device, dtype, capability=capability)._replace(**{feature: True})
+        lines = explain(case).splitlines()
+        assert lines[-1] == f"{choose(None, case).name}: runs"
+        for line in lines[:-1]:
+            name, why = line.split(": ", 1)
+            assert problem(name, case) == why
+
+
+def test_the_choice_is_logged_once(caplog):
+    _log.cache_clear()
+    case = Case("cpu", torch.float32, d=3)
+    with caplog.at_level(logging.INFO, "ring_attention_pytorch"):
+        for _ in range(3):
+            choose(None, case)
+        choose("eager", case)
+    assert [record.getMessage() for record in caplog.records] == [f"kernel sdpa for {case}"]
+
+
+def test_the_public_explanation():
+    q = torch.randn(1, 6, 2, 8)
+    told = explain_kernel(q, q, q, softclamp=3.0, window=2).splitlines()
+    assert told[0] == "flash-attn-4: runs on CUDA, the tensors are on cpu"
+    assert told[-2:] == ["sdpa: has no softclamp", "eager: runs"]
+    assert explain_kernel(q, q, q, kernel="triton").endswith("none of these can do it")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert explain_kernel(q, q, q).endswith("sdpa: runs")
+    with pytest.raises(ValueError, match="got 'fast'"):
+        explain_kernel(q, q, q, kernel="fast")
+
+
+def test_deterministic_algorithms_are_a_part_of_the_case():
+    q = torch.randn(1, 6, 2, 8)
+    assert not Case.of(q, q).deterministic
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert Case.of(q, q).deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_function_for_cuda_says_what_it_needs(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q = torch.randn(1, 6, 2, 8)
+    with pytest.raises(ValueError, match=r"kernel='triton' runs on CUDA, the tensors are on cpu"):
+        ring_flash_attn_cuda(q, q, q, causal=True)
+    assert ring_flash_attn_cuda_ is ring_flash_attn_cuda
+
+
+def test_the_function_for_cuda_takes_flash_attn_s_backward_where_it_can(monkeypatch):
+    module = sys.modules[ring_flash_attn.__module__]
+    asked = []
+    monkeypatch.setattr(
+        module, "ring_flash_attn", lambda *a, **k: asked.append(k["kernel"]) or a[0]
+    )
+    q = torch.randn(1, 6, 2, 8)
+    for able, want in ((True, "triton+flash-attn"), (False, "triton")):
+        monkeypatch.setattr(module, "problem", lambda *a, able=able: None if able else "no")
+        ring_flash_attn_cuda(q, q, q)
+        assert asked.pop() == want

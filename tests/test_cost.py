@@ -1,0 +1,117 @@
+"""The cost model: its bytes are those that are sent, and its words say what will happen."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ring_attention_pytorch import RingPlan, explain_plan
+from ring_attention_pytorch.cost import (
+    H200,
+    choose_transport,
+    costs,
+    gather_steps,
+    predict,
+    ring_steps,
+    swap_seconds,
+)
+from ring_attention_pytorch.explain import predicted
+from ring_attention_pytorch.layouts import LAYOUTS, Visible, all_segments, tiles, visible_pairs
+from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.transports.pieces import Blocks, Job
+from tests import threads
+from tests.cases import Attention
+from tests.test_ring_attention import hops
+
+JOB = Job(1, 32, 8, 128, 128, 2)
+
+
+def blocks(layout: str, size: int, length: int, visible: Visible) -> Blocks:
+    everyone = all_segments(layout, size, length)
+    return Blocks(everyone, everyone, visible)
+
+
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+@pytest.mark.parametrize(("layout", "window"), [("zigzag", None), ("contiguous", 7)])
+def test_bytes_are_those_that_are_received(transport, layout, window):
+    size, case = 4, Attention(32, layout, causal=True, window=window, transport=transport)
+    tensors, _, _, _ = case.data()
+
+    def main(ring: Ring) -> int:
+        at, _ = case.places(ring.rank, size)
+        q, k, v = (t[:, at] for t in tensors)
+        plan = RingPlan.make(
+            q, k, v, causal=True, window=window, layout=layout, group=ring, transport=transport
+        )
+        return predicted(plan)[0].received
+
+    told, _ = threads.run(size, main)
+    assert sum(told) == sum(sent for _, sent in hops(case, size))
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(sorted(LAYOUTS)), st.integers(1, 6), st.integers(0, 60),
+    st.builds(Visible, st.booleans(), st.none() | st.integers(0, 20)), st.integers(1, 6),
+)  # fmt: skip
+def test_every_visible_pair_is_counted_once(layout, size, length, visible, at_once):
+    found = blocks(layout, size, length, visible)
+    for rank, mine in enumerate(found.queries):
+        pairs = sum(visible_pairs(tiles(mine, k, visible)) for k in found.keys)
+        for steps in (ring_steps(found, rank, 8), gather_steps(found, rank, 8, at_once)):
+            assert sum(step.pairs for step in steps) == pairs
+
+
+def test_more_speed_never_takes_longer():
+    found = blocks("zigzag", 16, 16 * 4096, Visible(causal=True))
+    for transport, cost in costs(found, JOB, 15).items():
+        assert 0 < cost.share <= 1
+        for faster in ("forward", "backward", "memory", "pull", "network"):
+            machine = H200._replace(**{faster: 2 * getattr(H200, faster)})
+            quick = costs(found, JOB, 15, machine)[transport]
+            assert quick.forward + quick.backward <= cost.forward + cost.backward
+
+
+def test_one_rank_costs_its_kernel_and_the_call():
+    found = blocks("contiguous", 1, 8192, Visible())
+    cost = predict("gather", gather_steps(found, 0, 8, 1), JOB)
+    assert cost.received == 0
+    assert cost.share > 0.95
+    assert swap_seconds(8192, JOB, 1) == 0
+
+
+def test_the_choice_is_the_ring_on_a_cpu_and_gather_within_a_domain():
+    found = blocks("zigzag", 4, 4 * 8192, Visible(causal=True))
+    assert choose_transport("cpu", found, JOB, 3) == "ring"
+    assert choose_transport("cuda", found, JOB, 3) == "gather"
+    alone = blocks("zigzag", 1, 8192, Visible(causal=True))
+    assert choose_transport("cuda", alone, JOB, 1) == "ring"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(transport="gather"), ["2048 keys", "then their gradients go home", "group 1"]),
+        (dict(transport="ring"), ["hop 3: keys of place", "while the one before computes"]),
+        (dict(ulysses=2), ["swaps heads for sequence with 1 neighbour:", "4 query heads"]),
+        (dict(ulysses=4), ["2 query heads and 1 key head"]),
+    ],
+    ids=str,
+)
+def test_a_plan_explains_itself_without_a_message(options, said):
+    def main(ring: Ring) -> str:
+        q = torch.empty(1, 1024, 8, 16).expand(1, 1024, 8, 16)
+        plan = RingPlan.make(
+            q, q[:, :, :2], q[:, :, :2], causal=True, layout="zigzag", group=ring, **options
+        )
+        before = ring.hub.gathers[ring.rank], ring.hub.exchanges[ring.rank]
+        text = explain_plan(plan)
+        assert before == (ring.hub.gathers[ring.rank], ring.hub.exchanges[ring.rank])
+        return text
+
+    found, _ = threads.run(4, main)
+    for text in found:
+        assert "1024 of 4096 tokens, zigzag, causal" in text
+        assert "% of the kernel alone" in text
+    for each in said:
+        assert any(each in text for text in found), (each, found[1])

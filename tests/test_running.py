@@ -1,0 +1,95 @@
+"""Results under way: whatever parts come in whatever order, as if all were merged in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ring_attention_pytorch.running import Result, Sum
+from tests.reference import relative_error
+
+N = 6
+WHOLE = slice(0, N)
+
+
+@st.composite
+def plans(draw) -> list[tuple[slice, bool]]:
+    """Which rows each part has, and whether somebody asks for the running tensors after it."""
+    rows = st.tuples(st.integers(0, N), st.integers(0, N)).map(sorted)
+    some = st.sampled_from([(0, N), (0, N), (3, N)]) | rows
+    return [(slice(*draw(some)), draw(st.booleans())) for _ in range(draw(st.integers(0, 5)))]
+
+
+def parts(plan, dtype: torch.dtype) -> list[tuple[slice, Tensor, Tensor]]:
+    made = []
+    for rows, _ in plan:
+        n = rows.stop - rows.start
+        out, lse = torch.randn(2, n, 3, 4, dtype=torch.float64), torch.randn(2, 3, n) * 3
+        lse[torch.rand(lse.shape) < 0.2] = -torch.inf
+        out = out.masked_fill((lse == -torch.inf).transpose(1, 2)[..., None], 0.0)
+        made.append((rows, out.to(dtype), lse.to(torch.promote_types(dtype, torch.float32))))
+    return made
+
+
+@settings(deadline=None, max_examples=150)
+@given(plans(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+def test_parts_merge_as_in_float64_and_are_rounded_once(plan, dtype):
+    q = torch.empty(2, N, 3, 5, dtype=dtype)
+    result, made = Result(q, torch.empty(2, 1, 1, 4, dtype=dtype)), parts(plan, dtype)
+    weights, total = torch.zeros(2, 3, N).double(), torch.zeros(2, N, 3, 4).double()
+    for (_, asks), (rows, out, lse) in zip(plan, made):
+        weight = lse.double().exp()
+        weights[..., rows] += weight
+        total[:, rows] += out.double() * weight.transpose(1, 2)[..., None]
+        result.add(rows, out.clone(), lse.clone())
+        if asks:
+            result.running()
+    out, lse = result.final()
+    want = total / weights.clamp(min=1e-300).transpose(1, 2)[..., None]
+    eps = torch.finfo(dtype).eps
+    assert out.dtype == dtype
+    assert (out.double() - want).abs().max() <= 2 * max(eps, 1e-7 * (dtype != torch.float64)) * 4
+    torch.testing.assert_close(lse.double(), weights.log(), rtol=1e-5, atol=1e-5)
+    if dtype == torch.bfloat16 and len(made) <= 2:  # of the exact result no bit but the last
+        torch.testing.assert_close(out.double(), want.to(dtype).double(), rtol=2 * eps, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=100)
+@given(plans(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+def test_sums_are_wide_and_rounded_once(plan, dtype):
+    like = torch.empty(2, N, 3, dtype=dtype)
+    total, want = Sum(like), torch.zeros(2, N, 3).double()
+    for rows, asks in plan:
+        part = torch.randn(2, rows.stop - rows.start, 3).to(dtype)
+        want[:, rows] += part.double()
+        total.add(rows, part)
+        if asks:
+            total.running()
+    exact = want.to(torch.promote_types(dtype, torch.float32)).to(dtype)
+    assert total.final().dtype == dtype
+    assert relative_error(total.final(), exact) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_that_is_all_there_is_is_the_result_itself(dtype):
+    q = torch.empty(1, N, 2, 4, dtype=dtype)
+    out, lse = torch.randn(1, N, 2, 4).to(dtype), torch.randn(1, 2, N)
+    result, total = Result(q, q), Sum(q)
+    result.add(WHOLE, out, lse)
+    total.add(WHOLE, out)
+    assert result.final()[0] is out
+    assert result.final()[1] is lse
+    assert total.final() is out
+
+
+def test_running_tensors_are_wide_and_the_same_from_then_on():
+    q = torch.empty(1, N, 2, 4, dtype=torch.bfloat16)
+    result, total = Result(q, q), Sum(q)
+    out, lse = result.running()
+    assert out.dtype == lse.dtype == total.running().dtype == torch.float32
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert result.running()[0] is out
+    assert total.running() is total.running()
+    assert not total.final().any()

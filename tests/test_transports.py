@@ -1,0 +1,367 @@
+"""Every transport gives the same results by the messages that it should take, and no more."""
+
+import gc
+from dataclasses import replace
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ring_attention_pytorch.layouts import LAYOUTS, Visible, all_segments, count, tiles
+from ring_attention_pytorch.plan import RingPlan
+from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.ring_flash_attention import ring_attn
+from ring_attention_pytorch.running import Sum
+from ring_attention_pytorch.transports import TRANSPORTS, owners_at_once
+from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
+from ring_attention_pytorch.transports.pieces import Blocks, Job, joined, schedule, tokens
+from tests import threads
+from tests.cases import (
+    Attention,
+    check_in_processes,
+    check_in_threads,
+    check_symmetric,
+    errors,
+    oracle,
+    shard,
+)
+from tests.test_ring_attention import CROSS, Live, cross, forward_only, hops
+
+# how keys may come: all at once, or one owner at a time
+GATHERS = (dict(transport="gather"), dict(transport="gather", memory=0))
+
+
+def matrix(layout: str, **how) -> list[Attention]:
+    options = product((False, True), (None, 0, 6), (False, True))
+    heads = ((4, 4), (4, 2), (3, 1))
+    return [
+        Attention(
+            29, layout, causal=causal, window=window, masked=masked, heads=heads[i % 3][0],
+            key_heads=heads[i % 3][1], d_v=5, kernel=("eager", "sdpa")[i // 2 % 2], **how,
+        )
+        for i, (causal, window, masked) in enumerate(options)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", GATHERS, ids=["all", "one"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_gathered_keys_give_what_dense_attention_gives(layout, size, how):
+    for case in matrix(layout, **how):
+        check_in_threads(case, size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_gathered_keys_over_processes(layout, size, pools):
+    check_in_processes([case for how in GATHERS for case in matrix(layout, **how)], pools(size))
+
+
+def test_odd_lengths_and_single_precision_over_processes(pools):
+    cases = [
+        Attention(length, layout, causal=True, window=window, dtype=dtype, d_v=3, **how)
+        for length, layout, window, dtype, how in product(
+            (0, 1, 2, 3, 5, 31), sorted(LAYOUTS), (None, 2), (torch.float64, torch.float32), GATHERS
+        )
+    ]
+    check_in_processes(cases, pools(3))
+
+
+@pytest.mark.parametrize("how", GATHERS, ids=["all", "one"])
+@pytest.mark.parametrize(("queries", "keys"), CROSS)
+def test_cross_attention_with_shards_of_any_lengths(queries, keys, how):
+    for masked in (False, True):
+        check_in_threads(cross(queries, keys, masked=masked, **how), 3)
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+@pytest.mark.parametrize("how", GATHERS, ids=["all", "one"])
+def test_a_batch_of_nothing(how, ulysses):
+    check_in_threads(Attention(9, causal=True, batch=0, masked=False, ulysses=ulysses, **how), 4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.builds(
+        Attention,
+        length=st.integers(0, 40),
+        layout=st.sampled_from(sorted(LAYOUTS)),
+        causal=st.booleans(),
+        window=st.none() | st.integers(0, 45),
+        masked=st.booleans(),
+        batch=st.integers(1, 2),
+        d=st.integers(1, 9),
+        d_v=st.integers(1, 9),
+        transport=st.just("gather"),
+        memory=st.none() | st.integers(0, 100_000),
+        seed=st.integers(0, 3),
+    ),
+    st.integers(1, 9),
+)
+def test_any_length_any_ring_any_memory(case, size):
+    check_in_threads(case, size)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_keys_pulled_from_shared_memory(layout):
+    for size, at_once in ((2, 9), (3, 1), (4, 9), (4, 2)):
+        for case in matrix(layout)[::2]:
+            check_symmetric(case, size, at_once)
+    for ulysses in (2, 4):
+        check_symmetric(Attention(29, layout, causal=True, masked=True, ulysses=ulysses), 4, 9)
+
+
+# --- messages ---
+
+
+def needed(case: Attention, size: int) -> list[int]:
+    """How many keys of others each rank can see, counted pair by pair."""
+    places = [case.places(rank, size)[0] for rank in range(size)]
+    far = case.length if case.window is None else case.window
+
+    def seen(rank: int, owner: int) -> int:
+        behind = places[rank][:, None] - places[owner]
+        visible = (behind <= far) & (behind >= (0 if case.causal else -far))
+        return int(visible.any(0).sum())
+
+    return [sum(seen(r, o) for o in range(size) if o != r) for r in range(size)]
+
+
+@pytest.mark.parametrize("how", GATHERS, ids=["all", "one"])
+@pytest.mark.parametrize(
+    ("layout", "causal", "window"),
+    [
+        ("zigzag", True, None), ("contiguous", True, None), ("striped", True, None),
+        ("zigzag", False, None), ("contiguous", True, 5), ("contiguous", False, 9),
+    ],
+)  # fmt: skip
+def test_only_keys_that_are_seen_are_sent_and_gradients_of_no_others(layout, causal, window, how):
+    size = 4
+    case = Attention(32, layout, causal=causal, window=window, d=8, d_v=8, **how)
+    each = case.batch * case.key_heads * (case.d + case.d_v) * 8
+    keys = sum(needed(case, size)) * each
+    assert sum(forward_only(case, size).sent_bytes) == keys
+    assert sum(sent for _, sent in hops(case, size)) == 3 * keys
+
+
+def test_all_keys_come_in_one_exchange_and_gradients_go_home_in_two():
+    case = Attention(32, "zigzag", causal=True, transport="gather")
+    assert forward_only(case, 4).exchanges == [1] * 4
+    assert [n for n, _ in hops(case, 4)] == [1 + 1 + 2] * 4
+    everything = replace(case, causal=False)
+    assert [n for n, _ in hops(everything, 4)] == [1 + 1 + 1] * 4
+
+
+def test_nothing_is_exchanged_where_nothing_is_needed():
+    for transport in TRANSPORTS:
+        case = Attention(24, "contiguous", causal=True, window=0, transport=transport)
+        assert hops(case, 3) == [(0, 0)] * 3
+        assert hops(Attention(11, transport=transport), 1) == [(0, 0)]
+
+
+def test_gradients_of_16_bits_travel_in_16_bits_and_are_summed_in_32():
+    case = Attention(
+        256, transport="gather", kernel="eager", dtype=torch.bfloat16, batch=1, d=16, d_v=16
+    )
+    forward = sum(forward_only(case, 8).sent_bytes)
+    got, hub = threads.run(8, lambda ring: shard(case, ring))
+    assert sum(hub.sent_bytes) == 3 * forward
+    for rank, mine in enumerate(got):
+        assert max(errors(case, rank, 8, mine, oracle(case)).values()) < 2**-7.5
+
+
+def test_a_hop_of_the_ring_is_one_message(pools):
+    for forward, both in pools(3).run(messages_of_each_exchange, "ring"):
+        assert forward == [2, 2]  # one out, one in
+        assert both == [2, 2, 2, 2]
+
+
+def messages_of_each_exchange(transport: str) -> tuple[list[int], list[int]]:
+    """For a pool: operations of each batch, forward and backward."""
+    case, ring = Attention(32, masked=True, transport=transport), Ring()
+    (q, k, v), mask, dout, _ = case.data()
+    at, _ = case.places(ring.rank, ring.size)
+    mine = [t[:, at].requires_grad_() for t in (q, k, v)]
+    with mock.patch.object(dist, "batch_isend_irecv", side_effect=dist.batch_isend_irecv) as sent:
+        out = ring_attn(*mine, key_mask=mask[:, at], transport=transport)
+        forward = [len(call.args[0]) for call in sent.call_args_list]
+        torch.autograd.grad(out, mine, dout[:, at])
+        both = [len(call.args[0]) for call in sent.call_args_list]
+    return forward, both[len(forward) :]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.sampled_from([2, 4, 8]))
+def test_a_message_holds_its_tensors(lengths, size):
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[size]
+    tensors = [torch.randn(2, 3, n).to(dtype) for n in lengths] + [torch.rand(2, 3) < 0.5]
+    form = form_of(tensors, 3)
+    message = packed(tensors, form)
+    assert message.numel() == message_bytes(form)
+    for t, found in zip(tensors, opened(message, form)):
+        assert torch.equal(t, found)
+        assert t.numel() == 0 or (found.data_ptr() - message.data_ptr()) % 16 == 0
+
+
+# --- schedules ---
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(sorted(LAYOUTS)),
+    st.integers(1, 6),
+    st.integers(0, 40),
+    st.builds(Visible, st.booleans(), st.none() | st.integers(0, 20)),
+    st.integers(1, 6),
+)
+def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, at_once):
+    everyone = all_segments(layout, size, length)
+    groups = schedule(Blocks(everyone, everyone, visible), at_once)
+    assert all(len(group.distances) <= at_once for group in groups)
+    for rank, mine in enumerate(everyone):
+        pieces = [p for group in groups for p in group.pieces(rank)]
+        brought = [(p.owner, j) for p in pieces for j in range(p.cols.start, p.cols.stop)]
+        assert len(set(brought)) == len(brought) == sum(tokens((p,)) for p in pieces)
+        for owner, theirs in enumerate(everyone):
+            if owner == rank:
+                continue
+            shown = {
+                j for t in tiles(mine, theirs, visible) for j in range(t.cols.start, t.cols.stop)
+            }
+            assert shown <= {j for whose, j in brought if whose == owner}
+        for group in groups:
+            at = [p.segment.start for p in group.pieces(rank)]
+            assert at == sorted(at)
+            assert all(
+                sum(s.length for s in joined(r[rank])) == tokens(r[rank]) for r in group.rounds
+            )
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_a_balanced_causal_layout_takes_one_kernel_call_a_round(size):
+    everyone = all_segments("zigzag", size, 16 * size)
+    visible = Visible(causal=True)
+    (group,) = schedule(Blocks(everyone, everyone, visible), at_once=size)
+    for rank, mine in enumerate(everyone):
+        calls = [tiles(mine, joined(now[rank]), visible) for now in group.rounds]
+        assert sum(map(len, calls)) == (1 if rank in (0, size - 1) else 2)
+        assert (
+            count(joined(group.pieces(rank)))
+            == needed(Attention(16 * size, "zigzag", causal=True), size)[rank]
+        )
+
+
+# --- memory ---
+
+
+def most_bytes(case: Attention, size: int) -> int:
+    """The most bytes of others' keys and gradients that any rank held at once, in backward."""
+    tensors, _, _, _ = case.data()
+
+    def main(ring: Ring) -> int:
+        at, _ = case.places(ring.rank, size)
+        q, k, v = (t[:, at] for t in tensors)
+        plan = RingPlan.make(
+            q, k, v, causal=case.causal, layout=case.layout, group=ring,
+            transport=case.transport, memory=case.memory,
+        )  # fmt: skip
+        own = Sum(k), Sum(v)
+        held = [total.running() for total in own]
+        with Live() as live:
+            for _, of_keys in plan.transport.stream_back(plan.keys(k, v), own):
+                for total in of_keys:
+                    total.running()
+        assert all(total.running() is memory for total, memory in zip(own, held))
+        return live.most
+
+    return max(threads.run(size, main)[0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_memory_of_a_gather_is_bounded_by_its_budget(causal):
+    size, n, d = 8, 16, 64
+    case = Attention(n * size, "zigzag", causal=causal, batch=1, d=d, d_v=d, transport="gather")
+    shard_bytes, before = n * case.key_heads * 2 * d * 8, 0
+    for at_once in (1, 2, 4):
+        memory = shard_bytes * (4 + 7 * at_once)
+        blocks = Blocks(*[all_segments("zigzag", size, n * size)] * 2, Visible(causal))
+        assert owners_at_once(memory, blocks, Job(1, 4, case.key_heads, d, d, 8)) == at_once
+        taken = most_bytes(replace(case, memory=memory), size)
+        assert before < taken <= memory
+        before = taken
+    assert before < most_bytes(case, size)
+
+
+def alive() -> int:
+    gc.collect()
+    return sum(isinstance(o, Tensor) for o in gc.get_objects())
+
+
+def repeated(transport: str, ulysses: int) -> tuple[int, int, bool]:
+    """For a pool: live tensors after ten calls and after two hundred, and whether all agreed."""
+    case = Attention(
+        37, "zigzag", causal=True, masked=True, dtype=torch.float32, transport=transport,
+        ulysses=ulysses, kernel="eager", bucket_size=64,
+    )  # fmt: skip
+    ring, (tensors, mask, dout, _) = Ring(), case.data()
+    at, _ = case.places(ring.rank, ring.size)
+    mine = [t[:, at].requires_grad_() for t in tensors]
+    plan = RingPlan.make(
+        *mine, causal=True, key_mask=mask[:, at], layout="zigzag", transport=transport,
+        ulysses=ulysses, kernel="eager",
+    )  # fmt: skip
+    first, same, early = None, True, 0
+    for i in range(200):
+        out = ring_attn(*mine, plan=plan)
+        got = [out.detach(), *torch.autograd.grad(out, mine, dout[:, at])]
+        first = first or got
+        same = same and all(torch.equal(a, b) for a, b in zip(first, got))
+        if i == 10:
+            early = alive()
+    return early, alive(), same
+
+
+@pytest.mark.parametrize(("transport", "ulysses"), [("ring", 1), ("gather", 2)])
+def test_two_hundred_calls_are_equal_in_every_bit_and_leave_nothing(transport, ulysses, pools):
+    for early, late, same in pools(2 * ulysses).run(repeated, transport, ulysses):
+        assert same
+        assert late <= early
+
+
+# --- asking for one ---
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            dict(transport="pigeon"),
+            r"transport must be None or one of 'ring', 'gather', got 'pigeo",
+        ),
+        (dict(memory=-1), "memory must be None or at least 0 bytes, got -1"),
+        (dict(transport="ring", memory=5), r"always takes the least memory"),
+    ],
+)
+def test_what_can_t_be_is_refused(options, said):
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match=said):
+        ring_attn(q, q, q, **options)
+
+
+@pytest.mark.parametrize("name", ["transport", "ulysses", "memory"])
+def test_ranks_that_ask_for_different_ways_are_told(name):
+    other = {"transport": "gather", "ulysses": 2, "memory": 100}[name]
+
+    def main(ring: Ring) -> str:
+        q = torch.randn(1, 4, 2, 8)
+        with pytest.raises(ValueError, match=f"{name} must be the same on every rank") as error:
+            ring_attn(q, q, q, group=ring, **({name: other} if ring.rank == 1 else {}))
+        return str(error.value)
+
+    said, hub = threads.run(2, main)
+    assert len(set(said)) == 1
+    assert hub.exchanges == [0, 0]

@@ -1,0 +1,222 @@
+"""Heads swapped for sequence, around any transport, give what dense attention gives."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ring_attention_pytorch import RingAttention, shard_sequence, unshard_sequence
+from ring_attention_pytorch.layouts import (
+    LAYOUTS,
+    Visible,
+    all_segments,
+    segment_positions,
+    tiles,
+)
+from ring_attention_pytorch.plan import RingPlan
+from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.ring_flash_attention import ring_attn, ulysses_attn
+from ring_attention_pytorch.ulysses import key_heads, land
+from tests import threads
+from tests.cases import Attention, check_in_processes, check_in_threads, errors, oracle, shard
+from tests.reference import relative_error
+from tests.test_ring_attention import CROSS, cross, hops
+
+DEGREES = ((2, 2), (3, 3), (4, 2), (4, 4))  # ranks, and how many of them swap
+HEADS = ((12, 12), (12, 4), (12, 3), (12, 2), (12, 1))
+
+
+def matrix(layout: str, **how) -> list[Attention]:
+    options = product((False, True), (None, 6), (False, True))
+    return [
+        Attention(
+            length, layout, causal=causal, window=window, masked=masked, heads=h, key_heads=h_kv,
+            d_v=5, **how,
+        )
+        for (causal, window, masked), (h, h_kv), length in zip(
+            options, HEADS * 2, (29, 0, 1, 3, 16, 29, 7, 30)
+        )
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+@pytest.mark.parametrize(("size", "degree"), [*DEGREES, (6, 2), (6, 3)])
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_heads_for_sequence_over_threads(layout, size, degree, transport):
+    for case in matrix(layout, transport=transport, ulysses=degree):
+        check_in_threads(case, size)
+
+
+@pytest.mark.parametrize(("size", "degree"), DEGREES)
+def test_heads_for_sequence_over_processes(size, degree, pools):
+    cases = [
+        case
+        for layout, transport in product(sorted(LAYOUTS), ("ring", "gather"))
+        for case in matrix(layout, transport=transport, ulysses=degree)
+    ]
+    check_in_processes(cases, pools(size))
+
+
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+@pytest.mark.parametrize(("queries", "keys"), CROSS)
+def test_cross_attention(queries, keys, transport):
+    case = cross(queries, keys, heads=6, key_heads=2, masked=True, transport=transport, ulysses=3)
+    check_in_threads(case, 3)
+
+
+def test_every_rank_swaps_under_ulysses_attn():
+    case = Attention(23, "zigzag", causal=True, heads=6, key_heads=2)
+    tensors, _, dout, _ = case.data()
+
+    def main(ring: Ring) -> list[Tensor]:
+        at, _ = case.places(ring.rank, 3)
+        mine = [t[:, at].requires_grad_() for t in tensors]
+        out = ulysses_attn(*mine, causal=True, layout="zigzag", group=ring)
+        return [out, *torch.autograd.grad(out, mine, dout[:, at])]
+
+    got, hub = threads.run(3, main)
+    assert hub.exchanges == [2 + 2] * 3  # there and back, each with its backward
+    want = oracle(case)
+    for rank, (out, _, _, dv) in enumerate(got):
+        at, _ = case.places(rank, 3)
+        assert relative_error(out, want[0][:, at]) < 1e-12
+        assert relative_error(dv, want[4][:, at]) < 1e-12
+
+
+def test_single_precision_and_the_sum_over_replicated_heads():
+    case = Attention(33, "zigzag", causal=True, key_heads=1, ulysses=4, dtype=torch.float32)
+    check_in_threads(case, 4)
+    half = Attention(
+        64, key_heads=1, ulysses=4, kernel="eager", dtype=torch.bfloat16, batch=1, d=16, d_v=16
+    )
+    got, _ = threads.run(4, lambda ring: shard(half, ring))
+    for rank, mine in enumerate(got):
+        assert max(errors(half, rank, 4, mine, oracle(half)).values()) < 2**-7
+
+
+# --- what is sent, and where it lands ---
+
+
+def test_bytes_are_those_of_the_heads_of_others():
+    size, n, d = 4, 6, 8
+    case = Attention(size * n, heads=4, key_heads=4, d=d, d_v=d, ulysses=4)
+    one = case.batch * n * d * 8  # of one head
+    lse = case.batch * n * 8
+    for _, sent in hops(case, size):
+        assert sent == (size - 1) * (2 * 3 * one + 2 * (one + lse))
+
+
+@given(st.sampled_from(sorted(LAYOUTS)), st.integers(1, 3), st.integers(1, 4), st.integers(0, 50))
+def test_tokens_land_where_their_positions_say(layout, degree, rings, length):
+    everyone = all_segments(layout, degree * rings, length)
+    for first in range(0, len(everyone), degree):
+        mine = everyone[first : first + degree]
+        segments, landings = land(mine)
+        whole = torch.full((sum(s.length for s in segments),), -1)
+        for place, rows, at in landings:
+            whole[at] = segment_positions(mine[place])[rows]
+        assert torch.equal(whole, segment_positions(segments))
+        if layout != "striped" or degree == 1:
+            assert bool((whole.diff() > 0).all())
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_all_ranks_together_make_one_causal_call(layout, size):
+    (whole, _) = land(all_segments(layout, size, 16 * size + 3))
+    assert len(tiles(whole, whole, Visible(causal=True))) == 1
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
+def test_every_query_head_finds_its_key_head(grouped, group, places):
+    heads = grouped * group * places
+    for place, theirs in enumerate(key_heads(heads, grouped, places)):
+        mine = range(place * heads // places, (place + 1) * heads // places)
+        together = len(mine) // len(theirs)
+        assert len(theirs) * together == len(mine)
+        assert [theirs[i // together] for i in range(len(mine))] == [
+            h // (heads // grouped) for h in mine
+        ]
+
+
+# --- plans, modules, mistakes ---
+
+
+def test_a_plan_swaps_masks_once_and_keeps_its_own_positions():
+    case = Attention(22, "zigzag", causal=True, masked=True)
+    tensors, mask, _, _ = case.data()
+
+    def main(ring: Ring) -> None:
+        at, _ = case.places(ring.rank, 4)
+        mine = [t[:, at] for t in tensors]
+        plan = RingPlan.make(
+            *mine, causal=True, key_mask=mask[:, at], layout="zigzag", group=ring, ulysses=2
+        )
+        assert torch.equal(plan.positions(), at)
+        assert plan.degree == 2
+        for _ in range(2):
+            out = ring_attn(*mine, plan=plan)
+            assert relative_error(out, oracle(case)[0][:, at]) < 1e-12
+        assert ring.hub.gathers[ring.rank] == 1
+
+    threads.run(4, main)
+
+
+def layer(transport: str | None, ulysses: int) -> float:
+    """For a pool: the error of a whole layer over shards against the same layer alone."""
+    torch.manual_seed(0)
+    options = dict(dim=16, dim_head=4, heads=4, causal=True, rotary_embed=True)
+    over = RingAttention(
+        **options, ring_attn=True, layout="zigzag", transport=transport, ulysses=ulysses
+    ).double()
+    alone = RingAttention(**options).double()
+    alone.load_state_dict(over.state_dict())
+    x = torch.randn(2, 21, 16, dtype=torch.float64)
+    out = over(shard_sequence(x, layout="zigzag"))
+    return relative_error(unshard_sequence(out, length=21, layout="zigzag"), alone(x))
+
+
+@pytest.mark.parametrize(
+    ("transport", "ulysses"), [("gather", 1), (None, 2), ("gather", 2), ("ring", 4)]
+)
+def test_a_layer_over_processes_is_the_layer_alone(transport, ulysses, pools):
+    assert max(pools(4).run(layer, transport, ulysses)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("size", "degree", "said"),
+    [
+        (4, 3, "ulysses must divide the ring's 4 ranks, got 3"),
+        (2, 0, "ulysses must divide the ring's 2 ranks, got 0"),
+        (3, 3, "ulysses must divide the 4 heads of q, got 3"),
+    ],
+)
+def test_degrees_that_can_t_be_are_refused_on_all_ranks(size, degree, said):
+    def main(ring: Ring) -> None:
+        q = torch.randn(1, 4, 4, 8)
+        with pytest.raises(ValueError, match=said):
+            ring_attn(q, q, q, group=ring, ulysses=degree)
+
+    _, hub = threads.run(size, main)
+    assert hub.exchanges == [0] * size
+
+
+@pytest.mark.parametrize(
+    "options", [dict(transport="gather"), dict(ulysses=2), dict(memory=7)], ids=str
+)
+def test_modules_refuse_what_is_for_a_ring_where_there_is_none(options):
+    with pytest.raises(ValueError, match="need ring_attn=True"):
+        RingAttention(16, **options)
+
+
+def test_a_module_refuses_a_plan_that_does_otherwise():
+    def main(ring: Ring) -> None:
+        options = dict(dim=8, dim_head=4, heads=2, ring_attn=True, group=ring)
+        plan = RingAttention(**options, transport="gather").plan(torch.randn(1, 4, 8))
+        with pytest.raises(ValueError, match="the plan has transport='gather'"):
+            RingAttention(**options, transport="ring")(torch.randn(1, 4, 8), plan=plan)
+
+    threads.run(2, main)
