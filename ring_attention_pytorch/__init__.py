@@ -17,18 +17,42 @@ from ring_attention_pytorch.ring_flash_attention import (
 )
 from ring_attention_pytorch.ring_transformer import RingTransformer
 from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
+from ring_attention_pytorch.routing import (
+    ConditionalRoutedAttention,
+    ConditionalRoutedAutoregressiveAttention,
+    ConditionalRoutedCrossAttention,
+    ConditionalRoutedFeedForward,
+    ConditionalRoutedImageAttention,
+    ConditionalRoutedTransformer,
+    ConditionalRoutedTransformerBlock,
+    CoordinateDescentRouter,
+    RoutingPlan,
+    coordinate_descent,
+    select_topk,
+    soft_topk,
+)
 from ring_attention_pytorch.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.tree_attn_decoding import tree_attn_decode
 
 __version__ = "1.0.0"
 
 __all__ = [
+    "ConditionalRoutedAttention",
+    "ConditionalRoutedAutoregressiveAttention",
+    "ConditionalRoutedCrossAttention",
+    "ConditionalRoutedFeedForward",
+    "ConditionalRoutedImageAttention",
+    "ConditionalRoutedTransformer",
+    "ConditionalRoutedTransformerBlock",
+    "CoordinateDescentRouter",
     "RingAttention",
     "RingPlan",
     "RingRotaryEmbedding",
     "RingTransformer",
+    "RoutingPlan",
     "apply_rotary_pos_emb",
     "balanced",
+    "coordinate_descent",
     "default_attention",
     "explain_kernel",
     "explain_plan",
@@ -38,7 +62,9 @@ __all__ = [
     "ring_flash_attn_",
     "ring_flash_attn_cuda",
     "ring_flash_attn_cuda_",
+    "select_topk",
     "shard_sequence",
+    "soft_topk",
     "tree_attn_decode",
     "ulysses_attn",
     "unshard_sequence",

@@ -276,7 +276,7 @@ class RingAttention(nn.Module):
                 f"the plan shows {plan.visible} with softclamp={plan.terms.softclamp}, "
                 f"this module wants {mine[0]} with {mine[1]}; make it with RingAttention.plan"
             )
-        if self.kernel is not None and plan.kernel is not KERNELS.get(self.kernel):
+        if self.kernel is not None and not f"{plan.kernel.name}-".startswith(f"{self.kernel}-"):
             raise ValueError(f"the plan uses another kernel than this module's {self.kernel!r}")
         if problem := other_way_problem(plan, **self.over_ring):
             raise ValueError(problem)

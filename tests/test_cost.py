@@ -52,7 +52,8 @@ def test_bytes_are_those_that_are_received(transport, layout, window):
 @settings(deadline=None)
 @given(
     st.sampled_from(sorted(LAYOUTS)), st.integers(1, 6), st.integers(0, 60),
-    st.builds(Visible, st.booleans(), st.none() | st.integers(0, 20)), st.integers(1, 6),
+    st.builds(Visible, st.booleans(), st.none() | st.integers(0, 20), st.none(), st.none()),
+    st.integers(1, 6),
 )  # fmt: skip
 def test_every_visible_pair_is_counted_once(layout, size, length, visible, at_once):
     found = blocks(layout, size, length, visible)

@@ -69,6 +69,23 @@ ALLOWED = {
     "tree_attn_decoding": {"agreement", "contract", "kernels", "layouts", "ring", "running"},
     "ring_attention": {"*"},
     "ring_transformer": {"*"},
+    # conditional routing: its own modules, and of the others what they need
+    "routing.__init__": {"routing"},
+    "routing.exchange": {"ring"},
+    "routing.soft_topk": {"agreement", "ring", "routing"},
+    "routing.descent_triton": {"routing"},
+    "routing._triton_descent": set(),
+    "routing.plan": {"checks", "agreement", "layouts", "plan", "ring", "routing", "sharding"},
+    "routing.selection": {"ring", "routing"},
+    "routing.dispatch": {"layouts", "ring", "routing", "sharding"},
+    "routing.router": {"ring", "routing", "running", "sharding"},
+    "routing.attention": {"*"},
+    "routing.autoregressive": {"ring", "routing", "sharding"},
+    "routing.cross_attention": {"ring", "routing", "running", "sharding"},
+    "routing.image_attention": {"ring_attention", "routing"},
+    "routing.feedforward": {"ring", "ring_transformer", "routing", "sharding"},
+    "routing.block": {"ring", "routing", "sharding"},
+    "routing.transformer": {"loss", "ring", "ring_transformer", "routing"},
     "kernels.__init__": {"contract", "kernels"},
     "kernels._whole": KERNEL,
     **{f"kernels.{name}": KERNEL | {"kernels"} for name in ("flash_attn_2", "flash_attn_4")},
@@ -82,6 +99,16 @@ ALLOWED = {
 MAY_COMMUNICATE = {"ring", "transports.symmetric", "plan", "sharding", "tree_attn_decoding", "loss"}
 # public entry points: a long signature and its agreement, in one place
 MAY_BE_LONG = {"ring_attn", "RingPlan.make", "RingAttention.__init__", "RingTransformer.__init__"}
+MAY_BE_LONG |= {
+    f"{name}.__init__"
+    for name in (
+        "CoordinateDescentRouter",
+        "ConditionalRoutedAttention",
+        "ConditionalRoutedAutoregressiveAttention",
+        "ConditionalRoutedCrossAttention",
+        "ConditionalRoutedTransformerBlock",
+    )
+}
 
 
 def name_of(file: Path) -> str:

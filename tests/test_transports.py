@@ -216,7 +216,7 @@ def test_a_message_holds_its_tensors(lengths, size):
     st.sampled_from(sorted(LAYOUTS)),
     st.integers(1, 6),
     st.integers(0, 40),
-    st.builds(Visible, st.booleans(), st.none() | st.integers(0, 20)),
+    st.builds(Visible, st.booleans(), st.none() | st.integers(0, 20), st.none(), st.none()),
     st.integers(1, 6),
 )
 def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, at_once):

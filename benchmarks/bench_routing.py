@@ -1,0 +1,206 @@
+"""Tokens per second and memory of a routed block against a dense one, forward and backward.
+
+    python -m benchmarks.bench_routing                                     # one GPU
+    torchrun --nproc-per-node 4 -m benchmarks.bench_routing                # the sequence over four
+    python -m benchmarks.bench_routing --device cpu --lengths 2048 4096    # a rough idea
+
+A dense block is attention to all tokens and a feed-forward of 4 dims; a routed one is CoLT5's,
+with a share of the tokens in its heavy branches. "routing" is the time of scores, soft top-k and
+selection of its three routers, forward and backward, as a share of the routed block's time.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ring_attention_pytorch import ConditionalRoutedTransformerBlock, RingAttention, RoutingPlan
+from ring_attention_pytorch.ring_transformer import feed_forward
+
+LENGTHS = [2**14, 2**15, 2**16, 2**17, 2**18, 2**19, 2**20]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured; lengths are of the whole sequence."""
+
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+    dim: int = 512
+    heads: int = 8
+    share: float = 1 / 16
+    window: int = 256
+    causal: bool = False
+    repeats: int = 3
+
+
+class Figures(NamedTuple):
+    """Of one block at one length."""
+
+    seconds: float
+    gib: float  # the highest memory of any rank beside its input; 0 where it can't be told
+
+
+class Dense(nn.Module):
+    """The block that is compared against."""
+
+    def __init__(self, setting: Setting, layout: str):
+        super().__init__()
+        ring = dist.is_initialized()
+        self.attn = RingAttention(
+            setting.dim, dim_head=setting.dim // setting.heads, heads=setting.heads,
+            causal=setting.causal, rotary_embed=True, ring_attn=ring,
+            layout=layout if ring else None,
+        )  # fmt: skip
+        self.ff = feed_forward(setting.dim, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.ff(x)
+
+
+def routed_block(setting: Setting, layout: str) -> ConditionalRoutedTransformerBlock:
+    head, ring = setting.dim // setting.heads, dist.is_initialized()
+    k = max(int(setting.window * setting.share), 1) if setting.causal else setting.share
+    return ConditionalRoutedTransformerBlock(
+        setting.dim, num_heavy_attn_tokens_q=k, num_heavy_attn_tokens_kv=k, num_heavy_ff_tokens=k,
+        light_window_size=setting.window, light_heads=setting.heads // 2, light_dim_head=head,
+        heavy_heads=setting.heads, heavy_dim_head=head, rotary_emb=True, causal=setting.causal,
+        ring_attn=ring, layout=layout if ring else None,
+    )  # fmt: skip
+
+
+def measured(run: Callable[[], None], setting: Setting) -> Figures:
+    """The least time of a few, of the slowest rank."""
+    cuda = setting.device == "cuda"
+
+    def finished() -> float:
+        if cuda:
+            torch.cuda.synchronize()
+        if dist.is_initialized():
+            dist.barrier()
+        return time.perf_counter()
+
+    run()  # compiles, allocates
+    start_bytes = 0
+    if cuda:
+        start_bytes = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(setting.repeats):
+        start = finished()
+        run()
+        times.append(finished() - start)
+    peak = (torch.cuda.max_memory_allocated() - start_bytes) / 2**30 if cuda else 0.0
+    worst = torch.tensor([min(times), peak], dtype=torch.float64, device=setting.device)
+    if dist.is_initialized():
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return Figures(*worst.tolist())
+
+
+def step(block: nn.Module, x: Tensor) -> Callable[[], None]:
+    def run() -> None:
+        block.zero_grad()
+        block(x).sum().backward()
+
+    return run
+
+
+def routing(block: ConditionalRoutedTransformerBlock, x: Tensor) -> Callable[[], None]:
+    """What chooses tokens in a block, and nothing else."""
+    attn, ff = block.conditional_attn, block.conditional_ff
+    causal = ff.window is not None
+    picks = [
+        (attn.q_router, attn.num_heavy_tokens_q, causal),
+        (attn.kv_router, attn.num_heavy_tokens_kv, False),
+        (ff.router, ff.num_heavy_tokens, causal),
+    ]
+
+    def run() -> None:
+        block.zero_grad()
+        plan = RoutingPlan.make(x, layout=block.spread.layout, group=block.spread.ring(
+            block.spread.ring_attn, None
+        ))  # fmt: skip
+        found = [r.choose(x, plan, k, size=ff.window, causal=c) for r, k, c in picks]
+        torch.stack([each.gates.sum() for each in found]).sum().backward()
+
+    return run
+
+
+def compare(length: int, setting: Setting, layout: str, dense: bool = True) -> dict[str, Figures]:
+    """Figures of the blocks at one length."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    torch.manual_seed(0)
+    own = length // ranks
+    x = torch.randn(1, own, setting.dim, device=setting.device, dtype=setting.dtype)
+    x.requires_grad_()
+    found = {}
+    makers = {"dense": lambda: Dense(setting, layout)} if dense else {}
+    for name, make in (makers | {"routed": lambda: routed_block(setting, layout)}).items():
+        block = make().to(setting.device, setting.dtype)
+        found[name] = measured(step(block, x), setting)
+        if name == "routed":
+            found["routing"] = measured(routing(block, x), setting)
+        del block
+    return found
+
+
+def row(length: int, found: dict[str, Figures]) -> list[str]:
+    """A line of the table."""
+    routed, dense = found["routed"], found.get("dense")
+    cells = [f"{length:,}"]
+    for figures in (dense, routed):
+        known = figures is not None
+        cells += [f"{length / figures.seconds:,.0f}", f"{figures.gib:.2f}"] if known else ["", ""]
+    cells.append("" if dense is None else f"{dense.seconds / routed.seconds:.2f}")
+    return [*cells, f"{100 * found['routing'].seconds / routed.seconds:.0f} %"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--share", type=float, default=1 / 16, help="of tokens that are routed")
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--dense-up-to", type=int, default=2**20, help="the longest dense block")
+    args = parser.parse_args()
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    setting = Setting(
+        args.device, torch.bfloat16 if args.device == "cuda" else torch.float32, args.dim,
+        args.heads, args.share, args.window, args.causal,
+    )  # fmt: skip
+    layout = "zigzag" if args.causal else "contiguous"
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    names = [
+        "tokens",
+        "dense, tokens/s",
+        "GiB",
+        "routed, tokens/s",
+        "GiB",
+        "times faster",
+        "routing",
+    ]
+    if first:
+        print(f"| {' | '.join(names)} |\n|{' --- |' * len(names)}", flush=True)
+    for length in args.lengths:
+        found = compare(length, setting, layout, dense=length <= args.dense_up_to)
+        if first:
+            print(f"| {' | '.join(row(length, found))} |", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

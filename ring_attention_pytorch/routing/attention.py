@@ -1,0 +1,295 @@
+"""Light attention to all tokens nearby plus heavy attention among routed tokens (CoLT5).
+
+Ainslie et al. 2023, "CoLT5: Faster Long-Range Transformers with Conditional Computation",
+https://arxiv.org/abs/2303.09752. Names and parameters are those of CoLT5-attention.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from beartype import beartype
+from einops import einsum, rearrange, repeat
+from torch import Tensor, nn
+
+from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.plan import RingPlan
+from ring_attention_pytorch.ring import Group
+from ring_attention_pytorch.ring_attention import RingAttention, RMSNorm
+from ring_attention_pytorch.ring_flash_attention import ring_attn as attend
+from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
+from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
+from ring_attention_pytorch.routing.plan import RoutingPlan
+from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Routing, Tokens
+from ring_attention_pytorch.routing.soft_topk import count_problem
+from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.sharding import Spread
+
+
+class Routed(NamedTuple):
+    """Tokens in the slots of this rank: `[b, r, K, dim]`, their gates, and the way home."""
+
+    tokens: Tensor
+    gates: Tensor
+    way: Dispatch
+
+    @classmethod
+    def gather(
+        cls, x: Tensor, routing: Routing, plan: RoutingPlan, slots: list[Tensor] | None = None
+    ) -> "Routed":
+        """Of the tokens x held here and elsewhere, those routed to this rank."""
+        if slots is None:
+            slots = dealt(routing.positions.shape[-1], plan.ring.size, x.device)
+        way = Dispatch.make(routing.positions, plan, slots)
+        return cls(way.out(x), way.out(routing.gates, by_route=True), way)
+
+    @property
+    def positions(self) -> Tensor:
+        return self.way.positions
+
+    def home(self, y: Tensor, base: Tensor) -> Tensor:
+        """Results y `[b, K, dim]` times their gates into base `[b, n, dim]`."""
+        gated = y * rearrange(self.gates, "b 1 k -> b k 1").to(y.dtype)
+        return self.way.home(gated.unsqueeze(1), base)
+
+
+class HeavyAttention(nn.Module):
+    """Attention of routed queries to r routed sets of keys, each for its share of the heads.
+
+    A learned null key and value, which every query sees, is merged on the query's own rank.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        dim_head: int,
+        heads: int,
+        routes: int,
+        *,
+        rotary: bool,
+        multiply: tuple[bool, bool] = (False, False),
+        kernel: str | None = None,
+    ):
+        super().__init__()
+        self.dim_head, self.heads, self.routes, self.kernel = dim_head, heads, routes, kernel
+        self.multiply_queries, self.multiply_keys = multiply
+        self.norm = RMSNorm(dim)
+        self.to_q = nn.Linear(dim, heads * dim_head, bias=False)
+        self.to_kv = nn.Linear(dim, 2 * heads * dim_head, bias=False)
+        self.null_kv = nn.Parameter(torch.randn(2, heads, dim_head))
+        self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
+        self.rotary_embed = RingRotaryEmbedding(dim_head) if rotary else None
+
+    def queries(self, tokens: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
+        """`[b, K, h, d]` of tokens `[b, K, dim]`."""
+        q = rearrange(self.to_q(self.norm(tokens)), "b k (h d) -> b k h d", h=self.heads)
+        if self.multiply_queries and gates is not None:
+            q = q * gates[..., None, None].to(q.dtype)
+        return self._rotate(q, positions)
+
+    def keys(self, routed: Routed) -> tuple[Tensor, Tensor]:
+        """k and v `[b, K, h, d]`; the gate is on the values."""
+        weight = rearrange(self.to_kv.weight, "(two r e) d -> r (two e) d", two=2, r=self.routes)
+        both = torch.einsum("brkd,red->brke", self.norm(routed.tokens), weight)
+        k, v = rearrange(both, "b r k (two h d) -> two b r k h d", two=2, d=self.dim_head)
+        gates = rearrange(routed.gates, "b r k -> b r k 1 1").to(v.dtype)
+        k, v = self._rotate(k * gates if self.multiply_keys else k, routed.positions), v * gates
+        return tuple(rearrange(t, "b r k h d -> b k (r h) d") for t in (k, v))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, plan: RoutingPlan, causal: bool = False
+    ) -> Tensor:
+        """`[b, K, h, d]` to `[b, K, h * d]` over the plan's ring; seen bool `[b, M]`."""
+        key = ("heavy", causal, q.shape, k.shape, q.dtype, self.kernel)
+        made = plan.attention_plan(key, lambda: RingPlan.make(
+            q, k, v, causal=causal, key_mask=seen, layout="striped", group=plan.ring,
+            kernel=self.kernel, cross=not causal,
+        ))  # fmt: skip
+        out, lse = attend(q, k, v, plan=replace(made, key_mask=seen), return_lse=True)
+        dtype = accumulator(q.dtype)
+        null_k, null_v = self.null_kv.to(dtype)
+        score = einsum(q.to(dtype), null_k, "b k h d, h d -> b h k") * self.dim_head**-0.5
+        weight = rearrange((score - lse).sigmoid(), "b h k -> b k h 1")
+        out = (out.to(dtype) * (1 - weight) + null_v * weight).to(q.dtype)
+        return rearrange(out, "b k h d -> b k (h d)")
+
+    def _rotate(self, t: Tensor, positions: Tensor) -> Tensor:
+        """t `[..., K, h, d]` by the real positions `[..., K]` of its tokens."""
+        if self.rotary_embed is None:
+            return t
+        angles = self.rotary_embed(positions.flatten().clamp(min=0))
+        return apply_rotary_pos_emb(angles, t.reshape(1, -1, *t.shape[-2:])).view(t.shape)
+
+
+def base_for(x: Tensor, null: Tensor | None) -> Tensor:
+    """What tokens get that are not routed: the null token, or 0."""
+    if null is None:
+        return torch.zeros_like(x)
+    return repeat(null.to(x.dtype), "d -> b n d", b=x.shape[0], n=x.shape[1])
+
+
+def light_branch(dim: int, *, ring_attn: bool, **options: Any) -> RingAttention:
+    """Exact attention within a window, for which only the keys near a rank's own tokens travel."""
+    transport = "gather" if ring_attn else None
+    return RingAttention(dim, ring_attn=ring_attn, transport=transport, **options)
+
+
+def light_attention(attn: RingAttention, x: Tensor, plan: RoutingPlan) -> Tensor:
+    """The light branch on the tokens held here."""
+    key = ("light", attn.causal, attn.window, attn.heads, attn.dim_head, attn.kernel, x.dtype)
+    return attn(
+        x,
+        plan=plan.attention_plan(key, lambda: attn.plan_over(plan.ring, x, plan.mask)),
+    )
+
+
+def sizes_problem(**sizes: int) -> str | None:
+    """What is wrong with sizes that must be at least 1."""
+    if min(sizes.values()) >= 1:
+        return None
+    return f"{', '.join(sizes)} must be at least 1, got {', '.join(map(str, sizes.values()))}"
+
+
+def check_attention_options(
+    counts: dict[str, Tokens | None], routes: int, heads: int, use_flash_attn: bool,
+    kernel: str | None, **sizes: int
+) -> None:  # fmt: skip
+    """Raise ValueError for options of routed attention that can't be."""
+    problems = [sizes_problem(routes=routes, heads=heads, **sizes)]
+    problems += [count_problem(name, k) for name, k in counts.items() if k is not None]
+    if routes > 0 and heads % routes:
+        problems.append(f"heads={heads} must be a multiple of the {routes} routed sets of keys")
+    if kernel not in (None, *KERNELS):
+        problems.append(f"kernel must be None or one of {list(KERNELS)}, got {kernel!r}")
+    if use_flash_attn and kernel == "eager":
+        problems.append("use_flash_attn=True asks for a kernel that kernel='eager' is not")
+    for problem in problems:
+        if problem is not None:
+            raise ValueError(problem)
+
+
+class ConditionalRoutedAttention(nn.Module):
+    """A local window for every token, and attention among the few that are routed.
+
+    Args:
+        dim: model width.
+        num_heavy_tokens_q, num_heavy_tokens_kv: queries and keys of each sample that are routed;
+            a float is a share of its real length.
+        num_routed_kv: sets of routed keys; heavy heads are split evenly among them.
+        has_light_attn: whether there is a light branch.
+        light_dim_head, light_heads: its heads.
+        light_window_size: a token sees half of that before it and half after it.
+        heavy_dim_head, heavy_heads: of the heavy branch.
+        router_straight_through, router_kwargs, use_triton: of `CoordinateDescentRouter`.
+        multiply_keys_by_score, multiply_queries_by_score: gates on these too, and not only on
+            values and on outputs.
+        use_null_q_tokens: queries that are not routed get a learned token, else 0.
+        use_flash_attn: has no effect, the fastest kernel is taken; not with kernel="eager".
+        rotary_emb: rotate by real positions, in both branches.
+        ring_attn: x is this rank's part of a sequence over a ring. layout, group: of that ring.
+        kernel: of `ring_attn`.
+
+    Raises:
+        ValueError: arguments that can't be or contradict one another.
+
+    >>> attn = ConditionalRoutedAttention(
+    ...     16, num_heavy_tokens_q=4, num_heavy_tokens_kv=4, light_window_size=4, heavy_heads=2
+    ... )
+    >>> attn(torch.randn(1, 20, 16)).shape
+    torch.Size([1, 20, 16])
+    """
+
+    @beartype
+    def __init__(  # noqa: PLR0913 - a public entry point
+        self,
+        dim: int,
+        *,
+        num_heavy_tokens_q: Tokens,
+        num_heavy_tokens_kv: Tokens,
+        num_routed_kv: int = 1,
+        has_light_attn: bool = True,
+        light_dim_head: int = 64,
+        light_heads: int = 8,
+        light_window_size: int = 128,
+        heavy_dim_head: int = 64,
+        heavy_heads: int = 8,
+        router_straight_through: bool = True,
+        router_kwargs: dict | None = None,
+        multiply_keys_by_score: bool = False,
+        multiply_queries_by_score: bool = False,
+        use_triton: bool = False,
+        use_null_q_tokens: bool = True,
+        use_flash_attn: bool = False,
+        rotary_emb: bool = False,
+        ring_attn: bool = False,
+        layout: str | None = None,
+        group: Group = None,
+        kernel: str | None = None,
+    ):
+        super().__init__()
+        check_attention_options(
+            {"num_heavy_tokens_q": num_heavy_tokens_q, "num_heavy_tokens_kv": num_heavy_tokens_kv},
+            num_routed_kv, heavy_heads, use_flash_attn, kernel, dim=dim,
+            heavy_dim_head=heavy_dim_head, light_window_size=light_window_size,
+        )  # fmt: skip
+        self.num_heavy_tokens_q, self.num_heavy_tokens_kv = num_heavy_tokens_q, num_heavy_tokens_kv
+        self.spread = Spread.make(ring_attn, False, False, 1, layout, False, group)
+        over = dict(ring_attn=ring_attn, layout=layout, group=group)
+        self.light_attn = light_branch(
+            dim, dim_head=light_dim_head, heads=light_heads, rotary_embed=rotary_emb,
+            max_lookback_seq_len=light_window_size // 2, kernel=kernel, **over,
+        ) if has_light_attn else None  # fmt: skip
+        options = dict(router_kwargs or {}, straight_through=router_straight_through) | over
+        if use_triton:
+            options["use_triton"] = True
+        self.q_router = CoordinateDescentRouter(dim, **options)
+        self.kv_router = CoordinateDescentRouter(dim, num_routing_tokens=num_routed_kv, **options)
+        self.heavy_attn = HeavyAttention(
+            dim, heavy_dim_head, heavy_heads, num_routed_kv, rotary=rotary_emb, kernel=kernel,
+            multiply=(multiply_queries_by_score, multiply_keys_by_score),
+        )  # fmt: skip
+        self.null_q_token = nn.Parameter(torch.randn(dim)) if use_null_q_tokens else None
+
+    @beartype
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        num_heavy_tokens_q: Tokens | None = None,
+        num_heavy_tokens_kv: Tokens | None = None,
+        mask: Tensor | None = None,
+        plan: RoutingPlan | None = None,
+    ) -> Tensor:
+        """Both branches, summed.
+
+        Args:
+            x: `[b, n, dim]`, the tokens held here.
+            num_heavy_tokens_q, num_heavy_tokens_kv: other numbers for this call.
+            mask: bool `[b, n]`, True where a token is real: only these are seen and routed.
+            plan: of this batch, which then has the mask.
+
+        Returns:
+            `[b, n, dim]`, of the same tokens.
+
+        Raises:
+            ValueError: what can't be, or differs between ranks, on all ranks alike.
+        """
+        k_q = self.num_heavy_tokens_q if num_heavy_tokens_q is None else num_heavy_tokens_q
+        k_kv = self.num_heavy_tokens_kv if num_heavy_tokens_kv is None else num_heavy_tokens_kv
+        problem = count_problem("num_heavy_tokens_q", k_q) or self.q_router.problem(x, None)
+        problem = problem or count_problem("num_heavy_tokens_kv", k_kv)
+        also = {"num_heavy_tokens_q": k_q, "num_heavy_tokens_kv": k_kv}
+        plan = RoutingPlan.of(
+            plan, x, mask, self.spread, "ConditionalRoutedAttention", also, problem
+        )
+        of_q = Routed.gather(x, self.q_router.choose(x, plan, k_q), plan)
+        of_kv = Routed.gather(x, self.kv_router.choose(x, plan, k_kv), plan)
+        q = self.heavy_attn.queries(
+            *(t.squeeze(1) for t in (of_q.tokens, of_q.positions, of_q.gates))
+        )
+        k, v = self.heavy_attn.keys(of_kv)
+        out = self.heavy_attn.attend(q, k, v, of_kv.positions[:, 0] >= 0, plan)
+        heavy = of_q.home(self.heavy_attn.to_out(out), base_for(x, self.null_q_token))
+        return (
+            heavy if self.light_attn is None else heavy + light_attention(self.light_attn, x, plan)
+        )

@@ -1,0 +1,119 @@
+"""A transformer block whose attention and feed-forward both have a light and a heavy branch."""
+
+from beartype import beartype
+from torch import Tensor, nn
+
+from ring_attention_pytorch.ring import Group
+from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention
+from ring_attention_pytorch.routing.autoregressive import ConditionalRoutedAutoregressiveAttention
+from ring_attention_pytorch.routing.feedforward import ConditionalRoutedFeedForward
+from ring_attention_pytorch.routing.plan import RoutingPlan
+from ring_attention_pytorch.routing.router import Tokens
+from ring_attention_pytorch.sharding import Spread
+
+
+class ConditionalRoutedTransformerBlock(nn.Module):
+    """x + attention(x), then x + feedforward(x).
+
+    Args:
+        dim: model width.
+        num_heavy_attn_tokens_q, num_heavy_attn_tokens_kv, num_heavy_ff_tokens: tokens of each
+            sample that are routed, floats are shares of its real length; if causal, of each
+            window.
+        causal: no token sees a later one, and none is chosen by a later one.
+        heavy_window_size: of a causal block; None is light_window_size.
+        The rest: as for `ConditionalRoutedAttention` and `ConditionalRoutedFeedForward`.
+
+    Raises:
+        ValueError: arguments that can't be or contradict one another.
+
+    >>> block = ConditionalRoutedTransformerBlock(
+    ...     16, num_heavy_attn_tokens_q=4, num_heavy_attn_tokens_kv=4, num_heavy_ff_tokens=4
+    ... )
+    >>> block(torch.randn(1, 20, 16)).shape
+    torch.Size([1, 20, 16])
+    """
+
+    @beartype
+    def __init__(  # noqa: PLR0913 - a public entry point
+        self,
+        dim: int,
+        *,
+        num_heavy_attn_tokens_q: Tokens,
+        num_heavy_attn_tokens_kv: Tokens,
+        num_routed_kv: int = 1,
+        num_heavy_ff_tokens: Tokens,
+        light_dim_head: int = 64,
+        light_heads: int = 8,
+        light_window_size: int = 128,
+        heavy_dim_head: int = 64,
+        heavy_heads: int = 8,
+        light_ff_mult: float | int = 0.5,
+        heavy_ff_mult: float | int = 4,
+        router_straight_through: bool = True,
+        router_kwargs: dict | None = None,
+        multiply_keys_by_score: bool = False,
+        multiply_queries_by_score: bool = False,
+        use_triton: bool = False,
+        use_null_q_tokens: bool = True,
+        use_flash_attn: bool = False,
+        rotary_emb: bool = False,
+        causal: bool = False,
+        heavy_window_size: int | None = None,
+        ring_attn: bool = False,
+        layout: str | None = None,
+        group: Group = None,
+        kernel: str | None = None,
+    ):
+        super().__init__()
+        if heavy_window_size is not None and not causal:
+            raise ValueError("heavy_window_size is of a causal block: others choose from the whole")
+        window = light_window_size if heavy_window_size is None else heavy_window_size
+        both = dict(
+            router_straight_through=router_straight_through, router_kwargs=router_kwargs,
+            use_triton=use_triton, ring_attn=ring_attn, layout=layout, group=group,
+        )  # fmt: skip
+        attention = (
+            ConditionalRoutedAutoregressiveAttention if causal else ConditionalRoutedAttention
+        )
+        self.spread = Spread.make(ring_attn, False, causal, 1, layout, False, group)
+        self.conditional_attn = attention(
+            dim, num_heavy_tokens_q=num_heavy_attn_tokens_q, num_routed_kv=num_routed_kv,
+            num_heavy_tokens_kv=num_heavy_attn_tokens_kv, light_dim_head=light_dim_head,
+            light_heads=light_heads, light_window_size=light_window_size,
+            heavy_dim_head=heavy_dim_head, heavy_heads=heavy_heads,
+            multiply_keys_by_score=multiply_keys_by_score,
+            multiply_queries_by_score=multiply_queries_by_score,
+            use_null_q_tokens=use_null_q_tokens, use_flash_attn=use_flash_attn,
+            rotary_emb=rotary_emb, kernel=kernel, **both,
+            **({"heavy_window_size": window} if causal else {}),
+        )  # fmt: skip
+        self.conditional_ff = ConditionalRoutedFeedForward(
+            dim, num_heavy_tokens=num_heavy_ff_tokens, light_ff_mult=light_ff_mult,
+            heavy_ff_mult=heavy_ff_mult, heavy_window_size=window if causal else None, **both,
+        )  # fmt: skip
+
+    @beartype
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, plan: RoutingPlan | None = None
+    ) -> Tensor:
+        """The block on the tokens held here.
+
+        Args:
+            x: `[b, n, dim]`.
+            mask: bool `[b, n]`, True where a token is real.
+            plan: of this batch, which then has the mask.
+
+        Returns:
+            `[b, n, dim]`.
+
+        Raises:
+            ValueError: what can't be, or differs between ranks, on all ranks alike.
+        """
+        caller, problem = (
+            "ConditionalRoutedTransformerBlock",
+            self.conditional_ff.router.problem(x, None),
+        )
+        plan = RoutingPlan.of(plan, x, mask, self.spread, caller, {}, problem)
+        x = x + self.conditional_attn(x, plan=plan)
+        return x + self.conditional_ff(x, plan=plan)

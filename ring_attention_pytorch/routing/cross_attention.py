@@ -1,0 +1,193 @@
+"""Attention of routed tokens of one sequence to routed tokens of another."""
+
+import torch
+from beartype import beartype
+from einops import rearrange
+from torch import Tensor, nn
+
+from ring_attention_pytorch.ring import Group
+from ring_attention_pytorch.routing.attention import (
+    HeavyAttention,
+    Routed,
+    base_for,
+    check_attention_options,
+)
+from ring_attention_pytorch.routing.plan import RoutingPlan
+from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Tokens
+from ring_attention_pytorch.routing.soft_topk import count_problem
+from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.sharding import Spread, all_to_all
+
+
+class ConditionalRoutedCrossAttention(nn.Module):
+    """Routed queries of x attend to routed keys of a context; there is no light branch.
+
+    Args:
+        dim: width of x and of the context.
+        num_tokens_q: queries of each sample that are routed; a float is a share of its real
+            length, None is all of them, without gates.
+        num_tokens_kv: keys of each sample that are routed.
+        num_sets_kv: 1, or the same as kv_routing_tokens, which says it.
+        dim_head, heads: of the attention.
+        router_straight_through, router_kwargs, use_triton: of `CoordinateDescentRouter`.
+        kv_routing_tokens: sets of routed keys; heads are split evenly among them.
+        multiply_keys_by_score: gates on keys too, and not only on values.
+        use_null_q_tokens: queries that are not routed get a learned token, else 0.
+        use_flash_attn: has no effect, the fastest kernel is taken; not with kernel="eager".
+        route_block_size: keys are chosen evenly from blocks of so many tokens of the context.
+        route_kv_by_source: keys are chosen by what x asks for: their routing tokens are made of
+            the mean of x.
+        ring_attn: x and the context are this rank's parts of sequences over a ring. layout,
+            group: of that ring.
+        kernel: of `ring_attn`.
+
+    Raises:
+        ValueError: arguments that can't be or contradict one another.
+
+    >>> attn = ConditionalRoutedCrossAttention(16, num_tokens_q=4, num_tokens_kv=6, heads=2)
+    >>> attn(torch.randn(1, 9, 16), torch.randn(1, 30, 16)).shape
+    torch.Size([1, 9, 16])
+    """
+
+    @beartype
+    def __init__(  # noqa: PLR0913 - a public entry point
+        self,
+        dim: int,
+        *,
+        num_tokens_q: Tokens | None,
+        num_tokens_kv: Tokens,
+        num_sets_kv: int = 1,
+        dim_head: int = 64,
+        heads: int = 8,
+        router_straight_through: bool = True,
+        router_kwargs: dict | None = None,
+        kv_routing_tokens: int = 1,
+        multiply_keys_by_score: bool = False,
+        use_triton: bool = False,
+        use_null_q_tokens: bool = True,
+        use_flash_attn: bool = False,
+        route_block_size: int | None = None,
+        route_kv_by_source: bool = False,
+        ring_attn: bool = False,
+        layout: str | None = None,
+        group: Group = None,
+        kernel: str | None = None,
+    ):
+        super().__init__()
+        check_attention_options(
+            {"num_tokens_q": num_tokens_q, "num_tokens_kv": num_tokens_kv}, kv_routing_tokens,
+            heads, use_flash_attn, kernel, dim=dim, dim_head=dim_head,
+        )  # fmt: skip
+        if num_sets_kv not in (1, kv_routing_tokens):
+            raise ValueError(
+                f"num_sets_kv must be 1 or kv_routing_tokens={kv_routing_tokens}, got {num_sets_kv}"
+            )
+        self.num_tokens_q, self.num_tokens_kv = num_tokens_q, num_tokens_kv
+        self.spread = Spread.make(ring_attn, False, False, 1, layout, False, group)
+        options = dict(router_kwargs or {}, straight_through=router_straight_through)
+        options |= dict(ring_attn=ring_attn, layout=layout, group=group)
+        if use_triton:
+            options["use_triton"] = True
+        self.q_router = None
+        if num_tokens_q is not None:
+            self.q_router = CoordinateDescentRouter(dim, **options)
+        self.kv_router = CoordinateDescentRouter(
+            dim, num_routing_tokens=kv_routing_tokens, route_block_size=route_block_size,
+            learned_routing_tokens=route_kv_by_source, **options,
+        )  # fmt: skip
+        self.to_routing_tokens = (
+            nn.Linear(dim, kv_routing_tokens * dim, bias=False) if route_kv_by_source else None
+        )
+        self.heavy_attn = HeavyAttention(
+            dim, dim_head, heads, kv_routing_tokens, rotary=False, kernel=kernel,
+            multiply=(False, multiply_keys_by_score),
+        )  # fmt: skip
+        null = use_null_q_tokens and num_tokens_q is not None
+        self.null_q_token = nn.Parameter(torch.randn(dim)) if null else None
+
+    @beartype
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        *,
+        num_tokens_q: Tokens | None = None,
+        num_tokens_kv: Tokens | None = None,
+        mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """What the routed tokens of x read from the context.
+
+        Args:
+            x, context: `[b, n, dim]` and `[b, m, dim]`, the tokens held here.
+            num_tokens_q, num_tokens_kv: other numbers for this call.
+            mask, context_mask: bool `[b, n]` and `[b, m]`, True where a token is real.
+
+        Returns:
+            `[b, n, dim]`, of the tokens of x.
+
+        Raises:
+            ValueError: what can't be, or differs between ranks, on all ranks alike.
+        """
+        k_q = self.num_tokens_q if num_tokens_q is None else num_tokens_q
+        k_kv = self.num_tokens_kv if num_tokens_kv is None else num_tokens_kv
+        plan, of_context = self._plans(x, context, mask, context_mask, k_q, k_kv)
+        directions = None if self.to_routing_tokens is None else rearrange(
+            self.to_routing_tokens(mean_token(x, plan)), "b (r d) -> b r d", d=x.shape[-1]
+        )  # fmt: skip
+        keys = self.kv_router.choose(context, of_context, k_kv, routing_tokens=directions)
+        of_kv = Routed.gather(context, keys, of_context)
+        k, v = self.heavy_attn.keys(of_kv)
+        seen = of_kv.positions[:, 0] >= 0
+        at = plan.positions(x.device)
+        if self.q_router is None:
+            q = self.heavy_attn.queries(x, at.expand(x.shape[:2]), None)
+            return self.heavy_attn.to_out(self.heavy_attn.attend(q, k, v, seen, plan))
+        of_q = Routed.gather(x, self.q_router.choose(x, plan, k_q), plan)
+        q = self.heavy_attn.queries(
+            *(t.squeeze(1) for t in (of_q.tokens, of_q.positions, of_q.gates))
+        )
+        out = self.heavy_attn.to_out(self.heavy_attn.attend(q, k, v, seen, plan))
+        return of_q.home(out, base_for(x, self.null_q_token))
+
+    def _plans(
+        self,
+        x: Tensor,
+        context: Tensor,
+        mask: Tensor | None,
+        context_mask: Tensor | None,
+        k_q: Tokens | None,
+        k_kv: Tokens,
+    ) -> tuple[RoutingPlan, RoutingPlan]:
+        """One for each of the two sequences."""
+        problem = count_problem("num_tokens_kv", k_kv)
+        if self.q_router is None and k_q is not None:
+            problem = "num_tokens_q: this module was made without a router for queries"
+        if k_q is not None:
+            problem = problem or count_problem("num_tokens_q", k_q)
+        for name, t in {"x": x, "context": context}.items():
+            if t.ndim != 3 or t.shape[2] != self.kv_router.dim or len(t) != len(x):
+                problem = (
+                    f"{name} must be [batch, tokens, {self.kv_router.dim}] of one batch size, "
+                    f"got {list(t.shape)}"
+                )
+        if context.dtype != x.dtype:
+            problem = f"context must have the dtype of x, {x.dtype}, got {context.dtype}"
+        ring = self.spread.ring(self.spread.ring_attn, None)
+        caller = "ConditionalRoutedCrossAttention"
+        also = {"num_tokens_q": k_q, "num_tokens_kv": k_kv}
+        options = dict(layout=self.spread.layout, group=ring)
+        return (
+            RoutingPlan.make(x, mask, caller=caller, also=also, problem=problem, **options),
+            RoutingPlan.make(context, context_mask, caller=f"{caller}, context", **options),
+        )
+
+
+def mean_token(x: Tensor, plan: RoutingPlan) -> Tensor:
+    """The mean of each sample's real tokens `[b, dim]`, on every rank; 0 where there are none."""
+    mine = x.to(accumulator(x.dtype))
+    if plan.mask is not None:
+        mine = mine.masked_fill(~plan.mask.unsqueeze(-1), 0.0)
+    mine = mine.sum(1)
+    parts = all_to_all([mine] * plan.ring.size, [tuple(mine.shape)] * plan.ring.size, plan.ring)
+    return (torch.stack(parts).sum(0) / plan.real.sum(-1, keepdim=True).clamp(min=1)).to(x.dtype)

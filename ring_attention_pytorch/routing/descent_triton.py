@@ -1,0 +1,63 @@
+"""The passes over many scores in Triton: one launch for a step of descent, one for its backward.
+
+A row may have millions of scores; partial results of its blocks are joined by a few small PyTorch
+operations. All is in float64, so that results are those of `soft_topk.PLAIN` to rounding. The
+kernels are in `_triton_descent.py`, which only the functions here import: Triton is optional.
+"""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.routing.soft_topk import Passes
+
+_BLOCK = 1024
+
+
+def problem(device: torch.device) -> str | None:
+    """Why there is no Triton for scores of that device."""
+    if importlib.util.find_spec("triton") is None:
+        return "use_triton needs triton (pip install ring-attention-pytorch[triton])"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"use_triton runs on CUDA, the scores are on {device}"
+    return None
+
+
+def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`soft_topk.partition`: how many of float64 scores are at least -a, and LSE of the others."""
+    from ring_attention_pytorch.routing._triton_descent import partition_kernel
+
+    n = scores.shape[-1]
+    flat = scores.reshape(-1, n).contiguous()
+    rows, blocks = len(flat), -(-n // _BLOCK)
+    count, top, total = (flat.new_empty((rows, blocks)) for _ in range(3))
+    if flat.numel():
+        bound = -a.reshape(-1).contiguous()
+        per_eps = flat.new_tensor([1 / eps])  # a number by itself would come as float32
+        partition_kernel[rows, blocks](
+            flat, bound, count, top, total, per_eps, n, blocks, BLOCK=_BLOCK
+        )
+    rest = (top + total.log()).logsumexp(-1)
+    return count.sum(-1).view(a.shape), rest.view(a.shape)
+
+
+def slope(scores: Tensor, terms: Sequence[Tensor], window: Tensor) -> Tensor:
+    """`soft_topk.slope` of float64 scores."""
+    from ring_attention_pytorch.routing._triton_descent import slope_kernel
+
+    *terms, e = terms
+    n, (windows, steps) = scores.shape[-1], terms[0].shape[-2:]
+    flat = scores.reshape(-1, n).contiguous()
+    total = torch.zeros_like(flat)
+    if flat.numel() and steps:
+        coef, bound, at = (t.contiguous() for t in terms)
+        slope_kernel[len(flat), -(-n // _BLOCK)](
+            flat, total, window, coef, bound, at, e, n, windows, steps, BLOCK=_BLOCK
+        )
+    return total.view(scores.shape)
+
+
+TRITON = Passes(partition, slope, problem)

@@ -1,0 +1,28 @@
+"""What every rank tells every other one, without gradients: `sharding.all_to_all` has them."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ring_attention_pytorch.ring import Ring
+
+Shape = tuple[int, ...]
+
+
+def everyones(x: Tensor, shapes: Sequence[Shape], ring: Ring) -> list[Tensor]:
+    """Every rank's x, in the order of ranks; `shapes` are what each of them has."""
+    others = [rank for rank in range(ring.size) if rank != ring.rank]
+    parts = [x.new_empty(shapes[rank]) for rank in others]
+    x = x.contiguous()
+    parts = ring.exchange([(rank, x) for rank in others], list(zip(others, parts))).wait()
+    parts.insert(ring.rank, x)
+    return parts
+
+
+def total_over_ranks(x: Tensor, ring: Ring) -> Tensor:
+    """The sum of every rank's x, of one shape: added in the order of ranks, so alike on all."""
+    parts = everyones(x, [tuple(x.shape)] * ring.size, ring)
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

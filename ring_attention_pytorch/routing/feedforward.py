@@ -1,0 +1,107 @@
+"""A light feed-forward for every token and a heavy one for those routed (CoLT5)."""
+
+from beartype import beartype
+from einops import rearrange
+from torch import Tensor, nn
+
+from ring_attention_pytorch.ring import Group
+from ring_attention_pytorch.ring_transformer import feed_forward
+from ring_attention_pytorch.routing.attention import Routed, base_for, sizes_problem
+from ring_attention_pytorch.routing.plan import RoutingPlan
+from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Tokens, refuse_blocks
+from ring_attention_pytorch.routing.soft_topk import count_problem
+from ring_attention_pytorch.sharding import Spread
+
+
+class ConditionalRoutedFeedForward(nn.Module):
+    """light(x) + gate * heavy(x), the second for routed tokens only.
+
+    Args:
+        dim: model width.
+        num_heavy_tokens: how many tokens of each sample are routed, a float is a share of its
+            real length; with heavy_window_size, at most so many of each window.
+        light_ff_mult, heavy_ff_mult: width of the two branches, in dims.
+        router_straight_through, router_kwargs, use_triton: of `CoordinateDescentRouter`.
+        heavy_window_size: None chooses among the whole sequence, later tokens included. Else the
+            choice is causal: a token is routed if it would be among the best of the window before
+            its own and that is not full; none of the first window is.
+        ring_attn: x is this rank's part of a sequence over a ring. layout, group: of that ring.
+
+    Raises:
+        ValueError: arguments that can't be or contradict one another.
+
+    >>> ff = ConditionalRoutedFeedForward(16, num_heavy_tokens=4)
+    >>> ff(torch.randn(1, 20, 16)).shape
+    torch.Size([1, 20, 16])
+    """
+
+    @beartype
+    def __init__(  # noqa: PLR0913 - a public entry point
+        self,
+        dim: int,
+        *,
+        num_heavy_tokens: Tokens,
+        light_ff_mult: float | int = 0.5,
+        heavy_ff_mult: float | int = 4,
+        router_straight_through: bool = True,
+        router_kwargs: dict | None = None,
+        use_triton: bool = False,
+        heavy_window_size: int | None = None,
+        ring_attn: bool = False,
+        layout: str | None = None,
+        group: Group = None,
+    ):
+        super().__init__()
+        window = 1 if heavy_window_size is None else heavy_window_size
+        problem = count_problem("num_heavy_tokens", num_heavy_tokens) or sizes_problem(
+            dim=dim, light=int(dim * light_ff_mult), heavy=int(dim * heavy_ff_mult), window=window
+        )
+        if problem is not None:
+            raise ValueError(problem)
+        self.num_heavy_tokens, self.window = num_heavy_tokens, heavy_window_size
+        self.spread = Spread.make(ring_attn, False, False, 1, layout, False, group)
+        options = dict(router_kwargs or {}, straight_through=router_straight_through)
+        if use_triton:
+            options["use_triton"] = True
+        self.router = CoordinateDescentRouter(
+            dim, ring_attn=ring_attn, layout=layout, group=group, **options
+        )
+        if heavy_window_size is not None:
+            refuse_blocks(self.router, "heavy_window_size")
+        self.light_ff = feed_forward(dim, light_ff_mult)
+        self.heavy_ff = feed_forward(dim, heavy_ff_mult)
+
+    @beartype
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        num_heavy_tokens: Tokens | None = None,
+        *,
+        plan: RoutingPlan | None = None,
+    ) -> Tensor:
+        """Both branches, summed.
+
+        Args:
+            x: `[b, n, dim]`, the tokens held here.
+            mask: bool `[b, n]`, True where a token is real; others are never routed.
+            num_heavy_tokens: another number for this call.
+            plan: of this batch, which then has the mask.
+
+        Returns:
+            `[b, n, dim]`, of the same tokens.
+
+        Raises:
+            ValueError: what can't be, or differs between ranks, on all ranks alike.
+        """
+        k = self.num_heavy_tokens if num_heavy_tokens is None else num_heavy_tokens
+        problem = count_problem("num_heavy_tokens", k) or self.router.problem(x, None)
+        also = {"num_heavy_tokens": k, "heavy_window_size": self.window}
+        caller = "ConditionalRoutedFeedForward"
+        plan = RoutingPlan.of(plan, x, mask, self.spread, caller, also, problem)
+        causal = self.window is not None
+        routed = Routed.gather(
+            x, self.router.choose(x, plan, k, size=self.window, causal=causal), plan
+        )
+        heavy = self.heavy_ff(rearrange(routed.tokens, "b 1 k d -> b k d"))
+        return self.light_ff(x) + routed.home(heavy, base_for(x, None))

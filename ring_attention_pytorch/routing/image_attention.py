@@ -1,0 +1,138 @@
+"""Conditional routing for images: windows of two dimensions, and tokens routed among them all."""
+
+from typing import Any
+
+import torch
+from beartype import beartype
+from einops import rearrange
+from torch import Tensor
+
+from ring_attention_pytorch.ring_attention import RingAttention
+from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention
+from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
+from ring_attention_pytorch.routing.plan import RoutingPlan
+from ring_attention_pytorch.routing.router import Tokens
+
+Size = tuple[int, int]
+
+
+def window_slots(size: Size, window: int, device: torch.device) -> Tensor:
+    """Positions, row by row, of an image's windows, -1 beyond the edge: `[W, window ** 2]`.
+
+    >>> window_slots((2, 3), 2, torch.device("cpu")).tolist()
+    [[0, 1, 3, 4], [2, -1, 5, -1]]
+    """
+    height, width = size
+    at = torch.arange(height * width, device=device).view(height, width)
+    padded = at.new_full((height + -height % window, width + -width % window), -1)
+    padded[:height, :width] = at
+    return rearrange(padded, "(a h) (b w) -> (a b) (h w)", h=window, w=window)
+
+
+class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
+    """Full attention within square windows, and attention among tokens routed from all the image.
+
+    Args:
+        light_window_size: side of the windows; the last ones may be cut off by the edge.
+        channel_first: images are `[b, dim, height, width]`, else `[b, height, width, dim]`.
+        The rest: as for `ConditionalRoutedAttention`.
+
+    Raises:
+        ValueError: arguments that can't be or contradict one another.
+
+    >>> attn = ConditionalRoutedImageAttention(
+    ...     16, num_heavy_tokens_q=4, num_heavy_tokens_kv=4, light_window_size=4, heavy_heads=2
+    ... )
+    >>> attn(torch.randn(1, 6, 7, 16)).shape
+    torch.Size([1, 6, 7, 16])
+    """
+
+    @beartype
+    def __init__(
+        self,
+        dim: int,
+        *,
+        light_dim_head: int = 64,
+        light_heads: int = 8,
+        light_window_size: int = 128,
+        channel_first: bool = False,
+        **options: Any,
+    ):
+        if given := {"has_light_attn", "rotary_emb"} & set(options):
+            raise ValueError(f"{', '.join(given)}: not of image attention")
+        super().__init__(dim, has_light_attn=False, light_window_size=light_window_size, **options)
+        self.side, self.channel_first = light_window_size, channel_first
+        self.window_attn = RingAttention(
+            dim, dim_head=light_dim_head, heads=light_heads, kernel=options.get("kernel")
+        )
+
+    @beartype
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        image_size: tuple[int, int] | None = None,
+        num_heavy_tokens_q: Tokens | None = None,
+        num_heavy_tokens_kv: Tokens | None = None,
+        mask: Tensor | None = None,
+        plan: RoutingPlan | None = None,
+    ) -> Tensor:
+        """Both branches, summed.
+
+        Args:
+            x: a whole image on one process; with image_size (height, width) its tokens held here
+                `[b, n, dim]`, positions counting row by row.
+            mask: bool `[b, n]`, True where a token is real (n of a whole image: all its tokens).
+            The rest: as for `ConditionalRoutedAttention.forward`.
+
+        Returns:
+            Of x's shape.
+
+        Raises:
+            ValueError: what can't be, or differs between ranks, on all ranks alike.
+        """
+        whole, problem, size = image_size is None, None, image_size
+        if whole and x.ndim == 4:
+            if self.channel_first:
+                x = rearrange(x, "b d h w -> b h w d")
+            size, x = (x.shape[1], x.shape[2]), x.flatten(1, 2)
+            if self.spread.ring_attn:
+                problem = "tokens of an image on a ring are [b, n, dim], beside their image_size"
+        elif whole or x.ndim != 3:
+            problem = (
+                "x must be a whole image of 4 dimensions, or tokens [b, n, dim] with image_size, "
+                f"got {list(x.shape)} with image_size={image_size}"
+            )
+        problem = problem or self.q_router.problem(x, None)
+        caller = "ConditionalRoutedImageAttention"
+        also = {"image_size": size, "q": num_heavy_tokens_q, "kv": num_heavy_tokens_kv}
+        plan = RoutingPlan.of(plan, x, mask, self.spread, caller, also, problem)
+        assert size is not None
+        if size[0] * size[1] != plan.length:
+            raise ValueError(f"{caller}: image_size={size} has not the {plan.length} tokens of x")
+        heavy = super().forward(
+            x, num_heavy_tokens_q=num_heavy_tokens_q, num_heavy_tokens_kv=num_heavy_tokens_kv,
+            plan=plan,
+        )  # fmt: skip
+        out = heavy + self._light(x, plan, size)
+        if not whole:
+            return out
+        order = "b (h w) d -> b d h w" if self.channel_first else "b (h w) d -> b h w d"
+        return rearrange(out, order, h=size[0])
+
+    def _light(self, x: Tensor, plan: RoutingPlan, size: Size) -> Tensor:
+        """Whole windows to ranks, attention within them, and results home."""
+        positions = window_slots(size, self.side, x.device)
+        inside = torch.arange(self.side**2, device=x.device)
+        shares = [
+            (mine.unsqueeze(1) * self.side**2 + inside).flatten()
+            for mine in dealt(len(positions), plan.ring.size, x.device)
+        ]
+        everything = positions.flatten().expand(len(x), 1, -1)
+        way = Dispatch.make(everything, plan, shares)
+        at = way.positions.squeeze(1)
+        seen = (at >= 0) & plan.real.gather(1, at.clamp(min=0))
+        by_window = "b (w s) ... -> (b w) s ..."
+        tokens = rearrange(way.out(x).squeeze(1), by_window, s=self.side**2)
+        out = self.window_attn(tokens, rearrange(seen, by_window, s=self.side**2))
+        return way.home(rearrange(out, "(b w) s d -> b 1 (w s) d", b=len(x)), torch.zeros_like(x))

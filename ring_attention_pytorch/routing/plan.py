@@ -1,0 +1,141 @@
+"""What all routed layers of a batch share: where each token is, and which are real."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.agreement import agree
+from ring_attention_pytorch.checks import DTYPES, segments_by_layout
+from ring_attention_pytorch.layouts import Segments, count, layout_problem, segment_positions
+from ring_attention_pytorch.plan import RingPlan
+from ring_attention_pytorch.ring import Group, Ring, as_ring
+from ring_attention_pytorch.routing.exchange import everyones
+from ring_attention_pytorch.sharding import Spread, mask_problem
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingPlan:
+    """A batch's sequence over a ring, agreed by all its ranks and handed to every routed layer.
+
+    Every rank knows the whole mask and where every token is, so that all of them choose the
+    same tokens and know who holds these. Attention's own plans are made once and kept here.
+    """
+
+    ring: Ring
+    layout: str
+    segments: tuple[Segments, ...]
+    mask: Tensor | None  # bool [b, n], of the tokens held here
+    real: Tensor  # bool [b, N], of all tokens by position
+    order: Tensor  # int64 [N]: by position, a token's place in the order of ranks
+    attention: dict[Any, RingPlan] = field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        layout: str = "contiguous",
+        group: Group = None,
+        caller: str = "RoutingPlan",
+        also: Mapping[str, Any] | None = None,
+        problem: str | None = None,
+    ) -> "RoutingPlan":
+        """The plan for tokens x `[b, n, dim]` held here; all ranks of the ring call this together.
+
+        Args:
+            mask: bool `[b, n]`, True where a token is real.
+            layout: which tokens a rank holds. group: the ring; None is the default group.
+            caller, also, problem: who asks in messages, what else must agree, what is wrong.
+
+        Raises:
+            ValueError: what can't be, or differs between ranks, on all ranks alike.
+
+        >>> RoutingPlan.make(torch.randn(1, 5, 8)).length
+        5
+        """
+        ring = as_ring(group)
+        if problem is None and (x.ndim != 3 or x.dtype not in DTYPES):
+            problem = f"tokens must be floating [batch, tokens, dim], got {x.dtype} {list(x.shape)}"
+        problem = problem or layout_problem(layout) or mask_problem("mask", mask, x)
+        grad = torch.is_grad_enabled()
+        same = {} if problem else dict(
+            also or {}, batch=x.shape[0], dim=x.shape[2], dtype=x.dtype, device=x.device.type,
+            layout=layout, mask=mask is not None, grad=grad, requires_grad=grad and x.requires_grad,
+        )  # fmt: skip
+        own = {} if problem else {"n": x.shape[1]}
+        lengths = [each["n"] for each in agree(ring, caller, same, own, problem)]
+        segments = segments_by_layout(caller, layout, lengths)
+        held = torch.cat([segment_positions(s, x.device) for s in segments])
+        plan = cls(
+            ring, layout, segments, None if mask is None else mask.clone(),
+            torch.ones(x.shape[0], len(held), dtype=torch.bool, device=x.device), held.argsort(),
+        )  # fmt: skip
+        if mask is not None:
+            plan.real.copy_(plan.whole(mask))
+        return plan
+
+    @classmethod
+    def of(
+        cls,
+        plan: "RoutingPlan | None",
+        x: Tensor,
+        mask: Tensor | None,
+        spread: Spread,
+        caller: str,
+        also: Mapping[str, Any],
+        problem: str | None,
+    ) -> "RoutingPlan":
+        """The plan that a module is given, or one of its own making."""
+        if plan is None:
+            ring = spread.ring(spread.ring_attn, None)
+            return cls.make(
+                x, mask, layout=spread.layout, group=ring, caller=caller, also=also, problem=problem
+            )
+        if mask is not None:
+            problem = "the plan already has the mask; pass one or the other"
+        if problem is not None:
+            raise ValueError(f"{caller}: {problem}")
+        plan.check(x)
+        return plan
+
+    def check(self, x: Tensor) -> None:
+        """Raise ValueError where the plan was made for other tokens than these."""
+        want = [self.real.shape[0], count(self.segments[self.ring.rank])]
+        if x.ndim != 3 or list(x.shape[:2]) != want:
+            raise ValueError(
+                f"the plan was made for tokens {want}, got {list(x.shape)}; make one for these"
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.real.shape[1]
+
+    def positions(self, device: torch.device | None = None) -> Tensor:
+        """The positions of the tokens held here, int64 `[n]`."""
+        return segment_positions(self.segments[self.ring.rank], device)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Everyone's x `[b, ..., n]` by position `[b, ..., N]`, on every rank; no gradient."""
+        shapes = [(*x.shape[:-1], count(s)) for s in self.segments]
+        return torch.cat(everyones(x, shapes, self.ring), -1).index_select(-1, self.order)
+
+    def homes(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Who holds these positions, and where; rank -1 for those that are none, being below 0."""
+        held = torch.tensor([count(s) for s in self.segments], device=positions.device)
+        ends = held.cumsum(0)
+        if self.length == 0:
+            return torch.full_like(positions, -1), torch.zeros_like(positions)
+        place = self.order[positions.clamp(min=0)]
+        rank = torch.bucketize(place, ends, right=True)
+        return rank.masked_fill(positions < 0, -1), place - (ends - held)[rank]
+
+    def attention_plan(self, key: Any, make: Callable[[], RingPlan]) -> RingPlan:
+        """The plan of that name, made when first asked for, by all ranks alike."""
+        if key not in self.attention:
+            self.attention[key] = make()
+        return self.attention[key]

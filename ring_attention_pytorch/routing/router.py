@@ -1,0 +1,328 @@
+"""Which tokens take the heavy branch, and by how much: scores, soft top-k and hard top-k.
+
+Parameter names and defaults are those of CoLT5-attention; eps is that of its version 0.4.3, for
+the exact solution at a small eps is a hard choice without a gradient.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from beartype import beartype
+from einops import einsum
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from ring_attention_pytorch.ring import Group
+from ring_attention_pytorch.routing.descent_triton import TRITON
+from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
+from ring_attention_pytorch.routing.plan import RoutingPlan
+from ring_attention_pytorch.routing.selection import best, causal_choice, slots, windows
+from ring_attention_pytorch.routing.soft_topk import (
+    PLAIN,
+    Solution,
+    count_problem,
+    counts,
+    descent,
+    descent_problem,
+    eps_problem,
+    fixed_point,
+    gates,
+    threshold,
+)
+from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.sharding import Spread
+
+Tokens = int | float
+_AT_ONCE = 65536  # tokens
+_BITS = {torch.float64: 32, torch.float32: 12}  # some way above what rounding changes
+
+
+class Routing(NamedTuple):
+    """The choice, which every rank knows in whole, and the gates of the tokens held here."""
+
+    positions: Tensor  # [b, r, W * K], -1 where a slot is empty
+    gates: Tensor  # [b, r, n]
+
+
+class RouterReturn(NamedTuple):
+    """What a rank gets to work on: of each route, the K slots dealt to it.
+
+    `[b, K]` and `[b, K, dim]`, or `[b, r, K]` and `[b, r, K, dim]` with a route dimension.
+    `dispatch` is the way back.
+    """
+
+    indices: Tensor  # positions in the whole sequence, -1 where a slot is empty
+    scores: Tensor
+    routed_tokens: Tensor
+    routed_mask: Tensor
+    dispatch: Dispatch
+
+
+class _Scores(Function):
+    """Tokens `[b, n, dim]` along directions `[b or 1, r, dim]`: `[b, r, n]` in their dtype.
+
+    Some tokens at a time, so that no wider copy of all of them is made or kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, toward: Tensor) -> Tensor:
+        ctx.save_for_backward(x, toward)
+        routes = toward.unsqueeze(-2).unbind(1)
+        return torch.cat([
+            torch.stack([(part.to(toward.dtype) * t).sum(-1) for t in routes], 1)
+            for part in x.split(_AT_ONCE, 1)
+        ], -1)  # fmt: skip
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, toward = ctx.saved_tensors
+        dx, dtoward = torch.empty_like(x), torch.zeros_like(toward)
+        with torch.autocast(x.device.type, enabled=False):
+            parts = zip(dx.split(_AT_ONCE, 1), x.split(_AT_ONCE, 1), grad.split(_AT_ONCE, -1))
+            for into, part, g in parts:
+                into.copy_(einsum(g, toward.expand(len(x), -1, -1), "b r n, b r d -> b n d"))
+                of_part = einsum(g, part.to(g.dtype), "b r n, b n d -> b r d")
+                dtoward += of_part.sum_to_size(toward.shape)
+        return dx, dtoward
+
+
+class CoordinateDescentRouter(nn.Module):
+    """Chooses tokens by a learned direction, through an entropy-regularised soft top-k.
+
+    Args:
+        dim: model width.
+        straight_through: gates are 1 forward and soft backward; without, soft in both.
+        n_iters: None is the exact fixed point; else so many steps of the published descent.
+        fetch_k_ratio: soft gates sum to so many times the number of tokens routed.
+        eps: how soft; the scale of scores is that of sqrt(dim) for unit tokens.
+        eps_decay, eps_init, use_triton: of the descent, so they need n_iters.
+        num_routing_tokens: how many sets of tokens are chosen, each by its own direction.
+        learned_routing_tokens: no direction of its own, `forward` gets it as routing_tokens.
+        cosine_sim_routing, cosine_sim_scale: scores are so many times the cosine.
+        route_block_size: choose an equal share, rounded up, from each block of so many
+            tokens.
+        triton_checkpoint_segments: backward needs no checkpoints; only None is accepted.
+        layout, group: of a sequence spread over a ring; ring_attn: whether it is.
+
+    Raises:
+        ValueError: arguments that can't be or contradict one another.
+
+    >>> router = CoordinateDescentRouter(8)
+    >>> found = router(torch.randn(2, 10, 8), num_tokens=3)
+    >>> found.indices.shape, found.routed_tokens.shape
+    (torch.Size([2, 3]), torch.Size([2, 3, 8]))
+    """
+
+    @beartype
+    def __init__(  # noqa: PLR0913 - a public entry point
+        self,
+        dim: int,
+        straight_through: bool = True,
+        n_iters: int | None = None,
+        fetch_k_ratio: float | int = 9 / 8,
+        eps: float | int = 1.0,
+        eps_decay: float | int | None = None,
+        eps_init: float | int | None = None,
+        num_routing_tokens: int = 1,
+        learned_routing_tokens: bool = False,
+        use_triton: bool = False,
+        cosine_sim_routing: bool = False,
+        cosine_sim_scale: float | int = 8,
+        route_block_size: int | None = None,
+        triton_checkpoint_segments: int | None = None,
+        *,
+        ring_attn: bool = False,
+        layout: str | None = None,
+        group: Group = None,
+    ):
+        super().__init__()
+        descends = {"eps_decay": eps_decay, "eps_init": eps_init, "use_triton": use_triton or None}
+        if n_iters is None and (given := [n for n, v in descends.items() if v is not None]):
+            raise ValueError(f"{', '.join(given)} need n_iters: the fixed point has no steps")
+        if triton_checkpoint_segments is not None:
+            raise ValueError("triton_checkpoint_segments: leave it None, backward needs none")
+        if fetch_k_ratio < 1 or min(dim, num_routing_tokens) < 1 or cosine_sim_scale <= 0:
+            raise ValueError(
+                "fetch_k_ratio, dim and num_routing_tokens must be at least 1 and cosine_sim_scale "
+                f"positive, got {fetch_k_ratio}, {dim}, {num_routing_tokens}, {cosine_sim_scale}"
+            )
+        if route_block_size is not None and route_block_size < 1:
+            raise ValueError(f"route_block_size must be at least 1, got {route_block_size}")
+        decay = 1.0 if eps_decay is None else eps_decay
+        if (problem := descent_problem(n_iters or 1, eps, eps_init, decay)) or (
+            problem := eps_problem(eps)
+        ):
+            raise ValueError(problem)
+        self.dim, self.routes, self.straight_through = dim, num_routing_tokens, straight_through
+        self.fetch_k_ratio, self.eps = fetch_k_ratio, float(eps)
+        self.passes = TRITON if use_triton else PLAIN
+        self.steps = None if n_iters is None else (n_iters, float(eps), eps_init, float(decay))
+        self.cosine_scale = cosine_sim_scale if cosine_sim_routing else None
+        self.route_block_size = route_block_size
+        self.spread = Spread.make(ring_attn, False, False, 1, layout, False, group)
+        self.routing_token = (
+            None if learned_routing_tokens else nn.Parameter(torch.randn(num_routing_tokens, dim))
+        )
+
+    @beartype
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        num_tokens: Tokens,
+        mask: Tensor | None = None,
+        random_route: bool = False,
+        routing_tokens: Tensor | None = None,
+        keep_one_route_dim: bool = False,
+        plan: RoutingPlan | None = None,
+    ) -> RouterReturn:
+        """The routed tokens that this rank gets to work on.
+
+        Args:
+            x: `[b, n, dim]`, the tokens held here.
+            num_tokens: how many of each sample; a float is a share of its real length.
+            mask: bool `[b, n]`, True where a token is real.
+            random_route: any tokens, with gates 1.
+            routing_tokens: `[b, dim]` or `[b, r, dim]` with learned_routing_tokens.
+            keep_one_route_dim: keep the route dimension though there is one route.
+            plan: of this batch, which then has the mask.
+
+        Raises:
+            ValueError: what can't be, or differs between ranks, on all ranks alike.
+        """
+        problem = count_problem("num_tokens", num_tokens) or self.problem(x, routing_tokens)
+        also = {"num_tokens": num_tokens, "random_route": random_route}
+        plan = RoutingPlan.of(plan, x, mask, self.spread, "CoordinateDescentRouter", also, problem)
+        routing = self.choose(
+            x, plan, num_tokens, routing_tokens=routing_tokens, random_route=random_route
+        )
+        way = Dispatch.make(
+            routing.positions, plan, dealt(routing.positions.shape[-1], plan.ring.size, x.device)
+        )
+        found = (
+            way.positions,
+            way.out(routing.gates, by_route=True),
+            way.out(x),
+            way.positions >= 0,
+        )
+        if self.routes == 1 and not keep_one_route_dim:
+            found = tuple(t.squeeze(1) for t in found)
+        return RouterReturn(*found, way)
+
+    @staticmethod
+    def route_back(src: Tensor, routed_tokens: Tensor, dispatch: Dispatch) -> Tensor:
+        """src `[b, n, ...]` with the tokens of one route `[b, K, ...]` put where they came from."""
+        return dispatch.home(routed_tokens.unsqueeze(1), src)
+
+    def problem(self, x: Tensor, routing_tokens: Tensor | None) -> str | None:
+        """What is wrong with this rank's arguments by themselves."""
+        if x.ndim != 3 or x.shape[2] != self.dim:
+            return f"tokens must be [batch, tokens, {self.dim}], got {list(x.shape)}"
+        if (problem := self.passes.problem(x.device)) is not None:
+            return problem
+        if (routing_tokens is None) == (self.routing_token is None):
+            return "routing_tokens go with learned_routing_tokens=True, and with that only"
+        if routing_tokens is None:
+            return None
+        want = [[len(x), self.routes, self.dim]] + [[len(x), self.dim]] * (self.routes == 1)
+        if list(routing_tokens.shape) not in want:
+            return f"routing_tokens must be {want[0]}, got {list(routing_tokens.shape)}"
+        return None
+
+    def choose(
+        self,
+        x: Tensor,
+        plan: RoutingPlan,
+        k: Tokens,
+        *,
+        size: int | None = None,
+        causal: bool = False,
+        routing_tokens: Tensor | None = None,
+        random_route: bool = False,
+    ) -> Routing:
+        """Of x held here, k of the whole or of each window of `size` tokens; causally or not.
+
+        Causal is `selection.causal_choice`, with the gate that the window before would give.
+        """
+        if size is None and self.route_block_size is not None:
+            size, blocks = self.route_block_size, -(-plan.length // self.route_block_size)
+            if isinstance(k, int):
+                k = -(-k // max(blocks, 1))
+        size = max(plan.length, 1) if size is None else size
+        scores = torch.rand(
+            (len(x), self.routes, x.shape[1]), device=x.device, dtype=torch.float64
+        ) if random_route else self.scores(x, routing_tokens)  # fmt: skip
+        with torch.no_grad():
+            real = windows(plan.real.unsqueeze(1), size, False)  # [b, 1, W, size]
+            whole = windows(plan.whole(scores), size, 0.0).masked_fill(~real, -torch.inf)
+            known = real.sum(-1).expand(whole.shape[:-1])
+            count, most = counts(k, known), slots(k, size)
+            ranked = whole
+            if not random_route:
+                ranked = rounded(whole, self._toward(scores.dtype, routing_tokens))
+            if causal:
+                found = causal_choice(ranked, real.expand(whole.shape), count, most)
+            else:
+                found = best(ranked, count, most)
+        if random_route:
+            return Routing(found, torch.ones_like(scores))
+        soft = (count * self.fetch_k_ratio).minimum(known.double())
+        return Routing(found, self._gates(scores, self._solve(whole, soft), plan, size, causal))
+
+    def scores(self, x: Tensor, routing_tokens: Tensor | None = None) -> Tensor:
+        """`[b, r, n]` in float32 at least.
+
+        Products are summed token by token, so that equal tokens have equal scores on any ring.
+        """
+        toward = self._toward(accumulator(x.dtype), routing_tokens)
+        if self.cosine_scale is not None:
+            x = F.normalize(x.to(toward.dtype), dim=-1) * self.dim**0.5
+        return _Scores.apply(x, toward.squeeze(-2))
+
+    def _toward(self, dtype: torch.dtype, routing_tokens: Tensor | None) -> Tensor:
+        """What tokens are multiplied by: `[b or 1, r, 1, dim]`."""
+        toward = self.routing_token if routing_tokens is None else routing_tokens
+        toward = toward.to(dtype).reshape(-1, self.routes, 1, self.dim)
+        if self.cosine_scale is None:
+            return toward
+        return F.normalize(toward, dim=-1) * (self.cosine_scale * self.dim**-0.5)
+
+    def _solve(self, whole: Tensor, k: Tensor) -> Solution:
+        with torch.no_grad():
+            if self.steps is None:
+                return fixed_point(whole, k, self.eps)
+            return descent(whole, k, *self.steps, by=self.passes.partition)
+
+    def _gates(
+        self, scores: Tensor, solution: Solution, plan: RoutingPlan, size: int, causal: bool
+    ) -> Tensor:
+        at = plan.positions(scores.device)
+        wide = hidden = scores.double()
+        if plan.mask is not None:
+            hidden = wide.masked_fill(~plan.mask.unsqueeze(1), -torch.inf)
+        a = threshold(hidden, solution, at // size, plan.ring, self.passes.slope)
+        p = gates(wide, a.index_select(-1, (at // size - int(causal)).clamp(min=0)), solution.eps)
+        p = p.masked_fill(at < size * causal, 0.0)
+        if plan.mask is not None:
+            p = p.masked_fill(~plan.mask.unsqueeze(1), 0.0)
+        p = p + (1 - p).detach() if self.straight_through else p
+        return p.to(scores.dtype)
+
+
+def rounded(scores: Tensor, toward: Tensor) -> Tensor:
+    """Scores `[b, r, W, n]` as they are compared: to so many bits below the size of a usual score.
+
+    Tokens in equal surroundings, as in a long run of blanks, have equal scores, which differ by
+    rounding, and otherwise on another ring. They are ties, and ties go to the earlier token.
+    `toward` `[b or 1, r, 1, dim]` is what tokens of mean square 1 were multiplied by.
+    """
+    usual = toward.norm(dim=-1, keepdim=True)
+    step = torch.ldexp(torch.ones_like(usual), torch.frexp(usual).exponent - _BITS[scores.dtype])
+    return (scores / step).round() * step
+
+
+def refuse_blocks(router: CoordinateDescentRouter, windows: str) -> None:
+    """Raise ValueError where a router has blocks of its own beside a module's windows."""
+    if router.route_block_size is not None:
+        raise ValueError(f"route_block_size: the module already chooses by {windows}")

@@ -1,0 +1,119 @@
+"""Which tokens are routed: the k best of a sequence or of each window, or causally chosen ones.
+
+Every rank has everyone's scores by position and works out the same answer, bit for bit, on any
+ring: ties go to the earlier token.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from beartype import beartype
+from einops import rearrange
+from torch import Tensor
+
+from ring_attention_pytorch.ring import Group
+from ring_attention_pytorch.routing.plan import RoutingPlan
+from ring_attention_pytorch.routing.soft_topk import Count, count_problem, counts
+
+
+class Selection(NamedTuple):
+    """The chosen tokens, ascending within their window; -1 where fewer could be chosen.
+
+    All int64 `[..., W * K]`: positions in the whole sequence, which rank holds them, and where.
+    """
+
+    positions: Tensor
+    ranks: Tensor
+    places: Tensor
+
+
+def windows(x: Tensor, size: int, fill: float | bool) -> Tensor:
+    """`[..., N]` as `[..., W, size]`, the last window filled up."""
+    missing = -x.shape[-1] % size
+    if missing:
+        x = torch.cat((x, x.new_full((*x.shape[:-1], missing), fill)), -1)
+    return rearrange(x, "... (w size) -> ... w size", size=size)
+
+
+def slots(k: int | float, size: int) -> int:
+    """How many tokens a window of that size may give."""
+    return min(k, size) if isinstance(k, int) else math.ceil(k * size - 1e-9)
+
+
+def best(scores: Tensor, count: Tensor, most: int) -> Tensor:
+    """The `count` `[..., W]` largest of scores `[..., W, size]`, as positions `[..., W * most]`."""
+    found = scores.sort(dim=-1, descending=True, stable=True).indices[..., :most]
+    chosen = torch.arange(most, device=scores.device) < count.unsqueeze(-1)
+    return _ascending(found, chosen, scores.shape[-1])
+
+
+def causal_choice(scores: Tensor, real: Tensor, count: Tensor, most: int) -> Tensor:
+    """Each token by its own score and by those before it, as positions `[..., W * most]`.
+
+    A token is chosen if it would be among the `count` best of the window before its own, while
+    its own window has fewer than `most`. The first window has none before it, so none is chosen.
+    """
+    ordered = scores.sort(-1, descending=True).values
+    last = (count.long() - 1).clamp(min=0).unsqueeze(-1)
+    least = ordered.gather(-1, last).squeeze(-1)  # [..., W]
+    known = real.sum(-1)
+    least = least.masked_fill(count >= known, -torch.inf).masked_fill(known == 0, torch.inf)
+    least = torch.cat((torch.full_like(least[..., :1], torch.inf), least[..., :-1]), -1)
+    chosen = real & (scores >= least.unsqueeze(-1)) & (least.unsqueeze(-1) < torch.inf)
+    size = scores.shape[-1]
+    at = torch.arange(size, device=scores.device).expand(chosen.shape)
+    # the chosen ones first, in order; those beyond `most` come too late
+    found = at.masked_fill(~chosen, size).sort(-1).values[..., :most]
+    return _ascending(found, found < size, size)
+
+
+def _ascending(found: Tensor, chosen: Tensor, size: int) -> Tensor:
+    """Places in windows to positions, ascending, -1 for those not chosen."""
+    found = found.masked_fill(~chosen, size).sort(-1).values
+    start = torch.arange(found.shape[-2], device=found.device).unsqueeze(-1) * size
+    return (found + start).masked_fill(found == size, -1).flatten(-2)
+
+
+@beartype
+def select_topk(
+    scores: Tensor,
+    k: Count,
+    *,
+    mask: Tensor | None = None,
+    layout: str = "contiguous",
+    group: Group = None,
+) -> Selection:
+    """The k largest scores of a sequence that is spread over a ring; ties go to the earlier token.
+
+    Args:
+        scores: `[b, n]`, those of the tokens held here.
+        k: int, how many; float in (0, 1], that share of each sample's real tokens, rounded up.
+        mask: bool `[b, n]`, True where a token is real; others are never chosen.
+        layout: which tokens a rank holds. group: the ring; None is the default group.
+
+    Returns:
+        The same on every rank, and for every ring size and layout; of K = min(k, N) slots, or of
+        that share of N. A sample with fewer real tokens leaves its last slots at -1.
+
+    Raises:
+        ValueError: what can't be, or differs between ranks, on all ranks alike.
+
+    >>> select_topk(torch.tensor([[1.0, 3.0, 2.0, 3.0]]), 2).positions.tolist()
+    [[1, 3]]
+    """
+    problem = count_problem("k", k)
+    if isinstance(k, Tensor):
+        problem = "k must be an int or a float here"
+    if scores.ndim != 2:
+        problem = f"scores must be [batch, tokens], got {list(scores.shape)}"
+    like = scores.unsqueeze(-1) if scores.ndim == 2 else scores
+    plan = RoutingPlan.make(
+        like, mask, layout=layout, group=group, caller="select_topk", also={"k": k}, problem=problem
+    )
+    with torch.no_grad():
+        whole = plan.whole(scores).masked_fill(~plan.real, -torch.inf)
+        size = max(plan.length, 1)
+        real = windows(plan.real, size, False).sum(-1)
+        found = best(windows(whole, size, -torch.inf), counts(k, real), slots(k, plan.length))
+        return Selection(found, *plan.homes(found))

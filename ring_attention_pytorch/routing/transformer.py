@@ -1,0 +1,101 @@
+"""Token ids to logits or loss by conditionally routed blocks, over sequences that may be spread."""
+
+from beartype import beartype
+from torch import Tensor, nn
+
+from ring_attention_pytorch.loss import mean_cross_entropy
+from ring_attention_pytorch.ring import Group
+from ring_attention_pytorch.ring_transformer import RingTransformer
+from ring_attention_pytorch.routing.block import ConditionalRoutedTransformerBlock
+from ring_attention_pytorch.routing.plan import RoutingPlan
+from ring_attention_pytorch.routing.router import Tokens
+
+
+class ConditionalRoutedTransformer(RingTransformer):
+    """`RingTransformer` with conditionally routed blocks: an encoder, or, if causal, a decoder.
+
+    Args:
+        num_tokens, dim, depth: vocabulary, model width, blocks.
+        causal: a decoder: no later token changes an earlier result, or what is chosen for it.
+        num_heavy_attn_tokens_q, num_heavy_attn_tokens_kv, num_heavy_ff_tokens: tokens of each
+            sample that are routed, floats are shares of its real length; of a decoder, of each
+            window.
+        ring_attn, ring_seq_size, auto_shard_seq, ignore_index: as for `RingTransformer`.
+        block_kwargs: what else `ConditionalRoutedTransformerBlock` takes.
+        The rest: as for `ConditionalRoutedTransformerBlock`.
+
+    Raises:
+        ValueError: arguments that can't be or contradict one another.
+
+    >>> model = ConditionalRoutedTransformer(
+    ...     num_tokens=256, dim=16, depth=2, causal=True, light_window_size=4, heavy_window_size=8,
+    ...     num_heavy_attn_tokens_q=2, num_heavy_attn_tokens_kv=2, num_heavy_ff_tokens=2,
+    ... )
+    >>> model(torch.randint(0, 256, (1, 20))).shape
+    torch.Size([1, 20, 256])
+    """
+
+    @beartype
+    def __init__(  # noqa: PLR0913 - a public entry point
+        self,
+        *,
+        num_tokens: int,
+        dim: int,
+        depth: int,
+        num_heavy_attn_tokens_q: Tokens,
+        num_heavy_attn_tokens_kv: Tokens,
+        num_heavy_ff_tokens: Tokens,
+        causal: bool = False,
+        light_window_size: int = 128,
+        heavy_window_size: int | None = None,
+        ring_attn: bool = False,
+        ring_seq_size: int = 512,
+        auto_shard_seq: bool | None = None,
+        ignore_index: int = -1,
+        layout: str | None = None,
+        group: Group = None,
+        block_kwargs: dict | None = None,
+    ):
+        super().__init__(
+            num_tokens=num_tokens, dim=dim, depth=0, causal=causal, ring_attn=ring_attn,
+            ring_seq_size=ring_seq_size, auto_shard_seq=auto_shard_seq, ignore_index=ignore_index,
+            layout=layout, group=group,
+        )  # fmt: skip
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, got {depth}")
+        self.rotary_emb = None  # the blocks rotate by themselves
+        options = dict(rotary_emb=True) | dict(block_kwargs or {})
+        self.layers = nn.ModuleList(
+            ConditionalRoutedTransformerBlock(
+                dim, num_heavy_attn_tokens_q=num_heavy_attn_tokens_q,
+                num_heavy_attn_tokens_kv=num_heavy_attn_tokens_kv,
+                num_heavy_ff_tokens=num_heavy_ff_tokens, causal=causal,
+                light_window_size=light_window_size, heavy_window_size=heavy_window_size,
+                ring_attn=ring_attn, layout=self.spread.layout if ring_attn else None,
+                group=group, **options,
+            )
+            for _ in range(depth)
+        )  # fmt: skip
+
+    @beartype
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        return_loss: bool = False,
+        force_ring_reduce_off: bool = False,
+        ring_size: int | None = None,
+    ) -> Tensor:
+        """Logits, or the loss: as `RingTransformer.forward`."""
+        batch = self._prepare(x, mask, labels, return_loss, force_ring_reduce_off, ring_size)
+        tokens = self.token_emb(batch.ids)
+        # alone, a sequence is whole whatever the layout
+        layout = self.spread.layout if batch.ring.size > 1 else "contiguous"
+        plan = RoutingPlan.make(tokens, batch.mask, layout=layout, group=batch.ring)
+        for block in self.layers:
+            tokens = block(tokens, plan=plan)
+        logits = self.to_logits(tokens)
+        if batch.labels is not None:
+            return mean_cross_entropy(logits, batch.labels, self.ignore_index, batch.everyone)
+        return logits if batch.shards is None else batch.shards.unshard(logits)

@@ -1,0 +1,175 @@
+"""Faults planted into conditional routing; the machinery is that of `mutants`."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from tests import mutants
+from tests.mutants import Mutant
+
+MUTANTS = [
+    # soft and hard top-k
+    Mutant(
+        "one gate too few at 1", "routing/soft_topk.py", "(top + alpha >= 0).sum(-1).minimum(most)",
+        "((top + alpha >= 0).sum(-1) - 1).clamp(min=0).minimum(most)",
+    ),
+    Mutant(
+        "gates above 1", "routing/soft_topk.py", "(x.masked_fill(x >= 0, 0.0) / eps)", "(x / eps)"
+    ),
+    Mutant(
+        "no gradient through a", "routing/soft_topk.py", "return -grad * ctx.by(",
+        "return 0 * grad * ctx.by(",
+    ),
+    Mutant(
+        "a's gradient of this rank only", "routing/soft_topk.py",
+        "grad = total_over_ranks(grad, ctx.ring).index_select",
+        "grad = grad.index_select",
+    ),
+    Mutant(
+        "a's gradient by all gates", "routing/soft_topk.py", "coef = (1 / (k - m))",
+        "coef = (1 / k)",
+    ),
+    Mutant(
+        "descent forgets the steps before the last", "routing/soft_topk.py",
+        "weights.append(weights[-1] * share)", "weights.append(weights[-1] * 0)",
+    ),
+    Mutant(
+        "the last part is taken for the sum", "routing/exchange.py", "total += part", "total = part"
+    ),
+    Mutant(
+        "ties to the later token", "routing/selection.py",
+        "found = scores.sort(dim=-1, descending=True, stable=True).indices[..., :most]",
+        "found = scores.shape[-1] - 1 - scores.flip(-1).sort(dim=-1, descending=True, "
+        "stable=True).indices[..., :most]",
+    ),
+    Mutant(
+        "a window's own tokens say who of them is chosen", "routing/selection.py",
+        "torch.cat((torch.full_like(least[..., :1], torch.inf), least[..., :-1]), -1)", "least",
+    ),
+    Mutant(
+        "gates of a window by its own tokens", "routing/router.py",
+        "(at // size - int(causal)).clamp(min=0)", "at // size",
+    ),
+    Mutant(
+        "soft gates for as many as are routed", "routing/router.py", "count * self.fetch_k_ratio",
+        "count * 1.0",
+    ),
+    Mutant(
+        "masked tokens may be routed", "routing/router.py",
+        ".masked_fill(~real, -torch.inf)", "",
+    ),
+    Mutant(
+        "ties broken by rounding", "routing/router.py",
+        "ranked = rounded(whole, self._toward(scores.dtype, routing_tokens))", "ranked = whole",
+    ),
+    # who holds what
+    Mutant(
+        "scores in the order of ranks", "routing/plan.py", ".index_select(-1, self.order)", ""
+    ),
+    Mutant("the rank before", "routing/plan.py", "right=True", "right=False"),
+    Mutant(
+        "all samples get the first one's tokens", "routing/dispatch.py",
+        "tokens = places + n * torch.arange(b,", "tokens = places + 0 * torch.arange(b,",
+    ),
+    Mutant(
+        "all routes get the first one's gates", "routing/dispatch.py",
+        "* r + route) * n", "* r) * n",
+    ),
+    Mutant(
+        "results home to the wrong slots", "routing/dispatch.py",
+        "got = all_to_all([flat.index_select(0, land) for land in self.lands]",
+        "got = all_to_all([flat.index_select(0, land.flip(0)) for land in self.lands]",
+    ),
+    # modules
+    Mutant(
+        "a window's keys before its queries", "routing/autoregressive.py",
+        "turn % (queries + keys) < queries", "turn % (queries + keys) >= keys",
+    ),
+    Mutant(
+        "null key weighed the wrong way", "routing/attention.py", "(score - lse).sigmoid()",
+        "(lse - score).sigmoid()",
+    ),
+    Mutant("no gate on values", "routing/attention.py", "v * gates", "v + 0 * gates"),
+    Mutant(
+        "no gate on results", "routing/attention.py",
+        'gated = y * rearrange(self.gates, "b 1 k -> b k 1").to(y.dtype)', "gated = y",
+    ),
+    Mutant(
+        "light window of twice the size", "routing/attention.py", "light_window_size // 2,",
+        "light_window_size,",
+    ),
+    Mutant(
+        "rotary by slots", "routing/attention.py",
+        "self.rotary_embed(positions.flatten().clamp(min=0))",
+        "self.rotary_embed(torch.arange(positions.numel()))",
+    ),
+    Mutant(
+        "the mean of this rank's tokens", "routing/cross_attention.py",
+        "torch.stack(parts).sum(0)", "parts[0]",
+    ),
+    Mutant(
+        "masked tokens of an image are seen", "routing/image_attention.py",
+        "seen = (at >= 0) & plan.real.gather(1, at.clamp(min=0))", "seen = at >= 0",
+    ),
+]  # fmt: skip
+
+
+def battery() -> Iterable[Callable[[], None]]:
+    """Tests that fail where something is wrong. The package is imported here, and mutated."""
+    import torch
+
+    from tests import test_routing as modules
+    from tests import test_soft_topk as topk
+    from tests import threads
+    from tests.routing_cases import MODULES, Case, check_in_threads
+
+    torch.set_num_threads(1)
+    threads.PATIENCE = 10.0
+    for name in ("feedforward", "causal feedforward", "attention", "autoregressive"):
+        yield lambda name=name: modules.test_a_module_equals_loops_over_its_tokens(name, 17, True)
+    yield lambda: topk.test_descent_is_the_published_one_gradients_included(7, (0.03, 4.0, 0.7))
+    yield topk.test_selection_leaves_slots_empty_where_too_few_are_real
+    for number, name in enumerate(MODULES):
+        layout = ("contiguous", "zigzag", "striped")[number % 3]
+        case = Case(name, modules.length_of(name), layout)
+        yield lambda case=case: check_in_threads(case, 3)
+    yield lambda: modules.test_equal_tokens_are_routed_alike_on_any_ring("striped")
+    yield lambda: modules.test_no_token_is_moved_by_a_later_one("causal block", False)
+    for name in ("image", "attention"):
+        yield lambda name=name: modules.test_masked_tokens_are_never_seen_or_routed(name)
+    yield modules.test_tokens_in_equal_surroundings_are_ties_on_any_ring
+    yield rotary_is_by_real_positions
+
+
+def rotary_is_by_real_positions() -> None:
+    """Where tokens are differs from where they stand among those routed."""
+    import torch
+
+    from tests.routing_cases import Case
+
+    case = Case("attention to sets", masked=False)
+    module, x = case.make(), case.data()["x"]
+    module.light_attn = None
+    far = torch.cat((x[:, :12], torch.zeros_like(x[:, :9]), x[:, 12:]), 1)
+    real = torch.ones(2, 32, dtype=torch.bool)
+    real[:, 12:21] = False
+    moved = module(far, mask=real)[real].view(x.shape) - module(x)
+    assert moved.abs().max() > 1e-6
+
+
+def main() -> None:
+    import beartype  # noqa: F401 - imported before forking, so only once
+    import einops  # noqa: F401
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch.distributed.device_mesh  # noqa: F401
+
+    mutants.battery = battery
+    with ThreadPoolExecutor(2) as two:
+        found = two.map(mutants.verdict, itertools.chain([None], MUTANTS))
+        print(json.dumps(dict(zip(["", *(m.name for m in MUTANTS)], found))))
+
+
+if __name__ == "__main__":
+    main()
