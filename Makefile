@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-gpu sanitize-gpu lint clean
 
 $(VENV)/ready: requirements.txt setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,10 @@ test: $(VENV)/ready lint  ## everything that CI runs
 
 test-gpu:  ## the kernels on a CUDA device, with the torch and triton that are installed there
 	$(PYTHON) -m pytest tests/gpu
+
+sanitize-gpu:  ## our kernels under compute-sanitizer
+	compute-sanitizer --tool memcheck $(PYTHON) -m tests.gpu.sanitize
+	compute-sanitizer --tool racecheck $(PYTHON) -m tests.gpu.sanitize
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

@@ -12,6 +12,7 @@ The two flash-attn can't both be installed: save twice, draw both files.
 
 import argparse
 import datetime
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -154,7 +155,7 @@ def merged(pages: list[dict]) -> list[Row]:
         key = tuple(row[name] for name in Shape.__dataclass_fields__)
         kept = rows.setdefault(key, row | {"kernels": {}})
         kept["kernels"] = row["kernels"] | kept["kernels"]
-    return list(rows.values())
+    return sorted(rows.values(), key=lambda row: (row["d"], row["mask"], row["n"]))
 
 
 def draw(pages: list[dict]) -> Path:
@@ -162,29 +163,33 @@ def draw(pages: list[dict]) -> Path:
     from matplotlib.figure import Figure
 
     rows, page = merged(pages), pages[0]
-    panels = sorted({(row["d"], row["mask"]) for row in rows})
-    figure = Figure(figsize=(4.2 * len(panels), 6.4), layout="constrained")
-    axes = figure.subplots(2, len(panels), sharey=True, squeeze=False)
-    for (i, direction), (j, (d, mask)) in (
-        (a, b) for a in enumerate(("forward", "backward")) for b in enumerate(panels)
+    sizes, masks = (sorted({row[x] for row in rows}) for x in ("d", "mask"))
+    figure = Figure(figsize=(4.2 * len(masks), 5.2 * len(sizes)), layout="constrained")
+    axes = figure.subplots(2 * len(sizes), len(masks), sharex=True, squeeze=False)
+    for (i, d), (half, direction), (j, mask) in itertools.product(
+        enumerate(sizes), enumerate(("forward", "backward")), enumerate(masks)
     ):
-        for name in KERNELS:
+        panel = axes[2 * i + half][j]
+        for colour, name in enumerate(KERNELS):
             mine = [r for r in rows if (r["d"], r["mask"]) == (d, mask) and name in r["kernels"]]
             if mine:
                 speeds = [r["kernels"][name][direction]["speed"] for r in mine]
-                axes[i][j].plot([f"{r['n'] // 1024}k" for r in mine], speeds, "o-", label=name)
-        axes[i][j].set_title(f"{direction}, d {d}, {mask}", fontsize=10)
-        axes[i][j].set_ylim(0)
-        axes[i][j].grid(alpha=0.3)
+                panel.plot(
+                    [r["n"] / 1024 for r in mine], speeds, "o-", label=name, color=f"C{colour}"
+                )
+        panel.set(title=f"{direction}, d {d}, {mask}", xscale="log", ylim=(0, 720))
+        panel.set_xticks([2, 8, 32, 64], ["2k", "8k", "32k", "64k"])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
     axes[0][0].set_ylabel("TF/s")
-    axes[1][0].set_ylabel("TF/s")
     axes[0][0].legend(fontsize=8)
     path = Path(__file__).parent / "results" / f"{page['date']}-kernels.md"
     figure.savefig(path.with_suffix(".png"), dpi=110)
     commands = "\n".join(f"    python -m benchmarks.bench_kernels {p['arguments']}" for p in pages)
     path.write_text(
         f"# Kernels, {page['date']}\n\n{page['machine']}. TF/s forward / backward of one block, in "
-        f"brackets the share of calling the same kernel directly in the same run. {page['what']}\n"
+        f"brackets the share of calling the same kernel directly in the same run. {page['what']} "
+        f"Of several runs a kernel's figure is from the first that has it.\n"
         f"\n{commands}\n\n{table(rows)}\n\n![TF/s by length]({path.stem}.png)\n"
     )
     return path

@@ -52,9 +52,12 @@ def one(
     layout = "zigzag" if causal else "striped"
     q, k, v, dout = whole(length, batch, dtype)
     mask = torch.arange(length).expand(batch, length) % 5 != 1 if masked else None
-    exact = [t.double().requires_grad_() for t in (q, k, v)]
-    want, _ = dense_attention(*exact, causal=causal, key_mask=mask)
-    wants = [want, *torch.autograd.grad(want, exact, dout.double())]
+    exact = [t.to(device).double().requires_grad_() for t in (q, k, v)]
+    with torch.device(device):
+        want, _ = dense_attention(
+            *exact, causal=causal, key_mask=None if mask is None else mask.to(device)
+        )
+    wants = [want, *torch.autograd.grad(want, exact, dout.to(device).double())]
     at = positions(layout, rank=rank, ring_size=size, length=length)
     mine = [t[:, at].to(device).requires_grad_() for t in (q, k, v)]
     key_mask = None if mask is None else mask[:, at].to(device)
@@ -70,7 +73,7 @@ def one(
         got = [out.detach(), *torch.autograd.grad(out, mine, dout[:, at].to(device))]
         first = first or got
         assert all(torch.equal(a, b) for a, b in zip(first, got)), (how, "not repeated")
-    return max(relative_error(g.cpu(), w[:, at]) for g, w in zip(got, wants))
+    return max(relative_error(g, w[:, at.to(device)]) for g, w in zip(got, wants))
 
 
 def main() -> None:
