@@ -242,7 +242,7 @@ def show_pictures(screen: Screen, seconds: float = 0.6) -> bool:
     window = Visible(causal=True, window=3)
     shown.append(("zigzag", window, "hop 2 has nothing to see and is left out"))
     for layout, visible, why in shown:
-        screen.say(f"\n\n{layout}, {mask_name(*visible)}: {why}\n")
+        screen.say(f"\n\n{layout}, {mask_name(visible.causal, visible.window)}: {why}\n")
         frames = (
             pictures.hops(layout, 24, RANKS, visible, shown=hop + 1, paint=screen.paint)
             for hop in range(RANKS)

@@ -215,14 +215,17 @@ class RingTransformer(nn.Module):
         if not on:
             ring = self.spread.ring(on, ring_size)
             return _Batch(x, mask, labels, ring, ring, None, packing, self.spread.layout)
-        windows = [attn.window for attn, _ in self.layers]
-        window = None if None in windows else max(windows, default=None)
+        window = None if packing is None else self._widest_window()
         shards = self.spread.shard(x, ring_size, given, packing, window)
         x, mask, labels = (t if t is None else shards.shard(t) for t in (x, mask, labels))
         everyone = as_ring(self.spread.group)
         return _Batch(
             x, mask, labels, shards.ring, everyone, shards, shards.packing, shards.layout
         )  # fmt: skip
+
+    def _widest_window(self) -> int | None:
+        windows = [attn.window for attn, _ in self.layers]
+        return None if None in windows else max(windows, default=None)
 
     def _shifted(
         self, x: Tensor, mask: Tensor | None, packing: Packing | None

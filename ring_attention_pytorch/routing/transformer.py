@@ -88,7 +88,10 @@ class ConditionalRoutedTransformer(RingTransformer):
         ring_size: int | None = None,
     ) -> Tensor:
         """Logits, or the loss: as `RingTransformer.forward`."""
-        batch = self._prepare(x, mask, labels, return_loss, force_ring_reduce_off, ring_size)
+        none = {"documents": None, "cu_seqlens": None}
+        batch = self._prepare(
+            x, mask, labels, return_loss, force_ring_reduce_off, ring_size, packed=none
+        )
         tokens = self.token_emb(batch.ids)
         # alone, a sequence is whole whatever the layout
         layout = self.spread.layout if batch.ring.size > 1 else "contiguous"
