@@ -275,6 +275,10 @@ def plot(table: list[list[str]], path: Path) -> None:
                 style = "--" if name.startswith(THEORY) else "-"
                 axes.plot(*zip(*sorted(points)), style, marker="o", label=name)
         axes.set(xscale="log", xlabel="tokens a rank", ylabel="TF/s a rank, both", title=mask)
+        tokens = sorted({int(row[0]) for row in table})
+        axes.set_xticks(tokens, [f"{n / 1024:g}k" for n in tokens])
+        axes.minorticks_off()
+        axes.set_ylim(0)
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
 

@@ -32,18 +32,18 @@ WAYS = {  # name -> transport, Ulysses degree
 COLOURS = ("#b04a4a", "#4878a8", "#d0943c", "#4a8a5c")
 
 # 4 H200, bf16, 32 query and 8 key heads of 128, causal, forward and backward: share of the same
-# kernel alone on one GPU over the whole sequence. A prototype of "gather" with cuDNN; and
-# axolotl-ringmaster 0.2.7's zigzag ring over NCCL with flash-attn 2 (379 / 330 TF/s alone).
+# kernel alone on one GPU over the whole sequence (benchmarks/results/2026-11-21-ring.md).
 MEASURED = {
-    ("gather", 2048): 0.51,
-    ("gather", 4096): 0.72,
-    ("gather", 8192): 0.91,
-    ("gather", 16384): 0.97,
-    ("gather", 32768): 1.00,
-    ("ring", 8192): 0.83,
-    ("ring", 32768): 0.94,
+    ("gather", 2048): 0.26,
+    ("gather", 4096): 0.81,
+    ("gather", 8192): 0.89,
+    ("gather", 16384): 0.95,
+    ("gather", 32768): 0.99,
+    ("ring", 4096): 0.77,
+    ("ring", 8192): 0.87,
+    ("ring", 16384): 0.92,
+    ("ring", 32768): 0.96,
 }
-SLOWER_KERNEL = H200._replace(forward=379e12, backward=330e12)
 
 
 def share(way: tuple[str, int], ranks: int, tokens: int, machine: Machine) -> tuple[float, float]:
@@ -70,13 +70,12 @@ def checked() -> list[tuple[str, int, float, float]]:
     for (transport, tokens), measured in MEASURED.items():
         everyone = all_segments("zigzag", 4, 4 * tokens)
         blocks = Blocks(everyone, everyone, Visible(causal=True))
-        machine = H200 if transport == "gather" else SLOWER_KERNEL
         steps = (
             [ring_steps(blocks, rank, 8) for rank in range(4)]
             if transport == "ring"
             else [gather_steps(blocks, rank, 8, 3) for rank in range(4)]
         )
-        predicted = min(predict(transport, each, JOB, machine).share for each in steps)
+        predicted = min(predict(transport, each, JOB, H200).share for each in steps)
         found.append((transport, tokens, measured, predicted))
     return found
 
@@ -133,12 +132,12 @@ at 350 GB/s, NCCL send/recv hops (49 GB/s for 8 MB to 320 GB/s for 512 MB), all-
 ## What it was checked against
 
 Share of the same kernel alone on one GPU over the whole sequence, forward and backward; 4 H200,
-bf16, 32 query and 8 key heads of 128, causal, zigzag. *gather* was measured with a prototype of it
-with cuDNN; *ring* is axolotl-ringmaster 0.2.7 with flash-attn 2 (379 / 330 TF/s alone), not ours.
+bf16, 32 query and 8 key heads of 128, causal, zigzag, with cuDNN's kernel
+(`benchmarks/results/2026-11-21-ring.md`).
 """
 
 PREDICTIONS = """\
-The model is too kind below 8k tokens a GPU, by up to ten points.
+At 2k tokens a GPU it is launching from Python that takes the time, of which the model knows little.
 
 ## Predictions
 

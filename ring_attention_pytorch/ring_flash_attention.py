@@ -32,7 +32,7 @@ class RingAttentionFunction(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: RingPlan
     ) -> tuple[Tensor, Tensor]:
-        result = Result(q, v, only=plan.alone)
+        result = Result(q, v, only=plan.alone and sinks is None)
         with torch.autocast(q.device.type, enabled=False):
             for keys in plan.transport.stream(plan.keys(k, v)):
                 for some, tiles in plan.tiles(keys):  # once for all samples that see alike
