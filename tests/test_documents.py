@@ -85,7 +85,7 @@ ids_of_any_kind = st.integers(0, 33).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(ids_of_any_kind, st.booleans(), st.data())
 def test_any_documents_any_ring_any_mask(ids, in_order, data):
     ids = tuple(tuple(sorted(row)) if in_order else row for row in ids)
@@ -223,7 +223,7 @@ def test_no_rank_has_five_percent_more_work_than_the_mean(kind, size):
             assert max(tokens) <= 1.05 * n / size
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(ids_of_any_kind, st.integers(1, 9), st.booleans(), st.none() | st.integers(0, 20))
 def test_every_token_is_held_once_and_work_is_counted_as_the_tiles_count(ids, size, causal, window):
     row = sorted(ids[0])

@@ -66,7 +66,7 @@ def matrix(layout: str, **kinds) -> list[Attention]:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_all_combinations_of_options_over_threads(layout, size):
-    for case in matrix(layout)[:: 1 if size < 8 else 5]:
+    for case in matrix(layout)[:: {4: 2, 8: 5}.get(size, 1)]:
         check_in_threads(case, size)
 
 

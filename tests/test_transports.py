@@ -85,7 +85,7 @@ def test_a_batch_of_nothing(how, ulysses):
     check_in_threads(Attention(9, causal=True, batch=0, masked=False, ulysses=ulysses, **how), 4)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     st.builds(
         Attention,
