@@ -68,9 +68,11 @@ def _head(plan: RingPlan) -> list[str]:
     mask = " ".join(
         (["causal"] if plan.visible.causal else [])
         + ([f"window {plan.visible.window}"] if plan.visible.window is not None else [])
+        + (["in documents"] if plan.packing else [])
+        + (["(samples differ: pairs at most)"] if blocks.apart else [])
     )
     length = sum(map(count, plan.query_segments))
-    found = tiles(blocks.queries[place], blocks.keys[place], plan.visible)
+    found = tiles(blocks.queries[place], blocks.keys[place], blocks.visible)
     lines = [
         f"rank {ring.rank} of {ring.size}: {count(plan.query_segments[ring.rank])} of {length} "
         f"tokens, {plan.layout}, {mask or 'no mask'}, kernel {plan.kernel.name}"
@@ -94,7 +96,7 @@ def _of_ring(plan: RingPlan) -> list[str]:
     lines = ["ring: one neighbour at a time"]
     for distance in blocks.distances[1:]:
         owner = (place - distance) % size
-        found = tiles(blocks.queries[place], blocks.keys[owner], plan.visible)
+        found = tiles(blocks.queries[place], blocks.keys[owner], blocks.visible)
         weight = _bytes(count(blocks.keys[owner]) * plan.job.token_bytes)
         lines.append(
             f"hop {distance}: keys of place {owner}, {weight}, while the one before computes; "
@@ -114,7 +116,7 @@ def _of_gather(plan: RingPlan) -> list[str]:
         for now in group.rounds:
             if not now[place]:
                 continue
-            found = tiles(plan.blocks.queries[place], joined(now[place]), plan.visible)
+            found = tiles(plan.blocks.queries[place], joined(now[place]), plan.blocks.visible)
             lines.append(
                 f"  {tokens(now[place])} keys, {visible_pairs(found)} pairs in "
                 f"{_plural(len(found), 'tile')}, then their gradients go home"

@@ -122,3 +122,14 @@ def test_a_plan_explains_itself_without_a_message(options, said):
         assert "% of the kernel alone" in text
     for each in said:
         assert any(each in text for text in found), (each, found[1])
+
+
+def test_the_pairs_of_packed_documents_are_those_that_are_seen():
+    q = torch.empty(1, 6, 1, 8)
+    packed = explain_plan(RingPlan.make(q, q, q, causal=True, cu_seqlens=[0, 2, 6]))
+    assert "causal in documents" in packed
+    assert f"{3 + 10} pairs" in packed
+    assert "21 pairs" in explain_plan(RingPlan.make(q, q, q, causal=True))
+    q = torch.empty(2, 6, 1, 8)
+    apart = explain_plan(RingPlan.make(q, q, q, causal=True, cu_seqlens=[[0, 2, 6], [0, 6]]))
+    assert "samples differ: pairs at most" in apart
