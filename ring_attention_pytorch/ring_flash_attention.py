@@ -228,6 +228,7 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
     q, v = like_autocast(q), like_autocast(v)
     asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
     asked |= dict(alibi_slopes=alibi_slopes, mask_mod=mask_mod)
+    asked |= dict(alibi_slopes=alibi_slopes, mask_mod=mask_mod)
     return explain(Case.of(q, v, **asked), kernel)
 
 

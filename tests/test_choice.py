@@ -182,6 +182,8 @@ def test_the_public_explanation():
     assert told[0] == "flash-attn-4: runs on CUDA, the tensors are on cpu"
     assert told[-2:] == ["sdpa: has no softclamp", "eager: runs"]
     assert explain_kernel(q, q, q, kernel="triton").endswith("none of these can do it")
+    told = explain_kernel(q, q, q, alibi_slopes=torch.ones(2)).splitlines()
+    assert told[-2:] == ["sdpa: has no ALiBi", "eager: runs"]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert explain_kernel(q, q, q).endswith("sdpa: runs")
     with pytest.raises(ValueError, match="got 'fast'"):
