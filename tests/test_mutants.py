@@ -4,36 +4,45 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 
 import pytest
 
+from tests import mutants, routing_mutants
 from tests.cases import FIGURES
-from tests.mutants import MUTANTS, PACKAGE
+from tests.mutants import PACKAGE
+
+BATTERIES = {"tests.mutants": mutants.MUTANTS, "tests.routing_mutants": routing_mutants.MUTANTS}
+PLANTED = [(battery, mutant) for battery, planted in BATTERIES.items() for mutant in planted]
 
 
-@pytest.fixture(scope="module")
-def verdicts() -> dict[str, str | None]:
+@cache
+def verdicts(battery: str) -> dict[str, str | None]:
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.mutants"],
+        [sys.executable, "-m", battery],
         cwd=PACKAGE.parent, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])
-    FIGURES.mutants = sum(found[m.name] is not None for m in MUTANTS), len(MUTANTS)
+    killed, planted = FIGURES.mutants or (0, 0)
+    killed += sum(found[m.name] is not None for m in BATTERIES[battery])
+    FIGURES.mutants = killed, planted + len(BATTERIES[battery])
     return found
 
 
-def test_the_battery_finds_nothing_wrong_with_the_package_itself(verdicts):
-    assert verdicts[""] is None
+@pytest.mark.parametrize("battery", BATTERIES)
+def test_the_battery_finds_nothing_wrong_with_the_package_itself(battery):
+    assert verdicts(battery)[""] is None
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
-def test_a_planted_fault_is_found(mutant, verdicts):
+@pytest.mark.parametrize(("battery", "mutant"), PLANTED, ids=lambda x: getattr(x, "name", x))
+def test_a_planted_fault_is_found(battery, mutant):
     source = (PACKAGE / mutant.file).read_text()
     assert source.count(mutant.old) == 1, "the source has changed: plant it anew"
-    assert verdicts[mutant.name] is not None
+    assert verdicts(battery)[mutant.name] is not None
 
 
-def test_names_are_unique_and_every_fault_changes_something():
-    assert max(Counter(m.name for m in MUTANTS).values()) == 1
-    assert all(m.old != m.new for m in MUTANTS)
+@pytest.mark.parametrize("planted", BATTERIES.values(), ids=BATTERIES)
+def test_names_are_unique_and_every_fault_changes_something(planted):
+    assert max(Counter(m.name for m in planted).values()) == 1
+    assert all(m.old != m.new for m in planted)
