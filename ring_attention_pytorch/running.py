@@ -47,7 +47,7 @@ class Result:
 
     def running(self) -> tuple[Tensor, Tensor]:
         """Both as `accumulator(dtype)`, to be merged into in place."""
-        if self._wide is None and self._parts and self._parts[0][0] == self._whole:
+        if self._wide is None and _begins_with(self._parts, self._whole):
             _, out, lse = self._parts.pop(0)
             self._wide = out.to(self._dtype), rearrange(lse, "b n h -> b h n")
         elif self._wide is None:
@@ -91,7 +91,7 @@ class Result:
 
     def final(self) -> tuple[Tensor, Tensor]:
         """out in q's dtype, lse in the accumulator's."""
-        if self._wide is None and self._parts and self._parts[0][0] == self._whole:
+        if self._wide is None and _begins_with(self._parts, self._whole):
             whole = self._parts.pop(0)
             out, lse = whole[1], rearrange(whole[2], "b n h -> b h n")
             self._fold(out, lse)
@@ -141,7 +141,7 @@ class Sum:
 
     def running(self) -> Tensor:
         """The sum as `accumulator(dtype)`, to be added to in place."""
-        if self._wide is None and self._parts and self._parts[0][0] == self._whole:
+        if self._wide is None and _begins_with(self._parts, self._whole):
             self._wide = self._parts.pop(0)[1].to(self._dtype)
         elif self._wide is None:
             self._wide = self._empty(self._dtype).zero_()
@@ -171,7 +171,7 @@ class Sum:
         """The sum in the dtype of what it is like."""
         if self._wide is None and not self._parts:
             return torch.zeros_like(self._like)
-        if self._wide is None and self._parts[0][0] == self._whole:
+        if self._wide is None and _begins_with(self._parts, self._whole):
             whole = self._parts.pop(0)
             self._fold(whole[1])
             self._parts = [whole]
@@ -193,6 +193,11 @@ class Sum:
         parts, self._parts = self._parts, []
         for at, found in _covered(parts):
             add_(total[:, at], *(part for (part,) in found))
+
+
+def _begins_with(parts: Sequence[tuple[slice, ...]], whole: slice) -> bool:
+    """Whether the first part has all tokens, so that others can go into it."""
+    return bool(parts) and parts[0][0] == whole
 
 
 def _covered(parts: Sequence[tuple[slice, ...]]) -> Iterator[tuple[slice, list[list[Tensor]]]]:
@@ -240,8 +245,10 @@ def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
 
 def add_(total: Tensor, *parts: Tensor, fresh: bool = False) -> None:
     """Add, in place, to `[b, n, h, d]`, to nothing where that is fresh. It is rounded once."""
-    if fresh and len(parts) < 2:
-        total.copy_(parts[0]) if parts else total.zero_()
+    if fresh and not parts:
+        total.zero_()
+    elif fresh and len(parts) == 1:
+        total.copy_(parts[0])
     elif total.is_cuda and total.dtype != torch.float64 and _has_triton():
         from ring_attention_pytorch._triton_rows import fused_add_
 
