@@ -1,14 +1,16 @@
 """TF/s a GPU of attention over a group, in every transport, beside the same kernel alone and peers.
 
     torchrun --nproc-per-node 4 -m benchmarks.bench_ring --save benchmarks/results
+    torchrun --nproc-per-node 4 -m benchmarks.bench_ring --tokens 2048 --graphs
     torchrun --nproc-per-node 4 -m benchmarks.bench_ring --tokens 8192 --trace traces
     torchrun --nproc-per-node 4 -m benchmarks.bench_ring --million
     torchrun --nproc-per-node 2 -m benchmarks.bench_ring --device cpu --tokens 64 --heads 4 2
 
 FLOPs are those of the visible half under a causal mask, backward 2.5 times forward; times are
 the slowest rank's, the median of three rounds of calls back to back; backward is both less
-forward. "theory" is the same kernel on one GPU over the whole sequence, divided by the ranks.
-Errors are those of out and dq against float32, on some rows of every rank.
+forward. "theory" is the same kernel on one GPU over the whole sequence, divided by the ranks. "in a
+graph" are the same calls, captured once and replayed as a CUDA graph. Errors are those of out and dq
+against float32, on some rows of every rank.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from ring_attention_pytorch.transports import TRANSPORTS
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 THEORY = "theory, "
+GRAPH = ", in a graph"
 ROWS = 16  # of each rank, whose errors are looked at
 
 
@@ -80,6 +83,7 @@ class Options(NamedTuple):
     peers: bool
     theory_up_to: int
     repeats: int
+    graphs: bool
 
 
 def ours(shape: Shape, kernel: str, transport: str, ulysses: int, like: list[Tensor]) -> Attend:
@@ -121,13 +125,35 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
     return slowest.median().item()
 
 
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """What replays a call as a CUDA graph, and gives what the call gave."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()  # whatever is made once
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = run()
+
+    def replay() -> object:
+        graph.replay()
+        return result
+
+    return replay
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def measured(
-    attend: Attend, tensors: list[Tensor], repeats: int, errors: Callable | None
+    attend: Attend,
+    tensors: list[Tensor],
+    repeats: int,
+    errors: Callable | None,
+    graph: bool = False,
 ) -> Result | str:
     """The result; or what went wrong, on whichever rank."""
     q, k, v, dout = tensors
@@ -147,6 +173,8 @@ def measured(
             out = attend(*leaves)
             return out, *torch.autograd.grad(out, leaves, dout)
 
+        if graph:
+            forward, both = captured(forward), captured(both)
         alone = seconds(forward, q.device, repeats)
         found = None if errors is None else errors(*both()[:2])
         whole = seconds(both, q.device, repeats)
@@ -214,6 +242,8 @@ def all_of(shape: Shape, options: Options) -> dict[str, Result | str]:
                     found[name] = str(error)[:120]
                     continue
                 found[name] = measured(attend, tensors, options.repeats, errors)
+                if options.graphs:
+                    found[name + GRAPH] = measured(attend, tensors, options.repeats, errors, True)
     if options.peers:
         for name, attend in gpu_peers.peers(shape.causal, shape.tokens, shape.key_heads).items():
             same = "stripe" not in name and "Ulysses" not in name
@@ -316,6 +346,7 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="+", choices=list(KERNELS))
     parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS))
     parser.add_argument("--ulysses", type=int, nargs="+", default=[1])
+    parser.add_argument("--graphs", action="store_true", help="ours as CUDA graphs, too")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--theory-up-to", type=int, default=300_000, help="tokens of the whole")
     parser.add_argument("--repeats", type=int, default=8)
@@ -337,7 +368,7 @@ def main() -> None:
     kernels = asked.kernels or _able(device, dtype, asked.dim_head)
     options = Options(
         kernels, asked.transports, asked.ulysses, on_gpu and not asked.no_peers,
-        asked.theory_up_to, asked.repeats,
+        asked.theory_up_to, asked.repeats, asked.graphs,
     )  # fmt: skip
     tokens = asked.tokens or [2**n for n in (range(10, 18) if on_gpu else (6,))]
     if asked.million:

@@ -47,6 +47,9 @@ class Shelf:
     Each turn is `own`, to write, and `published`, to read the others'; all ranks take the same
     turns. There is one barrier a turn: who passes it knows that all have written this half,
     and that nobody still reads the other, for its readers came to this barrier after that.
+
+    A CUDA graph replays the same halves, whatever was read last. So once a turn was captured
+    there is another barrier, before a half is written.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int):
@@ -58,12 +61,16 @@ class Shelf:
         self.halves = [
             self.handle.get_buffer(rank, (2, nbytes), torch.uint8) for rank in range(group.size())
         ]
-        self.passed = torch.cuda.Event()
+        self.passed, self.captured = torch.cuda.Event(), False
 
     def own(self) -> Tensor:
         """The half that is to be written next, on the current stream."""
         self.turn = 1 - self.turn
-        self.passed.wait()
+        self.captured = self.captured or torch.cuda.is_current_stream_capturing()
+        if self.captured:
+            self.handle.barrier(channel=1)
+        else:
+            self.passed.wait()
         return self.memory[self.turn]
 
     def written(self) -> torch.cuda.Event:
@@ -77,7 +84,8 @@ class Shelf:
         done = torch.cuda.Event()
         with torch.cuda.stream(stream):
             self.handle.barrier(channel=0)
-            self.passed.record()
+            if not self.captured:  # an event of a capture means nothing outside of it
+                self.passed.record()
             yield done
             done.record()
 
