@@ -9,8 +9,8 @@
 FLOPs are those of the visible half under a causal mask, backward 2.5 times forward; times are
 the slowest rank's, the median of three rounds of calls back to back; backward is both less
 forward. "theory" is the same kernel on one GPU over the whole sequence, divided by the ranks. "in a
-graph" are the same calls, captured once and replayed as a CUDA graph. Errors are those of out and dq
-against float32, on some rows of every rank.
+graph" are the same calls, captured once and replayed as a CUDA graph. Errors are those of out and
+dq against float32, on some rows of every rank.
 """
 
 import argparse

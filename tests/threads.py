@@ -148,6 +148,9 @@ class ThreadSpace:
         self.hub, self.rank, self.stream = ring.hub, ring.rank, None
         self.keys, self.grads = (ThreadShelf(ring.hub, name, ring.rank) for name in ("k", "g"))
 
+    def begin(self) -> None:
+        self.hub.barrier.wait()
+
     def make_room(self, group: None, keys: int, grads: int) -> None:
         for name, nbytes in (("k", keys), ("g", grads)):
             self.hub.shelves[name, self.rank] = torch.empty((2, nbytes), dtype=torch.uint8)

@@ -30,14 +30,14 @@ class _Call(NamedTuple):
     rows: slice
     cols: slice
     causal: bool
-    by_hand: bool  # one query meets one key, which the op refuses, or gets wrong
+    by_hand: bool  # there is one key only, which the op refuses, or gets wrong
 
 
 def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     for rows, cols, causal, by_hand in _calls(q, tiles):
         operands = q[:, rows], keys.k[:, cols], keys.v[:, cols]
         if by_hand:
-            result.add(rows, *_one_to_one(*operands, terms))
+            result.add(rows, *_one_key(*operands, terms))
             continue
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *_heads_first(*operands), None, True, 0.0, causal, False, scale=terms.scale
@@ -58,7 +58,7 @@ def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, gra
         )  # fmt: skip
         lse = saved.lse[..., rows]
         if by_hand:
-            parts = _one_to_one_backward(*operands, lse, terms)
+            parts = _one_key_backward(*operands, lse, terms)
         else:
             q, k, v, out, dout = _heads_first(*operands)
             if dout.stride() != out.stride():  # of which the op is silent, and wrong
@@ -73,24 +73,37 @@ def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, gra
 
 
 def _calls(q: Tensor, tiles: Sequence[Tile]) -> Iterator[_Call]:
-    """Every tile as causal squares and full rectangles: where a diagonal starts in a rectangle
-    is a question that kernels answer differently."""
-    for rows, cols, left, right in tiles if q.numel() else ():
+    """Every tile as full rectangles and causal ones, whose diagonal starts at the top left."""
+    for rows, cols, left, right in _stairs(tiles) if q.numel() else ():
         assert left is None, "a window, which this kernel says it can't do"
         if right is None:
             yield _call(rows, cols, False)
             continue
         if right > 0:
             yield _call(rows, slice(cols.start, cols.start + right), False)
-        cols = slice(cols.start + right, cols.stop)
-        square = min(rows.stop, rows.start + cols.stop - cols.start)
-        yield _call(slice(rows.start, square), cols, square - rows.start > 1)
-        if square < rows.stop:
-            yield _call(slice(square, rows.stop), cols, False)
+        yield _call(rows, slice(cols.start + right, cols.stop), True)
+
+
+def _stairs(tiles: Sequence[Tile]) -> list[Tile]:
+    """With what lies below a causal square joined to it: a call costs as much as many rows."""
+    found: list[Tile] = []
+    for tile in tiles:
+        if found and _below_causal_square(tile, found[-1]):
+            found[-1] = found[-1]._replace(rows=slice(found[-1].rows.start, tile.rows.stop))
+        else:
+            found.append(tile)
+    return found
+
+
+def _below_causal_square(tile: Tile, square: Tile) -> bool:
+    size = square.cols.stop - square.cols.start
+    beneath = tile.cols == square.cols and tile.rows.start == square.rows.start + size
+    return beneath and (*square[2:], *tile[2:]) == (None, 0, None, None)
 
 
 def _call(rows: slice, cols: slice, causal: bool) -> _Call:
-    return _Call(rows, cols, causal, rows.stop - rows.start == cols.stop - cols.start == 1)
+    alone = cols.stop - cols.start == 1
+    return _Call(rows, cols, causal and not alone, alone)
 
 
 def _anew(t: Tensor) -> Tensor:
@@ -104,32 +117,33 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [rearrange(t, "b n h d -> b h n d") for t in aligned(*laid)]
 
 
-def _one_to_one(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+def _one_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     q, k, v = _by_key_head(q, k, v)
-    lse = terms.scale * einsum(q, k, "b g r d, b g d -> b g r")
-    out = v.unsqueeze(2).expand(*q.shape[:3], -1)
-    return rearrange(out, "b g r d -> b 1 (g r) d"), rearrange(lse, "b g r -> b (g r) 1")
+    lse = terms.scale * einsum(q, k, "b n g r d, b g d -> b g r n")
+    out = rearrange(v, "b g d -> b 1 g 1 d").expand(*q.shape[:-1], -1)
+    return rearrange(out, "b n g r d -> b n (g r) d"), rearrange(lse, "b g r n -> b (g r) n")
 
 
-def _one_to_one_backward(
+def _one_key_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, terms: Terms
 ) -> list[Tensor]:
-    """dq, dk and dv of a row and a column, which may be of larger ones: lse is of the row."""
-    lse = rearrange(lse, "b (g r) 1 -> b g r", g=k.shape[2])
+    """dq, dk and dv of rows and a column, which may be of wider ones: lse is of the rows."""
+    lse = rearrange(lse, "b (g r) n -> b n g r", g=k.shape[2])
     q, k, v = _by_key_head(q, k, v)
     out, dout = (
-        rearrange(t.to(accumulator(t.dtype)), "b 1 (g r) d -> b g r d", g=k.shape[1])
+        rearrange(t.to(accumulator(t.dtype)), "b n (g r) d -> b n g r d", g=k.shape[1])
         for t in (out, dout)
     )
-    p = (terms.scale * einsum(q, k, "b g r d, b g d -> b g r") - lse).exp()
-    seen = einsum(dout, v.unsqueeze(2) - out, "b g r d, b g r d -> b g r")
-    ds = (terms.scale * p * seen).unsqueeze(-1)
-    dq = rearrange(ds * k.unsqueeze(2), "b g r d -> b 1 (g r) d")
-    dk, dv = (ds * q).sum(2), (p.unsqueeze(-1) * dout).sum(2)
-    return [dq, dk.unsqueeze(1), dv.unsqueeze(1)]
+    p = (terms.scale * einsum(q, k, "b n g r d, b g d -> b n g r") - lse).exp()
+    value = rearrange(v, "b g d -> b 1 g 1 d")
+    seen = einsum(dout, value - out, "b n g r d, b n g r d -> b n g r")
+    ds = terms.scale * p * seen
+    dq = einsum(ds, k, "b n g r, b g d -> b n g r d")
+    dk = einsum(ds, q, "b n g r, b n g r d -> b g d")
+    dv = einsum(p, dout, "b n g r, b n g r d -> b g d")
+    return [rearrange(dq, "b n g r d -> b n (g r) d"), dk.unsqueeze(1), dv.unsqueeze(1)]
 
 
 def _by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (t.to(accumulator(t.dtype)) for t in (q, k, v))
-    q = rearrange(q, "b 1 (g r) d -> b g r d", g=k.shape[2])
-    return q, k.squeeze(1), v.squeeze(1)
+    return rearrange(q, "b n (g r) d -> b n g r d", g=k.shape[2]), k.squeeze(1), v.squeeze(1)

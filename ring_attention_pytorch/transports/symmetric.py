@@ -47,9 +47,6 @@ class Shelf:
     Each turn is `own`, to write, and `published`, to read the others'; all ranks take the same
     turns. There is one barrier a turn: who passes it knows that all have written this half,
     and that nobody still reads the other, for its readers came to this barrier after that.
-
-    A CUDA graph replays the same halves, whatever was read last. So once a turn was captured
-    there is another barrier, before a half is written.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int):
@@ -61,17 +58,17 @@ class Shelf:
         self.halves = [
             self.handle.get_buffer(rank, (2, nbytes), torch.uint8) for rank in range(group.size())
         ]
-        self.passed, self.captured = torch.cuda.Event(), False
+
+    def begin(self) -> None:
+        """Nobody reads either half any more."""
+        self.turn, self.passed = 0, torch.cuda.Event()
 
     def own(self) -> Tensor:
         """The half that is to be written next, on the current stream."""
-        self.turn = 1 - self.turn
-        self.captured = self.captured or torch.cuda.is_current_stream_capturing()
-        if self.captured:
-            self.handle.barrier(channel=1)
-        else:
+        self.turn += 1
+        if self.turn > 2:
             self.passed.wait()
-        return self.memory[self.turn]
+        return self.memory[self.turn % 2]
 
     def written(self) -> torch.cuda.Event:
         """An event of the current stream, when all is written that is to be read."""
@@ -84,14 +81,13 @@ class Shelf:
         done = torch.cuda.Event()
         with torch.cuda.stream(stream):
             self.handle.barrier(channel=0)
-            if not self.captured:  # an event of a capture means nothing outside of it
-                self.passed.record()
+            self.passed.record()
             yield done
             done.record()
 
     def of(self, rank: int) -> Tensor:
         """What a rank has written this turn."""
-        return self.halves[rank][self.turn]
+        return self.halves[rank][self.turn % 2]
 
 
 class Space:
@@ -100,6 +96,18 @@ class Space:
     def __init__(self, group: ProcessGroup, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.keys, self.grads = (Shelf(group, device, 1 << 10) for _ in range(2))
+
+    def begin(self) -> None:
+        """Wait, on the current stream, until nobody reads what was written before.
+
+        So a call depends on no event of another, and may be captured in a CUDA graph.
+        """
+        if not torch.cuda.is_current_stream_capturing():
+            # the call before may have been on another stream; a graph's is over when it ends
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        self.keys.handle.barrier(channel=1)
+        self.keys.begin()
+        self.grads.begin()
 
     def make_room(self, group: ProcessGroup, keys: int, grads: int) -> None:
         """At least so many bytes on each shelf. All ranks call this together."""
@@ -168,6 +176,10 @@ class SymmetricGather(Gather):
         widest = max((tokens(p) for g in groups for r in g.rounds for p in r), default=0)
         space.make_room(shared[0], *(_room(n * token_bytes) for n in (max(lengths), widest)))
         return cls(ring, groups, lengths, space, shared[1])
+
+    def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Round, Keys | None]]:
+        self.space.begin()
+        return super()._blocks(own)
 
     def _pull(self, own: Keys, group: Group) -> Callable[[], list[Tensor]]:
         rank, space = self.ring.rank, self.space
