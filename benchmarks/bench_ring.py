@@ -245,10 +245,11 @@ def all_of(shape: Shape, options: Options) -> dict[str, Result | str]:
                 if options.graphs:
                     found[name + GRAPH] = measured(attend, tensors, options.repeats, errors, True)
     if options.peers:
-        for name, attend in gpu_peers.peers(shape.causal, shape.tokens, shape.key_heads).items():
+        for name, peer in gpu_peers.peers(shape.causal, shape.tokens, shape.key_heads).items():
             same = "stripe" not in name and "Ulysses" not in name
             check = errors if same else None
-            found[name] = measured(attend, tensors, options.repeats, check)
+            with peer as attend:
+                found[name] = measured(attend, tensors, options.repeats, check)
     return found
 
 

@@ -1,11 +1,13 @@
 """Other packages' attention over shards of a GPU group, where they import: name -> function.
 
 Each takes this rank's q, k, v `[1, n, h, d]` and gives out; all split a causal sequence as our
-"zigzag" does, and a full one in order, but for the ring of `ring_flash_attn` named striped.
+"zigzag" does, and a full one in order, but for the ring of `ring_flash_attn` named striped. A
+function comes out of a context, in which both its forward and its backward have to run.
 """
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -13,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Peers = dict[str, AbstractContextManager[Attend]]
 
 
-def peers(causal: bool, tokens: int, key_heads: int) -> dict[str, Attend]:
+def peers(causal: bool, tokens: int, key_heads: int) -> Peers:
     """All that can be had here; who fails to be made is told of and left out."""
-    found: dict[str, Attend] = {}
+    found: Peers = {}
     for make in (_torch, _ringmaster, _yunchang, _zhuzilin):
         try:
             found |= make(causal, tokens, key_heads)
@@ -31,7 +34,7 @@ def installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def _torch(causal: bool, tokens: int, key_heads: int) -> dict[str, Attend]:
+def _torch(causal: bool, tokens: int, key_heads: int) -> Peers:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._context_parallel import _attention as settings
@@ -41,24 +44,26 @@ def _torch(causal: bool, tokens: int, key_heads: int) -> dict[str, Attend]:
     mesh = init_device_mesh("cuda", (size,))
     backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
-    def attend(kernel: str, rotate: str) -> Attend:
+    @contextmanager
+    def attend(kernel: str, rotate: str) -> Iterator[Attend]:
+        settings._cp_options.enable_load_balance = causal
+        settings.set_rotate_method(rotate)
+        unused = torch.zeros(1, 2 * size, device="cuda")
+
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            settings._cp_options.enable_load_balance = causal
-            settings.set_rotate_method(rotate)
             group = q.shape[2] // k.shape[2]
             q, k, v = (
                 t.transpose(1, 2)
                 for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2))
             )
-            unused = torch.zeros(1, 2 * size, device=q.device)
-            with (
-                context_parallel(mesh, buffers=[unused], buffer_seq_dims=[1]),
-                sdpa_kernel([backends[kernel]]),
-            ):
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
             return out.transpose(1, 2)
 
-        return run
+        with (
+            context_parallel(mesh, buffers=[unused], buffer_seq_dims=[1]),
+            sdpa_kernel([backends[kernel]]),
+        ):
+            yield run
 
     return {
         f"torch context_parallel, {kernel}, {rotate}": attend(kernel, rotate)
@@ -67,7 +72,7 @@ def _torch(causal: bool, tokens: int, key_heads: int) -> dict[str, Attend]:
     }
 
 
-def _ringmaster(causal: bool, tokens: int, key_heads: int) -> dict[str, Attend]:
+def _ringmaster(causal: bool, tokens: int, key_heads: int) -> Peers:
     if not installed("ringmaster") or not causal:
         return {}
     import ringmaster.ring.p2p_attn as p2p
@@ -82,10 +87,10 @@ def _ringmaster(causal: bool, tokens: int, key_heads: int) -> dict[str, Attend]:
         out = out[0] if isinstance(out, tuple) else out
         return out if out.shape[1] == tokens else out.transpose(1, 2)
 
-    return {"axolotl-ringmaster, zigzag": run}
+    return {"axolotl-ringmaster, zigzag": nullcontext(run)}
 
 
-def _yunchang(causal: bool, tokens: int, key_heads: int) -> dict[str, Attend]:
+def _yunchang(causal: bool, tokens: int, key_heads: int) -> Peers:
     if not installed("yunchang"):
         return {}
     from yunchang import LongContextAttention, set_seq_parallel_pg
@@ -99,18 +104,21 @@ def _yunchang(causal: bool, tokens: int, key_heads: int) -> dict[str, Attend]:
 
     for degree in (d for d in (size, size // 2) if d >= 1 and key_heads % d == 0):
         module = attend(degree)
-        found[f"yunchang, Ulysses {degree} x ring {size // degree}"] = _causal(module, causal)
+        name = f"yunchang, Ulysses {degree} x ring {size // degree}"
+        found[name] = nullcontext(_causal(module, causal))
     return found
 
 
-def _zhuzilin(causal: bool, tokens: int, key_heads: int) -> dict[str, Attend]:
+def _zhuzilin(causal: bool, tokens: int, key_heads: int) -> Peers:
     if not installed("ring_flash_attn"):
         return {}
     import ring_flash_attn as package
 
     names = ("zigzag_ring_flash_attn_func", "stripe_flash_attn_func") if causal else ()
     return {
-        f"ring-flash-attn, {name.split('_')[0]}": _causal(getattr(package, name), causal)
+        f"ring-flash-attn, {name.split('_')[0]}": nullcontext(
+            _causal(getattr(package, name), causal)
+        )
         for name in (*names, "ring_flash_attn_func")
     }
 
