@@ -13,6 +13,7 @@ WHAT = {
     "triton": "ours; merges inside, backward repeats to the bit",
     "flash-attn-2": "flash-attn 2",
     "sdpa-flash": "flash attention 2, inside PyTorch",
+    "flex": "FlexAttention, inside PyTorch; compiles each shape and predicate on first use",
     "sdpa": "PyTorch's flash on the CPU",
     "eager": "plain PyTorch, the reference of the others",
 }
@@ -57,7 +58,12 @@ comes before `triton`. *deterministic* is what `torch.use_deterministic_algorith
 a backward that repeats to the bit. A gradient through lse works with all of them.
 
 float32 runs in IEEE precision; after `torch.set_float32_matmul_precision("high")` the Triton
-kernel takes TF32.
+kernel and `flex` take TF32.
+
+A `mask_mod` on CUDA is compiled into `flex`: it may compare, compute and look up in tensors, token
+by token, and not go by values in Python (`if`, `.item()`); `kernel="eager"` takes any. An int that
+it captures is compiled in, a tensor is not. Each of a forward's calls is computed once more in
+backward. A predicate that looks at samples or heads takes a mask of its own for each.
 
 `pip install ring-attention-pytorch[triton]`, `[flash]` (flash-attn 2, which compiles) or
 `[flash4]` (a wheel) brings what a kernel needs. The two flash-attn share a package folder:

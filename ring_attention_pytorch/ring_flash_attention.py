@@ -147,7 +147,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             head of a group; twice that in 16 bits).
         mask_mod: a predicate of (sample, head, position of the query, of the key), int tensors that
             broadcast: bool, True where the key may be seen, beside all other masks. Positions are
-            those in the document. Eager kernel only.
+            those in the document. On CUDA it is compiled, by "flex": it compares, computes and
+            looks up in tensors; "eager", all that there is elsewhere, takes any.
         prefix: under causal, so many first tokens of the sequence see one another both ways;
             one number, or one for each sample.
         query_positions, key_positions: int `[n]` and `[m]`, by which causal and window go where

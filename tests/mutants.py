@@ -396,6 +396,30 @@ MUTANTS = [
         "dlse forgotten by the fast kernel", "kernels/sdpa.py", "if saved.dlse is not None:",
         "if False:",
     ),
+    Mutant(
+        "a stretch ends a column early", "kernels/flex.py", "else row + right + 1",
+        "else row + right",
+    ),
+    Mutant(
+        "stretches joined over what lies between", "kernels/flex.py", "free | (stops == start)",
+        "free | (stops <= start)",
+    ),
+    Mutant(
+        "cells that hide something are full", "kernels/flex.py", "*_in_order(count == full)",
+        "*_in_order(count > 0)",
+    ),
+    Mutant(
+        "a predicate of local places", "kernels/flex.py", "h.long(), rows_at[i], cols_at[j])",
+        "h.long(), i.long(), j.long())",
+    ),
+    Mutant(
+        "a predicate's samples count anew", "kernels/flex.py", "tiles.first + torch.arange",
+        "torch.arange",
+    ),
+    Mutant(
+        "a part's delta is the whole's", "kernels/flex.py", "- weight * saved.delta",
+        "- saved.delta",
+    ),
     # agreement
     Mutant(
         "ranks may differ", "agreement.py", "if len(found) > 1:", "if False:"
@@ -455,6 +479,7 @@ def battery() -> Iterable[Callable[[], None]]:
     yield sums_of_16_bits_are_kept_in_32
     yield prefixes_and_positions_hold
     yield a_bias_keeps_its_digits
+    yield predicates_are_fused
     yield dealt_layouts_are_even
     yield a_document_ends_where_another_begins
     yield blocks_know_their_tiles
@@ -499,6 +524,20 @@ def prefixes_and_positions_hold() -> None:
         assert max(errors.values()) < 1e-12, (name, errors)
     apart = Problem(FEATURES["mask_mod"] | FEATURES["documents"]).errors(2, "striped", "eager")
     assert max(apart.values()) < 1e-12, apart
+
+
+def predicates_are_fused() -> None:
+    """FlexAttention's adapter, over a stand-in that goes by the cells of masks."""
+    from tests.features import Problem, together
+    from tests.flex_on_cpu import stood_in
+    from tests.kernel_cases import CASES, faults
+
+    with stood_in():
+        for i in (2, 5):
+            assert not (found := faults(CASES[i], "flex", "cpu")), found
+        names = ("mask_mod", "documents", "gradient of lse")
+        errors = Problem(together(names)).errors(2, "striped", "flex")
+        assert max(errors.values()) < 1e-12, errors
 
 
 def a_bias_keeps_its_digits() -> None:

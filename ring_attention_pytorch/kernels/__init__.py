@@ -20,6 +20,7 @@ from ring_attention_pytorch.kernels import (
     eager,
     flash_attn_2,
     flash_attn_4,
+    flex,
     sdpa,
     sdpa_cudnn,
     sdpa_flash,
@@ -35,11 +36,12 @@ KERNELS: dict[str, Kernel] = {
     "triton": triton,
     "flash-attn-2": flash_attn_2,
     "sdpa-flash": sdpa_flash,
+    "flex": flex,
     "sdpa": sdpa,
     "eager": eager,
 }
 # Triton's code is made for Hopper; what flash attention 2 is made for it does best
-_BEFORE_HOPPER = ("flash-attn-2", "sdpa-flash", "triton", "sdpa", "eager")
+_BEFORE_HOPPER = ("flash-attn-2", "sdpa-flash", "triton", "flex", "sdpa", "eager")
 _WORDS = {
     "key_mask": "key mask",
     "alibi": "ALiBi",

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ring_attention_pytorch import explain_kernel, ring_attn
 from ring_attention_pytorch.contract import Case
-from ring_attention_pytorch.kernels import KERNELS, problem
+from ring_attention_pytorch.kernels import KERNELS, flex, problem
 from ring_attention_pytorch.kernels.triton import Config, configured
 from tests.kernel_cases import (
     CASES,
@@ -19,6 +20,7 @@ from tests.kernel_cases import (
     results,
     unrepeated,
 )
+from tests.reference import relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -72,12 +74,64 @@ def asked(case: KernelCase) -> Case:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("i", range(len(ALL)))
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "sdpa"])
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name not in ("sdpa", "flex")])
 def test_every_kernel_is_right_by_the_dtypes_rule(kernel, i, dtype):
     case = replace(ALL[i], dtype=dtype)
     if (why := problem(kernel, asked(case))) is not None:
         pytest.skip(why)
     assert not faults(case, kernel, "cuda"), case
+
+
+# few: each is compiled for seconds
+FLEX = [
+    replace(LONG[0], dtype=torch.bfloat16),
+    replace(LONG[2], dtype=torch.float16),
+    replace(LONG[3], dtype=torch.float32),
+    KernelCase(150, 150, ((0, 150, 0, 150, *CAUSAL),), d=(256, 256), dtype=torch.bfloat16),
+    KernelCase(150, 150, ((0, 150, 0, 150, *CAUSAL),), d=(256, 256), dtype=torch.float32),
+]
+
+
+@pytest.mark.parametrize("case", FLEX, ids=lambda case: f"{case.d}-{case.dtype}")
+def test_flex_attention_is_right_by_the_dtypes_rule(case):
+    assert problem("flex", asked(case)) is None
+    assert not faults(case, "flex", "cuda"), case
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_any_predicate_is_fused(dtype, bound):
+    """Against the eager kernel in float64; of sample, head, and a tensor of its own."""
+    draw, strangers = torch.Generator().manual_seed(0), torch.arange(1000, device="cuda") // 70
+    shapes = [(2, 1000, 8, 64), (2, 1000, 2, 64), (2, 1000, 2, 64), (2, 1000, 8, 64)]
+    q, k, v, dout = (torch.randn(s, generator=draw).to("cuda", dtype) for s in shapes)
+    mask = (torch.rand((2, 1000), generator=draw) < 0.7).cuda()
+    options = dict(
+        causal=True, key_mask=mask, alibi_slopes=torch.linspace(0, 0.1, 8, device="cuda"),
+        mask_mod=lambda b, h, i, j: (strangers[i] != strangers[j]) & ((b + h + i * j) % 3 != 0),
+    )  # fmt: skip
+    told = {name: given for name, given in options.items() if name != "causal"}
+    assert explain_kernel(q, k, v, **told).endswith("flex: runs")
+
+    def results(dtype, kernel):
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (q, k, v)]
+        out, lse = ring_attn(*leaves, **options, kernel=kernel, return_lse=True)
+        size = torch.where(lse.isinf(), 0.0, 0.1).to(lse)
+        return [out, lse, *torch.autograd.grad((out, lse), leaves, (dout.to(dtype), size))]
+
+    got, want = results(dtype, "flex"), results(torch.float64, "eager")
+    assert max(map(relative_error, got, want)) < bound
+
+
+def test_no_mask_of_pairs_is_ever_in_memory():
+    n, tokens = 2**15, torch.arange(2**15, device="cuda", dtype=torch.int32)
+    shown = flex._shown(
+        torch.zeros_like(tokens), tokens + 1, None, lambda b, h, i, j: (i + j) % 3 > 0
+    )
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    mask = flex._mask(shown, (1, 8, n, n), tokens.device)
+    assert torch.cuda.max_memory_allocated() - before < 2**27  # the pairs were 2 ** 30
+    assert mask.shape == (1, 1, n, n)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

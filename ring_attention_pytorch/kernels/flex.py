@@ -1,0 +1,235 @@
+"""PyTorch's FlexAttention (Dong et al. 2024): fused kernels for any predicate of pairs.
+
+Tiles become stretches: a row sees those columns that lie between its start and its stop. One
+mask holds one stretch of every row, so a block takes a call in most layouts, and two or three
+where documents or a window cut it; cells of the mask that show nothing cost nothing. What is
+compiled depends on shapes, so tokens are filled up to few lengths and head sizes to powers of
+two. Predicates are compiled too: they compare, compute and look up in tensors, no more.
+
+Only public functions are called, and they know no lse from elsewhere. So backward computes a part
+forward once more and differentiates it: in the whole it counts `w = exp(lse of part - lse)`, so out
+of the part has the gradient `w * dout`, and its lse `w * (dout . out of part - delta)`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, reduce
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from ring_attention_pytorch.contract import (
+    FEATURES,
+    Can,
+    Grads,
+    Keys,
+    MaskMod,
+    Package,
+    Saved,
+    Terms,
+    Tiles,
+)
+from ring_attention_pytorch.layouts import Tile
+from ring_attention_pytorch.running import Result, sum_of_products
+
+CAN = Can(
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    oldest=(8, 0),
+    widest=256,
+    features=FEATURES - {"unusual_scale", "deterministic"},
+    package=Package("triton", "triton", "3.4", "triton"),
+)
+_CELL = 128  # rows and columns of a mask that are skipped, or seen, as one
+_NARROWEST = 16  # head size that a product of matrices can take
+_VARIANTS = 256  # that may be compiled, of shapes and predicates; PyTorch's own bound is 8
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Block = tuple[list[BlockMask], ScoreMod | None]
+
+
+def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
+    for mask, score_mod in _calls(q, keys, tiles, terms):
+        given = (t.detach() for t in (q, keys.k, keys.v))  # else there were a variant of each kind
+        part, lse = _attention(*given, mask, score_mod, terms.scale)
+        result.add(slice(0, q.shape[1]), part, lse)
+
+
+def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+    for mask, score_mod in _calls(saved.q, keys, tiles, terms):
+        leaves = [t.detach().requires_grad_() for t in (saved.q, keys.k, keys.v)]
+        with torch.enable_grad():
+            part, lse = _attention(*leaves, mask, score_mod, terms.scale)
+        weight = (lse.detach() - saved.lse).exp().masked_fill(lse == -torch.inf, 0.0)
+        dout = (saved.dout * rearrange(weight, "b h n -> b n h 1")).to(part.dtype)
+        dlse = sum_of_products(dout, part.detach()) - weight * saved.delta
+        parts = torch.autograd.grad((part, lse), leaves, (dout, dlse.to(lse.dtype)))
+        for total, own in zip(grads, parts):
+            total.add(slice(0, own.shape[1]), own)
+
+
+def _calls(
+    q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms
+) -> Iterator[tuple[BlockMask, ScoreMod | None]]:
+    if not tiles or not q.numel():
+        return
+    masks, score_mod = (
+        tiles.once("flex", lambda: _block(q, keys, tiles, terms))
+        if isinstance(tiles, Tiles)
+        else _block(q, keys, tiles, terms)
+    )
+    for mask in masks:
+        yield mask, score_mod
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, score_mod: ScoreMod | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out [b, n, h, d_v] and lse [b, h, n] of what a mask shows."""
+    n, d_v = q.shape[1], v.shape[-1]
+    filled = (_heads_first(t) for t in (q, k, v))
+    out, lse = _run(_attend, *filled, mask, score_mod, scale)
+    return rearrange(out[:, :, :n, :d_v], "b h n d -> b n h d"), lse[..., :n]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, score_mod: Any, scale: float) -> Any:
+    out, more = flex_attention(
+        q, k, v, score_mod, mask, scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    return out, more.lse
+
+
+def _block(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms) -> Block:
+    """The masks of a block, one for each stretch, and what is done to its scores."""
+    (b, n, h, _), m = q.shape, keys.k.shape[1]
+    sizes = b, h, _room(n), _room(m)
+    hidden, mask_mod, at = keys.key_mask, terms.mask_mod, (None, None)
+    if hidden is not None:
+        hidden = _filled(hidden, sizes[3])
+    if mask_mod is not None or terms.alibi is not None:
+        at = [_filled(t.long(), s) for t, s in zip((tiles.rows_at, tiles.cols_at), sizes[2:])]
+    if mask_mod is not None:
+        mask_mod = _of_positions(mask_mod, tiles.first + torch.arange(b, device=q.device), *at)
+    masks = []
+    for stretch in _stretches(tiles, n):
+        shown = _shown(*_filled(stretch, sizes[2]).to(q.device), hidden, mask_mod)
+        masks.append(_mask(shown, sizes, q.device))
+    return masks, _score_mod(terms.softclamp, terms.alibi, *at)
+
+
+def _stretches(tiles: Sequence[Tile], n: int) -> list[Tensor]:
+    """Tiles as int32 `[2, n]`, each of them where columns of each row start and stop.
+
+    >>> rows = slice(0, 2)
+    >>> beside = [Tile(rows, slice(0, 3), None, None), Tile(rows, slice(3, 5), None, 0)]
+    >>> [t.tolist() for t in _stretches(beside, 3)]
+    [[[0, 0, 0], [4, 5, 0]]]
+    """
+    found: list[Tensor] = []
+    for rows, cols, left, right in tiles:
+        row = torch.arange(cols.start, cols.start + rows.stop - rows.start, dtype=torch.int32)
+        start = torch.full_like(row, cols.start) if left is None else row - left
+        stop = torch.full_like(row, cols.stop) if right is None else row + right + 1
+        start, stop = start.clamp(min=cols.start), stop.clamp(max=cols.stop)
+        for starts, stops in (t[:, rows] for t in found):
+            free = stops == 0
+            if (free | (stops == start)).all():
+                starts.copy_(torch.where(free, start, starts))
+                stops.copy_(stop)
+                break
+        else:
+            found.append(torch.zeros((2, n), dtype=torch.int32))
+            found[-1][:, rows] = torch.stack((start, stop))
+    return found
+
+
+def _shown(starts: Tensor, stops: Tensor, mask: Tensor | None, mask_mod: MaskMod | None) -> MaskMod:
+    def shown(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = (starts[i] <= j) & (j < stops[i])
+        if mask is not None:
+            seen = seen & mask[b, j]
+        return seen if mask_mod is None else seen & mask_mod(b, h, i, j)
+
+    return shown
+
+
+def _of_positions(mask_mod: MaskMod, samples: Tensor, rows_at: Tensor, cols_at: Tensor) -> MaskMod:
+    """A predicate of local indices. Kernels have 32 bits for those, positions squared need more."""
+
+    def local(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return mask_mod(samples[b], h.long(), rows_at[i], cols_at[j])
+
+    return local
+
+
+def _score_mod(
+    softclamp: float | None, alibi: Tensor | None, rows_at: Tensor | None, cols_at: Tensor | None
+) -> ScoreMod | None:
+    def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if softclamp is not None:
+            score = softclamp * torch.tanh(score / softclamp)
+        return score if alibi is None else score - alibi[h] * (rows_at[i] - cols_at[j]).abs()
+
+    return None if softclamp is None and alibi is None else changed
+
+
+def _mask(shown: MaskMod, sizes: tuple[int, ...], device: torch.device) -> BlockMask:
+    count = _run(_count, shown, sizes, device)
+    full = _CELL * _CELL
+    return BlockMask.from_kv_blocks(
+        *_in_order((count > 0) & (count < full)), *_in_order(count == full), BLOCK_SIZE=_CELL,
+        mask_mod=shown, seq_lengths=sizes[2:],
+    )  # fmt: skip
+
+
+def _count(shown: MaskMod, sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Pairs shown in each cell, [b, h, cells, cells]; b and h are 1 where nothing depends on them.
+
+    Compiled, no pair is ever held in memory.
+    """
+    b, h, i, j = (torch.arange(size, device=device) for size in sizes)
+    seen = shown(b.view(-1, 1, 1, 1), h.view(-1, 1, 1), i.unsqueeze(1), j)
+    seen = seen[(None,) * (4 - seen.ndim)]
+    return reduce(seen, "b h (n r) (m c) -> b h n m", "sum", r=_CELL, c=_CELL)
+
+
+def _in_order(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many cells of each row of cells are chosen, and which columns, the chosen ones first."""
+    which = chosen.byte().argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), which.int()
+
+
+def _heads_first(t: Tensor) -> Tensor:
+    """[b, h, tokens, head size], zeros beyond what there is; always laid out in one way."""
+    n, d = t.shape[1], t.shape[3]
+    more = 0, max(_NARROWEST, 1 << (d - 1).bit_length()) - d, 0, 0, 0, _room(n) - n
+    t = F.pad(t, more) if any(more) else t
+    return rearrange(t.contiguous(), "b n h d -> b h n d")
+
+
+def _room(length: int) -> int:
+    """That many tokens or a few more, of which there are eight between two powers of two.
+
+    >>> [_room(length) for length in (1, 129, 5000, 8192)]
+    [128, 256, 5120, 8192]
+    """
+    step = max(_CELL, 1 << max(0, (length - 1).bit_length() - 4))
+    return -(-length // step) * step
+
+
+def _filled(t: Tensor, size: int) -> Tensor:
+    """A copy with zeros behind it, up to so many."""
+    return torch.cat((t, t.new_zeros((*t.shape[:-1], size - t.shape[-1]))), -1)
+
+
+def _run(function: Callable[..., Any], *given: Any) -> Any:
+    """Compiled: a variant for each shape, option and predicate."""
+    with torch._dynamo.config.patch(recompile_limit=_VARIANTS):
+        return _compiled(function)(*given)
+
+
+@lru_cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=False)
