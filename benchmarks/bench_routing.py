@@ -5,8 +5,8 @@
     python -m benchmarks.bench_routing --device cpu --lengths 2048 4096    # a rough idea
 
 A dense block is attention to all tokens and a feed-forward of 4 dims; a routed one is CoLT5's,
-with a share of the tokens in its heavy branches. "routing" is the time of scores, soft top-k and
-selection of its three routers, forward and backward, as a share of the routed block's time.
+with a share of the tokens in its heavy branches. Of the routed block's time, forward and backward,
+"scores" is the share of its three routers' scores, and "top-k" that of soft top-k and selection.
 """
 
 import argparse
@@ -112,8 +112,10 @@ def step(block: nn.Module, x: Tensor) -> Callable[[], None]:
     return run
 
 
-def routing(block: ConditionalRoutedTransformerBlock, x: Tensor) -> Callable[[], None]:
-    """What chooses tokens in a block, and nothing else."""
+def routing(
+    block: ConditionalRoutedTransformerBlock, x: Tensor
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The scores of a block's routers; and all that chooses tokens, the scores included."""
     attn, ff = block.conditional_attn, block.conditional_ff
     causal = ff.window is not None
     picks = [
@@ -122,7 +124,11 @@ def routing(block: ConditionalRoutedTransformerBlock, x: Tensor) -> Callable[[],
         (ff.router, ff.num_heavy_tokens, causal),
     ]
 
-    def run() -> None:
+    def scores() -> None:
+        block.zero_grad()
+        torch.stack([r.scores(x).sum() for r, *_ in picks]).sum().backward()
+
+    def all_of_it() -> None:
         block.zero_grad()
         plan = RoutingPlan.make(x, layout=block.spread.layout, group=block.spread.ring(
             block.spread.ring_attn, None
@@ -130,7 +136,7 @@ def routing(block: ConditionalRoutedTransformerBlock, x: Tensor) -> Callable[[],
         found = [r.choose(x, plan, k, size=ff.window, causal=c) for r, k, c in picks]
         torch.stack([each.gates.sum() for each in found]).sum().backward()
 
-    return run
+    return scores, all_of_it
 
 
 def compare(length: int, setting: Setting, layout: str, dense: bool = True) -> dict[str, Figures]:
@@ -146,7 +152,8 @@ def compare(length: int, setting: Setting, layout: str, dense: bool = True) -> d
         block = make().to(setting.device, setting.dtype)
         found[name] = measured(step(block, x), setting)
         if name == "routed":
-            found["routing"] = measured(routing(block, x), setting)
+            names = ("scores", "routing")
+            found |= {n: measured(run, setting) for n, run in zip(names, routing(block, x))}
         del block
     return found
 
@@ -159,7 +166,8 @@ def row(length: int, found: dict[str, Figures]) -> list[str]:
         known = figures is not None
         cells += [f"{length / figures.seconds:,.0f}", f"{figures.gib:.2f}"] if known else ["", ""]
     cells.append("" if dense is None else f"{dense.seconds / routed.seconds:.2f}")
-    return [*cells, f"{100 * found['routing'].seconds / routed.seconds:.0f} %"]
+    scores, routing = (found[name].seconds / routed.seconds for name in ("scores", "routing"))
+    return [*cells, f"{scores:.1%}", f"{routing - scores:.1%}"]
 
 
 def main() -> None:
@@ -190,7 +198,8 @@ def main() -> None:
         "routed, tokens/s",
         "GiB",
         "times faster",
-        "routing",
+        "scores",
+        "top-k",
     ]
     if first:
         print(f"| {' | '.join(names)} |\n|{' --- |' * len(names)}", flush=True)

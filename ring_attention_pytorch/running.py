@@ -229,7 +229,7 @@ def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
     >>> out.flatten().tolist(), round(lse.item(), 4)
     ([0.5, 0.5], 0.6931)
     """
-    if out.is_cuda and out.dtype != torch.float64 and _has_triton():
+    if out.is_cuda and out.dtype != torch.float64 and has_triton():
         from ring_attention_pytorch._triton_rows import fused_merge_
 
         fused_merge_(out, lse, *parts)
@@ -249,7 +249,7 @@ def add_(total: Tensor, *parts: Tensor, fresh: bool = False) -> None:
         total.zero_()
     elif fresh and len(parts) == 1:
         total.copy_(parts[0])
-    elif total.is_cuda and total.dtype != torch.float64 and _has_triton():
+    elif total.is_cuda and total.dtype != torch.float64 and has_triton():
         from ring_attention_pytorch._triton_rows import fused_add_
 
         fused_add_(total, *parts, fresh=fresh)
@@ -263,7 +263,7 @@ def add_(total: Tensor, *parts: Tensor, fresh: bool = False) -> None:
 
 def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     """[b, h, n] in the accumulator's dtype: of two `[b, n, h, d]` each row's inner product."""
-    if a.is_cuda and a.dtype != torch.float64 and _has_triton():
+    if a.is_cuda and a.dtype != torch.float64 and has_triton():
         from ring_attention_pytorch._triton_rows import fused_sum_of_products
 
         return fused_sum_of_products(a, b)
@@ -272,7 +272,8 @@ def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether the passes over memory that are fused can be."""
     try:
         import triton  # noqa: F401
     except ImportError:

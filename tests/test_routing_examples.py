@@ -79,6 +79,6 @@ def test_training_over_processes_gives_one_process_losses() -> None:
 def test_the_benchmark_runs(causal: bool) -> None:
     setting = bench_routing.Setting("cpu", torch.float32, 16, 2, 1 / 8, 8, causal, repeats=1)
     found = bench_routing.compare(64, setting, "contiguous")
-    assert set(found) == {"dense", "routed", "routing"}
+    assert set(found) == {"dense", "routed", "scores", "routing"}
     assert all(figures.seconds > 0 for figures in found.values())
-    assert len(bench_routing.row(64, found)) == 7
+    assert len(bench_routing.row(64, found)) == 8

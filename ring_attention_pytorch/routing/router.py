@@ -30,7 +30,7 @@ from ring_attention_pytorch.routing.soft_topk import (
     gates,
     threshold,
 )
-from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.running import accumulator, has_triton, sum_of_products
 from ring_attention_pytorch.sharding import Spread
 
 Tokens = int | float
@@ -69,6 +69,9 @@ class _Scores(Function):
     def forward(ctx: Any, x: Tensor, toward: Tensor) -> Tensor:
         ctx.save_for_backward(x, toward)
         routes = toward.unsqueeze(-2).unbind(1)
+        if x.is_cuda and x.dtype != torch.float64 and has_triton():
+            along = (t.expand(x.shape).unsqueeze(2) for t in routes)
+            return torch.cat([sum_of_products(x.unsqueeze(2), t) for t in along], 1)
         return torch.cat([
             torch.stack([(part.to(toward.dtype) * t).sum(-1) for t in routes], 1)
             for part in x.split(_AT_ONCE, 1)
@@ -302,7 +305,9 @@ class CoordinateDescentRouter(nn.Module):
         if plan.mask is not None:
             hidden = wide.masked_fill(~plan.mask.unsqueeze(1), -torch.inf)
         a = threshold(hidden, solution, at // size, plan.ring, self.passes.slope)
-        p = gates(wide, a.index_select(-1, (at // size - int(causal)).clamp(min=0)), solution.eps)
+        if a.shape[-1] > 1:  # else it is everyone's; to pick it for each would add up one by one
+            a = a.index_select(-1, (at // size - int(causal)).clamp(min=0))
+        p = gates(wide, a, solution.eps)
         p = p.masked_fill(at < size * causal, 0.0)
         if plan.mask is not None:
             p = p.masked_fill(~plan.mask.unsqueeze(1), 0.0)
