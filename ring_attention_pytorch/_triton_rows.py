@@ -120,10 +120,13 @@ def _add_kernel(
 
 
 def fused_add_(total: Tensor, *parts: Tensor, fresh: bool) -> None:
-    """`running.add_` on a GPU, of one to four parts."""
+    """`running.add_` on a GPU, four parts at a time."""
     b, n, h, d = total.shape
     if total.numel() == 0:
         return
+    if len(parts) > 4:
+        fused_add_(total, *parts[:4], fresh=fresh)
+        parts, fresh = parts[4:], False
     slots = [*parts, *parts[:1] * 3][:4]  # those beyond are not read
     width = triton.next_power_of_2(d)
     rows = max(1, _ELEMENTS // width)

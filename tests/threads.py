@@ -6,8 +6,8 @@ only when its receiver waits, so a sender that touches it too early is found out
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, Queue
 from typing import Any
 
@@ -127,15 +127,8 @@ class ThreadShelf:
         self.turn = 1 - self.turn
         return self.hub.shelves[self.name, self.rank][self.turn].fill_(255)
 
-    @contextmanager
-    def published(self, stream: None, written: None) -> Iterator[threading.Event]:
+    def publish(self) -> None:
         self.hub.barrier.wait()
-        done = threading.Event()
-        yield done
-        done.set()
-
-    def written(self) -> None:
-        return None
 
     def of(self, rank: int) -> Tensor:
         return self.hub.shelves[self.name, rank][self.turn]
@@ -145,11 +138,22 @@ class ThreadSpace:
     """A `symmetric.Space` of threads."""
 
     def __init__(self, ring: ThreadRing):
-        self.hub, self.rank, self.stream = ring.hub, ring.rank, None
+        self.hub, self.rank = ring.hub, ring.rank
         self.keys, self.grads = (ThreadShelf(ring.hub, name, ring.rank) for name in ("k", "g"))
 
     def begin(self) -> None:
         self.hub.barrier.wait()
+
+    def follow(self) -> None:
+        pass
+
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def done(self) -> threading.Event:
+        done = threading.Event()
+        done.set()
+        return done
 
     def make_room(self, group: None, keys: int, grads: int) -> None:
         for name, nbytes in (("k", keys), ("g", grads)):

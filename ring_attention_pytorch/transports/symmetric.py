@@ -1,16 +1,16 @@
 """Gathering by copy engines, out of memory that all ranks of an NVLink domain can read.
 
 A rank writes its keys, or the gradients of others' keys, into its own shelf; the others pull
-what they need on a stream of its own. Whoever pulls keys does so by copies between contiguous
-memory, which take no multiprocessors; an owner adds the gradients that it pulls in one order.
+what they need. All of that is on a stream of its own, beside the kernels. Whoever pulls keys does
+so by copies between contiguous memory, which take no multiprocessors; an owner adds the gradients
+that it pulls in one order.
 """
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.running import Sum
+from ring_attention_pytorch.running import Sum, add_
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
 from ring_attention_pytorch.transports.pieces import (
@@ -33,81 +33,72 @@ from ring_attention_pytorch.transports.pieces import (
     tokens,
 )
 
-
-class Done(Protocol):
-    """An event of the device."""
-
-    def wait(self) -> None:
-        """Let the current stream wait for it."""
+Part = tuple[tuple[int, int], Tensor]  # own columns from and to, and a share of their gradient
 
 
 class Shelf:
     """Memory of one rank that all others read, in two halves that are written in turn.
 
-    Each turn is `own`, to write, and `published`, to read the others'; all ranks take the same
-    turns. There is one barrier a turn: who passes it knows that all have written this half,
-    and that nobody still reads the other, for its readers came to this barrier after that.
+    Each turn is `own`, to write, `publish`, and `of`, to read the others'; all ranks take the
+    same turns on one stream. Who passes the barrier of a turn knows that all have written this
+    half, and that nobody still reads the other, for its readers came here after that.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int):
         import torch.distributed._symmetric_memory as symmetric
 
-        self.nbytes, self.turn, self.device = nbytes, 0, device
+        self.nbytes, self.turn = nbytes, 0
         self.memory = symmetric.empty((2, nbytes), dtype=torch.uint8, device=device)
         self.handle = symmetric.rendezvous(self.memory, group.group_name)
         self.halves = [
             self.handle.get_buffer(rank, (2, nbytes), torch.uint8) for rank in range(group.size())
         ]
 
-    def begin(self) -> None:
-        """Nobody reads either half any more."""
-        self.turn, self.passed = 0, torch.cuda.Event()
-
     def own(self) -> Tensor:
-        """The half that is to be written next, on the current stream."""
-        self.turn += 1
-        if self.turn > 2:
-            self.passed.wait()
-        return self.memory[self.turn % 2]
+        """The half that is to be written next."""
+        self.turn = 1 - self.turn
+        return self.memory[self.turn]
 
-    def written(self) -> torch.cuda.Event:
-        """An event of the current stream, when all is written that is to be read."""
-        return torch.cuda.current_stream(self.device).record_event()
-
-    @contextmanager
-    def published(self, stream: torch.cuda.Stream, written: torch.cuda.Event) -> Iterator[Done]:
-        """On that stream, after all have written; what is yielded comes when the block is over."""
-        stream.wait_event(written)
-        done = torch.cuda.Event()
-        with torch.cuda.stream(stream):
-            self.handle.barrier(channel=0)
-            self.passed.record()
-            yield done
-            done.record()
+    def publish(self) -> None:
+        """Pass when all have come here."""
+        self.handle.barrier(channel=0)
 
     def of(self, rank: int) -> Tensor:
         """What a rank has written this turn."""
-        return self.halves[rank][self.turn % 2]
+        return self.halves[rank][self.turn]
 
 
 class Space:
-    """All that the ranks of a group share: two shelves, for all layers, and a stream."""
+    """All that the ranks of a group share: two shelves, for all layers, and a stream.
+
+    The stream goes first where both it and kernels could: what it does is short, and waited for.
+    """
 
     def __init__(self, group: ProcessGroup, device: torch.device):
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.device, self.stream = device, torch.cuda.Stream(device, priority=-1)
         self.keys, self.grads = (Shelf(group, device, 1 << 10) for _ in range(2))
 
     def begin(self) -> None:
-        """Wait, on the current stream, until nobody reads what was written before.
+        """Let nobody write until nobody reads what was written before.
 
-        So a call depends on no event of another, and may be captured in a CUDA graph.
+        Turn after turn that is so anyway; but a CUDA graph begins with the half with which it
+        began, whatever was read last.
         """
-        if not torch.cuda.is_current_stream_capturing():
-            # the call before may have been on another stream; a graph's is over when it ends
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        self.keys.handle.barrier(channel=1)
-        self.keys.begin()
-        self.grads.begin()
+        self.follow()
+        with self.beside():
+            self.keys.handle.barrier(channel=1)
+
+    def follow(self) -> None:
+        """Let the stream wait for what the current one was told so far."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def beside(self) -> AbstractContextManager[None]:
+        """On the stream."""
+        return torch.cuda.stream(self.stream)
+
+    def done(self) -> torch.cuda.Event:
+        """An event for what the stream was told so far; its `wait` is the current stream's."""
+        return self.stream.record_event()
 
     def make_room(self, group: ProcessGroup, keys: int, grads: int) -> None:
         """At least so many bytes on each shelf. All ranks call this together."""
@@ -185,15 +176,17 @@ class SymmetricGather(Gather):
         rank, space = self.ring.rank, self.space
         tensors = [t for t in own[:3] if t is not None]
         form = form_of(tensors, own.k.shape[1])
-        packed(tensors, form, into=space.keys.own()[: message_bytes(form)])
         pieces = group.pieces(rank)
         whole = [t.new_empty((t.shape[0], tokens(pieces), *t.shape[2:])) for t in tensors]
         starts = dict(zip(pieces, accumulate((p.segment.length for p in pieces), initial=0)))
-        written = space.keys.written()
+        space.follow()
+        with space.beside():
+            packed(tensors, form, into=space.keys.own()[: message_bytes(form)])
 
         def pull() -> list[Tensor]:
             # told to the device only now, when the kernel that runs beside it has been launched
-            with space.keys.published(space.stream, written) as done:
+            with space.beside():
+                space.keys.publish()
                 for owner in self._owners(group.distances):  # each rank begins with another one
                     theirs = form_of(tensors, self.lengths[owner])
                     message = space.keys.of(self.ranks[owner])[: message_bytes(theirs)]
@@ -201,7 +194,7 @@ class SymmetricGather(Gather):
                         for piece in of_owner(pieces, owner):
                             start = starts[piece]
                             _copy(place[:, start : start + piece.segment.length], t[:, piece.cols])
-            done.wait()
+            space.done().wait()
             return whole
 
         return pull
@@ -215,20 +208,30 @@ class SymmetricGather(Gather):
         own: tuple[Sum, Sum],
     ) -> Callable[[], None]:
         rank, space, kinds = self.ring.rank, self.space, own_keys[:2]
-        if grads is None:
-            space.grads.own()  # it is everyone's turn
-        else:
-            parts = [total.final() for total in grads]
-            form = form_of(kinds, parts[0].shape[1])
-            packed(parts, form, into=space.grads.own()[: message_bytes(form)])
-        with space.grads.published(space.stream, space.grads.written()) as done:
+        parts = None if grads is None else [total.final() for total in grads]
+        space.follow()
+        with space.beside():
+            memory = space.grads.own()  # it is everyone's turn
+            if parts is not None:
+                form = form_of(kinds, parts[0].shape[1])
+                packed(parts, form, into=memory[: message_bytes(form)])
+            space.grads.publish()
+            found: tuple[list[Part], list[Part]] = [], []
             for user in self._users(group.distances):
-                theirs = now[user]
-                form = form_of(kinds, tokens(theirs))
+                form = form_of(kinds, tokens(now[user]))
                 message = space.grads.of(self.ranks[user])[: message_bytes(form)]
-                for total, part in zip(own, opened(message, form)):
-                    _add_own(total.running(), part, theirs, rank)
-        return done.wait
+                for mine, part in zip(found, opened(message, form)):
+                    mine += _of_own(part, now[user], rank)
+            for total, mine in zip(own, found):
+                _add(total.running(), mine)
+            done = space.done()
+
+        def wait() -> None:
+            nonlocal parts
+            done.wait()
+            parts = None  # until now the stream may have read them
+
+        return wait
 
 
 def _room(nbytes: int) -> int:
@@ -242,9 +245,19 @@ def _copy(place: Tensor, t: Tensor) -> None:
         sample.copy_(given)
 
 
-def _add_own(total: Tensor, part: Tensor, pieces: Pieces, owner: int) -> None:
-    """Add the owner's columns of what somebody computed for all of these pieces."""
+def _of_own(part: Tensor, pieces: Pieces, owner: int) -> Iterator[Part]:
+    """The owner's columns, and what somebody who computed on all of these pieces found there."""
     starts = accumulate((p.segment.length for p in pieces), initial=0)
     for start, piece in zip(starts, pieces):
         if piece.owner == owner:
-            total[:, piece.cols] += part[:, start : start + piece.segment.length]
+            at = piece.first, piece.first + piece.segment.length
+            yield at, part[:, start : start + piece.segment.length]
+
+
+def _add(total: Tensor, parts: Iterable[Part]) -> None:
+    """Those of the same columns in one pass, in the order given."""
+    by_columns: dict[tuple[int, int], list[Tensor]] = {}
+    for at, part in parts:
+        by_columns.setdefault(at, []).append(part)
+    for (start, stop), found in by_columns.items():
+        add_(total[:, start:stop], *found)
