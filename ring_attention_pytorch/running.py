@@ -159,6 +159,13 @@ class Sum:
             self._parts.append((at, total))
         return total, True
 
+    def move_to(self, whole: "Sum", first: int) -> None:
+        """Add all that there is to another sum, whose token `first` is the first one here."""
+        parts = self._parts if self._wide is None else [(self._whole, self._wide)]
+        for at, part in parts:
+            whole.add(slice(first + at.start, first + at.stop), part)
+        self._parts, self._wide = [], None
+
     def samples(self, which: slice) -> "Sum":
         """That of some samples, in the same memory."""
         if which == slice(None):

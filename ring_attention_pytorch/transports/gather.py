@@ -95,7 +95,7 @@ class Gather:
         if going is not None:
             going()
         for total, part in zip(own, grads):
-            total.add(last, part.running())
+            part.move_to(total, half)
 
     def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Round, Keys | None]]:
         """Own keys, and then each round of each group: None where this rank has no part in it."""

@@ -1,9 +1,8 @@
 """Gathering by copy engines, out of memory that all ranks of an NVLink domain can read.
 
 A rank writes its keys, or the gradients of others' keys, into its own shelf; the others pull
-what they need. All of that is on a stream of its own, beside the kernels. Whoever pulls keys does
-so by copies between contiguous memory, which take no multiprocessors; an owner adds the gradients
-that it pulls in one order.
+what they need on a stream of its own. Whoever pulls keys does so by copies between contiguous
+memory, which take no multiprocessors; an owner adds the gradients that it pulls in one order.
 """
 
 import socket
@@ -40,8 +39,8 @@ class Shelf:
     """Memory of one rank that all others read, in two halves that are written in turn.
 
     Each turn is `own`, to write, `publish`, and `of`, to read the others'; all ranks take the
-    same turns on one stream. Who passes the barrier of a turn knows that all have written this
-    half, and that nobody still reads the other, for its readers came here after that.
+    same turns, and come to one when they have read what the last one brought. Who passes the
+    barrier of a turn knows that all have written this half, and that nobody reads the other.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int):
@@ -79,14 +78,15 @@ class Space:
         self.keys, self.grads = (Shelf(group, device, 1 << 10) for _ in range(2))
 
     def begin(self) -> None:
-        """Let nobody write until nobody reads what was written before.
+        """Wait until nobody reads what was written before.
 
         Turn after turn that is so anyway; but a CUDA graph begins with the half with which it
         began, whatever was read last.
         """
-        self.follow()
-        with self.beside():
-            self.keys.handle.barrier(channel=1)
+        if not torch.cuda.is_current_stream_capturing():
+            # the call before may have been on another stream; a graph's is over when it ends
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        self.keys.handle.barrier(channel=1)
 
     def follow(self) -> None:
         """Let the stream wait for what the current one was told so far."""
@@ -179,14 +179,14 @@ class SymmetricGather(Gather):
         pieces = group.pieces(rank)
         whole = [t.new_empty((t.shape[0], tokens(pieces), *t.shape[2:])) for t in tensors]
         starts = dict(zip(pieces, accumulate((p.segment.length for p in pieces), initial=0)))
+        packed(tensors, form, into=space.keys.own()[: message_bytes(form)])
+        # before the kernel that runs beside the copies: else it might have to wait for room there
+        space.keys.publish()
         space.follow()
-        with space.beside():
-            packed(tensors, form, into=space.keys.own()[: message_bytes(form)])
 
         def pull() -> list[Tensor]:
-            # told to the device only now, when the kernel that runs beside it has been launched
+            # told to the device only now, when that kernel has been launched
             with space.beside():
-                space.keys.publish()
                 for owner in self._owners(group.distances):  # each rank begins with another one
                     theirs = form_of(tensors, self.lengths[owner])
                     message = space.keys.of(self.ranks[owner])[: message_bytes(theirs)]
