@@ -19,6 +19,7 @@ REFUSED = {
     frozenset(("positions", "prefix")): "prefix needs causal=True, and no documents",
     frozenset(("cu_seqlens", "positions")): "documents have positions of their own",
     frozenset(("documents", "positions")): "documents have positions of their own",
+    frozenset(("positions", "dropout")): "dropout draws by positions",
 }
 
 
