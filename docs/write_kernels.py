@@ -31,6 +31,7 @@ COLUMNS = {
     "deterministic": "deterministic",
     "alibi": "ALiBi",
     "mask_mod": "mask_mod",
+    "dropout": "dropout",
 }
 PAGE = """# Kernels
 

@@ -1,6 +1,7 @@
 """What can be wrong with tensors and options, and what ranks must have the same of them."""
 
 import math
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -125,8 +126,24 @@ def check_cross(queries: list[int], keys: list[int], visible: Visible, packed: b
         )
 
 
+def segments_of_two(
+    layout: Layout, queries: list[int], keys: list[int], counted: bool
+) -> tuple[tuple[Segments, ...], tuple[Segments, ...]]:
+    """Those of queries and of keys that are another sequence, in the order of ranks.
+
+    Without a mask positions decide nothing; where queries are `counted` their layout matters.
+
+    Raises:
+        ValueError: counted queries are not the layout's.
+    """
+    if counted and layout != "contiguous":
+        return segments_by_layout("ring attention", layout, queries), one_after_another(keys)
+    return one_after_another(queries), one_after_another(keys)
+
+
 def one_after_another(lengths: list[int]) -> tuple[Segments, ...]:
-    return tuple((Segment(0, 1, n),) if n else () for n in lengths)
+    starts = accumulate(lengths, initial=0)
+    return tuple((Segment(start, 1, n),) if n else () for start, n in zip(starts, lengths))
 
 
 def segments_by_layout(caller: str, layout: Layout, lengths: list[int]) -> tuple[Segments, ...]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.dropout import Dropout
 from ring_attention_pytorch.layouts import Segments, Tile
 from ring_attention_pytorch.running import Result, Sum, sum_of_products
 
@@ -24,6 +25,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # what a kernel may lack; each is a field of `Case`
 FEATURES = frozenset(
     {"window", "key_mask", "softclamp", "unusual_scale", "deterministic", "alibi", "mask_mod"}
+    | {"dropout"}
 )
 
 
@@ -45,6 +47,7 @@ class Terms(NamedTuple):
 
     Less `alibi` [h] times the distance of the positions in `Tiles`, where there is alibi; and
     `mask_mod` says of (sample, head, position of query, of key) whether the key may be seen.
+    `dropout` drops probabilities by the numbers in `Tiles`; lse is without it.
     `bucket_size` is no part of that: it bounds the rows of a tile that are computed at once.
     """
 
@@ -53,6 +56,7 @@ class Terms(NamedTuple):
     bucket_size: int
     alibi: Tensor | None = None
     mask_mod: MaskMod | None = None
+    dropout: Dropout | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Saved:
     def delta(self) -> Tensor:
         """The row sum of dout * out, less dlse: d(score) = p * (dout.v - delta).
 
+        Under dropout dout.v is what is left of it, and so it is in out.
         Made once, for the kernels that ask for it.
         """
         delta = sum_of_products(self.dout, self.out)
@@ -98,13 +103,16 @@ class Tiles(tuple[Tile, ...]):
     """The tiles of a block, with room for what a kernel makes of them once.
 
     `rows_at` and `cols_at` are the positions of its queries and keys, int32 `[n]` and `[m]`,
-    where `Terms` need them; `first` is its first sample's number.
+    where `Terms` need them; `first` is its first sample's number. Dropout draws by
+    `row_numbers` and `col_numbers`, int32 too, no two of them alike: documents share positions.
     """
 
     first: int = 0
 
     rows_at: Tensor | None = None
     cols_at: Tensor | None = None
+    row_numbers: Tensor | None = None
+    col_numbers: Tensor | None = None
 
     def once(self, what: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` gives, made when first asked for."""
@@ -132,6 +140,7 @@ class Case(NamedTuple):
     deterministic: bool = False
     alibi: bool = False
     mask_mod: bool = False
+    dropout: bool = False
     named: bool = False
 
     @classmethod
@@ -140,21 +149,22 @@ class Case(NamedTuple):
         q: Tensor,
         v: Tensor,
         *,
-        window: int | None = None,
-        key_mask: Tensor | None = None,
         scale: float | None = None,
-        softclamp: float | None = None,
         alibi_slopes: Tensor | None = None,
-        mask_mod: MaskMod | None = None,
+        dropout: float = 0.0,
+        **others: object,
     ) -> "Case":
-        """What tensors like these and options ask for, torch.use_deterministic_algorithms too."""
+        """What tensors like these and options ask for, torch.use_deterministic_algorithms too.
+
+        `others` are window, key_mask, softclamp and mask_mod, None where they are not given.
+        """
         return cls(
             q.device.type, q.dtype, d=q.shape[-1], d_v=v.shape[-1],
             capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
-            window=window is not None, key_mask=key_mask is not None,
-            unusual_scale=scale is not None and scale <= 0, softclamp=softclamp is not None,
+            unusual_scale=scale is not None and scale <= 0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            alibi=alibi_slopes is not None, mask_mod=mask_mod is not None,
+            alibi=alibi_slopes is not None, dropout=dropout > 0,
+            **{name: value is not None for name, value in others.items()},
         )  # fmt: skip
 
 

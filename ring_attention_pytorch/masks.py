@@ -6,7 +6,7 @@ All of it comes down to segments and pieces of positions, so that masks stay ban
 import json
 from collections.abc import Sequence
 from hashlib import sha256
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -47,6 +47,12 @@ def gather_positions(ring: Ring, own: Sequence[Tensor]) -> list[tuple[Segments, 
     """Positions `[n]` of queries and of keys as every rank's segments, by two exchanges."""
     notes = tell(ring, [_runs(t.cpu().long()) for t in own])
     return [tuple(tuple(Segment(*s) for s in note[i]) for note in notes) for i in range(len(own))]
+
+
+def repeats(everyone: tuple[Segments, ...]) -> bool:
+    """Whether two tokens of a sequence have one position, their segments ascending by one."""
+    found = sorted(segment for held in everyone for segment in held)
+    return any(a.start + a.length > b.start for a, b in pairwise(found))
 
 
 def _runs(at: Tensor) -> list[tuple[int, int, int]]:

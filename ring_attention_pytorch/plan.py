@@ -1,7 +1,7 @@
 """What a ring attention does, decided before it starts and agreed by all ranks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from ring_attention_pytorch.checks import (
     agreed_shapes,
     check_cross,
     like_autocast,
-    one_after_another,
     option_problem,
     qkv_problem,
     segments_by_layout,
+    segments_of_two,
 )
 from ring_attention_pytorch.contract import Case, Keys, MaskMod, Terms, Tiles, Transport
 from ring_attention_pytorch.cost import choose_transport
@@ -28,6 +28,7 @@ from ring_attention_pytorch.documents import (
     documents_problem,
     whole_packing,
 )
+from ring_attention_pytorch.dropout import Dropout, dropout_problem, own_seed
 from ring_attention_pytorch.kernels import Chosen, choose
 from ring_attention_pytorch.layouts import (
     Layout,
@@ -45,6 +46,7 @@ from ring_attention_pytorch.masks import (
     positions_seen,
     prefix_digest,
     prefix_problem,
+    repeats,
 )
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 from ring_attention_pytorch.running import accumulator
@@ -92,7 +94,7 @@ class RingPlan:
     samples: list[tuple[slice, Visible]]  # that see alike
     packing: Packing | None = None  # the documents of each sample
     _tiles: dict[Segments, list[tuple[slice, Tiles]]] = field(
-        default_factory=dict, init=False, compare=False, repr=False
+        default_factory=dict, compare=False, repr=False
     )
 
     @classmethod
@@ -125,6 +127,8 @@ class RingPlan:
         prefix: Prefix = None,
         query_positions: Tensor | None = None,
         key_positions: Tensor | None = None,
+        dropout: float | int = 0.0,
+        dropout_seed: int | None = None,
         also: Mapping[str, Any] | None = None,
     ) -> "RingPlan":
         """The plan for tensors like these; of q, k, v and sinks their values don't matter.
@@ -160,6 +164,7 @@ class RingPlan:
         problem = problem or mask_mod_problem(mask_mod, q.device)
         problem = problem or prefix_problem(prefix, len(q), causal and not packed and not placed)
         problem = problem or positions_problem(query_positions, key_positions, q, k, packed)
+        problem = problem or dropout_problem(dropout, dropout_seed)
         problem = problem or transport_problem(transport, memory)
         problem = problem or ulysses_problem(
             ulysses, ring.size, q.shape[2], sinks=sinks, alibi_slopes=alibi_slopes,
@@ -171,7 +176,7 @@ class RingPlan:
             q, k = widened(q, more), widened(k, more)
         if problem is None:
             asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
-            asked |= dict(alibi_slopes=alibi_slopes, mask_mod=mask_mod)
+            asked |= dict(alibi_slopes=alibi_slopes, mask_mod=mask_mod, dropout=dropout)
             try:
                 chosen = choose(kernel, Case.of(q, v, **asked))
             except ValueError as error:
@@ -189,9 +194,12 @@ class RingPlan:
                 key_bias=None if key_bias is None else list(key_bias.shape[2:]),
                 mask_mod="given" if mask_mod is not None else None,
                 alibi_slopes="given" if alibi_slopes is not None else None,
+                dropout=dropout, dropout_seed=dropout_seed,
                 **{"kernel chosen": chosen.name},
             ),
-            own={} if problem else {"n": q.shape[1], "m": k.shape[1]},
+            own={} if problem else {
+                "n": q.shape[1], "m": k.shape[1], "seed": own_seed(dropout, dropout_seed)
+            },
             problem=problem,
             everywhere={
                 "documents": "given" if documents is not None else None,
@@ -211,21 +219,27 @@ class RingPlan:
         if placed:
             of_both = (query_positions, key_positions)
             query_segments, key_segments = gather_positions(ring, of_both)
+            if dropout and (repeats(query_segments) or repeats(key_segments)):
+                raise ValueError(
+                    "ring attention: dropout draws by positions, so those of queries must all "
+                    "differ, and those of keys; leave out what repeats, or dropout"
+                )
         elif cross:
             check_cross(queries, keys, visible, packed)
-            # without a mask positions decide nothing, so any will do
-            query_segments, key_segments = (one_after_another(n) for n in (queries, keys))
+            query_segments, key_segments = segments_of_two(layout, queries, keys, dropout > 0)
         else:
             query_segments = key_segments = segments_by_layout("ring attention", layout, queries)
         packing = whole_packing(ring, documents, cu_seqlens, query_segments, q.shape[0])
         samples = by_sample(visible, packing, prefix, len(q))
         seen = _seen_by_any(samples, visible, prefix is not None)
         blocks, swap, over = Blocks(query_segments, key_segments, *seen), None, ring
+        first_head = 0
         # a copy: whoever reuses the mask's memory would change gradients without a word
         key_mask = None if key_mask is None else key_mask.clone()
         if 1 < ulysses <= ring.size:
             swap, *landed = Ulysses.make(ring, ulysses, blocks[:2], (q.shape[2], k.shape[2]))
             blocks, over = Blocks(*landed, *seen), swap.ring
+            first_head = swap.queries.heads[swap.together.rank][0]
             key_mask = None if key_mask is None else swap.whole_mask(key_mask)
         job = _job(q, k, v, swap)
         if transport is None and memory is None:
@@ -243,6 +257,7 @@ class RingPlan:
                 bucket_size,
                 None if alibi_slopes is None else alibi_slopes.to(accumulator(q.dtype), copy=True),
                 mask_mod,
+                Dropout(dropout, lengths[0]["seed"], first_head) if dropout else None,
             ),
             kernel=chosen,
             transport=make_transport(transport, over, blocks, at_once, job, q.device),
@@ -271,6 +286,17 @@ class RingPlan:
         found = [documents.positions(mine) for documents in self.packing]
         alike = len(set(self.packing)) == 1
         return (found[0] if alike else torch.stack(found)).to(device)
+
+    def for_layer(self, number: int) -> "RingPlan":
+        """This plan, but dropout draws otherwise for each number; without dropout, this plan.
+
+        Nothing is exchanged or made anew. Layers that share a plan would drop alike.
+        """
+        if self.terms.dropout is None:
+            return self
+        return replace(
+            self, terms=self.terms._replace(dropout=self.terms.dropout.for_layer(number))
+        )
 
     def keys(self, k: Tensor, v: Tensor) -> Keys:
         """This rank's keys, heads swapped if they are, as the transport wants them."""
@@ -303,10 +329,15 @@ class RingPlan:
 
     def _of_block(self, queries: Segments, keys: Keys, some: slice, seen: Visible) -> Tiles:
         found = Tiles(tiles(queries, keys.segments, seen))
+        found.first = some.start or 0
         if self.terms.alibi is not None or self.terms.mask_mod is not None:
-            found.first = some.start or 0
             found.rows_at, found.cols_at = (
                 positions_seen(segments, seen).to(keys.k.device, torch.int32)
+                for segments in (queries, keys.segments)
+            )
+        if self.terms.dropout is not None:
+            found.row_numbers, found.col_numbers = (
+                segment_positions(segments).to(keys.k.device, torch.int32)
                 for segments in (queries, keys.segments)
             )
         return found

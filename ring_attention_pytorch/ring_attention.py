@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ring_attention_pytorch.agreement import agree
 from ring_attention_pytorch.checks import over_ring_problem
 from ring_attention_pytorch.documents import Borders, documents_problem, local_packing
+from ring_attention_pytorch.dropout import dropout_problem
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.layouts import Layout, Visible
 from ring_attention_pytorch.plan import RingPlan, other_way_problem
@@ -53,6 +54,7 @@ class RingAttention(nn.Module):
             default group.
         softclamp: c makes scores s into c * tanh(s / c).
         kernel, transport, ulysses, memory: of `ring_attn`; all but kernel need the ring.
+        dropout: of `ring_attn`, in training only. Layers that share a plan: `plan.for_layer(i)`.
 
     Raises:
         ValueError: arguments that contradict one another.
@@ -91,6 +93,7 @@ class RingAttention(nn.Module):
         ulysses: int = 1,
         memory: int | None = None,
         rotary_restart: bool = False,
+        dropout: float | int = 0.0,
     ):
         super().__init__()
         auto_shard_seq = ring_attn if auto_shard_seq is None else auto_shard_seq
@@ -117,20 +120,20 @@ class RingAttention(nn.Module):
             raise ValueError("use_cuda_kernel=True: leave it None, and choose with kernel=")
         if rotary_restart and not rotary_embed:
             raise ValueError("rotary_restart needs rotary_embed=True: there is nothing to restart")
-        if force_regular_attn and kernel is not None:
-            raise ValueError(f"force_regular_attn uses no kernel, got kernel={kernel!r}")
+        if force_regular_attn and (kernel is not None or dropout > 0):
+            got = f"{kernel!r} and {dropout}"
+            raise ValueError(f"force_regular_attn uses no kernel and no dropout, got {got}")
         over_ring = dict(transport=transport, ulysses=ulysses, memory=memory)
-        if problem := over_ring_problem(ring_attn and not force_regular_attn, heads, **over_ring):
+        problem = over_ring_problem(ring_attn and not force_regular_attn, heads, **over_ring)
+        if problem := problem or dropout_problem(dropout, None):
             raise ValueError(problem)
         self.over_ring = over_ring
         self.spread = Spread.make(
             ring_attn, auto_shard_seq, causal, ring_seq_size, layout, striped_ring_attn, group
         )
         self.causal, self.window, self.softclamp = causal, max_lookback_seq_len, softclamp
-        self.force_regular_attn, self.bucket_size, self.kernel = (
-            force_regular_attn, bucket_size, kernel,
-        )  # fmt: skip
-        self.heads, self.dim_head = heads, dim_head
+        self.force_regular_attn, self.bucket_size = force_regular_attn, bucket_size
+        self.heads, self.dim_head, self.kernel, self.dropout = heads, dim_head, kernel, dropout
         self.key_heads = heads // num_grouped_query_heads
 
         self.rotary_embed = (
@@ -265,16 +268,18 @@ class RingAttention(nn.Module):
             raise ValueError("a plan is for tokens sharded by hand, and for the ring's kernels")
         if given := [name for name, value in decided.items() if value is not None]:
             raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
-        mine = (Visible(self.causal, self.window), self.softclamp)
+        mine = (Visible(self.causal, self.window), self.softclamp, self._rate)
+        drops = plan.terms.dropout.rate if plan.terms.dropout else 0.0
         by_name = isinstance(plan.layout, str)
         if plan.ring.size > 1 and by_name and plan.layout != self.spread.layout:
             raise ValueError(
                 f"the plan has layout={plan.layout!r}, the module {self.spread.layout!r}"
             )
-        if (plan.visible, plan.terms.softclamp) != mine:
+        if (plan.visible, plan.terms.softclamp, drops) != mine:
             raise ValueError(
-                f"the plan shows {plan.visible} with softclamp={plan.terms.softclamp}, "
-                f"this module wants {mine[0]} with {mine[1]}; make it with RingAttention.plan"
+                f"the plan shows {plan.visible} with softclamp={plan.terms.softclamp} and "
+                f"dropout={drops}, this module wants {mine[0]} with {mine[1]} and {mine[2]} (in "
+                f"training: {self.training}); make it with RingAttention.plan"
             )
         if self.kernel is not None and not f"{plan.kernel.name}-".startswith(f"{self.kernel}-"):
             raise ValueError(f"the plan uses another kernel than this module's {self.kernel!r}")
@@ -327,9 +332,14 @@ class RingAttention(nn.Module):
         usual = dict(layout=self.spread.layout, cross=False, also={"rotary_emb": False})
         return RingPlan.make(
             q, k, v, causal=self.causal, window=self.window, key_mask=seen,
-            softclamp=self.softclamp, group=ring, kernel=self.kernel,
+            softclamp=self.softclamp, group=ring, kernel=self.kernel, dropout=self._rate,
             bucket_size=self.bucket_size, **self.over_ring, **(usual | options),
         )  # fmt: skip
+
+    @property
+    def _rate(self) -> float:
+        """The dropout of a call now."""
+        return self.dropout if self.training else 0.0
 
     def _attend(
         self,

@@ -95,6 +95,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     prefix: Prefix = None,
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
+    dropout: float | int = 0.0,
+    dropout_seed: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is spread over a ring of processes.
 
@@ -154,6 +156,13 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         query_positions, key_positions: int `[n]` and `[m]`, by which causal and window go where
             keys are of another sequence. Best in few runs that ascend by one, for tiles are
             made of pairs of them.
+        dropout: so much of the probabilities is dropped, the rest multiplied by 1 / (1 - dropout);
+            lse is without. What is dropped depends on seed, sample, head and the tokens' places
+            in the whole sequence alone, not on ranks; keys of another sequence count in the order
+            of ranks, and positions that are given must not repeat.
+        dropout_seed: of 64 bits, the same on all ranks. None is drawn by PyTorch's generator on
+            the CPU when the plan is made, and is the first rank's; so torch.manual_seed repeats
+            it. Layers that share a plan take `plan.for_layer(i)`, or drop alike.
 
     Returns:
         `[b, n, h, d_v]` in q's dtype; with return_lse also lse `[b, h, n]`, natural
@@ -179,6 +188,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         documents=documents, cu_seqlens=cu_seqlens, prefix=prefix,
         alibi_slopes=alibi_slopes, mask_mod=mask_mod,
         query_positions=query_positions, key_positions=key_positions,
+        dropout=dropout, dropout_seed=dropout_seed,
     )  # fmt: skip
     if plan is None:
         plan = RingPlan.make(q, k, v, **options, sinks=sinks, key_bias=key_bias)
@@ -209,6 +219,7 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
     softclamp: float | int | None = None,
     alibi_slopes: Tensor | None = None,
     mask_mod: MaskMod | None = None,
+    dropout: float | int = 0.0,
     kernel: str | None = None,
 ) -> str:
     """Which kernel `ring_attn` would run for tensors and options like these, and why.
@@ -228,8 +239,7 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
     """
     q, v = like_autocast(q), like_autocast(v)
     asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
-    asked |= dict(alibi_slopes=alibi_slopes, mask_mod=mask_mod)
-    asked |= dict(alibi_slopes=alibi_slopes, mask_mod=mask_mod)
+    asked |= dict(alibi_slopes=alibi_slopes, mask_mod=mask_mod, dropout=dropout)
     return explain(Case.of(q, v, **asked), kernel)
 
 

@@ -61,6 +61,7 @@ class RingTransformer(nn.Module):
         max_lookback_seq_len: the window, one for all blocks or one for each.
         auto_shard_seq: None is ring_attn.
         rotary_restart: angles by the positions in a document, not in the whole sequence.
+        attn_dropout: of attention's probabilities, in training only.
         The rest: as for `RingAttention`.
 
     Raises:
@@ -101,6 +102,7 @@ class RingTransformer(nn.Module):
         ulysses: int = 1,
         memory: int | None = None,
         rotary_restart: bool = False,
+        attn_dropout: float | int = 0.0,
     ):
         super().__init__()
         if max_lookback_seq_len is None or isinstance(max_lookback_seq_len, int):
@@ -127,7 +129,7 @@ class RingTransformer(nn.Module):
                 layout=self.spread.layout if ring_attn else None, group=group,
                 force_regular_attn=force_regular_attn, use_cuda_kernel=use_cuda_kernel,
                 softclamp=softclamp, kernel=kernel, transport=transport, ulysses=ulysses,
-                memory=memory,
+                memory=memory, dropout=attn_dropout,
             )  # fmt: skip
             self.layers.append(nn.ModuleList([attn, feed_forward(dim, ff_mult)]))
         self.to_logits = nn.Sequential(RMSNorm(dim), nn.Linear(dim, num_tokens, bias=False))
@@ -179,8 +181,9 @@ class RingTransformer(nn.Module):
         if some_plan is not None:
             here = some_plan.positions(x.device, in_documents=self.rotary_restart)
         angles = self.rotary_emb(here)
-        for attn, ff in self.layers:
+        for number, (attn, ff) in enumerate(self.layers):
             plan = plans.get(attn.window)
+            plan = None if plan is None else plan.for_layer(number)
             tokens = tokens + attn(tokens, batch.mask if plan is None else None, angles, plan=plan)
             tokens = tokens + ff(tokens)
         logits = self.to_logits(tokens)

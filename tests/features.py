@@ -14,7 +14,7 @@ from ring_attention_pytorch import balanced, ring_attn
 from ring_attention_pytorch.layouts import positions
 from ring_attention_pytorch.ring import Ring
 from tests import threads
-from tests.reference import dense_attention, relative_error
+from tests.reference import dense_attention, dropout_weights, relative_error
 
 B, N, HEADS, KEY_HEADS, D = 2, 29, 4, 2, 8
 BORDERS = [0, 3, 3, 4, 21, N]
@@ -90,6 +90,10 @@ FEATURES: dict[str, Feature] = {
         dict(causal=True),
         oracle=dict(positions=(AT, AT_KEYS)),
         along=dict(query_positions=AT, key_positions=AT_KEYS),
+    ),
+    "dropout": Feature(
+        ring=dict(dropout=0.3, dropout_seed=7),
+        oracle=dict(weights=dropout_weights(0.3, 7, B, HEADS, N, N)),
     ),
 }
 

@@ -336,7 +336,45 @@ MUTANTS = [
     ),
     Mutant(
         "a predicate of the first samples only", "kernels/eager.py",
-        "tiles.first, tiles.first + b,", "0, b,",
+        "tiles.first, tiles.first + len(keys.k),", "0, len(keys.k),",
+    ),
+    Mutant(
+        "dropout by the places held", "plan.py", "segment_positions(segments).to(keys.k.device",
+        "torch.arange(sum(s.length for s in segments)).to(keys.k.device",
+    ),
+    Mutant(
+        "each rank drops by its own seed", "plan.py", 'lengths[0]["seed"]',
+        'lengths[ring.rank]["seed"]',
+    ),
+    Mutant(
+        "heads that came by Ulysses drop as the first", "plan.py",
+        "first_head = swap.queries.heads[swap.together.rank][0]", "first_head = 0",
+    ),
+    Mutant(
+        "samples drop alike", "kernels/eager.py", "rearrange(_samples(keys, tiles).int()",
+        "rearrange(0 * _samples(keys, tiles).int()",
+    ),
+    Mutant(
+        "dropout forgotten in backward", "kernels/eager.py",
+        '_less(einsum(dout, v, "b i g r d, b j g d -> b g r i j"), left)',
+        'einsum(dout, v, "b i g r d, b j g d -> b g r i j")',
+    ),
+    Mutant(
+        "dropout forgotten in dv", "kernels/eager.py", "p = _less(p, left)", "pass",
+    ),
+    Mutant("what is kept is not raised", "dropout.py", "return 1 / (1 - self.rate)", "return 1.0"),
+    Mutant(
+        "draws with a sign", "dropout.py", "self.numbers[2] ^ -_SIGN", "self.numbers[2]",
+    ),
+    Mutant(
+        "layers drop alike", "dropout.py", "self.seed ^ _mixed_seed(number)", "self.seed",
+    ),
+    Mutant(
+        "keys of another sequence start anew on each rank", "checks.py", "(Segment(start, 1, n),)",
+        "(Segment(0, 1, n),)",
+    ),
+    Mutant(
+        "positions that repeat", "masks.py", "a.start + a.length > b.start", "a.start > b.start",
     ),
     Mutant(
         "a bias is scaled", "scores.py", "torch.float32)) / scale", "torch.float32))",
@@ -478,6 +516,7 @@ def battery() -> Iterable[Callable[[], None]]:
     yield gathered_keys_are_few_large_tiles
     yield sums_of_16_bits_are_kept_in_32
     yield prefixes_and_positions_hold
+    yield the_same_is_dropped_everywhere
     yield a_bias_keeps_its_digits
     yield predicates_are_fused
     yield dealt_layouts_are_even
@@ -538,6 +577,42 @@ def predicates_are_fused() -> None:
         names = ("mask_mod", "documents", "gradient of lse")
         errors = Problem(together(names)).errors(2, "striped", "flex")
         assert max(errors.values()) < 1e-12, errors
+
+
+def the_same_is_dropped_everywhere() -> None:
+    """Over rings, heads swapped or not, by a seed that one rank drew; not in another layer."""
+    from dataclasses import replace
+
+    from ring_attention_pytorch.plan import RingPlan
+    from ring_attention_pytorch.ring_flash_attention import ring_attn
+    from tests import threads
+    from tests.features import FEATURES, Problem, drawn, refusal
+    from tests.reference import relative_error
+
+    problem = Problem(FEATURES["dropout"] | FEATURES["causal"])
+    for size, way in ((3, {}), (2, dict(ulysses=2))):
+        problem.feature = replace(problem.feature, ring=FEATURES["dropout"].ring | way)
+        errors = problem.errors(size, "zigzag", "eager")
+        assert max(errors.values()) < 1e-12, errors
+    q, k = drawn(1, 4, 2, 4, seed=1), drawn(1, 12, 2, 4, seed=2)
+    whole = ring_attn(q, k, k, dropout=0.5, dropout_seed=1)
+
+    def main(ring: threads.ThreadRing) -> tuple[float, int]:
+        here, theirs = (t.tensor_split(2, dim=1)[ring.rank] for t in (q, k))
+        got = ring_attn(here, theirs, theirs, dropout=0.5, dropout_seed=1, group=ring)
+        plan = RingPlan.make(here, theirs, theirs, dropout=0.5, group=ring)
+        return (
+            relative_error(got, whole.tensor_split(2, dim=1)[ring.rank]),
+            plan.terms.dropout.seed,
+        )
+
+    (error, seed), (other_error, other_seed) = threads.run(2, main)[0]
+    assert max(error, other_error) < 1e-12
+    assert seed == other_seed
+    plan = RingPlan.make(q, q, q, dropout=0.5)
+    assert len({plan.for_layer(i).terms.dropout.seed for i in range(3)}) == 3
+    again = dict.fromkeys(("query_positions", "key_positions"), q[0, :, 0, 0].long() * 0)
+    assert refusal(lambda: ring_attn(q, q, q, dropout=0.5, **again)) is not None
 
 
 def a_bias_keeps_its_digits() -> None:

@@ -1,6 +1,7 @@
 """The oracle: dense attention over a whole sequence, which knows nothing of ranks or layouts."""
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -23,8 +24,12 @@ def dense_attention(  # noqa: PLR0913 - an option each
     alibi_slopes: Tensor | None = None,
     key_bias: Tensor | None = None,
     mask_mod: Callable[..., Tensor] | None = None,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [b, n, h, d_v], lse [b, h, n]) of q [b, n, h, d], k [b, m, g, d], v [b, m, g, d_v]."""
+    """(out [b, n, h, d_v], lse [b, h, n]) of q [b, n, h, d], k [b, m, g, d], v [b, m, g, d_v].
+
+    `weights` [b, h, n, m] are what dropout multiplies probabilities by.
+    """
     k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (
         q.shape[-1] ** -0.5 if scale is None else scale
@@ -65,8 +70,36 @@ def dense_attention(  # noqa: PLR0913 - an option each
         v = torch.cat((v, torch.zeros_like(v[:, :1])), 1)
     blind = ~seen.any(-1, keepdim=True)
     p = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    if weights is not None:
+        p = torch.cat((p[..., : k.shape[1]] * weights, p[..., k.shape[1] :]), -1)
     lse = scores.masked_fill(blind, 0.0).logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)
     return torch.einsum("bhij,bjhd->bihd", p, v), lse
+
+
+def dropout_weights(rate: float, seed: int, *sizes: int) -> Tensor:
+    """Of b samples, h heads, n queries and m keys: 0 or 1 / (1 - rate), by the text of the spec."""
+    kept = [kept_by_spec(rate, seed, *pair) for pair in product(*map(range, sizes))]
+    return torch.tensor(kept, dtype=torch.float64).view(sizes) / (1 - rate)
+
+
+def kept_by_spec(rate: float, seed: int, sample: int, head: int, query: int, key: int) -> bool:
+    """Whether one probability stays: one after another, in Python's own numbers."""
+    seed = (seed + 0x9E3779B97F4A7C15) % 2**64
+    seed = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EB % 2**64
+    seed = seed ^ (seed >> 31)
+    keys = []
+    for x in (seed % 2**32, seed >> 32):
+        for number in (sample, head, query):
+            x ^= number % 2**32
+            for shift, factor in ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)):
+                x = (x ^ (x >> shift)) * factor % 2**32
+            x ^= x >> 14
+        keys.append(x)
+    x = (keys[0] ^ (key % 2**32)) * 0xED5AD4BB % 2**32
+    x = (x ^ (x >> 16) ^ keys[1]) * 0xAC4C1B51 % 2**32
+    x = (x ^ (x >> 15)) * 0x31848BAB % 2**32
+    return x >= int(rate * 2**32)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

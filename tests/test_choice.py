@@ -190,6 +190,8 @@ def test_the_public_explanation():
     assert explain_kernel(q, q, q, kernel="triton").endswith("none of these can do it")
     told = explain_kernel(q, q, q, alibi_slopes=torch.ones(2)).splitlines()
     assert told[-2:] == ["sdpa: has no ALiBi", "eager: runs"]
+    told = explain_kernel(q, q, q, dropout=0.1).splitlines()
+    assert told[-2:] == ["sdpa: has no dropout", "eager: runs"]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert explain_kernel(q, q, q).endswith("sdpa: runs")
     with pytest.raises(ValueError, match="got 'fast'"):

@@ -19,7 +19,12 @@ REFUSED = {
     frozenset(("positions", "prefix")): "prefix needs causal=True, and no documents",
     frozenset(("cu_seqlens", "positions")): "documents have positions of their own",
     frozenset(("documents", "positions")): "documents have positions of their own",
+    frozenset(("positions", "dropout")): "dropout draws by positions",
 }
+
+
+# None would choose the same kernel again
+ONLY_EAGER = {"softclamp", "alibi", "mask_mod", "dropout"}
 
 
 @pytest.mark.parametrize("names", PAIRS, ids=" + ".join)
@@ -33,10 +38,16 @@ def test_any_two_features_together(names):
     problem = Problem(together(names))
     for i, size in enumerate((1, 2, 3, 4)):
         layout = LAYOUTS[(number + i) % len(LAYOUTS)]
-        for kernel in ("eager", None):
+        for kernel in ("eager",) if ONLY_EAGER.intersection(names) else ("eager", None):
             errors = problem.errors(size, layout, kernel)
             bad = {name: e for name, e in errors.items() if not e < 1e-12}
             assert not bad, (size, layout, kernel, bad)
+
+
+@pytest.mark.parametrize("name", sorted(ONLY_EAGER))
+def test_what_is_checked_with_one_kernel_has_no_other_here(name):
+    told = refusal(lambda: Problem(FEATURES[name]).shard(Ring.alone(), "contiguous", "sdpa"))
+    assert "kernel='sdpa' has no" in told
 
 
 # --- the page ---

@@ -11,14 +11,15 @@ PACKAGE = Path(__file__).parent.parent / "ring_attention_pytorch"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # of this package, a file may import these and no others; "*" is any
-KERNEL = {"contract", "layouts", "running"}
+KERNEL = {"contract", "dropout", "layouts", "running"}
 ALLOWED = {
     "__init__": {"*"},
     "segments": set(),
     "layouts": {"segments"},
     "running": {"_triton_rows"},
     "_triton_rows": set(),
-    "contract": {"layouts", "running"},
+    "dropout": set(),
+    "contract": {"dropout", "layouts", "running"},
     "scores": set(),
     "balance": {"documents", "layouts", "segments"},
     "documents": {"layouts", "ring", "segments"},
@@ -40,6 +41,7 @@ ALLOWED = {
         "contract",
         "cost",
         "documents",
+        "dropout",
         "kernels",
         "layouts",
         "masks",

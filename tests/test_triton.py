@@ -15,15 +15,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from einops import repeat
+from torch import Tensor
 
-from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms
+from ring_attention_pytorch import ring_attn
+from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms, Tiles
+from ring_attention_pytorch.dropout import Dropout
 from ring_attention_pytorch.kernels import choose, package_problem, problem
 from ring_attention_pytorch.kernels import triton as ours
 from ring_attention_pytorch.kernels.triton import Config, config_for, configured
+from ring_attention_pytorch.layouts import Tile
 from ring_attention_pytorch.running import Result, Sum
 from tests.cases import Attention, errors, oracle, shard
-from tests.features import FEATURES, Problem
+from tests.features import Problem, drawn, together
 from tests.kernel_cases import CASES, disturbed, faults, random_cases, unrepeated
+from tests.reference import relative_error
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -46,7 +52,7 @@ RIGHT += [
 OTHERS = [(disturbed, case) for case in CASES[4:7]] + [(unrepeated, CASES[6])]
 
 
-FEATURES_HERE = ("alibi", "cu_seqlens")
+FEATURES_HERE = (("alibi",), ("cu_seqlens",), ("dropout", "cu_seqlens", "alibi"))
 
 
 def _interpret() -> None:
@@ -67,9 +73,31 @@ def _alone() -> dict[str, float]:
     return errors(case, 0, 1, shard(case, Ring.alone()), oracle(case))
 
 
-def _feature(name: str) -> dict[str, float]:
+def _feature(*names: str) -> dict[str, float]:
     with configured(**SMALL):
-        return Problem(FEATURES[name], torch.float32).errors(1, "contiguous", "triton")
+        return Problem(together(names), torch.float32).errors(1, "contiguous", "triton")
+
+
+def _dropped(kernel: str) -> Tensor:
+    """Where nothing is left of a probability: v is the identity and all of them are alike."""
+    q, k = torch.zeros(1, 37, 4, 8), torch.zeros(1, 37, 2, 8)
+    v = repeat(torch.eye(37), "m d -> 1 m h d", h=2)
+    with configured(**SMALL):
+        return ring_attn(q, k, v, dropout=0.4, dropout_seed=2**63 + 1, kernel=kernel) == 0
+
+
+def _dropped_in_halves() -> float:
+    """Keys that come in two calls, by the numbers of their tokens: merged as if in one."""
+    q, k, v = (drawn(1, 37, 2, 8, seed=s).float() for s in (1, 2, 3))
+    terms, result = Terms(0.3, None, 64, dropout=Dropout(0.4, 5)), Result(q, v)
+    numbers = torch.arange(37, dtype=torch.int32)
+    for cols in (slice(0, 20), slice(20, 37)):
+        tiles = Tiles([Tile(slice(0, 37), slice(0, cols.stop - cols.start), None, None)])
+        tiles.row_numbers, tiles.col_numbers = numbers, numbers[cols]
+        with configured(**SMALL):
+            ours.forward(q, Keys(k[:, cols], v[:, cols], None, ()), tiles, terms, result)
+    want = ring_attn(q, k, v, scale=0.3, dropout=0.4, dropout_seed=5, kernel="eager")
+    return relative_error(result.final()[0], want)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +106,10 @@ def found():
     with_interpreter = dict(mp_context=mp.get_context("spawn"), initializer=_interpret)
     pool = ProcessPoolExecutor(2, **with_interpreter)
     futures: dict[object, Future] = {"alone": pool.submit(_alone)}
-    for name in FEATURES_HERE:
-        futures["feature", name] = pool.submit(_feature, name)
+    for case in FEATURES_HERE:
+        futures["feature", case] = pool.submit(_feature, *case)
+    futures["dropped"] = pool.submit(_dropped, "triton")
+    futures["in halves"] = pool.submit(_dropped_in_halves)
     for i, (case, configs) in enumerate(RIGHT):
         futures["right", i] = pool.submit(_with, configs, faults, case)
     for i, (check, case) in enumerate(OTHERS):
@@ -106,9 +136,19 @@ def test_by_name_through_the_public_function(found):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", FEATURES_HERE)
-def test_features_that_its_code_knows(found, name):
-    assert max(found("feature", name).values()) < 1e-5
+@pytest.mark.parametrize("case", FEATURES_HERE, ids=str)
+def test_features_that_its_code_knows(found, case):
+    assert max(found("feature", case).values()) < 1e-5
+
+
+@needs_triton
+def test_it_drops_what_the_eager_kernel_drops_to_the_bit(found):
+    assert torch.equal(found("dropped"), _dropped("eager"))
+
+
+@needs_triton
+def test_dropout_merges_with_what_came_before(found):
+    assert found("in halves") < 1e-5
 
 
 def test_without_tiles_nothing_is_launched():

@@ -12,7 +12,10 @@ import triton.language as tl
 from ring_attention_pytorch.kernels._triton_parts import (
     alibi_of,
     block_of,
+    kept_of,
     lse_of_rows,
+    mark_of_head,
+    mark_of_rows,
     masked_block,
     matrix,
     place,
@@ -52,13 +55,14 @@ def _add(at, value, inside, FRESH: tl.constexpr):
 @triton.jit
 def _keys_step(
     dk, dv, i, k_block, v_block, col, shown, alibi, rows_at, col_at,
+    first_mark, second_mark, row_numbers, col_number, bar, inverse,
     q, dout, lse_at, delta_at, batch, head,
     r0, r1, c0, c1, left, right, d, d_v, inner, factor,
     q_b, q_n, q_h, q_d, do_b, do_n, do_h, do_d, lse_n, delta_n,
     ROWS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, EVEN: tl.constexpr,
     EVEN_V: tl.constexpr, EDGE: tl.constexpr, MASKED: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
-    ALIBI: tl.constexpr,
+    ALIBI: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     """Rows i and on, for one block of keys. EDGE: the tile may not show all of it."""
     row = i + tl.arange(0, ROWS)
@@ -87,17 +91,26 @@ def _keys_step(
     p, slope = _probabilities(
         scores, lse[None, :] * 1.4426950408889634, shown, bias, inner, factor, MASKED, CLAMP, ALIBI
     )
+    left = p
+    if DROPS:
+        number = tl.load(row_numbers + row, mask=row < r1, other=0)
+        first_mark = mark_of_rows(first_mark, number)
+        second_mark = mark_of_rows(second_mark, number)
+        kept = kept_of(first_mark[None, :], second_mark[None, :], col_number[:, None], bar)
+        left, dp = tl.where(kept, p, 0.0), tl.where(kept, dp * inverse, 0.0)
     ds = p * (dp - delta[None, :])
     if CLAMP:
         ds = ds * slope
-    dv = tl.dot(p.to(do_block.dtype), do_block, dv, input_precision=PRECISION)
+    dv = tl.dot(left.to(do_block.dtype), do_block, dv, input_precision=PRECISION)
     dk = tl.dot(ds.to(q_block.dtype), q_block, dk, input_precision=PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["beside"])
+@triton.jit(do_not_specialize=["beside", "word", "other_word", "bar", "sample", "first_head"])
 def keys_kernel(
-    q, k, v, mask, alibi, rows_at, cols_at, dout, lse, delta, dk, dv,
+    q, k, v, mask, alibi, rows_at, cols_at,
+    row_numbers, col_numbers, word, other_word, bar, inverse, sample, first_head,
+    dout, lse, delta, dk, dv,
     tiles, ranges, first_col, last_col, beside,
     key_heads, group, d, d_v, inner, factor, scale,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
@@ -107,6 +120,7 @@ def keys_kernel(
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     FRESH: tl.constexpr, FRESH_V: tl.constexpr, ALIBI: tl.constexpr,
+    DROPS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, from every query head that uses it."""
     block, of = block_of(first_col, last_col, beside, COLS)
@@ -124,6 +138,9 @@ def keys_kernel(
     col_at = col
     if ALIBI:
         col_at = tl.load(cols_at + col, mask=held, other=0)
+    col_number = col
+    if DROPS:
+        col_number = tl.load(col_numbers + col, mask=held, other=0)
     shown = held[:, None]
     if MASK:
         at = place(mask, batch, key_head, mask_b, 0) + col.to(tl.int64) * mask_m
@@ -133,6 +150,10 @@ def keys_kernel(
     first_tile, last_tile = tiles_of(ranges, block)
     for g in range(group):
         head = key_head * group + g
+        first_mark, second_mark = head, head
+        if DROPS:
+            first_mark = mark_of_head(word, sample + batch, first_head + head)
+            second_mark = mark_of_head(other_word, sample + batch, first_head + head)
         lse_at, delta_at = lse, delta
         if not TMA:
             lse_at = place(lse, batch, head, lse_b, lse_h)
@@ -148,20 +169,26 @@ def keys_kernel(
                 dk_sum, dv_sum = _keys_step(
                     dk_sum, dv_sum, masked_block(i, first, early, full, full_end, ROWS),
                     k_block, v_block, col, shown, alibi, rows_at, col_at,
+                    first_mark, second_mark, row_numbers, col_number, bar, inverse,
                     q, dout, lse_at, delta_at, batch, head,
                     r0, r1, c0, c1, left, right, d, d_v, inner, factor,
                     q_b, q_n, q_h, q_d, do_b, do_n, do_h, do_d, lse_n, delta_n, ROWS, D,
                     D_V, EVEN, EVEN_V, True, True, CLAMP, NEGATE, PRECISION, TMA, WIDE, ALIBI,
+                    DROPS,
                 )  # fmt: skip
             for i in range(full, full_end, ROWS):
                 dk_sum, dv_sum = _keys_step(
                     dk_sum, dv_sum, i,
                     k_block, v_block, col, shown, alibi, rows_at, col_at,
+                    first_mark, second_mark, row_numbers, col_number, bar, inverse,
                     q, dout, lse_at, delta_at, batch, head,
                     r0, r1, c0, c1, left, right, d, d_v, inner, factor,
                     q_b, q_n, q_h, q_d, do_b, do_n, do_h, do_d, lse_n, delta_n, ROWS, D,
                     D_V, EVEN, EVEN_V, False, MASK, CLAMP, NEGATE, PRECISION, TMA, WIDE, ALIBI,
+                    DROPS,
                 )  # fmt: skip
+    if DROPS:
+        dv_sum = dv_sum * inverse
     if NEGATE:  # q was negated where dk came from it
         scale = -scale
     dk_at = place(dk, batch, key_head, dk_b, dk_h) + matrix(start, dk_m, dk_d, COLS, D, WIDE)
@@ -172,12 +199,14 @@ def keys_kernel(
 
 @triton.jit
 def _queries_step(
-    dq, j, stop, q_block, do_block, lse, delta, row, col, slope_at, row_at, cols_at, k, v, mask_at,
+    dq, j, stop, q_block, do_block, lse, delta, row, col, slope_at, row_at, cols_at,
+    first_mark, second_mark, col_numbers, bar, inverse, k, v, mask_at,
     batch, key_head, r0, r1, c0, c1, left, right, d, d_v, inner, factor,
     k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_m,
     COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, EVEN: tl.constexpr,
     EVEN_V: tl.constexpr, EDGE: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIBI: tl.constexpr,
+    DROPS: tl.constexpr,
 ):  # fmt: skip
     """Columns j and on, up to stop, for one block of queries. EDGE: not all of it is seen."""
     k_block = rows_of(
@@ -201,15 +230,22 @@ def _queries_step(
     p, slope = _probabilities(
         scores, lse, shown, bias, inner, factor, EDGE or MASK, CLAMP, ALIBI
     )  # fmt: skip
-    ds = p * (tl.dot(do_block, tl.trans(v_block), input_precision=PRECISION) - delta)
+    dp = tl.dot(do_block, tl.trans(v_block), input_precision=PRECISION)
+    if DROPS:
+        number = tl.load(col_numbers + j + col, mask=j + col < stop, other=0)[None, :]
+        kept = kept_of(first_mark[:, None], second_mark[:, None], number, bar)
+        dp = tl.where(kept, dp * inverse, 0.0)
+    ds = p * (dp - delta)
     if CLAMP:
         ds = ds * slope
     return tl.dot(ds.to(k_block.dtype), k_block, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["beside"])
+@triton.jit(do_not_specialize=["beside", "word", "other_word", "bar", "sample", "first_head"])
 def queries_kernel(
-    q, k, v, mask, alibi, rows_at, cols_at, dout, lse, delta, dq,
+    q, k, v, mask, alibi, rows_at, cols_at,
+    row_numbers, col_numbers, word, other_word, bar, inverse, sample, first_head,
+    dout, lse, delta, dq,
     tiles, ranges, first_row, last_row, beside, m, heads, group, d, d_v, inner, factor, scale,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
     do_b, do_n, do_h, do_d, lse_b, lse_h, lse_n, delta_b, delta_h, delta_n,
@@ -217,7 +253,7 @@ def queries_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
-    FRESH: tl.constexpr, ALIBI: tl.constexpr,
+    FRESH: tl.constexpr, ALIBI: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries of one head."""
     block, of = block_of(first_row, last_row, beside, ROWS)
@@ -245,6 +281,13 @@ def queries_kernel(
     slope, row_at = 0.0, row
     if ALIBI:
         slope, row_at = tl.load(alibi + head), tl.load(rows_at + row, mask=held, other=0)
+    first_mark, second_mark = row, row
+    if DROPS:
+        number = tl.load(row_numbers + row, mask=held, other=0)
+        first_mark = mark_of_head(word, sample + batch, first_head + head)
+        second_mark = mark_of_head(other_word, sample + batch, first_head + head)
+        first_mark = mark_of_rows(first_mark, number)
+        second_mark = mark_of_rows(second_mark, number)
     dq_sum = tl.zeros([ROWS, D], tl.float32)
     first_tile, last_tile = tiles_of(ranges, block)
     for t in range(first_tile, last_tile):
@@ -256,19 +299,21 @@ def queries_kernel(
         for j in range(full, full_end, COLS):
             dq_sum = _queries_step(
                 dq_sum, j, m, q_block, do_block, lse_rows, delta_rows, row, col,
-                slope, row_at, cols_at, k, v, mask_at,
+                slope, row_at, cols_at, first_mark, second_mark, col_numbers, bar, inverse,
+                k, v, mask_at,
                 batch, key_head, r0, r1, c0, c1, left, right, d, d_v, inner, factor,
                 k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_m, COLS, D, D_V, EVEN, EVEN_V,
-                False, MASK, CLAMP, PRECISION, TMA, WIDE, ALIBI,
+                False, MASK, CLAMP, PRECISION, TMA, WIDE, ALIBI, DROPS,
             )  # fmt: skip
         for i in range(masked):
             dq_sum = _queries_step(
                 dq_sum, masked_block(i, first, early, full, full_end, COLS), c1,
                 q_block, do_block, lse_rows, delta_rows, row, col,
-                slope, row_at, cols_at, k, v, mask_at,
+                slope, row_at, cols_at, first_mark, second_mark, col_numbers, bar, inverse,
+                k, v, mask_at,
                 batch, key_head, r0, r1, c0, c1, left, right, d, d_v, inner, factor,
                 k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_m, COLS, D, D_V, EVEN, EVEN_V,
-                True, MASK, CLAMP, PRECISION, TMA, WIDE, ALIBI,
+                True, MASK, CLAMP, PRECISION, TMA, WIDE, ALIBI, DROPS,
             )  # fmt: skip
     dq_at = place(dq, batch, head, dq_b, dq_h) + matrix(start, dq_n, dq_d, ROWS, D, WIDE)
     _add(dq_at, dq_sum * scale, held[:, None] & (tl.arange(0, D) < d)[None, :], FRESH)

@@ -10,6 +10,9 @@ import triton.language as tl
 from ring_attention_pytorch.kernels._triton_parts import (
     alibi_of,
     block_of,
+    kept_of,
+    mark_of_head,
+    mark_of_rows,
     masked_block,
     matrix,
     place,
@@ -24,8 +27,9 @@ from ring_attention_pytorch.kernels._triton_parts import (
 
 @triton.jit
 def _attend(
-    acc, top, total, q, k, v, shown, bias, inner, factor,
-    MASKED: tl.constexpr, CLAMP: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    acc, top, total, q, k, v, shown, bias, kept, inner, factor,
+    MASKED: tl.constexpr, CLAMP: tl.constexpr, BIASED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One block of keys more. top is in base 2, total the sum of 2 ** (score - top)."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -43,20 +47,23 @@ def _attend(
     p = tl.exp2(scores - base[:, None]) if BIASED else tl.exp2(scores * factor - base[:, None])
     fade = tl.exp2(top - base)
     total = total * fade + tl.sum(p, 1)
+    if DROPS:
+        p = tl.where(kept, p, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     return acc, new_top, total
 
 
-@triton.jit(do_not_specialize=["beside"])
+@triton.jit(do_not_specialize=["beside", "word", "other_word", "bar", "sample", "first_head"])
 def forward_kernel(
-    q, k, v, mask, alibi, rows_at, cols_at, out, lse, tiles, ranges, first_row, last_row, beside,
-    m, heads, group, d, d_v, inner, factor,
+    q, k, v, mask, alibi, rows_at, cols_at,
+    row_numbers, col_numbers, word, other_word, bar, inverse, sample, first_head,
+    out, lse, tiles, ranges, first_row, last_row, beside, m, heads, group, d, d_v, inner, factor,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
     out_b, out_n, out_h, out_d, lse_b, lse_h, lse_n,
     ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
-    FRESH: tl.constexpr, ALIBI: tl.constexpr,
+    FRESH: tl.constexpr, ALIBI: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     block, of = block_of(first_row, last_row, beside, ROWS)
     # under a causal mask the last rows see the most: they go first
@@ -79,6 +86,13 @@ def forward_kernel(
     slope, row_at = 0.0, row
     if ALIBI:
         slope, row_at = tl.load(alibi + head), tl.load(rows_at + row, mask=held, other=0)
+    first_mark, second_mark = row, row
+    if DROPS:
+        row_number = tl.load(row_numbers + row, mask=held, other=0)
+        first_mark = mark_of_head(word, sample + batch, first_head + head)
+        second_mark = mark_of_head(other_word, sample + batch, first_head + head)
+        first_mark = mark_of_rows(first_mark, row_number)
+        second_mark = mark_of_rows(second_mark, row_number)
     within = held[:, None] & (tl.arange(0, D_V) < d_v)[None, :]
     before_lse = tl.full([ROWS], -float("inf"), tl.float32)
     if not FRESH:
@@ -89,6 +103,8 @@ def forward_kernel(
     if not FRESH:  # noqa: SIM102 - decided when compiled
         if tl.max(before_lse, 0) > -float("inf"):
             acc = tl.load(out_at, mask=within, other=0.0)
+            if DROPS:  # all of it is multiplied at the end
+                acc = acc / inverse
 
     first_tile, last_tile = tiles_of(ranges, block)
     for t in range(first_tile, last_tile):
@@ -110,9 +126,13 @@ def forward_kernel(
             bias = None
             if ALIBI:
                 bias = alibi_of(slope, row_at[:, None], tl.load(cols_at + j + col)[None, :])
+            kept = None
+            if DROPS:
+                number = tl.load(col_numbers + j + col)[None, :]
+                kept = kept_of(first_mark[:, None], second_mark[:, None], number, bar)
             acc, top, total = _attend(
-                acc, top, total, q_block, k_block, v_block, shown, bias, inner, factor, MASK,
-                CLAMP, ALIBI, PRECISION,
+                acc, top, total, q_block, k_block, v_block, shown, bias, kept, inner, factor,
+                MASK, CLAMP, ALIBI, DROPS, PRECISION,
             )  # fmt: skip
         for i in range(masked):
             j = masked_block(i, first, early, full, full_end, COLS)
@@ -131,11 +151,17 @@ def forward_kernel(
             if ALIBI:
                 col_at = tl.load(cols_at + j + col, mask=j + col < c1, other=0)
                 bias = alibi_of(slope, row_at[:, None], col_at[None, :])
+            kept = None
+            if DROPS:
+                number = tl.load(col_numbers + j + col, mask=j + col < c1, other=0)[None, :]
+                kept = kept_of(first_mark[:, None], second_mark[:, None], number, bar)
             acc, top, total = _attend(
-                acc, top, total, q_block, k_block, v_block, shown, bias, inner, factor, True,
-                CLAMP, ALIBI, PRECISION,
+                acc, top, total, q_block, k_block, v_block, shown, bias, kept, inner, factor,
+                True, CLAMP, ALIBI, DROPS, PRECISION,
             )  # fmt: skip
 
+    if DROPS:
+        acc = acc * inverse
     some = total != 0.0
     if not FRESH:  # what has seen no key, now or ever, stays as it was
         held = held & ((top != before_top) | (total != before_total))

@@ -42,6 +42,39 @@ def alibi_of(slope, a, b):
 
 
 @triton.jit
+def mixed(x):
+    """32 bits that all depend on all of x; this and what follows as `dropout.py` says."""
+    x ^= x >> 17
+    x *= 0xED5AD4BB
+    x ^= x >> 11
+    x *= 0xAC4C1B51
+    x ^= x >> 15
+    x *= 0x31848BAB
+    return x ^ (x >> 14)
+
+
+@triton.jit
+def mark_of_head(word, sample, head):
+    """One word of the seed, mixed with what all pairs of a head have in common."""
+    word, sample = word.to(tl.uint32, bitcast=True), sample.to(tl.uint32, bitcast=True)
+    return mixed(mixed(word ^ sample) ^ head.to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def mark_of_rows(mark, number):
+    return mixed(mark ^ number.to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def kept_of(first, second, number, bar):
+    """Which probabilities dropout keeps, of rows by their marks and columns by their numbers."""
+    x = (first ^ number.to(tl.uint32, bitcast=True)) * 0xED5AD4BB
+    x = (x ^ (x >> 16) ^ second) * 0xAC4C1B51
+    x = (x ^ (x >> 15)) * 0x31848BAB
+    return x >= bar.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def span(start, stop, whole, a0, b0, b1, back, ahead, BLOCK: tl.constexpr):
     """Which blocks of the other side, from b0 to b1, are seen from start to stop on this side.
 

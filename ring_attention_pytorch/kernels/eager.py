@@ -11,6 +11,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.contract import Can, Grads, Keys, Saved, Terms, Tiles
+from ring_attention_pytorch.dropout import Dropout
 from ring_attention_pytorch.layouts import Tile, band, buckets
 from ring_attention_pytorch.running import Result, accumulator, merge_
 
@@ -19,19 +20,19 @@ CAN = Can()
 
 def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     out, lse = result.running()
-    for rows, cols, hidden, bias in _buckets(keys, tiles, terms, q.shape[2]):
+    for rows, cols, hidden, bias, left in _buckets(keys, tiles, terms, q.shape[2]):
         q_, k, v = _grouped(q[:, rows], keys.k[:, cols], keys.v[:, cols])
         scores = _scores(q_, k, terms, bias)[0].masked_fill_(hidden, -torch.inf)
         part_lse = scores.logsumexp(dim=-1)
         p = scores.sub_(_finite(part_lse).unsqueeze(-1)).exp_()
-        part = einsum(p, v, "b g r i j, b j g d -> b i g r d")
+        part = einsum(_less(p, left), v, "b g r i j, b j g d -> b i g r d")
         part = rearrange(part, "b i g r d -> b i (g r) d")
         merge_(out[:, rows], lse[..., rows], part, rearrange(part_lse, "b g r i -> b (g r) i"))
 
 
 def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
     h_kv, running = keys.k.shape[2], [total.running() for total in grads]
-    for rows, cols, hidden, bias in _buckets(keys, tiles, terms, saved.q.shape[2]):
+    for rows, cols, hidden, bias, left in _buckets(keys, tiles, terms, saved.q.shape[2]):
         q, k, v = _grouped(saved.q[:, rows], keys.k[:, cols], keys.v[:, cols])
         dout = _by_key_head(saved.dout[:, rows], h_kv)
         lse, delta = (
@@ -40,19 +41,21 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
         )
         scores, slope = _scores(q, k, terms, bias)
         p = scores.masked_fill_(hidden, -torch.inf).sub_(_finite(lse)).exp_()
-        dp = einsum(dout, v, "b i g r d, b j g d -> b g r i j")
+        dp = _less(einsum(dout, v, "b i g r d, b j g d -> b g r i j"), left)
         ds = dp.sub_(delta).mul_(p).mul_(slope)
         dq = einsum(ds, k, "b g r i j, b j g d -> b i g r d")
         running[0][:, rows] += rearrange(dq, "b i g r d -> b i (g r) d")
         running[1][:, cols] += einsum(ds, q, "b g r i j, b i g r d -> b j g d")
+        p = _less(p, left)
         running[2][:, cols] += einsum(p, dout, "b g r i j, b i g r d -> b j g d")
 
 
 def _buckets(
     keys: Keys, tiles: Sequence[Tile], terms: Terms, h: int
-) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
-    """The tiles, few rows at a time with the keys that those see, what is hidden in each and what
-    is added to scores [b, g, r, i, j]."""
+) -> Iterator[tuple[slice, slice, Tensor, Tensor | None, Tensor | None]]:
+    """The tiles, few rows at a time with the keys that those see, what is hidden in each, what
+    is added to scores [b, g, r, i, j] and what of probabilities is left by dropout."""
+    marks = None if terms.dropout is None else _marks(keys, tiles, terms.dropout, h)
     for tile in tiles:
         for part in buckets(tile, terms.bucket_size):
             hidden = ~band(part, keys.k.device)
@@ -64,21 +67,45 @@ def _buckets(
             if terms.alibi is not None:
                 far = (tiles.rows_at[part.rows].unsqueeze(1) - tiles.cols_at[part.cols]).abs()
                 bias = -rearrange(terms.alibi, "(g r) -> g r 1 1", g=keys.k.shape[2]) * far
-            yield part.rows, part.cols, hidden, bias
+            left = None
+            if marks is not None:
+                by_row = (t[..., part.rows, :] for t in marks)
+                kept = terms.dropout.kept(*by_row, tiles.col_numbers[part.cols])
+                left = kept.to(accumulator(keys.k.dtype)).mul_(terms.dropout.inverse)
+            yield part.rows, part.cols, hidden, bias, left
+
+
+def _marks(keys: Keys, tiles: Tiles, dropout: Dropout, h: int) -> tuple[Tensor, Tensor]:
+    """By what dropout draws for each query, int32 [b, g, r, n, 1]."""
+    heads = torch.arange(h, dtype=torch.int32, device=keys.k.device)
+    return dropout.marks(
+        rearrange(_samples(keys, tiles).int(), "b -> b 1 1 1 1"),
+        rearrange(heads, "(g r) -> 1 g r 1 1", g=keys.k.shape[2]),
+        tiles.row_numbers.unsqueeze(1),
+    )
+
+
+def _less(t: Tensor, left: Tensor | None) -> Tensor:
+    """What dropout leaves, in place."""
+    return t if left is None else t.mul_(left)
 
 
 def _allowed(keys: Keys, tiles: Tiles, part: Tile, terms: Terms, h: int) -> Tensor:
     """What the predicate lets be seen, bool [b, g, r, i, j]."""
     b, _, h_kv, _ = keys.k.shape
-    samples = torch.arange(tiles.first, tiles.first + b, device=keys.k.device)
     seen = terms.mask_mod(
-        rearrange(samples, "b -> b 1 1 1"),
+        rearrange(_samples(keys, tiles), "b -> b 1 1 1"),
         rearrange(torch.arange(h, device=keys.k.device), "h -> h 1 1"),
         tiles.rows_at[part.rows].long().unsqueeze(1),
         tiles.cols_at[part.cols].long(),
     )
     shape = b, h, len(tiles.rows_at[part.rows]), len(tiles.cols_at[part.cols])
     return rearrange(seen.expand(shape), "b (g r) i j -> b g r i j", g=h_kv)
+
+
+def _samples(keys: Keys, tiles: Tiles) -> Tensor:
+    """Their numbers in the batch."""
+    return torch.arange(tiles.first, tiles.first + len(keys.k), device=keys.k.device)
 
 
 def _scores(

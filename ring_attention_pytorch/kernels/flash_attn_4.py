@@ -22,7 +22,7 @@ CAN = Can(
     widest=128,
     multiple=64,  # 4.0.0b36 gives wrong gradients, without a word, for head sizes 16 and 80
     one_size=True,
-    features=FEATURES - {"key_mask", "unusual_scale", "alibi", "mask_mod"},
+    features=FEATURES - {"key_mask", "unusual_scale", "alibi", "mask_mod", "dropout"},
     package=Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b1", "flash4"),
 )
 

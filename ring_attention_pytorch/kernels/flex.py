@@ -40,7 +40,7 @@ CAN = Can(
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
     oldest=(8, 0),
     widest=256,
-    features=FEATURES - {"unusual_scale", "deterministic"},
+    features=FEATURES - {"unusual_scale", "deterministic", "dropout"},
     package=Package("triton", "triton", "3.4", "triton"),
 )
 _CELL = 128  # rows and columns of a mask that are skipped, or seen, as one

@@ -36,7 +36,7 @@ class _Call(NamedTuple):
 CAN = Can(
     devices=("cpu",),
     dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    features=FEATURES - {"softclamp", "alibi", "mask_mod"},
+    features=FEATURES - {"softclamp", "alibi", "mask_mod", "dropout"},
 )
 
 

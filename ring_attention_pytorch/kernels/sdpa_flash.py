@@ -17,7 +17,7 @@ CAN = Can(
     widest=256,
     multiple=8,
     one_size=True,
-    features=FEATURES - {"key_mask", "softclamp", "unusual_scale", "alibi", "mask_mod"},
+    features=FEATURES - {"key_mask", "softclamp", "unusual_scale", "alibi", "mask_mod", "dropout"},
 )
 
 

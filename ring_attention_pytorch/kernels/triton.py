@@ -117,8 +117,8 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
     mask, blocks = _mask(keys), len(table.ranges)
     with _on(q):
         forward_kernel[(b * h * blocks,)](
-            q_, k, v, mask, *_places(tiles, terms), out, lse, *table,
-            _beside(blocks, h // h_kv), m, h, h // h_kv, d, d_v, *_factors(terms),
+            q_, k, v, mask, *_places(tiles, terms), *_draws(tiles, terms),
+            out, lse, *table, _beside(blocks, h // h_kv), m, h, h // h_kv, d, d_v, *_factors(terms),
             *q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
             *out.stride(), *lse.stride(), FRESH=fresh, **options,
         )  # fmt: skip
@@ -152,9 +152,8 @@ def _backward_of_keys(
     dv, fresh_v = grads.dv.room(slice(table.first, table.last))
     blocks = len(table.ranges)
     keys_kernel[(b * h_kv * blocks,)](
-        q, k, v, _mask(keys), *_places(tiles, terms), dout, lse, delta, dk, dv,
-        *table, _beside(blocks), h_kv,
-        h // h_kv, d, d_v,
+        q, k, v, _mask(keys), *_places(tiles, terms), *_draws(tiles, terms),
+        dout, lse, delta, dk, dv, *table, _beside(blocks), h_kv, h // h_kv, d, d_v,
         *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
         *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(),
@@ -179,9 +178,9 @@ def _backward_of_queries(
     dq, fresh = grads.dq.room(slice(table.first, table.last))
     blocks = len(table.ranges)
     queries_kernel[(b * h * blocks,)](
-        q, k, v, _mask(keys), *_places(tiles, terms), dout, saved.lse, saved.delta, dq,
-        *table, _beside(blocks, h // h_kv), m, h, h // h_kv, d, d_v,
-        *_factors(terms), terms.scale,
+        q, k, v, _mask(keys), *_places(tiles, terms), *_draws(tiles, terms),
+        dout, saved.lse, saved.delta, dq, *table, _beside(blocks, h // h_kv), m, h, h // h_kv,
+        d, d_v, *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
         *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(), *dq.stride(),
         FRESH=fresh, **options,
@@ -202,7 +201,8 @@ def _options(config: Config, terms: Terms, keys: Keys, moved: Sequence[Tensor]) 
         ROWS=config.rows, COLS=config.cols, D=_padded(d), D_V=_padded(d_v),
         EVEN=d == _padded(d), EVEN_V=d_v == _padded(d_v), MASK=keys.key_mask is not None,
         CLAMP=terms.softclamp is not None, NEGATE=terms.scale < 0, ALIBI=terms.alibi is not None,
-        PRECISION="ieee" if exact else "tf32", TMA=config.tma and _tma_fits(moved),
+        DROPS=terms.dropout is not None, PRECISION="ieee" if exact else "tf32",
+        TMA=config.tma and _tma_fits(moved),
         WIDE=any(block * (t.stride(1) + t.stride(3)) >= 2**31 for t in moved if t.ndim == 4),
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
@@ -266,6 +266,17 @@ def _places(tiles: Sequence[Tile], terms: Terms) -> tuple[Tensor | None, ...]:
     if terms.alibi is None:
         return None, None, None
     return terms.alibi, tiles.rows_at, tiles.cols_at
+
+
+def _draws(
+    tiles: Sequence[Tile], terms: Terms
+) -> tuple[Tensor | None, Tensor | None, int, int, int, float, int, int]:
+    """The numbers by which dropout draws, and what its kept probabilities are multiplied by."""
+    dropout = terms.dropout
+    if dropout is None:
+        return None, None, 0, 0, 0, 1.0, 0, 0
+    numbers = tiles.row_numbers, tiles.col_numbers, *dropout.numbers
+    return *numbers, dropout.inverse, tiles.first, dropout.first_head
 
 
 def _mask(keys: Keys) -> Tensor | None:

@@ -1,0 +1,116 @@
+"""Dropout of attention's probabilities: what is dropped is a pure function of numbers.
+
+Of the seed, and of the sample's, head's, query's and key's number in the whole. So nothing
+depends on ring, layout, transport or tiles, nothing is stored, and backward drops the same.
+The Triton kernels work out the same bits (`kernels/_triton_parts.py`):
+
+    mixed(x)   x ^= x >> 17; x *= A; x ^= x >> 11; x *= B; x ^= x >> 15; x *= C; x ^= x >> 14
+    mark(word) mixed(mixed(mixed(word ^ sample) ^ head) ^ query), for both words of the seed
+    draw       x = (mark ^ key) * A; x ^= x >> 16; x ^= other mark; x *= B; x ^= x >> 15; x *= C
+
+all in 32 bits without a sign; a probability is dropped where draw < rate * 2 ** 32. `mixed`, by
+C. Wellons ("Prospecting for Hash Functions", triple32), is made once for a query, the draw for
+each pair; two queries would need both marks alike to drop alike.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_WORD, _SIGN = 1 << 32, 1 << 31
+A, B, C = 0xED5AD4BB, 0xAC4C1B51, 0x31848BAB
+
+
+class Dropout(NamedTuple):
+    """`rate` of the probabilities, drawn by a seed of 64 bits.
+
+    Kept ones are multiplied by `inverse`. Heads here are `first_head` and on of all heads.
+    """
+
+    rate: float
+    seed: int
+    first_head: int = 0
+
+    @property
+    def inverse(self) -> float:
+        return 1 / (1 - self.rate)
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """Two words of the seed, and below what is dropped: 32 bits each, as signed ints."""
+        mixed = _mixed_seed(self.seed)
+        found = mixed % _WORD, mixed // _WORD, int(self.rate * _WORD)
+        return tuple(map(_signed, found))
+
+    def for_layer(self, number: int) -> "Dropout":
+        """The same by another seed, made of this one and the number."""
+        return self._replace(seed=_mixed_seed(self.seed ^ _mixed_seed(number)))
+
+    def marks(self, sample: Tensor, head: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Both of each query's, of int32 tensors that broadcast, heads counted as here."""
+        head = head + self.first_head
+        first, second = (
+            _mixed(_mixed(_mixed(word ^ sample) ^ head) ^ query) for word in self.numbers[:2]
+        )
+        return first, second
+
+    def kept(self, first: Tensor, second: Tensor, key: Tensor) -> Tensor:
+        """Which probabilities stay, bool, of queries by their marks and keys by their numbers.
+
+        >>> dropout, at = Dropout(0.5, seed=1), torch.arange(4, dtype=torch.int32)
+        >>> dropout.kept(*dropout.marks(at[:1], at[:1], at[:, None]), at).long().tolist()
+        [[1, 1, 0, 1], [1, 0, 1, 1], [0, 1, 0, 1], [0, 1, 0, 1]]
+        """
+        x = (first ^ key).mul_(_signed(A))
+        x.bitwise_xor_(_right(x, 16)).bitwise_xor_(second).mul_(_signed(B))
+        x.bitwise_xor_(_right(x, 15)).mul_(_signed(C))
+        # the order of numbers without a sign is that of those with one, the first bit flipped
+        return x.bitwise_xor_(-_SIGN) >= (self.numbers[2] ^ -_SIGN)
+
+
+def dropout_problem(rate: float, seed: int | None) -> str | None:
+    """What is wrong with a rate and a seed."""
+    if not 0 <= rate < 1:
+        return f"dropout must be at least 0 and less than 1, got {rate}"
+    if seed is not None and rate == 0:
+        return f"dropout_seed needs a dropout above 0: nothing would be drawn by {seed}"
+    if seed is not None and not 0 <= seed < _WORD**2:
+        return f"dropout_seed must be at least 0 and less than 2 ** 64, got {seed}"
+    return None
+
+
+def own_seed(rate: float, seed: int | None) -> int:
+    """The seed that was given, or one from PyTorch's generator; 0 where nothing is drawn.
+
+    The ring goes by its first rank's, but every rank draws, so that generators stay together.
+    """
+    if seed is not None or rate == 0:
+        return seed or 0
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
+
+
+def _mixed_seed(x: int) -> int:
+    """64 bits that all depend on all of x (splitmix64, Steele et al. 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) % _WORD**2
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % _WORD**2
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % _WORD**2
+    return x ^ x >> 31
+
+
+def _mixed(x: Tensor) -> Tensor:
+    x = x ^ _right(x, 17)
+    x = x.mul_(_signed(A)).bitwise_xor_(_right(x, 11))
+    x = x.mul_(_signed(B)).bitwise_xor_(_right(x, 15))
+    x = x.mul_(_signed(C))
+    return x.bitwise_xor_(_right(x, 14))
+
+
+def _right(x: Tensor, by: int) -> Tensor:
+    """int32 shifted as if it had no sign."""
+    return (x >> by).bitwise_and_((1 << 32 - by) - 1)
+
+
+def _signed(x: int) -> int:
+    """The int32 of the same bits."""
+    return x - _WORD if x >= _SIGN else x
