@@ -124,8 +124,9 @@ class Tiles(tuple[Tile, ...]):
 class Case(NamedTuple):
     """What is asked of a kernel: all that decides whether it can do it.
 
-    `capability` is that of a CUDA device; `named` is True where the kernel was asked for by
-    name, which lets it run where it is never the fastest.
+    `capability` is that of a CUDA device; `packed` says that there are documents, of which one
+    kernel takes a call each; `named` is True where the kernel was asked for by name, which lets
+    it run where it is never the fastest.
     """
 
     device: str
@@ -141,6 +142,7 @@ class Case(NamedTuple):
     alibi: bool = False
     mask_mod: bool = False
     dropout: bool = False
+    packed: bool = False
     named: bool = False
 
     @classmethod
@@ -152,6 +154,7 @@ class Case(NamedTuple):
         scale: float | None = None,
         alibi_slopes: Tensor | None = None,
         dropout: float = 0.0,
+        packed: bool = False,
         **others: object,
     ) -> "Case":
         """What tensors like these and options ask for, torch.use_deterministic_algorithms too.
@@ -163,7 +166,7 @@ class Case(NamedTuple):
             capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
             unusual_scale=scale is not None and scale <= 0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            alibi=alibi_slopes is not None, dropout=dropout > 0,
+            alibi=alibi_slopes is not None, dropout=dropout > 0, packed=packed,
             **{name: value is not None for name, value in others.items()},
         )  # fmt: skip
 
@@ -187,6 +190,7 @@ class Can(NamedTuple):
     widest: int | None = None  # head size
     multiple: int = 1  # of which head sizes must be
     one_size: bool = False  # d and d_v are the same
+    one_launch: bool = False  # does a block at once, however many tiles that has
     features: frozenset[str] = FEATURES
     package: Package | None = None
 

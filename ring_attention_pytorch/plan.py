@@ -176,7 +176,9 @@ class RingPlan:
             q, k = widened(q, more), widened(k, more)
         if problem is None:
             asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
-            asked |= dict(alibi_slopes=alibi_slopes, mask_mod=mask_mod, dropout=dropout)
+            asked |= dict(
+                alibi_slopes=alibi_slopes, mask_mod=mask_mod, dropout=dropout, packed=packed
+            )
             try:
                 chosen = choose(kernel, Case.of(q, v, **asked))
             except ValueError as error:

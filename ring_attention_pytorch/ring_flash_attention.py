@@ -220,11 +220,13 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
     alibi_slopes: Tensor | None = None,
     mask_mod: MaskMod | None = None,
     dropout: float | int = 0.0,
+    packed: bool = False,
     kernel: str | None = None,
 ) -> str:
     """Which kernel `ring_attn` would run for tensors and options like these, and why.
 
     Args:
+        packed: whether there are documents.
         The rest: as for `ring_attn`; of the tensors only shape, dtype and device matter.
 
     Returns:
@@ -239,7 +241,7 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
     """
     q, v = like_autocast(q), like_autocast(v)
     asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
-    asked |= dict(alibi_slopes=alibi_slopes, mask_mod=mask_mod, dropout=dropout)
+    asked |= dict(alibi_slopes=alibi_slopes, mask_mod=mask_mod, dropout=dropout, packed=packed)
     return explain(Case.of(q, v, **asked), kernel)
 
 
