@@ -57,7 +57,8 @@ The choice is logged once for each case, by the logger `ring_attention_pytorch` 
 Order and speeds are those of an H200 (`benchmarks/results`); before Hopper, flash attention 2
 comes before `triton`, and with packed documents `triton` comes first of all, which does all of a
 block's in one launch where others take a call for each. *deterministic* is what
-`torch.use_deterministic_algorithms(True)` asks for: a backward that repeats to the bit. A gradient through lse works with all of them.
+`torch.use_deterministic_algorithms(True)` asks for: a backward that repeats to the bit. A gradient
+through lse works with all of them.
 
 float32 runs in IEEE precision; after `torch.set_float32_matmul_precision("high")` the Triton
 kernel and `flex` take TF32.
