@@ -161,10 +161,7 @@ class RingPlan:
         problem = problem or prefix_problem(prefix, len(q), causal and not packed and not placed)
         problem = problem or positions_problem(query_positions, key_positions, q, k, packed)
         problem = problem or transport_problem(transport, memory)
-        problem = problem or ulysses_problem(
-            ulysses, ring.size, q.shape[2], sinks=sinks, alibi_slopes=alibi_slopes,
-            mask_mod=mask_mod,
-        )  # fmt: skip
+        problem = problem or ulysses_problem(ulysses, ring.size, q.shape[2])
         d = q.shape[-1] if problem is None else 0
         if problem is None and key_bias is not None:
             more = columns(q, k, key_bias)
@@ -223,10 +220,18 @@ class RingPlan:
         blocks, swap, over = Blocks(query_segments, key_segments, *seen), None, ring
         # a copy: whoever reuses the mask's memory would change gradients without a word
         key_mask = None if key_mask is None else key_mask.clone()
+        terms = Terms(
+            d**-0.5 if scale is None else scale,
+            softclamp,
+            bucket_size,
+            None if alibi_slopes is None else alibi_slopes.to(accumulator(q.dtype), copy=True),
+            mask_mod,
+        )
         if 1 < ulysses <= ring.size:
             swap, *landed = Ulysses.make(ring, ulysses, blocks[:2], (q.shape[2], k.shape[2]))
             blocks, over = Blocks(*landed, *seen), swap.ring
             key_mask = None if key_mask is None else swap.whole_mask(key_mask)
+            terms = swap.of_heads(terms)
         job = _job(q, k, v, swap)
         if transport is None and memory is None:
             memory = ROOM
@@ -237,13 +242,7 @@ class RingPlan:
             query_segments=query_segments,
             visible=visible,
             layout=layout,
-            terms=Terms(
-                d**-0.5 if scale is None else scale,
-                softclamp,
-                bucket_size,
-                None if alibi_slopes is None else alibi_slopes.to(accumulator(q.dtype), copy=True),
-                mask_mod,
-            ),
+            terms=terms,
             kernel=chosen,
             transport=make_transport(transport, over, blocks, at_once, job, q.device),
             transport_name=transport,

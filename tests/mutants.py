@@ -280,6 +280,18 @@ MUTANTS = [
         "total[:, :, head] += part", "total[:, :, head] = part",
     ),
     Mutant(
+        "sinks of other heads", "ring_flash_attention.py", "sinks[plan.ulysses.heads]",
+        "sinks[: q.shape[2]]",
+    ),
+    Mutant(
+        "slopes of other heads", "ulysses.py", "alibi[self.heads]",
+        "alibi[: len(alibi[self.heads])]",
+    ),
+    Mutant(
+        "a predicate counts heads from 0", "ulysses.py", "mask_mod(b, h + first,",
+        "mask_mod(b, h,",
+    ),
+    Mutant(
         "shards land in the order of places", "ulysses.py",
         "held.sort(key=lambda each: (each[0].start, each[1]))", "pass",
     ),
@@ -492,11 +504,13 @@ def gathered_keys_are_few_large_tiles() -> None:
 
 def prefixes_and_positions_hold() -> None:
     """The features whose masks are no arithmetic of a layout alone."""
-    from tests.features import FEATURES, Problem
+    from tests.features import FEATURES, Problem, together
 
     for name in ("prefix", "positions", "sinks", "alibi", "bias of heads", "mask_mod"):
         errors = Problem(FEATURES[name] | FEATURES["gradient of lse"]).errors(3, "zigzag", "eager")
         assert max(errors.values()) < 1e-12, (name, errors)
+    of_heads = Problem(together(("sinks", "alibi", "mask_mod"))).errors(4, "zigzag", ulysses=2)
+    assert max(of_heads.values()) < 1e-12, of_heads
     apart = Problem(FEATURES["mask_mod"] | FEATURES["documents"]).errors(2, "striped", "eager")
     assert max(apart.values()) < 1e-12, apart
 
