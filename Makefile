@@ -18,7 +18,7 @@ demo: $(VENV)/ready  ## ring attention on 4 processes of this machine, checked a
 	$(RUN) -m examples.demo
 
 test: $(VENV)/ready lint  ## everything that CI runs
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 test-gpu:  ## the kernels on a CUDA device, with the torch and triton that are installed there
 	$(PYTHON) -m pytest tests/gpu

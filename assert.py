@@ -134,6 +134,10 @@ def report(rows: dict[str, tuple[float, float]], options: Options, seconds: floa
 
 
 def worker(rank: int, options: Options, folder: str) -> None:
+    # DDP imports it, and its defaults keep the group of that time: a living thread of gloo's may
+    # abort the process as it exits
+    import torch.distributed.nn
+
     torch.set_num_threads(1)
     backend = "nccl" if options.use_cuda else "gloo"
     if options.use_cuda:

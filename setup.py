@@ -25,6 +25,7 @@ setup(
             "einx>=0.3",
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "hypothesis>=6",
             "ruff",
             "rich>=13",

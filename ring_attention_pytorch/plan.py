@@ -166,10 +166,7 @@ class RingPlan:
         problem = problem or positions_problem(query_positions, key_positions, q, k, packed)
         problem = problem or dropout_problem(dropout, dropout_seed)
         problem = problem or transport_problem(transport, memory)
-        problem = problem or ulysses_problem(
-            ulysses, ring.size, q.shape[2], sinks=sinks, alibi_slopes=alibi_slopes,
-            mask_mod=mask_mod,
-        )  # fmt: skip
+        problem = problem or ulysses_problem(ulysses, ring.size, q.shape[2])
         d = q.shape[-1] if problem is None else 0
         if problem is None and key_bias is not None:
             more = columns(q, k, key_bias)
@@ -235,14 +232,21 @@ class RingPlan:
         samples = by_sample(visible, packing, prefix, len(q))
         seen = _seen_by_any(samples, visible, prefix is not None)
         blocks, swap, over = Blocks(query_segments, key_segments, *seen), None, ring
-        first_head = 0
         # a copy: whoever reuses the mask's memory would change gradients without a word
         key_mask = None if key_mask is None else key_mask.clone()
+        terms = Terms(
+            d**-0.5 if scale is None else scale,
+            softclamp,
+            bucket_size,
+            None if alibi_slopes is None else alibi_slopes.to(accumulator(q.dtype), copy=True),
+            mask_mod,
+            Dropout(dropout, lengths[0]["seed"]) if dropout else None,
+        )
         if 1 < ulysses <= ring.size:
             swap, *landed = Ulysses.make(ring, ulysses, blocks[:2], (q.shape[2], k.shape[2]))
             blocks, over = Blocks(*landed, *seen), swap.ring
-            first_head = swap.queries.heads[swap.together.rank][0]
             key_mask = None if key_mask is None else swap.whole_mask(key_mask)
+            terms = swap.of_heads(terms)
         job = _job(q, k, v, swap)
         if transport is None and memory is None:
             memory = ROOM
@@ -253,14 +257,7 @@ class RingPlan:
             query_segments=query_segments,
             visible=visible,
             layout=layout,
-            terms=Terms(
-                d**-0.5 if scale is None else scale,
-                softclamp,
-                bucket_size,
-                None if alibi_slopes is None else alibi_slopes.to(accumulator(q.dtype), copy=True),
-                mask_mod,
-                Dropout(dropout, lengths[0]["seed"], first_head) if dropout else None,
-            ),
+            terms=terms,
             kernel=chosen,
             transport=make_transport(transport, over, blocks, at_once, job, q.device),
             transport_name=transport,

@@ -141,7 +141,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         cu_seqlens: the same by borders: ints that ascend from 0 to the length of the whole
             sequence, between which documents lie; one list, or one for each sample.
         sinks: `[h]`, learnable: the score of a key without value that all queries see, which
-            lets a head attend to nothing (Xiao et al. 2023; gpt-oss). lse has it too.
+            lets a head attend to nothing (Xiao et al. 2023; gpt-oss). lse has it too. Gradients
+            of all ranks sum up to that of the whole.
         alibi_slopes: `[h]`: scores lose a head's slope times the distance of query and key
             (Press et al. 2022), in their document; after softclamp. They have no gradient.
         key_bias: `[b, m]` or `[b, m, h]`, finite, differentiable: added to the scores of a key,
@@ -201,6 +202,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     plan.check(q, k, v, sinks)
     if plan.ulysses is not None:
         q, k, v = plan.ulysses.to_heads(q, k, v)
+        sinks = None if sinks is None else sinks[plan.ulysses.heads]
     out, lse = RingAttentionFunction.apply(q, k, v, sinks, plan)
     if plan.ulysses is not None:
         out, lse = plan.ulysses.to_sequence(out, lse if return_lse else None)

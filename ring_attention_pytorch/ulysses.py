@@ -16,6 +16,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd import Function
 
+from ring_attention_pytorch.contract import Terms
 from ring_attention_pytorch.layouts import Segment, Segments, count
 from ring_attention_pytorch.ring import Places, Ring
 from ring_attention_pytorch.running import accumulator
@@ -47,15 +48,12 @@ class Spread(NamedTuple):
     heads: Heads
 
 
-def ulysses_problem(degree: int, ring_size: int, heads: int, **of_heads: object) -> str | None:
+def ulysses_problem(degree: int, ring_size: int, heads: int) -> str | None:
     """What is wrong with a degree; None if nothing. Alone, any degree is 1."""
     if degree < 1 or (ring_size > 1 and ring_size % degree):
         return f"ulysses must divide the ring's {ring_size} ranks, got {degree}"
     if ring_size > 1 and heads % degree:
         return f"ulysses must divide the {heads} heads of q, got {degree}; fewer key heads are fine"
-    given = [name for name, value in of_heads.items() if value is not None]
-    if degree > 1 and given:
-        return f"ulysses swaps heads, which {' and '.join(given)} can't follow yet: leave it 1"
     return None
 
 
@@ -167,6 +165,22 @@ class Ulysses:
         by_token = rearrange(lse, "b h n -> b n h")
         out, by_token = _ToSequence.apply(self, (self.queries,) * 2, out, by_token)
         return out, rearrange(by_token, "b n h -> b h n")
+
+    @property
+    def heads(self) -> slice:
+        """The heads of q that are here once they are swapped; they are neighbours."""
+        mine = self.queries.heads[self.together.rank]
+        return slice(mine[0], mine[-1] + 1)
+
+    def of_heads(self, terms: Terms) -> Terms:
+        """What terms of all heads are for those here, which a kernel counts from 0."""
+        alibi, mask_mod, dropout = terms.alibi, terms.mask_mod, terms.dropout
+        first = self.heads.start
+        return terms._replace(
+            alibi=None if alibi is None else alibi[self.heads],
+            mask_mod=None if mask_mod is None else lambda b, h, i, j: mask_mod(b, h + first, i, j),
+            dropout=None if dropout is None else dropout._replace(first_head=first),
+        )
 
     def whole_mask(self, mask: Tensor) -> Tensor:
         """The key mask `[b, m]` of all of these neighbours."""

@@ -28,12 +28,20 @@ class Figures:
 
     worst: dict[str, dict[str, float]] = field(default_factory=dict)  # by dtype and result
     seconds_to_error: float = 0.0
-    mutants: tuple[int, int] | None = None  # killed, of how many
+    planted: int = 0  # mutants, and how many of them were killed
+    killed: int = 0
 
     def note(self, dtype: torch.dtype, errors: dict[str, float]) -> None:
         worst = self.worst.setdefault(str(dtype).removeprefix("torch."), dict.fromkeys(NAMES, 0.0))
         for name, error in errors.items():
             worst[name] = max(worst[name], error)
+
+    def merge(self, other: "Figures") -> None:
+        """Add what another process measured."""
+        for name, errors in other.worst.items():
+            self.note(getattr(torch, name), errors)
+        self.seconds_to_error = max(self.seconds_to_error, other.seconds_to_error)
+        self.planted, self.killed = self.planted + other.planted, self.killed + other.killed
 
 
 FIGURES = Figures()

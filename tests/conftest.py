@@ -1,7 +1,10 @@
+from dataclasses import asdict
+from typing import Any
+
 import pytest
 import torch
 
-from tests.cases import FIGURES
+from tests.cases import FIGURES, Figures
 from tests.ranks import Pool
 
 torch.set_num_threads(1)
@@ -25,13 +28,26 @@ def seed():
     torch.manual_seed(0)
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What a worker of pytest-xdist measured goes home with its last message."""
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["figures"] = asdict(FIGURES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker has ended; one that crashed left no message."""
+    if (output := getattr(node, "workeroutput", None)) is not None:
+        FIGURES.merge(Figures(**output["figures"]))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What was measured: the figures that are published come from here."""
     write = terminalreporter.write_line
     for dtype, worst in FIGURES.worst.items():
         figures = "  ".join(f"{name} {error:.1e}" for name, error in worst.items())
         write(f"worst relative error, {dtype}: {figures}")
-    if FIGURES.mutants is not None:
-        write("mutants killed: {} of {}".format(*FIGURES.mutants))
+    if FIGURES.planted:
+        write(f"mutants killed: {FIGURES.killed} of {FIGURES.planted}")
     if FIGURES.seconds_to_error:
         write(f"slowest error on all ranks: {FIGURES.seconds_to_error:.2f} s")

@@ -136,8 +136,8 @@ class Problem:
         grads = torch.autograd.grad((out, lse), leaves, (dout.to(out), dlse.to(lse)))
         return [out.detach(), lse.detach(), *grads]
 
-    def shard(self, ring: Ring, layout: str, kernel: str | None) -> list[Tensor]:
-        """One rank's results."""
+    def shard(self, ring: Ring, layout: str, kernel: str | None, **how: Any) -> list[Tensor]:
+        """One rank's results; `how` are further options of the ring."""
         dealt = balanced(BORDERS, ring.size) if layout == "balanced" else layout
         at = positions(dealt, rank=ring.rank, ring_size=ring.size, length=N)
         mine = [t[:, at].to(self.dtype).requires_grad_() for t in self.qkv]
@@ -152,14 +152,16 @@ class Problem:
         }
         out, lse = ring_attn(
             *mine, **shared, **sharded, **learned, **feature.ring,
-            layout=dealt, kernel=kernel, group=ring, return_lse=True, bucket_size=4,
+            layout=dealt, kernel=kernel, group=ring, return_lse=True, bucket_size=4, **how,
         )  # fmt: skip
         leaves = [*mine, *learned.values()]
         return self.results(leaves, out, lse, self.dout[:, at], self.dlse[..., at])
 
-    def errors(self, size: int, layout: str, kernel: str | None = None) -> dict[str, float]:
+    def errors(
+        self, size: int, layout: str, kernel: str | None = None, **how: Any
+    ) -> dict[str, float]:
         """The worst relative error of each result over a ring of threads."""
-        got, _ = threads.run(size, lambda ring: self.shard(ring, layout, kernel))
+        got, _ = threads.run(size, lambda ring: self.shard(ring, layout, kernel, **how))
         dealt = balanced(BORDERS, size) if layout == "balanced" else layout
         places = [positions(dealt, rank=r, ring_size=size, length=N) for r in range(size)]
         found = {}

@@ -51,7 +51,7 @@ class Pool:
     def __init__(
         self,
         size: int,
-        timeout: float = 60.0,
+        timeout: float = 120.0,
         group_timeout: float | None = None,
         backend: str = "gloo",
     ):

@@ -32,7 +32,7 @@ ALLOWED = {
     "transports.send_recv": {"contract", "layouts", "ring", "running", "transports"},
     "transports.gather": {"contract", "layouts", "ring", "running", "transports"},
     "transports.symmetric": {"contract", "layouts", "ring", "running", "transports"},
-    "ulysses": {"layouts", "ring", "running", "transports"},
+    "ulysses": {"contract", "layouts", "ring", "running", "transports"},
     "cost": {"layouts", "transports"},
     "checks": {"layouts", "transports"},
     "plan": {

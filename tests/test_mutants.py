@@ -20,16 +20,16 @@ PLANTED = [(battery, mutant) for battery, planted in BATTERIES.items() for mutan
 def verdicts(battery: str) -> dict[str, str | None]:
     ran = subprocess.run(
         [sys.executable, "-m", battery],
-        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=280,
+        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=580,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])
-    killed, planted = FIGURES.mutants or (0, 0)
-    killed += sum(found[m.name] is not None for m in BATTERIES[battery])
-    FIGURES.mutants = killed, planted + len(BATTERIES[battery])
+    FIGURES.planted += len(BATTERIES[battery])
+    FIGURES.killed += sum(found[m.name] is not None for m in BATTERIES[battery])
     return found
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("battery", BATTERIES)
 def test_the_battery_finds_nothing_wrong_with_the_package_itself(battery):
     assert verdicts(battery)[""] is None

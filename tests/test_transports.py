@@ -196,6 +196,7 @@ def messages_of_each_exchange(transport: str) -> tuple[list[int], list[int]]:
     return forward, both[len(forward) :]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.sampled_from([2, 4, 8]))
 def test_a_message_holds_its_tensors(lengths, size):
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[size]

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -114,6 +114,7 @@ def test_bytes_are_those_of_the_heads_of_others():
         assert sent == (size - 1) * (2 * 3 * one + 2 * (one + lse))
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(LAYOUTS)), st.integers(1, 3), st.integers(1, 4), st.integers(0, 50))
 def test_tokens_land_where_their_positions_say(layout, degree, rings, length):
     everyone = all_segments(layout, degree * rings, length)
@@ -135,6 +136,7 @@ def test_all_ranks_together_make_one_causal_call(layout, size):
     assert len(tiles(whole, whole, Visible(causal=True))) == 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
 def test_every_query_head_finds_its_key_head(grouped, group, places):
     heads = grouped * group * places
