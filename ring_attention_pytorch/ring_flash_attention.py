@@ -159,6 +159,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         ValueError: the same on every rank and before any tensor is sent: shapes, dtypes or
             options that can't be or that differ between ranks, shards that are not the
             layout's, a kernel that can't do it.
+        NotImplementedError: second derivatives or forward mode of another kernel than "eager".
 
     Source: Liu et al. 2023, https://arxiv.org/abs/2310.01889
 

@@ -33,6 +33,13 @@ def signature_once(forward: Callable[_P, _R]) -> Callable[_P, _R]:
     return forward
 
 
+def once(what: str) -> None:
+    """For a backward that has no derivative of its own. PyTorch's once_differentiable would drop
+    the second order without a word where the cotangent needs no gradient."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f"{what} can't be differentiated twice (create_graph)")
+
+
 def tangents_note(*tensors: Tensor | None) -> dict[str, bool]:
     """For comparing notes: a rank that sends tangents must not find the others without."""
     given = (t for t in tensors if t is not None)

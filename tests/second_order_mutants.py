@@ -59,6 +59,11 @@ MUTANTS = [
         "_beside((k, v), (tk, tv))", "_beside((k, v), (tk.zero_(), tv))",
     ),
     Mutant(
+        "gathering keeps its gradients' gradients", "sharding.py",
+        "list(_AllToAll.apply(ctx.ring, [ctx.shape] * len(others), *others))",
+        "_swap(ctx.ring, [ctx.shape] * len(others), others)",
+    ),
+    Mutant(
         "ranks may differ in tangents", "transforms.py", "any(forward_ad", "all(forward_ad"
     ),
     Mutant(
@@ -80,6 +85,7 @@ def battery() -> Iterable[Callable[[], None]]:
     yield bent_scores_hold
     yield heads_for_sequence_hold
     yield cases.test_ranks_that_differ_in_tangents_all_say_so
+    yield cases.test_a_penalty_on_what_whole_sequences_are_made_into
     yield cases.test_other_kernels_say_which_one_has_second_derivatives
 
 

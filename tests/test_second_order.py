@@ -12,9 +12,12 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, jvp, vmap
 
 from ring_attention_pytorch.derivatives import RingTangents
+from ring_attention_pytorch.loss import mean_cross_entropy
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
+from ring_attention_pytorch.routing import CoordinateDescentRouter, soft_topk
+from ring_attention_pytorch.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
 from tests import threads
 from tests.features import FEATURES, LAYOUTS, together
@@ -185,6 +188,44 @@ def test_a_gradient_penalty_trains():
     assert all(relative_error(got, want) < 1e-12 for want, got in zip(*found))
 
 
+def penalised(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """The gradients of the squared norm of the loss's gradients."""
+    grads = torch.autograd.grad(loss, leaves, create_graph=True)
+    return list(torch.autograd.grad(sum(g.square().sum() for g in grads), leaves))
+
+
+def test_a_penalty_on_what_whole_sequences_are_made_into():
+    """Every rank's loss is of the whole, and all of them are summed."""
+    whole, size = [drawn(1, 7, 2, 4) for _ in range(3)], 3
+    want = penalised(size * dense_causal(*whole).sin().sum(), whole)
+
+    def main(ring: Ring) -> list[Tensor]:
+        how = dict(layout="striped", group=ring)
+        mine = [shard_sequence(t.detach(), **how).requires_grad_() for t in whole]
+        out = ring_attn(*mine, causal=True, kernel="eager", **how)
+        return penalised(unshard_sequence(out, length=7, **how).sin().sum(), mine)
+
+    for rank, mine in enumerate(threads.run(size, main)[0]):
+        for got, exact in zip(mine, want):
+            assert relative_error(got, exact[:, rank::size]) < 1e-12
+
+
+def penalised_loss(logits: Tensor, labels: Tensor) -> list[Tensor]:
+    """For a pool."""
+    ring = Ring()
+    mine = [logits[:, ring.rank :: ring.size].clone().requires_grad_()]
+    loss = mean_cross_entropy(mine[0], labels[:, ring.rank :: ring.size], -1, ring)
+    return penalised(loss.square(), mine)
+
+
+def test_a_penalty_on_the_mean_loss(pools: Callable[[int], Pool]):
+    logits, labels = drawn(2, 9, 5), torch.randint(-1, 5, (2, 9))
+    of_one = mean_cross_entropy(logits, labels, -1, Ring.alone()).square()
+    (want,) = penalised(3 * of_one, [logits])
+    for rank, (got,) in enumerate(pools(3).run(penalised_loss, logits.detach(), labels)):
+        assert relative_error(got, want[:, rank::3]) < 1e-12
+
+
 def test_autocast_and_a_plan_of_its_own():
     q = drawn(1, 6, 2, 4, dtype=torch.float32).detach()
     plan = RingPlan.make(q.bfloat16(), q.bfloat16(), q.bfloat16(), causal=True, kernel="eager")
@@ -229,6 +270,15 @@ def test_a_penalty_never_loses_its_second_order(needed):
     assert first.requires_grad
     with pytest.raises(NotImplementedError, match="no second derivatives"):
         first.sum().backward()
+
+
+def test_soft_topk_and_routing_have_first_gradients_only():
+    scores = drawn(2, 9)
+    with pytest.raises(NotImplementedError, match="soft_topk can't be differentiated twice"):
+        penalised(soft_topk(scores, 3).sin().sum(), [scores])
+    router, x = CoordinateDescentRouter(4), drawn(1, 9, 4, dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match="can't be differentiated twice"):
+        penalised(router(x, num_tokens=3).scores.sin().sum(), [x])
 
 
 def test_third_derivatives_are_refused():
