@@ -36,12 +36,18 @@ class Signature(tuple):
         return ", ".join(f"{name}={value}" for name, value in zip(self.NAMES, self))
 
 
-def like_autocast(t: Tensor) -> Tensor:
-    """The tensor, or one without memory that looks as autocast will make it."""
+def autocast_dtype(t: Tensor) -> torch.dtype:
+    """What autocast makes of attention's inputs: its dtype, for all of them but float64."""
     device = t.device.type
     if not torch.is_autocast_enabled(device) or t.dtype not in AUTOCAST_FROM:
+        return t.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def like_autocast(t: Tensor) -> Tensor:
+    """The tensor, or one without memory that looks as autocast will make it."""
+    if (dtype := autocast_dtype(t)) == t.dtype:
         return t
-    dtype = torch.get_autocast_dtype(device)
     one = torch.empty((), dtype=dtype, device=t.device, requires_grad=t.requires_grad)
     return one.expand(t.shape)
 

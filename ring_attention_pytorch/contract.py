@@ -236,8 +236,18 @@ def _of(t: Tensor | None, which: slice) -> Tensor | None:
     return None if t is None else t[which]
 
 
+def sink_weights(sinks: Tensor, lse: Tensor) -> Tensor:
+    """[b, h, n]: what each row gives of its weight to the sink of its head [h]."""
+    p = (sinks.to(lse.dtype).unsqueeze(1) - lse).exp()
+    return p.masked_fill_(lse == -torch.inf, 0.0)
+
+
 def grad_of_sinks(sinks: Tensor, saved: Saved) -> Tensor:
     """[h], from the queries here. A sink has no value, so its d(score) is -p * delta."""
-    p = (sinks.to(saved.lse.dtype).unsqueeze(1) - saved.lse).exp()
-    p = p.masked_fill_(saved.lse == -torch.inf, 0.0)
-    return -(p * saved.delta).sum(dim=(0, 2)).to(sinks.dtype)
+    return -(sink_weights(sinks, saved.lse) * saved.delta).sum(dim=(0, 2)).to(sinks.dtype)
+
+
+def tangent_of_delta(saved: Saved, along: Saved) -> Tensor:
+    """[b, h, n], `along` being the tangents of what was saved."""
+    found = sum_of_products(along.dout, saved.out) + sum_of_products(saved.dout, along.out)
+    return found if along.dlse is None else found - along.dlse

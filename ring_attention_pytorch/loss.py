@@ -58,6 +58,4 @@ class _SumOverRanks(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.ring.group)
-        return grad, None
+        return _SumOverRanks.apply(grad, ctx.ring), None

@@ -57,6 +57,7 @@ from ring_attention_pytorch.scores import (
     sinks_note,
     widened,
 )
+from ring_attention_pytorch.transforms import outside_transforms
 from ring_attention_pytorch.transports import (
     make_transport,
     owners_at_once,
@@ -98,6 +99,7 @@ class RingPlan:
     )
 
     @classmethod
+    @outside_transforms
     @beartype
     def make(  # noqa: PLR0913, PLR0915 - a public entry point
         cls,
@@ -310,6 +312,13 @@ class RingPlan:
                 for samples, seen in self.samples
             ]
         return self._tiles[keys.segments]
+
+    def transport_of_pairs(self, device: torch.device) -> Transport:
+        """That of keys beside their tangents, twice as wide; all ranks make it together."""
+        over = self.ring if self.ulysses is None else self.ulysses.ring
+        job = self.job._replace(d=2 * self.job.d, d_v=2 * self.job.d_v)
+        at_once = owners_at_once(self.memory, self.blocks, job)
+        return make_transport(self.transport_name, over, self.blocks, at_once, job, device)
 
     @property
     def alone(self) -> bool:

@@ -2,7 +2,7 @@
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
 section 3; partial results are merged as in flash attention (Dao et al. 2022). One forward
-loop and one backward loop serve every layout, mask, kernel and transport.
+loop here and one backward loop in `derivatives` serve every layout, mask, kernel and transport.
 """
 
 import inspect
@@ -13,24 +13,27 @@ from beartype import beartype
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.checks import like_autocast
-from ring_attention_pytorch.contract import Case, Grads, MaskMod, Saved, grad_of_sinks
+from ring_attention_pytorch.checks import autocast_dtype, like_autocast
+from ring_attention_pytorch.contract import Case, MaskMod
+from ring_attention_pytorch.derivatives import RingGradients, keep, tangents
 from ring_attention_pytorch.documents import Borders
 from ring_attention_pytorch.kernels import explain, problem
 from ring_attention_pytorch.layouts import Layout
 from ring_attention_pytorch.masks import Prefix
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Group, Ring, as_ring
-from ring_attention_pytorch.running import Result, Sum
+from ring_attention_pytorch.running import Result
 from ring_attention_pytorch.scores import bias_problem, with_bias
+from ring_attention_pytorch.transforms import signature_once, tangents_note
 
 
 class RingAttentionFunction(Function):
-    """(q, k, v, sinks, plan) -> (out, lse)."""
+    """(plan, q, k, v, sinks) -> (out, lse)."""
 
     @staticmethod
+    @signature_once
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: RingPlan
+        plan: RingPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         result = Result(q, v, only=plan.alone and sinks is None)
         with torch.autocast(q.device.type, enabled=False):
@@ -40,29 +43,23 @@ class RingAttentionFunction(Function):
                     plan.kernel.forward(q[some], seen, tiles, plan.terms, so_far)
         if sinks is not None:
             result.add_sinks(sinks)
-        out, lse = result.final()
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.plan = plan
-        ctx.set_materialize_grads(False)
-        return out, lse
+        return result.final()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        keep(ctx, *inputs, *output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            # once_differentiable would drop the second order where dout needs no gradient
-            raise NotImplementedError("ring attention can't be differentiated twice (create_graph)")
-        (q, k, v, sinks, out, lse), plan = ctx.saved_tensors, ctx.plan
+        *given, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        own = Grads(*(Sum(t, only=plan.alone) for t in (q, k, v)))
-        with torch.autocast(q.device.type, enabled=False):
-            saved = Saved(q, out, lse, dout, dlse)
-            for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:]):
-                for some, tiles in plan.tiles(keys):
-                    ours, seen = saved.samples(some), keys.samples(some)
-                    grads = Grads(own.dq, *of_keys).samples(some)
-                    plan.kernel.backward(ours, seen, tiles, plan.terms, grads)
-        dsinks = None if sinks is None else grad_of_sinks(sinks, saved)
-        return *(total.final() for total in own), dsinks, None
+        found = RingGradients.apply(ctx.plan, *given, dout, dlse, out.detach(), lse.detach())
+        return None, *found
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *along: Tensor | None) -> tuple[Tensor, Tensor]:
+        *given, out, lse = ctx.saved_tensors
+        return tangents(ctx.plan, given, along, (out, lse))
 
 
 @beartype
@@ -173,6 +170,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         ValueError: the same on every rank and before any tensor is sent: shapes, dtypes or
             options that can't be or that differ between ranks, shards that are not the
             layout's, a kernel that can't do it.
+        NotImplementedError: second derivatives or forward mode of another kernel than "eager".
 
     Source: Liu et al. 2023, https://arxiv.org/abs/2310.01889
 
@@ -192,7 +190,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         dropout=dropout, dropout_seed=dropout_seed,
     )  # fmt: skip
     if plan is None:
-        plan = RingPlan.make(q, k, v, **options, sinks=sinks, key_bias=key_bias)
+        also = tangents_note(q, k, v, sinks, key_bias)
+        plan = RingPlan.make(q, k, v, **options, sinks=sinks, key_bias=key_bias, also=also)
     else:
         _check_only_plan(options)
         if (why := bias_problem(key_bias, q, k, *plan.terms[:2])) is not None:
@@ -203,7 +202,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     if plan.ulysses is not None:
         q, k, v = plan.ulysses.to_heads(q, k, v)
         sinks = None if sinks is None else sinks[plan.ulysses.heads]
-    out, lse = RingAttentionFunction.apply(q, k, v, sinks, plan)
+    out, lse = RingAttentionFunction.apply(plan, q, k, v, sinks)
     if plan.ulysses is not None:
         out, lse = plan.ulysses.to_sequence(out, lse if return_lse else None)
     return (out, lse) if return_lse else out
@@ -273,8 +272,7 @@ def ulysses_attn(
 
 
 def _autocast(t: Tensor) -> Tensor:
-    """What autocast makes of attention's inputs: its dtype, for all of them but float64."""
-    return t.to(like_autocast(t).dtype)
+    return t.to(autocast_dtype(t))
 
 
 def _check_only_plan(options: dict[str, Any]) -> None:

@@ -327,7 +327,7 @@ class _AllToAll(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_swap(ctx.ring, ctx.shapes, grads)
+        return None, None, *_AllToAll.apply(ctx.ring, ctx.shapes, *grads)
 
 
 class _Gather(Function):
@@ -345,7 +345,7 @@ class _Gather(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rank, dtype = ctx.ring.rank, accumulator(grads[0].dtype)
         others = [*grads[:rank], *grads[rank + 1 :]]
-        mine = _swap(ctx.ring, [ctx.shape] * len(others), others)
+        mine = list(_AllToAll.apply(ctx.ring, [ctx.shape] * len(others), *others))
         mine.insert(rank, grads[rank])
         total = mine[0].to(dtype, copy=True)
         for part in mine[1:]:  # always in the order of ranks, so that results repeat

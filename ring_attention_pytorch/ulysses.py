@@ -20,6 +20,7 @@ from ring_attention_pytorch.contract import Terms
 from ring_attention_pytorch.layouts import Segment, Segments, count
 from ring_attention_pytorch.ring import Places, Ring
 from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.transforms import signature_once
 from ring_attention_pytorch.transports.messages import (
     Form,
     Part,
@@ -227,33 +228,50 @@ class Ulysses:
 
 
 class _ToHeads(Function):
-    """Tensors `[b, n, h, ...]` from sequence to heads; backward is the reverse."""
+    """Tensors `[b, n, h, ...]` from sequence to heads. As it is linear, its tangents go the same
+    way, and gradients the other."""
 
     @staticmethod
+    @signature_once
     def forward(
-        ctx: Any, ulysses: Ulysses, spreads: tuple[Spread, ...], *tensors: Tensor
+        ulysses: Ulysses, spreads: tuple[Spread, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.ulysses, ctx.spreads = ulysses, spreads
         return tuple(ulysses.spread(tensors, spreads))
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.ulysses, ctx.spreads, *_ = inputs
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.ulysses.unspread(grads, ctx.spreads)
+        return None, None, *_ToSequence.apply(ctx.ulysses, ctx.spreads, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *along: Tensor) -> tuple[Tensor, ...]:
+        return _ToHeads.apply(ctx.ulysses, ctx.spreads, *along)
 
 
 class _ToSequence(Function):
     """Its inverse."""
 
     @staticmethod
+    @signature_once
     def forward(
-        ctx: Any, ulysses: Ulysses, spreads: tuple[Spread, ...], *tensors: Tensor
+        ulysses: Ulysses, spreads: tuple[Spread, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.ulysses, ctx.spreads = ulysses, spreads
         return tuple(ulysses.unspread(tensors, spreads))
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.ulysses, ctx.spreads, *_ = inputs
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.ulysses.spread(grads, ctx.spreads)
+        return None, None, *_ToHeads.apply(ctx.ulysses, ctx.spreads, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *along: Tensor) -> tuple[Tensor, ...]:
+        return _ToSequence.apply(ctx.ulysses, ctx.spreads, *along)
 
 
 def _part(t: Tensor, length: int, heads: int) -> Part:

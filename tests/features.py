@@ -136,26 +136,29 @@ class Problem:
         grads = torch.autograd.grad((out, lse), leaves, (dout.to(out), dlse.to(lse)))
         return [out.detach(), lse.detach(), *grads]
 
-    def shard(self, ring: Ring, layout: str, kernel: str | None, **how: Any) -> list[Tensor]:
-        """One rank's results; `how` are further options of the ring."""
+    def part(self, ring: Ring, layout: str) -> tuple[Tensor, dict[str, Tensor], Options]:
+        """One rank's places, its q, k, v and what else has gradients, and what else it is given."""
         dealt = balanced(BORDERS, ring.size) if layout == "balanced" else layout
         at = positions(dealt, rank=ring.rank, ring_size=ring.size, length=N)
-        mine = [t[:, at].to(self.dtype).requires_grad_() for t in self.qkv]
         feature = self.feature
-        learned = {name: t[:, at] for name, t in feature.varied.items()} | feature.learned
-        learned = {n: t.clone().to(self.dtype).requires_grad_() for n, t in learned.items()}
+        varied = {name: t[:, at] for name, t in zip("qkv", self.qkv)}
+        varied |= {name: t[:, at] for name, t in feature.varied.items()} | feature.learned
         sharded = {name: t[:, at] for name, t in feature.sharded.items()}
         sharded |= {name: t[at] for name, t in feature.along.items()}
         shared = {
             name: t.to(self.dtype) if isinstance(t, Tensor) else t
             for name, t in feature.shared.items()
         }
-        out, lse = ring_attn(
-            *mine, **shared, **sharded, **learned, **feature.ring,
-            layout=dealt, kernel=kernel, group=ring, return_lse=True, bucket_size=4, **how,
-        )  # fmt: skip
-        leaves = [*mine, *learned.values()]
-        return self.results(leaves, out, lse, self.dout[:, at], self.dlse[..., at])
+        options = shared | sharded | feature.ring
+        options |= dict(layout=dealt, group=ring, return_lse=True, bucket_size=4)
+        leaves = {n: t.clone().to(self.dtype).requires_grad_() for n, t in varied.items()}
+        return at, leaves, options
+
+    def shard(self, ring: Ring, layout: str, kernel: str | None, **how: Any) -> list[Tensor]:
+        """One rank's results; `how` are further options of the ring."""
+        at, leaves, options = self.part(ring, layout)
+        out, lse = ring_attn(**leaves, **options, kernel=kernel, **how)
+        return self.results(list(leaves.values()), out, lse, self.dout[:, at], self.dlse[..., at])
 
     def errors(
         self, size: int, layout: str, kernel: str | None = None, **how: Any

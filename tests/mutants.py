@@ -401,8 +401,8 @@ MUTANTS = [
     # kernels
     Mutant(
         "lse of the block in backward", "kernels/eager.py",
-        ".sub_(_finite(lse)).exp_()\n        dp",
-        ".sub_(_finite(torch.logsumexp(scores, -1, True))).exp_()\n        dp",
+        ".sub_(finite(lse)).exp_()\n        dp",
+        ".sub_(finite(torch.logsumexp(scores, -1, True))).exp_()\n        dp",
     ),
     Mutant(
         "no scale on dq", "kernels/eager.py", 'dq = einsum(ds, k, "b g r i j',

@@ -8,11 +8,12 @@ from functools import cache
 
 import pytest
 
-from tests import mutants, routing_mutants
+from tests import mutants, routing_mutants, second_order_mutants
 from tests.cases import FIGURES
 from tests.mutants import PACKAGE
 
-BATTERIES = {"tests.mutants": mutants.MUTANTS, "tests.routing_mutants": routing_mutants.MUTANTS}
+MODULES = mutants, routing_mutants, second_order_mutants
+BATTERIES = {module.__name__: module.MUTANTS for module in MODULES}
 PLANTED = [(battery, mutant) for battery, planted in BATTERIES.items() for mutant in planted]
 
 

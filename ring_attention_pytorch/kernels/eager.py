@@ -20,11 +20,11 @@ CAN = Can()
 
 def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     out, lse = result.running()
-    for rows, cols, hidden, bias, left in _buckets(keys, tiles, terms, q.shape[2]):
-        q_, k, v = _grouped(q[:, rows], keys.k[:, cols], keys.v[:, cols])
-        scores = _scores(q_, k, terms, bias)[0].masked_fill_(hidden, -torch.inf)
+    for rows, cols, hidden, bias, left in visible_parts(keys, tiles, terms, q.shape[2]):
+        q_, k, v = grouped(q[:, rows], keys.k[:, cols], keys.v[:, cols])
+        scores = scores_of(q_, k, terms, bias)[0].masked_fill_(hidden, -torch.inf)
         part_lse = scores.logsumexp(dim=-1)
-        p = scores.sub_(_finite(part_lse).unsqueeze(-1)).exp_()
+        p = scores.sub_(finite(part_lse).unsqueeze(-1)).exp_()
         part = einsum(_less(p, left), v, "b g r i j, b j g d -> b i g r d")
         part = rearrange(part, "b i g r d -> b i (g r) d")
         merge_(out[:, rows], lse[..., rows], part, rearrange(part_lse, "b g r i -> b (g r) i"))
@@ -32,15 +32,15 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
 
 def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
     h_kv, running = keys.k.shape[2], [total.running() for total in grads]
-    for rows, cols, hidden, bias, left in _buckets(keys, tiles, terms, saved.q.shape[2]):
-        q, k, v = _grouped(saved.q[:, rows], keys.k[:, cols], keys.v[:, cols])
-        dout = _by_key_head(saved.dout[:, rows], h_kv)
+    for rows, cols, hidden, bias, left in visible_parts(keys, tiles, terms, saved.q.shape[2]):
+        q, k, v = grouped(saved.q[:, rows], keys.k[:, cols], keys.v[:, cols])
+        dout = by_key_head(saved.dout[:, rows], h_kv)
         lse, delta = (
             rearrange(t[..., rows], "b (g r) i -> b g r i 1", g=h_kv)
             for t in (saved.lse, saved.delta)
         )
-        scores, slope = _scores(q, k, terms, bias)
-        p = scores.masked_fill_(hidden, -torch.inf).sub_(_finite(lse)).exp_()
+        scores, slope = scores_of(q, k, terms, bias)
+        p = scores.masked_fill_(hidden, -torch.inf).sub_(finite(lse)).exp_()
         dp = _less(einsum(dout, v, "b i g r d, b j g d -> b g r i j"), left)
         ds = dp.sub_(delta).mul_(p).mul_(slope)
         dq = einsum(ds, k, "b g r i j, b j g d -> b i g r d")
@@ -50,7 +50,7 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
         running[2][:, cols] += einsum(p, dout, "b g r i j, b i g r d -> b j g d")
 
 
-def _buckets(
+def visible_parts(
     keys: Keys, tiles: Sequence[Tile], terms: Terms, h: int
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None, Tensor | None]]:
     """The tiles, few rows at a time with the keys that those see, what is hidden in each, what
@@ -108,7 +108,7 @@ def _samples(keys: Keys, tiles: Tiles) -> Tensor:
     return torch.arange(tiles.first, tiles.first + len(keys.k), device=keys.k.device)
 
 
-def _scores(
+def scores_of(
     q: Tensor, k: Tensor, terms: Terms, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | float]:
     """Scores [b, g, r, i, j], and the derivative of each by its q.k."""
@@ -120,16 +120,16 @@ def _scores(
     return scores if bias is None else scores.add_(bias), slope
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """In the accumulator's dtype; query head i beside its key head i // (h / h_kv)."""
     k, v = (t.to(accumulator(t.dtype)) for t in (k, v))
-    return _by_key_head(q, k.shape[2]), k, v
+    return by_key_head(q, k.shape[2]), k, v
 
 
-def _by_key_head(t: Tensor, h_kv: int) -> Tensor:
+def by_key_head(t: Tensor, h_kv: int) -> Tensor:
     return rearrange(t.to(accumulator(t.dtype)), "b i (g r) d -> b i g r d", g=h_kv)
 
 
-def _finite(lse: Tensor) -> Tensor:
+def finite(lse: Tensor) -> Tensor:
     """A row that sees nothing: exp(-inf - 0) is 0, where exp(-inf - -inf) would be NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)

@@ -1,0 +1,138 @@
+"""Faults planted into second derivatives and tangents; the machinery is that of `mutants`."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from tests import mutants
+from tests.mutants import Mutant
+
+MUTANTS = [
+    Mutant(
+        "probabilities move as if lse stood still", "kernels/eager_tangents.py",
+        "part.p * (part.ts - tlse)", "part.p * part.ts",
+    ),
+    Mutant(
+        "the softclamp's slope stands still", "kernels/eager_tangents.py",
+        "tds * part.slope + ds * part.tslope", "tds * part.slope",
+    ),
+    Mutant(
+        "keys stand still in the tangent of dq", "kernels/eager_tangents.py",
+        "_to_rows(tdqk, part.k) + _to_rows(dqk, part.tk)", "_to_rows(tdqk, part.k)",
+    ),
+    Mutant(
+        "dout stands still in dv", "kernels/eager_tangents.py",
+        "_to_cols(tp, dout) + _to_cols(p, tdout)", "_to_cols(tp, dout)",
+    ),
+    Mutant(
+        "values stand still", "kernels/eager_tangents.py", "moved += einsum(part.p, part.tv,",
+        "moved += 0 * einsum(part.p, part.tv,",
+    ),
+    Mutant(
+        "delta moves with dout only", "contract.py",
+        " + sum_of_products(saved.dout, along.out)", "",
+    ),
+    Mutant(
+        "sinks stand still", "derivatives.py", "tlse += sink_weights(sinks, lse)",
+        "tlse += 0 * sink_weights(sinks, lse)",
+    ),
+    Mutant(
+        "a sink's weight stands still", "derivatives.py",
+        "found = tp * saved.delta + p *", "found = p *",
+    ),
+    Mutant(
+        "dlse has no gradient", "derivatives.py", "None if dlse is None else tlse, None, None",
+        "None, None, None",
+    ),
+    Mutant(
+        "cotangents stand still in forward over reverse", "derivatives.py",
+        "_second(ctx, along[:4], *along[4:6])[0]", "_second(ctx, along[:4])[0]",
+    ),
+    Mutant(
+        "Ulysses keeps its gradients' gradients", "ulysses.py",
+        "*_ToSequence.apply(ctx.ulysses, ctx.spreads, *grads)",
+        "*ctx.ulysses.unspread([g.detach() for g in grads], ctx.spreads)",
+    ),
+    Mutant(
+        "tangents of other ranks' keys stay at home", "derivatives.py",
+        "_beside((k, v), (tk, tv))", "_beside((k, v), (tk.zero_(), tv))",
+    ),
+    Mutant(
+        "gathering keeps its gradients' gradients", "sharding.py",
+        "list(_AllToAll.apply(ctx.ring, [ctx.shape] * len(others), *others))",
+        "_swap(ctx.ring, [ctx.shape] * len(others), others)",
+    ),
+    Mutant(
+        "ranks may differ in tangents", "transforms.py", "any(forward_ad", "all(forward_ad"
+    ),
+    Mutant(
+        "any kernel's tangents are taken for eager's", "derivatives.py",
+        'if plan.kernel.name != "eager":', "if False:",
+    ),
+]  # fmt: skip
+
+
+def battery() -> Iterable[Callable[[], None]]:
+    """Cases that fail where something is wrong. The package is imported here, and mutated."""
+    import torch
+
+    from tests import test_second_order as cases
+    from tests import threads
+
+    torch.set_num_threads(1)
+    threads.PATIENCE = 10.0
+    yield bent_scores_hold
+    yield heads_for_sequence_hold
+    yield cases.test_ranks_that_differ_in_tangents_all_say_so
+    yield cases.test_a_penalty_on_what_whole_sequences_are_made_into
+    yield cases.test_other_kernels_say_which_one_has_second_derivatives
+
+
+def bent_scores_hold() -> None:
+    """Tangents, and gradients of gradients, of what bends scores and of what moves lse."""
+    from tests.features import together
+    from tests.second_order import Second
+
+    bent = Second(together(("causal", "softclamp", "sinks", "d_v != d")))
+    errors = bent.errors(2, "zigzag")
+    assert max(errors.values()) < 1e-12, errors
+
+
+def heads_for_sequence_hold() -> None:
+    from tests.features import FEATURES
+    from tests.second_order import Second
+
+    errors = Second(FEATURES["one key head"]).errors(2, "striped", ulysses=2)
+    assert max(errors.values()) < 1e-12, errors
+
+
+def warm_up() -> None:
+    """What PyTorch compiles for forward mode when first asked, before forking, so only once."""
+    import torch
+
+    from tests.reference import dense_attention
+
+    def loss(q: torch.Tensor) -> torch.Tensor:
+        out, lse = dense_attention(q, q, q, softclamp=1.0, sinks=q[0, 0, :, 0])
+        return out.sum() + lse.sum()
+
+    q = torch.randn(1, 2, 1, 2)
+    torch.func.jvp(torch.func.grad(loss), (q,), (q,))
+
+
+def main() -> None:
+    import beartype  # noqa: F401 - imported before forking, so only once
+    import einops  # noqa: F401
+    import pytest  # noqa: F401
+    import torch.distributed.device_mesh  # noqa: F401
+
+    warm_up()
+    mutants.battery = battery
+    with ThreadPoolExecutor(2) as two:
+        found = two.map(mutants.verdict, itertools.chain([None], MUTANTS))
+        print(json.dumps(dict(zip(["", *(m.name for m in MUTANTS)], found))))
+
+
+if __name__ == "__main__":
+    main()
