@@ -18,6 +18,7 @@ KINDS: dict[str, Callable[[random.Random, int, bool], int]] = {
     "one long, many short": lambda draw, total, first: (
         total // 2 if first else draw.randint(1, 999)
     ),
+    "of 1 to 999 tokens": lambda draw, total, first: draw.randint(1, 999),
     "of 1 to 60 tokens": lambda draw, total, first: draw.randint(1, 60),
 }
 

@@ -6,18 +6,14 @@
     torchrun --nproc-per-node 4 -m benchmarks.bench_ring --million
     torchrun --nproc-per-node 2 -m benchmarks.bench_ring --device cpu --tokens 64 --heads 4 2
 
-FLOPs are those of the visible half under a causal mask, backward 2.5 times forward; times are
-the slowest rank's, the median of three rounds of calls back to back; backward is both less
-forward. "theory" is the same kernel on one GPU over the whole sequence, divided by the ranks. "in a
-graph" are the same calls, captured once and replayed as a CUDA graph. Errors are those of out and
-dq against float32, on some rows of every rank.
+FLOPs are those of the visible half under a causal mask, backward 2.5 times forward; times and
+errors are as `rings.py` says. "theory" is the same kernel on one GPU over the whole sequence,
+divided by the ranks. "in a graph" are the same calls, captured once and replayed as a CUDA graph.
 """
 
 import argparse
 import datetime
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,52 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import gpu_peers
-from ring_attention_pytorch import RingPlan, positions, ring_attn, unshard_sequence
+from benchmarks.rings import Attend, Result, Shape, checker, markdown, measured, synchronize
+from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.kernels import KERNELS, problem
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports import TRANSPORTS
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 THEORY = "theory, "
 GRAPH = ", in a graph"
-ROWS = 16  # of each rank, whose errors are looked at
-
-
-class Shape(NamedTuple):
-    """What is measured; `tokens` are those of one rank."""
-
-    tokens: int
-    causal: bool
-    heads: int
-    key_heads: int
-    d: int
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def layout(self) -> str:
-        return "zigzag" if self.causal else "contiguous"
-
-    def flops(self, ranks: int) -> float:
-        """Of one rank, forward."""
-        length = self.tokens * ranks
-        return 4.0 * length**2 * self.heads * self.d * (0.5 if self.causal else 1.0) / ranks
-
-    def tensors(self, length: int, seed: int) -> list[Tensor]:
-        """q, k, v and the cotangent of out."""
-        draw = torch.Generator(self.device).manual_seed(seed)
-        kinds = dict(device=self.device, dtype=self.dtype, generator=draw)
-        heads = (self.heads, self.key_heads, self.key_heads, self.heads)
-        return [torch.randn(1, length, h, self.d, **kinds) for h in heads]
-
-
-class Result(NamedTuple):
-    """Seconds forward and both ways, the peak in GiB, and the errors of out and dq."""
-
-    forward: float
-    both: float
-    peak: float
-    errors: tuple[float, float] | None
 
 
 class Options(NamedTuple):
@@ -105,117 +63,6 @@ def alone(shape: Shape, kernel: str) -> Attend:
     )
 
 
-# --- measuring ---
-
-
-def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Of one call, the slowest rank's: the median of three rounds of calls back to back."""
-    found = []
-    run()  # whatever is compiled or allocated once
-    for _ in range(3 if repeats > 1 else 1):
-        _synchronize(device)
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        _synchronize(device)
-        found.append((time.perf_counter() - start) / repeats)
-    slowest = torch.tensor(found, device=device, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.median().item()
-
-
-def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """What replays a call as a CUDA graph, and gives what the call gave."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()  # whatever is made once
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = run()
-
-    def replay() -> object:
-        graph.replay()
-        return result
-
-    return replay
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def measured(
-    attend: Attend,
-    tensors: list[Tensor],
-    repeats: int,
-    errors: Callable | None,
-    graph: bool = False,
-) -> Result | str:
-    """The result; or what went wrong, on whichever rank."""
-    q, k, v, dout = tensors
-    problem, result = "", None
-    try:
-        cuda = q.is_cuda
-        if cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-
-        def forward() -> None:
-            with torch.no_grad():
-                attend(q, k, v)
-
-        def both() -> tuple[Tensor, ...]:
-            out = attend(*leaves)
-            return out, *torch.autograd.grad(out, leaves, dout)
-
-        if graph:
-            forward, both = captured(forward), captured(both)
-        alone = seconds(forward, q.device, repeats)
-        found = None if errors is None else errors(*both()[:2])
-        whole = seconds(both, q.device, repeats)
-        peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-        result = Result(alone, whole, peak, found)
-    except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as error:
-        problem = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-    return problem or result
-
-
-def checker(shape: Shape, tensors: list[Tensor]) -> Callable[[Tensor, Tensor], tuple]:
-    """Errors of out and dq on some of this rank's rows, the worst rank's."""
-    ring = Ring()
-    q, k, v, dout = tensors
-    length = shape.tokens * ring.size
-    whole = [unshard_sequence(t, length=length, layout=shape.layout) for t in (k, v)]
-    k, v = (t.float().repeat_interleave(shape.heads // shape.key_heads, 2) for t in whole)
-    held = positions(shape.layout, rank=ring.rank, ring_size=ring.size, length=length)
-    rows = torch.linspace(0, shape.tokens - 1, ROWS).long()
-    some = q[:, rows.to(q.device)].float().requires_grad_()
-    scores = torch.einsum("bihd,bjhd->bhij", some, k) * shape.d**-0.5
-    if shape.causal:
-        hidden = torch.arange(length)[None] > held[rows][:, None]
-        scores = scores.masked_fill(hidden.to(q.device), -torch.inf)
-    want = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
-    (want_dq,) = torch.autograd.grad(want, some, dout[:, rows.to(q.device)].float())
-    want = want.detach()
-
-    def errors(out: Tensor, dq: Tensor) -> tuple[float, ...]:
-        at = rows.to(q.device)
-        found = [
-            (got[:, at].float() - exact).norm() / exact.norm()
-            for got, exact in ((out.detach(), want), (dq, want_dq))
-        ]
-        worst = torch.stack(found)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        return tuple(worst.tolist())
-
-    return errors
-
-
 def all_of(shape: Shape, options: Options) -> dict[str, Result | str]:
     """By subject; theories are divided by the ranks already."""
     ring = Ring()
@@ -231,7 +78,8 @@ def all_of(shape: Shape, options: Options) -> dict[str, Result | str]:
             found[THEORY + kernel] = result
         del whole
     tensors = shape.tensors(shape.tokens, seed=ring.rank)
-    errors = checker(shape, tensors)
+    hidden = torch.lt if shape.causal else None  # a row's position is before the column's
+    errors = checker(shape, tensors, shape.layout, hidden)
     for kernel in options.kernels:
         for ulysses in options.ulysses:
             for transport in options.transports:
@@ -285,11 +133,6 @@ def rows(shape: Shape, found: dict[str, Result | str], ranks: int) -> list[list[
     return table
 
 
-def markdown(table: list[list[str]]) -> str:
-    lines = [list(HEAD), ["---"] * len(HEAD), *table]
-    return "\n".join("| " + " | ".join(line).replace("\n", " ") + " |" for line in lines)
-
-
 def plot(table: list[list[str]], path: Path) -> None:
     """TF/s both ways over tokens, a line for each subject."""
     try:
@@ -330,7 +173,7 @@ def trace(shape: Shape, options: Options, folder: Path) -> None:
                 dist.barrier()
                 with profile(activities=kinds) as profiler:
                     torch.autograd.grad(attend(*leaves), leaves, tensors[3])
-                    _synchronize(shape.device)
+                    synchronize(shape.device)
                 if last:
                     name = f"{transport}-{kernel}-{shape.tokens}-rank{rank}.json"
                     profiler.export_chrome_trace(str(folder / name))
@@ -415,7 +258,7 @@ def tell(
     report = (
         f"# Attention over {ranks} x {name}, {today}\n\n"
         f"torch {torch.__version__}, {dtype}, heads {asked.heads}, d {asked.dim_head}, batch 1; "
-        "`benchmarks/bench_ring.py` says what is counted.\n\n" + markdown(table) + "\n"
+        "`benchmarks/bench_ring.py` says what is counted.\n\n" + markdown(HEAD, table) + "\n"
     )
     print(report)
     if asked.save is not None:

@@ -135,7 +135,10 @@ def one_gpu(name: str, causal: bool) -> Iterator[Attend]:
     """A kernel of PyTorch's by itself, by the name that it has among ours."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    backends = {
+        "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+        "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    }
     if name not in backends:
         return
 

@@ -8,14 +8,16 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RUN = [
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-    "-m", "benchmarks.bench_ring", "--device", "cpu", "--heads", "4", "2", "--dim-head", "16",
-    "--repeats", "2",
+    "-m",
 ]  # fmt: skip
+SMALL = ["--device", "cpu", "--heads", "4", "2", "--repeats", "2"]
 
 
-def run(*options: str) -> str:
+def run(*options: str, benchmark: str = "bench_ring") -> str:
+    own = ["--dim-head", "16"] if benchmark == "bench_ring" else []
     ran = subprocess.run(
-        [*RUN, *options], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [*RUN, f"benchmarks.{benchmark}", *SMALL, *own, *options], cwd=ROOT, capture_output=True,
+        text=True, timeout=120,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
@@ -33,6 +35,17 @@ def test_every_transport_is_measured_and_right(tmp_path: Path) -> None:
         if "theory" not in row[2]:
             assert all(float(e) < 1e-5 for e in re.findall(r"\de-\d+", row[-1]))
     assert list(tmp_path.glob("*-ring.md"))
+
+
+def test_masks_are_measured_and_right() -> None:
+    said = run("--tokens", "48", "--window", "16", "--kernels", "sdpa", benchmark="bench_masks")
+    table = [line.split(" | ") for line in said.splitlines() if line.startswith("| 48")]
+    assert len(table) == 6
+    for row in table:
+        assert all(float(e) < 1e-5 for e in re.findall(r"\de-\d+", row[-1]))
+    received = {row[1]: int(row[7]) for row in table}
+    assert received["causal"] == 48
+    assert received["window 16, contiguous"] == 16
 
 
 def test_traces_are_kept(tmp_path: Path) -> None:

@@ -1,0 +1,173 @@
+"""What benchmarks of rings have in common: tensors, times of the slowest rank, errors.
+
+Times are the median of three rounds of calls back to back; backward is both less forward. Errors
+are those of out and dq against float32, on some rows of every rank.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attention_pytorch import positions, unshard_sequence
+from ring_attention_pytorch.layouts import Layout
+from ring_attention_pytorch.ring import Ring
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Hidden = Callable[[Tensor, Tensor], Tensor]  # of (positions of rows, of columns)
+ROWS = 16  # of each rank, whose errors are looked at
+
+
+class Shape(NamedTuple):
+    """What is measured; `tokens` are those of one rank."""
+
+    tokens: int
+    causal: bool
+    heads: int
+    key_heads: int
+    d: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def layout(self) -> str:
+        return "zigzag" if self.causal else "contiguous"
+
+    def flops(self, ranks: int) -> float:
+        """Of one rank, forward."""
+        length = self.tokens * ranks
+        return 4.0 * length**2 * self.heads * self.d * (0.5 if self.causal else 1.0) / ranks
+
+    def tensors(self, length: int, seed: int) -> list[Tensor]:
+        """q, k, v and the cotangent of out."""
+        draw = torch.Generator(self.device).manual_seed(seed)
+        kinds = dict(device=self.device, dtype=self.dtype, generator=draw)
+        heads = (self.heads, self.key_heads, self.key_heads, self.heads)
+        return [torch.randn(1, length, h, self.d, **kinds) for h in heads]
+
+
+class Result(NamedTuple):
+    """Seconds forward and both ways, the peak in GiB, and the errors of out and dq."""
+
+    forward: float
+    both: float
+    peak: float
+    errors: tuple[float, float] | None
+
+
+def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Of one call, the slowest rank's: the median of three rounds of calls back to back."""
+    found = []
+    run()  # whatever is compiled or allocated once
+    for _ in range(3 if repeats > 1 else 1):
+        synchronize(device)
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        synchronize(device)
+        found.append((time.perf_counter() - start) / repeats)
+    slowest = torch.tensor(found, device=device, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.median().item()
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """What replays a call as a CUDA graph, and gives what the call gave."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()  # whatever is made once
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = run()
+
+    def replay() -> object:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measured(
+    attend: Attend,
+    tensors: list[Tensor],
+    repeats: int,
+    errors: Callable | None,
+    graph: bool = False,
+) -> Result | str:
+    """The result; or what went wrong, on whichever rank."""
+    q, k, v, dout = tensors
+    problem, result = "", None
+    try:
+        cuda = q.is_cuda
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+
+        def forward() -> None:
+            with torch.no_grad():
+                attend(q, k, v)
+
+        def both() -> tuple[Tensor, ...]:
+            out = attend(*leaves)
+            return out, *torch.autograd.grad(out, leaves, dout)
+
+        if graph:
+            forward, both = captured(forward), captured(both)
+        alone = seconds(forward, q.device, repeats)
+        found = None if errors is None else errors(*both()[:2])
+        whole = seconds(both, q.device, repeats)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+        result = Result(alone, whole, peak, found)
+    except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    return problem or result
+
+
+def checker(
+    shape: Shape, tensors: list[Tensor], layout: Layout, hidden: Hidden | None
+) -> Callable[[Tensor, Tensor], tuple]:
+    """Errors of out and dq on some of this rank's rows, the worst rank's."""
+    ring = Ring()
+    q, k, v, dout = tensors
+    length = shape.tokens * ring.size
+    whole = [unshard_sequence(t, length=length, layout=layout) for t in (k, v)]
+    k, v = (t.float().repeat_interleave(shape.heads // shape.key_heads, 2) for t in whole)
+    held = positions(layout, rank=ring.rank, ring_size=ring.size, length=length)
+    rows = torch.linspace(0, shape.tokens - 1, ROWS).long()
+    some = q[:, rows.to(q.device)].float().requires_grad_()
+    scores = torch.einsum("bihd,bjhd->bhij", some, k) * shape.d**-0.5
+    if hidden is not None:
+        unseen = hidden(held[rows].unsqueeze(1), torch.arange(length))
+        scores = scores.masked_fill(unseen.to(q.device), -torch.inf)
+    want = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    (want_dq,) = torch.autograd.grad(want, some, dout[:, rows.to(q.device)].float())
+    want = want.detach()
+
+    def errors(out: Tensor, dq: Tensor) -> tuple[float, ...]:
+        at = rows.to(q.device)
+        found = [
+            (got[:, at].float() - exact).norm() / exact.norm()
+            for got, exact in ((out.detach(), want), (dq, want_dq))
+        ]
+        worst = torch.stack(found)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return tuple(worst.tolist())
+
+    return errors
+
+
+def markdown(head: Sequence[str], table: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *table]
+    return "\n".join("| " + " | ".join(line).replace("\n", " ") + " |" for line in lines)
