@@ -12,6 +12,7 @@ from ring_attention_pytorch.kernels import KERNELS, problem
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from tests.cases import NAMES, Attention, results
+from tests.gpu.memory import poison
 from tests.ranks import Pool
 from tests.reference import dense_attention, relative_error
 
@@ -77,6 +78,7 @@ def faults(cases: list[tuple[Attention, dict]]) -> list[dict[str, str]]:
 
 def _faults(case: Attention, options: dict) -> dict[str, str]:
     ring = Ring()
+    poison()
     (q, k, v), mask, dout, dlse = case.data()
     at = case.places(ring.rank, ring.size)[0]
     leaves = [t[:, at].cuda().requires_grad_() for t in (q, k, v)]
