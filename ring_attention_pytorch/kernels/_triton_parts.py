@@ -79,13 +79,16 @@ def span(start, stop, whole, a0, b0, b1, back, ahead, BLOCK: tl.constexpr):
     """Which blocks of the other side, from b0 to b1, are seen from start to stop on this side.
 
     Returns where the first starts, how many lie before the full ones and how many of them all
-    need masking, and from where to where blocks are seen by all of this side.
+    need masking, and from where to where blocks are seen by all of this side. They start at
+    multiples of 4: numbers of 4 bytes that lie along them come by TMA 16 bytes at a time.
     """
-    first = b0 + (tl.maximum(start - a0 - back, 0) // BLOCK) * BLOCK
+    origin = b0 // 4 * 4
+    first = origin + ((b0 - origin + tl.maximum(start - a0 - back, 0)) // BLOCK) * BLOCK
     end = tl.minimum(b1, stop + b0 - a0 + ahead)
-    full = b0 + tl.cdiv(tl.maximum(stop - 1 - a0 - back, 0), BLOCK) * BLOCK
+    full = b0 - origin + tl.maximum(stop - 1 - a0 - back, 0)
+    full = origin + tl.cdiv(full, BLOCK) * BLOCK
     full_end = tl.minimum(b1, start + b0 - a0 + ahead + 1)
-    full_end = b0 + (tl.maximum(full_end - b0, 0) // BLOCK) * BLOCK
+    full_end = origin + (tl.maximum(full_end - origin, 0) // BLOCK) * BLOCK
     none = (full_end <= full) | (whole == 0)
     full, full_end = tl.where(none, first, full), tl.where(none, first, full_end)
     end = tl.where(start < stop, end, first)

@@ -35,6 +35,7 @@ LONG = [
         heads=(2, 1), scale=-0.1,
     ),
     KernelCase(333, 459, ((0, 333, 0, 333, None, 0), (100, 333, 333, 459, None, None)), d=(80, 80)),
+    KernelCase(280, 340, ((15, 280, 0, 340, None, None), (0, 15, 1, 9, None, 3)), d=(128, 128)),
     KernelCase(512, 512, ((128, 512, 0, 512, None, None),), d=(128, 64), laid="sliced"),
 ]  # fmt: skip
 
@@ -156,7 +157,7 @@ def test_five_hundred_runs_give_the_same_bits(dtype):
 
 @pytest.mark.parametrize("far", ["batches", "rows"])
 def test_offsets_may_pass_32_bits(far):
-    case = KernelCase(20, 20, ((0, 20, 0, 20, None, 0),), d=(32, 32), dtype=torch.float16)
+    case = KernelCase(20, 20, ((0, 20, 0, 20, None, 0),), d=(32, 32), dtype=torch.float16, batch=2)
     near = Data(case, "cuda")
     want = results(case, near, "triton")
     stretched = Data(case, "cuda")
