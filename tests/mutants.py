@@ -301,15 +301,15 @@ MUTANTS = [
     ),
     # autograd
     Mutant(
-        "gradients divided by the ring", "ring_flash_attention.py",
+        "gradients divided by the ring", "derivatives.py",
         "return *(total.final() for", "return *(total.final() / plan.ring.size for",
     ),
     Mutant(
-        "gradients are zero", "ring_flash_attention.py", "return *(total.final() for",
+        "gradients are zero", "derivatives.py", "return *(total.final() for",
         "return *(total.final() * 0 for",
     ),
     Mutant(
-        "dk and dv swapped", "ring_flash_attention.py", "for total in own), dsinks",
+        "dk and dv swapped", "derivatives.py", "for total in own), dsinks",
         "for total in (own[0], own[2], own[1])), dsinks",
     ),
     Mutant(
@@ -325,8 +325,8 @@ MUTANTS = [
         "else delta + self.dlse",
     ),
     Mutant(
-        "the sink's gradient without the lse's", "contract.py", "-(p * saved.delta)",
-        "-(p * (saved.delta + (0 if saved.dlse is None else saved.dlse)))",
+        "the sink's gradient without the lse's", "contract.py", "* saved.delta).sum(",
+        "* (saved.delta + (0 if saved.dlse is None else saved.dlse))).sum(",
     ),
     Mutant(
         "a sink that only lse has", "running.py",
@@ -359,8 +359,8 @@ MUTANTS = [
         'lengths[ring.rank]["seed"]',
     ),
     Mutant(
-        "heads that came by Ulysses drop as the first", "plan.py",
-        "first_head = swap.queries.heads[swap.together.rank][0]", "first_head = 0",
+        "heads that came by Ulysses drop as the first", "ulysses.py",
+        "_replace(first_head=first)", "_replace(first_head=0)",
     ),
     Mutant(
         "samples drop alike", "kernels/eager.py", "rearrange(_samples(keys, tiles).int()",

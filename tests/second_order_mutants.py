@@ -26,8 +26,8 @@ MUTANTS = [
         "_to_cols(tp, dout) + _to_cols(p, tdout)", "_to_cols(tp, dout)",
     ),
     Mutant(
-        "values stand still", "kernels/eager_tangents.py", "moved += einsum(part.p, part.tv,",
-        "moved += 0 * einsum(part.p, part.tv,",
+        "values stand still", "kernels/eager_tangents.py", "einsum(part.less(part.p), part.tv,",
+        "0 * einsum(part.less(part.p), part.tv,",
     ),
     Mutant(
         "delta moves with dout only", "contract.py",

@@ -100,6 +100,12 @@ def _dropped_in_halves() -> float:
     return relative_error(result.final()[0], want)
 
 
+def _wrong_spans() -> list[tuple[int, ...]]:
+    from tests.triton_spans import wrong_spans
+
+    return wrong_spans(150)
+
+
 @pytest.fixture(scope="module")
 def found():
     """What each check finds, worked out by two processes from the start on."""
@@ -109,6 +115,7 @@ def found():
     for case in FEATURES_HERE:
         futures["feature", case] = pool.submit(_feature, *case)
     futures["dropped"] = pool.submit(_dropped, "triton")
+    futures["spans"] = pool.submit(_wrong_spans)
     futures["in halves"] = pool.submit(_dropped_in_halves)
     for i, (case, configs) in enumerate(RIGHT):
         futures["right", i] = pool.submit(_with, configs, faults, case)
@@ -149,6 +156,11 @@ def test_it_drops_what_the_eager_kernel_drops_to_the_bit(found):
 @needs_triton
 def test_dropout_merges_with_what_came_before(found):
     assert found("in halves") < 1e-5
+
+
+@needs_triton
+def test_blocks_hold_all_that_is_seen_and_start_where_tma_can(found):
+    assert not found("spans")
 
 
 def test_without_tiles_nothing_is_launched():
