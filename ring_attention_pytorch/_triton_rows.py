@@ -126,7 +126,8 @@ def fused_add_(total: Tensor, *parts: Tensor, fresh: bool) -> None:
         return
     if len(parts) > 4:
         fused_add_(total, *parts[:4], fresh=fresh)
-        parts, fresh = parts[4:], False
+        fused_add_(total, *parts[4:], fresh=False)
+        return
     slots = [*parts, *parts[:1] * 3][:4]  # those beyond are not read
     width = triton.next_power_of_2(d)
     rows = max(1, _ELEMENTS // width)

@@ -23,10 +23,10 @@ from ring_attention_pytorch.running import Result, Sum, sum_of_products
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # what a kernel may lack; each is a field of `Case`
-FEATURES = frozenset(
-    {"window", "key_mask", "softclamp", "unusual_scale", "deterministic", "alibi", "mask_mod"}
-    | {"dropout"}
-)
+FEATURES = frozenset({
+    "window", "key_mask", "softclamp", "unusual_scale", "deterministic", "alibi", "mask_mod",
+    "dropout",
+})  # fmt: skip
 
 
 class Keys(NamedTuple):
@@ -39,6 +39,8 @@ class Keys(NamedTuple):
 
     def samples(self, which: slice) -> "Keys":
         """Those of some samples."""
+        if which == slice(None):
+            return self
         return Keys(*(_of(t, which) for t in self[:3]), self.segments)
 
 

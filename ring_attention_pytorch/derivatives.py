@@ -45,7 +45,7 @@ class RingGradients(Function):
                     ours, seen = saved.samples(some), keys.samples(some)
                     grads = Grads(own.dq, *of_keys).samples(some)
                     plan.kernel.backward(ours, seen, tiles, plan.terms, grads)
-        dsinks = None if sinks is None else grad_of_sinks(sinks, saved)
+            dsinks = None if sinks is None else grad_of_sinks(sinks, saved)
         return *(total.final() for total in own), dsinks
 
     @staticmethod
@@ -54,13 +54,13 @@ class RingGradients(Function):
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> Found:
-        dlse = ctx.saved_tensors[5]
-        found, tout, tlse = _second(ctx, along)
-        return None, *found, tout, None if dlse is None else tlse, None, None
+        saved = ctx.saved_tensors  # once: checkpointing allows no second look
+        found, tout, tlse = _second(ctx.plan, saved, along)
+        return None, *found, tout, None if saved[5] is None else tlse, None, None
 
     @staticmethod
     def jvp(ctx: Any, _: None, *along: Tensor | None) -> Found:
-        return _second(ctx, along[:4], *along[4:6])[0]
+        return _second(ctx.plan, ctx.saved_tensors, along[:4], *along[4:6])[0]
 
 
 class RingTangents(Function):
@@ -131,7 +131,8 @@ class RingGradientTangents(Function):
         found, themselves = zip(*(total.final().chunk(2, dim=-1) for total in own))
         of_sinks = (None, None)
         if sinks is not None:
-            of_sinks = _of_sinks(sinks, tsinks, saved, along), grad_of_sinks(sinks, saved)
+            with torch.autocast(q.device.type, enabled=False):
+                of_sinks = _of_sinks(sinks, tsinks, saved, along), grad_of_sinks(sinks, saved)
         # copies, for results that are views of one another can't be changed in place
         return (
             *(t.clone() for t in found),
@@ -166,15 +167,19 @@ def tangents(plan: RingPlan, given: Some, along: Some, results: Sequence[Tensor]
 
 
 def _second(
-    ctx: Any, along: Some, tdout: Tensor | None = None, tdlse: Tensor | None = None
+    plan: RingPlan,
+    saved: Some,
+    along: Some,
+    tdout: Tensor | None = None,
+    tdlse: Tensor | None = None,
 ) -> tuple[Found, Tensor, Tensor]:
     """How gradients change, and out and lse, as q, k, v, sinks and cotangents move along that."""
-    *given, dout, dlse, out, lse = ctx.saved_tensors
+    *given, dout, dlse, out, lse = saved
     along = _filled(along, given)
-    tout, tlse = tangents(ctx.plan, given, along, (out, lse))
+    tout, tlse = tangents(plan, given, along, (out, lse))
     (tdout,) = _filled((tdout,), (dout,))
     found = RingGradientTangents.apply(
-        ctx.plan, *given, dout, dlse, out, lse, *along, tdout, tdlse, tout, tlse
+        plan, *given, dout, dlse, out, lse, *along, tdout, tdlse, tout, tlse
     )
     return found[:4], tout, tlse
 

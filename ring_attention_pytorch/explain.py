@@ -69,6 +69,7 @@ def _head(plan: RingPlan) -> list[str]:
         (["causal"] if plan.visible.causal else [])
         + ([f"window {plan.visible.window}"] if plan.visible.window is not None else [])
         + (["in documents"] if plan.packing else [])
+        + ([f"dropout {plan.terms.dropout.rate}"] if plan.terms.dropout else [])
         + (["(samples differ: pairs at most)"] if blocks.apart else [])
     )
     length = sum(map(count, plan.query_segments))

@@ -195,7 +195,7 @@ class RingPlan:
                 key_bias=None if key_bias is None else list(key_bias.shape[2:]),
                 mask_mod="given" if mask_mod is not None else None,
                 alibi_slopes="given" if alibi_slopes is not None else None,
-                dropout=dropout, dropout_seed=dropout_seed,
+                dropout=float(dropout), dropout_seed=dropout_seed,
                 **{"kernel chosen": chosen.name},
             ),
             own={} if problem else {

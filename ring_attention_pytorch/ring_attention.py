@@ -19,12 +19,14 @@ from ring_attention_pytorch.documents import Borders, documents_problem, local_p
 from ring_attention_pytorch.dropout import dropout_problem
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.layouts import Layout, Visible
+from ring_attention_pytorch.norm import RMSNorm
 from ring_attention_pytorch.plan import RingPlan, other_way_problem
 from ring_attention_pytorch.regular_attention import default_attention
 from ring_attention_pytorch.ring import Group, Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.sharding import Spread, mask_problem
+from ring_attention_pytorch.transforms import tangents_note
 
 
 class RingAttention(nn.Module):
@@ -268,10 +270,10 @@ class RingAttention(nn.Module):
             raise ValueError("a plan is for tokens sharded by hand, and for the ring's kernels")
         if given := [name for name, value in decided.items() if value is not None]:
             raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
-        mine = (Visible(self.causal, self.window), self.softclamp, self._rate)
+        mine = (Visible(self.causal, self.window), self.softclamp, self.rate)
         drops = plan.terms.dropout.rate if plan.terms.dropout else 0.0
-        by_name = isinstance(plan.layout, str)
-        if plan.ring.size > 1 and by_name and plan.layout != self.spread.layout:
+        named = plan.layout if isinstance(plan.layout, str) else self.spread.layout
+        if plan.ring.size > 1 and named != self.spread.layout:
             raise ValueError(
                 f"the plan has layout={plan.layout!r}, the module {self.spread.layout!r}"
             )
@@ -312,8 +314,8 @@ class RingAttention(nn.Module):
         >>> layers = [RingAttention(16, dim_head=8, heads=2, causal=True) for _ in range(2)]
         >>> x = torch.randn(1, 5, 16)
         >>> plan = layers[0].plan(x)
-        >>> for attn in layers:
-        ...     x = x + attn(x, plan=plan)
+        >>> for number, attn in enumerate(layers):
+        ...     x = x + attn(x, plan=plan.for_layer(number))
         """
         ring = self.spread.ring(self.spread.on(self.force_regular_attn), ring_size)
         packed = {"documents": documents, "cu_seqlens": cu_seqlens}
@@ -324,20 +326,22 @@ class RingAttention(nn.Module):
         grad = x.requires_grad or any(p.requires_grad for p in self.parameters())
         like = torch.empty((), dtype=x.dtype, device=x.device, requires_grad=grad)
         q, k = (like.expand(*x.shape[:2], h, self.dim_head) for h in (self.heads, self.key_heads))
+        also = {"rotary_emb": False} | tangents_note(x, *self.parameters())
+        options["also"] = also | options.get("also", {})
         return self._plan(q, k, k, mask, ring, **options)
 
     def _plan(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, ring: Ring, **options: Any
     ) -> RingPlan:
-        usual = dict(layout=self.spread.layout, cross=False, also={"rotary_emb": False})
+        usual = dict(layout=self.spread.layout, cross=False)
         return RingPlan.make(
             q, k, v, causal=self.causal, window=self.window, key_mask=seen,
-            softclamp=self.softclamp, group=ring, kernel=self.kernel, dropout=self._rate,
+            softclamp=self.softclamp, group=ring, kernel=self.kernel, dropout=self.rate,
             bucket_size=self.bucket_size, **self.over_ring, **(usual | options),
         )  # fmt: skip
 
     @property
-    def _rate(self) -> float:
+    def rate(self) -> float:
         """The dropout of a call now."""
         return self.dropout if self.training else 0.0
 
@@ -357,7 +361,7 @@ class RingAttention(nn.Module):
         except RuntimeError as error:  # of a dtype, or of memory: tell the ranks that wait
             agree(ring, "ring attention", {}, problem=str(error))
         if plan is None and not self.force_regular_attn:
-            also = {"rotary_emb": angles is not None}
+            also = {"rotary_emb": angles is not None} | tangents_note(q, k, v)
             options |= dict(cross=context is not None, also=also)
             plan = self._plan(q, k, v, seen, ring, **options)
         if self.rotary_embed is not None:
@@ -387,14 +391,3 @@ class RingAttention(nn.Module):
             parts += [F.linear(norm(context), weight) for weight in of_keys]
         q, k, v = (rearrange(t, "b n (h d) -> b n h d", d=self.dim_head) for t in parts)
         return q, k, v
-
-
-class RMSNorm(nn.Module):
-    """Each token to length sqrt(dim), times a learned gamma (Zhang and Sennrich 2019)."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.gamma = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(x, dim=-1) * x.shape[-1] ** 0.5 * self.gamma

@@ -6,6 +6,7 @@ loop here and one backward loop in `derivatives` serve every layout, mask, kerne
 """
 
 import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             heads exchange keys. It must divide the ring and the heads of q.
         memory: bytes that other ranks' keys and gradients may take here under "gather", which
             then brings fewer owners at once, but at least one. None is no bound.
-        plan: a `RingPlan` for tensors like these. It stands for all options but return_lse
+        plan: a `RingPlan` for tensors like these. It stands for all options but return_lse,
             sinks and key_bias, of which it must know that they come.
         return_lse: also return the log-sum-exp of the scores.
         bucket_size: kernels that hold scores in memory hold those of so many queries at once.
@@ -160,7 +161,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             of ranks, and positions that are given must not repeat.
         dropout_seed: of 64 bits, the same on all ranks. None is drawn by PyTorch's generator on
             the CPU when the plan is made, and is the first rank's; so torch.manual_seed repeats
-            it. Layers that share a plan take `plan.for_layer(i)`, or drop alike.
+            it. Layers that share a plan take `plan.for_layer(i)`, or drop alike; as do steps
+            that share one.
 
     Returns:
         `[b, n, h, d_v]` in q's dtype; with return_lse also lse `[b, h, n]`, natural
@@ -275,9 +277,13 @@ def _autocast(t: Tensor) -> Tensor:
     return t.to(autocast_dtype(t))
 
 
+@lru_cache(maxsize=1)
+def _defaults() -> dict[str, Any]:
+    return {n: p.default for n, p in inspect.signature(ring_attn).parameters.items()}
+
+
 def _check_only_plan(options: dict[str, Any]) -> None:
-    parameters = inspect.signature(ring_attn).parameters
-    defaults = {name: parameters[name].default for name in options}
+    defaults = _defaults()
     given = [
         name
         for name, value in options.items()

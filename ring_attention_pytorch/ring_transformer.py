@@ -23,9 +23,10 @@ from ring_attention_pytorch.documents import (
 )
 from ring_attention_pytorch.layouts import Layout, segment_positions
 from ring_attention_pytorch.loss import mean_cross_entropy, next_tokens
+from ring_attention_pytorch.norm import RMSNorm
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Group, Ring, as_ring
-from ring_attention_pytorch.ring_attention import RingAttention, RMSNorm
+from ring_attention_pytorch.ring_attention import RingAttention
 from ring_attention_pytorch.rotary import RingRotaryEmbedding
 from ring_attention_pytorch.sharding import AutoShard, Spread, mask_problem
 
@@ -182,7 +183,7 @@ class RingTransformer(nn.Module):
             here = some_plan.positions(x.device, in_documents=self.rotary_restart)
         angles = self.rotary_emb(here)
         for number, (attn, ff) in enumerate(self.layers):
-            plan = plans.get(attn.window)
+            plan = plans.get((attn.window, attn.rate))
             plan = None if plan is None else plan.for_layer(number)
             tokens = tokens + attn(tokens, batch.mask if plan is None else None, angles, plan=plan)
             tokens = tokens + ff(tokens)
@@ -287,16 +288,16 @@ class RingTransformer(nn.Module):
         whole = x.shape[1] if self.spread.auto or not on else None
         return documents_problem(documents, cu_seqlens, x.shape, whole)
 
-    def _plans(self, tokens: Tensor, batch: _Batch) -> dict[int | None, RingPlan]:
-        """One plan for each window that occurs, made before the first block."""
+    def _plans(self, tokens: Tensor, batch: _Batch) -> dict[tuple[int | None, float], RingPlan]:
+        """One plan for each window and dropout that occur, made before the first block."""
         if self.force_regular_attn:
             return {}
-        some_layer = {attn.window: attn for attn, _ in self.layers}
+        some_layer = {(attn.window, attn.rate): attn for attn, _ in self.layers}
+        also = {"dropout of layers": [attn.rate for attn, _ in self.layers]}
+        options = dict(documents=batch.packing, layout=batch.layout, also=also)
         return {
-            window: attn.plan_over(
-                batch.ring, tokens, batch.mask, documents=batch.packing, layout=batch.layout
-            )
-            for window, attn in some_layer.items()
+            kind: attn.plan_over(batch.ring, tokens, batch.mask, **options)
+            for kind, attn in some_layer.items()
         }
 
 

@@ -251,7 +251,10 @@ def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
 
 
 def add_(total: Tensor, *parts: Tensor, fresh: bool = False) -> None:
-    """Add, in place, to `[b, n, h, d]`, to nothing where that is fresh. It is rounded once."""
+    """Add, in place, to `[b, n, h, d]`, to nothing where that is fresh.
+
+    Up to four parts are rounded once.
+    """
     if fresh and not parts:
         total.zero_()
     elif fresh and len(parts) == 1:

@@ -33,7 +33,7 @@ def signature_once(forward: Callable[_P, _R]) -> Callable[_P, _R]:
     return forward
 
 
-def once(what: str) -> None:
+def refuse_second_order(what: str) -> None:
     """For a backward that has no derivative of its own. PyTorch's once_differentiable would drop
     the second order without a word where the cotangent needs no gradient."""
     if torch.is_grad_enabled():

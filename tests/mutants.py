@@ -261,14 +261,14 @@ MUTANTS = [
     # shared memory
     Mutant(
         "keys pulled from the wrong rank", "transports/symmetric.py",
-        "space.keys.of(self.ranks[owner])", "space.keys.of(self.ranks[rank])",
+        "shelf.of(self.ranks[owner])", "shelf.of(self.ranks[rank])",
     ),
     Mutant(
         "gradients pulled from the wrong rank", "transports/symmetric.py",
-        "space.grads.of(self.ranks[user])", "space.grads.of(self.ranks[rank])",
+        "shelf.of(self.ranks[user])", "shelf.of(self.ranks[rank])",
     ),
     Mutant(
-        "everybody's gradients added by every owner", "transports/symmetric.py",
+        "everybody's gradients added by every owner", "transports/pieces.py",
         "if piece.owner == owner:", "if True:",
     ),
     # heads and sequence

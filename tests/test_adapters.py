@@ -166,6 +166,8 @@ ANY += [
     KernelCase(30, 17, ((0, 30, 0, 17, None, 0),)),
     KernelCase(30, 12, ((0, 12, 0, 12, None, 0), (12, 30, 0, 12, None, None))),
     KernelCase(7, 1, heads=(6, 2), batch=2),
+    KernelCase(12, 12, ((0, 12, 0, 1, None, None), (1, 12, 1, 12, None, 0)), heads=(2, 2)),
+    KernelCase(12, 12, ((0, 12, 0, 1, None, None), (1, 12, 1, 12, None, 0)), heads=(4, 1)),
     KernelCase(15, 21, ((0, 15, 0, 21, None, 6),), batch=2),
     KernelCase(20, 20, ((0, 10, 0, 10, None, 0), (10, 20, 0, 20, None, 10)), pieces=3),
     KernelCase(9, 9, ((0, 1, 0, 1, None, None), (1, 9, 0, 9, None, 1)), d=(8, 8)),

@@ -207,6 +207,19 @@ def test_modules_drop_in_training_only():
     assert torch.equal(model.eval()(IDS), plain(IDS))
 
 
+def test_a_layer_may_rest_while_others_drop():
+    torch.manual_seed(0)
+    model, ids = transformer(), torch.randint(0, 9, (1, 12))
+    model.train()
+    model.layers[1].eval()
+    torch.manual_seed(1)
+    once = model(ids)
+    torch.manual_seed(2)
+    assert not torch.equal(once, model(ids))  # the other one drops
+    model.layers[0].eval()
+    assert torch.equal(model(ids), model.eval()(ids))
+
+
 def test_each_layer_of_the_model_draws_by_a_seed_of_its_own(monkeypatch):
     module, seeds = "ring_attention_pytorch.ring_attention.ring_attn", []
 

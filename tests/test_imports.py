@@ -53,6 +53,7 @@ ALLOWED = {
         "ulysses",
     },
     "transforms": set(),
+    "norm": set(),
     "derivatives": {"contract", "kernels", "plan", "running", "transforms"},
     "explain": {"cost", "layouts", "plan", "transports"},
     "regular_attention": {"checks", "running"},

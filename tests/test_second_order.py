@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch.derivatives import RingTangents
 from ring_attention_pytorch.loss import mean_cross_entropy
@@ -237,6 +238,29 @@ def test_autocast_and_a_plan_of_its_own():
     assert torch.equal(made, given)
     exact = jvp(lambda q: dense_causal(q, q, q), (q.double(),), (q.double(),))[1]
     assert relative_error(made, exact) < 0.03
+
+
+def test_a_penalty_may_be_checkpointed():
+    leaves = [drawn(1, 7, 2, 4).requires_grad_() for _ in range(3)]
+
+    def energy(*qkv: Tensor) -> Tensor:
+        out = ring_attn(*qkv, causal=True, kernel="eager")
+        return torch.autograd.grad(out.square().sum(), qkv, create_graph=True)[0].square().sum()
+
+    want = torch.autograd.grad(energy(*leaves), leaves)
+    got = torch.autograd.grad(checkpoint(energy, *leaves, use_reentrant=False), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_a_sink_s_gradient_is_wide_under_autocast(kernel):
+    q, sinks = drawn(1, 7, 2, 4).float().requires_grad_(), drawn(2).float().requires_grad_()
+    found = []
+    for enabled in (False, True):
+        out = ring_attn(q, q, q, causal=True, kernel=kernel, sinks=sinks)
+        with torch.autocast("cpu", enabled=enabled):
+            found.append(torch.autograd.grad(out.square().sum(), sinks)[0])
+    assert torch.equal(*found)
 
 
 def test_first_gradients_take_no_further_pass():

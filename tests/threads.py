@@ -133,6 +133,18 @@ class ThreadShelf:
     def of(self, rank: int) -> Tensor:
         return self.hub.shelves[self.name, rank][self.turn]
 
+    def follow(self) -> None:
+        pass
+
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def done(self) -> None:
+        return None
+
+    def wait(self, done: None) -> None:
+        pass
+
 
 class ThreadSpace:
     """A `symmetric.Space` of threads."""
@@ -143,17 +155,6 @@ class ThreadSpace:
 
     def begin(self) -> None:
         self.hub.barrier.wait()
-
-    def follow(self) -> None:
-        pass
-
-    def beside(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def done(self) -> threading.Event:
-        done = threading.Event()
-        done.set()
-        return done
 
     def make_room(self, group: None, keys: int, grads: int) -> None:
         for name, nbytes in (("k", keys), ("g", grads)):

@@ -83,6 +83,9 @@ def choose(name: str | None, case: Case) -> Chosen:
 
 def explain(case: Case, name: str | None = None) -> str:
     """Which kernel does the case, and why the faster ones can't, a line each."""
+    if name is not None and name.count("+") == 1:
+        first, second = (explain(case, part) for part in name.split("+"))
+        return f"forward:\n{first}\nbackward:\n{second}"
     lines = []
     for each in _named(name, case):
         why = problem(each, case._replace(named=name is not None))

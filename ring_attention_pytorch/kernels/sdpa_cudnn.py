@@ -121,7 +121,9 @@ def _one_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Ten
     q, k, v = _by_key_head(q, k, v)
     lse = terms.scale * einsum(q, k, "b n g r d, b g d -> b g r n")
     out = rearrange(v, "b g d -> b 1 g 1 d").expand(*q.shape[:-1], -1)
-    return rearrange(out, "b n g r d -> b n (g r) d"), rearrange(lse, "b g r n -> b (g r) n")
+    # in memory of its own: it will be added to in place
+    out = rearrange(out, "b n g r d -> b n (g r) d").contiguous()
+    return out, rearrange(lse, "b g r n -> b (g r) n")
 
 
 def _one_key_backward(

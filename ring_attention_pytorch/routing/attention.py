@@ -13,9 +13,10 @@ from einops import einsum, rearrange, repeat
 from torch import Tensor, nn
 
 from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.norm import RMSNorm
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Group
-from ring_attention_pytorch.ring_attention import RingAttention, RMSNorm
+from ring_attention_pytorch.ring_attention import RingAttention
 from ring_attention_pytorch.ring_flash_attention import ring_attn as attend
 from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt

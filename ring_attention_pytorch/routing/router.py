@@ -32,7 +32,7 @@ from ring_attention_pytorch.routing.soft_topk import (
 )
 from ring_attention_pytorch.running import accumulator, has_triton, sum_of_products
 from ring_attention_pytorch.sharding import Spread
-from ring_attention_pytorch.transforms import once
+from ring_attention_pytorch.transforms import refuse_second_order
 
 Tokens = int | float
 _AT_ONCE = 65536  # tokens
@@ -80,7 +80,7 @@ class _Scores(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        once("routing by scores")
+        refuse_second_order("routing by scores")
         x, toward = ctx.saved_tensors
         dx, dtoward = torch.empty_like(x), torch.zeros_like(toward)
         with torch.autocast(x.device.type, enabled=False):

@@ -25,7 +25,7 @@ from torch.autograd import Function
 from ring_attention_pytorch.agreement import agree
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 from ring_attention_pytorch.routing.exchange import everyones, total_over_ranks
-from ring_attention_pytorch.transforms import once
+from ring_attention_pytorch.transforms import refuse_second_order
 
 Count = int | float | Tensor
 
@@ -150,7 +150,7 @@ class _Threshold(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        once("soft_topk")
+        refuse_second_order("soft_topk")
         scores, window, *terms = ctx.saved_tensors
         grad = total_over_ranks(grad, ctx.ring).index_select(-1, window)
         return -grad * ctx.by(scores, terms, window), None, None, None, None

@@ -7,7 +7,6 @@ owner sums that in the accumulator's, always in the same order.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from ring_attention_pytorch.transports.pieces import (
     Round,
     joined,
     of_owner,
+    places,
     schedule,
     stretch,
     tokens,
@@ -150,9 +150,8 @@ class Gather:
         """Post the gradients of a round; what is returned waits and adds what came to `own`."""
         rank, kinds = self.ring.rank, own_keys[:2]
         mine, messages = now[rank], {}
-        starts = list(accumulate((p.segment.length for p in mine), initial=0))
         for owner in self._owners(group.distances):
-            at = [slice(a, b) for p, a, b in zip(mine, starts, starts[1:]) if p.owner == owner]
+            at = [where for _, where in places(mine, owner)]
             form = form_of(kinds, tokens(of_owner(mine, owner)))
             parts = [_columns(t.final(), at) for t in grads] if at else [t[:, :0] for t in kinds]
             messages[owner] = packed(parts, form)
@@ -163,11 +162,8 @@ class Gather:
         def wait() -> None:
             for message, (user, pieces) in zip(coming.wait(), theirs.items()):
                 for total, part in zip(own, opened(message, forms[user])):
-                    start = 0
-                    for piece in pieces:
-                        stop = start + piece.segment.length
-                        total.add(piece.cols, part[:, start:stop])
-                        start = stop
+                    for piece, at in places(pieces, rank):
+                        total.add(piece.cols, part[:, at])
 
         return wait
 
@@ -205,8 +201,5 @@ def _taken(tensors: list[Tensor], pieces: Pieces) -> Tensor:
 
 def _split(pieces: Pieces, owner: int, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     """Each piece of one owner out of what it sent."""
-    start = 0
-    for piece in of_owner(pieces, owner):
-        stop = start + piece.segment.length
-        yield [t[:, start:stop] for t in tensors]
-        start = stop
+    for _, at in places(of_owner(pieces, owner), owner):
+        yield [t[:, at] for t in tensors]

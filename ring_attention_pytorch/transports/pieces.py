@@ -1,6 +1,6 @@
 """Which keys of which owner a rank needs, in what order and when: arithmetic on ints."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -115,6 +115,14 @@ def stretch(segments: Segments, at: slice) -> Segments:
 def of_owner(pieces: Pieces, owner: int) -> Pieces:
     """Those of one owner."""
     return tuple(p for p in pieces if p.owner == owner)
+
+
+def places(pieces: Pieces, owner: int) -> Iterator[tuple[Piece, slice]]:
+    """Those of one owner, and where they lie among all of these one after another."""
+    starts = accumulate((piece.segment.length for piece in pieces), initial=0)
+    for start, piece in zip(starts, pieces):
+        if piece.owner == owner:
+            yield piece, slice(start, start + piece.segment.length)
 
 
 def tokens(pieces: Pieces) -> int:

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,14 +24,13 @@ from ring_attention_pytorch.transports.messages import form_of, message_bytes, o
 from ring_attention_pytorch.transports.pieces import (
     Blocks,
     Group,
-    Pieces,
     Round,
-    of_owner,
+    places,
     schedule,
     tokens,
 )
 
-Part = tuple[tuple[int, int], Tensor]  # own columns from and to, and a share of their gradient
+Share = tuple[slice, Tensor]  # own columns, and what somebody found of their gradient
 
 
 class Shelf:
@@ -41,12 +39,16 @@ class Shelf:
     Each turn is `own`, to write, `publish`, and `of`, to read the others'; all ranks take the
     same turns, and come to one when they have read what the last one brought. Who passes the
     barrier of a turn knows that all have written this half, and that nobody reads the other.
+
+    Its stream is for what goes on beside kernels. It goes first where both could: what it does is
+    short, and waited for.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int):
         import torch.distributed._symmetric_memory as symmetric
 
-        self.nbytes, self.turn = nbytes, 0
+        self.nbytes, self.turn, self.device, self.captured = nbytes, 0, device, False
+        self.stream = torch.cuda.Stream(device, priority=-1)
         self.memory = symmetric.empty((2, nbytes), dtype=torch.uint8, device=device)
         self.handle = symmetric.rendezvous(self.memory, group.group_name)
         self.halves = [
@@ -56,6 +58,7 @@ class Shelf:
     def own(self) -> Tensor:
         """The half that is to be written next."""
         self.turn = 1 - self.turn
+        self.captured = self.captured or torch.cuda.is_current_stream_capturing()
         return self.memory[self.turn]
 
     def publish(self) -> None:
@@ -66,28 +69,6 @@ class Shelf:
         """What a rank has written this turn."""
         return self.halves[rank][self.turn]
 
-
-class Space:
-    """All that the ranks of a group share: two shelves, for all layers, and a stream.
-
-    The stream goes first where both it and kernels could: what it does is short, and waited for.
-    """
-
-    def __init__(self, group: ProcessGroup, device: torch.device):
-        self.device, self.stream = device, torch.cuda.Stream(device, priority=-1)
-        self.keys, self.grads = (Shelf(group, device, 1 << 10) for _ in range(2))
-
-    def begin(self) -> None:
-        """Wait until nobody reads what was written before.
-
-        Turn after turn that is so anyway; but a CUDA graph begins with the half with which it
-        began, whatever was read last.
-        """
-        if not torch.cuda.is_current_stream_capturing():
-            # the call before may have been on another stream; a graph's is over when it ends
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        self.keys.handle.barrier(channel=1)
-
     def follow(self) -> None:
         """Let the stream wait for what the current one was told so far."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -97,16 +78,45 @@ class Space:
         return torch.cuda.stream(self.stream)
 
     def done(self) -> torch.cuda.Event:
-        """An event for what the stream was told so far; its `wait` is the current stream's."""
+        """An event for what the stream was told so far."""
         return self.stream.record_event()
+
+    def wait(self, done: torch.cuda.Event) -> None:
+        """Let the current stream wait for it."""
+        torch.cuda.current_stream(self.device).wait_event(done)
+
+
+class Space:
+    """All that the ranks of a group share: two shelves, for all layers."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device):
+        self.device = device
+        self.keys, self.grads = (Shelf(group, device, 1 << 10) for _ in range(2))
+        self.outgrown: list[Shelf] = []  # which CUDA graphs still use
+
+    def begin(self) -> None:
+        """Wait until nobody reads what was written before.
+
+        Turn after turn that is so anyway; but a CUDA graph begins with the half with which it
+        began, whatever was read last, and a call that failed may have left ranks apart.
+        """
+        with torch.cuda.device(self.device):
+            if not torch.cuda.is_current_stream_capturing():
+                # the call before may have been on another stream; a graph must not be
+                for shelf in (self.keys, self.grads):
+                    torch.cuda.current_stream().wait_stream(shelf.stream)
+            self.keys.handle.barrier(channel=1)
+        self.keys.turn = self.grads.turn = 0
 
     def make_room(self, group: ProcessGroup, keys: int, grads: int) -> None:
         """At least so many bytes on each shelf. All ranks call this together."""
         for name, nbytes in (("keys", keys), ("grads", grads)):
-            if getattr(self, name).nbytes < nbytes:
+            if (old := getattr(self, name)).nbytes < nbytes:
                 larger = Shelf(group, self.device, nbytes)
                 torch.cuda.synchronize(self.device)
                 Ring(group).gather_bytes(b"")  # nobody reads the old one any more
+                if old.captured:
+                    self.outgrown.append(old)
                 setattr(self, name, larger)
 
 
@@ -169,32 +179,31 @@ class SymmetricGather(Gather):
         return cls(ring, groups, lengths, space, shared[1])
 
     def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Round, Keys | None]]:
-        self.space.begin()
+        if self.groups:
+            self.space.begin()
         return super()._blocks(own)
 
     def _pull(self, own: Keys, group: Group) -> Callable[[], list[Tensor]]:
-        rank, space = self.ring.rank, self.space
+        rank, shelf = self.ring.rank, self.space.keys
         tensors = [t for t in own[:3] if t is not None]
         form = form_of(tensors, own.k.shape[1])
         pieces = group.pieces(rank)
         whole = [t.new_empty((t.shape[0], tokens(pieces), *t.shape[2:])) for t in tensors]
-        starts = dict(zip(pieces, accumulate((p.segment.length for p in pieces), initial=0)))
-        packed(tensors, form, into=space.keys.own()[: message_bytes(form)])
+        packed(tensors, form, into=shelf.own()[: message_bytes(form)])
         # before the kernel that runs beside the copies: else it might have to wait for room there
-        space.keys.publish()
-        space.follow()
+        shelf.publish()
+        shelf.follow()
 
         def pull() -> list[Tensor]:
             # told to the device only now, when that kernel has been launched
-            with space.beside():
+            with shelf.beside():
                 for owner in self._owners(group.distances):  # each rank begins with another one
                     theirs = form_of(tensors, self.lengths[owner])
-                    message = space.keys.of(self.ranks[owner])[: message_bytes(theirs)]
+                    message = shelf.of(self.ranks[owner])[: message_bytes(theirs)]
                     for place, t in zip(whole, opened(message, theirs)):
-                        for piece in of_owner(pieces, owner):
-                            start = starts[piece]
-                            _copy(place[:, start : start + piece.segment.length], t[:, piece.cols])
-            space.done().wait()
+                        for piece, at in places(pieces, owner):
+                            _copy(place[:, at], t[:, piece.cols])
+            shelf.wait(shelf.done())
             return whole
 
         return pull
@@ -207,28 +216,28 @@ class SymmetricGather(Gather):
         grads: tuple[Sum, Sum] | None,
         own: tuple[Sum, Sum],
     ) -> Callable[[], None]:
-        rank, space, kinds = self.ring.rank, self.space, own_keys[:2]
+        rank, shelf, kinds = self.ring.rank, self.space.grads, own_keys[:2]
         parts = None if grads is None else [total.final() for total in grads]
-        space.follow()
-        with space.beside():
-            memory = space.grads.own()  # it is everyone's turn
+        shelf.follow()
+        with shelf.beside():
+            memory = shelf.own()  # it is everyone's turn
             if parts is not None:
                 form = form_of(kinds, parts[0].shape[1])
                 packed(parts, form, into=memory[: message_bytes(form)])
-            space.grads.publish()
-            found: tuple[list[Part], list[Part]] = [], []
+            shelf.publish()
+            found: tuple[list[Share], list[Share]] = [], []
             for user in self._users(group.distances):
                 form = form_of(kinds, tokens(now[user]))
-                message = space.grads.of(self.ranks[user])[: message_bytes(form)]
+                message = shelf.of(self.ranks[user])[: message_bytes(form)]
                 for mine, part in zip(found, opened(message, form)):
-                    mine += _of_own(part, now[user], rank)
+                    mine += [(piece.cols, part[:, at]) for piece, at in places(now[user], rank)]
             for total, mine in zip(own, found):
                 _add(total.running(), mine)
-            done = space.done()
+            done = shelf.done()
 
         def wait() -> None:
             nonlocal parts
-            done.wait()
+            shelf.wait(done)
             parts = None  # until now the stream may have read them
 
         return wait
@@ -245,19 +254,10 @@ def _copy(place: Tensor, t: Tensor) -> None:
         sample.copy_(given)
 
 
-def _of_own(part: Tensor, pieces: Pieces, owner: int) -> Iterator[Part]:
-    """The owner's columns, and what somebody who computed on all of these pieces found there."""
-    starts = accumulate((p.segment.length for p in pieces), initial=0)
-    for start, piece in zip(starts, pieces):
-        if piece.owner == owner:
-            at = piece.first, piece.first + piece.segment.length
-            yield at, part[:, start : start + piece.segment.length]
-
-
-def _add(total: Tensor, parts: Iterable[Part]) -> None:
+def _add(total: Tensor, shares: Iterable[Share]) -> None:
     """Those of the same columns in one pass, in the order given."""
     by_columns: dict[tuple[int, int], list[Tensor]] = {}
-    for at, part in parts:
-        by_columns.setdefault(at, []).append(part)
+    for cols, part in shares:
+        by_columns.setdefault((cols.start, cols.stop), []).append(part)
     for (start, stop), found in by_columns.items():
         add_(total[:, start:stop], *found)

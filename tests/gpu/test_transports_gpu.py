@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, positions, ring_attn
-from ring_attention_pytorch.transports.symmetric import Shelf, Space, SymmetricGather
+from ring_attention_pytorch.transports.symmetric import Shelf, SymmetricGather
 from tests.reference import dense_attention, relative_error
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -52,7 +52,7 @@ def whole(length: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
 @contextmanager
 def delays() -> Iterator[None]:
     """Shelves that are full of NaN until they are written, and streams that are late at random."""
-    own, publish, follow = Shelf.own, Shelf.publish, Space.follow
+    own, publish, follow = Shelf.own, Shelf.publish, Shelf.follow
 
     def poisoned(shelf: Shelf) -> Tensor:
         return own(shelf).fill_(255)
@@ -62,15 +62,15 @@ def delays() -> Iterator[None]:
         publish(shelf)
         _sleep()
 
-    def follow_late(space: Space) -> None:
+    def follow_late(shelf: Shelf) -> None:
         _sleep()  # on the stream that computes
-        follow(space)
+        follow(shelf)
 
-    Shelf.own, Shelf.publish, Space.follow = poisoned, publish_late, follow_late
+    Shelf.own, Shelf.publish, Shelf.follow = poisoned, publish_late, follow_late
     try:
         yield
     finally:
-        Shelf.own, Shelf.publish, Space.follow = own, publish, follow
+        Shelf.own, Shelf.publish, Shelf.follow = own, publish, follow
 
 
 def _sleep() -> None:

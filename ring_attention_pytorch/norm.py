@@ -1,0 +1,16 @@
+"""The norm before attention and feed-forward."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Each token to length sqrt(dim), times a learned gamma (Zhang and Sennrich 2019)."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1) * x.shape[-1] ** 0.5 * self.gamma
