@@ -27,6 +27,7 @@ from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.kernels import KERNELS, problem
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports import TRANSPORTS
+from ring_attention_pytorch.transports.symmetric import space_of
 
 THEORY = "theory, "
 GRAPH = ", in a graph"
@@ -54,6 +55,13 @@ def ours(shape: Shape, kernel: str, transport: str, ulysses: int, like: list[Ten
     return lambda q, k, v: ring_attn(q, k, v, plan=plan)
 
 
+def shelves(device: torch.device) -> float:
+    """GiB of memory that is shared with other ranks, which PyTorch's allocator does not count."""
+    shared = Ring().shared() if device.type == "cuda" else None
+    space = None if shared is None else space_of(shared[0], device)
+    return 0.0 if space is None else 2 * (space.keys.nbytes + space.grads.nbytes) / 2**30
+
+
 def alone(shape: Shape, kernel: str) -> Attend:
     """The kernel on this GPU: PyTorch's own operator where it is that, else through our loop."""
     for attend in gpu_peers.one_gpu(kernel, shape.causal):
@@ -63,20 +71,27 @@ def alone(shape: Shape, kernel: str) -> Attend:
     )
 
 
+def theories(shape: Shape, options: Options, length: int) -> dict[str, Result | str]:
+    """Of each kernel, captured too where ours are."""
+    found: dict[str, Result | str] = {}
+    whole, repeats = shape.tensors(length, seed=0), max(1, options.repeats // 2)
+    for kernel in options.kernels:
+        for graph in (False, True)[: 1 + options.graphs]:
+            result = measured(alone(shape, kernel), whole, repeats, None, graph)
+            if isinstance(result, Result):
+                forward, both = (t / dist.get_world_size() for t in result[:2])
+                result = result._replace(forward=forward, both=both)
+            found[THEORY + kernel + GRAPH * graph] = result
+    return found
+
+
 def all_of(shape: Shape, options: Options) -> dict[str, Result | str]:
     """By subject; theories are divided by the ranks already."""
     ring = Ring()
     found: dict[str, Result | str] = {}
     length = shape.tokens * ring.size
     if length <= options.theory_up_to:
-        whole = shape.tensors(length, seed=0)
-        for kernel in options.kernels:
-            result = measured(alone(shape, kernel), whole, max(1, options.repeats // 2), None)
-            if isinstance(result, Result):
-                forward, both = (t / ring.size for t in result[:2])
-                result = result._replace(forward=forward, both=both)
-            found[THEORY + kernel] = result
-        del whole
+        found |= theories(shape, options, length)
     tensors = shape.tensors(shape.tokens, seed=ring.rank)
     hidden = torch.lt if shape.causal else None  # a row's position is before the column's
     errors = checker(shape, tensors, shape.layout, hidden)
@@ -89,9 +104,11 @@ def all_of(shape: Shape, options: Options) -> dict[str, Result | str]:
                 except ValueError as error:  # the same on all ranks
                     found[name] = str(error)[:120]
                     continue
-                found[name] = measured(attend, tensors, options.repeats, errors)
-                if options.graphs:
-                    found[name + GRAPH] = measured(attend, tensors, options.repeats, errors, True)
+                for graph in (False, True)[: 1 + options.graphs]:
+                    result = measured(attend, tensors, options.repeats, errors, graph)
+                    if isinstance(result, Result):
+                        result = result._replace(peak=result.peak + shelves(tensors[0].device))
+                    found[name + GRAPH * graph] = result
     if options.peers:
         for name, peer in gpu_peers.peers(shape.causal, shape.tokens, shape.key_heads).items():
             same = "stripe" not in name and "Ulysses" not in name
@@ -124,7 +141,8 @@ def rows(shape: Shape, found: dict[str, Result | str], ranks: int) -> list[list[
             2.5 * flops / backward if backward > 0 else float("nan"),  # lost in noise
             3.5 * flops / result.both,
         )
-        theory = found.get(THEORY + name.split(", ")[1]) if ", " in name else None
+        of = name.split(", ")[1] + GRAPH * name.endswith(GRAPH) if ", " in name else ""
+        theory = found.get(THEORY + of)
         share = f"{theory.both / result.both:.0%}" if isinstance(theory, Result) else ""
         shown = "" if result.errors is None else ", ".join(f"{e:.0e}" for e in result.errors)
         table.append([

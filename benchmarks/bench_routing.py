@@ -128,11 +128,12 @@ def routing(
         block.zero_grad()
         torch.stack([r.scores(x).sum() for r, *_ in picks]).sum().backward()
 
+    plan = RoutingPlan.make(x, layout=block.spread.layout, group=block.spread.ring(
+        block.spread.ring_attn, None
+    ))  # fmt: skip
+
     def all_of_it() -> None:
         block.zero_grad()
-        plan = RoutingPlan.make(x, layout=block.spread.layout, group=block.spread.ring(
-            block.spread.ring_attn, None
-        ))  # fmt: skip
         found = [r.choose(x, plan, k, size=ff.window, causal=c) for r, k, c in picks]
         torch.stack([each.gates.sum() for each in found]).sum().backward()
 

@@ -105,7 +105,7 @@ def measured(
     errors: Callable | None,
     graph: bool = False,
 ) -> Result | str:
-    """The result; or what went wrong, on whichever rank."""
+    """The result; or what went wrong on this rank, which must not happen to it alone."""
     q, k, v, dout = tensors
     problem, result = "", None
     try:

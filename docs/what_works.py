@@ -1,7 +1,7 @@
 """Writes docs/what-works.md from what it measures: `TRITON_INTERPRET=1 python -m docs.what_works`.
 
-Every feature of `tests/features.py` in every layout, over every transport and with every kernel
-that runs without a GPU, over rings of threads against dense attention in float64.
+Every feature of `tests/features.py` in every layout with every kernel that runs without a GPU, over
+rings of threads in every way that `OVER` names, against dense attention in float64.
 """
 
 from functools import lru_cache

@@ -1,6 +1,6 @@
 """cuDNN's flash attention as PyTorch ships it: the fastest on Hopper that needs nothing installed.
 
-Forward and backward with lse, grouped heads as they are. It knows full and causal squares only.
+Forward and backward with lse, grouped heads as they are. It knows full tiles and causal ones only.
 """
 
 from collections.abc import Iterator, Sequence
