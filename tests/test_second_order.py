@@ -16,6 +16,7 @@ from ring_attention_pytorch.derivatives import RingTangents
 from ring_attention_pytorch.loss import mean_cross_entropy
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.ring_attention import RingAttention
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.routing import CoordinateDescentRouter, soft_topk
 from ring_attention_pytorch.sharding import shard_sequence, unshard_sequence
@@ -320,14 +321,23 @@ def test_third_derivatives_are_refused():
         vmap(loss)(q[None])
 
 
-def test_ranks_that_differ_in_tangents_all_say_so():
+@pytest.mark.parametrize("by_module", [False, True])
+def test_ranks_that_differ_in_tangents_all_say_so(by_module):
     """A rank without tangents would leave the others waiting for its keys."""
 
     def main(ring: Ring) -> str | None:
         q = drawn(1, 4, 1, 4).detach()
+        options = dict(ring_attn=True, auto_shard_seq=False, group=ring, kernel="eager")
+        module = RingAttention(4, dim_head=4, heads=1, **options).double().requires_grad_(False)
         given = forward_ad.make_dual(q, q) if ring.rank == 1 else q
+
+        def attend() -> Tensor:
+            if by_module:
+                return module(given[:, :, 0])
+            return ring_attn(given, q, q, group=ring, kernel="eager")
+
         with pytest.raises(ValueError, match="tangents must be the same on every rank") as error:
-            ring_attn(given, q, q, group=ring, kernel="eager")
+            attend()
         return str(error.value)
 
     with shared_level():
