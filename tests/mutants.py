@@ -235,8 +235,8 @@ MUTANTS = [
     ),
     Mutant(
         "a partial overwrites what is there", "transports/gather.py",
-        "total.add(piece.cols, part[:, start:stop])",
-        "total.running()[:, piece.cols] = part[:, start:stop]",
+        "total.add(piece.cols, part[:, at])",
+        "total.running()[:, piece.cols] = part[:, at]",
     ),
     Mutant(
         "a partial lands at the owner's first keys", "transports/gather.py",

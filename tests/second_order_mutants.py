@@ -42,12 +42,12 @@ MUTANTS = [
         "found = tp * saved.delta + p *", "found = p *",
     ),
     Mutant(
-        "dlse has no gradient", "derivatives.py", "None if dlse is None else tlse, None, None",
+        "dlse has no gradient", "derivatives.py", "None if saved[5] is None else tlse, None, None",
         "None, None, None",
     ),
     Mutant(
         "cotangents stand still in forward over reverse", "derivatives.py",
-        "_second(ctx, along[:4], *along[4:6])[0]", "_second(ctx, along[:4])[0]",
+        "ctx.saved_tensors, along[:4], *along[4:6])[0]", "ctx.saved_tensors, along[:4])[0]",
     ),
     Mutant(
         "Ulysses keeps its gradients' gradients", "ulysses.py",
