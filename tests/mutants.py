@@ -240,7 +240,7 @@ MUTANTS = [
     ),
     Mutant(
         "a partial lands at the owner's first keys", "transports/gather.py",
-        "total.add(piece.cols, part", "total.add(slice(0, stop - start), part",
+        "total.add(piece.cols, part", "total.add(slice(0, at.stop - at.start), part",
     ),
     Mutant(
         "pieces in no order", "transports/pieces.py",
