@@ -111,6 +111,7 @@ class ThreadTransfer:
             sent, event = found.pop()
             assert (sent.shape, sent.dtype) == (buffer.shape, buffer.dtype), "not what was expected"
             buffer.copy_(sent)
+            del sent  # its sender counts what is alive
             event.set()
         for event in self.taken:
             self.hub.patiently(event.wait, "a message was never taken")
