@@ -11,7 +11,7 @@ import multiprocessing as mp
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -783,16 +783,20 @@ def verdict(mutant: Mutant | None) -> str | None:
             process.join()
 
 
-def main() -> None:
+def tell(planted: Sequence[Mutant]) -> None:
+    """Print the verdicts on the package as it is, "", and on each mutant."""
     import beartype  # noqa: F401 - imported before forking, so only once
     import einops  # noqa: F401
     import torch.distributed.device_mesh  # noqa: F401
 
-    assert PACKAGE.name not in sys.modules, "must be imported from the copy"
     with ThreadPoolExecutor(2) as two:
-        found = two.map(verdict, itertools.chain([None], MUTANTS))
-        names = ["", *(m.name for m in MUTANTS)]
-        print(json.dumps(dict(zip(names, found))))
+        found = two.map(verdict, itertools.chain([None], planted))
+        print(json.dumps(dict(zip(["", *(m.name for m in planted)], found))))
+
+
+def main() -> None:
+    assert PACKAGE.name not in sys.modules, "must be imported from the copy"
+    tell(MUTANTS)
 
 
 if __name__ == "__main__":

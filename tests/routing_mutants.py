@@ -1,9 +1,6 @@
 """Faults planted into conditional routing; the machinery is that of `mutants`."""
 
-import itertools
-import json
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 from tests import mutants
 from tests.mutants import Mutant
@@ -159,16 +156,11 @@ def rotary_is_by_real_positions() -> None:
 
 
 def main() -> None:
-    import beartype  # noqa: F401 - imported before forking, so only once
-    import einops  # noqa: F401
-    import hypothesis  # noqa: F401
+    import hypothesis  # noqa: F401 - imported before forking, so only once
     import pytest  # noqa: F401
-    import torch.distributed.device_mesh  # noqa: F401
 
     mutants.battery = battery
-    with ThreadPoolExecutor(2) as two:
-        found = two.map(mutants.verdict, itertools.chain([None], MUTANTS))
-        print(json.dumps(dict(zip(["", *(m.name for m in MUTANTS)], found))))
+    mutants.tell(MUTANTS)
 
 
 if __name__ == "__main__":

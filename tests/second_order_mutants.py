@@ -1,9 +1,6 @@
 """Faults planted into second derivatives and tangents; the machinery is that of `mutants`."""
 
-import itertools
-import json
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 from tests import mutants
 from tests.mutants import Mutant
@@ -122,16 +119,11 @@ def warm_up() -> None:
 
 
 def main() -> None:
-    import beartype  # noqa: F401 - imported before forking, so only once
-    import einops  # noqa: F401
-    import pytest  # noqa: F401
-    import torch.distributed.device_mesh  # noqa: F401
+    import pytest  # noqa: F401 - imported before forking, so only once
 
     warm_up()
     mutants.battery = battery
-    with ThreadPoolExecutor(2) as two:
-        found = two.map(mutants.verdict, itertools.chain([None], MUTANTS))
-        print(json.dumps(dict(zip(["", *(m.name for m in MUTANTS)], found))))
+    mutants.tell(MUTANTS)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,12 @@ def test_the_fastest_that_can(installed, case, want):
     assert explain(case).endswith(f"{want}: runs")
 
 
+def test_a_kernel_for_each_direction_is_explained_for_each(installed):
+    installed(**ALL)
+    told = explain(HOPPER, "triton+flash-attn").splitlines()
+    assert told == ["forward:", "triton: runs", "backward:", "flash-attn-4: runs"]
+
+
 @pytest.mark.parametrize(
     ("here", "hopper", "ampere"),
     [
