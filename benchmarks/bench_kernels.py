@@ -67,10 +67,10 @@ class Block:
         impl, keys = KERNELS[name], Keys(self.k, self.v, None, (Segment(0, 1, self.shape.n),))
 
         def result() -> Result:
-            return Result(self.q, self.v, only=not more)
+            return Result(self.q, self.v, calls=None if more else 1)
 
         def grads() -> Grads:
-            return Grads(*(Sum(t, only=not more) for t in (self.q, self.k, self.v)))
+            return Grads(*(Sum(t, calls=None if more else 1) for t in (self.q, self.k, self.v)))
 
         first, sums = result(), grads()
         impl.forward(self.q, keys, self.found, self.terms, first)

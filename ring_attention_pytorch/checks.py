@@ -2,6 +2,7 @@
 
 import math
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from ring_attention_pytorch.layouts import (
     layout_problem,
 )
 from ring_attention_pytorch.transports import transport_problem
+
+if TYPE_CHECKING:
+    from ring_attention_pytorch.plan import RingPlan
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AUTOCAST_FROM = DTYPES[1:]
@@ -179,3 +183,18 @@ def over_ring_problem(
     if ulysses < 1 or heads % ulysses:
         return f"ulysses must divide heads={heads}, got {ulysses}"
     return transport_problem(transport, memory)
+
+
+def other_way_problem(
+    plan: "RingPlan", *, transport: str | None, ulysses: int, memory: int | None
+) -> str | None:
+    """Where a plan does otherwise than a module asks for."""
+    if plan.ring.size == 1:
+        return None
+    wanted = (transport or plan.transport_name, ulysses, memory or plan.memory)
+    if wanted == (plan.transport_name, plan.degree, plan.memory):
+        return None
+    return (
+        f"the plan has transport={plan.transport_name!r}, ulysses={plan.degree} and "
+        f"memory={plan.memory}, the module {transport!r}, {ulysses} and {memory}"
+    )

@@ -222,6 +222,9 @@ class Transport(Protocol):
     All ranks make the same exchanges in the same order, whatever they hold.
     """
 
+    def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
+        """The positions of what `stream`, or `stream_back`, brings."""
+
     def stream(self, keys: Keys) -> Iterator[Keys]:
         """Own keys, then all others that anyone needs, those that come next under way."""
 

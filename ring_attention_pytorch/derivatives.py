@@ -37,11 +37,12 @@ class RingGradients(Function):
     @signature_once
     def forward(plan: RingPlan, *given: Tensor | None) -> Found:
         q, k, v, sinks, dout, dlse, out, lse = given
-        own = Grads(*(Sum(t, only=plan.alone) for t in (q, k, v)))
+        calls = plan.calls[1]
+        own = Grads(Sum(q, calls), *(Sum(t, calls if plan.alone else None) for t in (k, v)))
         with torch.autocast(q.device.type, enabled=False):
             saved = Saved(q, out, lse, dout, dlse)
             for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:]):
-                for some, tiles in plan.tiles(keys):
+                for some, tiles in plan.tiles(keys.segments):
                     ours, seen = saved.samples(some), keys.samples(some)
                     grads = Grads(own.dq, *of_keys).samples(some)
                     plan.kernel.backward(ours, seen, tiles, plan.terms, grads)
@@ -80,7 +81,7 @@ class RingTangents(Function):
         with torch.autocast(q.device.type, enabled=False):
             pairs = plan.keys(*_beside((k, v), (tk, tv)))
             for keys in plan.transport_of_pairs(q.device).stream(pairs):
-                for some, tiles in plan.tiles(keys):
+                for some, tiles in plan.tiles(keys.segments):
                     ours = (t[some] for t in (q, tq, lse))
                     sums = tout[some], tlse[some]
                     eager_tangents.forward(*ours, keys.samples(some), tiles, plan.terms, sums)
@@ -124,7 +125,7 @@ class RingGradientTangents(Function):
         with torch.autocast(q.device.type, enabled=False):
             stream = plan.transport_of_pairs(q.device).stream_back(plan.keys(*both[1:]), own[1:])
             for keys, of_keys in stream:
-                for some, tiles in plan.tiles(keys):
+                for some, tiles in plan.tiles(keys.segments):
                     ours, seen = (saved.samples(some), along.samples(some)), keys.samples(some)
                     grads = Grads(own.dq, *of_keys).samples(some)
                     eager_tangents.backward(*ours, seen, tiles, plan.terms, grads)

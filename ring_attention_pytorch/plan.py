@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class RingPlan:
     ulysses: Ulysses | None
     key_mask: Tensor | None
     signature: Signature
+    device: torch.device
     samples: list[tuple[slice, Visible]]  # that see alike
     packing: Packing | None = None  # the documents of each sample
     _tiles: dict[Segments, list[tuple[slice, Tiles]]] = field(
@@ -270,6 +272,7 @@ class RingPlan:
             ulysses=swap,
             key_mask=key_mask,
             signature=Signature.of(q, k, v),
+            device=q.device,
             samples=samples,
             packing=packing,
         )
@@ -303,15 +306,24 @@ class RingPlan:
         """This rank's keys, heads swapped if they are, as the transport wants them."""
         return Keys(k, v, self.key_mask, self.blocks.keys[self.place])
 
-    def tiles(self, keys: Keys) -> list[tuple[slice, Tiles]]:
+    def tiles(self, keys: Segments) -> list[tuple[slice, Tiles]]:
         """Samples that see alike, and the tiles that their queries here see of these keys."""
-        if keys.segments not in self._tiles:
+        if keys not in self._tiles:
             mine = self.blocks.queries[self.place]
-            self._tiles[keys.segments] = [
+            self._tiles[keys] = [
                 (samples, self._of_block(mine, keys, samples, seen))
                 for samples, seen in self.samples
             ]
-        return self._tiles[keys.segments]
+        return self._tiles[keys]
+
+    @cached_property
+    def calls(self) -> tuple[int | None, int | None]:
+        """Of the kernel, forward and backward, that bring anything; None where samples differ."""
+        if len(self.samples) > 1:
+            return None, None
+        own = self.blocks.keys[self.place]
+        found = [[*self.transport.comes(own, back)] for back in (False, True)]
+        return tuple(sum(bool(self.tiles(keys)[0][1]) for keys in each) for each in found)
 
     def transport_of_pairs(self, device: torch.device) -> Transport:
         """That of keys beside their tangents, twice as wide; all ranks make it together."""
@@ -335,18 +347,18 @@ class RingPlan:
         """This rank's among those that the transport connects, the rows of `blocks`."""
         return (self.ring if self.ulysses is None else self.ulysses.ring).rank
 
-    def _of_block(self, queries: Segments, keys: Keys, some: slice, seen: Visible) -> Tiles:
-        found = Tiles(tiles(queries, keys.segments, seen))
+    def _of_block(self, queries: Segments, keys: Segments, some: slice, seen: Visible) -> Tiles:
+        found = Tiles(tiles(queries, keys, seen))
         found.first = some.start or 0
         if self.terms.alibi is not None or self.terms.mask_mod is not None:
             found.rows_at, found.cols_at = (
-                positions_seen(segments, seen).to(keys.k.device, torch.int32)
-                for segments in (queries, keys.segments)
+                positions_seen(segments, seen).to(self.device, torch.int32)
+                for segments in (queries, keys)
             )
         if self.terms.dropout is not None:
             found.row_numbers, found.col_numbers = (
-                segment_positions(segments).to(keys.k.device, torch.int32)
-                for segments in (queries, keys.segments)
+                segment_positions(segments).to(self.device, torch.int32)
+                for segments in (queries, keys)
             )
         return found
 
@@ -378,18 +390,3 @@ def _seen_by_any(
     if len(each) == 1:
         return each[0], ()
     return Visible(visible.causal and not prefixed), each
-
-
-def other_way_problem(
-    plan: RingPlan, *, transport: str | None, ulysses: int, memory: int | None
-) -> str | None:
-    """Where a plan does otherwise than a module asks for."""
-    if plan.ring.size == 1:
-        return None
-    wanted = (transport or plan.transport_name, ulysses, memory or plan.memory)
-    if wanted == (plan.transport_name, plan.degree, plan.memory):
-        return None
-    return (
-        f"the plan has transport={plan.transport_name!r}, ulysses={plan.degree} and "
-        f"memory={plan.memory}, the module {transport!r}, {ulysses} and {memory}"
-    )

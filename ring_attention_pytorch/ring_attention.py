@@ -14,13 +14,13 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ring_attention_pytorch.agreement import agree
-from ring_attention_pytorch.checks import over_ring_problem
+from ring_attention_pytorch.checks import other_way_problem, over_ring_problem
 from ring_attention_pytorch.documents import Borders, documents_problem, local_packing
 from ring_attention_pytorch.dropout import dropout_problem
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.layouts import Layout, Visible
 from ring_attention_pytorch.norm import RMSNorm
-from ring_attention_pytorch.plan import RingPlan, other_way_problem
+from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.regular_attention import default_attention
 from ring_attention_pytorch.ring import Group, Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn

@@ -36,10 +36,10 @@ class RingAttentionFunction(Function):
     def forward(
         plan: RingPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        result = Result(q, v, only=plan.alone and sinks is None)
+        result = Result(q, v, plan.calls[0] if sinks is None else None)
         with torch.autocast(q.device.type, enabled=False):
             for keys in plan.transport.stream(plan.keys(k, v)):
-                for some, tiles in plan.tiles(keys):  # once for all samples that see alike
+                for some, tiles in plan.tiles(keys.segments):  # once for all samples that see alike
                     seen, so_far = keys.samples(some), result.samples(some)
                     plan.kernel.forward(q[some], seen, tiles, plan.terms, so_far)
         if sinks is not None:

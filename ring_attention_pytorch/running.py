@@ -25,11 +25,11 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 class Result:
     """The (out, lse) of queries like q and values like v, which have seen nothing yet.
 
-    `only` says that one call of a kernel will bring all that there is.
+    `calls` of a kernel will bring all that there is, if that is known.
     """
 
-    def __init__(self, q: Tensor, v: Tensor, only: bool = False) -> None:
-        self._q, self._d_v, self._dtype, self._only = q, v.shape[-1], accumulator(q.dtype), only
+    def __init__(self, q: Tensor, v: Tensor, calls: int | None = None) -> None:
+        self._q, self._d_v, self._dtype, self._calls = q, v.shape[-1], accumulator(q.dtype), calls
         self._whole = slice(0, q.shape[1])
         self._wide: tuple[Tensor, Tensor] | None = None
         self._parts: list[tuple[slice, Tensor, Tensor]] = []
@@ -56,14 +56,25 @@ class Result:
         self._fold(*self._wide)
         return self._wide
 
-    def room(self, rows: slice) -> tuple[Tensor, Tensor, bool]:
-        """(out, lse, fresh). Where fresh, nothing is in them yet, and all of these rows, which
-        are all there are, must be written; else they are the running ones."""
-        if self._wide is not None or self._parts or rows != self._whole:
-            return *self.running(), False
-        out, lse = self._empty(self._q.dtype if self._only else self._dtype)
-        self.add(rows, out, lse)
-        return out, lse, True
+    def room(self) -> tuple[Tensor | None, Tensor, Tensor]:
+        """(before, out, lse) for a call of a kernel that merges by itself.
+
+        Where nothing was before, it is None, and all of out and lse must be written. Else lse is
+        the running one, and so is out; or it is other memory, like `before` but in q's dtype,
+        for the last call: then all of it must be written.
+        """
+        dtype, self._calls = _dtype_of_call(self._calls, self._q.dtype, self._dtype)
+        if self._wide is None and not self._parts:
+            out, lse = self._empty(dtype)
+            self.add(self._whole, out, lse)
+            return None, out, lse
+        before, lse = self.running()
+        if dtype == self._dtype or not before.is_contiguous():
+            return before, before, lse
+        out = torch.empty_like(before, dtype=dtype)
+        self._wide = None
+        self.add(self._whole, out, lse)
+        return before, out, lse
 
     def samples(self, which: slice) -> "Result":
         """That of some samples, in the same memory."""
@@ -116,12 +127,12 @@ class Result:
 class Sum:
     """A sum of parts that lie along the tokens of a tensor like this one, [b, n, ...].
 
-    `only` says that one call of a kernel will bring all that there is. `into` is memory of the
+    `calls` of a kernel will bring all that there is, if that is known. `into` is memory of the
     accumulator's dtype in which the sum has to be.
     """
 
-    def __init__(self, like: Tensor, only: bool = False, into: Tensor | None = None) -> None:
-        self._like, self._dtype, self._only = like, accumulator(like.dtype), only
+    def __init__(self, like: Tensor, calls: int | None = None, into: Tensor | None = None) -> None:
+        self._like, self._dtype, self._calls = like, accumulator(like.dtype), calls
         self._whole, self._into = slice(0, like.shape[1]), into
         self._wide: Tensor | None = None
         self._parts: list[tuple[slice, Tensor]] = []
@@ -148,16 +159,18 @@ class Sum:
         self._fold(self._wide)
         return self._wide
 
-    def room(self, at: slice) -> tuple[Tensor, bool]:
-        """(sum, fresh), as `Result.room`."""
-        if self._wide is not None or self._parts or at != self._whole:
-            return self.running(), False
-        total = self._empty(self._like.dtype if self._only else self._dtype)
-        if total.dtype == self._dtype:
-            self._wide = total
-        else:
-            self._parts.append((at, total))
-        return total, True
+    def room(self) -> tuple[Tensor | None, Tensor]:
+        """(before, sum), as `Result.room`."""
+        dtype, self._calls = _dtype_of_call(self._calls, self._like.dtype, self._dtype)
+        before = None if self._wide is None and not self._parts else self.running()
+        if before is not None and (
+            dtype == self._dtype or self._into is not None or not before.is_contiguous()
+        ):
+            return before, before
+        total = self._empty(dtype)
+        self._wide = total if total.dtype == self._dtype else None
+        self._parts = [] if self._wide is not None else [(self._whole, total)]
+        return before, total
 
     def move_to(self, whole: "Sum", first: int) -> None:
         """Add all that there is to another sum, whose token `first` is the first one here."""
@@ -200,6 +213,13 @@ class Sum:
         parts, self._parts = self._parts, []
         for at, found in _covered(parts):
             add_(total[:, at], *(part for (part,) in found))
+
+
+def _dtype_of_call(
+    calls: int | None, last: torch.dtype, running: torch.dtype
+) -> tuple[torch.dtype, int | None]:
+    """That of what the next of so many calls writes, and how many are left after it."""
+    return last if calls == 1 else running, None if calls is None else calls - 1
 
 
 def _begins_with(parts: Sequence[tuple[slice, ...]], whole: slice) -> bool:

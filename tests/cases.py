@@ -1,6 +1,6 @@
 """One case of ring attention against the oracle, for threads and for processes alike."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -122,6 +122,33 @@ class Attention:
         if self.key_lengths is None:
             return queries, queries
         return queries, torch.arange(sum(self.key_lengths)).split(self.key_lengths)[rank]
+
+
+def miscounted(case: Attention, size: int) -> list[tuple[Any, tuple[int, int]]]:
+    """Of each rank whose plan counts other calls of its kernel than there are: both counts."""
+
+    def main(ring: Ring) -> tuple[Any, tuple[int, int]]:
+        (q, k, v), _, dout, _ = case.data()
+        at, _ = case.places(ring.rank, size)
+        leaves = [t[:, at].requires_grad_() for t in (q, k, v)]
+        plan = RingPlan.make(
+            *leaves, causal=case.causal, window=case.window, layout=case.layout, group=ring,
+            transport=case.transport, memory=case.memory, kernel="eager", **case.packed(at),
+        )  # fmt: skip
+        made = [0, 0]
+
+        def counted(direction: int) -> Callable[..., None]:
+            def run(*given: Any) -> None:
+                made[direction] += bool(given[2])
+                plan.kernel[1 + direction](*given)
+
+            return run
+
+        told = replace(plan, kernel=plan.kernel._replace(forward=counted(0), backward=counted(1)))
+        ring_attn(*leaves, plan=told).backward(dout[:, at])
+        return plan.calls, tuple(made)
+
+    return [both for both in threads.run(size, main)[0] if both[0] != both[1]]
 
 
 def borders(ids: tuple[int, ...]) -> list[int]:

@@ -122,15 +122,16 @@ def results(case: KernelCase, data: Data, kernel: str) -> dict[str, Tensor]:
         mask = None if data.mask is None else data.mask[:, cols]
         return Keys(k[:, cols], v[:, cols], mask, ())
 
-    result = Result(q, v)
+    calls = sum(bool(tiles) for _, tiles in case.cut())
+    result = Result(q, v, calls)
     for cols, tiles in case.cut():
         impl.forward(q, keys(cols), tiles, terms, result)
     rounded, lse = result.final()
     dlse = data.dlse.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
     saved = Saved(q, rounded, lse, dout, dlse)
-    dq, dk, dv = Sum(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq, dk, dv = Sum(q, calls), torch.zeros_like(k), torch.zeros_like(v)
     for cols, tiles in case.cut():
-        grads = Grads(dq, Sum(k[:, cols]), Sum(v[:, cols]))
+        grads = Grads(dq, *(Sum(t[:, cols], calls=1) for t in (k, v)))
         impl.backward(saved, keys(cols), tiles, terms, grads)
         dk[:, cols], dv[:, cols] = grads.dk.final(), grads.dv.final()
     return dict(zip(NAMES, (rounded, lse, dq.final(), dk, dv)))

@@ -128,9 +128,17 @@ MUTANTS = [
     ),
     Mutant(
         "a block forgets its last tile", "kernels/triton.py",
-        "bisect_left(starts, at + block))", "bisect_left(starts, at + block) - 1)",
+        "bisect_left(starts, at + block)", "bisect_left(starts, at + block) - 1",
     ),
     # merging and precision
+    Mutant(
+        "every call of a kernel rounds as the last", "running.py",
+        "return last if calls == 1 else running,", "return last if calls else running,",
+    ),
+    Mutant(
+        "a call of the kernel is not counted", "transports/gather.py",
+        "yield from (stretch(own, half) for half in halves[1:])", "",
+    ),
     Mutant(
         "merge weights swapped", "running.py", "torch.sigmoid(part_lse - lse)",
         "torch.sigmoid(lse - part_lse)",
@@ -351,8 +359,8 @@ MUTANTS = [
         "tiles.first, tiles.first + len(keys.k),", "0, len(keys.k),",
     ),
     Mutant(
-        "dropout by the places held", "plan.py", "segment_positions(segments).to(keys.k.device",
-        "torch.arange(sum(s.length for s in segments)).to(keys.k.device",
+        "dropout by the places held", "plan.py", " segment_positions(segments).to(",
+        " torch.arange(sum(s.length for s in segments)).to(",
     ),
     Mutant(
         "each rank drops by its own seed", "plan.py", 'lengths[0]["seed"]',
@@ -533,6 +541,7 @@ def battery() -> Iterable[Callable[[], None]]:
     yield dealt_layouts_are_even
     yield a_document_ends_where_another_begins
     yield blocks_know_their_tiles
+    yield calls_are_counted
     yield mismatches_are_errors
     yield plans_are_checked
     yield sums_of_16_bits_are_kept_in_32  # the dearest comes last
@@ -665,7 +674,7 @@ def a_document_ends_where_another_begins() -> None:
 
 
 def blocks_know_their_tiles() -> None:
-    """The Triton kernels' ranges: every tile that a block meets is in its range."""
+    """The Triton kernels' tables: every tile that a block meets is in its range."""
     import torch
 
     from ring_attention_pytorch.documents import of_borders
@@ -674,11 +683,24 @@ def blocks_know_their_tiles() -> None:
 
     (whole,) = all_segments("contiguous", 1, 40)
     found = tiles(whole, whole, Visible(True, None, of_borders(range(0, 41, 5))))
-    table = _table(found, "rows", 8, torch.device("cpu"))
-    for number, (first, last) in enumerate(table.ranges.tolist()):
+    table = _table(found, "rows", 8, torch.empty(1, 40), every=True)
+    for number, first, last in table.blocks.tolist():
         here = range(8 * number, 8 * number + 8)
         meets = [i for i, t in enumerate(found) if {*range(t.rows.start, t.rows.stop)} & {*here}]
         assert meets == list(range(first, last))
+
+
+def calls_are_counted() -> None:
+    """Else a kernel would round before the end."""
+    import torch
+
+    from ring_attention_pytorch.running import Sum
+    from tests.cases import Attention, miscounted
+
+    total = Sum(torch.empty(1, 2, 1, dtype=torch.bfloat16), calls=2)
+    assert [total.room()[1].dtype for _ in range(2)] == [torch.float32, torch.bfloat16]
+
+    assert not miscounted(Attention(29, "zigzag", causal=True, transport="gather"), 3)
 
 
 def sums_of_16_bits_are_kept_in_32() -> None:

@@ -15,7 +15,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.kernels._whole import aligned, from_bottom_right
+from ring_attention_pytorch.kernels._whole import aligned, from_bottom_right, windows
 from ring_attention_pytorch.layouts import _trimmed, band
 from tests.kernel_cases import CASES, KernelCase, faults, random_cases
 
@@ -27,6 +27,11 @@ def shown(n: int, m: int, left: int, right: int) -> Tensor:
     assert min(left, right) >= -1
     offset = torch.arange(m) - torch.arange(n)[:, None] - (m - n)
     return ((left == -1) | (offset >= -left)) & ((right == -1) | (offset <= right))
+
+
+def shown_2(n: int, m: int, left: int, right: int) -> Tensor:
+    """That of flash-attn 2, which takes what is as wide as the keys for no bound."""
+    return shown(n, m, *(-1 if bound >= m else bound for bound in (left, right)))
 
 
 def attend(q, k, v, seen, scale, softcap):
@@ -70,7 +75,7 @@ def stand_in_2(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
                 softcap, alibi_slopes, return_softmax):  # fmt: skip
         assert not causal
-        seen = shown(q.shape[1], k.shape[1], window_size_left, window_size_right)
+        seen = shown_2(q.shape[1], k.shape[1], window_size_left, window_size_right)
         out, lse, _ = attend(q, k, v, seen, softmax_scale, softcap)
         return out, lse, None, None
 
@@ -78,7 +83,7 @@ def stand_in_2(monkeypatch: pytest.MonkeyPatch) -> None:
                  window_size_left, window_size_right, softcap, alibi_slopes,
                  deterministic):  # fmt: skip
         assert lse.is_contiguous()
-        seen = shown(q.shape[1], k.shape[1], window_size_left, window_size_right)
+        seen = shown_2(q.shape[1], k.shape[1], window_size_left, window_size_right)
         parts = differentiate(dout, q, k, v, out, lse, seen, softmax_scale, softcap)
         for given, part in zip((dq, dk, dv), parts):
             given.copy_(part)
@@ -110,13 +115,13 @@ def stand_in_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale,
                 window_size_left, window_size_right):  # fmt: skip
         assert (max_q, max_k) == (q.shape[1], k.shape[1])
-        seen = shown(q.shape[1], k.shape[1], window_size_left, window_size_right)
+        seen = shown_2(q.shape[1], k.shape[1], window_size_left, window_size_right)
         return *attend(q, k, v, seen, scale, None)[:2], None, None, None
 
     def backward(dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, state,
                  unused, *, scale, window_size_left, window_size_right):  # fmt: skip
         assert lse.is_contiguous()
-        seen = shown(q.shape[1], k.shape[1], window_size_left, window_size_right)
+        seen = shown_2(q.shape[1], k.shape[1], window_size_left, window_size_right)
         return differentiate(dout, q, k, v, out, lse, seen, scale, None)
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward, raising=False)
@@ -165,6 +170,7 @@ ANY += [
     KernelCase(3, 2, ((0, 1, 0, 1, None, None), (1, 3, 0, 2, None, 1)), heads=(6, 2)),
     KernelCase(30, 17, ((0, 30, 0, 17, None, 0),)),
     KernelCase(30, 12, ((0, 12, 0, 12, None, 0), (12, 30, 0, 12, None, None))),
+    KernelCase(15, 9, ((0, 15, 1, 9, None, 3),)),
     KernelCase(7, 1, heads=(6, 2), batch=2),
     KernelCase(12, 12, ((0, 12, 0, 1, None, None), (1, 12, 1, 12, None, 0)), heads=(2, 2)),
     KernelCase(12, 12, ((0, 12, 0, 1, None, None), (1, 12, 1, 12, None, 0)), heads=(4, 1)),
@@ -191,7 +197,7 @@ def test_tiles_parts_and_the_gradient_of_lse(kernel, monkeypatch):
     assert not bad
 
 
-@pytest.mark.parametrize("n", range(1, 6))
+@pytest.mark.parametrize("n", range(1, 8))
 @pytest.mark.parametrize("m", range(1, 6))
 def test_bands_from_the_bottom_right_show_the_same(n, m):
     for left in (None, *range(-6, 7)):
@@ -200,6 +206,11 @@ def test_bands_from_the_bottom_right_show_the_same(n, m):
             if tile is not None:
                 size = tile.rows.stop - tile.rows.start, tile.cols.stop - tile.cols.start
                 assert torch.equal(shown(*size, *from_bottom_right(tile)), band(tile, CPU))
+                parts = [
+                    shown_2(part.rows.stop - part.rows.start, size[1], *bounds)
+                    for part, *bounds in windows([tile])
+                ]
+                assert torch.equal(torch.cat(parts), band(tile, CPU))
 
 
 def test_what_lies_right_stays_where_it_is():

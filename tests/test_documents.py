@@ -161,7 +161,7 @@ def test_pairing_is_near_linear_in_the_number_of_documents(layout):
 def test_samples_that_see_alike_are_one_call():
     same = torch.tensor([[5, 5, 6], [1, 1, 0], [3, 2, 2]])
     for plan in plans(1, "contiguous", same)[0]:
-        found = plan.tiles(plan.keys(*[torch.empty(0)] * 2))
+        found = plan.tiles(plan.blocks.keys[0])
         assert [samples for samples, _ in found] == [slice(0, 2), slice(2, 3)]
 
 
@@ -169,25 +169,38 @@ def test_samples_that_see_alike_are_one_call():
 def test_a_block_of_the_triton_kernels_looks_at_its_own_documents_only(side):
     whole = all_segments("contiguous", 1, 7000)[0]
     found = Tiles(tiles(whole, whole, Visible(True, None, of_borders(range(0, 7001, 7)))))
-    table = ours._table(found, side, 64, torch.device("cpu"))
-    assert len(table.ranges) == -(-7000 // 64)
-    assert (table.ranges[:, 1] - table.ranges[:, 0]).max() <= 64 // 7 + 2
-    assert ours._table(found, side, 64, torch.device("cpu")) is table
+    like = torch.empty(1, 7000)
+    table = ours._table(found, side, 64, like, every=False)
+    assert sorted(table.blocks[:, 0].tolist()) == list(range(-(-7000 // 64)))
+    assert (table.blocks[:, 2] - table.blocks[:, 1]).max() <= 64 // 7 + 2
+    assert ours._table(found, side, 64, like, every=False) is table
 
 
-def test_the_ranges_of_blocks_hold_every_tile_that_they_meet():
+def test_blocks_look_at_every_tile_that_they_meet_and_are_left_out_if_there_is_none():
     for ids, causal, layout in product(PACKED.values(), (False, True), ("zigzag", "striped")):
         visible = Visible(causal, 3, of_ids(torch.tensor(ids[-1])))
         everyone = all_segments(layout, 2, N)
         found = tiles(everyone[0], everyone[1], visible)
         for side, block in product(("rows", "cols") if found else (), (1, 2, 5, 16)):
-            table = ours._table(found, side, block, torch.device("cpu"))
+            like = torch.empty(1, layouts.count(everyone[0 if side == "rows" else 1]))
+            table, whole = (ours._table(found, side, block, like, every) for every in (False, True))
+            assert sorted(whole.blocks[:, 0].tolist()) == list(range(-(-like.shape[1] // block)))
+            lines = {number: range(*ends) for number, *ends in table.blocks.tolist()}
+            assert lines == {n: range(*e) for n, *e in whole.blocks.tolist() if range(*e)}
             at = (0, 1) if side == "rows" else (2, 3)
-            for number, (first, last) in enumerate(table.ranges.tolist()):
-                start = table.first + number * block
+            for number in whole.blocks[:, 0].tolist():
+                start = number * block
                 for i, tile in enumerate(table.tiles.tolist()):
                     meets = tile[at[0]] < start + block and tile[at[1]] > start
-                    assert not meets or first <= i < last
+                    assert not meets or i in lines[number]
+
+
+def test_blocks_that_see_the_most_go_first():
+    whole = all_segments("contiguous", 1, 96)[0]
+    found = Tiles(tiles(whole, whole, Visible(True, None, of_borders([0, 16, 80, 96]))))
+    for side, order in (("rows", [4, 3, 2]), ("cols", [1, 2, 3])):
+        table = ours._table(found, side, 16, torch.empty(1, 96), every=False)
+        assert table.blocks[:3, 0].tolist() == order
 
 
 # --- balanced ---

@@ -83,6 +83,28 @@ def test_a_part_that_is_all_there_is_is_the_result_itself(dtype):
     assert total.final() is out
 
 
+@pytest.mark.parametrize("calls", [None, 1, 3])
+def test_a_kernel_that_merges_writes_wide_but_in_its_last_call(calls):
+    q = torch.empty(1, N, 2, 4, dtype=torch.bfloat16)
+    result, total, want = Result(q, q, calls), Sum(q, calls), torch.zeros(1, N, 2, 4)
+    for call in range(1, 1 + (calls or 3)):
+        (before, out, lse), (so_far, summed) = result.room(), total.room()
+        assert (before is None) == (so_far is None) == (call == 1)
+        assert out.dtype == summed.dtype == (torch.bfloat16 if call == calls else torch.float32)
+        if call not in (1, calls):
+            assert before is out
+            assert so_far is summed
+        part = torch.full_like(want, 2.0**-8 if call > 1 else 1.0)
+        want += part
+        out.copy_(part if before is None else before + part)
+        summed.copy_(part if before is None else so_far + part)
+        lse.fill_(call)
+    for found in (result.final()[0], total.final()):
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, want.bfloat16())
+    assert (result.final()[1] == call).all()
+
+
 def test_running_tensors_are_wide_and_the_same_from_then_on():
     q = torch.empty(1, N, 2, 4, dtype=torch.bfloat16)
     result, total = Result(q, q), Sum(q)

@@ -27,6 +27,7 @@ from tests.cases import (
     check_in_threads,
     check_symmetric,
     errors,
+    miscounted,
     oracle,
     shard,
 )
@@ -281,6 +282,21 @@ def most_bytes(case: Attention, size: int) -> int:
         return live.most
 
     return max(threads.run(size, main)[0])
+
+
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_plan_knows_how_often_its_kernel_is_called(transport, size):
+    """So that a kernel which merges by itself rounds in the last call, and not before."""
+    memory = 0 if transport == "gather" else None
+    for case in (
+        Attention(29, "zigzag", causal=True),
+        Attention(29, "zigzag", causal=True, memory=memory),
+        Attention(29, "contiguous", causal=True, window=3),
+        Attention(2, "striped", causal=True),
+        Attention(24, ids=((0,) * 6 + (1,) * 13 + (2,) * 5,), causal=True),
+    ):
+        assert not miscounted(replace(case, transport=transport), size)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -246,12 +246,21 @@ def test_on_the_cpu_it_is_never_chosen_and_only_interpreted_by_name(monkeypatch)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_head_size_has_a_config(direction, capability, dtype):
     for width in range(1, 257):
-        config = config_for(direction, width, dtype, capability)
-        assert {config.rows, config.cols} <= {16, 32, 64, 128}
-        # keys and values twice over, or queries and theirs, within what every such GPU has
-        held = 2 * (config.rows + config.cols) * max(width, 16) * dtype.itemsize
-        big = capability in ((9, 0), (10, 0))
-        assert held <= (227 if big else 99) * 1024
+        for seen in (10, 10_000):
+            config = config_for(direction, width, dtype, capability, seen)
+            assert {config.rows, config.cols} <= {16, 32, 64, 128}
+            # keys and values twice over, or queries and theirs, within what every such GPU has
+            held = 2 * (config.rows + config.cols) * max(width, 16) * dtype.itemsize
+            big = capability in ((9, 0), (10, 0))
+            assert held <= (227 if big else 99) * 1024
+
+
+def test_few_keys_take_smaller_blocks_on_hopper_only():
+    for direction, capability in (("forward", (9, 0)), ("queries", (9, 0)), ("forward", (8, 0))):
+        few, many = (
+            config_for(direction, 128, torch.bfloat16, capability, seen) for seen in (100, 10_000)
+        )
+        assert (few.rows < many.rows) == (capability == (9, 0))
 
 
 def test_another_config_holds_while_it_is_asked_for():

@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 
 from ring_attention_pytorch.kernels._triton_parts import (
+    VARYING,
     alibi_of,
     block_of,
     kept_of,
     lse_of_rows,
-    mark_of_head,
-    mark_of_rows,
+    marks_of_head,
+    marks_of_rows,
     masked_block,
     matrix,
     place,
@@ -24,7 +25,6 @@ from ring_attention_pytorch.kernels._triton_parts import (
     span,
     tanh,
     tile_at,
-    tiles_of,
 )
 
 
@@ -46,10 +46,11 @@ def _probabilities(
 
 
 @triton.jit
-def _add(at, value, inside, FRESH: tl.constexpr):
+def _add(before, total, at, value, inside, FRESH: tl.constexpr):
+    """What was before, if anything was, and this."""
     if not FRESH:
-        value += tl.load(at, mask=inside)
-    tl.store(at, value, mask=inside)
+        value += tl.load(before + at, mask=inside)
+    tl.store(total + at, value, mask=inside)
 
 
 @triton.jit
@@ -94,8 +95,7 @@ def _keys_step(
     left = p
     if DROPS:
         number = tl.load(row_numbers + row, mask=row < r1, other=0)
-        first_mark = mark_of_rows(first_mark, number)
-        second_mark = mark_of_rows(second_mark, number)
+        first_mark, second_mark = marks_of_rows(first_mark, second_mark, number)
         kept = kept_of(first_mark[None, :], second_mark[None, :], col_number[:, None], bar)
         left, dp = tl.where(kept, p, 0.0), tl.where(kept, dp * inverse, 0.0)
     ds = p * (dp - delta[None, :])
@@ -106,13 +106,12 @@ def _keys_step(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["beside", "word", "other_word", "bar", "sample", "first_head"])
+@triton.jit(do_not_specialize=VARYING)
 def keys_kernel(
     q, k, v, mask, alibi, rows_at, cols_at,
     row_numbers, col_numbers, word, other_word, bar, inverse, sample, first_head,
-    dout, lse, delta, dk, dv,
-    tiles, ranges, first_col, last_col, beside,
-    key_heads, group, d, d_v, inner, factor, scale,
+    dout, lse, delta, dk_before, dk, dv_before, dv, tiles, blocks, count, beside,
+    m, key_heads, group, d, d_v, inner, factor, scale,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
     do_b, do_n, do_h, do_d, lse_b, lse_h, lse_n, delta_b, delta_h, delta_n,
     dk_b, dk_m, dk_h, dk_d, dv_b, dv_m, dv_h, dv_d,
@@ -123,16 +122,16 @@ def keys_kernel(
     DROPS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, from every query head that uses it."""
-    block, of = block_of(first_col, last_col, beside, COLS)
-    start = first_col + block * COLS
+    block, of, first_tile, last_tile = block_of(blocks, count, beside)
+    start = block * COLS
     batch, key_head = of // key_heads, of % key_heads
     col = start + tl.arange(0, COLS)
-    held = col < last_col
+    held = col < m
     k_block = rows_of(
-        k, batch, key_head, start, last_col, d, k_b, k_m, k_h, k_d, COLS, D, True, EVEN, TMA, WIDE
+        k, batch, key_head, start, m, d, k_b, k_m, k_h, k_d, COLS, D, True, EVEN, TMA, WIDE
     )
     v_block = rows_of(
-        v, batch, key_head, start, last_col, d_v, v_b, v_m, v_h, v_d, COLS, D_V, True, EVEN_V,
+        v, batch, key_head, start, m, d_v, v_b, v_m, v_h, v_d, COLS, D_V, True, EVEN_V,
         TMA, WIDE,
     )  # fmt: skip
     col_at = col
@@ -147,13 +146,12 @@ def keys_kernel(
         shown = (tl.load(at, mask=held, other=0) != 0)[:, None]
     dk_sum = tl.zeros([COLS, D], tl.float32)
     dv_sum = tl.zeros([COLS, D_V], tl.float32)
-    first_tile, last_tile = tiles_of(ranges, block)
     for g in range(group):
         head = key_head * group + g
         first_mark, second_mark = head, head
         if DROPS:
-            first_mark = mark_of_head(word, sample + batch, first_head + head)
-            second_mark = mark_of_head(other_word, sample + batch, first_head + head)
+            marks = marks_of_head(word, other_word, sample + batch, first_head + head)
+            first_mark, second_mark = marks[0], marks[1]
         lse_at, delta_at = lse, delta
         if not TMA:
             lse_at = place(lse, batch, head, lse_b, lse_h)
@@ -161,7 +159,7 @@ def keys_kernel(
         for t in range(first_tile, last_tile):
             r0, r1, c0, c1, left, right = tile_at(tiles, t)
             # columns beyond the last are not stored, whatever comes of them
-            stop = tl.minimum(start + COLS, last_col)
+            stop = tl.minimum(start + COLS, m)
             a, z = tl.maximum(start, c0), tl.minimum(stop, c1)
             whole = (start >= c0) & (stop <= c1)
             first, early, masked, full, full_end = span(a, z, whole, c0, r0, r1, right, left, ROWS)
@@ -191,10 +189,12 @@ def keys_kernel(
         dv_sum = dv_sum * inverse
     if NEGATE:  # q was negated where dk came from it
         scale = -scale
-    dk_at = place(dk, batch, key_head, dk_b, dk_h) + matrix(start, dk_m, dk_d, COLS, D, WIDE)
-    _add(dk_at, dk_sum * scale, held[:, None] & (tl.arange(0, D) < d)[None, :], FRESH)
-    dv_at = place(dv, batch, key_head, dv_b, dv_h) + matrix(start, dv_m, dv_d, COLS, D_V, WIDE)
-    _add(dv_at, dv_sum, held[:, None] & (tl.arange(0, D_V) < d_v)[None, :], FRESH_V)
+    at = place(0, batch, key_head, dk_b, dk_h) + matrix(start, dk_m, dk_d, COLS, D, WIDE)
+    inside = held[:, None] & (tl.arange(0, D) < d)[None, :]
+    _add(dk_before, dk, at, dk_sum * scale, inside, FRESH)
+    at = place(0, batch, key_head, dv_b, dv_h) + matrix(start, dv_m, dv_d, COLS, D_V, WIDE)
+    inside = held[:, None] & (tl.arange(0, D_V) < d_v)[None, :]
+    _add(dv_before, dv, at, dv_sum, inside, FRESH_V)
 
 
 @triton.jit
@@ -241,12 +241,12 @@ def _queries_step(
     return tl.dot(ds.to(k_block.dtype), k_block, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["beside", "word", "other_word", "bar", "sample", "first_head"])
+@triton.jit(do_not_specialize=VARYING)
 def queries_kernel(
     q, k, v, mask, alibi, rows_at, cols_at,
     row_numbers, col_numbers, word, other_word, bar, inverse, sample, first_head,
-    dout, lse, delta, dq,
-    tiles, ranges, first_row, last_row, beside, m, heads, group, d, d_v, inner, factor, scale,
+    dout, lse, delta, before, dq,
+    tiles, blocks, count, beside, n, m, heads, group, d, d_v, inner, factor, scale,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
     do_b, do_n, do_h, do_d, lse_b, lse_h, lse_n, delta_b, delta_h, delta_n,
     dq_b, dq_n, dq_h, dq_d,
@@ -256,20 +256,19 @@ def queries_kernel(
     FRESH: tl.constexpr, ALIBI: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries of one head."""
-    block, of = block_of(first_row, last_row, beside, ROWS)
-    block = tl.cdiv(last_row - first_row, ROWS) - 1 - block
-    start = first_row + block * ROWS
+    block, of, first_tile, last_tile = block_of(blocks, count, beside)
+    start = block * ROWS
     batch, head = of // heads, of % heads
     key_head = head // group
     row, col = start + tl.arange(0, ROWS), tl.arange(0, COLS)
-    held = row < last_row
+    held = row < n
     q_block = rows_of(
-        q, batch, head, start, last_row, d, q_b, q_n, q_h, q_d, ROWS, D, True, EVEN, TMA, WIDE
+        q, batch, head, start, n, d, q_b, q_n, q_h, q_d, ROWS, D, True, EVEN, TMA, WIDE
     )
     if NEGATE:
         q_block = -q_block
     do_block = rows_of(
-        dout, batch, head, start, last_row, d_v, do_b, do_n, do_h, do_d, ROWS, D_V, True, EVEN_V,
+        dout, batch, head, start, n, d_v, do_b, do_n, do_h, do_d, ROWS, D_V, True, EVEN_V,
         TMA, WIDE,
     )  # fmt: skip
     lse_at = place(lse, batch, head, lse_b, lse_h)
@@ -284,17 +283,14 @@ def queries_kernel(
     first_mark, second_mark = row, row
     if DROPS:
         number = tl.load(row_numbers + row, mask=held, other=0)
-        first_mark = mark_of_head(word, sample + batch, first_head + head)
-        second_mark = mark_of_head(other_word, sample + batch, first_head + head)
-        first_mark = mark_of_rows(first_mark, number)
-        second_mark = mark_of_rows(second_mark, number)
+        marks = marks_of_head(word, other_word, sample + batch, first_head + head)
+        first_mark, second_mark = marks_of_rows(marks[0], marks[1], number)
     dq_sum = tl.zeros([ROWS, D], tl.float32)
-    first_tile, last_tile = tiles_of(ranges, block)
     for t in range(first_tile, last_tile):
         r0, r1, c0, c1, left, right = tile_at(tiles, t)
         # rows of another tile have p = 0 by their lse, so they never need masking
         lse_rows = lse_of_rows(lse_at, lse_n, row, r0, r1)[:, None]
-        a, z = tl.maximum(start, r0), tl.minimum(tl.minimum(start + ROWS, last_row), r1)
+        a, z = tl.maximum(start, r0), tl.minimum(tl.minimum(start + ROWS, n), r1)
         first, early, masked, full, full_end = span(a, z, 1, r0, c0, c1, left, right, COLS)
         for j in range(full, full_end, COLS):
             dq_sum = _queries_step(
@@ -315,5 +311,6 @@ def queries_kernel(
                 k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_m, COLS, D, D_V, EVEN, EVEN_V,
                 True, MASK, CLAMP, PRECISION, TMA, WIDE, ALIBI, DROPS,
             )  # fmt: skip
-    dq_at = place(dq, batch, head, dq_b, dq_h) + matrix(start, dq_n, dq_d, ROWS, D, WIDE)
-    _add(dq_at, dq_sum * scale, held[:, None] & (tl.arange(0, D) < d)[None, :], FRESH)
+    at = place(0, batch, head, dq_b, dq_h) + matrix(start, dq_n, dq_d, ROWS, D, WIDE)
+    inside = held[:, None] & (tl.arange(0, D) < d)[None, :]
+    _add(before, dq, at, dq_sum * scale, inside, FRESH)

@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 
 from ring_attention_pytorch.kernels._triton_parts import (
+    VARYING,
     alibi_of,
     block_of,
     kept_of,
-    mark_of_head,
-    mark_of_rows,
+    marks_of_head,
+    marks_of_rows,
     masked_block,
     matrix,
     place,
@@ -21,7 +22,6 @@ from ring_attention_pytorch.kernels._triton_parts import (
     span,
     tanh,
     tile_at,
-    tiles_of,
 )
 
 
@@ -53,27 +53,26 @@ def _attend(
     return acc, new_top, total
 
 
-@triton.jit(do_not_specialize=["beside", "word", "other_word", "bar", "sample", "first_head"])
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q, k, v, mask, alibi, rows_at, cols_at,
     row_numbers, col_numbers, word, other_word, bar, inverse, sample, first_head,
-    out, lse, tiles, ranges, first_row, last_row, beside, m, heads, group, d, d_v, inner, factor,
+    before, out, lse, tiles, blocks, count, beside, n, m, heads, group, d, d_v, inner, factor,
     q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
     out_b, out_n, out_h, out_d, lse_b, lse_h, lse_n,
     ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
-    FRESH: tl.constexpr, ALIBI: tl.constexpr, DROPS: tl.constexpr,
+    FRESH: tl.constexpr, MOVES: tl.constexpr, ALIBI: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
-    block, of = block_of(first_row, last_row, beside, ROWS)
-    # under a causal mask the last rows see the most: they go first
-    block = tl.cdiv(last_row - first_row, ROWS) - 1 - block
-    start = first_row + block * ROWS
+    """MOVES: out is other memory than what was before; lse is in place."""
+    block, of, first_tile, last_tile = block_of(blocks, count, beside)
+    start = block * ROWS
     batch, head = of // heads, of % heads
     key_head = head // group
     row, col = start + tl.arange(0, ROWS), tl.arange(0, COLS)
     q_block = rows_of(
-        q, batch, head, start, last_row, d, q_b, q_n, q_h, q_d, ROWS, D, True, EVEN, TMA, WIDE
+        q, batch, head, start, n, d, q_b, q_n, q_h, q_d, ROWS, D, True, EVEN, TMA, WIDE
     )
     if NEGATE:
         q_block = -q_block
@@ -81,18 +80,15 @@ def forward_kernel(
     if MASK:
         mask_at = place(mask, batch, key_head, mask_b, 0)
     lse_at = place(lse, batch, head, lse_b, lse_h) + row.to(tl.int64) * lse_n
-    out_at = place(out, batch, head, out_b, out_h) + matrix(start, out_n, out_d, ROWS, D_V, WIDE)
-    held = row < last_row
+    held = row < n
     slope, row_at = 0.0, row
     if ALIBI:
         slope, row_at = tl.load(alibi + head), tl.load(rows_at + row, mask=held, other=0)
     first_mark, second_mark = row, row
     if DROPS:
-        row_number = tl.load(row_numbers + row, mask=held, other=0)
-        first_mark = mark_of_head(word, sample + batch, first_head + head)
-        second_mark = mark_of_head(other_word, sample + batch, first_head + head)
-        first_mark = mark_of_rows(first_mark, row_number)
-        second_mark = mark_of_rows(second_mark, row_number)
+        number = tl.load(row_numbers + row, mask=held, other=0)
+        marks = marks_of_head(word, other_word, sample + batch, first_head + head)
+        first_mark, second_mark = marks_of_rows(marks[0], marks[1], number)
     within = held[:, None] & (tl.arange(0, D_V) < d_v)[None, :]
     before_lse = tl.full([ROWS], -float("inf"), tl.float32)
     if not FRESH:
@@ -102,15 +98,16 @@ def forward_kernel(
     top, total, acc = before_top, before_total, tl.zeros([ROWS, D_V], tl.float32)
     if not FRESH:  # noqa: SIM102 - decided when compiled
         if tl.max(before_lse, 0) > -float("inf"):
-            acc = tl.load(out_at, mask=within, other=0.0)
+            at = place(before, batch, head, out_b, out_h)
+            at += matrix(start, out_n, out_d, ROWS, D_V, WIDE)
+            acc = tl.load(at, mask=within, other=0.0)
             if DROPS:  # all of it is multiplied at the end
                 acc = acc / inverse
 
-    first_tile, last_tile = tiles_of(ranges, block)
     for t in range(first_tile, last_tile):
         r0, r1, c0, c1, left, right = tile_at(tiles, t)
-        a, z = tl.maximum(start, r0), tl.minimum(tl.minimum(start + ROWS, last_row), r1)
-        whole = (start >= r0) & (tl.minimum(start + ROWS, last_row) <= r1)
+        a, z = tl.maximum(start, r0), tl.minimum(tl.minimum(start + ROWS, n), r1)
+        whole = (start >= r0) & (tl.minimum(start + ROWS, n) <= r1)
         first, early, masked, full, full_end = span(a, z, whole, r0, c0, c1, left, right, COLS)
         for j in range(full, full_end, COLS):
             k_block = rows_of(
@@ -163,8 +160,10 @@ def forward_kernel(
     if DROPS:
         acc = acc * inverse
     some = total != 0.0
-    if not FRESH:  # what has seen no key, now or ever, stays as it was
+    if not FRESH:  # what has seen no key stays as it was
         held = held & ((top != before_top) | (total != before_total))
-        within = within & some[:, None]
+        if not MOVES:
+            within = within & held[:, None]
     tl.store(lse_at, (top + tl.log2(total)) * 0.6931471805599453, mask=held)
+    out_at = place(out, batch, head, out_b, out_h) + matrix(start, out_n, out_d, ROWS, D_V, WIDE)
     tl.store(out_at, acc / tl.where(some, total, 1.0)[:, None], mask=within)

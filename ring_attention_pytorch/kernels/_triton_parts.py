@@ -4,19 +4,25 @@
 import triton
 import triton.language as tl
 
+# numbers for whose values no kernel is compiled anew
+VARYING = [
+    "count", "beside", "n", "m", "word", "other_word", "bar", "sample", "first_head",
+]  # fmt: skip
+
 
 @triton.jit
-def block_of(first, last, beside, BLOCK: tl.constexpr):
-    """Which block, from first to last, of which head this program has.
+def block_of(blocks, count, beside):
+    """Which of `count` blocks of which head this program has, and from which to which tile of
+    the table it has to look.
 
     Heads take turns `beside` at a time, and of those the same block is next to each other: what
     runs at once reads the same keys, out of the cache.
     """
-    blocks = tl.cdiv(last - first, BLOCK)
-    turn, place = tl.program_id(0) // (beside * blocks), tl.program_id(0) % (beside * blocks)
+    turn, place = tl.program_id(0) // (beside * count), tl.program_id(0) % (beside * count)
     head = turn * beside
-    beside = tl.minimum(tl.num_programs(0) // blocks - head, beside)
-    return place // beside, head + place % beside
+    beside = tl.minimum(tl.num_programs(0) // count - head, beside)
+    at = blocks + 3 * (place // beside)
+    return tl.load(at), head + place % beside, tl.load(at + 1), tl.load(at + 2)
 
 
 @triton.jit
@@ -27,12 +33,6 @@ def tile_at(tiles, t):
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
         tl.load(at + 5),
     )  # fmt: skip
-
-
-@triton.jit
-def tiles_of(ranges, block):
-    """From which to which tile of the table a block of rows, or of columns, has to look."""
-    return tl.load(ranges + 2 * block), tl.load(ranges + 2 * block + 1)
 
 
 @triton.jit
@@ -54,15 +54,18 @@ def mixed(x):
 
 
 @triton.jit
-def mark_of_head(word, sample, head):
-    """One word of the seed, mixed with what all pairs of a head have in common."""
-    word, sample = word.to(tl.uint32, bitcast=True), sample.to(tl.uint32, bitcast=True)
-    return mixed(mixed(word ^ sample) ^ head.to(tl.uint32, bitcast=True))
+def marks_of_head(word, other_word, sample, head):
+    """Both words of the seed, mixed with what all pairs of a head have in common."""
+    sample, head = sample.to(tl.uint32, bitcast=True), head.to(tl.uint32, bitcast=True)
+    first = mixed(mixed(word.to(tl.uint32, bitcast=True) ^ sample) ^ head)
+    return first, mixed(mixed(other_word.to(tl.uint32, bitcast=True) ^ sample) ^ head)
 
 
 @triton.jit
-def mark_of_rows(mark, number):
-    return mixed(mark ^ number.to(tl.uint32, bitcast=True))
+def marks_of_rows(first, second, number):
+    """The same mixed with the number of a row."""
+    number = number.to(tl.uint32, bitcast=True)
+    return mixed(first ^ number), mixed(second ^ number)
 
 
 @triton.jit

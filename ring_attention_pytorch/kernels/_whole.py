@@ -1,6 +1,6 @@
 """What kernels have in common that return whole parts and have a flash attention's interface."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,29 @@ def from_bottom_right(tile: Tile) -> tuple[int, int]:
         NO_BOUND if left is None else left + shift,
         NO_BOUND if right is None else right - shift,
     )
+
+
+def windows(tiles: Sequence[Tile]) -> Iterator[tuple[Tile, int, int]]:
+    """Tiles with (left, right) as flash-attn 2 counts them, some of them in two.
+
+    It takes a `right` of as many as there are columns for no bound, though the first of many rows
+    may see but few: from where on rows see all columns they are a tile of their own.
+
+    >>> [(t.rows, *bounds) for t, *bounds in windows([Tile(slice(0, 9), slice(0, 4), None, 1)])]
+    [(slice(0, 3, None), -1, 0), (slice(3, 9, None), -1, -1)]
+    """
+    for tile in tiles:
+        (first, last), m = (tile.rows.start, tile.rows.stop), tile.cols.stop - tile.cols.start
+        if tile.right is None or not 2 * m - (last - first) <= tile.right < m - 1:
+            yield tile, *from_bottom_right(tile)
+            continue
+        bounded = m - tile.right
+        left = None if tile.left is None else tile.left - bounded
+        for part in (
+            tile._replace(rows=slice(first, first + bounded)),
+            tile._replace(rows=slice(first + bounded, last), left=left, right=None),
+        ):
+            yield part, *from_bottom_right(part)
 
 
 def aligned(*tensors: Tensor) -> list[Tensor]:

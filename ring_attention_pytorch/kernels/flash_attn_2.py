@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.contract import FEATURES, Can, Grads, Keys, Package, Saved, Terms
-from ring_attention_pytorch.kernels._whole import aligned, from_bottom_right, with_lse_gradient
+from ring_attention_pytorch.kernels._whole import aligned, windows, with_lse_gradient
 from ring_attention_pytorch.layouts import Tile
 from ring_attention_pytorch.running import Result
 
@@ -29,9 +29,8 @@ CAN = Can(
 def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     from flash_attn.flash_attn_interface import _flash_attn_forward
 
-    for tile in tiles if q.numel() else ():
+    for tile, left, right in windows(tiles) if q.numel() else ():
         q_, k, v = aligned(q[:, tile.rows], keys.k[:, tile.cols], keys.v[:, tile.cols])
-        left, right = from_bottom_right(tile)
         out, lse, *_ = _flash_attn_forward(
             q_, k, v, dropout_p=0.0, softmax_scale=terms.scale, causal=False,
             window_size_left=left, window_size_right=right, softcap=terms.softclamp or 0.0,
@@ -47,12 +46,11 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
 def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
     from flash_attn.flash_attn_interface import _flash_attn_backward
 
-    for tile in tiles if saved.q.numel() else ():
+    for tile, left, right in windows(tiles) if saved.q.numel() else ():
         q, k, v, out, dout = aligned(
             saved.q[:, tile.rows], keys.k[:, tile.cols], keys.v[:, tile.cols],
             saved.out[:, tile.rows], saved.dout[:, tile.rows],
         )  # fmt: skip
-        left, right = from_bottom_right(tile)
         dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
         _flash_attn_backward(
             dout, q, k, v, out, saved.lse[..., tile.rows].contiguous(), dq, dk, dv,

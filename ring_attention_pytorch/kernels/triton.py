@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.contract import FEATURES, Can, Grads, Keys, Package, Saved, Terms, Tiles
-from ring_attention_pytorch.layouts import Tile
+from ring_attention_pytorch.layouts import Tile, visible_pairs
 from ring_attention_pytorch.running import Result
 
 _WIDEST = 256
@@ -65,6 +65,14 @@ _HOPPER = {
         256: Config(64, 32, 4, 3, tma=True),
     },
 }
+# the same where queries see fewer keys than that on average: smaller blocks, which begin and end
+# beside one another on a multiprocessor
+_FEW = 1536
+_HOPPER_FOR_FEW = {
+    "forward": {128: Config(64, 64, 4, 3, tma=True)},
+    "keys": {},
+    "queries": {128: Config(64, 64, 4, 2, tma=True)},
+}
 # fits into the shared memory of any GPU since Ampere
 _ELSEWHERE = {
     "forward": {64: Config(128, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
@@ -78,19 +86,26 @@ _overrides: dict[str, Config] = {}
 
 
 def config_for(
-    direction: str, width: int, dtype: torch.dtype, capability: tuple[int, int] | None
+    direction: str,
+    width: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+    seen: float = math.inf,
 ) -> Config:
-    """The config of a kernel: a pure function of the shape class, so the same on every rank.
+    """The config of a kernel: a pure function of the shape class.
 
     Args:
         direction: "forward"; of backward "keys", which makes dk and dv, and "queries", dq.
         width: the larger head size.
+        seen: keys that a query sees, on average.
     """
     if direction in _overrides:
         return _overrides[direction]
-    table = _HOPPER if capability is not None and capability[0] in (9, 10) else _ELSEWHERE
-    sizes = _FLOAT32 if dtype == torch.float32 else table[direction]
-    return next(config for size, config in sizes.items() if width <= size)
+    hopper = capability is not None and capability[0] in (9, 10)
+    sizes = _FLOAT32 if dtype == torch.float32 else (_HOPPER if hopper else _ELSEWHERE)[direction]
+    size = next(size for size in sizes if width <= size)
+    few = hopper and dtype != torch.float32 and seen < _FEW
+    return (_HOPPER_FOR_FEW[direction] if few else sizes).get(size, sizes[size])
 
 
 @contextmanager
@@ -109,19 +124,20 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
         return
     from ring_attention_pytorch.kernels._triton_forward import forward_kernel
 
-    (b, _, h, d), (_, m, h_kv, d_v) = q.shape, keys.v.shape
-    config = _config("forward", q, keys)
-    table = _table(tiles, "rows", config.rows, q.device)
-    out, lse, fresh = result.room(slice(table.first, table.last))
+    (b, n, h, d), (_, m, h_kv, d_v) = q.shape, keys.v.shape
+    config = _config("forward", q, keys, tiles)
+    before, out, lse = result.room()
+    table = _table(tiles, "rows", config.rows, q, every=before is not out)
     options = _options(config, terms, keys, (q, keys.k, keys.v, out))
     q_, k, v = _operands(options["TMA"], (q, config.rows), *_of(config.cols, keys.k, keys.v))
-    mask, blocks = _mask(keys), len(table.ranges)
     with _on(q):
-        forward_kernel[(b * h * blocks,)](
-            q_, k, v, mask, *_places(tiles, terms), *_draws(tiles, terms),
-            out, lse, *table, _beside(blocks, h // h_kv), m, h, h // h_kv, d, d_v, *_factors(terms),
+        forward_kernel[(b * h * table.count,)](
+            q_, k, v, _mask(keys), *_places(tiles, terms), *_draws(tiles, terms),
+            before, out, lse, *table, _beside(table.count, h // h_kv), n, m, h, h // h_kv, d, d_v,
+            *_factors(terms),
             *q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
-            *out.stride(), *lse.stride(), FRESH=fresh, **options,
+            *out.stride(), *lse.stride(),
+            FRESH=before is None, MOVES=before is not out, **options,
         )  # fmt: skip
 
 
@@ -138,9 +154,11 @@ def _backward_of_keys(
 ) -> None:
     from ring_attention_pytorch.kernels._triton_backward import keys_kernel
 
-    (b, _, h, d), (_, _, h_kv, d_v) = saved.q.shape, keys.v.shape
-    config = _config("keys", saved.q, keys)
-    table = _table(tiles, "cols", config.cols, saved.q.device)
+    (b, _, h, d), (_, m, h_kv, d_v) = saved.q.shape, keys.v.shape
+    config = _config("keys", saved.q, keys, tiles)
+    (before, dk), (before_v, dv) = grads.dk.room(), grads.dv.room()
+    every = before is not dk or before_v is not dv
+    table = _table(tiles, "cols", config.cols, keys.k, every)
     inputs = (saved.q, keys.k, keys.v, saved.dout, saved.lse, saved.delta)
     options = _options(config, terms, keys, inputs)
     q, dout, k, v, lse, delta = _operands(
@@ -149,16 +167,13 @@ def _backward_of_keys(
         *_of(config.cols, keys.k, keys.v),
         *_of(config.rows, saved.lse, saved.delta),
     )
-    dk, fresh = grads.dk.room(slice(table.first, table.last))
-    dv, fresh_v = grads.dv.room(slice(table.first, table.last))
-    blocks = len(table.ranges)
-    keys_kernel[(b * h_kv * blocks,)](
+    keys_kernel[(b * h_kv * table.count,)](
         q, k, v, _mask(keys), *_places(tiles, terms), *_draws(tiles, terms),
-        dout, lse, delta, dk, dv, *table, _beside(blocks), h_kv, h // h_kv, d, d_v,
-        *_factors(terms), terms.scale,
+        dout, lse, delta, before, dk, before_v, dv, *table, _beside(table.count), m, h_kv,
+        h // h_kv, d, d_v, *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
         *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(),
-        *dk.stride(), *dv.stride(), FRESH=fresh, FRESH_V=fresh_v, **options,
+        *dk.stride(), *dv.stride(), FRESH=before is None, FRESH_V=before_v is None, **options,
     )  # fmt: skip
 
 
@@ -167,30 +182,36 @@ def _backward_of_queries(
 ) -> None:
     from ring_attention_pytorch.kernels._triton_backward import queries_kernel
 
-    (b, _, h, d), (_, m, h_kv, d_v) = saved.q.shape, keys.v.shape
-    config = _config("queries", saved.q, keys)
-    table = _table(tiles, "rows", config.rows, saved.q.device)
+    (b, n, h, d), (_, m, h_kv, d_v) = saved.q.shape, keys.v.shape
+    config = _config("queries", saved.q, keys, tiles)
+    before, dq = grads.dq.room()
+    table = _table(tiles, "rows", config.rows, saved.q, every=before is not dq)
     options = _options(config, terms, keys, (saved.q, keys.k, keys.v, saved.dout))
     q, dout, k, v = _operands(
         options["TMA"],
         *_of(config.rows, saved.q, saved.dout),
         *_of(config.cols, keys.k, keys.v),
     )
-    dq, fresh = grads.dq.room(slice(table.first, table.last))
-    blocks = len(table.ranges)
-    queries_kernel[(b * h * blocks,)](
+    queries_kernel[(b * h * table.count,)](
         q, k, v, _mask(keys), *_places(tiles, terms), *_draws(tiles, terms),
-        dout, saved.lse, saved.delta, dq, *table, _beside(blocks, h // h_kv), m, h, h // h_kv,
-        d, d_v, *_factors(terms), terms.scale,
+        dout, saved.lse, saved.delta, before, dq, *table, _beside(table.count, h // h_kv), n, m, h,
+        h // h_kv, d, d_v, *_factors(terms), terms.scale,
         *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
         *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(), *dq.stride(),
-        FRESH=fresh, **options,
+        FRESH=before is None, **options,
     )  # fmt: skip
 
 
-def _config(direction: str, q: Tensor, keys: Keys) -> Config:
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
-    return config_for(direction, max(q.shape[-1], keys.v.shape[-1]), q.dtype, capability)
+def _config(direction: str, q: Tensor, keys: Keys, tiles: Sequence[Tile]) -> Config:
+    def make() -> Config:
+        capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+        rows = max(t.rows.stop for t in tiles) - min(t.rows.start for t in tiles)
+        width, seen = max(q.shape[-1], keys.v.shape[-1]), visible_pairs(tiles) / rows
+        return config_for(direction, width, q.dtype, capability, seen)
+
+    if direction in _overrides or not isinstance(tiles, Tiles):
+        return make()
+    return tiles.once((direction, q.shape[-1], keys.v.shape[-1], q.dtype, q.device), make)
 
 
 def _options(config: Config, terms: Terms, keys: Keys, moved: Sequence[Tensor]) -> dict[str, Any]:
@@ -289,23 +310,24 @@ def _mask_strides(keys: Keys) -> tuple[int, ...]:
 
 
 class _Table(NamedTuple):
-    """Tiles as the kernels read them, by their rows or by their columns."""
+    """Tiles as the kernels read them, by their rows or by their columns, and blocks of these."""
 
     tiles: Tensor
-    ranges: Tensor  # of tiles, for each block from `first` to `last`
-    first: int
-    last: int
+    blocks: Tensor  # the number of each, and from which to which tile it looks
+    count: int
 
 
 def _table(
-    tiles: Sequence[Tile], side: Literal["rows", "cols"], block: int, device: torch.device
+    tiles: Sequence[Tile], side: Literal["rows", "cols"], block: int, of: Tensor, every: bool
 ) -> _Table:
-    """The table for blocks of one side, made once for tiles that are used again."""
+    """The table for blocks of one side of `of`, made once for tiles that are used again.
+
+    It has those that see anything, or `every` one.
+    """
+    asked = side, block, of.shape[1] if every else None, of.device
     if not isinstance(tiles, Tiles):
-        return _table_of(tuple(map(_numbers, tiles)), side, block, device)
-    return tiles.once(
-        (side, block, device), lambda: _make_table([*map(_numbers, tiles)], side, block, device)
-    )
+        return _table_of(tuple(map(_numbers, tiles)), *asked)
+    return tiles.once(asked, lambda: _make_table([*map(_numbers, tiles)], *asked))
 
 
 def _numbers(tile: Tile) -> tuple[int, ...]:
@@ -318,21 +340,34 @@ def _numbers(tile: Tile) -> tuple[int, ...]:
 
 
 def _make_table(
-    tiles: Sequence[tuple[int, ...]], side: str, block: int, device: torch.device
+    tiles: Sequence[tuple[int, ...]], side: str, block: int, every: int | None, device: torch.device
 ) -> _Table:
     start, stop = (0, 1) if side == "rows" else (2, 3)
     tiles = sorted(tiles, key=itemgetter(start))
     starts = [tile[start] for tile in tiles]
     stops = [*accumulate((tile[stop] for tile in tiles), max)]  # of a tile or any before it
-    first, last = starts[0], stops[-1]
-    # where many documents lie, a block looks at the tiles of a few
-    ranges = [
-        (bisect_right(stops, at), bisect_left(starts, at + block))
-        for at in range(first, last, block)
-    ]
+    found = []
+    for number in range(-(-(stops[-1] if every is None else every) // block)):
+        at = number * block
+        # where many documents lie, a block looks at the tiles of a few
+        first, last = bisect_right(stops, at), bisect_left(starts, at + block)
+        if first < last or every is not None:
+            work = sum(_seen(tile, at, at + block, side) for tile in tiles[first:last])
+            found.append((work, number, first, last))
+    # those that see the most go first, so that all end together
+    blocks = [block for _, *block in sorted(found, key=itemgetter(0), reverse=True)]
     # from pageable memory: the copy ends before this returns, so any stream may read the table
-    table, ranges = (torch.tensor(t, dtype=torch.int32, device=device) for t in (tiles, ranges))
-    return _Table(table, ranges, first, last)
+    lines = (torch.tensor(t, dtype=torch.int32, device=device) for t in (tiles, blocks))
+    return _Table(*lines, len(blocks))
+
+
+def _seen(tile: tuple[int, ...], start: int, stop: int, side: str) -> int:
+    """How much of the tile's other side is seen by any of these rows, or columns."""
+    a0, a1, b0, b1, back, ahead = tile
+    if side == "cols":
+        a0, a1, b0, b1, back, ahead = b0, b1, a0, a1, ahead, back
+    start, stop = max(start, a0), min(stop, a1)
+    return max(0, min(b1, stop - a0 + b0 + ahead) - max(b0, start - a0 + b0 - back))
 
 
 _table_of = lru_cache(maxsize=4096)(_make_table)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.contract import Keys
-from ring_attention_pytorch.layouts import count
+from ring_attention_pytorch.layouts import Segments, count
 from ring_attention_pytorch.ring import Ring, Transfer
 from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transports.messages import (
@@ -55,6 +55,14 @@ class Gather:
     def make(cls, ring: Ring, blocks: Blocks, at_once: int) -> "Gather":
         return cls(ring, schedule(blocks, at_once), tuple(map(count, blocks.keys)))
 
+    def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
+        """The positions of own keys, in halves backward, and of others'."""
+        halves = _halves(count(own)) if back and self.groups else (slice(0, count(own)),)
+        yield stretch(own, halves[0])
+        for group in self.groups:
+            yield from (joined(now[self.ring.rank]) for now in group.rounds if now[self.ring.rank])
+        yield from (stretch(own, half) for half in halves[1:])
+
     def stream(self, keys: Keys) -> Iterator[Keys]:
         """Own keys, then those of the others in order of positions."""
         return (block for _, _, block in self._blocks(keys) if block is not None)
@@ -72,8 +80,7 @@ class Gather:
         if not self.groups:
             yield own_keys, own
             return
-        half = own_keys.k.shape[1] // 2
-        first, last = slice(0, half), slice(half, own_keys.k.shape[1])
+        first, last = _halves(own_keys.k.shape[1])
         sums = [total.running() for total in own]
         early, late = taken(own_keys, first), taken(own_keys, last)
         grads = tuple(Sum(t, into=s[:, first]) for t, s in zip(early[:2], sums))
@@ -84,7 +91,7 @@ class Gather:
         for group, now, keys in blocks:
             grads = None
             if keys is not None:
-                grads = Sum(keys.k), Sum(keys.v)
+                grads = Sum(keys.k, calls=1), Sum(keys.v, calls=1)
                 yield keys, grads
             if going is not None:
                 going()
@@ -95,7 +102,7 @@ class Gather:
         if going is not None:
             going()
         for total, part in zip(own, grads):
-            part.move_to(total, half)
+            part.move_to(total, last.start)
 
     def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Round, Keys | None]]:
         """Own keys, and then each round of each group: None where this rank has no part in it."""
@@ -180,6 +187,10 @@ class Gather:
     def _users(self, distances: tuple[int, ...]) -> list[int]:
         """To whom this rank's keys go."""
         return [(self.ring.rank + t) % self.ring.size for t in distances]
+
+
+def _halves(length: int) -> tuple[slice, slice]:
+    return slice(0, length // 2), slice(length // 2, length)
 
 
 def taken(keys: Keys, at: slice) -> Keys:

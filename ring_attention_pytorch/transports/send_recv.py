@@ -43,6 +43,10 @@ class SendRecv:
         """Owners come one at a time, whatever there is room for."""
         return cls(ring, blocks.keys, blocks.distances)
 
+    def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
+        """Own keys' positions, and those of each needed distance."""
+        return (self.segments[self._owner(distance)] for distance in self.distances)
+
     def stream(self, keys: Keys) -> Iterator[Keys]:
         """Own keys, then those of each needed distance."""
         if self.distances == (0,):
