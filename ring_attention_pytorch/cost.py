@@ -29,6 +29,7 @@ class Machine(NamedTuple):
     network_hop: float = 2e-5
     call: float = 1e-4  # of a kernel, on top: to launch, ramp up and end
     domain: int = 8  # GPUs that reach one another by NVLink
+    hops: tuple[tuple[int, float], ...] = _HOPS  # bytes and seconds between neighbours in it
 
 
 H200 = Machine()
@@ -135,15 +136,15 @@ def _ring_time(
 def _hop(near: int, far: int, each: int, machine: Machine) -> float:
     if far:
         return machine.network_hop + far * each / machine.network
-    return _between_neighbours(near * each) if near else 0.0
+    return _between_neighbours(near * each, machine.hops) if near else 0.0
 
 
-def _between_neighbours(nbytes: float) -> float:
+def _between_neighbours(nbytes: float, hops: Sequence[tuple[int, float]]) -> float:
     """By what was measured, straight lines between, and on at the last speed."""
-    for (a, start), (b, end) in pairwise(_HOPS):
+    for (a, start), (b, end) in pairwise(hops):
         if nbytes <= b:
             return start + (nbytes - a) * (end - start) / (b - a)
-    return nbytes * _HOPS[-1][1] / _HOPS[-1][0]
+    return nbytes * hops[-1][1] / hops[-1][0]
 
 
 def _gather_time(
@@ -200,12 +201,13 @@ def costs(blocks: Blocks, job: Job, at_once: int, machine: Machine = H200) -> di
     return {name: predict(name, found, job, machine) for name, found in steps.items()}
 
 
-def choose_transport(device: str, blocks: Blocks, job: Job, at_once: int) -> str:
+def choose_transport(blocks: Blocks, job: Job, at_once: int, machine: Machine | None = H200) -> str:
     """The transport for a plan that names none: a pure function, so the same on all ranks.
 
-    On a CPU "ring": there nothing runs beside the kernels, so fewer, later messages gain nothing.
+    None stands for a CPU, and is "ring": there nothing runs beside the kernels, so fewer, later
+    messages gain nothing.
     """
-    if device == "cpu" or len(blocks.keys) == 1:
+    if machine is None or len(blocks.keys) == 1:
         return "ring"
-    found = costs(blocks, job, at_once)
+    found = costs(blocks, job, at_once, machine)
     return min(found, key=lambda name: found[name].forward + found[name].backward)

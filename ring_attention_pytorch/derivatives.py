@@ -80,7 +80,7 @@ class RingTangents(Function):
         tlse = torch.zeros_like(lse)
         with torch.autocast(q.device.type, enabled=False):
             pairs = plan.keys(*_beside((k, v), (tk, tv)))
-            for keys in plan.transport_of_pairs(q.device).stream(pairs):
+            for keys in plan.transport_of_pairs.stream(pairs):
                 for some, tiles in plan.tiles(keys.segments):
                     ours = (t[some] for t in (q, tq, lse))
                     sums = tout[some], tlse[some]
@@ -123,7 +123,7 @@ class RingGradientTangents(Function):
         both = _beside((q, k, v), (tq, tk, tv))
         own = Grads(*map(Sum, both))
         with torch.autocast(q.device.type, enabled=False):
-            stream = plan.transport_of_pairs(q.device).stream_back(plan.keys(*both[1:]), own[1:])
+            stream = plan.transport_of_pairs.stream_back(plan.keys(*both[1:]), own[1:])
             for keys, of_keys in stream:
                 for some, tiles in plan.tiles(keys.segments):
                     ours, seen = (saved.samples(some), along.samples(some)), keys.samples(some)

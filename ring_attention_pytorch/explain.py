@@ -5,7 +5,6 @@ from beartype import beartype
 from ring_attention_pytorch.cost import (
     H200,
     Cost,
-    Machine,
     gather_steps,
     predict,
     ring_steps,
@@ -19,13 +18,14 @@ from ring_attention_pytorch.transports.symmetric import SymmetricGather
 
 @beartype
 def explain_plan(plan: RingPlan) -> str:
-    """Who pulls what and when, what it weighs, and what it is predicted to take on H200 GPUs.
+    """Who pulls what and when, what it weighs, and what it is predicted to take.
 
     Args:
         plan: from `RingPlan.make`. Nothing is sent; any rank may ask, for itself.
 
     Returns:
-        Some lines of text. Times are of a model (docs/scaling.md), not measured.
+        Some lines of text. Times are of a model (docs/scaling.md), by speeds that were measured
+        here where the plan chose the transport on GPUs, and else by those of H200s.
 
     >>> import torch
     >>> q = torch.randn(1, 6, 2, 4)
@@ -39,19 +39,20 @@ def explain_plan(plan: RingPlan) -> str:
     cost, swap = predicted(plan)
     steps = _of_gather(plan) if plan.transport_name == "gather" else _of_ring(plan)
     per_second = 1e3 * (cost.forward + cost.backward + swap)
+    where = "on H200s" if plan.machine is H200 else "by speeds measured here"
     tail = [
         f"received: {_bytes(cost.received)} forward and backward; others' keys and gradients take "
         f"at most {_bytes(_held(plan))} here",
-        f"predicted on H200s: forward {1e3 * cost.forward:.3g} ms, backward "
+        f"predicted {where}: forward {1e3 * cost.forward:.3g} ms, backward "
         f"{1e3 * cost.backward:.3g} ms" + (f", heads swapped {1e3 * swap:.3g} ms" if swap else "")
         + f"; {100e3 * cost.ideal / per_second:.0f} % of the kernel alone",
     ]  # fmt: skip
     return "\n".join([*head, *steps, *tail])
 
 
-def predicted(plan: RingPlan, machine: Machine = H200) -> tuple[Cost, float]:
+def predicted(plan: RingPlan) -> tuple[Cost, float]:
     """The cost of this rank's part in the plan's transport, and seconds to swap heads."""
-    degree, place = plan.degree, plan.place
+    degree, place, machine = plan.degree, plan.place, plan.machine
     domain = max(1, machine.domain // degree)
     if plan.transport_name == "ring":
         steps = ring_steps(plan.blocks, place, domain)

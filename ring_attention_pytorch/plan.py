@@ -21,7 +21,7 @@ from ring_attention_pytorch.checks import (
     segments_of_two,
 )
 from ring_attention_pytorch.contract import Case, Keys, MaskMod, Terms, Tiles, Transport
-from ring_attention_pytorch.cost import choose_transport
+from ring_attention_pytorch.cost import Machine
 from ring_attention_pytorch.documents import (
     Borders,
     Packing,
@@ -49,6 +49,7 @@ from ring_attention_pytorch.masks import (
     prefix_problem,
     repeats,
 )
+from ring_attention_pytorch.measure import room_left, settle
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 from ring_attention_pytorch.running import accumulator
 from ring_attention_pytorch.scores import (
@@ -66,8 +67,6 @@ from ring_attention_pytorch.transports import (
 )
 from ring_attention_pytorch.transports.pieces import Blocks, Job
 from ring_attention_pytorch.ulysses import Ulysses, ulysses_problem
-
-ROOM = 8 << 30  # bytes for others' keys where neither transport nor memory is given
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,7 @@ class RingPlan:
     memory: int | None
     at_once: int  # owners whose keys a gather brings together
     job: Job
+    machine: Machine  # what was measured, where that decided
     blocks: Blocks  # of the ranks that the transport connects
     ulysses: Ulysses | None
     key_mask: Tensor | None
@@ -201,7 +201,8 @@ class RingPlan:
                 **{"kernel chosen": chosen.name},
             ),
             own={} if problem else {
-                "n": q.shape[1], "m": k.shape[1], "seed": own_seed(dropout, dropout_seed)
+                "n": q.shape[1], "m": k.shape[1], "seed": own_seed(dropout, dropout_seed),
+                "room": room_left(q) if transport is None and memory is None else 0,
             },
             problem=problem,
             everywhere={
@@ -236,13 +237,12 @@ class RingPlan:
         samples = by_sample(visible, packing, prefix, len(q))
         seen = _seen_by_any(samples, visible, prefix is not None)
         blocks, swap, over = Blocks(query_segments, key_segments, *seen), None, ring
-        # a copy: whoever reuses the mask's memory would change gradients without a word
-        key_mask = None if key_mask is None else key_mask.clone()
+        key_mask = _copied(key_mask, torch.bool)
         terms = Terms(
             d**-0.5 if scale is None else scale,
             softclamp,
             bucket_size,
-            None if alibi_slopes is None else alibi_slopes.to(accumulator(q.dtype), copy=True),
+            _copied(alibi_slopes, accumulator(q.dtype)),
             mask_mod,
             Dropout(dropout, lengths[0]["seed"]) if dropout else None,
         )
@@ -253,9 +253,9 @@ class RingPlan:
             terms = swap.of_heads(terms)
         job = _job(q, k, v, swap)
         if transport is None and memory is None:
-            memory = ROOM
+            memory = min(own["room"] for own in lengths)
         at_once = owners_at_once(memory, blocks, job)
-        transport = transport or choose_transport(q.device.type, blocks, job, at_once)
+        transport, machine = settle(transport, ring, chosen, blocks, job, at_once, q)
         return cls(
             ring=ring,
             query_segments=query_segments,
@@ -271,6 +271,7 @@ class RingPlan:
             blocks=blocks,
             ulysses=swap,
             key_mask=key_mask,
+            machine=machine,
             signature=Signature.of(q, k, v),
             device=q.device,
             samples=samples,
@@ -325,12 +326,13 @@ class RingPlan:
         found = [[*self.transport.comes(own, back)] for back in (False, True)]
         return tuple(sum(bool(self.tiles(keys)[0][1]) for keys in each) for each in found)
 
-    def transport_of_pairs(self, device: torch.device) -> Transport:
+    @cached_property
+    def transport_of_pairs(self) -> Transport:
         """That of keys beside their tangents, twice as wide; all ranks make it together."""
         over = self.ring if self.ulysses is None else self.ulysses.ring
         job = self.job._replace(d=2 * self.job.d, d_v=2 * self.job.d_v)
         at_once = owners_at_once(self.memory, self.blocks, job)
-        return make_transport(self.transport_name, over, self.blocks, at_once, job, device)
+        return make_transport(self.transport_name, over, self.blocks, at_once, job, self.device)
 
     @property
     def alone(self) -> bool:
@@ -369,6 +371,11 @@ class RingPlan:
             problem = f"the plan was made for {self.signature!r}; got {given!r}; make one for these"
         if problem is not None:
             raise ValueError(f"ring attention: {problem}")
+
+
+def _copied(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Whoever reuses its memory would change gradients without a word."""
+    return None if t is None else t.to(dtype, copy=True)
 
 
 def _job(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> Job:

@@ -83,10 +83,10 @@ def test_one_rank_costs_its_kernel_and_the_call():
 
 def test_the_choice_is_the_ring_on_a_cpu_and_gather_within_a_domain():
     found = blocks("zigzag", 4, 4 * 8192, Visible(causal=True))
-    assert choose_transport("cpu", found, JOB, 3) == "ring"
-    assert choose_transport("cuda", found, JOB, 3) == "gather"
+    assert choose_transport(found, JOB, 3, None) == "ring"
+    assert choose_transport(found, JOB, 3) == "gather"
     alone = blocks("zigzag", 1, 8192, Visible(causal=True))
-    assert choose_transport("cuda", alone, JOB, 1) == "ring"
+    assert choose_transport(alone, JOB, 1) == "ring"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ ALLOWED = {
     "transports.symmetric": {"contract", "layouts", "ring", "running", "transports"},
     "ulysses": {"contract", "layouts", "ring", "running", "transforms", "transports"},
     "cost": {"layouts", "transports"},
-    "checks": {"layouts", "transports"},
+    "measure": {"contract", "cost", "kernels", "layouts", "ring", "running", "transports"},
+    "checks": {"layouts", "plan", "transports"},
     "plan": {
         "agreement",
         "checks",
@@ -45,6 +46,7 @@ ALLOWED = {
         "kernels",
         "layouts",
         "masks",
+        "measure",
         "ring",
         "running",
         "scores",

@@ -71,7 +71,7 @@ def test_transports_carry_tangents_beside_keys(name, size, options):
 def test_shared_memory_carries_tangents():
     made: dict[int, SymmetricGather] = {}
 
-    def over(plan: RingPlan, device: torch.device) -> SymmetricGather:
+    def over(plan: RingPlan) -> SymmetricGather:
         ring, job = plan.ring, plan.job
         width = job._replace(d=2 * job.d, d_v=2 * job.d_v).token_bytes + job.batch
         if ring.rank not in made:
@@ -81,7 +81,7 @@ def test_shared_memory_carries_tangents():
             )
         return replace(made[ring.rank], ring=ring)
 
-    with mock.patch.object(RingPlan, "transport_of_pairs", over):
+    with mock.patch.object(RingPlan, "transport_of_pairs", property(over)):
         check(Second(together(MANY)).errors(3, "zigzag"))
 
 
