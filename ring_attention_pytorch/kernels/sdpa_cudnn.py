@@ -42,7 +42,7 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *_heads_first(*operands), None, True, 0.0, causal, False, scale=terms.scale
         )
-        result.add(rows, rearrange(out, "b h n d -> b n h d"), lse.flatten(2))
+        result.add(rows, out.transpose(1, 2), lse.flatten(2))
 
 
 def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
@@ -67,7 +67,7 @@ def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, gra
                 dout, q, k, v, out, lse.unsqueeze(-1).contiguous(), unused, unused, None, None,
                 None, q.shape[2], k.shape[2], 0.0, causal, scale=terms.scale,
             )  # fmt: skip
-            parts = [rearrange(part, "b h n d -> b n h d") for part in parts]
+            parts = [part.transpose(1, 2) for part in parts]
         for total, at, part in zip(grads, (rows, cols, cols), parts):
             total.add(at, part)
 
@@ -114,7 +114,7 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     """As the op wants them. A single row is laid out anew: its stride says nothing, and the op
     took it for that of heads, and gave wrong gradients."""
     laid = [_anew(t) if t.shape[1] == 1 else t for t in tensors]
-    return [rearrange(t, "b n h d -> b h n d") for t in aligned(*laid)]
+    return [t.transpose(1, 2) for t in aligned(*laid)]
 
 
 def _one_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:

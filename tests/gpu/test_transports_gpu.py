@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attention_pytorch import RingPlan, positions, ring_attn
+from ring_attention_pytorch import RingPlan, explain_plan, positions, ring_attn
+from ring_attention_pytorch.cost import H200
 from ring_attention_pytorch.transports.symmetric import Shelf, SymmetricGather
 from tests.reference import dense_attention, relative_error
 
@@ -148,6 +149,51 @@ def five_hundred(how: dict) -> None:
     assert torch.stack(same).all(), (how, "not repeated")
 
 
+def small() -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
+    """A gather of few tokens, and what it gives."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), torch.cuda.current_device()
+    shards = (t.tensor_split(size, dim=1)[rank] for t in whole(512, 1, torch.bfloat16))
+    q, k, v, dout = (t.to(device) for t in shards)
+    mine = [t.requires_grad_() for t in (q, k, v)]
+    plan = RingPlan.make(*mine, causal=True, kernel="eager", transport="gather")
+
+    def run() -> list[Tensor]:
+        out = ring_attn(*mine, plan=plan)
+        return [out.detach(), *torch.autograd.grad(out, mine, dout)]
+
+    return run, run()
+
+
+def graphs_outlive_larger_shelves() -> None:
+    run, want = small()
+    replay = replayed(run)
+    size, device = dist.get_world_size(), torch.cuda.current_device()
+    q = torch.randn(1, 2**16 // size, 8, 64, device=device, dtype=torch.bfloat16)
+    mine = [t.requires_grad_() for t in (q, q[:, :, :2].clone(), q[:, :, :2].clone())]
+    for _ in range(2):
+        ring_attn(*mine, causal=True, transport="gather", layout="contiguous").sum().backward()
+        assert all(torch.equal(a, b) for a, b in zip(want, replay())), "not what was captured"
+
+
+def any_device_may_be_current() -> None:
+    run, want = small()
+    other = (torch.cuda.current_device() + 1) % torch.cuda.device_count()
+    with torch.cuda.device(other):
+        got = run()
+    assert all(torch.equal(a, b) for a, b in zip(want, got)), "on another device"
+
+
+def speeds() -> str:
+    """What a plan that names no transport measured; the same on all ranks."""
+    q = torch.randn(1, 1024, 8, 64, device=torch.cuda.current_device(), dtype=torch.bfloat16)
+    plan = RingPlan.make(q, q, q, causal=True, layout="zigzag")
+    assert plan.machine is not H200
+    told = [""] * dist.get_world_size()
+    dist.all_gather_object(told, str(plan.machine))
+    assert len({*told}) == 1, told
+    return f"{plan.machine}\n{explain_plan(plan)}"
+
+
 def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -166,6 +212,11 @@ def main() -> None:
             print(how, dtype, f"{worst:.1e}", flush=True)
     for how in WAYS:
         five_hundred(how)
+    graphs_outlive_larger_shelves()
+    any_device_may_be_current()
+    found = speeds()
+    if dist.get_rank() == 0:
+        print(found, flush=True)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,96 @@
+"""Draws docs/trace.svg: `python docs/draw_trace.py TITLE=FILE.json ...`.
+
+The files are what `bench_ring --trace` wrote, one forward and backward of one rank each. A panel
+for each: what its GPU does on the stream that computes, and beside it on all others.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+WIDTH, LEFT, LANE, PANEL, TOP = 960, 150, 34, 150, 44
+INK, FAINT = "#57606a", "#f3f4f6"
+ATTENTION, OTHER, COPY, WAIT = "#4269d0", "#a5b4d4", "#efb118", "#d8dee4"
+KINDS = {"attention": ATTENTION, "other kernels": OTHER, "keys and gradients move": COPY,
+         "waits for other ranks": WAIT}  # fmt: skip
+
+
+class Event(NamedTuple):
+    start: float  # microseconds
+    length: float
+    stream: int
+    kind: str
+
+
+def kind_of(name: str, category: str) -> str:
+    name = name.lower()
+    if "barrier" in name:
+        return "waits for other ranks"
+    if "nccl" in name or (category == "gpu_memcpy" and "ptop" in name):
+        return "keys and gradients move"
+    attends = ("sdpa", "flash", "fmha_fprop", "forward_kernel", "keys_kernel", "queries_kernel")
+    return "attention" if any(part in name for part in attends) else "other kernels"
+
+
+def events_of(file: Path) -> list[Event]:
+    """What ran on the GPU, in order, from the first on."""
+    kept = ("kernel", "gpu_memcpy", "gpu_memset")
+    found = [
+        Event(e["ts"], e["dur"], e["args"]["stream"], kind_of(e["name"], e["cat"]))
+        for e in json.loads(file.read_text())["traceEvents"]
+        if e.get("ph") == "X" and e.get("cat") in kept
+    ]
+    first = min(e.start for e in found)
+    return sorted(e._replace(start=e.start - first) for e in found)
+
+
+def drawing(traces: dict[str, list[Event]]) -> str:
+    longest = max(e.start + e.length for events in traces.values() for e in events)
+    scale = (WIDTH - LEFT - 20) / longest
+    panels = [
+        panel(title, events, TOP + PANEL * i, scale)
+        for i, (title, events) in enumerate(traces.items())
+    ]
+    height = TOP + PANEL * len(traces)
+    legend = "".join(
+        f'<rect x="{LEFT + 200 * i}" y="14" width="12" height="12" fill="{colour}"/>'
+        + text(LEFT + 200 * i + 18, 25, kind)
+        for i, (kind, colour) in enumerate(KINDS.items())
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+        f'font-family="system-ui, sans-serif" font-size="13">{legend}{"".join(panels)}</svg>\n'
+    )
+
+
+def panel(title: str, events: list[Event], y: int, scale: float) -> str:
+    """Two lanes: the stream with most attention, and all others."""
+    streams = [e.stream for e in events if e.kind == "attention"]
+    main, end = max(set(streams), key=streams.count), max(e.start + e.length for e in events)
+    parts = [text(10, y + 14, f"{title}: {end / 1e3:.2f} ms", "bold")]
+    for lane, name in enumerate(("computes", "beside it")):
+        top = y + 24 + (LANE + 6) * lane
+        parts.append(text(10, top + LANE // 2 + 5, name))
+        parts.append(box(LEFT, top, end * scale, LANE, FAINT))
+        mine = [e for e in events if (e.stream == main) == (lane == 0)]
+        # waiting lies behind what else goes on beside it
+        for e in sorted(mine, key=lambda e: e.kind != "waits for other ranks"):
+            parts.append(
+                box(LEFT + e.start * scale, top, max(e.length * scale, 0.4), LANE, KINDS[e.kind])
+            )
+    return "".join(parts)
+
+
+def box(x: float, y: float, width: float, height: float, colour: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" fill="{colour}"/>'
+
+
+def text(x: int, y: int, words: str, weight: str = "normal") -> str:
+    return f'<text x="{x}" y="{y}" font-weight="{weight}" fill="{INK}">{words}</text>'
+
+
+if __name__ == "__main__":
+    given = [each.split("=", 1) for each in sys.argv[1:]]
+    traces = {title: events_of(Path(file)) for title, file in given}
+    (Path(__file__).parent / "trace.svg").write_text(drawing(traces))
