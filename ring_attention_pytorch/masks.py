@@ -115,4 +115,7 @@ def positions_problem(
                 f"{name}_positions must be int64 or int32 [{t.shape[1]}], "
                 f"got {given.dtype} {list(given.shape)}"
             )
+        # slopes, predicates and dropout read them in 32 bits; a difference must fit, too
+        if len(given) and (far := int(given.abs().max())) >= 2**30:
+            return f"{name}_positions must be less than 2 ** 30 from 0, got {far}; shift them"
     return None

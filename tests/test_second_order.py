@@ -180,7 +180,7 @@ def test_a_gradient_penalty_trains():
     """The loss and the norm of its gradient in one backward, added to what .grad has."""
     q, k, v = (drawn(1, 6, 2, 4) for _ in range(3))
     found = []
-    for attend in (dense_causal, lambda *t: ring_attn(*t, kernel="eager", causal=True)):
+    for attend in (dense_causal, lambda *t: ring_attn(*t, kernel="eager+eager", causal=True)):
         leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
         for _ in range(2):
             loss = attend(*leaves).square().sum()
