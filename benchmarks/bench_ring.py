@@ -62,13 +62,13 @@ def shelves(device: torch.device) -> float:
     return 0.0 if space is None else 2 * (space.keys.nbytes + space.grads.nbytes) / 2**30
 
 
-def alone(shape: Shape, kernel: str) -> Attend:
+def alone(shape: Shape, kernel: str, like: list[Tensor]) -> Attend:
     """The kernel on this GPU: PyTorch's own operator where it is that, else through our loop."""
     for attend in gpu_peers.one_gpu(kernel, shape.causal):
         return attend
-    return lambda q, k, v: ring_attn(
-        q, k, v, causal=shape.causal, kernel=kernel, group=Ring.alone()
-    )
+    q, k, v = (t.detach().requires_grad_() for t in like[:3])
+    plan = RingPlan.make(q, k, v, causal=shape.causal, kernel=kernel, group=Ring.alone())
+    return lambda q, k, v: ring_attn(q, k, v, plan=plan)
 
 
 def theories(shape: Shape, options: Options, length: int) -> dict[str, Result | str]:
@@ -77,7 +77,7 @@ def theories(shape: Shape, options: Options, length: int) -> dict[str, Result | 
     whole, repeats = shape.tensors(length, seed=0), max(1, options.repeats // 2)
     for kernel in options.kernels:
         for graph in (False, True)[: 1 + options.graphs]:
-            result = measured(alone(shape, kernel), whole, repeats, None, graph)
+            result = measured(alone(shape, kernel, whole), whole, repeats, None, graph)
             if isinstance(result, Result):
                 forward, both = (t / dist.get_world_size() for t in result[:2])
                 result = result._replace(forward=forward, both=both)

@@ -20,7 +20,7 @@ from ring_attention_pytorch.kernels import Chosen
 from ring_attention_pytorch.layouts import Segment, Tile
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.running import Result, Sum
-from ring_attention_pytorch.transports.messages import room
+from ring_attention_pytorch.transports.messages import form_of, room
 from ring_attention_pytorch.transports.pieces import Blocks, Job
 from ring_attention_pytorch.transports.symmetric import space_of
 
@@ -155,7 +155,7 @@ def _pulls(ring: Ring, into: Tensor) -> Seconds:
 
     def pull() -> None:
         for rank, part in zip(others, parts):
-            part.copy_(space.keys.of(rank)[: len(part)])
+            part.copy_(space.keys.of(rank, form_of([part.unsqueeze(0)], len(part)))[0][0])
 
     return {"pull": _seconds(pull, ring)}
 

@@ -269,11 +269,11 @@ MUTANTS = [
     # shared memory
     Mutant(
         "keys pulled from the wrong rank", "transports/symmetric.py",
-        "shelf.of(self.ranks[owner])", "shelf.of(self.ranks[rank])",
+        "self.ranks[owner]", "self.ranks[self.ring.rank]",
     ),
     Mutant(
         "gradients pulled from the wrong rank", "transports/symmetric.py",
-        "shelf.of(self.ranks[user])", "shelf.of(self.ranks[rank])",
+        "self.ranks[user]", "self.ranks[self.ring.rank]",
     ),
     Mutant(
         "everybody's gradients added by every owner", "transports/pieces.py",

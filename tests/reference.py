@@ -1,10 +1,11 @@
 """The oracle: dense attention over a whole sequence, which knows nothing of ranks or layouts."""
 
 from collections.abc import Callable
-from itertools import product
 
 import torch
 from torch import Tensor
+
+Number = int | Tensor
 
 
 def dense_attention(  # noqa: PLR0913 - an option each
@@ -78,12 +79,15 @@ def dense_attention(  # noqa: PLR0913 - an option each
 
 def dropout_weights(rate: float, seed: int, *sizes: int) -> Tensor:
     """Of b samples, h heads, n queries and m keys: 0 or 1 / (1 - rate), by the text of the spec."""
-    kept = [kept_by_spec(rate, seed, *pair) for pair in product(*map(range, sizes))]
-    return torch.tensor(kept, dtype=torch.float64).view(sizes) / (1 - rate)
+    numbers = (torch.arange(size) for size in sizes)
+    kept = kept_by_spec(rate, seed, *torch.meshgrid(*numbers, indexing="ij"))
+    return kept.double() / (1 - rate)
 
 
-def kept_by_spec(rate: float, seed: int, sample: int, head: int, query: int, key: int) -> bool:
-    """Whether one probability stays: one after another, in Python's own numbers."""
+def kept_by_spec(
+    rate: float, seed: int, sample: Number, head: Number, query: Number, key: Number
+) -> bool | Tensor:
+    """Whether a probability stays, in Python's own numbers; or of many, in int64 tensors."""
     seed = (seed + 0x9E3779B97F4A7C15) % 2**64
     seed = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EB % 2**64
@@ -91,10 +95,10 @@ def kept_by_spec(rate: float, seed: int, sample: int, head: int, query: int, key
     keys = []
     for x in (seed % 2**32, seed >> 32):
         for number in (sample, head, query):
-            x ^= number % 2**32
+            x = x ^ (number % 2**32)
             for shift, factor in ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)):
                 x = (x ^ (x >> shift)) * factor % 2**32
-            x ^= x >> 14
+            x = x ^ (x >> 14)
         keys.append(x)
     x = (keys[0] ^ (key % 2**32)) * 0xED5AD4BB % 2**32
     x = (x ^ (x >> 16) ^ keys[1]) * 0xAC4C1B51 % 2**32
@@ -116,3 +120,24 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     if error != error:
         return float("inf")
     return error / size if size > 0 else error
+
+
+def excess(got: Tensor, exact: Tensor, plain: Tensor, times: int) -> str | None:
+    """What is wrong with a result by the rule of its dtype, which is that of `plain`, if anything.
+
+    float64 by 1e-12 and float32 by 1e-5, relatively. 16 bits by `times` the error of `plain`, which
+    is dense attention computed in them, or one rounding of the largest value: it may be lucky.
+    """
+    if (bound := {torch.float64: 1e-12, torch.float32: 1e-5}.get(plain.dtype)) is not None:
+        error = relative_error(got, exact)
+    elif got.shape != exact.shape or not torch.equal(got.isinf(), exact.isinf()):
+        return "not of the same shape, or not infinite in the same places"
+    else:
+        seen = exact.isfinite()
+        error, usual = (_largest((t.double() - exact)[seen]) for t in (got, plain))
+        bound = max(times * usual, torch.finfo(plain.dtype).eps * _largest(exact[seen]))
+    return None if error <= bound else f"{error:.1e} > {bound:.1e}"
+
+
+def _largest(t: Tensor) -> float:
+    return t.abs().max().item() if t.numel() else 0.0

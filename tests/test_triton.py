@@ -126,6 +126,15 @@ def found():
 
 
 @needs_triton
+def test_they_are_code_for_a_gpu():
+    """Of which the interpreter knows nothing: types that stay, what is left out."""
+    from tests.triton_ir import module_of, variants
+
+    for kernel, constants in variants():
+        assert "tt.func public" in module_of(kernel, constants)
+
+
+@needs_triton
 @pytest.mark.parametrize("i", range(len(RIGHT)))
 def test_right_by_the_dtypes_rule(found, i):
     assert not found("right", i), RIGHT[i]

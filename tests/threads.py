@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.transports.messages import Form, opened
 
 PATIENCE = 30.0  # seconds
 
@@ -124,15 +125,16 @@ class ThreadShelf:
     def __init__(self, hub: Hub, name: str, rank: int):
         self.hub, self.name, self.rank, self.turn = hub, name, rank, 0
 
-    def own(self) -> Tensor:
+    def own(self, form: Form) -> list[Tensor]:
         self.turn = 1 - self.turn
-        return self.hub.shelves[self.name, self.rank][self.turn].fill_(255)
+        self.hub.shelves[self.name, self.rank][self.turn].fill_(255)
+        return self.of(self.rank, form)
 
     def publish(self) -> None:
         self.hub.barrier.wait()
 
-    def of(self, rank: int) -> Tensor:
-        return self.hub.shelves[self.name, rank][self.turn]
+    def of(self, rank: int, form: Form) -> list[Tensor]:
+        return opened(self.hub.shelves[self.name, rank][self.turn], form)
 
     def follow(self) -> None:
         pass

@@ -86,9 +86,9 @@ def forward_kernel(
         slope, row_at = tl.load(alibi + head), tl.load(rows_at + row, mask=held, other=0)
     first_mark, second_mark = row, row
     if DROPS:
-        number = tl.load(row_numbers + row, mask=held, other=0)
+        row_number = tl.load(row_numbers + row, mask=held, other=0)
         marks = marks_of_head(word, other_word, sample + batch, first_head + head)
-        first_mark, second_mark = marks_of_rows(marks[0], marks[1], number)
+        first_mark, second_mark = marks_of_rows(marks[0], marks[1], row_number)
     within = held[:, None] & (tl.arange(0, D_V) < d_v)[None, :]
     before_lse = tl.full([ROWS], -float("inf"), tl.float32)
     if not FRESH:

@@ -1,6 +1,7 @@
 """Several tensors in one message: the bytes of one after another's, each start aligned."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ def form_of(tensors: Sequence[Tensor | None], length: int) -> Form:
     return tuple(Part((t.shape[0], length, *t.shape[2:]), t.dtype) for t in given)
 
 
+@lru_cache(maxsize=1024)
 def _starts(form: Form) -> list[int]:
     """Where each part starts, and where the message ends, which is not padded."""
     padded = (-(-part.nbytes // _ALIGNED) * _ALIGNED for part in form[:-1])

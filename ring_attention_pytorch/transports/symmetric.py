@@ -8,7 +8,8 @@ memory, which take no multiprocessors; an owner adds the gradients that it pulls
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +21,7 @@ from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.running import Sum, add_
 from ring_attention_pytorch.transports.gather import Gather
-from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
+from ring_attention_pytorch.transports.messages import Form, form_of, opened
 from ring_attention_pytorch.transports.pieces import (
     Blocks,
     Group,
@@ -32,6 +33,16 @@ from ring_attention_pytorch.transports.pieces import (
 
 Share = tuple[slice, Tensor]  # own columns, and what somebody found of their gradient
 
+_VIEWS = 1024  # of a shelf that are kept
+
+
+class Source(NamedTuple):
+    """What this rank takes out of another's message of so many tokens, and where it puts it."""
+
+    rank: int  # in the group that the space is of
+    length: int
+    moves: tuple[tuple[slice, slice], ...]  # from there to here
+
 
 class Shelf:
     """Memory of one rank that all others read, in two halves that are written in turn.
@@ -41,7 +52,8 @@ class Shelf:
     barrier of a turn knows that all have written this half, and that nobody reads the other.
 
     Its stream is for what goes on beside kernels. It goes first where both could: what it does is
-    short, and waited for.
+    short, and waited for. Memory is looked at as tensors of a form; views are kept, for where
+    tokens are few the host's time counts.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int):
@@ -49,25 +61,34 @@ class Shelf:
 
         self.nbytes, self.turn, self.device, self.captured = nbytes, 0, device, False
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self.memory = symmetric.empty((2, nbytes), dtype=torch.uint8, device=device)
-        self.handle = symmetric.rendezvous(self.memory, group.group_name)
-        self.halves = [
-            self.handle.get_buffer(rank, (2, nbytes), torch.uint8) for rank in range(group.size())
-        ]
+        with torch.inference_mode(False):  # else nobody could write it outside of that
+            self.memory = symmetric.empty((2, nbytes), dtype=torch.uint8, device=device)
+            self.handle = symmetric.rendezvous(self.memory, group.group_name)
+            self.halves = [
+                self.handle.get_buffer(rank, (2, nbytes), torch.uint8)
+                for rank in range(group.size())
+            ]
+        self.views: dict[tuple[int, int, Form], list[Tensor]] = {}
 
-    def own(self) -> Tensor:
+    def own(self, form: Form) -> list[Tensor]:
         """The half that is to be written next."""
         self.turn = 1 - self.turn
         self.captured = self.captured or torch.cuda.is_current_stream_capturing()
-        return self.memory[self.turn]
+        return self.of(self.handle.rank, form)
 
     def publish(self) -> None:
         """Pass when all have come here."""
         self.handle.barrier(channel=0)
 
-    def of(self, rank: int) -> Tensor:
+    def of(self, rank: int, form: Form) -> list[Tensor]:
         """What a rank has written this turn."""
-        return self.halves[rank][self.turn]
+        asked = self.turn, rank, form
+        if asked not in self.views:
+            if len(self.views) >= _VIEWS:
+                self.views.clear()
+            with torch.inference_mode(False):
+                self.views[asked] = opened(self.halves[rank][self.turn], form)
+        return self.views[asked]
 
     def follow(self) -> None:
         """Let the stream wait for what the current one was told so far."""
@@ -155,11 +176,13 @@ def _place(device: torch.device) -> str:
 class SymmetricGather(Gather):
     """`Gather` where messages are replaced by pulls.
 
-    `ranks` are those of the ring in the group that the space is of.
+    `ranks` are those of the ring in the group that the space is of; `sources` what has to move
+    for each group, and for each round, once that is worked out.
     """
 
     space: Space
     ranks: tuple[int, ...]
+    sources: dict[int, list[Source]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def over(
@@ -184,12 +207,12 @@ class SymmetricGather(Gather):
         return super()._blocks(own)
 
     def _pull(self, own: Keys, group: Group) -> Callable[[], list[Tensor]]:
-        rank, shelf = self.ring.rank, self.space.keys
+        shelf, sources = self.space.keys, self._of_keys(group)
         tensors = [t for t in own[:3] if t is not None]
-        form = form_of(tensors, own.k.shape[1])
-        pieces = group.pieces(rank)
-        whole = [t.new_empty((t.shape[0], tokens(pieces), *t.shape[2:])) for t in tensors]
-        packed(tensors, form, into=shelf.own()[: message_bytes(form)])
+        length = max((here.stop for each in sources for _, here in each.moves), default=0)
+        whole = [t.new_empty((t.shape[0], length, *t.shape[2:])) for t in tensors]
+        for place, t in zip(shelf.own(form_of(tensors, own.k.shape[1])), tensors):
+            place.copy_(t)
         # before the kernel that runs beside the copies: else it might have to wait for room there
         shelf.publish()
         shelf.follow()
@@ -197,12 +220,10 @@ class SymmetricGather(Gather):
         def pull() -> list[Tensor]:
             # told to the device only now, when that kernel has been launched
             with shelf.beside():
-                for owner in self._owners(group.distances):  # each rank begins with another one
-                    theirs = form_of(tensors, self.lengths[owner])
-                    message = shelf.of(self.ranks[owner])[: message_bytes(theirs)]
-                    for place, t in zip(whole, opened(message, theirs)):
-                        for piece, at in places(pieces, owner):
-                            _copy(place[:, at], t[:, piece.cols])
+                for rank, length, moves in sources:  # each rank begins with another one
+                    for place, t in zip(whole, shelf.of(rank, form_of(tensors, length))):
+                        for there, here in moves:
+                            _copy(place[:, here], t[:, there])
             shelf.wait(shelf.done())
             return whole
 
@@ -216,21 +237,19 @@ class SymmetricGather(Gather):
         grads: tuple[Sum, Sum] | None,
         own: tuple[Sum, Sum],
     ) -> Callable[[], None]:
-        rank, shelf, kinds = self.ring.rank, self.space.grads, own_keys[:2]
+        shelf, kinds = self.space.grads, own_keys[:2]
         parts = None if grads is None else [total.final() for total in grads]
         shelf.follow()
         with shelf.beside():
-            memory = shelf.own()  # it is everyone's turn
-            if parts is not None:
-                form = form_of(kinds, parts[0].shape[1])
-                packed(parts, form, into=memory[: message_bytes(form)])
+            # it is everyone's turn, be there nothing to write
+            memory = shelf.own(form_of(kinds, 0 if parts is None else parts[0].shape[1]))
+            for place, part in zip(memory, parts or ()):
+                place.copy_(part)
             shelf.publish()
             found: tuple[list[Share], list[Share]] = [], []
-            for user in self._users(group.distances):
-                form = form_of(kinds, tokens(now[user]))
-                message = shelf.of(self.ranks[user])[: message_bytes(form)]
-                for mine, part in zip(found, opened(message, form)):
-                    mine += [(piece.cols, part[:, at]) for piece, at in places(now[user], rank)]
+            for rank, length, moves in self._of_grads(group, now):
+                for mine, part in zip(found, shelf.of(rank, form_of(kinds, length))):
+                    mine += [(here, part[:, there]) for there, here in moves]
             for total, mine in zip(own, found):
                 _add(total.running(), mine)
             done = shelf.done()
@@ -242,6 +261,33 @@ class SymmetricGather(Gather):
 
         return wait
 
+    def _of_keys(self, group: Group) -> list[Source]:
+        """Out of each owner's keys, what this rank needs of them."""
+        if id(group) not in self.sources:
+            pieces = group.pieces(self.ring.rank)
+            self.sources[id(group)] = [
+                Source(
+                    self.ranks[owner],
+                    self.lengths[owner],
+                    tuple((piece.cols, here) for piece, here in places(pieces, owner)),
+                )
+                for owner in self._owners(group.distances)
+            ]
+        return self.sources[id(group)]
+
+    def _of_grads(self, group: Group, now: Round) -> list[Source]:
+        """Out of what each user found in a round, the gradients of own keys."""
+        if id(now) not in self.sources:
+            self.sources[id(now)] = [
+                Source(
+                    self.ranks[user],
+                    tokens(now[user]),
+                    tuple((there, p.cols) for p, there in places(now[user], self.ring.rank)),
+                )
+                for user in self._users(group.distances)
+            ]
+        return self.sources[id(now)]
+
 
 def _room(nbytes: int) -> int:
     """With what may lie between tensors, and so that the next half starts at a whole line."""
@@ -250,7 +296,7 @@ def _room(nbytes: int) -> int:
 
 def _copy(place: Tensor, t: Tensor) -> None:
     """Sample by sample: what is contiguous goes by copy engine."""
-    for sample, given in zip(place, t):
+    for sample, given in zip(place, t) if len(t) > 1 else ((place, t),):
         sample.copy_(given)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, explain_plan, positions, ring_attn
 from ring_attention_pytorch.cost import H200
+from ring_attention_pytorch.transports.messages import Form
 from ring_attention_pytorch.transports.symmetric import Shelf, SymmetricGather
 from tests.reference import dense_attention, relative_error
 
@@ -55,8 +56,10 @@ def delays() -> Iterator[None]:
     """Shelves that are full of NaN until they are written, and streams that are late at random."""
     own, publish, follow = Shelf.own, Shelf.publish, Shelf.follow
 
-    def poisoned(shelf: Shelf) -> Tensor:
-        return own(shelf).fill_(255)
+    def poisoned(shelf: Shelf, form: Form) -> list[Tensor]:
+        views = own(shelf, form)
+        shelf.memory[shelf.turn].fill_(255)
+        return views
 
     def publish_late(shelf: Shelf) -> None:
         _sleep()
@@ -175,6 +178,18 @@ def graphs_outlive_larger_shelves() -> None:
         assert all(torch.equal(a, b) for a, b in zip(want, replay())), "not what was captured"
 
 
+def training_follows_inference() -> None:
+    """What is kept between calls can be written whatever mode it was made in."""
+    size, device = dist.get_world_size(), torch.cuda.current_device()
+    q = torch.randn(1, 2**17 // size, 4, 64, device=device, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        want = ring_attn(q, q, q, causal=True, transport="gather", layout="contiguous")
+    mine = [q.clone().requires_grad_() for _ in range(3)]
+    out = ring_attn(*mine, causal=True, transport="gather", layout="contiguous")
+    out.sum().backward()
+    assert torch.equal(out, want), "otherwise in inference"
+
+
 def any_device_may_be_current() -> None:
     run, want = small()
     other = (torch.cuda.current_device() + 1) % torch.cuda.device_count()
@@ -214,6 +229,7 @@ def main() -> None:
         five_hundred(how)
     graphs_outlive_larger_shelves()
     any_device_may_be_current()
+    training_follows_inference()
     found = speeds()
     if dist.get_rank() == 0:
         print(found, flush=True)
