@@ -114,11 +114,11 @@ def seconds(runs: list[Callable[[], object]], budget: float = 0.02, rounds: int 
     return [median(each) for each in zip(*found)]
 
 
-def measured(shape: Shape, more: bool) -> Row:
-    """Every kernel that can do the shape here, and its share of the direct call's speed."""
+def measured(shape: Shape, names: list[str], more: bool) -> Row:
+    """Each of these kernels that can do the shape here, and its share of the direct call's speed."""
     block, row = Block(shape), asdict(shape) | {"kernels": {}}
     case = Case.of(block.q, block.v, window=WINDOW if shape.mask == "window" else None)
-    for name in (n for n in KERNELS if n != "eager" and problem(n, case) is None):
+    for name in (n for n in names if problem(n, case) is None):
         ours, theirs = block.kernel(name, more), block.direct(name) if name in DIRECT else {}
         row["kernels"][name] = {}
         for direction, factor in (("forward", 1.0), ("backward", 2.5)):
@@ -202,6 +202,8 @@ def main() -> None:
     parser.add_argument("--mask", nargs="+", default=["causal", "full", "window"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("H", "H_KV"))
+    meant = [name for name in KERNELS if name not in ("eager", "flex")]  # not slow, nor for this
+    parser.add_argument("--kernels", nargs="+", default=meant, choices=list(KERNELS))
     parser.add_argument("--block", action="store_true", help="one more block of a ring")
     parser.add_argument("--save", type=Path, metavar="FILE.json")
     parser.add_argument("--draw", type=Path, nargs="+", metavar="FILE.json")
@@ -218,7 +220,8 @@ def main() -> None:
     for d in asked.d:
         for mask in asked.mask:
             for n in asked.n:
-                rows.append(measured(Shape(n, d, mask, asked.dtype, *asked.heads), asked.block))
+                shape = Shape(n, d, mask, asked.dtype, *asked.heads)
+                rows.append(measured(shape, asked.kernels, asked.block))
                 print(table(rows).splitlines()[-1], flush=True)
     print(f"\n{table(rows)}")
     if asked.save:
