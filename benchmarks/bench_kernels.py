@@ -115,7 +115,7 @@ def seconds(runs: list[Callable[[], object]], budget: float = 0.02, rounds: int 
 
 
 def measured(shape: Shape, names: list[str], more: bool) -> Row:
-    """Each of these kernels that can do the shape here, and its share of the direct call's speed."""
+    """These kernels where they can do the shape, and their share of the direct call's speed."""
     block, row = Block(shape), asdict(shape) | {"kernels": {}}
     case = Case.of(block.q, block.v, window=WINDOW if shape.mask == "window" else None)
     for name in (n for n in names if problem(n, case) is None):
