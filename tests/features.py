@@ -5,13 +5,15 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ring_attention_pytorch import balanced, ring_attn
-from ring_attention_pytorch.layouts import positions
+from ring_attention_pytorch.layouts import Layout, positions
 from ring_attention_pytorch.ring import Ring
 from tests import threads
 from tests.reference import dense_attention, dropout_weights, relative_error
@@ -52,9 +54,9 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def key_mask() -> Tensor:
-    mask = drawn(B, N, seed=2) < 0.5
-    mask[0, : N // 2] = False  # under causal the first queries see nothing
+def key_mask(n: int) -> Tensor:
+    mask = drawn(B, n, seed=2) < 0.5
+    mask[0, : n // 2] = False  # under causal the first queries see nothing
     return mask
 
 
@@ -62,61 +64,91 @@ def a_third_hidden(sample: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor
     return (sample + 2 * head + i + j * j) % 3 != 0
 
 
-IDS = torch.arange(5).repeat_interleave(torch.tensor(BORDERS).diff()).expand(B, -1)
-SCATTERED = torch.stack([torch.arange(N) * 7 % 5, torch.arange(N) // 4 % 3])
+@lru_cache
+def features(n: int = N) -> dict[str, Feature]:
+    """All of them, of so many tokens: N, or a multiple, and all that is seen so much longer."""
+    times = n // N
+    borders = [times * at for at in BORDERS]
+    ids = torch.arange(5).repeat_interleave(torch.tensor(borders).diff()).expand(B, -1)
+    scattered = torch.stack([torch.arange(N) * 7 % 5, torch.arange(N) // 4 % 3])
+    slopes = torch.tensor([0.5, 0.25, 0.125, -0.1])
+    # places of tokens of two sequences
+    at = torch.arange(n) * 2 // 3 + 4
+    at_keys = torch.cat((torch.arange(9 * times) - 2, torch.arange(n - 9 * times) + 5))
+    return {
+        "causal": Feature(dict(causal=True)),
+        "window": Feature(dict(window=5 * times)),
+        "key mask": Feature(sharded=dict(key_mask=key_mask(n))),
+        "softclamp": Feature(dict(softclamp=1.5)),
+        "scale": Feature(dict(scale=0.5)),
+        "one key head": Feature(sizes=dict(key_heads=1)),
+        "d_v != d": Feature(sizes=dict(d_v=5)),
+        "gradient of lse": Feature(with_lse=True),
+        "cu_seqlens": Feature(ring=dict(cu_seqlens=borders), oracle=dict(documents=ids)),
+        "documents": Feature(sharded=dict(documents=scattered.repeat_interleave(times, dim=1))),
+        "sinks": Feature(learned=dict(sinks=drawn(HEADS, seed=3))),
+        "alibi": Feature(dict(alibi_slopes=slopes.double() / times)),
+        "bias": Feature(varied=dict(key_bias=drawn(B, n, seed=9))),
+        "bias of heads": Feature(varied=dict(key_bias=drawn(B, n, HEADS, seed=10))),
+        "mask_mod": Feature(dict(mask_mod=a_third_hidden)),
+        "prefix": Feature(dict(prefix=[11 * times, 0], causal=True)),
+        "positions": Feature(
+            dict(causal=True),
+            oracle=dict(positions=(at, at_keys)),
+            along=dict(query_positions=at, key_positions=at_keys),
+        ),
+        "dropout": Feature(
+            ring=dict(dropout=0.3, dropout_seed=7),
+            oracle=dict(weights=dropout_weights(0.3, 7, B, HEADS, n, n)),
+        ),
+    }
 
-# places of tokens of two sequences
-AT = torch.arange(N) * 2 // 3 + 4
-AT_KEYS = torch.cat((torch.arange(9) - 2, torch.arange(N - 9) + 5))
 
-FEATURES: dict[str, Feature] = {
-    "causal": Feature(dict(causal=True)),
-    "window": Feature(dict(window=5)),
-    "key mask": Feature(sharded=dict(key_mask=key_mask())),
-    "softclamp": Feature(dict(softclamp=1.5)),
-    "scale": Feature(dict(scale=0.5)),
-    "one key head": Feature(sizes=dict(key_heads=1)),
-    "d_v != d": Feature(sizes=dict(d_v=5)),
-    "gradient of lse": Feature(with_lse=True),
-    "cu_seqlens": Feature(ring=dict(cu_seqlens=BORDERS), oracle=dict(documents=IDS)),
-    "documents": Feature(sharded=dict(documents=SCATTERED)),
-    "sinks": Feature(learned=dict(sinks=drawn(HEADS, seed=3))),
-    "alibi": Feature(dict(alibi_slopes=torch.tensor([0.5, 0.25, 0.125, -0.1]).double())),
-    "bias": Feature(varied=dict(key_bias=drawn(B, N, seed=9))),
-    "bias of heads": Feature(varied=dict(key_bias=drawn(B, N, HEADS, seed=10))),
-    "mask_mod": Feature(dict(mask_mod=a_third_hidden)),
-    "prefix": Feature(dict(prefix=[11, 0], causal=True)),
-    "positions": Feature(
-        dict(causal=True),
-        oracle=dict(positions=(AT, AT_KEYS)),
-        along=dict(query_positions=AT, key_positions=AT_KEYS),
-    ),
-    "dropout": Feature(
-        ring=dict(dropout=0.3, dropout_seed=7),
-        oracle=dict(weights=dropout_weights(0.3, 7, B, HEADS, N, N)),
-    ),
-}
+FEATURES = features()
 
 
 class Problem:
-    """A feature's tensors, whole, and what the oracle makes of them."""
+    """A feature's tensors, whole, and what the oracle makes of them as `dtype` holds them.
 
-    def __init__(self, feature: Feature, dtype: torch.dtype = torch.float64):
-        self.feature, self.dtype = feature, dtype
-        sizes = dict(key_heads=KEY_HEADS, d_v=D) | feature.sizes
+    Tensors are drawn in float64 on the CPU; what is computed on is on `device`.
+    """
+
+    def __init__(
+        self, feature: Feature, dtype: torch.dtype = torch.float64, device: str = "cpu"
+    ) -> None:
+        self.feature, self.dtype, self.device = feature, dtype, device
+        sizes = dict(n=N, key_heads=KEY_HEADS, d=D) | feature.sizes
+        self.n, key_heads, d = (sizes[name] for name in ("n", "key_heads", "d"))
+        d_v = sizes.get("d_v", d)
         self.qkv = [
-            drawn(B, N, HEADS, D, seed=4),
-            drawn(B, N, sizes["key_heads"], D, seed=5),
-            drawn(B, N, sizes["key_heads"], sizes["d_v"], seed=6),
+            drawn(B, self.n, HEADS, d, seed=4),
+            drawn(B, self.n, key_heads, d, seed=5),
+            drawn(B, self.n, key_heads, d_v, seed=6),
         ]
-        self.dout = drawn(B, N, HEADS, sizes["d_v"], seed=7)
-        self.dlse = drawn(B, HEADS, N, seed=8) * feature.with_lse
-        leaves = [t.clone().requires_grad_() for t in self.qkv]
-        learned = feature.varied | feature.learned
-        learned = {n: t.clone().requires_grad_() for n, t in learned.items()}
-        given = feature.shared | feature.sharded | learned | feature.oracle
-        out, lse = dense_attention(*leaves, **given)
-        self.want = self.results([*leaves, *learned.values()], out, lse, self.dout, self.dlse)
+        self.dout = drawn(B, self.n, HEADS, d_v, seed=7)
+        self.dlse = drawn(B, HEADS, self.n, seed=8) * feature.with_lse
+        self.want = self.dense(torch.float64)
+
+    def dense(self, dtype: torch.dtype) -> list[Tensor]:
+        """What the oracle makes of it, computing in a dtype."""
+        feature = self.feature
+        learned = dict(zip("qkv", self.qkv)) | feature.varied | feature.learned
+        given = learned | feature.shared | feature.sharded
+        given = self.cast(given, self.dtype, dtype) | self.cast(feature.oracle, dtype)
+        leaves = {name: given[name].clone().requires_grad_() for name in learned}
+        with torch.device(self.device):
+            out, lse = dense_attention(**given | leaves)
+        return self.results([*leaves.values()], out, lse, self.dout, self.dlse)
+
+    def cast(self, given: Options, *dtypes: torch.dtype) -> Options:
+        """Tensors on the device, floating ones rounded to one dtype after another."""
+
+        def one(t: Tensor) -> Tensor:
+            for dtype in dtypes if t.is_floating_point() else ():
+                t = t.to(dtype)
+            return t.to(self.device)
+
+        return tree_map_only(Tensor, one, given)
 
     @property
     def names(self) -> list[str]:
@@ -132,27 +164,40 @@ class Problem:
     def results(
         self, leaves: list[Tensor], out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor
     ) -> list[Tensor]:
-        dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
-        grads = torch.autograd.grad((out, lse), leaves, (dout.to(out), dlse.to(lse)))
+        through, along = [out], [dout.to(self.dtype).to(out)]
+        if self.feature.with_lse:
+            through.append(lse)
+            along.append(dlse.to(lse).masked_fill(lse == -torch.inf, 0.0))
+        grads = torch.autograd.grad(through, leaves, along)
         return [out.detach(), lse.detach(), *grads]
+
+    def dealt(self, size: int, layout: str) -> Layout:
+        if layout != "balanced":
+            return layout
+        return balanced([self.n // N * at for at in BORDERS], size)
+
+    def places(self, rank: int, size: int, layout: str) -> Tensor:
+        """Those of a rank's tokens."""
+        return positions(self.dealt(size, layout), rank=rank, ring_size=size, length=self.n)
+
+    def held(self, whole: list[Tensor], at: Tensor) -> list[Tensor]:
+        """Of whole results those of these places, and all of what is learned."""
+        dims = [1, 2, *[1] * (3 + len(self.feature.varied))]
+        at = at.to(self.device)
+        return [t.index_select(dim, at) for dim, t in zip(dims, whole)] + whole[len(dims) :]
 
     def part(self, ring: Ring, layout: str) -> tuple[Tensor, dict[str, Tensor], Options]:
         """One rank's places, its q, k, v and what else has gradients, and what else it is given."""
-        dealt = balanced(BORDERS, ring.size) if layout == "balanced" else layout
-        at = positions(dealt, rank=ring.rank, ring_size=ring.size, length=N)
-        feature = self.feature
+        feature, at = self.feature, self.places(ring.rank, ring.size, layout)
         varied = {name: t[:, at] for name, t in zip("qkv", self.qkv)}
         varied |= {name: t[:, at] for name, t in feature.varied.items()} | feature.learned
         sharded = {name: t[:, at] for name, t in feature.sharded.items()}
         sharded |= {name: t[at] for name, t in feature.along.items()}
-        shared = {
-            name: t.to(self.dtype) if isinstance(t, Tensor) else t
-            for name, t in feature.shared.items()
-        }
-        options = shared | sharded | feature.ring
-        options |= dict(layout=dealt, group=ring, return_lse=True, bucket_size=4)
-        leaves = {n: t.clone().to(self.dtype).requires_grad_() for n, t in varied.items()}
-        return at, leaves, options
+        options = self.cast(feature.shared | sharded | feature.ring, self.dtype)
+        options |= dict(layout=self.dealt(ring.size, layout), group=ring)
+        options |= dict(return_lse=True, bucket_size=4 * self.n // N)
+        varied = self.cast(varied, self.dtype)
+        return at, {n: t.clone().requires_grad_() for n, t in varied.items()}, options
 
     def shard(self, ring: Ring, layout: str, kernel: str | None, **how: Any) -> list[Tensor]:
         """One rank's results; `how` are further options of the ring."""
@@ -165,24 +210,20 @@ class Problem:
     ) -> dict[str, float]:
         """The worst relative error of each result over a ring of threads."""
         got, _ = threads.run(size, lambda ring: self.shard(ring, layout, kernel, **how))
-        dealt = balanced(BORDERS, size) if layout == "balanced" else layout
-        places = [positions(dealt, rank=r, ring_size=size, length=N) for r in range(size)]
+        want = [self.held(self.want, self.places(r, size, layout)) for r in range(size)]
         found = {}
-        for i, (name, want) in enumerate(zip(self.names, self.want)):
+        for i, name in enumerate(self.names):
+            mine, theirs = ([each[i] for each in results] for results in (got, want))
             if i >= 5 + len(self.feature.varied):
-                found[name] = relative_error(sum(mine[i] for mine in got), want)
-                continue
-            dim = 2 if name == "lse" else 1
-            found[name] = max(
-                relative_error(mine[i], want.index_select(dim, at)) for mine, at in zip(got, places)
-            )
+                mine, theirs = [sum(mine)], theirs[:1]
+            found[name] = max(map(relative_error, mine, theirs))
         return found
 
 
-def together(names: Iterable[str]) -> Feature:
-    merged = Feature()
+def together(names: Iterable[str], n: int = N, **sizes: int) -> Feature:
+    merged = Feature(sizes=dict(n=n, **sizes))
     for name in names:
-        merged = merged | FEATURES[name]
+        merged = merged | features(n)[name]
     return merged
 
 

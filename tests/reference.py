@@ -1,10 +1,11 @@
 """The oracle: dense attention over a whole sequence, which knows nothing of ranks or layouts."""
 
 from collections.abc import Callable
-from itertools import product
 
 import torch
 from torch import Tensor
+
+Number = int | Tensor
 
 
 def dense_attention(  # noqa: PLR0913 - an option each
@@ -78,12 +79,15 @@ def dense_attention(  # noqa: PLR0913 - an option each
 
 def dropout_weights(rate: float, seed: int, *sizes: int) -> Tensor:
     """Of b samples, h heads, n queries and m keys: 0 or 1 / (1 - rate), by the text of the spec."""
-    kept = [kept_by_spec(rate, seed, *pair) for pair in product(*map(range, sizes))]
-    return torch.tensor(kept, dtype=torch.float64).view(sizes) / (1 - rate)
+    numbers = (torch.arange(size) for size in sizes)
+    kept = kept_by_spec(rate, seed, *torch.meshgrid(*numbers, indexing="ij"))
+    return kept.double() / (1 - rate)
 
 
-def kept_by_spec(rate: float, seed: int, sample: int, head: int, query: int, key: int) -> bool:
-    """Whether one probability stays: one after another, in Python's own numbers."""
+def kept_by_spec(
+    rate: float, seed: int, sample: Number, head: Number, query: Number, key: Number
+) -> bool | Tensor:
+    """Whether a probability stays, in Python's own numbers; or of many, in int64 tensors."""
     seed = (seed + 0x9E3779B97F4A7C15) % 2**64
     seed = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EB % 2**64
@@ -91,10 +95,10 @@ def kept_by_spec(rate: float, seed: int, sample: int, head: int, query: int, key
     keys = []
     for x in (seed % 2**32, seed >> 32):
         for number in (sample, head, query):
-            x ^= number % 2**32
+            x = x ^ (number % 2**32)
             for shift, factor in ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)):
                 x = (x ^ (x >> shift)) * factor % 2**32
-            x ^= x >> 14
+            x = x ^ (x >> 14)
         keys.append(x)
     x = (keys[0] ^ (key % 2**32)) * 0xED5AD4BB % 2**32
     x = (x ^ (x >> 16) ^ keys[1]) * 0xAC4C1B51 % 2**32
