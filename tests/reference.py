@@ -120,3 +120,24 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     if error != error:
         return float("inf")
     return error / size if size > 0 else error
+
+
+def excess(got: Tensor, exact: Tensor, plain: Tensor, times: int) -> str | None:
+    """What is wrong with a result by the rule of its dtype, which is that of `plain`, if anything.
+
+    float64 by 1e-12 and float32 by 1e-5, relatively. 16 bits by `times` the error of `plain`, which
+    is dense attention computed in them, or one rounding of the largest value: it may be lucky.
+    """
+    if (bound := {torch.float64: 1e-12, torch.float32: 1e-5}.get(plain.dtype)) is not None:
+        error = relative_error(got, exact)
+    elif got.shape != exact.shape or not torch.equal(got.isinf(), exact.isinf()):
+        return "not of the same shape, or not infinite in the same places"
+    else:
+        seen = exact.isfinite()
+        error, usual = (_largest((t.double() - exact)[seen]) for t in (got, plain))
+        bound = max(times * usual, torch.finfo(plain.dtype).eps * _largest(exact[seen]))
+    return None if error <= bound else f"{error:.1e} > {bound:.1e}"
+
+
+def _largest(t: Tensor) -> float:
+    return t.abs().max().item() if t.numel() else 0.0

@@ -2,9 +2,28 @@ import pytest
 import torch
 
 from tests.gpu.memory import poison
+from tests.ranks import Pool
 
 
 @pytest.fixture(autouse=True)
 def poisoned():
     if torch.cuda.is_available():
         poison()
+
+
+@pytest.fixture(scope="module")
+def nccl():
+    """`nccl(size)`: a pool of that many processes, each with a GPU, kept as long as it is used."""
+    pools: dict[int, Pool] = {}
+
+    def of(size: int) -> Pool:
+        if size not in pools:
+            for pool in pools.values():
+                pool.stop()
+            pools.clear()
+            pools[size] = Pool(size, timeout=300.0, backend="nccl")
+        return pools[size]
+
+    yield of
+    for pool in pools.values():
+        pool.stop()
