@@ -1,0 +1,112 @@
+"""Every feature on GPUs: on one by every kernel that has it, and on rings over NCCL.
+
+Each result by itself, by the rule of its dtype, against dense attention in float64.
+"""
+
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.ring import Ring
+from tests.features import FEATURES, N, Problem, together
+from tests.gpu.memory import poison
+from tests.reference import excess
+
+DEVICE = "cuda"
+GPUS = torch.cuda.device_count()
+RANKS = 4 if GPUS >= 4 else 2
+pytestmark = pytest.mark.skipif(not GPUS, reason="there is no CUDA device")
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SIZES = dict(n=11 * N, d=64)  # several blocks of every kernel, and a head size that all have
+TOGETHER = [
+    *((name,) for name in FEATURES),
+    # what kernels do otherwise under a causal mask, or where a gradient comes through lse
+    *(("causal", name) for name in ("window", "key mask", "one key head", "gradient of lse")),
+    *((name, "gradient of lse") for name in ("sinks", "documents", "bias", "mask_mod", "dropout")),
+    ("causal", "cu_seqlens", "dropout"),
+    ("documents", "dropout"),
+    ("documents", "mask_mod"),
+]
+# of a kernel that compiles for each predicate no more than what only it has
+KINDS = [
+    (names, kernel)
+    for names, kernel in product(TOGETHER, (None, *KERNELS))
+    if kernel != "sdpa" and (kernel != "flex" or "mask_mod" in names)
+]
+
+
+class Trial(NamedTuple):
+    """Features together, and how they are computed."""
+
+    names: tuple[str, ...]
+    kernel: str | None
+    dtype: torch.dtype
+    layout: str = "contiguous"
+    transport: str | None = None
+    ulysses: int = 1
+
+
+def faults(trial: Trial, ring: Ring | None = None) -> dict[str, str]:
+    """Of one rank's results, those that are worse than their dtype allows; None is all ranks."""
+    ring = Ring() if ring is None else ring
+    problem = Problem(together(trial.names, **SIZES), trial.dtype, DEVICE)
+    plain = problem.dense(trial.dtype)
+    poison()
+    got = problem.shard(
+        ring, trial.layout, trial.kernel, transport=trial.transport, ulysses=trial.ulysses
+    )
+    for i in range(5 + len(problem.feature.varied), len(got)):  # ranks have a part each
+        got[i] = got[i].double()
+        if ring.size > 1:
+            dist.all_reduce(got[i])
+    at = problem.places(ring.rank, ring.size, trial.layout)
+    whole = (problem.held(results, at) for results in (problem.want, plain))
+    said = map(excess, got, *whole, (2, 2, *[3] * (len(got) - 2)))
+    return {name: why for name, why in zip(problem.names, said) if why is not None}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("names", "kernel"), KINDS, ids=lambda x: " + ".join(x) if isinstance(x, tuple) else str(x)
+)
+def test_every_feature_on_one_gpu(names, kernel, dtype):
+    try:
+        found = faults(Trial(names, kernel, dtype), Ring.alone())
+    except ValueError as error:
+        if kernel in (None, "eager") or f"kernel={kernel!r} " not in str(error):
+            raise
+        pytest.skip(str(error))
+    assert not found
+
+
+# --- rings ---
+
+LAYOUTS = ("zigzag", "balanced", "striped")
+SWAPPED = [("dropout",), ("documents", "dropout"), ("sinks", "alibi", "bias of heads")]
+
+
+def trials(kernel: str | None, transport: str) -> list[Trial]:
+    """Each feature once, and dropout with documents; and with heads swapped what draws by heads."""
+    later = transport == "gather"  # in another layout
+    wanted = [((name,), 1) for name in FEATURES] + [(("documents", "dropout"), 1)]
+    wanted += [(names, 2) for names in SWAPPED]
+    return [
+        Trial(names, kernel, torch.bfloat16, LAYOUTS[(i + later) % 3], transport, ulysses)
+        for i, (names, ulysses) in enumerate(wanted)
+        if kernel is None or "mask_mod" not in names
+    ]
+
+
+@pytest.mark.skipif(GPUS < 2, reason="there are no two CUDA devices")
+@pytest.mark.timeout(600)  # for compilers
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+@pytest.mark.parametrize("kernel", [None, "triton"])
+def test_every_feature_over_nccl(nccl, kernel, transport):
+    """One after another, so that a pool waits for one at a time."""
+    tried = {trial: nccl(RANKS).run(faults, trial) for trial in trials(kernel, transport)}
+    assert not {trial: by_rank for trial, by_rank in tried.items() if any(by_rank)}
