@@ -3,6 +3,7 @@
 import gc
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.running import Sum
-from ring_attention_pytorch.transports import TRANSPORTS, owners_at_once
+from ring_attention_pytorch.transports import TRANSPORTS, owners_at_once, symmetric
 from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
 from ring_attention_pytorch.transports.pieces import Blocks, Job, joined, schedule, tokens
 from tests import threads
@@ -297,6 +298,17 @@ def test_a_plan_knows_how_often_its_kernel_is_called(transport, size):
         Attention(24, ids=((0,) * 6 + (1,) * 13 + (2,) * 5,), causal=True),
     ):
         assert not miscounted(replace(case, transport=transport), size)
+
+
+def test_both_halves_of_a_shelf_start_where_any_dtype_may(monkeypatch):
+    monkeypatch.setattr(symmetric, "Shelf", lambda group, device, nbytes: SimpleNamespace(
+        nbytes=nbytes, captured=False
+    ))  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    space = symmetric.Space(None, torch.device("cpu"))
+    space.make_room(None, 22_369_622, 5)
+    assert space.keys.nbytes >= 22_369_622
+    assert space.keys.nbytes % 512 == space.grads.nbytes % 512 == 0
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.messages import Form, opened
+from ring_attention_pytorch.transports.symmetric import _room
 
 PATIENCE = 30.0  # seconds
 
@@ -161,7 +162,7 @@ class ThreadSpace:
 
     def make_room(self, group: None, keys: int, grads: int) -> None:
         for name, nbytes in (("k", keys), ("g", grads)):
-            self.hub.shelves[name, self.rank] = torch.empty((2, nbytes), dtype=torch.uint8)
+            self.hub.shelves[name, self.rank] = torch.empty((2, _room(nbytes)), dtype=torch.uint8)
         self.hub.barrier.wait()
 
 

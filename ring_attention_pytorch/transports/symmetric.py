@@ -131,7 +131,7 @@ class Space:
 
     def make_room(self, group: ProcessGroup, keys: int, grads: int) -> None:
         """At least so many bytes on each shelf. All ranks call this together."""
-        for name, nbytes in (("keys", keys), ("grads", grads)):
+        for name, nbytes in (("keys", _room(keys)), ("grads", _room(grads))):
             if (old := getattr(self, name)).nbytes < nbytes:
                 larger = Shelf(group, self.device, nbytes)
                 torch.cuda.synchronize(self.device)
@@ -198,7 +198,7 @@ class SymmetricGather(Gather):
         groups = schedule(blocks, at_once)
         lengths = tuple(map(count, blocks.keys))
         widest = max((tokens(p) for g in groups for r in g.rounds for p in r), default=0)
-        space.make_room(shared[0], *(_room(n * token_bytes) for n in (max(lengths), widest)))
+        space.make_room(shared[0], max(lengths) * token_bytes, widest * token_bytes)
         return cls(ring, groups, lengths, space, shared[1])
 
     def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Round, Keys | None]]:
@@ -290,7 +290,7 @@ class SymmetricGather(Gather):
 
 
 def _room(nbytes: int) -> int:
-    """With what may lie between tensors, and so that the next half starts at a whole line."""
+    """With what may lie between tensors; the next half starts at a whole line, for any dtype."""
     return -(-(nbytes + 64) // 512) * 512
 
 
