@@ -1,5 +1,6 @@
 """Every example of the README and the docs runs, and pictures are what their scripts draw."""
 
+import json
 import re
 import runpy
 import subprocess
@@ -24,6 +25,29 @@ def blocks(page: Path) -> list[str]:
 def test_the_examples_of_a_page_run(page: Path) -> None:
     for block in blocks(page):
         exec(compile(block, str(page), "exec"), {})
+
+
+def test_a_trace_is_drawn_with_computing_and_the_rest_side_by_side(tmp_path: Path) -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "draw_trace.py"))
+    ran = [
+        ("kernel", 7, "sdpa_flash_fprop", 10.0, 50.0),
+        ("kernel", 7, "_merge_kernel", 60.0, 5.0),
+        ("gpu_memcpy", 9, "Memcpy PtoP", 20.0, 15.0),
+        ("kernel", 9, "barrier_kernel", 40.0, 20.0),
+    ]
+    names = ("cat", "args", "name", "ts", "dur")
+    told = [dict(zip(names, (c, dict(stream=s), *rest)), ph="X") for c, s, *rest in ran]
+    file = tmp_path / "rank0.json"
+    file.write_text(json.dumps({"traceEvents": [*told, {"ph": "M", "name": "no event"}]}))
+    events = script["events_of"](file)
+    assert [e.kind for e in events] == [
+        "attention", "keys and gradients move", "waits for other ranks", "other kernels",
+    ]  # fmt: skip
+    drawn = script["drawing"]({"gather": events})
+    assert "gather: 0.06 ms" in drawn  # from the first to the end of the last
+    for kind, colour in script["KINDS"].items():
+        assert kind in drawn
+        assert drawn.count(colour) == 2  # in the legend, and once
 
 
 def test_the_readme_s_shards_run_under_torchrun_as_they_stand(tmp_path: Path) -> None:
