@@ -6,7 +6,8 @@ import triton.language as tl
 
 # numbers for whose values no kernel is compiled anew
 VARYING = [
-    "count", "beside", "n", "m", "word", "other_word", "bar", "sample", "first_head",
+    "count", "beside", "n", "m", "lse_b", "lse_h", "delta_b", "delta_h", "mask_b",
+    "word", "other_word", "bar", "sample", "first_head",
 ]  # fmt: skip
 
 
