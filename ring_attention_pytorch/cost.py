@@ -30,6 +30,7 @@ class Machine(NamedTuple):
     call: float = 1e-4  # of a kernel, on top: to launch, ramp up and end
     domain: int = 8  # GPUs that reach one another by NVLink
     hops: tuple[tuple[int, float], ...] = _HOPS  # bytes and seconds between neighbours in it
+    measured: bool = False  # on the group at hand
 
 
 H200 = Machine()

@@ -37,7 +37,7 @@ class RingGradients(Function):
     @signature_once
     def forward(plan: RingPlan, *given: Tensor | None) -> Found:
         q, k, v, sinks, dout, dlse, out, lse = given
-        calls = plan.calls[1]
+        calls = plan.calls(back=True)
         own = Grads(Sum(q, calls), *(Sum(t, calls if plan.alone else None) for t in (k, v)))
         with torch.autocast(q.device.type, enabled=False):
             saved = Saved(q, out, lse, dout, dlse)

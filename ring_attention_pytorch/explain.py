@@ -3,7 +3,6 @@
 from beartype import beartype
 
 from ring_attention_pytorch.cost import (
-    H200,
     Cost,
     gather_steps,
     predict,
@@ -39,7 +38,7 @@ def explain_plan(plan: RingPlan) -> str:
     cost, swap = predicted(plan)
     steps = _of_gather(plan) if plan.transport_name == "gather" else _of_ring(plan)
     per_second = 1e3 * (cost.forward + cost.backward + swap)
-    where = "on H200s" if plan.machine is H200 else "by speeds measured here"
+    where = "by speeds measured here" if plan.machine.measured else "on H200s"
     tail = [
         f"received: {_bytes(cost.received)} forward and backward; others' keys and gradients take "
         f"at most {_bytes(_held(plan))} here",

@@ -116,6 +116,7 @@ def positions_problem(
                 f"got {given.dtype} {list(given.shape)}"
             )
         # slopes, predicates and dropout read them in 32 bits; a difference must fit, too
-        if len(given) and (far := int(given.abs().max())) >= 2**30:
+        far = max(int(given.max()), -int(given.min())) if len(given) else 0
+        if far >= 2**30:
             return f"{name}_positions must be less than 2 ** 30 from 0, got {far}; shift them"
     return None

@@ -49,7 +49,7 @@ from ring_attention_pytorch.masks import (
     prefix_problem,
     repeats,
 )
-from ring_attention_pytorch.measure import room_left, settle
+from ring_attention_pytorch.measure import measures, room_left, settle
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 from ring_attention_pytorch.running import accumulator
 from ring_attention_pytorch.scores import (
@@ -96,9 +96,9 @@ class RingPlan:
     device: torch.device
     samples: list[tuple[slice, Visible]]  # that see alike
     packing: Packing | None = None  # the documents of each sample
-    _tiles: dict[Segments, list[tuple[slice, Tiles]]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    # worked out when asked for, and shared with plans that are this one but for dropout
+    _tiles: dict[Segments, list] = field(default_factory=dict, compare=False, repr=False)
+    _calls: dict[bool, int] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     @outside_transforms
@@ -208,6 +208,7 @@ class RingPlan:
             everywhere={
                 "documents": "given" if documents is not None else None,
                 "query_positions and key_positions": "given" if placed else None,
+                "measuring (transport=None, unless deterministic)": measures(q, transport),
             },
         )  # fmt: skip
         queries = [own["n"] for own in lengths]
@@ -317,14 +318,14 @@ class RingPlan:
             ]
         return self._tiles[keys]
 
-    @cached_property
-    def calls(self) -> tuple[int | None, int | None]:
-        """Of the kernel, forward and backward, that bring anything; None where samples differ."""
+    def calls(self, back: bool) -> int | None:
+        """Of the kernel, in that direction, that bring anything; None where samples differ."""
         if len(self.samples) > 1:
-            return None, None
-        own = self.blocks.keys[self.place]
-        found = [[*self.transport.comes(own, back)] for back in (False, True)]
-        return tuple(sum(bool(self.tiles(keys)[0][1]) for keys in each) for each in found)
+            return None
+        if back not in self._calls:
+            blocks = self.transport.comes(self.blocks.keys[self.place], back)
+            self._calls[back] = sum(bool(self.tiles(keys)[0][1]) for keys in blocks)
+        return self._calls[back]
 
     @cached_property
     def transport_of_pairs(self) -> Transport:

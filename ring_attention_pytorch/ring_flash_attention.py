@@ -36,7 +36,7 @@ class RingAttentionFunction(Function):
     def forward(
         plan: RingPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        result = Result(q, v, plan.calls[0] if sinks is None else None)
+        result = Result(q, v, plan.calls(back=False) if sinks is None else None)
         with torch.autocast(q.device.type, enabled=False):
             for keys in plan.transport.stream(plan.keys(k, v)):
                 for some, tiles in plan.tiles(keys.segments):  # once for all samples that see alike
@@ -122,11 +122,13 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             another. None takes the fastest that can do it (`explain_kernel` tells), a named one
             never falls back.
         transport: "ring" passes keys from neighbour to neighbour, "gather" has all that are needed
-            come at once; None chooses.
+            come at once; None chooses, on GPUs by speeds that the group's first plan measures
+            (under torch.use_deterministic_algorithms by those of H200s).
         ulysses: so many neighbours swap heads for sequence first, and only ranks with the same
             heads exchange keys. It must divide the ring and the heads of q.
         memory: bytes that other ranks' keys and gradients may take here under "gather", which
-            then brings fewer owners at once, but at least one. None is no bound.
+            then brings fewer owners at once, but at least one. None is no bound where the
+            transport is named; else 8 GiB, and on GPUs at most half of what is left.
         plan: a `RingPlan` for tensors like these. It stands for all options but return_lse,
             sinks and key_bias, of which it must know that they come.
         return_lse: also return the log-sum-exp of the scores.
@@ -153,8 +155,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         prefix: under causal, so many first tokens of the sequence see one another both ways;
             one number, or one for each sample.
         query_positions, key_positions: int `[n]` and `[m]`, by which causal and window go where
-            keys are of another sequence. Best in few runs that ascend by one, for tiles are
-            made of pairs of them.
+            keys are of another sequence; less than 2 ** 30 from 0. Best in few runs that ascend
+            by one, for tiles are made of pairs of them.
         dropout: so much of the probabilities is dropped, the rest multiplied by 1 / (1 - dropout);
             lse is without. What is dropped depends on seed, sample, head and the tokens' places
             in the whole sequence alone, not on ranks; keys of another sequence count in the order

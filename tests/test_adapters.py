@@ -30,8 +30,13 @@ def shown(n: int, m: int, left: int, right: int) -> Tensor:
 
 
 def shown_2(n: int, m: int, left: int, right: int) -> Tensor:
-    """That of flash-attn 2, which takes what is as wide as the keys for no bound."""
-    return shown(n, m, *(-1 if bound >= m else bound for bound in (left, right)))
+    """That of flash-attn 2: a bound as wide as the keys is none, none beside another so wide."""
+    left, right = (-1 if bound >= m else bound for bound in (left, right))
+    if left >= 0 > right:
+        right = m
+    elif right >= 0 > left:
+        left = m
+    return shown(n, m, left, right)
 
 
 def attend(q, k, v, seen, scale, softcap):

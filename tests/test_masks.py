@@ -81,6 +81,7 @@ AT = torch.arange(5)
         (dict(query_positions=AT), "need one another"),
         (dict(query_positions=AT[:4], key_positions=AT), "query_positions must be int64 or int32"),
         (dict(query_positions=AT, key_positions=AT + 2**30), "less than 2 ** 30 from 0"),
+        (dict(query_positions=AT, key_positions=AT - 2**63), "less than 2 ** 30 from 0"),
         (dict(query_positions=AT, key_positions=AT / 2), "key_positions must be int64 or int32"),
         (dict(query_positions=AT, key_positions=AT, cu_seqlens=[0, 5]), "exclude each other"),
         (dict(sinks=torch.zeros(3)), "sinks must be floating [2]"),

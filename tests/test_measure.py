@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -21,25 +22,40 @@ NEAR = {f"near {n}": 1e-4 + n / 100e9 for n in measure._BYTES}
 FAR = {f"far {n}": 1e-3 + n / 1e9 for n in measure._BYTES}
 
 
-def measured() -> tuple[dict, bool, int]:
-    """For a pool: what this rank makes of the machine, by little; again nothing is measured."""
-    measure._BYTES, measure._FLOPS = (1 << 10, 1 << 12, 1 << 16), 1 << 22
-    like = torch.empty(0)
-    kernel, ring = choose("sdpa", Case("cpu", torch.float32, d=16, d_v=16)), Ring()
-    machine = machine_of(ring, kernel, JOB, like)
-    before, measure._seconds = measure._seconds, None
-    again = machine_of(ring, kernel, JOB, like)
-    measure._seconds = before
-    return machine._asdict(), again == machine, len(measure._known[ring.group])
+def measured(without: int = -1, forgets: int = -1) -> tuple[dict, bool, list[int]]:
+    """For a pool: what this rank makes of the machine, by little, and how often it measured.
+
+    One rank may have no memory to measure with, or have forgotten all by the second time.
+    """
+    ring, like, asked = Ring(), torch.empty(0), Case("cpu", torch.float32, d=16, d_v=16)
+    kernel, times = choose("sdpa", asked), []
+    counted, seconds, room = mock.Mock(wraps=measure._seconds), [], measure.room
+
+    def no_room(*given: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory left")
+
+    measure._known.pop(ring.group, None)
+    small = dict(_BYTES=(1 << 10, 1 << 12, 1 << 16), _FLOPS=1 << 22, _seconds=counted)
+    small |= dict(room=no_room if ring.rank == without else room)
+    with mock.patch.multiple(measure, **small):
+        for _ in range(2):
+            seconds.append(machine_of(ring, 1, kernel, JOB, like))
+            times.append(counted.call_count)
+            if ring.rank == forgets:
+                measure._known.pop(ring.group)
+        seconds.append(machine_of(ring, 1, kernel, JOB, like))
+        times.append(counted.call_count)
+    measure._known.pop(ring.group)
+    return seconds[-1]._asdict(), seconds[0] == seconds[1], times
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_ranks_see_the_same_machine_and_measure_it_once(pools, size):
     found = pools(size).run(measured)
+    machine, repeats, times = found[0]
     assert all(each == found[0] for each in found)
-    machine, repeats, known = found[0]
     assert repeats
-    assert known == 2  # links and kernel
+    assert times == [3 + 2] * 3  # messages of three lengths, forward and backward
     assert machine["domain"] == size
     assert machine["pull"] == H200.pull  # there is no shared memory to pull from
     for speed in ("forward", "backward"):
@@ -47,33 +63,26 @@ def test_all_ranks_see_the_same_machine_and_measure_it_once(pools, size):
     assert all(a < b and s > 0 for (a, s), (b, _) in pairwise(machine["hops"]))
 
 
-def failing(rank: int) -> dict:
-    """For a pool: one rank has no memory left to measure with."""
-    ring = Ring()
-    measure._known.pop(ring.group, None)
-
-    def once() -> dict[str, float]:
-        if ring.rank == rank:
-            raise torch.OutOfMemoryError("no memory left")
-        return {"near 1": 1.0}
-
-    found = measure._once(ring, "this", once)
-    measure._known.pop(ring.group)
-    return found
-
-
 def test_what_one_rank_could_not_measure_nobody_knows(pools):
-    assert pools(4).run(failing, 2) == [{}] * 4
-    assert pools(4).run(failing, -1) == [{"near 1": 1.0}] * 4
+    found = pools(4).run(measured, 2)
+    assert all(each == found[0] for each in found)
+    assert found[0][0]["hops"] == H200.hops
+    assert found[0][2] == [2] * 3  # the kernel alone
+
+
+def test_what_one_rank_has_forgotten_all_measure_again(pools):
+    found = pools(4).run(measured, -1, 1)
+    assert all(each[0] == found[0][0] for each in found)
+    assert [each[2] for each in found] == [[5, 10, 15]] * 4
 
 
 def test_slow_links_change_the_choice():
     everyone = all_segments("zigzag", 4, 4 * 8192)
     blocks, job = Blocks(everyone, everyone, Visible(causal=True)), Job(1, 32, 8, 128, 128, 2)
-    fast = machine_from(NEAR | {"pull": (64 << 20) / 400e9}, 4, job)
+    fast = machine_from(NEAR | {"pull": measure._PULLED / 400e9}, 4, job)
     assert fast.pull == pytest.approx(400e9)
     assert choose_transport(blocks, job, 3, fast) == "gather"
-    slow = machine_from(NEAR | {"pull": (64 << 20) / 1e9}, 4, job)
+    slow = machine_from(NEAR | {"pull": measure._PULLED / 1e9}, 4, job)
     assert choose_transport(blocks, job, 3, slow) == "ring"
 
 
@@ -96,7 +105,15 @@ def test_a_cpu_measures_nothing_and_a_gpu_gives_at_most_half_of_what_is_left(mon
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
-    assert room_left(on_gpu) == (1000 + 500 - 300) // 2
+    assert room_left(on_gpu) == 512  # a power of two up to (1000 + 500 - 300) / 2
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert room_left(on_gpu) == measure.ROOM
+        assert not measure.measures(on_gpu, None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert measure.measures(on_gpu, None)
+    assert not measure.measures(on_gpu, "ring")
 
 
 def test_explaining_says_whose_speeds_they_are():

@@ -18,7 +18,7 @@ from ring_attention_pytorch.kernels._triton_forward import forward_kernel
 KERNELS = forward_kernel, keys_kernel, queries_kernel
 SIZES = dict(ROWS=64, COLS=32, D=64, D_V=64, EVEN=True, EVEN_V=True, PRECISION="ieee", WIDE=False,
              NEGATE=False, TMA=False)  # fmt: skip
-FORKS = ("MASK", "CLAMP", "ALIBI", "DROPS", "FRESH")
+FORKS = ("MASK", "CLAMP", "ALIBI", "DROPS", "MOVES", "FRESH")
 GIVEN = dict(mask="MASK", alibi="ALIBI", rows_at="ALIBI", cols_at="ALIBI", row_numbers="DROPS",
              col_numbers="DROPS")  # fmt: skip
 TYPES = dict.fromkeys(("q", "k", "v", "dout", "out", "dq", "dk", "dv"), "*bf16")
@@ -32,7 +32,8 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Every kernel, with and without each of what it forks for, alone and all together."""
     for kernel, chosen in product(KERNELS, [(), *((fork,) for fork in FORKS), FORKS]):
         on = {fork: fork in chosen for fork in FORKS}
-        yield kernel, SIZES | on | dict(MOVES=on["FRESH"], FRESH_V=on["FRESH"])
+        # where nothing was before, what is written is new memory
+        yield kernel, SIZES | on | dict(MOVES=on["MOVES"] or on["FRESH"], FRESH_V=on["FRESH"])
 
 
 def module_of(kernel: Any, constants: dict[str, Any]) -> str:

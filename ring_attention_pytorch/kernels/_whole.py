@@ -34,26 +34,35 @@ def from_bottom_right(tile: Tile) -> tuple[int, int]:
 
 
 def windows(tiles: Sequence[Tile]) -> Iterator[tuple[Tile, int, int]]:
-    """Tiles with (left, right) as flash-attn 2 counts them, some of them in two.
+    """Tiles with (left, right) as flash-attn 2 counts them, some of them in parts.
 
-    It takes a `right` of as many as there are columns for no bound, though the first of many rows
-    may see but few: from where on rows see all columns they are a tile of their own.
+    It takes a bound of as many as there are columns for none, and none beside another for as many
+    as there are columns. Where rows are more than columns neither is true of the first ones.
 
     >>> [(t.rows, *bounds) for t, *bounds in windows([Tile(slice(0, 9), slice(0, 4), None, 1)])]
     [(slice(0, 3, None), -1, 0), (slice(3, 9, None), -1, -1)]
     """
     for tile in tiles:
-        (first, last), m = (tile.rows.start, tile.rows.stop), tile.cols.stop - tile.cols.start
-        if tile.right is None or not 2 * m - (last - first) <= tile.right < m - 1:
-            yield tile, *from_bottom_right(tile)
-            continue
-        bounded = m - tile.right
-        left = None if tile.left is None else tile.left - bounded
-        for part in (
-            tile._replace(rows=slice(first, first + bounded)),
-            tile._replace(rows=slice(first + bounded, last), left=left, right=None),
-        ):
+        for part in _apart(tile):
             yield part, *from_bottom_right(part)
+
+
+def _apart(tile: Tile) -> Iterator[Tile]:
+    """The rows of a tile that see all columns on one side apart from those that do not."""
+    rows, cols, left, right = tile
+    n, m = rows.stop - rows.start, cols.stop - cols.start
+    left = None if left is None or left >= n - 1 else left
+    right = None if right is None or right >= m - 1 else right
+    if right is not None and right + n - m >= m:  # from here on they see the last column
+        cut, first = m - right, (left, right)
+    elif left is not None and right is None and n > m + 1:  # up to here they see the first
+        cut, first = left + 1, (None, None)
+    else:
+        yield Tile(rows, cols, left, right)
+        return
+    yield Tile(slice(rows.start, rows.start + cut), cols, *first)
+    left = None if left is None else left - cut
+    yield from _apart(Tile(slice(rows.start + cut, rows.stop), cols, left, None))
 
 
 def aligned(*tensors: Tensor) -> list[Tensor]:

@@ -29,6 +29,8 @@ TOGETHER = [
     *(("causal", name) for name in ("window", "key mask", "one key head", "gradient of lse")),
     *((name, "gradient of lse") for name in ("sinks", "documents", "bias", "mask_mod", "dropout")),
     ("causal", "cu_seqlens", "dropout"),
+    ("causal", "cu_seqlens", "window"),
+    ("documents", "window"),
     ("documents", "dropout"),
     ("documents", "mask_mod"),
 ]

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, explain_plan, positions, ring_attn
-from ring_attention_pytorch.cost import H200
 from ring_attention_pytorch.transports.messages import Form
 from ring_attention_pytorch.transports.symmetric import Shelf, SymmetricGather
 from tests.reference import dense_attention, relative_error
@@ -202,7 +201,7 @@ def speeds() -> str:
     """What a plan that names no transport measured; the same on all ranks."""
     q = torch.randn(1, 1024, 8, 64, device=torch.cuda.current_device(), dtype=torch.bfloat16)
     plan = RingPlan.make(q, q, q, causal=True, layout="zigzag")
-    assert plan.machine is not H200
+    assert plan.machine.measured
     told = [""] * dist.get_world_size()
     dist.all_gather_object(told, str(plan.machine))
     assert len({*told}) == 1, told
