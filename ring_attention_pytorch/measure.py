@@ -105,7 +105,7 @@ def machine_from(found: Seconds, domain: int, job: Job) -> Machine:
     hops = [(n, found[f"near {n}"]) for n in _BYTES if f"near {n}" in found]
     if hops:
         machine = machine._replace(hops=((0, hops[0][1]), *hops))
-    if "far" in " ".join(found):
+    if f"far {most}" in found:
         hop = found[f"far {least}"]
         machine = machine._replace(
             network_hop=hop, network=most / max(found[f"far {most}"] - hop, 1e-9)
@@ -114,7 +114,7 @@ def machine_from(found: Seconds, domain: int, job: Job) -> Machine:
         machine = machine._replace(pull=_PULLED / found["pull"])
     for name, times in (("forward", 1.0), ("backward", 2.5)):
         if name in found:
-            flops = times * job.pair_flops // job.batch * _tokens(job) ** 2
+            flops = times * job._replace(batch=1).pair_flops * _tokens(job) ** 2
             machine = machine._replace(**{name: flops / found[name]})
     return machine
 
@@ -218,7 +218,7 @@ def _speeds(kernel: Chosen, job: Job, like: Tensor) -> Seconds:
 
 def _tokens(job: Job) -> int:
     """Queries and keys of the block that is measured, of one sample."""
-    pairs = _FLOPS / max(1, job.pair_flops // max(1, job.batch))
+    pairs = _FLOPS / max(1, job._replace(batch=1).pair_flops)
     return max(128, min(4096, int(pairs**0.5) // 128 * 128))
 
 
