@@ -1,8 +1,9 @@
 """What can be wrong with tensors and options, and what ranks must have the same of them."""
 
 import math
+from collections.abc import Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,6 @@ from ring_attention_pytorch.layouts import (
     layout_problem,
 )
 from ring_attention_pytorch.transports import transport_problem
-
-if TYPE_CHECKING:
-    from ring_attention_pytorch.plan import RingPlan
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AUTOCAST_FROM = DTYPES[1:]
@@ -186,15 +184,15 @@ def over_ring_problem(
 
 
 def other_way_problem(
-    plan: "RingPlan", *, transport: str | None, ulysses: int, memory: int | None
+    has: Mapping[str, Any], *, transport: str | None, ulysses: int, memory: int | None
 ) -> str | None:
-    """Where a plan does otherwise than a module asks for."""
-    if plan.ring.size == 1:
-        return None
-    wanted = (transport or plan.transport_name, ulysses, memory or plan.memory)
-    if wanted == (plan.transport_name, plan.degree, plan.memory):
+    """Where a plan, which has these, does otherwise than a module asks for."""
+    wanted = dict(
+        transport=transport or has["transport"], ulysses=ulysses, memory=memory or has["memory"]
+    )
+    if wanted == has:
         return None
     return (
-        f"the plan has transport={plan.transport_name!r}, ulysses={plan.degree} and "
-        f"memory={plan.memory}, the module {transport!r}, {ulysses} and {memory}"
+        f"the plan has transport={has['transport']!r}, ulysses={has['ulysses']} and "
+        f"memory={has['memory']}, the module {transport!r}, {ulysses} and {memory}"
     )

@@ -285,7 +285,8 @@ class RingAttention(nn.Module):
             )
         if self.kernel is not None and not f"{plan.kernel.name}-".startswith(f"{self.kernel}-"):
             raise ValueError(f"the plan uses another kernel than this module's {self.kernel!r}")
-        if problem := other_way_problem(plan, **self.over_ring):
+        has = dict(transport=plan.transport_name, ulysses=plan.degree, memory=plan.memory)
+        if plan.ring.size > 1 and (problem := other_way_problem(has, **self.over_ring)):
             raise ValueError(problem)
         if plan.ring.size > 1 and not self.spread.ring_attn:
             raise ValueError("a plan over a ring needs a module with ring_attn=True")

@@ -3,8 +3,8 @@
 A kernel that keeps a running result in memory asks for `running()` and works in place there, or
 for `room`, which need not be filled with zeros first. A kernel that returns a part by itself
 hands it to `add`: the first part of all tokens is taken as it is. So where one call is all there
-is nothing is copied, cast or filled. Nothing here goes through einops: where tokens are few, the
-host's time for each part counts.
+is nothing is copied, cast or filled. Parts are transposed without einops: where tokens are few, the
+host's time for each of them counts.
 """
 
 from collections.abc import Iterator, Sequence

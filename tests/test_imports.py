@@ -35,7 +35,7 @@ ALLOWED = {
     "ulysses": {"contract", "layouts", "ring", "running", "transforms", "transports"},
     "cost": {"layouts", "transports"},
     "measure": {"contract", "cost", "kernels", "layouts", "ring", "running", "transports"},
-    "checks": {"layouts", "plan", "transports"},
+    "checks": {"layouts", "transports"},
     "plan": {
         "agreement",
         "checks",
