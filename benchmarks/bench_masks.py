@@ -5,7 +5,8 @@
 
 FLOPs are those of visible pairs, backward 2.5 times forward; times and errors are as `rings.py`
 says. "of a full mask's" compares with the same kernel's speed at the whole causal mask over the
-same ring; "keys received" are the most that any rank gets of others, forward.
+same ring; "keys received" are the most that any rank gets of others, forward. "calls alone" are the
+kernel's calls where nothing travels.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.bench_balance import borders
 from benchmarks.rings import Attend, Hidden, Result, Shape, checker, markdown, measured
+from benchmarks.still import ALONE, still
 from ring_attention_pytorch import RingPlan, balanced, ring_attn
 from ring_attention_pytorch.balance import visible_keys
 from ring_attention_pytorch.documents import of_borders
@@ -102,7 +104,7 @@ def row(
     came = max(sum(tokens(group.pieces(rank)) for group in groups) for rank in range(ranks))
     return [
         *(f"{s:.3g}" for s in speeds), share, f"{came:,.0f}", f"{result.peak:.1f}",
-        ", ".join(f"{e:.0e}" for e in result.errors),
+        ", ".join(f"{e:.0e}" for e in result.errors or ()),
     ]  # fmt: skip
 
 
@@ -120,18 +122,21 @@ def table(shape: Shape, kernels: list[str], size: int, repeats: int) -> list[lis
     for name, mask in masks(length, ring.size, size).items():
         errors = checker(shape, tensors, mask.layout, mask.hidden)
         for kernel in kernels:
-            start = [str(shape.tokens), name, kernel]
+            start = [str(shape.tokens), name]
             try:
                 attend, plan = made(shape, mask, kernel, tensors)
             except ValueError as error:  # the same on all ranks
-                lines.append([*start, f"refused: {str(error)[:80]}", *[""] * 6])
+                lines.append([*start, kernel, f"refused: {str(error)[:80]}", *[""] * 6])
                 continue
-            result = measured(attend, tensors, repeats, errors)
-            if name == "causal" and isinstance(result, Result):
-                full[kernel] = result
-            lines.append([*start, *row(shape, mask, result, plan, full.get(kernel))])
-            if ring.rank == 0:
-                print(" | ".join(lines[-1]), flush=True)
+            ours, alone = (kernel, attend, errors), (ALONE + kernel, still(plan), None)
+            for subject, run, check in (ours, alone):
+                result = measured(run, tensors, repeats, check)
+                if (name, subject) == ("causal", kernel) and isinstance(result, Result):
+                    full[kernel] = result
+                of = None if check is None else full.get(kernel)
+                lines.append([*start, subject, *row(shape, mask, result, plan, of)])
+                if ring.rank == 0:
+                    print(" | ".join(lines[-1]), flush=True)
     return lines
 
 

@@ -8,12 +8,14 @@
 
 FLOPs are those of the visible half under a causal mask, backward 2.5 times forward; times and
 errors are as `rings.py` says. "theory" is the same kernel on one GPU over the whole sequence,
-divided by the ranks. "in a graph" are the same calls, captured once and replayed as a CUDA graph.
+divided by the ranks. "calls alone" are the kernel's calls of a gather where nothing travels. "in a
+graph" are the same calls, captured once and replayed as a CUDA graph.
 """
 
 import argparse
 import datetime
 import os
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from benchmarks import gpu_peers
 from benchmarks.rings import Attend, Result, Shape, checker, markdown, measured, synchronize
+from benchmarks.still import ALONE, still
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.kernels import KERNELS, problem
 from ring_attention_pytorch.ring import Ring
@@ -45,14 +48,20 @@ class Options(NamedTuple):
     graphs: bool
 
 
-def ours(shape: Shape, kernel: str, transport: str, ulysses: int, like: list[Tensor]) -> Attend:
-    """With a plan made once, as layers have it."""
+def ours(
+    shape: Shape, kernel: str, transport: str, ulysses: int, like: list[Tensor]
+) -> dict[str, Attend]:
+    """With a plan made once, as layers have it; of a gather its calls alone, too."""
     q, k, v = (t.detach().requires_grad_() for t in like[:3])
     plan = RingPlan.make(
         q, k, v, causal=shape.causal, layout=shape.layout, kernel=kernel, transport=transport,
         ulysses=ulysses,
     )  # fmt: skip
-    return lambda q, k, v: ring_attn(q, k, v, plan=plan)
+    name = f"{transport}, {kernel}" + (f", Ulysses {ulysses}" if ulysses > 1 else "")
+    found: dict[str, Attend] = {name: lambda q, k, v: ring_attn(q, k, v, plan=plan)}
+    if (transport, ulysses) == ("gather", 1):
+        found[ALONE + kernel] = still(plan)
+    return found
 
 
 def shelves(device: torch.device) -> float:
@@ -98,14 +107,16 @@ def all_of(shape: Shape, options: Options) -> dict[str, Result | str]:
     for kernel in options.kernels:
         for ulysses in options.ulysses:
             for transport in options.transports:
-                name = f"{transport}, {kernel}" + (f", Ulysses {ulysses}" if ulysses > 1 else "")
                 try:
-                    attend = ours(shape, kernel, transport, ulysses, tensors)
+                    each = ours(shape, kernel, transport, ulysses, tensors)
                 except ValueError as error:  # the same on all ranks
-                    found[name] = str(error)[:120]
+                    found[f"{transport}, {kernel}, Ulysses {ulysses}"] = str(error)[:120]
                     continue
-                for graph in (False, True)[: 1 + options.graphs]:
-                    result = measured(attend, tensors, options.repeats, errors, graph)
+                for (name, attend), graph in product(
+                    each.items(), (False, True)[: 1 + options.graphs]
+                ):
+                    check = None if name.startswith(ALONE) else errors
+                    result = measured(attend, tensors, options.repeats, check, graph)
                     if isinstance(result, Result):
                         result = result._replace(peak=result.peak + shelves(tensors[0].device))
                     found[name + GRAPH * graph] = result
@@ -185,7 +196,7 @@ def trace(shape: Shape, options: Options, folder: Path) -> None:
     kinds += [ProfilerActivity.CUDA] if shape.device.type == "cuda" else []
     for kernel in options.kernels:
         for transport in options.transports:
-            attend = ours(shape, kernel, transport, 1, tensors)
+            attend = ours(shape, kernel, transport, 1, tensors)[f"{transport}, {kernel}"]
             leaves = [t.requires_grad_() for t in tensors[:3]]
             for last in (False, True):
                 dist.barrier()

@@ -192,7 +192,7 @@ class Can(NamedTuple):
     widest: int | None = None  # head size
     multiple: int = 1  # of which head sizes must be
     one_size: bool = False  # d and d_v are the same
-    one_launch: bool = False  # does a block at once, however many tiles that has
+    few_calls: bool = False  # does a block of many tiles in a few calls
     features: frozenset[str] = FEATURES
     package: Package | None = None
 

@@ -1,7 +1,11 @@
 """A pool of processes that stays up between cases: launching is dear, a case is not."""
 
+import faulthandler
 import multiprocessing as mp
+import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,6 +29,7 @@ def _serve(
     pipe: Connection, rank: int, size: int, folder: str, timeout: float, backend: str
 ) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)  # tells where it is
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -77,6 +82,9 @@ class Pool:
         while len(answers) < self.size:
             waiting = {p: r for r, (p, _) in enumerate(self.members) if r not in answers}
             if not (ready := wait(list(waiting), self.timeout)):
+                for rank in waiting.values():
+                    os.kill(self.members[rank][1].pid, signal.SIGUSR1)
+                time.sleep(0.5)
                 late = ("error", f"gave no answer in {self.timeout} s")
                 answers |= dict.fromkeys(waiting.values(), late)
             for pipe in ready:

@@ -8,6 +8,7 @@ The kernels themselves are checked by tests/gpu.
 
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -98,19 +99,53 @@ def stand_in_2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stand_in_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many sequences too; what none of them uses is not written."""
+
     def seen_by(q, k, causal, left, right):
         bounds = (-1, 0) if causal else (-1 if x is None else x for x in (left, right))
         return shown(q.shape[1], k.shape[1], *bounds)
 
+    def places(cumulative, used, ascend=True):
+        assert cumulative.dtype == used.dtype == torch.int32
+        assert len(cumulative) == len(used) + 1
+        for (start, stop), length in zip(pairwise(cumulative.tolist()), used.tolist()):
+            assert length > 0
+            assert start + length <= stop or not ascend
+            yield slice(start, start + length)
+
     def forward(q, k, v, softmax_scale, softcap, return_lse, causal=False, window_size_left=None,
-                window_size_right=None):  # fmt: skip
-        seen = seen_by(q, k, causal, window_size_left, window_size_right)
-        return *attend(q, k, v, seen, softmax_scale, softcap)[:2], None
+                window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
+                seqused_k=None):  # fmt: skip
+        window = causal, window_size_left, window_size_right
+        if cu_seqlens_q is None:
+            seen = seen_by(q, k, *window)
+            return *attend(q, k, v, seen, softmax_scale, softcap)[:2], None
+        out = q.new_full((*q.shape[:2], v.shape[-1]), torch.nan)
+        lse = q.new_full((q.shape[1], len(q)), torch.nan)
+        # keys are only read, so those of several sequences may be the same
+        keys = places(cu_seqlens_k, seqused_k, ascend=False)
+        for rows, cols in zip(places(cu_seqlens_q, seqused_q), keys):
+            one = [t[None] for t in (q[rows], k[cols], v[cols])]
+            found = attend(*one, seen_by(*one[:2], *window), softmax_scale, softcap)
+            out[rows], lse[:, rows] = found[0][0], found[1][0]
+        return out, lse, None
 
     def backward(q, k, v, out, dout, lse, softmax_scale, softcap, deterministic, dlse,
-                 causal=False, window_size_left=None, window_size_right=None):  # fmt: skip
-        seen = seen_by(q, k, causal, window_size_left, window_size_right)
-        return differentiate(dout, q, k, v, out, lse, seen, softmax_scale, softcap, dlse)
+                 causal=False, window_size_left=None, window_size_right=None, cu_seqlens_q=None,
+                 cu_seqlens_k=None, seqused_q=None, seqused_k=None):  # fmt: skip
+        assert lse.is_contiguous()
+        window, terms = (causal, window_size_left, window_size_right), (softmax_scale, softcap)
+        if cu_seqlens_q is None:
+            return differentiate(dout, q, k, v, out, lse, seen_by(q, k, *window), *terms, dlse)
+        dq, dk, dv = (torch.full_like(t, torch.nan) for t in (q, k, v))
+        for rows, cols in zip(places(cu_seqlens_q, seqused_q), places(cu_seqlens_k, seqused_k)):
+            one = [t[None] for t in (dout[rows], q[rows], k[cols], v[cols], out[rows])]
+            by_head = [None if t is None else t[None, :, rows] for t in (lse, dlse)]
+            seen = seen_by(*one[1:3], *window)
+            found = differentiate(*one, by_head[0], seen, *terms, by_head[1])
+            for whole, at, (part,) in zip((dq, dk, dv), (rows, cols, cols), found):
+                whole[at] = part
+        return dq, dk, dv
 
     module(monkeypatch, "flash_attn.cute.interface", _flash_attn_fwd=forward,
            _flash_attn_bwd=backward)  # fmt: skip
@@ -182,7 +217,14 @@ ANY += [
     KernelCase(15, 21, ((0, 15, 0, 21, None, 6),), batch=2),
     KernelCase(20, 20, ((0, 10, 0, 10, None, 0), (10, 20, 0, 20, None, 10)), pieces=3),
     KernelCase(9, 9, ((0, 1, 0, 1, None, None), (1, 9, 0, 9, None, 1)), d=(8, 8)),
-]
+    # runs of tiles with gaps on one side, on the other, and on both
+    KernelCase(
+        30, 30,
+        ((2, 9, 1, 8, None, 0), (9, 14, 12, 17, None, 0), (16, 20, 17, 21, None, 0),
+         (22, 30, 24, 30, None, -2), (22, 30, 1, 17, None, None)),
+        heads=(6, 2), batch=2, pieces=2,
+    ),
+]  # fmt: skip
 
 
 def can(kernel: str, case: KernelCase) -> bool:

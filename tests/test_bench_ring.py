@@ -28,11 +28,15 @@ def test_every_transport_is_measured_and_right(tmp_path: Path) -> None:
     table = [line.split(" | ") for line in said.splitlines() if line.startswith("| 48")]
     names = {(row[1], row[2]) for row in table}
     for mask in ("causal", "full"):
-        for name in ("theory, sdpa", "ring, sdpa", "gather, sdpa", "gather, sdpa, Ulysses 2"):
+        for name in (
+            "theory, sdpa", "ring, sdpa", "gather, sdpa", "gather, sdpa, Ulysses 2",
+            "calls alone, sdpa",
+        ):  # fmt: skip
             assert (mask, name) in names
     for row in table:
         assert "failed" not in row[3]
-        if "theory" not in row[2]:
+        if "theory" not in row[2] and "alone" not in row[2]:
+            assert re.findall(r"\de-\d+", row[-1])
             assert all(float(e) < 1e-5 for e in re.findall(r"\de-\d+", row[-1]))
     assert list(tmp_path.glob("*-ring.md"))
 
@@ -40,8 +44,9 @@ def test_every_transport_is_measured_and_right(tmp_path: Path) -> None:
 def test_masks_are_measured_and_right() -> None:
     said = run("--tokens", "48", "--window", "16", "--kernels", "sdpa", benchmark="bench_masks")
     table = [line.split(" | ") for line in said.splitlines() if line.startswith("| 48")]
-    assert len(table) == 6
-    for row in table:
+    assert len(table) == 12
+    for row in table[::2]:
+        assert re.findall(r"\de-\d+", row[-1])
         assert all(float(e) < 1e-5 for e in re.findall(r"\de-\d+", row[-1]))
     received = {row[1]: int(row[7]) for row in table}
     assert received["causal"] == 48

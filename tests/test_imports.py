@@ -98,6 +98,7 @@ ALLOWED = {
     "routing.transformer": {"loss", "ring", "ring_transformer", "routing"},
     "kernels.__init__": {"contract", "kernels"},
     "kernels._whole": KERNEL,
+    "kernels._packs": KERNEL | {"kernels"},
     "kernels.eager_tangents": KERNEL | {"kernels"},  # of eager, what a score is
     **{f"kernels.{name}": KERNEL | {"kernels"} for name in ("flash_attn_2", "flash_attn_4")},
     **{f"kernels.sdpa_{name}": KERNEL | {"kernels"} for name in ("cudnn", "flash")},

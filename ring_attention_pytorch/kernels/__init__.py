@@ -117,7 +117,7 @@ def _named(name: str | None, case: Case) -> list[str]:
     old = case.capability is not None and case.capability < (9, 0)
     order = dict.fromkeys((*(_BEFORE_HOPPER if old else ()), *KERNELS))
     if case.packed:  # many short calls take longer than one of a kernel that is slower by itself
-        order = sorted(order, key=lambda n: not KERNELS[n].CAN.one_launch)
+        order = sorted(order, key=lambda n: not KERNELS[n].CAN.few_calls)
     found = [n for n in order if name is None or n == name or n.startswith(f"{name}-")]
     if not found:
         raise ValueError(

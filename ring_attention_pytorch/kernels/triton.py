@@ -28,7 +28,7 @@ CAN = Can(
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
     oldest=(8, 0),
     widest=_WIDEST,
-    one_launch=True,
+    few_calls=True,
     features=FEATURES - {"mask_mod"},
     package=Package("triton", "triton", "3.4", "triton"),
 )

@@ -60,6 +60,23 @@ EVEN = [  # head sizes that every kernel has
     KernelCase(129, 131, d=(64, 64), laid="sliced", batch=2),
     KernelCase(65, 67, d=(128, 128), laid="columns", batch=2, scale=0.3),
     KernelCase(300, 260, d=(128, 64), heads=(4, 1)),
+    # packed documents, with gaps between them on either side
+    KernelCase(
+        600, 600,
+        ((3, 90, 3, 90, *CAUSAL), (90, 91, 90, 91, *CAUSAL), (99, 300, 99, 300, *CAUSAL),
+         (300, 303, 310, 313, *CAUSAL), (320, 600, 320, 600, *CAUSAL)),
+        d=(128, 128), heads=(8, 2), batch=2, pieces=2,
+    ),
+    KernelCase(
+        400, 500,
+        ((0, 100, 10, 170, None, None), (110, 111, 200, 203, None, None),
+         (130, 260, 203, 330, None, None), (260, 400, 340, 500, None, None)),
+        d=(64, 64), heads=(3, 3), batch=2,
+    ),
+    KernelCase(
+        500, 500, tuple((i, i + 125, i, i + 125, 40, 0) for i in range(0, 500, 125)), d=(64, 64),
+        softclamp=3.0,
+    ),
 ]  # fmt: skip
 ALL = CASES + LONG + EVEN
 
@@ -153,6 +170,22 @@ def test_what_sees_nothing_stays_to_the_bit(i):
 def test_five_hundred_runs_give_the_same_bits(dtype):
     case = replace(LONG[0], dtype=dtype, masked=True)
     assert not unrepeated(case, "triton", "cuda", times=500)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("i", [0, -4, -3, -1])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_claims_a_deterministic_backward_repeats(kernel, i, dtype):
+    """All memory is NaN until it is written, too: so PyTorch makes it then."""
+    case = replace(EVEN[i], dtype=dtype)
+    if (why := problem(kernel, asked(case)._replace(deterministic=True))) is not None:
+        pytest.skip(why)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not faults(case, kernel, "cuda")
+        assert not unrepeated(case, kernel, "cuda", times=50)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("far", ["batches", "rows"])

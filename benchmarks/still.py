@@ -1,0 +1,40 @@
+"""The kernel's calls of a gather and nothing else of it: what a transport could still gain."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.rings import Attend
+from ring_attention_pytorch import RingPlan, ring_attn
+from ring_attention_pytorch.contract import Keys
+from ring_attention_pytorch.transports.gather import Gather
+from ring_attention_pytorch.transports.pieces import Group, tokens
+
+ALONE = "calls alone, "
+
+
+@dataclass(frozen=True)
+class Still(Gather):
+    """Own keys stand for the others', and nothing travels: the results mean nothing."""
+
+    standing: dict[int, list[Tensor]] = field(default_factory=dict, compare=False, repr=False)
+
+    def _pull(self, own: Keys, group: Group) -> Callable[[], list[Tensor]]:
+        if id(group) not in self.standing:
+            length = tokens(group.pieces(self.ring.rank))
+            given = [t.detach() for t in own[:3] if t is not None]
+            times = 1 + length // max(1, own.k.shape[1])
+            self.standing[id(group)] = [torch.cat([t] * times, dim=1)[:, :length] for t in given]
+        return lambda: self.standing[id(group)]
+
+    def _send_home(self, *_: object) -> Callable[[], None]:
+        return lambda: None
+
+
+def still(plan: RingPlan) -> Attend:
+    """The calls that a gather's plan makes of its kernel on this rank."""
+    gather = plan.transport
+    alone = replace(plan, transport=Still(gather.ring, gather.groups, gather.lengths))
+    return lambda q, k, v: ring_attn(q, k, v, plan=alone)
