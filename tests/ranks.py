@@ -2,10 +2,7 @@
 
 import faulthandler
 import multiprocessing as mp
-import os
-import signal
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +18,9 @@ _context.set_forkserver_preload(
 )
 
 
+_GRACE = 20.0  # seconds
+
+
 class RankFailed(AssertionError):
     """A rank raised, died or hung."""
 
@@ -29,7 +29,8 @@ def _serve(
     pipe: Connection, rank: int, size: int, folder: str, timeout: float, backend: str
 ) -> None:
     torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR1)  # tells where it is
+    late = 0.9 * timeout  # tells where it is
+    faulthandler.dump_traceback_later(late)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -37,12 +38,15 @@ def _serve(
         timeout=timedelta(seconds=timeout),
         device_id=torch.device("cuda", rank) if backend == "nccl" else None,
     )  # fmt: skip
+    faulthandler.cancel_dump_traceback_later()
     while (task := pipe.recv()) is not None:
         case, args = task
+        faulthandler.dump_traceback_later(late)
         try:
             answer = ("ok", case(*args))
         except BaseException as error:
             answer = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)
     dist.destroy_process_group()
 
@@ -81,11 +85,11 @@ class Pool:
         answers: dict[int, tuple[str, Any]] = {}
         while len(answers) < self.size:
             waiting = {p: r for r, (p, _) in enumerate(self.members) if r not in answers}
-            if not (ready := wait(list(waiting), self.timeout)):
-                for rank in waiting.values():
-                    os.kill(self.members[rank][1].pid, signal.SIGUSR1)
-                time.sleep(0.5)
-                late = ("error", f"gave no answer in {self.timeout} s")
+            # where one has failed others may wait for it in vain
+            failed = any(kind == "error" for kind, _ in answers.values())
+            patience = min(self.timeout, _GRACE) if failed else self.timeout
+            if not (ready := wait(list(waiting), patience)):
+                late = ("error", f"gave no answer in {patience} s")
                 answers |= dict.fromkeys(waiting.values(), late)
             for pipe in ready:
                 try:

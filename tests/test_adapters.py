@@ -16,11 +16,19 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from ring_attention_pytorch import ring_attn
+from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.kernels._whole import aligned, from_bottom_right, windows
 from ring_attention_pytorch.layouts import _trimmed, band
+from ring_attention_pytorch.ring import Ring
+from tests import threads
+from tests.cases import Attention, results
+from tests.features import FEATURES, LAYOUTS, Problem, refusal, together
 from tests.kernel_cases import CASES, KernelCase, faults, random_cases
+from tests.reference import dense_attention, relative_error
 
 CPU = torch.device("cpu")
+SHORT = Attention(layout="zigzag", causal=True, batch=1)
 
 
 def shown(n: int, m: int, left: int, right: int) -> Tensor:
@@ -227,6 +235,18 @@ ANY += [
 ]  # fmt: skip
 
 
+@pytest.fixture
+def stood_in(monkeypatch):
+    """`stood_in(kernel)`: it runs on the CPU, and in rings, by its stand-in."""
+
+    def of(kernel: str) -> None:
+        STAND_INS[kernel](monkeypatch)
+        can = KERNELS[kernel].CAN._replace(devices=None, dtypes=None, multiple=1, package=None)
+        monkeypatch.setattr(KERNELS[kernel], "CAN", can)
+
+    return of
+
+
 def can(kernel: str, case: KernelCase) -> bool:
     windowed = any(tile.left is not None for tile in case.whole())
     unusual = case.scale is not None and case.scale <= 0
@@ -242,6 +262,50 @@ def test_tiles_parts_and_the_gradient_of_lse(kernel, monkeypatch):
     assert len(cases) > 20
     bad = {case: found for case in cases if (found := faults(case, kernel, "cpu"))}
     assert not bad
+
+
+@pytest.mark.parametrize("kernel", STAND_INS)
+def test_every_feature_in_rings(kernel, stood_in):
+    stood_in(kernel)
+    tried = [("causal", name, "gradient of lse") for name in FEATURES if name != "mask_mod"]
+    tried += [("cu_seqlens",), ("documents",), ("window", "cu_seqlens"), ("window", "documents")]
+    done = 0
+    for i, names in enumerate(tried):
+        problem, layout = Problem(together(names)), LAYOUTS[i % len(LAYOUTS)]
+        why = refusal(lambda: problem.shard(Ring.alone(), layout, kernel))  # noqa: B023
+        if why is not None:
+            assert f"kernel={kernel!r} " in why
+            continue
+        for size, how in ((2, dict(ulysses=2)), (3, dict(transport="gather")), (4, {})):
+            errors = problem.errors(size, layout, kernel, **how)
+            assert max(errors.values()) < 1e-12, (names, size, how, errors)
+            done += 1
+    assert done > 20
+
+
+@pytest.mark.parametrize("kernel", STAND_INS)
+@pytest.mark.parametrize("length", [1, 3, 5])
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+def test_ranks_without_a_token(kernel, transport, length, stood_in):
+    """One that fails where others have work to do would leave them waiting."""
+    stood_in(kernel)
+    case = replace(SHORT, length=length, kernel=kernel)
+    tensors, _, dout, dlse = case.data()
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    want = results(leaves, *dense_attention(*leaves, causal=True), dout, dlse)
+
+    def rank(ring: Ring) -> float:
+        at = case.places(ring.rank, ring.size)[0]
+        mine = [t[:, at].requires_grad_() for t in tensors]
+        found = ring_attn(
+            *mine, causal=True, layout="zigzag", kernel=kernel, group=ring, return_lse=True,
+            transport=transport,
+        )  # fmt: skip
+        got = results(mine, *found, dout[:, at], dlse[..., at])
+        exact = [t[..., at] if i == 1 else t[:, at] for i, t in enumerate(want)]
+        return max((relative_error(a, b) for a, b in zip(got, exact) if b.numel()), default=0.0)
+
+    assert max(threads.run(4, rank)[0]) < 1e-12
 
 
 @pytest.mark.parametrize("n", range(1, 8))

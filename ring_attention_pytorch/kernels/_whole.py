@@ -91,7 +91,7 @@ def with_lse_gradient(
     which is brought to at most 1 for 16 bits to hold it.
     """
     backward(saved, keys, tiles, terms, grads)
-    if saved.dlse is None:
+    if saved.dlse is None or not saved.dlse.numel():
         return
     size = saved.dlse.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
     out = torch.zeros_like(saved.out)

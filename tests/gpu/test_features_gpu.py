@@ -104,11 +104,14 @@ def trials(kernel: str | None, transport: str) -> list[Trial]:
     ]
 
 
+TRIALS = [
+    t for kernel in ("triton", None) for way in ("gather", "ring") for t in trials(kernel, way)
+]
+
+
 @pytest.mark.skipif(GPUS < 2, reason="there are no two CUDA devices")
-@pytest.mark.timeout(600)  # for compilers
-@pytest.mark.parametrize("transport", ["ring", "gather"])
-@pytest.mark.parametrize("kernel", [None, "triton"])
-def test_every_feature_over_nccl(nccl, kernel, transport):
-    """One after another, so that a pool waits for one at a time."""
-    tried = {trial: nccl(RANKS).run(faults, trial) for trial in trials(kernel, transport)}
-    assert not {trial: by_rank for trial, by_rank in tried.items() if any(by_rank)}
+@pytest.mark.parametrize(
+    "trial", TRIALS, ids=lambda t: f"{t.kernel}-{t.transport}-{t.ulysses}-{' + '.join(t.names)}"
+)
+def test_every_feature_over_nccl(nccl, trial):
+    assert not any(nccl(RANKS).run(faults, trial))
