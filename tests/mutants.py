@@ -455,6 +455,42 @@ MUTANTS = [
         "if False:",
     ),
     Mutant(
+        "rows between documents keep what they held", "kernels/_packs.py",
+        "lse[..., gap] = -torch.inf", "pass",
+    ),
+    Mutant(
+        "gradients between documents keep what they held", "kernels/_packs.py", "t[:, gap] = 0",
+        "pass",
+    ),
+    Mutant(
+        "rows twice in a call", "kernels/_packs.py",
+        "ascends = last.rows.stop <= tile.rows.start", "ascends = True",
+    ),
+    Mutant(
+        "keys joined on the left move the diagonal", "kernels/_packs.py",
+        "None if right is None else right + width", "right",
+    ),
+    Mutant(
+        "keys of one sample for all", "kernels/_packs.py",
+        "starts = [i * (last - first) + at.start", "starts = [at.start",
+    ),
+    Mutant(
+        "sequences share keys whose gradients they need", "kernels/flash_attn_4.py",
+        "apart=True", "apart=False",
+    ),
+    Mutant(
+        "flash-attn 2's way with wide bounds forgotten", "kernels/_whole.py",
+        "for part in _apart(tile):", "for part in (tile,):",
+    ),
+    Mutant(
+        "dlse forgotten by kernels that don't know it", "kernels/_whole.py",
+        "if saved.dlse is None or not", "if True or not",
+    ),
+    Mutant(
+        "a rank without queries has a gradient of lse", "kernels/_whole.py",
+        "if saved.dlse is None or not saved.dlse.numel():", "if saved.dlse is None:",
+    ),
+    Mutant(
         "a stretch ends a column early", "kernels/flex.py", "else row + right + 1",
         "else row + right",
     ),
@@ -538,6 +574,7 @@ def battery() -> Iterable[Callable[[], None]]:
     yield the_same_is_dropped_everywhere
     yield a_bias_keeps_its_digits
     yield predicates_are_fused
+    yield other_kernels_calls_cover_the_tiles
     yield dealt_layouts_are_even
     yield a_document_ends_where_another_begins
     yield blocks_know_their_tiles
@@ -600,6 +637,32 @@ def predicates_are_fused() -> None:
         names = ("mask_mod", "documents", "gradient of lse")
         errors = Problem(together(names)).errors(2, "striped", "flex")
         assert max(errors.values()) < 1e-12, errors
+
+
+def other_kernels_calls_cover_the_tiles() -> None:
+    """By stand-ins; and of a rank without queries, which has no tiles."""
+    from dataclasses import replace
+
+    import pytest
+    import torch
+
+    from ring_attention_pytorch.contract import Grads, Keys, Saved, Terms
+    from ring_attention_pytorch.kernels import KERNELS
+    from ring_attention_pytorch.running import Sum
+    from tests.kernel_cases import faults
+    from tests.test_adapters import ANY, STAND_INS, can
+
+    none, keys = torch.zeros(1, 0, 2, 8), torch.zeros(1, 3, 2, 8)
+    saved = Saved(none, none, torch.zeros(1, 2, 0), none, torch.zeros(1, 2, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        for kernel, stand_in in STAND_INS.items():
+            stand_in(patch)
+            for case in ANY[-12:]:
+                if can(kernel, case):
+                    assert not faults(replace(case, dtype=torch.float64), kernel, "cpu"), case
+            grads = Grads(Sum(none), Sum(keys), Sum(keys))
+            seen = Keys(keys, keys, None, ())
+            KERNELS[kernel].backward(saved, seen, (), Terms(1.0, None, 8), grads)
 
 
 def the_same_is_dropped_everywhere() -> None:

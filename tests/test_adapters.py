@@ -225,6 +225,9 @@ ANY += [
     KernelCase(15, 21, ((0, 15, 0, 21, None, 6),), batch=2),
     KernelCase(20, 20, ((0, 10, 0, 10, None, 0), (10, 20, 0, 20, None, 10)), pieces=3),
     KernelCase(9, 9, ((0, 1, 0, 1, None, None), (1, 9, 0, 9, None, 1)), d=(8, 8)),
+    # rows that see keys here and there
+    KernelCase(20, 20, ((0, 20, 0, 5, None, None), (0, 20, 9, 15, None, None),
+                        (4, 20, 16, 20, None, None)), d=(8, 8)),
     # runs of tiles with gaps on one side, on the other, and on both
     KernelCase(
         30, 30,
