@@ -18,7 +18,7 @@ setup(
     extras_require={
         "triton": ["triton>=3.4"],
         "flash": ["flash-attn>=2.8"],
-        "flash4": ["flash-attn-4>=4.0.0b1"],
+        "flash4": ["flash-attn-4>=4.0.0b36"],
         "demo": ["click>=8", "rich>=13", "einx>=0.3"],
         "test": [
             "click>=8",

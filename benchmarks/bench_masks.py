@@ -6,7 +6,7 @@
 FLOPs are those of visible pairs, backward 2.5 times forward; times and errors are as `rings.py`
 says. "of a full mask's" compares with the same kernel's speed at the whole causal mask over the
 same ring; "keys received" are the most that any rank gets of others, forward. "calls alone" are the
-kernel's calls where nothing travels.
+same calls of the kernel where nothing travels.
 """
 
 import argparse
@@ -134,7 +134,10 @@ def table(shape: Shape, kernels: list[str], size: int, repeats: int) -> list[lis
                 if (name, subject) == ("causal", kernel) and isinstance(result, Result):
                     full[kernel] = result
                 of = None if check is None else full.get(kernel)
-                lines.append([*start, subject, *row(shape, mask, result, plan, of)])
+                cells = row(shape, mask, result, plan, of)
+                if check is None:
+                    cells[4] = ""  # nothing came
+                lines.append([*start, subject, *cells])
                 if ring.rank == 0:
                     print(" | ".join(lines[-1]), flush=True)
     return lines

@@ -48,6 +48,10 @@ class Options(NamedTuple):
     graphs: bool
 
 
+def name_of(kernel: str, transport: str, ulysses: int = 1) -> str:
+    return f"{transport}, {kernel}" + (f", Ulysses {ulysses}" if ulysses > 1 else "")
+
+
 def ours(
     shape: Shape, kernel: str, transport: str, ulysses: int, like: list[Tensor]
 ) -> dict[str, Attend]:
@@ -57,7 +61,7 @@ def ours(
         q, k, v, causal=shape.causal, layout=shape.layout, kernel=kernel, transport=transport,
         ulysses=ulysses,
     )  # fmt: skip
-    name = f"{transport}, {kernel}" + (f", Ulysses {ulysses}" if ulysses > 1 else "")
+    name = name_of(kernel, transport, ulysses)
     found: dict[str, Attend] = {name: lambda q, k, v: ring_attn(q, k, v, plan=plan)}
     if (transport, ulysses) == ("gather", 1):
         found[ALONE + kernel] = still(plan)
@@ -110,7 +114,7 @@ def all_of(shape: Shape, options: Options) -> dict[str, Result | str]:
                 try:
                     each = ours(shape, kernel, transport, ulysses, tensors)
                 except ValueError as error:  # the same on all ranks
-                    found[f"{transport}, {kernel}, Ulysses {ulysses}"] = str(error)[:120]
+                    found[name_of(kernel, transport, ulysses)] = str(error)[:120]
                     continue
                 for (name, attend), graph in product(
                     each.items(), (False, True)[: 1 + options.graphs]
@@ -196,7 +200,7 @@ def trace(shape: Shape, options: Options, folder: Path) -> None:
     kinds += [ProfilerActivity.CUDA] if shape.device.type == "cuda" else []
     for kernel in options.kernels:
         for transport in options.transports:
-            attend = ours(shape, kernel, transport, 1, tensors)[f"{transport}, {kernel}"]
+            attend = ours(shape, kernel, transport, 1, tensors)[name_of(kernel, transport)]
             leaves = [t.requires_grad_() for t in tensors[:3]]
             for last in (False, True):
                 dist.barrier()

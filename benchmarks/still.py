@@ -1,4 +1,7 @@
-"""The kernel's calls of a gather and nothing else of it: what a transport could still gain."""
+"""A gather where nothing travels: what is left of its time is no transport's to save.
+
+Calls of the kernel, merging, own sums and the host remain.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -56,8 +56,8 @@ The choice is logged once for each case, by the logger `ring_attention_pytorch` 
 
 Order and speeds are those of an H200 (`benchmarks/results`); before Hopper, flash attention 2
 comes before `triton`. With packed documents those come first that do a block of them in few calls,
-where others take a call for each: `flash-attn-4`, to which they are sequences of one call, and
-`triton`, one launch. *deterministic* is what
+where others take a call for each: `flash-attn-4`, to which runs of them are one call, and `triton`,
+one launch. No kernel was run on Blackwell. *deterministic* is what
 `torch.use_deterministic_algorithms(True)` asks for: a backward that repeats to the bit. A gradient
 through lse works with all of them.
 

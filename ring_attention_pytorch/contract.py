@@ -126,8 +126,8 @@ class Tiles(tuple[Tile, ...]):
 class Case(NamedTuple):
     """What is asked of a kernel: all that decides whether it can do it.
 
-    `capability` is that of a CUDA device; `packed` says that there are documents, of which one
-    kernel takes a call each; `named` is True where the kernel was asked for by name, which lets
+    `capability` is that of a CUDA device; `packed` says that there are documents, of which some
+    kernels take a call each; `named` is True where the kernel was asked for by name, which lets
     it run where it is never the fastest.
     """
 
@@ -192,7 +192,7 @@ class Can(NamedTuple):
     widest: int | None = None  # head size
     multiple: int = 1  # of which head sizes must be
     one_size: bool = False  # d and d_v are the same
-    few_calls: bool = False  # does a block of many tiles in a few calls
+    few_calls: bool = False  # does many tiles in a few calls: the first choice for documents
     features: frozenset[str] = FEATURES
     package: Package | None = None
 

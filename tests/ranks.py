@@ -12,13 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_GRACE = 20.0  # seconds that others are waited for once a rank has failed
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "torch.distributed", "ring_attention_pytorch", "tests.reference"]
 )
-
-
-_GRACE = 20.0  # seconds
 
 
 class RankFailed(AssertionError):
@@ -29,8 +27,8 @@ def _serve(
     pipe: Connection, rank: int, size: int, folder: str, timeout: float, backend: str
 ) -> None:
     torch.set_num_threads(1)
-    late = 0.9 * timeout  # tells where it is
-    faulthandler.dump_traceback_later(late)
+    hung = 0.9 * timeout  # seconds, after which it tells where it is
+    faulthandler.dump_traceback_later(hung)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -41,7 +39,7 @@ def _serve(
     faulthandler.cancel_dump_traceback_later()
     while (task := pipe.recv()) is not None:
         case, args = task
-        faulthandler.dump_traceback_later(late)
+        faulthandler.dump_traceback_later(hung)
         try:
             answer = ("ok", case(*args))
         except BaseException as error:

@@ -17,9 +17,11 @@ from einops import rearrange
 from torch import Tensor
 
 from ring_attention_pytorch import ring_attn
+from ring_attention_pytorch.contract import Tiles
 from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.kernels._packs import packs
 from ring_attention_pytorch.kernels._whole import aligned, from_bottom_right, windows
-from ring_attention_pytorch.layouts import _trimmed, band
+from ring_attention_pytorch.layouts import Tile, _trimmed, band
 from ring_attention_pytorch.ring import Ring
 from tests import threads
 from tests.cases import Attention, results
@@ -140,8 +142,11 @@ def stand_in_4(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def backward(q, k, v, out, dout, lse, softmax_scale, softcap, deterministic, dlse,
                  causal=False, window_size_left=None, window_size_right=None, cu_seqlens_q=None,
-                 cu_seqlens_k=None, seqused_q=None, seqused_k=None):  # fmt: skip
+                 cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+                 max_seqlen_k=None):  # fmt: skip
         assert lse.is_contiguous()
+        if cu_seqlens_q is not None:
+            assert (max_seqlen_q, max_seqlen_k) == (seqused_q.max(), seqused_k.max())
         window, terms = (causal, window_size_left, window_size_right), (softmax_scale, softcap)
         if cu_seqlens_q is None:
             return differentiate(dout, q, k, v, out, lse, seen_by(q, k, *window), *terms, dlse)
@@ -212,8 +217,7 @@ STAND_INS = {
     "sdpa-flash": stand_in_flash,
     "sdpa-cudnn": stand_in_cudnn,
 }
-ANY = [*CASES, *random_cases(60, torch.float64)]
-ANY += [
+ODD = [
     KernelCase(1, 1),
     KernelCase(3, 2, ((0, 1, 0, 1, None, None), (1, 3, 0, 2, None, 1)), heads=(6, 2)),
     KernelCase(30, 17, ((0, 30, 0, 17, None, 0),)),
@@ -250,6 +254,9 @@ def stood_in(monkeypatch):
     return of
 
 
+ANY = [*CASES, *random_cases(60, torch.float64), *ODD]
+
+
 def can(kernel: str, case: KernelCase) -> bool:
     windowed = any(tile.left is not None for tile in case.whole())
     unusual = case.scale is not None and case.scale <= 0
@@ -265,6 +272,16 @@ def test_tiles_parts_and_the_gradient_of_lse(kernel, monkeypatch):
     assert len(cases) > 20
     bad = {case: found for case in cases if (found := faults(case, kernel, "cpu"))}
     assert not bad
+
+
+@pytest.mark.parametrize(("batch", "calls"), [(1, 2), (3, 4)])
+def test_a_call_has_at_most_so_many_sequences(batch, calls):
+    document = [slice(i, i + 1) for i in range(300)]
+    tiles = Tiles(Tile(at, at, None, None) for at in document)
+    found = packs(tiles, torch.zeros(batch, 300, 1, 1), disjoint_keys=True)
+    assert len(found) == calls
+    assert sum(len(pack.sequences["seqused_q"]) for pack in found) == 300 * batch
+    assert packs(tiles, torch.zeros(batch, 300, 1, 1), disjoint_keys=True) is found
 
 
 @pytest.mark.parametrize("kernel", STAND_INS)

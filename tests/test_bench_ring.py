@@ -48,7 +48,7 @@ def test_masks_are_measured_and_right() -> None:
     for row in table[::2]:
         assert re.findall(r"\de-\d+", row[-1])
         assert all(float(e) < 1e-5 for e in re.findall(r"\de-\d+", row[-1]))
-    received = {row[1]: int(row[7]) for row in table}
+    received = {row[1]: int(row[7]) for row in table[::2]}
     assert received["causal"] == 48
     assert received["window 16, contiguous"] == 16
 

@@ -6,7 +6,6 @@ class.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,43 +26,52 @@ CAN = Can(
     one_size=True,
     few_calls=True,
     features=FEATURES - {"key_mask", "unusual_scale", "alibi", "mask_mod", "dropout"},
-    package=Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b1", "flash4"),
+    package=Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36", "flash4"),
 )
 
 
 def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    for pack in packs(tiles, q, apart=False) if q.numel() else ():
+    for pack in packs(tiles, q, disjoint_keys=False) if q.numel() else ():
         out, lse, *_ = _flash_attn_fwd(
-            *pack.laid(q[:, pack.rows], keys.k[:, pack.cols], keys.v[:, pack.cols]),
-            softmax_scale=terms.scale, softcap=terms.softclamp, return_lse=True, **_seen(pack),
+            *pack.flat(q[:, pack.rows], keys.k[:, pack.cols], keys.v[:, pack.cols]),
+            softmax_scale=terms.scale, softcap=terms.softclamp, return_lse=True,
+            **_window(pack), **pack.sequences or {},
         )  # fmt: skip
-        result.add(pack.rows, pack.found(out, 0, len(q)), pack.found_by_head(lse, len(q)))
+        result.add(pack.rows, pack.of_rows(out, len(q)), pack.of_lse(lse, len(q)))
 
 
 def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    for pack in packs(tiles, saved.q, apart=True) if saved.q.numel() else ():
-        rows, cols = pack.rows, pack.cols
-        parts = _flash_attn_bwd(
-            *pack.laid(
+    for pack in packs(tiles, saved.q, disjoint_keys=True) if saved.q.numel() else ():
+        rows, cols, batch = pack.rows, pack.cols, len(saved.q)
+        dq, dk, dv = _flash_attn_bwd(
+            *pack.flat(
                 saved.q[:, rows], keys.k[:, cols], keys.v[:, cols], saved.out[:, rows],
                 saved.dout[:, rows],
             ),
-            pack.laid_by_head(saved.lse[..., rows]), softmax_scale=terms.scale,
+            pack.flat_by_head(saved.lse[..., rows]), softmax_scale=terms.scale,
             softcap=terms.softclamp or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            dlse=None if saved.dlse is None else pack.laid_by_head(saved.dlse[..., rows]),
-            **_seen(pack),
-        )  # fmt: skip
-        for total, part, side in zip(grads, parts, (0, 1, 1)):
-            total.add((rows, cols)[side], pack.found(part, side, len(saved.q)))
+            dlse=None if saved.dlse is None else pack.flat_by_head(saved.dlse[..., rows]),
+            **_window(pack), **pack.sequences or {}, **_longest(pack),
+        )[:3]  # fmt: skip
+        grads.dq.add(rows, pack.of_rows(dq, batch))
+        grads.dk.add(cols, pack.of_cols(dk, batch))
+        grads.dv.add(cols, pack.of_cols(dv, batch))
 
 
-def _seen(pack: Pack) -> dict[str, Any]:
+def _window(pack: Pack) -> dict[str, int | bool | None]:
     left, right = (None if x == NO_BOUND else x for x in (pack.left, pack.right))
     if (left, right) == (None, 0):
-        return dict(causal=True, **pack.sequences or {})
-    return dict(window_size_left=left, window_size_right=right, **pack.sequences or {})
+        return dict(causal=True)
+    return dict(window_size_left=left, window_size_right=right)
+
+
+def _longest(pack: Pack) -> dict[str, int]:
+    """By which the backward sizes what it orders deterministic sums with."""
+    if pack.sequences is None:
+        return {}
+    return dict(max_seqlen_q=pack.longest[0], max_seqlen_k=pack.longest[1])

@@ -77,6 +77,19 @@ EVEN = [  # head sizes that every kernel has
         500, 500, tuple((i, i + 125, i, i + 125, 40, 0) for i in range(0, 500, 125)), d=(64, 64),
         softclamp=3.0,
     ),
+    # more than a call takes, keys the other way round, windows on one side of rectangles
+    KernelCase(
+        900, 900, tuple((i, i + 3, i, i + 3, *CAUSAL) for i in range(0, 900, 3)), d=(64, 64),
+    ),
+    KernelCase(
+        400, 400, tuple((i, i + 80, 320 - i, 400 - i, None, None) for i in range(0, 400, 80)),
+        d=(128, 128), heads=(4, 1),
+    ),
+    KernelCase(
+        300, 420,
+        tuple((i, i + 100, i * 7 // 5, i * 7 // 5 + 140, 30, None) for i in range(0, 300, 100)),
+        d=(64, 64),
+    ),
 ]  # fmt: skip
 ALL = CASES + LONG + EVEN
 
@@ -173,7 +186,7 @@ def test_five_hundred_runs_give_the_same_bits(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("i", [0, -4, -3, -1])
+@pytest.mark.parametrize("i", [0, *range(-7, 0)])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_what_claims_a_deterministic_backward_repeats(kernel, i, dtype):
     """All memory is NaN until it is written, too: so PyTorch makes it then."""
