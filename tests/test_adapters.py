@@ -142,11 +142,8 @@ def stand_in_4(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def backward(q, k, v, out, dout, lse, softmax_scale, softcap, deterministic, dlse,
                  causal=False, window_size_left=None, window_size_right=None, cu_seqlens_q=None,
-                 cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
-                 max_seqlen_k=None):  # fmt: skip
+                 cu_seqlens_k=None, seqused_q=None, seqused_k=None):  # fmt: skip
         assert lse.is_contiguous()
-        if cu_seqlens_q is not None:
-            assert (max_seqlen_q, max_seqlen_k) == (seqused_q.max(), seqused_k.max())
         window, terms = (causal, window_size_left, window_size_right), (softmax_scale, softcap)
         if cu_seqlens_q is None:
             return differentiate(dout, q, k, v, out, lse, seen_by(q, k, *window), *terms, dlse)

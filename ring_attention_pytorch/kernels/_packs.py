@@ -38,7 +38,6 @@ class Pack(NamedTuple):
     cols: slice
     left: int  # from the bottom right
     right: int
-    longest: tuple[int, int]  # sequence, of rows and of columns
     sequences: dict[str, Tensor] | None = None
     row_gaps: Tensor | None = None
     col_gaps: Tensor | None = None
@@ -153,8 +152,7 @@ def _pack(run: list[Tile], batch: int, device: torch.device) -> Pack:
     """One call, its numbers brought to the device together."""
     sides = [tile.rows for tile in run], [tile.cols for tile in run]
     rows, cols = map(_spanned, sides)
-    longest = tuple(max(at.stop - at.start for at in side) for side in sides)
-    start = Pack(rows, cols, *from_bottom_right(run[0]), longest)
+    start = Pack(rows, cols, *from_bottom_right(run[0]))
     if len(run) == 1:
         return start
     numbers = [*_sequences(sides[0], batch), *_sequences(sides[1], batch), *map(_gaps, sides)]

@@ -56,7 +56,7 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
             softcap=terms.softclamp or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             dlse=None if saved.dlse is None else pack.flat_by_head(saved.dlse[..., rows]),
-            **_window(pack), **pack.sequences or {}, **_longest(pack),
+            **_window(pack), **pack.sequences or {},
         )[:3]  # fmt: skip
         grads.dq.add(rows, pack.of_rows(dq, batch))
         grads.dk.add(cols, pack.of_cols(dk, batch))
@@ -68,10 +68,3 @@ def _window(pack: Pack) -> dict[str, int | bool | None]:
     if (left, right) == (None, 0):
         return dict(causal=True)
     return dict(window_size_left=left, window_size_right=right)
-
-
-def _longest(pack: Pack) -> dict[str, int]:
-    """By which the backward sizes what it orders deterministic sums with."""
-    if pack.sequences is None:
-        return {}
-    return dict(max_seqlen_q=pack.longest[0], max_seqlen_k=pack.longest[1])
