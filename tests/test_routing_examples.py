@@ -59,7 +59,7 @@ def test_training_over_processes_gives_one_process_losses() -> None:
     options = ["--steps=2", "--length=96", "--dim=16", "--depth=1", "--window=8"]
     alone = CliRunner().invoke(train_routed.main, options)
     assert alone.exit_code == 0, alone.output
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     run += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     done = subprocess.run(
         [*run, "examples/train_routed.py", *options],
