@@ -472,7 +472,7 @@ MUTANTS = [
     ),
     Mutant(
         "keys of one sample for all", "kernels/_packs.py",
-        "starts = [i * (last - first) + at.start", "starts = [at.start",
+        "starts = [i * length + at.start", "starts = [at.start",
     ),
     Mutant(
         "sequences share keys whose gradients they need", "kernels/flash_attn_4.py",

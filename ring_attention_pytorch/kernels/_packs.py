@@ -11,11 +11,14 @@ the first tokens of the next may spoil it.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -30,26 +33,26 @@ _ALIGNED = 4  # numbers of 32 bits: what kernels load at once
 class Pack(NamedTuple):
     """The tiles of one call, of all samples.
 
-    `sequences` are as flash attention names them; None is a single tile, which needs none. Gaps
-    are the numbers of the rows, and of the columns, between tiles; None is that there are none.
+    `sequences` are as flash attention names them; a single tile needs none. Gaps are the numbers
+    of the rows, and where keys are disjoint of the columns, between tiles; None is no gap.
     """
 
     rows: slice
     cols: slice
     left: int  # from the bottom right
     right: int
-    sequences: dict[str, Tensor] | None = None
+    sequences: Mapping[str, Tensor] = MappingProxyType({})
     row_gaps: Tensor | None = None
     col_gaps: Tensor | None = None
 
     def flat(self, *tensors: Tensor) -> list[Tensor]:
         """Tensors [b, n, h, d] as the call takes them: samples one after another."""
         tensors = aligned(*tensors)
-        return tensors if self.sequences is None else [t.flatten(0, 1) for t in tensors]
+        return [t.flatten(0, 1) for t in tensors] if self.sequences else tensors
 
     def flat_by_head(self, t: Tensor) -> Tensor:
         """The same of [b, h, n], as lse is."""
-        return (t if self.sequences is None else rearrange(t, "b h n -> h (b n)")).contiguous()
+        return (rearrange(t, "b h n -> h (b n)") if self.sequences else t).contiguous()
 
     def of_rows(self, t: Tensor, batch: int) -> Tensor:
         """[b, n, h, d] of what the call gave for rows, 0 between tiles."""
@@ -61,12 +64,12 @@ class Pack(NamedTuple):
 
     def of_lse(self, lse: Tensor, batch: int) -> Tensor:
         """[b, h, n] of the lse that the call gave, -inf between tiles."""
-        if self.sequences is not None:
+        if self.sequences:
             lse = rearrange(lse, "h (b n) -> b h n", b=batch)
         return _filled(lse, 2, self.row_gaps, -torch.inf)
 
     def _by_sample(self, t: Tensor, batch: int) -> Tensor:
-        return t if self.sequences is None else t.unflatten(0, (batch, -1))
+        return t.unflatten(0, (batch, -1)) if self.sequences else t
 
 
 def packs(tiles: Sequence[Tile], like: Tensor, disjoint_keys: bool) -> list[Pack]:
@@ -78,7 +81,7 @@ def packs(tiles: Sequence[Tile], like: Tensor, disjoint_keys: bool) -> list[Pack
 
     def make() -> list[Pack]:
         runs = in_runs(tiles, disjoint_keys, max(1, _MOST // batch))
-        return [_pack(run, batch, device) for run in runs]
+        return [_pack(run, disjoint_keys, batch, device) for run in runs]
 
     if isinstance(tiles, Tiles):
         return tiles.once(("packs", disjoint_keys, batch, device), make)
@@ -99,19 +102,23 @@ def in_runs(
     [[(0, 4)], [(4, 7)]]
     """
     runs: list[list[Tile]] = []
+    unfilled: dict[tuple[int, int], list[list[Tile]]] = defaultdict(list)
     for tile in _joined(_cut(tiles)):
-        bounds = from_bottom_right(tile)
-        for run in runs:
-            last = run[-1]
-            ascends = last.rows.stop <= tile.rows.start
-            if disjoint_keys:
-                ascends = ascends and last.cols.stop <= tile.cols.start
-            if ascends and bounds == from_bottom_right(last) and len(run) < most:
-                run.append(tile)
-                break
-        else:
-            runs.append([tile])
+        alike = unfilled[from_bottom_right(tile)]
+        run = next((run for run in alike if _follows(tile, run[-1], disjoint_keys)), None)
+        if run is None:
+            run = []
+            runs.append(run)
+            alike.append(run)
+        run.append(tile)
+        if len(run) == most:
+            alike.remove(run)
     return runs
+
+
+def _follows(tile: Tile, last: Tile, disjoint_keys: bool) -> bool:
+    ascends = last.rows.stop <= tile.rows.start
+    return ascends and (not disjoint_keys or last.cols.stop <= tile.cols.start)
 
 
 def _cut(tiles: Sequence[Tile]) -> Iterator[Tile]:
@@ -148,16 +155,16 @@ def _shows_all_before(tile: Tile, rows: slice, col: int) -> bool:
     return (tile.rows, tile.cols.stop, *tile[2:]) == (rows, col, None, None)
 
 
-def _pack(run: list[Tile], batch: int, device: torch.device) -> Pack:
+def _pack(run: list[Tile], disjoint_keys: bool, batch: int, device: torch.device) -> Pack:
     """One call, its numbers brought to the device together."""
-    sides = [tile.rows for tile in run], [tile.cols for tile in run]
-    rows, cols = map(_spanned, sides)
-    start = Pack(rows, cols, *from_bottom_right(run[0]))
+    rows, cols = [tile.rows for tile in run], [tile.cols for tile in run]
+    pack = Pack(_spanned(rows), _spanned(cols), *from_bottom_right(run[0]))
     if len(run) == 1:
-        return start
-    numbers = [*_sequences(sides[0], batch), *_sequences(sides[1], batch), *map(_gaps, sides)]
+        return pack
+    gaps = _gaps(rows), _gaps(cols) if disjoint_keys else []
+    numbers = [*_sequences(rows, batch), *_sequences(cols, batch), *gaps]
     cu_q, used_q, cu_k, used_k, row_gaps, col_gaps = _on_device(numbers, device)
-    return start._replace(
+    return pack._replace(
         sequences=dict(cu_seqlens_q=cu_q, seqused_q=used_q, cu_seqlens_k=cu_k, seqused_k=used_k),
         row_gaps=row_gaps.long() if len(row_gaps) else None,
         col_gaps=col_gaps.long() if len(col_gaps) else None,
@@ -174,9 +181,10 @@ def _sequences(side: list[slice], batch: int) -> tuple[list[int], list[int]]:
     >>> _sequences([slice(3, 5), slice(6, 9)], batch=2)
     ([0, 3, 6, 9, 12], [2, 3, 2, 3])
     """
-    first, last = _spanned(side).start, _spanned(side).stop
-    starts = [i * (last - first) + at.start - first for i in range(batch) for at in side]
-    return [*starts, batch * (last - first)], [at.stop - at.start for at in side] * batch
+    span = _spanned(side)
+    length = span.stop - span.start
+    starts = [i * length + at.start - span.start for i in range(batch) for at in side]
+    return [*starts, batch * length], [at.stop - at.start for at in side] * batch
 
 
 def _gaps(side: list[slice]) -> list[int]:
@@ -187,17 +195,11 @@ def _gaps(side: list[slice]) -> list[int]:
 
 def _on_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
     """int32, each where kernels can load it, by one copy."""
-    padded = [-(-len(numbers) // _ALIGNED) * _ALIGNED for numbers in lists]
-    whole = torch.zeros(sum(padded), dtype=torch.int32)
-    places = [
-        slice(start, start + len(numbers))
-        for start, numbers in zip(accumulate(padded, initial=0), lists)
-    ]
-    for at, numbers in zip(places, lists):
-        whole[at] = torch.tensor(numbers, dtype=torch.int32)
+    each = [torch.tensor(numbers, dtype=torch.int32) for numbers in lists]
+    padded = [F.pad(t, (0, -len(t) % _ALIGNED)) for t in each]
     # from pageable memory: the copy ends before this returns, so any stream may read it
-    moved = whole.to(device)
-    return [moved[at] for at in places]
+    moved = torch.cat(padded).to(device).split([len(t) for t in padded])
+    return [t[: len(numbers)] for t, numbers in zip(moved, lists)]
 
 
 def _filled(t: Tensor, dim: int, at: Tensor | None, value: float) -> Tensor:

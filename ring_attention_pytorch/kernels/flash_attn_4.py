@@ -37,7 +37,7 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
         out, lse, *_ = _flash_attn_fwd(
             *pack.flat(q[:, pack.rows], keys.k[:, pack.cols], keys.v[:, pack.cols]),
             softmax_scale=terms.scale, softcap=terms.softclamp, return_lse=True,
-            **_window(pack), **pack.sequences or {},
+            **_window(pack), **pack.sequences,
         )  # fmt: skip
         result.add(pack.rows, pack.of_rows(out, len(q)), pack.of_lse(lse, len(q)))
 
@@ -56,7 +56,7 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
             softcap=terms.softclamp or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             dlse=None if saved.dlse is None else pack.flat_by_head(saved.dlse[..., rows]),
-            **_window(pack), **pack.sequences or {},
+            **_window(pack), **pack.sequences,
         )[:3]  # fmt: skip
         grads.dq.add(rows, pack.of_rows(dq, batch))
         grads.dk.add(cols, pack.of_cols(dk, batch))
