@@ -1,7 +1,11 @@
-"""Rings of GPUs over NCCL: every kernel, layout and dtype, against dense attention on one GPU."""
+"""Rings of GPUs over NCCL: every kernel, layout and dtype, against dense attention on one GPU.
 
+Rings of more ranks than there are GPUs are of threads that share one.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +15,18 @@ from ring_attention_pytorch.contract import Case
 from ring_attention_pytorch.kernels import KERNELS, problem
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
+from tests import threads
 from tests.cases import NAMES, Attention, results
 from tests.gpu.memory import poison
 from tests.reference import dense_attention, excess, relative_error
 
 GPUS = torch.cuda.device_count()
-SIZES = [size for size in (1, 2, 3, 4) if size <= GPUS]
+SIZES = (1, 2, 3, 4)
 pytestmark = pytest.mark.skipif(not GPUS, reason="there is no CUDA device")
 
 BASE = Attention(701, heads=8, d=64, d_v=64, batch=1, bucket_size=1024)
 LAYOUTS = ("contiguous", "striped", "zigzag")
+GPU_KERNELS = [name for name in KERNELS if name not in ("sdpa", "flex")]
 KINDS = [replace(BASE, layout=layout, causal=True) for layout in LAYOUTS]
 KINDS += [
     replace(BASE, layout="zigzag"),
@@ -52,48 +58,71 @@ def plain(case: Attention, dtype: torch.dtype) -> list[Tensor]:
     return results(leaves, out, lse, dout.cuda().to(dtype), dlse.cuda().to(lse.dtype))
 
 
-def faults(cases: list[tuple[Attention, dict]]) -> list[dict[str, str]]:
-    """For a pool: what is worse than its dtype allows, of each case on this rank."""
-    return [_faults(case, options) for case, options in cases]
-
-
-def _faults(case: Attention, options: dict) -> dict[str, str]:
-    ring = Ring()
-    poison()
+def shard(case: Attention, ring: Ring) -> list[Tensor]:
+    """One rank's results."""
     (q, k, v), mask, dout, dlse = case.data()
     at = case.places(ring.rank, ring.size)[0]
     leaves = [t[:, at].cuda().requires_grad_() for t in (q, k, v)]
     out, lse = ring_attn(
         *leaves, **case.options(), key_mask=None if mask is None else mask[:, at].cuda(),
-        layout=case.layout, kernel=case.kernel, return_lse=True, **options,
+        layout=case.layout, kernel=case.kernel, transport=case.transport, group=ring,
+        return_lse=True,
     )  # fmt: skip
-    got = results(leaves, out, lse, dout[:, at].cuda(), dlse[..., at].cuda())
-    at = at.cuda()
-    exact = [t[..., at] if i == 1 else t[:, at] for i, t in enumerate(plain(case, torch.float64))]
-    rough = [t[..., at] if i == 1 else t[:, at] for i, t in enumerate(plain(case, case.dtype))]
+    return results(leaves, out, lse, dout[:, at].cuda(), dlse[..., at].cuda())
+
+
+def taken(whole: list[Tensor], at: Tensor) -> list[Tensor]:
+    """Of whole results those of these places."""
+    at = at.to(whole[0].device)
+    return [t.index_select(2 if name == "lse" else 1, at) for name, t in zip(NAMES, whole)]
+
+
+def faults(cases: list[Attention], ring: Ring | None = None) -> list[dict[str, str]]:
+    """What is worse than its dtype allows, of each case on this rank; None is all ranks' ring."""
+    return [_faults(case, Ring() if ring is None else ring) for case in cases]
+
+
+def _faults(case: Attention, ring: Ring) -> dict[str, str]:
+    poison()
+    got = shard(case, ring)
+    at = case.places(ring.rank, ring.size)[0]
+    exact, rough = (taken(plain(case, dtype), at) for dtype in (torch.float64, case.dtype))
     said = map(excess, got, exact, rough, (2, 2, 3, 3, 3))
     return {name: why for name, why in zip(NAMES, said) if why is not None}
 
 
+def in_threads(size: int, rank_main: Callable[[Ring], Any]) -> list[Any]:
+    """Of each rank of a ring of threads, each of which goes backward by itself."""
+
+    def main(ring: Ring) -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return rank_main(ring)
+
+    return threads.run(size, main)[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("kernel", [n for n in KERNELS if n not in ("sdpa", "flex")])
+@pytest.mark.parametrize("kernel", GPU_KERNELS)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_kernel_in_every_layout(nccl, size, kernel, dtype):
     cases = [replace(case, kernel=kernel, dtype=dtype) for case in KINDS]
-    cases = [(case, {}) for case in cases if able(kernel, case)]
+    cases = [case for case in cases if able(kernel, case)]
     if not cases:
         pytest.skip("it has none of the cases in this dtype")
-    by_rank = nccl(size).run(faults, cases)
+    if size <= GPUS:
+        by_rank = nccl(size).run(faults, cases)
+    else:
+        by_rank = in_threads(size, lambda ring: faults(cases, ring))
     bad = [
-        (rank, found, cases[i][0])
+        (rank, found, case)
         for rank, each in enumerate(by_rank)
-        for i, found in enumerate(each)
+        for case, found in zip(cases, each)
         if found
     ]
     assert not bad
 
 
-def repeats(case: Attention, times: int, options: dict) -> int:
+def repeats(case: Attention, times: int) -> int:
     """For a pool: how many runs differ in any bit from the first."""
     ring = Ring()
     (q, k, v), _, dout, _ = case.data()
@@ -101,40 +130,34 @@ def repeats(case: Attention, times: int, options: dict) -> int:
     leaves = [t[:, at].cuda().requires_grad_() for t in (q, k, v)]
 
     def run() -> list[Tensor]:
-        out = ring_attn(*leaves, causal=True, layout=case.layout, kernel=case.kernel, **options)
+        out = ring_attn(*leaves, causal=True, layout=case.layout, kernel=case.kernel)
         return [out, *torch.autograd.grad(out, leaves, dout[:, at].cuda())]
 
     first = run()
-    return sum(not all(torch.equal(a, b) for a, b in zip(first, run())) for _ in range(times - 1))
+    return sum(not all(map(torch.equal, first, run())) for _ in range(times - 1))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_five_hundred_rings_give_the_same_bits(nccl, layout):
+    size = min(GPUS, SIZES[-1])
     case = replace(BASE, layout=layout, kernel="triton", dtype=torch.bfloat16)
-    assert nccl(SIZES[-1]).run(repeats, case, 500, {}) == [0] * SIZES[-1]
+    assert nccl(size).run(repeats, case, 500) == [0] * size
 
 
-def lengths(kernel: str | None, layout: str) -> list[tuple[float, ...]]:
-    """For a pool: relative errors of a longer sequence, to see them flat in the ring's size."""
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+@pytest.mark.parametrize("kernel", GPU_KERNELS)
+def test_errors_do_not_grow_with_the_ring(kernel, transport):
     case = replace(
-        BASE, length=4096, layout=layout, causal=True, kernel=kernel, dtype=torch.bfloat16
-    )
-    ring = Ring()
-    (q, k, v), _, dout, dlse = case.data()
-    at = case.places(ring.rank, ring.size)[0]
-    leaves = [t[:, at].cuda().requires_grad_() for t in (q, k, v)]
-    out, lse = ring_attn(*leaves, causal=True, layout=layout, kernel=kernel, return_lse=True)
-    got = results(leaves, out, lse, dout[:, at].cuda(), dlse[..., at].cuda())
-    kept = (0, 2, 3, 4)  # all but lse
-    exact = plain(case, torch.float32)
-    return [tuple(relative_error(got[i], exact[i][:, at.cuda()]) for i in kept)]
-
-
-def test_errors_do_not_grow_with_the_ring(nccl):
-    worst = {}
-    for kernel, size in product(("triton", None), SIZES):
-        found = nccl(size).run(lengths, kernel, "zigzag")
-        worst[kernel, size] = [max(r[0][i] for r in found) for i in range(4)]
-    for kernel in ("triton", None):
-        for i in range(4):
-            assert worst[kernel, SIZES[-1]][i] < 1.3 * worst[kernel, 1][i], worst
+        BASE, length=4096, layout="zigzag", causal=True, kernel=kernel, transport=transport,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    if not able(kernel, case):
+        pytest.skip("it has no such case")
+    exact, errors = plain(case, torch.float64), {}
+    for size in (1, 2, 4, 8, 16):
+        by_rank = in_threads(size, lambda ring: shard(case, ring))
+        places = torch.cat([case.places(rank, size)[0] for rank in range(size)])
+        whole = [torch.cat(parts, 2 if n == "lse" else 1) for n, parts in zip(NAMES, zip(*by_rank))]
+        errors[size] = dict(zip(NAMES, map(relative_error, whole, taken(exact, places))))
+    for name in ("out", "dq", "dk", "dv"):  # lse is in float32
+        assert max(each[name] for each in errors.values()) < 1.3 * errors[1][name], errors
