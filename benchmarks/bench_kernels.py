@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.direct import DIRECT, Runs
-from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms, Tiles
 from ring_attention_pytorch.kernels import KERNELS, problem
 from ring_attention_pytorch.layouts import Segment, Tile, Visible, tiles, visible_pairs
 from ring_attention_pytorch.running import Result, Sum
@@ -60,7 +60,7 @@ class Block:
         kinds = dict(device="cuda", dtype=getattr(torch, shape.dtype))
         self.q, self.dout = (torch.randn(1, n, shape.heads, d, **kinds) for _ in range(2))
         self.k, self.v = (torch.randn(1, n, shape.key_heads, d, **kinds) for _ in range(2))
-        self.found, self.terms = shape.tiles(), Terms(d**-0.5, None, 1024)
+        self.found, self.terms = Tiles(shape.tiles()), Terms(d**-0.5, None, 1024)
 
     def kernel(self, name: str, more: bool) -> Runs:
         """`more`: one more block for running results, not the only one."""

@@ -42,7 +42,7 @@ class Result:
         elif not self._parts and rows == self._whole and out.dtype == self._dtype:
             self._wide = out, lse
         else:
-            self._parts.append((rows, out, lse.transpose(1, 2)))
+            self._parts.append((rows, out, lse))
             if len(self._parts) > _MOST:
                 self.running()
 
@@ -50,7 +50,7 @@ class Result:
         """Both as `accumulator(dtype)`, to be merged into in place."""
         if self._wide is None and _begins_with(self._parts, self._whole):
             _, out, lse = self._parts.pop(0)
-            self._wide = out.to(self._dtype), lse.transpose(1, 2)
+            self._wide = out.to(self._dtype), lse
         elif self._wide is None:
             out, lse = self._empty(self._dtype)
             self._wide = out.zero_(), lse.fill_(-torch.inf)
@@ -105,10 +105,9 @@ class Result:
         """out in q's dtype, lse in the accumulator's."""
         if self._wide is None and _begins_with(self._parts, self._whole):
             whole = self._parts.pop(0)
-            out, lse = whole[1], whole[2].transpose(1, 2)
-            self._fold(out, lse)
+            self._fold(*whole[1:])
             self._parts = [whole]
-            return out, lse
+            return whole[1:]
         out, lse = self.running()
         return out.to(self._q.dtype), lse
 
@@ -119,7 +118,8 @@ class Result:
         )
 
     def _fold(self, out: Tensor, lse: Tensor) -> None:
-        parts, self._parts = self._parts, []
+        parts = [(rows, o, x.transpose(1, 2)) for rows, o, x in self._parts]
+        self._parts = []
         for rows, found in _covered(parts):
             others = (t for o, x in found for t in (o, x.transpose(1, 2)))
             merge_(out[:, rows], lse[..., rows], *others)

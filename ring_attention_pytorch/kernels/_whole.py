@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -65,16 +66,24 @@ def _apart(tile: Tile) -> Iterator[Tile]:
     yield from _apart(Tile(slice(rows.start + cut, rows.stop), cols, left, None))
 
 
+def part(t: Tensor, at: slice) -> Tensor:
+    """These tokens of `[b, n, ...]`; all of them are the tensor itself, which costs no view."""
+    return t if at == slice(0, t.shape[1]) else t[:, at]
+
+
 def aligned(*tensors: Tensor) -> list[Tensor]:
     """The tensors where they are if a kernel can read them there, else laid out anew."""
-    return [
-        t
-        if t.stride(-1) == 1
+    return [t if _readable(t) else t.clone(memory_format=torch.contiguous_format) for t in tensors]
+
+
+def _readable(t: Tensor) -> bool:
+    *strides, last = t.stride()
+    return (
+        last == 1
         and t.data_ptr() % _ALIGNMENT == 0
-        and all(s * t.element_size() % _ALIGNMENT == 0 and s > 0 for s in t.stride()[:-1])
-        else t.clone(memory_format=torch.contiguous_format)
-        for t in tensors
-    ]
+        and gcd(*strides) * t.element_size() % _ALIGNMENT == 0
+        and min(strides) > 0
+    )
 
 
 def with_lse_gradient(

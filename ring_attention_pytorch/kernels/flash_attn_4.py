@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.contract import FEATURES, Can, Grads, Keys, Package, Saved, Terms
 from ring_attention_pytorch.kernels._packs import Pack, packs
-from ring_attention_pytorch.kernels._whole import NO_BOUND
+from ring_attention_pytorch.kernels._whole import NO_BOUND, part
 from ring_attention_pytorch.layouts import Tile
 from ring_attention_pytorch.running import Result
 
@@ -35,7 +35,7 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
 
     for pack in packs(tiles, q, disjoint_keys=False) if q.numel() else ():
         out, lse, *_ = _flash_attn_fwd(
-            *pack.flat(q[:, pack.rows], keys.k[:, pack.cols], keys.v[:, pack.cols]),
+            *pack.flat(part(q, pack.rows), part(keys.k, pack.cols), part(keys.v, pack.cols)),
             softmax_scale=terms.scale, softcap=terms.softclamp, return_lse=True,
             **_window(pack), **pack.sequences,
         )  # fmt: skip
@@ -49,8 +49,8 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
         rows, cols, batch = pack.rows, pack.cols, len(saved.q)
         dq, dk, dv = _flash_attn_bwd(
             *pack.flat(
-                saved.q[:, rows], keys.k[:, cols], keys.v[:, cols], saved.out[:, rows],
-                saved.dout[:, rows],
+                part(saved.q, rows), part(keys.k, cols), part(keys.v, cols), part(saved.out, rows),
+                part(saved.dout, rows),
             ),
             pack.flat_by_head(saved.lse[..., rows]), softmax_scale=terms.scale,
             softcap=terms.softclamp or 0.0,

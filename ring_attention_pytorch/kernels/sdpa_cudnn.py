@@ -11,7 +11,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.contract import Can, Grads, Keys, Saved, Terms
-from ring_attention_pytorch.kernels._whole import aligned, with_lse_gradient
+from ring_attention_pytorch.kernels._whole import aligned, part, with_lse_gradient
 from ring_attention_pytorch.layouts import Tile
 from ring_attention_pytorch.running import Result, accumulator
 
@@ -35,7 +35,7 @@ class _Call(NamedTuple):
 
 def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     for rows, cols, causal, by_hand in _calls(q, tiles):
-        operands = q[:, rows], keys.k[:, cols], keys.v[:, cols]
+        operands = part(q, rows), part(keys.k, cols), part(keys.v, cols)
         if by_hand:
             result.add(rows, *_one_key(*operands, terms))
             continue
@@ -53,23 +53,23 @@ def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, gra
     unused = torch.zeros((), dtype=torch.int64, device=saved.q.device)  # dropout's seed and offset
     for rows, cols, causal, by_hand in _calls(saved.q, tiles):
         operands = (
-            saved.q[:, rows], keys.k[:, cols], keys.v[:, cols], saved.out[:, rows],
-            saved.dout[:, rows],
+            part(saved.q, rows), part(keys.k, cols), part(keys.v, cols), part(saved.out, rows),
+            part(saved.dout, rows),
         )  # fmt: skip
         lse = saved.lse[..., rows]
         if by_hand:
-            parts = _one_key_backward(*operands, lse, terms)
+            found = _one_key_backward(*operands, lse, terms)
         else:
             q, k, v, out, dout = _heads_first(*operands)
             if dout.stride() != out.stride():  # of which the op is silent, and wrong
                 out, dout = (_anew(t) for t in (out, dout))
-            parts = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
                 dout, q, k, v, out, lse.unsqueeze(-1).contiguous(), unused, unused, None, None,
                 None, q.shape[2], k.shape[2], 0.0, causal, scale=terms.scale,
             )  # fmt: skip
-            parts = [part.transpose(1, 2) for part in parts]
-        for total, at, part in zip(grads, (rows, cols, cols), parts):
-            total.add(at, part)
+            found = [t.transpose(1, 2) for t in found]
+        for total, at, t in zip(grads, (rows, cols, cols), found):
+            total.add(at, t)
 
 
 def _calls(q: Tensor, tiles: Sequence[Tile]) -> Iterator[_Call]:
