@@ -130,7 +130,9 @@ def measured(
         whole = seconds(both, q.device, repeats)
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
         result = Result(alone, whole, peak, found)
-    except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as error:
+    except (
+        RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError, AssertionError,
+    ) as error:  # fmt: skip
         problem = f"{type(error).__name__}: {error}".splitlines()[0][:120]
     return problem or result
 

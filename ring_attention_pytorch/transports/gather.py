@@ -7,6 +7,7 @@ owner sums that in the accumulator's, always in the same order.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,12 +57,12 @@ class Gather:
         return cls(ring, schedule(blocks, at_once), tuple(map(count, blocks.keys)))
 
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
-        """The positions of own keys, in halves backward, and of others'."""
-        halves = _halves(count(own)) if back and self.groups else (slice(0, count(own)),)
-        yield stretch(own, halves[0])
+        """The positions of own keys, backward those for the end apart, and of others'."""
+        first, last = self._parts(count(own)) if back else _cut(count(own), 0)
+        yield stretch(own, first)
         for group in self.groups:
             yield from (joined(now[self.ring.rank]) for now in group.rounds if now[self.ring.rank])
-        yield from (stretch(own, half) for half in halves[1:])
+        yield stretch(own, last)
 
     def stream(self, keys: Keys) -> Iterator[Keys]:
         """Own keys, then those of the others in order of positions."""
@@ -72,15 +73,15 @@ class Gather:
     ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
         """The same; gradients of a block go home while the next one computes.
 
-        Half of own keys are kept for the end, for the last of others' gradients to go home
-        meanwhile; the owner's sums are running by then, and are added to on any stream.
+        Where many come home last, half of own keys are kept for the end, to compute on meanwhile;
+        the owner's sums are running by then, and are added to on any stream.
         """
         blocks = self._blocks(own_keys)
         next(blocks)
         if not self.groups:
             yield own_keys, own
             return
-        first, last = _halves(own_keys.k.shape[1])
+        first, last = self._parts(own_keys.k.shape[1])
         sums = [total.running() for total in own]
         early, late = taken(own_keys, first), taken(own_keys, last)
         grads = tuple(Sum(t, into=s[:, first]) for t, s in zip(early[:2], sums))
@@ -98,11 +99,28 @@ class Gather:
                 going = None
             going = self._send_home(group, now, own_keys, grads, own)
         grads = Sum(late.k), Sum(late.v)
-        yield late, grads
+        if last.start < last.stop:
+            yield late, grads
         if going is not None:
             going()
         for total, part in zip(own, grads):
             part.move_to(total, last.start)
+
+    def _parts(self, length: int) -> tuple[slice, slice]:
+        """Own keys to compute on first in backward, and those for the end."""
+        return _cut(length, length // 2 if 4 * self._last_home >= length else 0)
+
+    @cached_property
+    def _last_home(self) -> int:
+        """How many keys' gradients come to this rank after the last round.
+
+        A quarter as many as own keys take an NVLink less time than a further call of a kernel takes
+        for passing over the queries again.
+        """
+        if not self.groups:
+            return 0
+        distances, (*_, now) = self.groups[-1]
+        return sum(tokens(of_owner(now[user], self.ring.rank)) for user in self._users(distances))
 
     def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Round, Keys | None]]:
         """Own keys, and then each round of each group: None where this rank has no part in it."""
@@ -189,8 +207,8 @@ class Gather:
         return [(self.ring.rank + t) % self.ring.size for t in distances]
 
 
-def _halves(length: int) -> tuple[slice, slice]:
-    return slice(0, length // 2), slice(length // 2, length)
+def _cut(length: int, last: int) -> tuple[slice, slice]:
+    return slice(0, length - last), slice(length - last, length)
 
 
 def taken(keys: Keys, at: slice) -> Keys:
