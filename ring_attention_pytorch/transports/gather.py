@@ -5,6 +5,7 @@ backward each rank sends an owner what it computed for its keys, in the inputs' 
 owner sums that in the accumulator's, always in the same order.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,19 +109,20 @@ class Gather:
 
     def _parts(self, length: int) -> tuple[slice, slice]:
         """Own keys to compute on first in backward, and those for the end."""
-        return _cut(length, length // 2 if 4 * self._last_home >= length else 0)
+        return _cut(length, length // 2 if self._much_comes_last else 0)
 
     @cached_property
-    def _last_home(self) -> int:
-        """How many keys' gradients come to this rank after the last round.
+    def _much_comes_last(self) -> bool:
+        """Whether after the last round some rank waits for gradients of a quarter of its keys.
 
-        A quarter as many as own keys take an NVLink less time than a further call of a kernel takes
-        for passing over the queries again.
+        Less takes NVLink no longer than a further call of a kernel takes to pass over all queries.
+        All ranks go by the one who waits longest: those who did otherwise would keep it waiting.
         """
-        if not self.groups:
-            return 0
-        distances, (*_, now) = self.groups[-1]
-        return sum(tokens(of_owner(now[user], self.ring.rank)) for user in self._users(distances))
+        coming = Counter[int]()
+        for pieces in self.groups[-1].rounds[-1] if self.groups else ():
+            for piece in pieces:
+                coming[piece.owner] += piece.segment.length
+        return any(4 * coming[owner] >= length > 0 for owner, length in enumerate(self.lengths))
 
     def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Round, Keys | None]]:
         """Own keys, and then each round of each group: None where this rank has no part in it."""
