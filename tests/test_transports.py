@@ -19,6 +19,7 @@ from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transports import TRANSPORTS, owners_at_once, symmetric
+from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
 from ring_attention_pytorch.transports.pieces import Blocks, Job, joined, schedule, tokens
 from tests import threads
@@ -283,6 +284,28 @@ def most_bytes(case: Attention, size: int) -> int:
         return live.most
 
     return max(threads.run(size, main)[0])
+
+
+@pytest.mark.parametrize(
+    ("layout", "window", "divided"),
+    [
+        ("contiguous", 3, False),
+        ("contiguous", 4, True),
+        ("zigzag", None, True),
+        ("zigzag", 4, True),
+    ],
+)
+def test_all_ranks_divide_own_keys_or_none(layout, window, divided):
+    """16 a rank, in backward, if a quarter of them comes home last to any rank."""
+    size, case = 4, Attention(64, layout, causal=True, window=window, transport="gather")
+    everyone = all_segments(layout, size, case.length)
+    blocks = Blocks(everyone, everyone, Visible(True, window))
+    for place, own in enumerate(everyone):
+        ring = SimpleNamespace(rank=place, size=size)
+        first, *_, last = Gather.make(ring, blocks, at_once=size).comes(own, back=True)
+        assert (sum(map(count, (first, last))), count(first)) == (16, 8 if divided else 16)
+    check_in_threads(case, size)
+    check_symmetric(case, size, size)
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])
