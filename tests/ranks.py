@@ -15,7 +15,13 @@ import torch.distributed as dist
 _GRACE = 20.0  # seconds that others are waited for once a rank has failed
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed", "ring_attention_pytorch", "tests.reference"]
+    [
+        "torch",
+        "torch.distributed",
+        "torch.fx.experimental.symbolic_shapes",
+        "ring_attention_pytorch",
+        "tests.reference",
+    ]
 )
 
 
