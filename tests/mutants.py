@@ -870,7 +870,7 @@ def _battery_over(folder: str, file: str | None, answer: Connection) -> None:
     answer.send(found)
 
 
-def verdict(mutant: Mutant | None, package: Path = PACKAGE) -> str | None:
+def verdict(mutant: Mutant | None, package: Path) -> str | None:
     """What the battery found wrong with the mutant (None: with the package as it is)."""
     with tempfile.TemporaryDirectory() as folder:
         try:
