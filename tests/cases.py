@@ -187,32 +187,33 @@ def whole(case: Attention) -> list[Tensor]:
     return results(tensors, out, lse, dout.double(), dlse.double())
 
 
-def shard(case: Attention, ring: Ring) -> list[Tensor]:
+def shard(case: Attention, ring: Ring, device: str = "cpu") -> list[Tensor]:
     """The same from one rank's shards."""
     (q, k, v), mask, dout, dlse = case.data()
     queries, keys = case.places(ring.rank, ring.size)
-    tensors = [t[:, at].clone().requires_grad_() for t, at in ((q, queries), (k, keys), (v, keys))]
+    parts = (t[:, at].to(device) for t, at in ((q, queries), (k, keys), (v, keys)))
+    tensors = [t.requires_grad_() for t in parts]
     out, lse = ring_attn(
-        *tensors, **case.options(), key_mask=None if mask is None else mask[:, keys],
+        *tensors, **case.options(), key_mask=None if mask is None else mask[:, keys].to(device),
         layout=case.layout, kernel=case.kernel, bucket_size=case.bucket_size, group=ring,
         transport=case.transport, ulysses=case.ulysses, memory=case.memory, return_lse=True,
         cross=case.key_lengths is not None, **case.packed(queries),
     )  # fmt: skip
-    return results(tensors, out, lse, dout[:, queries], dlse[..., queries])
+    return results(tensors, out, lse, dout[:, queries].to(device), dlse[..., queries].to(device))
+
+
+def held(case: Attention, rank: int, size: int, results: list[Tensor]) -> list[Tensor]:
+    """Of whole results one rank's."""
+    queries, keys = case.places(rank, size)
+    out, lse, dq, *of_keys = results
+    return [out[:, queries], lse[..., queries], dq[:, queries], *(t[:, keys] for t in of_keys)]
 
 
 def errors(
     case: Attention, rank: int, size: int, got: list[Tensor], want: list[Tensor]
 ) -> dict[str, float]:
     """The relative error of each result on one rank."""
-    queries, keys = case.places(rank, size)
-    mine = [
-        want[0][:, queries],
-        want[1][..., queries],
-        want[2][:, queries],
-        *(t[:, keys] for t in want[3:]),
-    ]
-    return {name: relative_error(g, w) for name, g, w in zip(NAMES, got, mine)}
+    return dict(zip(NAMES, map(relative_error, got, held(case, rank, size, want))))
 
 
 def check(case: Attention, size: int, found: Iterable[dict[str, float]]) -> None:

@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     Mutant(
         "a call of the kernel is not counted", "transports/gather.py",
-        "yield stretch(own, last)", "",
+        "        if cut < length:\n            yield stretch(own, slice(cut, length))\n", "",
     ),
     Mutant(
         "merge weights swapped", "running.py", "torch.sigmoid(part_lse - lse)",

@@ -59,11 +59,13 @@ class Gather:
 
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
         """The positions of own keys, backward those for the end apart, and of others'."""
-        first, last = self._parts(count(own)) if back else _cut(count(own), 0)
-        yield stretch(own, first)
+        length = count(own)
+        cut = self._cut(length) if back else length
+        yield stretch(own, slice(0, cut))
         for group in self.groups:
             yield from (joined(now[self.ring.rank]) for now in group.rounds if now[self.ring.rank])
-        yield stretch(own, last)
+        if cut < length:
+            yield stretch(own, slice(cut, length))
 
     def stream(self, keys: Keys) -> Iterator[Keys]:
         """Own keys, then those of the others in order of positions."""
@@ -82,10 +84,11 @@ class Gather:
         if not self.groups:
             yield own_keys, own
             return
-        first, last = self._parts(own_keys.k.shape[1])
+        length = own_keys.k.shape[1]
+        cut = self._cut(length)
         sums = [total.running() for total in own]
-        early, late = taken(own_keys, first), taken(own_keys, last)
-        grads = tuple(Sum(t, into=s[:, first]) for t, s in zip(early[:2], sums))
+        early, late = taken(own_keys, slice(0, cut)), taken(own_keys, slice(cut, length))
+        grads = tuple(Sum(t, into=s[:, :cut]) for t, s in zip(early[:2], sums))
         yield early, grads
         for total in grads:
             total.running()
@@ -100,16 +103,16 @@ class Gather:
                 going = None
             going = self._send_home(group, now, own_keys, grads, own)
         grads = Sum(late.k), Sum(late.v)
-        if last.start < last.stop:
+        if cut < length:
             yield late, grads
         if going is not None:
             going()
         for total, part in zip(own, grads):
-            part.move_to(total, last.start)
+            part.move_to(total, cut)
 
-    def _parts(self, length: int) -> tuple[slice, slice]:
-        """Own keys to compute on first in backward, and those for the end."""
-        return _cut(length, length // 2 if self._much_comes_last else 0)
+    def _cut(self, length: int) -> int:
+        """Where own keys are cut in backward: what follows is for the end."""
+        return length - length // 2 if self._much_comes_last else length
 
     @cached_property
     def _much_comes_last(self) -> bool:
@@ -207,10 +210,6 @@ class Gather:
     def _users(self, distances: tuple[int, ...]) -> list[int]:
         """To whom this rank's keys go."""
         return [(self.ring.rank + t) % self.ring.size for t in distances]
-
-
-def _cut(length: int, last: int) -> tuple[slice, slice]:
-    return slice(0, length - last), slice(length - last, length)
 
 
 def taken(keys: Keys, at: slice) -> Keys:

@@ -18,7 +18,7 @@ from ring_attention_pytorch.kernels import KERNELS, problem
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from tests import threads
-from tests.cases import NAMES, Attention, results
+from tests.cases import NAMES, Attention, held, results, shard
 from tests.gpu.memory import poison
 from tests.reference import dense_attention, excess, relative_error
 
@@ -60,25 +60,6 @@ def plain(case: Attention, dtype: torch.dtype) -> list[Tensor]:
     return results(leaves, out, lse, dout.cuda().to(dtype), dlse.cuda().to(lse.dtype))
 
 
-def shard(case: Attention, ring: Ring) -> list[Tensor]:
-    """One rank's results."""
-    (q, k, v), mask, dout, dlse = case.data()
-    at = case.places(ring.rank, ring.size)[0]
-    leaves = [t[:, at].cuda().requires_grad_() for t in (q, k, v)]
-    out, lse = ring_attn(
-        *leaves, **case.options(), key_mask=None if mask is None else mask[:, at].cuda(),
-        layout=case.layout, kernel=case.kernel, transport=case.transport, group=ring,
-        return_lse=True,
-    )  # fmt: skip
-    return results(leaves, out, lse, dout[:, at].cuda(), dlse[..., at].cuda())
-
-
-def taken(whole: list[Tensor], at: Tensor) -> list[Tensor]:
-    """Of whole results those of these places."""
-    at = at.to(whole[0].device)
-    return [t.index_select(2 if name == "lse" else 1, at) for name, t in zip(NAMES, whole)]
-
-
 def faults(cases: list[Attention], ring: Ring | None = None) -> list[dict[str, str]]:
     """What is worse than its dtype allows, of each case on this rank; None is all ranks' ring."""
     return [_faults(case, Ring() if ring is None else ring) for case in cases]
@@ -86,9 +67,11 @@ def faults(cases: list[Attention], ring: Ring | None = None) -> list[dict[str, s
 
 def _faults(case: Attention, ring: Ring) -> dict[str, str]:
     poison()
-    got = shard(case, ring)
-    at = case.places(ring.rank, ring.size)[0]
-    exact, rough = (taken(plain(case, dtype), at) for dtype in (torch.float64, case.dtype))
+    got = shard(case, ring, "cuda")
+    exact, rough = (
+        held(case, ring.rank, ring.size, plain(case, dtype))
+        for dtype in (torch.float64, case.dtype)
+    )
     said = map(excess, got, exact, rough, (2, 2, 3, 3, 3))
     return {name: why for name, why in zip(NAMES, said) if why is not None}
 
@@ -174,9 +157,11 @@ def test_errors_do_not_grow_with_the_ring(taking_turns, kernel, transport):
         pytest.skip("it has no such case")
     exact, errors = plain(case, torch.float64), {}
     for size in (1, 2, 4, 8, 16):
-        by_rank = in_threads(size, lambda ring: shard(case, ring))
-        places = torch.cat([case.places(rank, size)[0] for rank in range(size)])
-        whole = [torch.cat(parts, 2 if n == "lse" else 1) for n, parts in zip(NAMES, zip(*by_rank))]
-        errors[size] = dict(zip(NAMES, map(relative_error, whole, taken(exact, places))))
+        got = in_threads(size, lambda ring: shard(case, ring, "cuda"))
+        want = [held(case, rank, size, exact) for rank in range(size)]
+        all_ranks = (
+            [torch.cat([t.flatten() for t in x]) for x in zip(*each)] for each in (got, want)
+        )
+        errors[size] = dict(zip(NAMES, map(relative_error, *all_ranks)))
     for name in ("out", "dq", "dk", "dv"):  # lse is in float32
         assert max(each[name] for each in errors.values()) < 1.3 * errors[1][name], errors
