@@ -138,6 +138,14 @@ MUTANTS = [
         "return last if calls == 1 else running,", "return last if calls else running,",
     ),
     Mutant(
+        "own keys kept for the end are forgotten", "transports/gather.py",
+        "        if cut < length:\n            yield late, grads\n", "",
+    ),
+    Mutant(
+        "own keys kept for the end land first", "transports/gather.py",
+        "part.move_to(total, cut)", "part.move_to(total, 0)",
+    ),
+    Mutant(
         "a call of the kernel is not counted", "transports/gather.py",
         "        if cut < length:\n            yield stretch(own, slice(cut, length))\n", "",
     ),
