@@ -101,7 +101,7 @@ def row(
         all_pairs = whole(shape.tokens * ranks, ranks).pairs
         share = f"{of.both * mask.pairs / all_pairs / result.both:.0%}"
     groups = schedule(plan.blocks, plan.at_once)
-    came = max(sum(tokens(group.pieces(rank)) for group in groups) for rank in range(ranks))
+    came = max(sum(tokens(group.pieces[rank]) for group in groups) for rank in range(ranks))
     return [
         *(f"{s:.3g}" for s in speeds), share, f"{came:,.0f}", f"{result.peak:.1f}",
         ", ".join(f"{e:.0e}" for e in result.errors or ()),

@@ -26,7 +26,7 @@ class Still(Gather):
 
     def _pull(self, own: Keys, group: Group) -> Callable[[], list[Tensor]]:
         if id(group) not in self.standing:
-            length = tokens(group.pieces(self.ring.rank))
+            length = tokens(group.pieces[self.ring.rank])
             given = [t.detach() for t in own[:3] if t is not None]
             times = 1 + length // max(1, own.k.shape[1])
             self.standing[id(group)] = [torch.cat([t] * times, dim=1)[:, :length] for t in given]

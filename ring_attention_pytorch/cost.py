@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ring_attention_pytorch.layouts import Tile, tiles, visible_pairs
-from ring_attention_pytorch.transports.pieces import Blocks, Job, Pieces, halves_of, joined
+from ring_attention_pytorch.transports.pieces import Blocks, Job, joined, needed
 
 # bytes and seconds of one NCCL send/recv hop between H200s, both ways at once
 _HOPS = ((0, 1.0e-4), (8 << 20, 1.71e-4), (32 << 20, 5.13e-4), (128 << 20, 9.68e-4),
@@ -75,27 +75,23 @@ def ring_steps(blocks: Blocks, rank: int, domain: int) -> list[Step]:
 
 
 def gather_steps(blocks: Blocks, rank: int, domain: int, at_once: int) -> list[Step]:
-    """Own block, and each round of each group of owners; a group comes for its first round."""
+    """Own block, and each group of owners."""
     own = tiles(blocks.queries[rank], blocks.keys[rank], blocks.visible)
     steps, others = [_step(own, 0, 0)], blocks.distances[1:]
     for first in range(0, len(others), at_once):
-        halves = halves_of(rank, blocks, others[first : first + at_once])
-        near = sum(_near(half, rank, domain) for half in halves)
-        far = sum(p.segment.length for half in halves for p in half) - near
-        for half in filter(None, halves):
-            found = tiles(blocks.queries[rank], joined(half), blocks.visible)
-            steps.append(_step(found, near, far))
-            near = far = 0
+        tokens = [0, 0]  # from within the domain, and from outside
+        pieces = needed(rank, blocks, others[first : first + at_once])
+        for piece in pieces:
+            tokens[piece.owner // domain != rank // domain] += piece.segment.length
+        if pieces:
+            found = tiles(blocks.queries[rank], joined(pieces), blocks.visible)
+            steps.append(_step(found, *tokens))
     return steps
 
 
 def _step(found: Sequence[Tile], near: int, far: int) -> Step:
     rows = sum(t.rows.stop - t.rows.start for t in found)
     return Step(near, far, visible_pairs(found), rows, len(found))
-
-
-def _near(pieces: Pieces, rank: int, domain: int) -> int:
-    return sum(p.segment.length for p in pieces if p.owner // domain == rank // domain)
 
 
 def predict(transport: str, steps: Sequence[Step], job: Job, machine: Machine = H200) -> Cost:
@@ -152,35 +148,17 @@ def _gather_time(
     steps: Sequence[Step], job: Job, machine: Machine, second_a_flop: float, grad: int
 ) -> float:
     total, home = 0.0, 0.0
-    coming = [_pull(s.near, s.far, job.token_bytes, machine) for s in steps[1:]]
-    shares = _shares(steps)
-    for step, pull, (near, far) in zip(steps, [*coming, 0.0], shares):
+    coming = [_pull(s, job.token_bytes, machine) for s in steps[1:]]
+    for step, pull in zip(steps, [*coming, 0.0]):
         total += max(_compute(step, job, machine, second_a_flop), pull + home)
-        home = _pull(near, far, grad, machine) if grad else 0.0
+        home = _pull(step, grad, machine) if grad else 0.0
     return total + home  # the last gradients go home with nothing beside them
 
 
-def _shares(steps: Sequence[Step]) -> list[tuple[float, float]]:
-    """Keys of each step by where they are from; a group's are told of at its first round."""
-    found: list[tuple[float, float]] = []
-    group = (0, 0, 0)  # near, far, pairs of all its rounds
-    for i, step in enumerate(steps):
-        if step.near or step.far or i == 0:
-            rounds = [step]
-            for later in steps[i + 1 :]:
-                if later.near or later.far:
-                    break
-                rounds.append(later)
-            group = (step.near, step.far, sum(s.pairs for s in rounds))
-        part = step.pairs / max(1, group[2])
-        found.append((group[0] * part, group[1] * part))
-    return found
-
-
-def _pull(near: float, far: float, each: int, machine: Machine) -> float:
+def _pull(step: Step, each: int, machine: Machine) -> float:
     """From both at once, over different links."""
-    wire = machine.network_hop + far * each / machine.network if far else 0.0
-    return max(near * each / machine.pull, wire)
+    wire = machine.network_hop + step.far * each / machine.network if step.far else 0.0
+    return max(step.near * each / machine.pull, wire)
 
 
 def swap_seconds(tokens: int, job: Job, degree: int, machine: Machine = H200) -> float:

@@ -111,17 +111,15 @@ def _of_gather(plan: RingPlan) -> list[str]:
     pulled = isinstance(plan.transport, SymmetricGather)
     lines = [f"gather: {'pulled out of shared memory' if pulled else 'sent point to point'}"]
     for number, group in enumerate(schedule(plan.blocks, plan.at_once), 1):
-        owners = sorted({p.owner for p in group.pieces(place)})
-        weight = _bytes(tokens(group.pieces(place)) * plan.job.token_bytes)
-        lines.append(f"group {number}: keys of places {owners}, {weight}, while the last computes")
-        for now in group.rounds:
-            if not now[place]:
-                continue
-            found = tiles(plan.blocks.queries[place], joined(now[place]), plan.blocks.visible)
-            lines.append(
-                f"  {tokens(now[place])} keys, {visible_pairs(found)} pairs in "
-                f"{_plural(len(found), 'tile')}, then their gradients go home"
-            )
+        mine = group.pieces[place]
+        owners = sorted({piece.owner for piece in mine})
+        found = tiles(plan.blocks.queries[place], joined(mine), plan.blocks.visible)
+        weight = _bytes(tokens(mine) * plan.job.token_bytes)
+        lines.append(
+            f"group {number}: {tokens(mine)} keys of places {owners}, {weight}, while the last "
+            f"computes; {visible_pairs(found)} pairs in {_plural(len(found), 'tile')}, then their "
+            "gradients go home"
+        )
     return lines
 
 

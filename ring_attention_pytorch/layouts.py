@@ -291,21 +291,24 @@ def band(tile: Tile, device: torch.device) -> Tensor:
 def _join(found: list[Tile]) -> list[Tile]:
     """Neighbours joined, in near linear time: one large kernel call beats many small ones.
 
-    First those below one another: a key that is in one tile only has its gradient at once.
+    First those side by side: a query that is in one tile only has its result at once.
     """
+    across: list[Tile] = []
+    for tile in sorted(found, key=lambda t: (t.rows.start, t.rows.stop, t.cols.start)):
+        across.append(tile)
+        if len(across) > 1 and (joined := _beside(*across[-2:])) is not None:
+            across[-2:] = [joined]
     down: list[Tile] = []
-    for tile in sorted(found, key=lambda t: (t.cols.start, t.cols.stop, t.rows.start)):
+    for tile in sorted(across, key=lambda t: (t.cols.start, t.cols.stop, t.rows.start)):
         down.append(tile)
         if len(down) > 1 and (joined := _below(*down[-2:])) is not None:
             down[-2:] = [joined]
-    across: list[Tile] = []
+    stairs: list[Tile] = []
     for tile in sorted(down, key=lambda t: (t.rows.start, t.rows.stop, t.cols.start)):
-        across.append(tile)
-        while len(across) > 2 and (joined := _staircase(*across[-3:])) is not None:
-            across[-3:] = [joined]
-        if len(across) > 1 and (joined := _beside(*across[-2:])) is not None:
-            across[-2:] = [joined]
-    return across
+        stairs.append(tile)
+        while len(stairs) > 2 and (joined := _staircase(*stairs[-3:])) is not None:
+            stairs[-3:] = [joined]
+    return stairs
 
 
 def _beside(a: Tile, b: Tile) -> Tile | None:

@@ -7,7 +7,7 @@ is nothing is copied, cast or filled. Parts are transposed without einops: where
 host's time for each of them counts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -151,6 +151,16 @@ class Sum:
             if len(self._parts) > _MOST:
                 self.running()
 
+    def add_all(self, parts: Iterable[tuple[slice, Tensor]]) -> None:
+        """Add parts, in this order. They wait for more while few lie upon one another."""
+        for at, part in parts:
+            if self._wide is None and not self._parts:
+                self.add(at, part)
+            else:
+                self._parts.append((at, part))
+        if self._wide is not None or _deepest(self._parts) > _MOST:
+            self.running()
+
     def running(self) -> Tensor:
         """The sum as `accumulator(dtype)`, to be added to in place."""
         if self._wide is None and _begins_with(self._parts, self._whole):
@@ -176,8 +186,7 @@ class Sum:
     def move_to(self, whole: "Sum", first: int) -> None:
         """Add all that there is to another sum, whose token `first` is the first one here."""
         parts = self._parts if self._wide is None else [(self._whole, self._wide)]
-        for at, part in parts:
-            whole.add(slice(first + at.start, first + at.stop), part)
+        whole.add_all((slice(first + at.start, first + at.stop), part) for at, part in parts)
         self._parts, self._wide = [], None
 
     def samples(self, which: slice) -> "Sum":
@@ -199,11 +208,18 @@ class Sum:
             return whole[1]
         if self._wide is None:
             total = self._empty(self._like.dtype)
-            for at, found in _covered([(self._whole,), *self._parts]):
-                add_(total[:, at], *(part for (part,) in found[1:]), fresh=True)
+            self.write(total)
             self._parts = [(self._whole, total)]
             return total
         return self._wide.to(self._like.dtype)
+
+    def write(self, place: Tensor) -> None:
+        """The sum into other memory, in one pass."""
+        if self._wide is not None:
+            place.copy_(self._wide)
+            return
+        for at, found in _covered([(self._whole,), *self._parts]):
+            add_(place[:, at], *(part for (part,) in found[1:]), fresh=True)
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
         if self._into is not None:
@@ -226,6 +242,12 @@ def _dtype_of_call(
 def _begins_with(parts: Sequence[tuple[slice, ...]], whole: slice) -> bool:
     """Whether the first part has all tokens, so that others can go into it."""
     return bool(parts) and parts[0][0] == whole
+
+
+def _deepest(parts: Sequence[tuple[slice, Tensor]]) -> int:
+    """How many parts lie upon one another, at most."""
+    starts = (at.start for at, _ in parts)
+    return max((sum(at.start <= i < at.stop for at, _ in parts) for i in starts), default=0)
 
 
 def _covered(parts: Sequence[tuple[slice, ...]]) -> Iterator[tuple[slice, list[list[Tensor]]]]:

@@ -94,7 +94,7 @@ def test_the_choice_is_the_ring_on_a_cpu_and_gather_within_a_domain():
     [
         (
             dict(transport="gather"),
-            ["2048 keys", "then their gradients go home", "sent point to point"],
+            ["2560 keys", "then their gradients go home", "sent point to point"],
         ),
         (
             dict(transport="ring"),

@@ -56,19 +56,39 @@ def test_parts_merge_as_in_float64_and_are_rounded_once(plan, dtype):
 
 
 @settings(deadline=None, max_examples=100)
-@given(plans(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
-def test_sums_are_wide_and_rounded_once(plan, dtype):
+@given(plans(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.booleans())
+def test_sums_are_wide_and_rounded_once(plan, dtype, together):
     like = torch.empty(2, N, 3, dtype=dtype)
-    total, want = Sum(like), torch.zeros(2, N, 3).double()
+    total, want, waiting = Sum(like), torch.zeros(2, N, 3).double(), []
     for rows, asks in plan:
         part = torch.randn(2, rows.stop - rows.start, 3).to(dtype)
         want[:, rows] += part.double()
-        total.add(rows, part)
+        if together:
+            waiting.append((rows, part))
+        else:
+            total.add(rows, part)
         if asks:
+            total.add_all(waiting)
+            waiting.clear()
             total.running()
+    total.add_all(waiting)
     exact = want.to(torch.promote_types(dtype, torch.float32)).to(dtype)
+    elsewhere = torch.full_like(like, torch.nan)
+    total.write(elsewhere)
+    assert relative_error(elsewhere, exact) < 1e-6
     assert total.final().dtype == dtype
     assert relative_error(total.final(), exact) < 1e-6
+
+
+def test_parts_beside_one_another_wait_and_those_upon_one_another_are_few():
+    total = Sum(torch.empty(1, N, 2, dtype=torch.bfloat16))
+    part = torch.ones(1, N // 2, 2, dtype=torch.bfloat16)
+    halves = (slice(0, N // 2), part), (slice(N // 2, N), part)
+    total.add_all(halves * 4)
+    assert total.final().dtype == torch.bfloat16
+    assert (total.final() == 4).all()
+    total.add_all(halves)
+    assert (total.running() == 5).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,8 +1,9 @@
 """Every transport gives the same results by the messages that it should take, and no more."""
 
 import gc
+import time
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -29,6 +30,7 @@ from ring_attention_pytorch.transports.pieces import (
     stretch,
     tokens,
 )
+from ring_attention_pytorch.transports.symmetric import SymmetricGather
 from tests import threads
 from tests.cases import (
     Attention,
@@ -127,6 +129,38 @@ def test_keys_pulled_from_shared_memory(layout):
         check_symmetric(Attention(29, layout, causal=True, masked=True, ulysses=ulysses), 4, 9)
 
 
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_shared_memory_is_written_anew_when_all_have_read_it(at_once):
+    """Calls follow one another in any order, and one rank reads late."""
+    size, case = 4, Attention(32, "zigzag", causal=True)
+    read = threads.ThreadShelf.of
+
+    def late(shelf: threads.ThreadShelf, rank: int, form: tuple) -> list[Tensor]:
+        if shelf.rank == 2 and rank != 2:
+            time.sleep(0.01)
+        return read(shelf, rank, form)
+
+    def main(ring: Ring) -> bool:
+        (q, k, v), _, dout, _ = case.data()
+        at, _ = case.places(ring.rank, size)
+        layers = [[(t[:, at] * i).requires_grad_() for t in (q, k, v)] for i in (1, 2, 3)]
+        sent = RingPlan.make(*layers[0], causal=True, layout="zigzag", group=ring)
+        width, everyone = sent.job.token_bytes, (None, tuple(range(size)))
+        shared = SymmetricGather.over(
+            ring, sent.blocks, at_once, width, everyone, threads.ThreadSpace(ring)
+        )
+
+        def step(plan: RingPlan) -> list[Tensor]:
+            outs = [ring_attn(*mine, plan=plan) for mine in layers]
+            grads = [torch.autograd.grad(out, mine, dout[:, at]) for out, mine in zip(outs, layers)]
+            return [*outs, *chain(*grads), ring_attn(*layers[1], plan=plan)]
+
+        return all(map(torch.allclose, step(sent), step(replace(sent, transport=shared))))
+
+    with mock.patch.object(threads.ThreadShelf, "of", late):
+        assert all(threads.run(size, main)[0])
+
+
 # --- messages ---
 
 
@@ -160,12 +194,11 @@ def test_only_keys_that_are_seen_are_sent_and_gradients_of_no_others(layout, cau
     assert sum(sent for _, sent in hops(case, size)) == 3 * keys
 
 
-def test_all_keys_come_in_one_exchange_and_gradients_go_home_in_two():
-    case = Attention(32, "zigzag", causal=True, transport="gather")
-    assert forward_only(case, 4).exchanges == [1] * 4
-    assert [n for n, _ in hops(case, 4)] == [1 + 1 + 2] * 4
-    everything = replace(case, causal=False)
-    assert [n for n, _ in hops(everything, 4)] == [1 + 1 + 1] * 4
+def test_all_keys_come_in_one_exchange_and_gradients_go_home_in_one():
+    for causal in (True, False):
+        case = Attention(32, "zigzag", causal=causal, transport="gather")
+        assert forward_only(case, 4).exchanges == [1] * 4
+        assert [n for n, _ in hops(case, 4)] == [1 + 1 + 1] * 4
 
 
 def test_nothing_is_exchanged_where_nothing_is_needed():
@@ -235,7 +268,7 @@ def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, a
     groups = schedule(Blocks(everyone, everyone, visible), at_once)
     assert all(len(group.distances) <= at_once for group in groups)
     for rank, mine in enumerate(everyone):
-        pieces = [p for group in groups for p in group.pieces(rank)]
+        pieces = [p for group in groups for p in group.pieces[rank]]
         brought = [(p.owner, j) for p in pieces for j in range(p.cols.start, p.cols.stop)]
         assert len(set(brought)) == len(brought) == sum(tokens((p,)) for p in pieces)
         for owner, theirs in enumerate(everyone):
@@ -246,25 +279,20 @@ def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, a
             }
             assert shown <= {j for whose, j in brought if whose == owner}
         for group in groups:
-            at = [p.segment.start for p in group.pieces(rank)]
+            at = [p.segment.start for p in group.pieces[rank]]
             assert at == sorted(at)
-            assert all(
-                sum(s.length for s in joined(r[rank])) == tokens(r[rank]) for r in group.rounds
-            )
+            assert sum(s.length for s in joined(group.pieces[rank])) == tokens(group.pieces[rank])
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_a_balanced_causal_layout_takes_one_kernel_call_a_round(size):
+def test_a_balanced_causal_layout_takes_two_large_tiles(size):
     everyone = all_segments("zigzag", size, 16 * size)
     visible = Visible(causal=True)
     (group,) = schedule(Blocks(everyone, everyone, visible), at_once=size)
     for rank, mine in enumerate(everyone):
-        calls = [tiles(mine, joined(now[rank]), visible) for now in group.rounds]
-        assert sum(map(len, calls)) == (1 if rank in (0, size - 1) else 2)
-        assert (
-            count(joined(group.pieces(rank)))
-            == needed(Attention(16 * size, "zigzag", causal=True), size)[rank]
-        )
+        keys = joined(group.pieces[rank])
+        assert len(tiles(mine, keys, visible)) == (1 if rank in (0, size - 1) else 2)
+        assert count(keys) == needed(Attention(16 * size, "zigzag", causal=True), size)[rank]
 
 
 # --- memory ---

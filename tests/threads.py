@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.messages import Form, opened
-from ring_attention_pytorch.transports.symmetric import _room
+from ring_attention_pytorch.transports.symmetric import Space, _room
 
 PATIENCE = 30.0  # seconds
 
@@ -134,6 +134,12 @@ class ThreadShelf:
     def publish(self) -> None:
         self.hub.barrier.wait()
 
+    def meet(self) -> None:
+        self.hub.barrier.wait()
+
+    def start(self, half: int) -> None:
+        self.turn = 1 - half
+
     def of(self, rank: int, form: Form) -> list[Tensor]:
         return opened(self.hub.shelves[self.name, rank][self.turn], form)
 
@@ -150,15 +156,12 @@ class ThreadShelf:
         pass
 
 
-class ThreadSpace:
+class ThreadSpace(Space):
     """A `symmetric.Space` of threads."""
 
     def __init__(self, ring: ThreadRing):
         self.hub, self.rank = ring.hub, ring.rank
         self.keys, self.grads = (ThreadShelf(ring.hub, name, ring.rank) for name in ("k", "g"))
-
-    def begin(self) -> None:
-        self.hub.barrier.wait()
 
     def make_room(self, group: None, keys: int, grads: int) -> None:
         for name, nbytes in (("k", keys), ("g", grads)):

@@ -27,6 +27,7 @@ from ring_attention_pytorch.kernels._whole import aligned, from_bottom_right
 from ring_attention_pytorch.layouts import Tile
 
 _MOST = 256  # sequences of a call: beyond that flash-attn 4 looks them up in another way
+_FEW = 2  # tiles that are calls of their own: with lengths the kernel is a twentieth slower
 _ALIGNED = 4  # numbers of 32 bits: what kernels load at once
 
 
@@ -93,17 +94,20 @@ def in_runs(
 ) -> list[list[Tile]]:
     """At most so many tiles of one bound, whose rows ascend; with disjoint_keys columns do too.
 
-    >>> a, b = slice(0, 4), slice(4, 7)
-    >>> tiles = [Tile(a, a, None, 0), Tile(b, a, None, None), Tile(b, b, None, 0)]
+    >>> a, b, c = slice(0, 4), slice(4, 7), slice(7, 9)
+    >>> tiles = [Tile(t, t, None, 0) for t in (a, b, c)] + [Tile(b, a, None, None)]
     >>> for disjoint_keys in (False, True):
     ...     runs = in_runs(tiles, disjoint_keys)
-    ...     [[(t.rows.start, t.cols.stop) for t in run] for run in runs]
-    [[(0, 4), (4, 7)]]
-    [[(0, 4)], [(4, 7)]]
+    ...     [[(t.rows.start, t.cols.start) for t in run] for run in runs]
+    [[(0, 0), (4, 0), (7, 7)]]
+    [[(0, 0), (7, 7)], [(4, 0)]]
     """
     runs: list[list[Tile]] = []
     unfilled: dict[tuple[int, int], list[list[Tile]]] = defaultdict(list)
-    for tile in _joined(_cut(tiles)):
+    joined = _joined(_cut(tiles))
+    if len(joined) <= _FEW:
+        return [[tile] for tile in joined]
+    for tile in joined:
         alike = unfilled[from_bottom_right(tile)]
         run = next((run for run in alike if _follows(tile, run[-1], disjoint_keys)), None)
         if run is None:

@@ -50,7 +50,7 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
 
 
 def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
-    unused = torch.zeros((), dtype=torch.int64, device=saved.q.device)  # dropout's seed and offset
+    unused = torch.empty((), dtype=torch.int64, device=saved.q.device)  # dropout's seed and offset
     for rows, cols, causal, by_hand in _calls(saved.q, tiles):
         operands = (
             part(saved.q, rows), part(keys.k, cols), part(keys.v, cols), part(saved.out, rows),

@@ -29,7 +29,6 @@ from ring_attention_pytorch.transports.pieces import (
     Blocks,
     Group,
     Pieces,
-    Round,
     joined,
     of_owner,
     places,
@@ -63,21 +62,21 @@ class Gather:
         cut = self._cut(length) if back else length
         yield stretch(own, slice(0, cut))
         for group in self.groups:
-            yield from (joined(now[self.ring.rank]) for now in group.rounds if now[self.ring.rank])
+            if group.pieces[self.ring.rank]:
+                yield joined(group.pieces[self.ring.rank])
         if cut < length:
             yield stretch(own, slice(cut, length))
 
     def stream(self, keys: Keys) -> Iterator[Keys]:
         """Own keys, then those of the others in order of positions."""
-        return (block for _, _, block in self._blocks(keys) if block is not None)
+        return (block for _, block in self._blocks(keys) if block is not None)
 
     def stream_back(
         self, own_keys: Keys, own: tuple[Sum, Sum]
     ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
-        """The same; gradients of a block go home while the next one computes.
+        """The same; gradients of a group go home while what comes next computes.
 
-        Where many come home last, half of own keys are kept for the end, to compute on meanwhile;
-        the owner's sums are running by then, and are added to on any stream.
+        Where many come home last, half of own keys are kept for the end, to compute on meanwhile.
         """
         blocks = self._blocks(own_keys)
         next(blocks)
@@ -86,14 +85,12 @@ class Gather:
             return
         length = own_keys.k.shape[1]
         cut = self._cut(length)
-        sums = [total.running() for total in own]
-        early, late = taken(own_keys, slice(0, cut)), taken(own_keys, slice(cut, length))
-        grads = tuple(Sum(t, into=s[:, :cut]) for t, s in zip(early[:2], sums))
-        yield early, grads
-        for total in grads:
-            total.running()
+        yield from _of_own(own_keys, slice(0, cut), own)
+        if len(self.groups) > 1:
+            for total in own:
+                total.running()  # else what comes of each group would wait to be added
         going: Callable[[], None] | None = None
-        for group, now, keys in blocks:
+        for group, keys in blocks:
             grads = None
             if keys is not None:
                 grads = Sum(keys.k, calls=1), Sum(keys.v, calls=1)
@@ -101,14 +98,11 @@ class Gather:
             if going is not None:
                 going()
                 going = None
-            going = self._send_home(group, now, own_keys, grads, own)
-        grads = Sum(late.k), Sum(late.v)
+            going = self._send_home(group, own_keys, grads, own)
         if cut < length:
-            yield late, grads
+            yield from _of_own(own_keys, slice(cut, length), own)
         if going is not None:
             going()
-        for total, part in zip(own, grads):
-            part.move_to(total, cut)
 
     def _cut(self, length: int) -> int:
         """Where own keys are cut in backward: what follows is for the end."""
@@ -116,41 +110,33 @@ class Gather:
 
     @cached_property
     def _much_comes_last(self) -> bool:
-        """Whether after the last round some rank waits for gradients of a quarter of its keys.
+        """Whether of the last group some rank waits for gradients of a quarter of its keys.
 
         Less takes NVLink no longer than a further call of a kernel takes to pass over all queries.
         All ranks go by the one who waits longest: those who did otherwise would keep it waiting.
         """
         coming = Counter[int]()
-        for pieces in self.groups[-1].rounds[-1] if self.groups else ():
+        for pieces in self.groups[-1].pieces if self.groups else ():
             for piece in pieces:
                 coming[piece.owner] += piece.segment.length
         return any(4 * coming[owner] >= length > 0 for owner, length in enumerate(self.lengths))
 
-    def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Round, Keys | None]]:
-        """Own keys, and then each round of each group: None where this rank has no part in it."""
+    def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Keys | None]]:
+        """Own keys, and then those of each group: None where this rank has no part in it."""
         pulls = (self._pull(own, group) for group in self.groups)  # posted when asked for
         coming = next(pulls, None)
-        yield None, (), own
+        yield None, own
         for group in self.groups:
-            theirs, coming = coming(), None  # messages are let go before more are asked for
+            (k, v, *mask), coming = coming(), None  # let go before more messages are asked for
             coming = next(pulls, None)
-            start = 0
-            for now in group.rounds:
-                mine = now[self.ring.rank]
-                stop = start + tokens(mine)
-                if mine:
-                    k, v, *mask = (t[:, start:stop] for t in theirs)
-                    yield group, now, Keys(k, v, mask[0] if mask else None, joined(mine))
-                else:
-                    yield group, now, None
-                start = stop
+            mine = joined(group.pieces[self.ring.rank])
+            yield group, Keys(k, v, mask[0] if mask else None, mine) if mine else None
 
     def _pull(self, own: Keys, group: Group) -> Callable[[], list[Tensor]]:
         """Post the messages of a group; what is returned waits and puts together what came."""
-        rank, pieces = self.ring.rank, group.pieces(self.ring.rank)
+        rank, pieces = self.ring.rank, group.pieces[self.ring.rank]
         tensors = [t for t in own[:3] if t is not None]
-        sends = {user: of_owner(group.pieces(user), rank) for user in self._users(group.distances)}
+        sends = {user: of_owner(group.pieces[user], rank) for user in self._users(group.distances)}
         forms = {
             owner: form_of(tensors, tokens(of_owner(pieces, owner)))
             for owner in self._owners(group.distances)
@@ -172,28 +158,26 @@ class Gather:
     def _send_home(
         self,
         group: Group,
-        now: Round,
         own_keys: Keys,
         grads: tuple[Sum, Sum] | None,
         own: tuple[Sum, Sum],
     ) -> Callable[[], None]:
-        """Post the gradients of a round; what is returned waits and adds what came to `own`."""
+        """Post the gradients of a group; what is returned waits and adds what came to `own`."""
         rank, kinds = self.ring.rank, own_keys[:2]
-        mine, messages = now[rank], {}
+        mine, messages = group.pieces[rank], {}
         for owner in self._owners(group.distances):
             at = [where for _, where in places(mine, owner)]
             form = form_of(kinds, tokens(of_owner(mine, owner)))
             parts = [_columns(t.final(), at) for t in grads] if at else [t[:, :0] for t in kinds]
             messages[owner] = packed(parts, form)
-        theirs = {user: of_owner(now[user], rank) for user in self._users(group.distances)}
+        theirs = {user: of_owner(group.pieces[user], rank) for user in self._users(group.distances)}
         forms = {user: form_of(kinds, tokens(pieces)) for user, pieces in theirs.items()}
         coming = self._exchange(own_keys.k, messages, forms)
 
         def wait() -> None:
             for message, (user, pieces) in zip(coming.wait(), theirs.items()):
                 for total, part in zip(own, opened(message, forms[user])):
-                    for piece, at in places(pieces, rank):
-                        total.add(piece.cols, part[:, at])
+                    total.add_all((piece.cols, part[:, at]) for piece, at in places(pieces, rank))
 
         return wait
 
@@ -212,10 +196,13 @@ class Gather:
         return [(self.ring.rank + t) % self.ring.size for t in distances]
 
 
-def taken(keys: Keys, at: slice) -> Keys:
-    """Some of one's own keys, as they lie."""
+def _of_own(keys: Keys, at: slice, own: tuple[Sum, Sum]) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+    """Some of one's own keys, as they lie, whose gradients are added to `own` by themselves."""
     k, v, mask = (None if t is None else t[:, at] for t in keys[:3])
-    return Keys(k, v, mask, stretch(keys.segments, at))
+    grads = Sum(k), Sum(v)
+    yield Keys(k, v, mask, stretch(keys.segments, at)), grads
+    for total, part in zip(own, grads):
+        part.move_to(total, at.start)
 
 
 def _columns(t: Tensor, at: list[slice]) -> Tensor:

@@ -79,22 +79,16 @@ class Piece(NamedTuple):
 
 
 Pieces = tuple[Piece, ...]
-Round = tuple[Pieces, ...]  # of each rank: what it computes on at once
 
 
 class Group(NamedTuple):
     """Owners at some distances behind each rank, whose keys come at once.
 
-    `rounds` are what each rank then computes on, one after another; after each of them the
-    gradients of its keys can go home.
+    `pieces` are what comes to each rank, in the order of positions.
     """
 
     distances: tuple[int, ...]
-    rounds: tuple[Round, ...]
-
-    def pieces(self, rank: int) -> Pieces:
-        """All that comes to a rank, in the order of positions."""
-        return tuple(piece for each in self.rounds for piece in each[rank])
+    pieces: tuple[Pieces, ...]
 
 
 def stretch(segments: Segments, at: slice) -> Segments:
@@ -135,24 +129,22 @@ def schedule(blocks: Blocks, at_once: int) -> tuple[Group, ...]:
     """The groups of `at_once` owners that bring everyone what is needed.
 
     Zigzag, four ranks: rank 1 sees chunk 0 with all of its queries, and chunks 2 to 5 with
-    those of its late chunk, 6; that is two rounds, each of one large tile.
+    those of its late chunk, 6; that is two large tiles.
 
     >>> from ring_attention_pytorch.layouts import all_segments
     >>> four = all_segments("zigzag", 4, 16)
     >>> (group,) = schedule(Blocks(four, four, Visible(causal=True)), at_once=3)
-    >>> [joined(each[1]) for each in group.rounds]
-    [(Segment(start=0, stride=1, length=2),), (Segment(start=4, stride=1, length=8),)]
+    >>> joined(group.pieces[1])
+    (Segment(start=0, stride=1, length=2), Segment(start=4, stride=1, length=8))
     """
-    others, found = blocks.distances[1:], []
-    for first in range(0, len(others), at_once):
-        chosen = others[first : first + at_once]
-        halves = [halves_of(rank, blocks, chosen) for rank in range(len(blocks.queries))]
-        rounds = tuple(zip(*halves))
-        found.append(Group(chosen, tuple(r for r in rounds if any(r)) or rounds[:1]))
-    return tuple(found)
+    others, ranks = blocks.distances[1:], range(len(blocks.queries))
+    groups = (others[first : first + at_once] for first in range(0, len(others), at_once))
+    return tuple(
+        Group(chosen, tuple(needed(rank, blocks, chosen) for rank in ranks)) for chosen in groups
+    )
 
 
-def _needed(rank: int, blocks: Blocks, distances: Sequence[int]) -> Pieces:
+def needed(rank: int, blocks: Blocks, distances: Sequence[int]) -> Pieces:
     """The keys of owners at these distances that a rank's queries see, in order of positions."""
     (queries, keys, visible, _), found = blocks, []
     for distance in distances:
@@ -167,23 +159,6 @@ def _needed(rank: int, blocks: Blocks, distances: Sequence[int]) -> Pieces:
                 at = Segment(position + (first - start) * stride, stride, last - first)
                 found.append(Piece(owner, first, at))
     return tuple(sorted(found, key=lambda piece: (piece.segment.start, piece.owner)))
-
-
-def halves_of(rank: int, blocks: Blocks, distances: Sequence[int]) -> tuple[Pieces, Pieces]:
-    """What a rank needs of owners at these distances, in two where that cuts no tile.
-
-    What is finished first goes home while the rest computes.
-    """
-    pieces = _needed(rank, blocks, distances)
-    found = tiles(blocks.queries[rank], joined(pieces), blocks.visible)
-    if len(found) == 2:
-        early, late = sorted(found, key=lambda tile: tile.cols.start)
-        ends = list(accumulate((p.segment.length for p in pieces), initial=0))
-        if early.cols.stop <= late.cols.start and late.cols.start in ends:
-            cut = ends.index(late.cols.start)
-            return pieces[:cut], pieces[cut:]
-    # as the second half where there is only one: then the first round of all has no stragglers
-    return (), pieces
 
 
 def joined(pieces: Pieces) -> Segments:

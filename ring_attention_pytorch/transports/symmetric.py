@@ -1,12 +1,12 @@
 """Gathering by copy engines, out of memory that all ranks of an NVLink domain can read.
 
 A rank writes its keys, or the gradients of others' keys, into its own shelf; the others pull
-what they need on a stream of its own. Whoever pulls keys does so by copies between contiguous
-memory, which take no multiprocessors; an owner adds the gradients that it pulls in one order.
+what they need on a stream of its own, by copies between contiguous memory, which take no
+multiprocessors. An owner adds the gradients that it pulled in one order.
 """
 
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,19 +19,10 @@ from torch.distributed import ProcessGroup
 from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.running import Sum, add_
+from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.messages import Form, form_of, opened
-from ring_attention_pytorch.transports.pieces import (
-    Blocks,
-    Group,
-    Round,
-    places,
-    schedule,
-    tokens,
-)
-
-Share = tuple[slice, Tensor]  # own columns, and what somebody found of their gradient
+from ring_attention_pytorch.transports.pieces import Blocks, Group, places, schedule, tokens
 
 _VIEWS = 1024  # of a shelf that are kept
 
@@ -106,6 +97,17 @@ class Shelf:
         """Let the current stream wait for it."""
         torch.cuda.current_stream(self.device).wait_event(done)
 
+    def start(self, half: int) -> None:
+        """Let the next turn be of this half, after what was done on whatever stream."""
+        with torch.cuda.device(self.device):
+            if not torch.cuda.is_current_stream_capturing():  # a graph's calls are on one stream
+                torch.cuda.current_stream().wait_stream(self.stream)
+        self.turn = 1 - half
+
+    def meet(self) -> None:
+        """Pass when all have read what they were brought."""
+        self.handle.barrier(channel=1)
+
 
 class Space:
     """All that the ranks of a group share: two shelves, for all layers."""
@@ -115,19 +117,17 @@ class Space:
         self.keys, self.grads = (Shelf(group, device, 1 << 10) for _ in range(2))
         self.outgrown: list[Shelf] = []  # which CUDA graphs still use
 
-    def begin(self) -> None:
-        """Wait until nobody reads what was written before.
+    def begin(self, turns: int, back: bool) -> None:
+        """Of a call with so many turns of keys: it writes nothing that may still be read.
 
-        Turn after turn that is so anyway; but a CUDA graph begins with the half with which it
-        began, whatever was read last, and a call that failed may have left ranks apart.
+        Which half it takes depends on nothing that came before it, for a CUDA graph may be what
+        comes next. Forward ends with the second half, backward begins with the first, and whoever
+        passed the barriers of a backward knows that all have read everything.
         """
-        with torch.cuda.device(self.device):
-            if not torch.cuda.is_current_stream_capturing():
-                # the call before may have been on another stream; a graph must not be
-                for shelf in (self.keys, self.grads):
-                    torch.cuda.current_stream().wait_stream(shelf.stream)
-            self.keys.handle.barrier(channel=1)
-        self.keys.turn = self.grads.turn = 0
+        self.keys.start(half=0 if back else turns % 2)
+        self.grads.start(half=0)
+        if not back:
+            self.keys.meet()
 
     def make_room(self, group: ProcessGroup, keys: int, grads: int) -> None:
         """At least so many bytes on each shelf. All ranks call this together."""
@@ -177,12 +177,14 @@ class SymmetricGather(Gather):
     """`Gather` where messages are replaced by pulls.
 
     `ranks` are those of the ring in the group that the space is of; `sources` what has to move
-    for each group, and for each round, once that is worked out.
+    for each group of owners, once that is worked out.
     """
 
     space: Space
     ranks: tuple[int, ...]
-    sources: dict[int, list[Source]] = field(default_factory=dict, compare=False, repr=False)
+    sources: dict[tuple[str, int], list[Source]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @classmethod
     def over(
@@ -197,14 +199,21 @@ class SymmetricGather(Gather):
         """With room for tokens of so many bytes, their mask included."""
         groups = schedule(blocks, at_once)
         lengths = tuple(map(count, blocks.keys))
-        widest = max((tokens(p) for g in groups for r in g.rounds for p in r), default=0)
+        widest = max((tokens(p) for g in groups for p in g.pieces), default=0)
         space.make_room(shared[0], max(lengths) * token_bytes, widest * token_bytes)
         return cls(ring, groups, lengths, space, shared[1])
 
-    def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Round, Keys | None]]:
+    def stream(self, keys: Keys) -> Iterator[Keys]:
         if self.groups:
-            self.space.begin()
-        return super()._blocks(own)
+            self.space.begin(len(self.groups), back=False)
+        return super().stream(keys)
+
+    def stream_back(
+        self, own_keys: Keys, own: tuple[Sum, Sum]
+    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+        if self.groups:
+            self.space.begin(len(self.groups), back=True)
+        return super().stream_back(own_keys, own)
 
     def _pull(self, own: Keys, group: Group) -> Callable[[], list[Tensor]]:
         shelf, sources = self.space.keys, self._of_keys(group)
@@ -232,40 +241,38 @@ class SymmetricGather(Gather):
     def _send_home(
         self,
         group: Group,
-        now: Round,
         own_keys: Keys,
         grads: tuple[Sum, Sum] | None,
         own: tuple[Sum, Sum],
     ) -> Callable[[], None]:
-        shelf, kinds = self.space.grads, own_keys[:2]
-        parts = None if grads is None else [total.final() for total in grads]
+        shelf, kinds, sources = self.space.grads, own_keys[:2], self._of_grads(group)
+        memory = shelf.own(form_of(kinds, tokens(group.pieces[self.ring.rank])))
+        for place, total in zip(memory, grads or ()):
+            total.write(place)
+        found = [
+            (rank, theirs, there, here, [t.new_empty(t[:, here].shape) for t in kinds])
+            for rank, theirs, moves in sources
+            for there, here in moves
+        ]
+        shelf.publish()  # it is everyone's turn, be there nothing to write
         shelf.follow()
-        with shelf.beside():
-            # it is everyone's turn, be there nothing to write
-            memory = shelf.own(form_of(kinds, 0 if parts is None else parts[0].shape[1]))
-            for place, part in zip(memory, parts or ()):
-                place.copy_(part)
-            shelf.publish()
-            found: tuple[list[Share], list[Share]] = [], []
-            for rank, length, moves in self._of_grads(group, now):
-                for mine, part in zip(found, shelf.of(rank, form_of(kinds, length))):
-                    mine += [(here, part[:, there]) for there, here in moves]
-            for total, mine in zip(own, found):
-                _add(total.running(), mine)
-            done = shelf.done()
 
         def wait() -> None:
-            nonlocal parts
-            shelf.wait(done)
-            parts = None  # until now the stream may have read them
+            with shelf.beside():
+                for rank, theirs, there, _, parts in found:
+                    for part, t in zip(parts, shelf.of(rank, form_of(kinds, theirs))):
+                        _copy(part, t[:, there])
+            shelf.wait(shelf.done())
+            for i, total in enumerate(own):
+                total.add_all((here, parts[i]) for *_, here, parts in found)
 
         return wait
 
     def _of_keys(self, group: Group) -> list[Source]:
         """Out of each owner's keys, what this rank needs of them."""
-        if id(group) not in self.sources:
-            pieces = group.pieces(self.ring.rank)
-            self.sources[id(group)] = [
+        if ("keys", id(group)) not in self.sources:
+            pieces = group.pieces[self.ring.rank]
+            self.sources["keys", id(group)] = [
                 Source(
                     self.ranks[owner],
                     self.lengths[owner],
@@ -273,20 +280,23 @@ class SymmetricGather(Gather):
                 )
                 for owner in self._owners(group.distances)
             ]
-        return self.sources[id(group)]
+        return self.sources["keys", id(group)]
 
-    def _of_grads(self, group: Group, now: Round) -> list[Source]:
-        """Out of what each user found in a round, the gradients of own keys."""
-        if id(now) not in self.sources:
-            self.sources[id(now)] = [
+    def _of_grads(self, group: Group) -> list[Source]:
+        """Out of what each user found, the gradients of own keys."""
+        if ("grads", id(group)) not in self.sources:
+            self.sources["grads", id(group)] = [
                 Source(
                     self.ranks[user],
-                    tokens(now[user]),
-                    tuple((there, p.cols) for p, there in places(now[user], self.ring.rank)),
+                    tokens(group.pieces[user]),
+                    tuple(
+                        (there, piece.cols)
+                        for piece, there in places(group.pieces[user], self.ring.rank)
+                    ),
                 )
                 for user in self._users(group.distances)
             ]
-        return self.sources[id(now)]
+        return self.sources["grads", id(group)]
 
 
 def _room(nbytes: int) -> int:
@@ -298,12 +308,3 @@ def _copy(place: Tensor, t: Tensor) -> None:
     """Sample by sample: what is contiguous goes by copy engine."""
     for sample, given in zip(place, t) if len(t) > 1 else ((place, t),):
         sample.copy_(given)
-
-
-def _add(total: Tensor, shares: Iterable[Share]) -> None:
-    """Those of the same columns in one pass, in the order given."""
-    by_columns: dict[tuple[int, int], list[Tensor]] = {}
-    for cols, part in shares:
-        by_columns.setdefault((cols.start, cols.stop), []).append(part)
-    for (start, stop), found in by_columns.items():
-        add_(total[:, start:stop], *found)

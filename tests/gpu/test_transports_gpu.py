@@ -11,16 +11,17 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attention_pytorch import RingPlan, explain_plan, positions, ring_attn
+from ring_attention_pytorch import RingPlan, explain_plan, positions, ring_attn, transports
 from ring_attention_pytorch.transports.messages import Form
 from ring_attention_pytorch.transports.symmetric import Shelf, SymmetricGather
 from tests.reference import dense_attention, relative_error
@@ -28,6 +29,7 @@ from tests.reference import dense_attention, relative_error
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 WAYS = [
     dict(transport="ring"), dict(transport="gather"), dict(transport="gather", memory=0),
+    dict(transport="gather", apart=True), dict(transport="gather", apart=True, memory=0),
     dict(transport="ring", ulysses=2), dict(transport="gather", ulysses=2), dict(),
 ]  # fmt: skip
 
@@ -48,6 +50,13 @@ def whole(length: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
     draw = torch.Generator().manual_seed(length)
     shapes = [(batch, length, h, 64) for h in (8, 2, 2, 8)]
     return [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+
+
+def plan_for(*tensors: Tensor, apart: bool = False, **options: object) -> RingPlan:
+    """A plan; apart as for GPUs that share no memory, which send point to point."""
+    without = mock.patch.object(transports, "space_of", return_value=None)
+    with without if apart else nullcontext():
+        return RingPlan.make(*tensors, **options)
 
 
 @contextmanager
@@ -113,12 +122,10 @@ def one(
     at = positions(layout, rank=rank, ring_size=size, length=length)
     mine = [t[:, at].to(device).requires_grad_() for t in (q, k, v)]
     key_mask = None if mask is None else mask[:, at].to(device)
-    plan = RingPlan.make(
-        *mine, causal=causal, layout=layout, key_mask=key_mask, kernel="eager", **how
-    )  # fmt: skip
+    plan = plan_for(*mine, causal=causal, layout=layout, key_mask=key_mask, kernel="eager", **how)
     shared = all(torch.cuda.can_device_access_peer(device, d) for d in range(size) if d != device)
     if plan.transport_name == "gather" and shared:
-        assert isinstance(plan.transport, SymmetricGather)
+        assert isinstance(plan.transport, SymmetricGather) != how.get("apart", False)
 
     def run() -> list[Tensor]:
         out = ring_attn(*mine, plan=plan)
@@ -140,7 +147,7 @@ def five_hundred(how: dict) -> None:
     """Of the same bits, each begun as soon as the one before is told to the device."""
     rank, device = dist.get_rank(), torch.cuda.current_device()
     q, k, v, dout = (t[:, rank * 64 : rank * 64 + 64].to(device) for t in whole(512, 1, torch.half))
-    plan = RingPlan.make(q, k, v, causal=True, layout="zigzag", kernel="eager", **how)
+    plan = plan_for(q, k, v, causal=True, layout="zigzag", kernel="eager", **how)
     mine = [t.requires_grad_() for t in (q, k, v)]
     first, same = None, []
     for _ in range(500):
