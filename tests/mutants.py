@@ -286,6 +286,14 @@ MUTANTS = [
         "self.ranks[user]", "self.ranks[self.ring.rank]",
     ),
     Mutant(
+        "keys written while others read", "transports/symmetric.py",
+        "        if not back:\n            self.keys.meet()\n", "",
+    ),
+    Mutant(
+        "backward begins where forward ended", "transports/symmetric.py",
+        "half=0 if back else turns % 2", "half=turns % 2",
+    ),
+    Mutant(
         "everybody's gradients added by every owner", "transports/pieces.py",
         "if piece.owner == owner:", "if True:",
     ),
@@ -592,6 +600,14 @@ def battery() -> Iterable[Callable[[], None]]:
     yield plans_are_checked
     yield prefixes_and_positions_hold  # the dearest come last
     yield sums_of_16_bits_are_kept_in_32
+    yield shared_memory_is_read_before_it_is_written
+
+
+def shared_memory_is_read_before_it_is_written() -> None:
+    """By a rank that is late."""
+    from tests.test_transports import test_shared_memory_is_written_anew_when_all_have_read_it
+
+    test_shared_memory_is_written_anew_when_all_have_read_it(3)
 
 
 def zigzag_is_balanced() -> None:

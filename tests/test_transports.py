@@ -137,7 +137,7 @@ def test_shared_memory_is_written_anew_when_all_have_read_it(at_once):
 
     def late(shelf: threads.ThreadShelf, rank: int, form: tuple) -> list[Tensor]:
         if shelf.rank == 2 and rank != 2:
-            time.sleep(0.01)
+            time.sleep(0.005)
         return read(shelf, rank, form)
 
     def main(ring: Ring) -> bool:

@@ -163,6 +163,9 @@ class ThreadSpace(Space):
         self.hub, self.rank = ring.hub, ring.rank
         self.keys, self.grads = (ThreadShelf(ring.hub, name, ring.rank) for name in ("k", "g"))
 
+    def follow_stream(self) -> None:
+        pass
+
     def make_room(self, group: None, keys: int, grads: int) -> None:
         for name, nbytes in (("k", keys), ("g", grads)):
             self.hub.shelves[name, self.rank] = torch.empty((2, _room(nbytes)), dtype=torch.uint8)

@@ -204,6 +204,20 @@ def any_device_may_be_current() -> None:
     assert all(torch.equal(a, b) for a, b in zip(want, got)), "on another device"
 
 
+def any_stream_may_be_current() -> None:
+    """One call after the other, on streams that don't wait for one another."""
+    run, want = small()
+    streams, got = [torch.cuda.Stream() for _ in range(2)], []
+    torch.cuda.synchronize()
+    with delays():
+        for turn in range(12):
+            with torch.cuda.stream(streams[turn % 2]):
+                got.append(run())
+    torch.cuda.synchronize()
+    for again in got:
+        assert all(torch.equal(a, b) for a, b in zip(want, again)), "on another stream"
+
+
 def speeds() -> str:
     """What a plan that names no transport measured; the same on all ranks."""
     q = torch.randn(1, 1024, 8, 64, device=torch.cuda.current_device(), dtype=torch.bfloat16)
@@ -235,6 +249,7 @@ def main() -> None:
         five_hundred(how)
     graphs_outlive_larger_shelves()
     any_device_may_be_current()
+    any_stream_may_be_current()
     training_follows_inference()
     found = speeds()
     if dist.get_rank() == 0:
