@@ -72,7 +72,8 @@ def shelves(device: torch.device) -> float:
     """GiB of memory that is shared with other ranks, which PyTorch's allocator does not count."""
     shared = Ring().shared() if device.type == "cuda" else None
     space = None if shared is None else space_of(shared[0], device)
-    return 0.0 if space is None else 2 * (space.keys.nbytes + space.grads.nbytes) / 2**30
+    shelves = () if space is None else (space.keys, space.grads, space.swaps)
+    return sum(shelf.memory.nbytes for shelf in shelves) / 2**30
 
 
 def alone(shape: Shape, kernel: str, like: list[Tensor]) -> Attend:

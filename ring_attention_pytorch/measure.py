@@ -173,7 +173,7 @@ def _pulls(ring: Ring, into: Tensor) -> Seconds:
         return {}
     group, ranks = shared
     parts = into.chunk(ring.size - 1)
-    space.make_room(group, len(parts[0]), 0)
+    space.make_room(group, keys=len(parts[0]))
     others = [ranks[(ring.rank + step) % ring.size] for step in range(1, ring.size)]
 
     def pull() -> None:

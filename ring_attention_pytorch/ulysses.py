@@ -29,6 +29,7 @@ from ring_attention_pytorch.transports.messages import (
     packed,
     room,
 )
+from ring_attention_pytorch.transports.symmetric import SharedSwap
 
 Heads = tuple[tuple[int, ...], ...]  # of each place, which heads it gets
 
@@ -128,6 +129,7 @@ class Ulysses:
     ring: Places
     queries: Spread
     keys: Spread
+    shared: SharedSwap | None = None  # where neighbours read one another's memory
 
     @classmethod
     def make(
@@ -135,11 +137,16 @@ class Ulysses:
         ring: Ring,
         degree: int,
         segments: tuple[Sequence[Segments], Sequence[Segments]],
-        heads: tuple[int, int],
+        q: Tensor,
+        k: Tensor,
     ) -> tuple["Ulysses", tuple[Segments, ...], tuple[Segments, ...]]:
-        """For `segments` and `heads` of queries and of keys; and what then lies where."""
+        """For `segments` of queries and keys like q and k; and what then lies where.
+
+        All ranks of the ring call this together.
+        """
         place = ring.rank % degree
         first = ring.rank - place
+        heads = q.shape[2], k.shape[2]
         share = heads[0] // degree
         of_heads = (
             tuple(tuple(range(p * share, (p + 1) * share)) for p in range(degree)),
@@ -153,7 +160,7 @@ class Ulysses:
             landed.append(tuple(s for s, _ in found))
         together = Places(ring, range(first, first + degree))
         rest = Places(ring, range(place, ring.size, degree))
-        return cls(together, rest, *spreads), *landed
+        return cls(together, rest, *spreads, SharedSwap.among(together, q.device)), *landed
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All tokens of these neighbours, for some of the heads. Differentiable."""
@@ -196,7 +203,7 @@ class Ulysses:
             tuple(_part(t, s.lengths[p], len(s.heads[me])) for t, s in zip(tensors, spreads))
             for p in places
         ]
-        parts = self._swap(pieces, forms)
+        parts = self._swap(pieces, forms, _most(tensors, spreads))
         found = []
         for i, (t, s) in enumerate(zip(pieces[me], spreads)):
             whole = t.new_empty((t.shape[0], sum(s.lengths), *t.shape[2:]))
@@ -213,12 +220,16 @@ class Ulysses:
             tuple(_part(t, s.lengths[me], len(s.heads[p])) for t, s in zip(tensors, spreads))
             for p in places
         ]
-        parts = self._swap(pieces, forms)
+        parts = self._swap(pieces, forms, _most(tensors, spreads))
         return [_summed([part[i] for part in parts], s.heads) for i, s in enumerate(spreads)]
 
-    def _swap(self, pieces: list[list[Tensor]], forms: list[Form]) -> list[list[Tensor]]:
+    def _swap(
+        self, pieces: list[list[Tensor]], forms: list[Form], most: int
+    ) -> Sequence[Sequence[Tensor]]:
         """To each place its pieces, in one message; what comes from each has its form."""
         me, others = self.together.rank, [p for p in range(len(forms)) if p != self.together.rank]
+        if self.shared is not None:
+            return self.shared.swap(me, pieces, forms, most)
         of_pieces = [tuple(_part(t, *t.shape[1:3]) for t in theirs) for theirs in pieces]
         sends = [(p, packed(pieces[p], of_pieces[p])) for p in others]
         receives = [(p, room(pieces[me][0], message_bytes(forms[p]))) for p in others]
@@ -292,6 +303,12 @@ def _rows_of(place: int, t: Tensor, spread: Spread) -> Tensor:
         if whose == place:
             shard[:, rows] = t[:, at]
     return shard
+
+
+def _most(tensors: Sequence[Tensor], spreads: Sequence[Spread]) -> int:
+    """Bytes of the longest message that any place sends of tensors like these."""
+    longest = (_part(t, max(s.lengths), max(map(len, s.heads))) for t, s in zip(tensors, spreads))
+    return message_bytes(tuple(longest))
 
 
 def _summed(parts: list[Tensor], heads: Heads) -> Tensor:

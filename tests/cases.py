@@ -12,7 +12,7 @@ from ring_attention_pytorch.layouts import positions
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
-from ring_attention_pytorch.transports.symmetric import SymmetricGather
+from ring_attention_pytorch.transports.symmetric import SharedSwap, SymmetricGather
 from tests import threads
 from tests.ranks import Pool
 from tests.reference import dense_attention, relative_error
@@ -231,6 +231,17 @@ def check_in_threads(case: Attention, size: int) -> threads.Hub:
     return hub
 
 
+def over_shared_memory(plan: RingPlan, ring: threads.ThreadRing, at_once: int) -> RingPlan:
+    """A gather's plan of ranks that share memory; all of them make it together."""
+    space, swap, everyone = threads.ThreadSpace(ring), plan.ulysses, tuple(range(ring.size))
+    over, ranks = (ring, everyone) if swap is None else (swap.ring, swap.ring.places)
+    each = plan.job.token_bytes + plan.job.batch
+    transport = SymmetricGather.over(over, plan.blocks, at_once, each, (None, ranks), space)
+    if swap is not None:
+        swap = replace(swap, shared=SharedSwap(space, None, swap.together.places))
+    return replace(plan, transport=transport, ulysses=swap)
+
+
 def check_symmetric(case: Attention, size: int, at_once: int) -> None:
     """The case over a ring of threads that share memory, against the oracle."""
 
@@ -242,13 +253,8 @@ def check_symmetric(case: Attention, size: int, at_once: int) -> None:
             *mine, **case.options(), key_mask=None if mask is None else mask[:, at], group=ring,
             layout=case.layout, kernel=case.kernel, ulysses=case.ulysses,
         )  # fmt: skip
-        over = ring if plan.ulysses is None else plan.ulysses.ring
-        ranks = tuple(range(size)) if plan.ulysses is None else over.places
-        width = case.batch * (case.key_heads * (case.d + case.d_v) * 8 + 1)
-        transport = SymmetricGather.over(
-            over, plan.blocks, at_once, width, (None, ranks), threads.ThreadSpace(ring)
-        )
-        out, lse = ring_attn(*mine, plan=replace(plan, transport=transport), return_lse=True)
+        plan = over_shared_memory(plan, ring, at_once)
+        out, lse = ring_attn(*mine, plan=plan, return_lse=True)
         return results(mine, out, lse, dout[:, at], dlse[..., at])
 
     got, _ = threads.run(size, main)

@@ -290,6 +290,14 @@ MUTANTS = [
         "        if not back:\n            self.keys.meet()\n", "",
     ),
     Mutant(
+        "heads written while others read", "transports/symmetric.py",
+        "        shelf.meet()\n", "",
+    ),
+    Mutant(
+        "heads of another place", "transports/symmetric.py",
+        "shelf.of(rank, form, me * each)", "shelf.of(rank, form, 0)",
+    ),
+    Mutant(
         "backward begins where forward ended", "transports/symmetric.py",
         "half=0 if back else turns % 2", "half=turns % 2",
     ),
@@ -607,7 +615,8 @@ def shared_memory_is_read_before_it_is_written() -> None:
     """By a rank that is late."""
     from tests.test_transports import test_shared_memory_is_written_anew_when_all_have_read_it
 
-    test_shared_memory_is_written_anew_when_all_have_read_it(3)
+    for at_once, ulysses in ((3, 1), (1, 2)):
+        test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses)
 
 
 def zigzag_is_balanced() -> None:

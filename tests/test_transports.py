@@ -30,7 +30,6 @@ from ring_attention_pytorch.transports.pieces import (
     stretch,
     tokens,
 )
-from ring_attention_pytorch.transports.symmetric import SymmetricGather
 from tests import threads
 from tests.cases import (
     Attention,
@@ -40,6 +39,7 @@ from tests.cases import (
     errors,
     miscounted,
     oracle,
+    over_shared_memory,
     shard,
 )
 from tests.test_ring_attention import CROSS, Live, cross, forward_only, hops
@@ -129,33 +129,30 @@ def test_keys_pulled_from_shared_memory(layout):
         check_symmetric(Attention(29, layout, causal=True, masked=True, ulysses=ulysses), 4, 9)
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
-def test_shared_memory_is_written_anew_when_all_have_read_it(at_once):
+@pytest.mark.parametrize(("at_once", "ulysses"), [(1, 1), (3, 1), (1, 2)])
+def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses):
     """Calls follow one another in any order, and one rank reads late."""
     size, case = 4, Attention(32, "zigzag", causal=True)
     read = threads.ThreadShelf.of
 
-    def late(shelf: threads.ThreadShelf, rank: int, form: tuple) -> list[Tensor]:
+    def late(shelf: threads.ThreadShelf, rank: int, *what: object) -> list[Tensor]:
         if shelf.rank == 2 and rank != 2:
             time.sleep(0.005)
-        return read(shelf, rank, form)
+        return read(shelf, rank, *what)
 
     def main(ring: Ring) -> bool:
         (q, k, v), _, dout, _ = case.data()
         at, _ = case.places(ring.rank, size)
         layers = [[(t[:, at] * i).requires_grad_() for t in (q, k, v)] for i in (1, 2, 3)]
-        sent = RingPlan.make(*layers[0], causal=True, layout="zigzag", group=ring)
-        width, everyone = sent.job.token_bytes, (None, tuple(range(size)))
-        shared = SymmetricGather.over(
-            ring, sent.blocks, at_once, width, everyone, threads.ThreadSpace(ring)
-        )
+        sent = RingPlan.make(*layers[0], causal=True, layout="zigzag", group=ring, ulysses=ulysses)
+        shared = over_shared_memory(sent, ring, at_once)
 
         def step(plan: RingPlan) -> list[Tensor]:
             outs = [ring_attn(*mine, plan=plan) for mine in layers]
             grads = [torch.autograd.grad(out, mine, dout[:, at]) for out, mine in zip(outs, layers)]
             return [*outs, *chain(*grads), ring_attn(*layers[1], plan=plan)]
 
-        return all(map(torch.allclose, step(sent), step(replace(sent, transport=shared))))
+        return all(map(torch.allclose, step(sent), step(shared)))
 
     with mock.patch.object(threads.ThreadShelf, "of", late):
         assert all(threads.run(size, main)[0])
@@ -362,12 +359,12 @@ def test_a_plan_knows_how_often_its_kernel_is_called(transport, size):
 
 
 def test_both_halves_of_a_shelf_start_where_any_dtype_may(monkeypatch):
-    monkeypatch.setattr(symmetric, "Shelf", lambda group, device, nbytes: SimpleNamespace(
-        nbytes=nbytes, captured=False
+    monkeypatch.setattr(symmetric, "Shelf", lambda group, device, nbytes, halves=2: SimpleNamespace(
+        nbytes=nbytes, captured=False, memory=[None] * halves
     ))  # fmt: skip
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     space = symmetric.Space(None, torch.device("cpu"))
-    space.make_room(None, 22_369_622, 5)
+    space.make_room(None, keys=22_369_622, grads=5)
     assert space.keys.nbytes >= 22_369_622
     assert space.keys.nbytes % 512 == space.grads.nbytes % 512 == 0
 

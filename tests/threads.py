@@ -131,6 +131,13 @@ class ThreadShelf:
         self.hub.shelves[self.name, self.rank][self.turn].fill_(255)
         return self.of(self.rank, form)
 
+    def mine(self, form: Form, start: int) -> list[Tensor]:
+        return self.of(self.rank, form, start)
+
+    @property
+    def nbytes(self) -> int:
+        return self.hub.shelves[self.name, self.rank].shape[1]
+
     def publish(self) -> None:
         self.hub.barrier.wait()
 
@@ -140,8 +147,8 @@ class ThreadShelf:
     def start(self, half: int) -> None:
         self.turn = 1 - half
 
-    def of(self, rank: int, form: Form) -> list[Tensor]:
-        return opened(self.hub.shelves[self.name, rank][self.turn], form)
+    def of(self, rank: int, form: Form, start: int = 0) -> list[Tensor]:
+        return opened(self.hub.shelves[self.name, rank][self.turn, start:], form)
 
     def follow(self) -> None:
         pass
@@ -161,14 +168,17 @@ class ThreadSpace(Space):
 
     def __init__(self, ring: ThreadRing):
         self.hub, self.rank = ring.hub, ring.rank
-        self.keys, self.grads = (ThreadShelf(ring.hub, name, ring.rank) for name in ("k", "g"))
+        for name in ("keys", "grads", "swaps"):
+            setattr(self, name, ThreadShelf(ring.hub, name, ring.rank))
+            ring.hub.shelves[name, ring.rank] = torch.empty((2, 0), dtype=torch.uint8)
 
     def follow_stream(self) -> None:
         pass
 
-    def make_room(self, group: None, keys: int, grads: int) -> None:
-        for name, nbytes in (("k", keys), ("g", grads)):
-            self.hub.shelves[name, self.rank] = torch.empty((2, _room(nbytes)), dtype=torch.uint8)
+    def make_room(self, group: None, **wanted: int) -> None:
+        for name, nbytes in wanted.items():
+            memory = torch.full((2, _room(nbytes)), 255, dtype=torch.uint8)
+            self.hub.shelves[name, self.rank] = memory
         self.hub.barrier.wait()
 
 

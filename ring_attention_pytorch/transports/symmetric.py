@@ -2,11 +2,12 @@
 
 A rank writes its keys, or the gradients of others' keys, into its own shelf; the others pull
 what they need on a stream of its own, by copies between contiguous memory, which take no
-multiprocessors. An owner adds the gradients that it pulled in one order.
+multiprocessors. An owner adds the gradients that it pulled in one order. What neighbours swap for
+Ulysses is read where it lies.
 """
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transports.gather import Gather
-from ring_attention_pytorch.transports.messages import Form, form_of, opened
+from ring_attention_pytorch.transports.messages import Form, Part, form_of, opened
 from ring_attention_pytorch.transports.pieces import Blocks, Group, places, schedule, tokens
 
 _VIEWS = 1024  # of a shelf that are kept
@@ -36,7 +37,7 @@ class Source(NamedTuple):
 
 
 class Shelf:
-    """Memory of one rank that all others read, in two halves that are written in turn.
+    """Memory of one rank that all others read, in halves that are written in turn, if in two.
 
     Each turn is `own`, to write, `publish`, and `of`, to read the others'; all ranks take the
     same turns, and come to one when they have read what the last one brought. Who passes the
@@ -47,38 +48,42 @@ class Shelf:
     tokens are few the host's time counts.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int):
+    def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int, halves: int = 2):
         import torch.distributed._symmetric_memory as symmetric
 
         self.nbytes, self.turn, self.device, self.captured = nbytes, 0, device, False
         self.stream = torch.cuda.Stream(device, priority=-1)
         with torch.inference_mode(False):  # else nobody could write it outside of that
-            self.memory = symmetric.empty((2, nbytes), dtype=torch.uint8, device=device)
+            self.memory = symmetric.empty((halves, nbytes), dtype=torch.uint8, device=device)
             self.handle = symmetric.rendezvous(self.memory, group.group_name)
             self.halves = [
-                self.handle.get_buffer(rank, (2, nbytes), torch.uint8)
+                self.handle.get_buffer(rank, (halves, nbytes), torch.uint8)
                 for rank in range(group.size())
             ]
-        self.views: dict[tuple[int, int, Form], list[Tensor]] = {}
+        self.views: dict[tuple[int, int, Form, int], list[Tensor]] = {}
 
     def own(self, form: Form) -> list[Tensor]:
         """The half that is to be written next."""
         self.turn = 1 - self.turn
+        return self.mine(form)
+
+    def mine(self, form: Form, start: int = 0) -> list[Tensor]:
+        """The half at hand, from so many bytes on, to write."""
         self.captured = self.captured or torch.cuda.is_current_stream_capturing()
-        return self.of(self.handle.rank, form)
+        return self.of(self.handle.rank, form, start)
 
     def publish(self) -> None:
         """Pass when all have come here."""
         self.handle.barrier(channel=0)
 
-    def of(self, rank: int, form: Form) -> list[Tensor]:
+    def of(self, rank: int, form: Form, start: int = 0) -> list[Tensor]:
         """What a rank has written this turn."""
-        asked = self.turn, rank, form
+        asked = self.turn, rank, form, start
         if asked not in self.views:
             if len(self.views) >= _VIEWS:
                 self.views.clear()
             with torch.inference_mode(False):
-                self.views[asked] = opened(self.halves[rank][self.turn], form)
+                self.views[asked] = opened(self.halves[rank][self.turn, start:], form)
         return self.views[asked]
 
     def follow(self) -> None:
@@ -101,21 +106,18 @@ class Shelf:
         """Let the next turn be of this half."""
         self.turn = 1 - half
 
-    def join(self) -> None:
-        """Let the current stream wait for all that the stream was told."""
-        current_stream(self.device).wait_stream(self.stream)
-
     def meet(self) -> None:
         """Pass when all have read what they were brought."""
         self.handle.barrier(channel=1)
 
 
 class Space:
-    """All that the ranks of a group share: two shelves, for all layers."""
+    """All that the ranks of a group share: a few shelves, for all layers."""
 
     def __init__(self, group: ProcessGroup, device: torch.device):
         self.device = device
         self.keys, self.grads = (Shelf(group, device, 1 << 10) for _ in range(2))
+        self.swaps = Shelf(group, device, 1 << 10, halves=1)
         self.outgrown: list[Shelf] = []  # which CUDA graphs still use
         self.stream: torch.cuda.Stream | None = None  # of the last call
 
@@ -133,20 +135,20 @@ class Space:
             self.keys.meet()
 
     def follow_stream(self) -> None:
-        """Where the call before was on another stream, wait for all that it began."""
+        """Where the call before was on another stream, wait for that."""
         if (stream := current_stream(self.device)) == self.stream:
             return
         with torch.cuda.device(self.device):
             if not torch.cuda.is_current_stream_capturing():  # a graph's calls are on one stream
-                self.keys.join()
-                self.grads.join()
+                if self.stream is not None:
+                    stream.wait_stream(self.stream)
                 self.stream = stream
 
-    def make_room(self, group: ProcessGroup, keys: int, grads: int) -> None:
-        """At least so many bytes on each shelf. All ranks call this together."""
-        for name, nbytes in (("keys", _room(keys)), ("grads", _room(grads))):
-            if (old := getattr(self, name)).nbytes < nbytes:
-                larger = Shelf(group, self.device, nbytes)
+    def make_room(self, group: ProcessGroup, **wanted: int) -> None:
+        """At least so many bytes on the shelves of these names. All ranks call this together."""
+        for name, nbytes in wanted.items():
+            if (old := getattr(self, name)).nbytes < _room(nbytes):
+                larger = Shelf(group, self.device, _room(nbytes), len(old.memory))
                 torch.cuda.synchronize(self.device)
                 Ring(group).gather_bytes(b"")  # nobody reads the old one any more
                 if old.captured:
@@ -185,6 +187,45 @@ def _place(device: torch.device) -> str:
     return socket.gethostname() if device.type == "cuda" else ""
 
 
+class SharedSwap(NamedTuple):
+    """Neighbours' messages to one another, each read where its sender wrote it."""
+
+    space: Space
+    group: ProcessGroup  # that the space is of
+    ranks: tuple[int, ...]  # of the neighbours, in it
+
+    @classmethod
+    def among(cls, neighbours: Ring, device: torch.device) -> "SharedSwap | None":
+        """None where they can't share memory. All ranks of the group call this together."""
+        shared = neighbours.shared() if device.type == "cuda" else None
+        space = None if shared is None else space_of(shared[0], device)
+        return None if space is None else cls(space, *shared)
+
+    def swap(
+        self, me: int, pieces: Sequence[Sequence[Tensor]], forms: Sequence[Form], most: int
+    ) -> list[Sequence[Tensor]]:
+        """To each place its pieces; and what each has for this one, for reading at once.
+
+        No message has more bytes than `most`.
+        """
+        each = _room(most)
+        if self.space.swaps.nbytes < each * len(pieces):
+            self.space.make_room(self.group, swaps=each * len(pieces))
+        shelf = self.space.swaps
+        self.space.follow_stream()
+        shelf.meet()
+        for place, theirs in enumerate(pieces):
+            if place != me:
+                form = tuple(Part(tuple(t.shape), t.dtype) for t in theirs)
+                for there, t in zip(shelf.mine(form, place * each), theirs):
+                    there.copy_(t)
+        shelf.publish()
+        return [
+            pieces[me] if rank == self.ranks[me] else shelf.of(rank, form, me * each)
+            for rank, form in zip(self.ranks, forms)
+        ]
+
+
 @dataclass(frozen=True)
 class SymmetricGather(Gather):
     """`Gather` where messages are replaced by pulls.
@@ -213,7 +254,7 @@ class SymmetricGather(Gather):
         groups = schedule(blocks, at_once)
         lengths = tuple(map(count, blocks.keys))
         widest = max((tokens(p) for g in groups for p in g.pieces), default=0)
-        space.make_room(shared[0], max(lengths) * token_bytes, widest * token_bytes)
+        space.make_room(shared[0], keys=max(lengths) * token_bytes, grads=widest * token_bytes)
         return cls(ring, groups, lengths, space, shared[1])
 
     def stream(self, keys: Keys) -> Iterator[Keys]:

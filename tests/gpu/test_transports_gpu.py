@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attention_pytorch import RingPlan, explain_plan, positions, ring_attn, transports
+from ring_attention_pytorch import RingPlan, explain_plan, positions, ring_attn
+from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.messages import Form
 from ring_attention_pytorch.transports.symmetric import Shelf, SymmetricGather
 from tests.reference import dense_attention, relative_error
@@ -30,7 +31,8 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 WAYS = [
     dict(transport="ring"), dict(transport="gather"), dict(transport="gather", memory=0),
     dict(transport="gather", apart=True), dict(transport="gather", apart=True, memory=0),
-    dict(transport="ring", ulysses=2), dict(transport="gather", ulysses=2), dict(),
+    dict(transport="ring", ulysses=2), dict(transport="gather", ulysses=2),
+    dict(transport="ring", ulysses=2, apart=True), dict(),
 ]  # fmt: skip
 
 
@@ -54,7 +56,7 @@ def whole(length: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
 
 def plan_for(*tensors: Tensor, apart: bool = False, **options: object) -> RingPlan:
     """A plan; apart as for GPUs that share no memory, which send point to point."""
-    without = mock.patch.object(transports, "space_of", return_value=None)
+    without = mock.patch.object(Ring, "shared", return_value=None)
     with without if apart else nullcontext():
         return RingPlan.make(*tensors, **options)
 
