@@ -30,7 +30,7 @@ from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.kernels import KERNELS, problem
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports import TRANSPORTS
-from ring_attention_pytorch.transports.symmetric import space_of
+from ring_attention_pytorch.transports.shelves import space_of
 
 THEORY = "theory, "
 GRAPH = ", in a graph"

@@ -152,7 +152,8 @@ def _gather_time(
     for step, pull in zip(steps, [*coming, 0.0]):
         total += max(_compute(step, job, machine, second_a_flop), pull + home)
         home = _pull(step, grad, machine) if grad else 0.0
-    return total + home  # the last gradients go home with nothing beside them
+    # as if nothing were beside the last gradients: that half of own keys may be is left out
+    return total + home
 
 
 def _pull(step: Step, each: int, machine: Machine) -> float:

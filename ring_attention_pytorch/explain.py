@@ -112,7 +112,9 @@ def _of_gather(plan: RingPlan) -> list[str]:
     pulled = isinstance(plan.transport, SymmetricGather)
     lines = [f"gather: {'pulled out of shared memory' if pulled else 'sent point to point'}"]
     for number, group in enumerate(schedule(plan.blocks, plan.at_once), 1):
-        mine = group.pieces[place]
+        if not (mine := group.pieces[place]):
+            lines.append(f"group {number}: nothing")
+            continue
         owners = sorted({piece.owner for piece in mine})
         found = tiles(plan.blocks.queries[place], joined(mine), plan.blocks.visible)
         weight = _bytes(tokens(mine) * plan.job.token_bytes)

@@ -291,24 +291,31 @@ def band(tile: Tile, device: torch.device) -> Tensor:
 def _join(found: list[Tile]) -> list[Tile]:
     """Neighbours joined, in near linear time: one large kernel call beats many small ones.
 
-    First those side by side: a query that is in one tile only has its result at once.
+    First those side by side, for a query that is in one tile only has its result at once; unless
+    more are joined the other way.
     """
+    by_rows, by_columns = _across(_down(_across(found))), _across(_down(found))
+    return by_rows if len(by_rows) <= len(by_columns) else by_columns
+
+
+def _across(found: list[Tile]) -> list[Tile]:
     across: list[Tile] = []
     for tile in sorted(found, key=lambda t: (t.rows.start, t.rows.stop, t.cols.start)):
         across.append(tile)
+        while len(across) > 2 and (joined := _staircase(*across[-3:])) is not None:
+            across[-3:] = [joined]
         if len(across) > 1 and (joined := _beside(*across[-2:])) is not None:
             across[-2:] = [joined]
+    return across
+
+
+def _down(found: list[Tile]) -> list[Tile]:
     down: list[Tile] = []
-    for tile in sorted(across, key=lambda t: (t.cols.start, t.cols.stop, t.rows.start)):
+    for tile in sorted(found, key=lambda t: (t.cols.start, t.cols.stop, t.rows.start)):
         down.append(tile)
         if len(down) > 1 and (joined := _below(*down[-2:])) is not None:
             down[-2:] = [joined]
-    stairs: list[Tile] = []
-    for tile in sorted(down, key=lambda t: (t.rows.start, t.rows.stop, t.cols.start)):
-        stairs.append(tile)
-        while len(stairs) > 2 and (joined := _staircase(*stairs[-3:])) is not None:
-            stairs[-3:] = [joined]
-    return stairs
+    return down
 
 
 def _beside(a: Tile, b: Tile) -> Tile | None:

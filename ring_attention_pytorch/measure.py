@@ -22,7 +22,7 @@ from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.running import Result, Sum
 from ring_attention_pytorch.transports.messages import form_of, room
 from ring_attention_pytorch.transports.pieces import Blocks, Job
-from ring_attention_pytorch.transports.symmetric import space_of
+from ring_attention_pytorch.transports.shelves import space_of
 
 Seconds = dict[str, float]
 

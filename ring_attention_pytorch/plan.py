@@ -248,7 +248,7 @@ class RingPlan:
             Dropout(dropout, lengths[0]["seed"]) if dropout else None,
         )
         if 1 < ulysses <= ring.size:
-            swap, *landed = Ulysses.make(ring, ulysses, blocks[:2], q, k)
+            swap, *landed = Ulysses.make(ring, ulysses, blocks[:2], q, k, v)
             blocks, over = Blocks(*landed, *seen), swap.ring
             key_mask = None if key_mask is None else swap.whole_mask(key_mask)
             terms = swap.of_heads(terms)

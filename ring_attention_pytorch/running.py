@@ -9,7 +9,7 @@ host's time for each of them counts.
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from einops import einsum
@@ -158,7 +158,7 @@ class Sum:
                 self.add(at, part)
             else:
                 self._parts.append((at, part))
-        if self._wide is not None or _deepest(self._parts) > _MOST:
+        if self._wide is not None or (len(self._parts) > _MOST and _deepest(self._parts) > _MOST):
             self.running()
 
     def running(self) -> Tensor:
@@ -246,8 +246,8 @@ def _begins_with(parts: Sequence[tuple[slice, ...]], whole: slice) -> bool:
 
 def _deepest(parts: Sequence[tuple[slice, Tensor]]) -> int:
     """How many parts lie upon one another, at most."""
-    starts = (at.start for at, _ in parts)
-    return max((sum(at.start <= i < at.stop for at, _ in parts) for i in starts), default=0)
+    ends = sorted(end for at, _ in parts for end in ((at.start, 1), (at.stop, -1)))
+    return max(accumulate((by for _, by in ends), initial=0))
 
 
 def _covered(parts: Sequence[tuple[slice, ...]]) -> Iterator[tuple[slice, list[list[Tensor]]]]:

@@ -29,7 +29,7 @@ from ring_attention_pytorch.transports.messages import (
     packed,
     room,
 )
-from ring_attention_pytorch.transports.symmetric import SharedSwap
+from ring_attention_pytorch.transports.swap import SharedSwap
 
 Heads = tuple[tuple[int, ...], ...]  # of each place, which heads it gets
 
@@ -46,6 +46,7 @@ class Spread(NamedTuple):
     """How a tensor `[b, n, h, ...]` is spread: over sequence, or over heads."""
 
     lengths: tuple[int, ...]  # of each place's shard
+    longest: int  # of any rank's
     landings: tuple[Landing, ...]
     heads: Heads
 
@@ -139,8 +140,9 @@ class Ulysses:
         segments: tuple[Sequence[Segments], Sequence[Segments]],
         q: Tensor,
         k: Tensor,
+        v: Tensor,
     ) -> tuple["Ulysses", tuple[Segments, ...], tuple[Segments, ...]]:
-        """For `segments` of queries and keys like q and k; and what then lies where.
+        """For `segments` of queries and keys like these; and what then lies where.
 
         All ranks of the ring call this together.
         """
@@ -156,11 +158,13 @@ class Ulysses:
         for shards, theirs in zip(segments, of_heads):
             found = [land(shards[f : f + degree]) for f in range(0, ring.size, degree)]
             lengths = tuple(count(s) for s in shards[first : first + degree])
-            spreads.append(Spread(lengths, found[first // degree][1], theirs))
+            longest = max(map(count, shards))
+            spreads.append(Spread(lengths, longest, found[first // degree][1], theirs))
             landed.append(tuple(s for s, _ in found))
         together = Places(ring, range(first, first + degree))
         rest = Places(ring, range(place, ring.size, degree))
-        return cls(together, rest, *spreads, SharedSwap.among(together, q.device)), *landed
+        shared = SharedSwap.among(together, longest_message(spreads, q, k, v), q.device)
+        return cls(together, rest, *spreads, shared), *landed
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All tokens of these neighbours, for some of the heads. Differentiable."""
@@ -203,7 +207,7 @@ class Ulysses:
             tuple(_part(t, s.lengths[p], len(s.heads[me])) for t, s in zip(tensors, spreads))
             for p in places
         ]
-        parts = self._swap(pieces, forms, _most(tensors, spreads))
+        parts = self._swap(pieces, forms)
         found = []
         for i, (t, s) in enumerate(zip(pieces[me], spreads)):
             whole = t.new_empty((t.shape[0], sum(s.lengths), *t.shape[2:]))
@@ -220,16 +224,14 @@ class Ulysses:
             tuple(_part(t, s.lengths[me], len(s.heads[p])) for t, s in zip(tensors, spreads))
             for p in places
         ]
-        parts = self._swap(pieces, forms, _most(tensors, spreads))
+        parts = self._swap(pieces, forms)
         return [_summed([part[i] for part in parts], s.heads) for i, s in enumerate(spreads)]
 
-    def _swap(
-        self, pieces: list[list[Tensor]], forms: list[Form], most: int
-    ) -> Sequence[Sequence[Tensor]]:
+    def _swap(self, pieces: list[list[Tensor]], forms: list[Form]) -> Sequence[Sequence[Tensor]]:
         """To each place its pieces, in one message; what comes from each has its form."""
         me, others = self.together.rank, [p for p in range(len(forms)) if p != self.together.rank]
         if self.shared is not None:
-            return self.shared.swap(me, pieces, forms, most)
+            return self.shared.swap(me, pieces, forms)
         of_pieces = [tuple(_part(t, *t.shape[1:3]) for t in theirs) for theirs in pieces]
         sends = [(p, packed(pieces[p], of_pieces[p])) for p in others]
         receives = [(p, room(pieces[me][0], message_bytes(forms[p]))) for p in others]
@@ -305,10 +307,12 @@ def _rows_of(place: int, t: Tensor, spread: Spread) -> Tensor:
     return shard
 
 
-def _most(tensors: Sequence[Tensor], spreads: Sequence[Spread]) -> int:
-    """Bytes of the longest message that any place sends of tensors like these."""
-    longest = (_part(t, max(s.lengths), max(map(len, s.heads))) for t, s in zip(tensors, spreads))
-    return message_bytes(tuple(longest))
+def longest_message(spreads: Sequence[Spread], q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Bytes of the longest message that any rank sends, of q, k and v or of out and lse."""
+    (rows, heads), (cols, few) = ((s.longest, max(map(len, s.heads))) for s in spreads)
+    lse = Part((q.shape[0], rows, heads), accumulator(q.dtype))
+    there = _part(q, rows, heads), _part(k, cols, few), _part(v, cols, few)
+    return max(message_bytes(there), message_bytes((_part(v, rows, heads), lse)))
 
 
 def _summed(parts: list[Tensor], heads: Heads) -> Tensor:

@@ -12,7 +12,9 @@ from ring_attention_pytorch.layouts import positions
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
-from ring_attention_pytorch.transports.symmetric import SharedSwap, SymmetricGather
+from ring_attention_pytorch.transports.swap import SharedSwap
+from ring_attention_pytorch.transports.symmetric import SymmetricGather
+from ring_attention_pytorch.ulysses import longest_message
 from tests import threads
 from tests.ranks import Pool
 from tests.reference import dense_attention, relative_error
@@ -231,14 +233,17 @@ def check_in_threads(case: Attention, size: int) -> threads.Hub:
     return hub
 
 
-def over_shared_memory(plan: RingPlan, ring: threads.ThreadRing, at_once: int) -> RingPlan:
-    """A gather's plan of ranks that share memory; all of them make it together."""
+def over_shared_memory(
+    plan: RingPlan, tensors: list[Tensor], ring: threads.ThreadRing, at_once: int
+) -> RingPlan:
+    """A gather's plan for q, k and v of ranks that share memory; all of them make it together."""
     space, swap, everyone = threads.ThreadSpace(ring), plan.ulysses, tuple(range(ring.size))
     over, ranks = (ring, everyone) if swap is None else (swap.ring, swap.ring.places)
     each = plan.job.token_bytes + plan.job.batch
     transport = SymmetricGather.over(over, plan.blocks, at_once, each, (None, ranks), space)
     if swap is not None:
-        swap = replace(swap, shared=SharedSwap(space, None, swap.together.places))
+        most = longest_message((swap.queries, swap.keys), *tensors)
+        swap = replace(swap, shared=SharedSwap.over(space, (None, swap.together.places), most))
     return replace(plan, transport=transport, ulysses=swap)
 
 
@@ -253,7 +258,7 @@ def check_symmetric(case: Attention, size: int, at_once: int) -> None:
             *mine, **case.options(), key_mask=None if mask is None else mask[:, at], group=ring,
             layout=case.layout, kernel=case.kernel, ulysses=case.ulysses,
         )  # fmt: skip
-        plan = over_shared_memory(plan, ring, at_once)
+        plan = over_shared_memory(plan, mine, ring, at_once)
         out, lse = ring_attn(*mine, plan=plan, return_lse=True)
         return results(mine, out, lse, dout[:, at], dlse[..., at])
 

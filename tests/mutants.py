@@ -286,19 +286,19 @@ MUTANTS = [
         "self.ranks[user]", "self.ranks[self.ring.rank]",
     ),
     Mutant(
-        "keys written while others read", "transports/symmetric.py",
+        "keys written while others read", "transports/shelves.py",
         "        if not back:\n            self.keys.meet()\n", "",
     ),
     Mutant(
-        "heads written while others read", "transports/symmetric.py",
+        "heads written while others read", "transports/swap.py",
         "        shelf.meet()\n", "",
     ),
     Mutant(
-        "heads of another place", "transports/symmetric.py",
-        "shelf.of(rank, form, me * each)", "shelf.of(rank, form, 0)",
+        "heads of another place", "transports/swap.py",
+        "shelf.of(rank, form, self._start(place, me))", "shelf.of(rank, form, 0)",
     ),
     Mutant(
-        "backward begins where forward ended", "transports/symmetric.py",
+        "backward begins where forward ended", "transports/shelves.py",
         "half=0 if back else turns % 2", "half=turns % 2",
     ),
     Mutant(
@@ -558,6 +558,8 @@ MUTANTS = [
 
 def battery() -> Iterable[Callable[[], None]]:
     """Cases that fail where something is wrong. The package is imported here, and mutated."""
+    from dataclasses import replace
+
     import torch
 
     from tests import threads
@@ -594,6 +596,7 @@ def battery() -> Iterable[Callable[[], None]]:
         yield lambda case=case, size=size: check_in_threads(case, size)
     shared = Attention(29, "zigzag", causal=True, masked=True, d_v=5, kernel="eager")
     yield lambda: check_symmetric(shared, 4, 2)
+    yield lambda: check_symmetric(replace(shared, ulysses=4), 4, 2)
     yield zigzag_is_balanced
     yield gathered_keys_are_few_large_tiles
     yield the_same_is_dropped_everywhere

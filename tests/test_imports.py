@@ -31,6 +31,8 @@ ALLOWED = {
     "transports.pieces": {"layouts"},
     "transports.send_recv": {"contract", "layouts", "ring", "running", "transports"},
     "transports.gather": {"contract", "layouts", "ring", "running", "transports"},
+    "transports.shelves": {"ring", "transports"},
+    "transports.swap": {"ring", "transports"},
     "transports.symmetric": {"contract", "layouts", "ring", "running", "transports"},
     "ulysses": {"contract", "layouts", "ring", "running", "transforms", "transports"},
     "cost": {"layouts", "transports"},
@@ -108,7 +110,7 @@ ALLOWED = {
     "kernels._triton_backward": {"kernels"},
 }
 # point-to-point and collectives are nobody else's business
-MAY_COMMUNICATE = {"ring", "transports.symmetric", "plan", "sharding", "tree_attn_decoding", "loss"}
+MAY_COMMUNICATE = {"ring", "transports.shelves", "plan", "sharding", "tree_attn_decoding", "loss"}
 # public entry points: a long signature and its agreement, in one place
 MAY_BE_LONG = {"ring_attn", "RingPlan.make", "RingAttention.__init__", "RingTransformer.__init__"}
 MAY_BE_LONG |= {

@@ -19,7 +19,7 @@ from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.running import Sum
-from ring_attention_pytorch.transports import TRANSPORTS, owners_at_once, symmetric
+from ring_attention_pytorch.transports import TRANSPORTS, owners_at_once, shelves
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
 from ring_attention_pytorch.transports.pieces import (
@@ -125,8 +125,9 @@ def test_keys_pulled_from_shared_memory(layout):
         few = [Attention(length, layout, causal=True, masked=True) for length in (0, 1, 3)]
         for case in [*few, *matrix(layout)[::2]]:
             check_symmetric(case, size, at_once)
-    for ulysses in (2, 4):
-        check_symmetric(Attention(29, layout, causal=True, masked=True, ulysses=ulysses), 4, 9)
+    for ulysses, length in ((2, 29), (4, 29), (2, 33)):  # 33: neighbours' longest differ
+        case = Attention(length, layout, causal=True, masked=True, d=64, d_v=64, ulysses=ulysses)
+        check_symmetric(case, 4, 9)
 
 
 @pytest.mark.parametrize(("at_once", "ulysses"), [(1, 1), (3, 1), (1, 2)])
@@ -145,7 +146,7 @@ def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses):
         at, _ = case.places(ring.rank, size)
         layers = [[(t[:, at] * i).requires_grad_() for t in (q, k, v)] for i in (1, 2, 3)]
         sent = RingPlan.make(*layers[0], causal=True, layout="zigzag", group=ring, ulysses=ulysses)
-        shared = over_shared_memory(sent, ring, at_once)
+        shared = over_shared_memory(sent, layers[0], ring, at_once)
 
         def step(plan: RingPlan) -> list[Tensor]:
             outs = [ring_attn(*mine, plan=plan) for mine in layers]
@@ -359,11 +360,11 @@ def test_a_plan_knows_how_often_its_kernel_is_called(transport, size):
 
 
 def test_both_halves_of_a_shelf_start_where_any_dtype_may(monkeypatch):
-    monkeypatch.setattr(symmetric, "Shelf", lambda group, device, nbytes, halves=2: SimpleNamespace(
+    monkeypatch.setattr(shelves, "Shelf", lambda group, device, nbytes, halves=2: SimpleNamespace(
         nbytes=nbytes, captured=False, memory=[None] * halves
     ))  # fmt: skip
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    space = symmetric.Space(None, torch.device("cpu"))
+    space = shelves.Space(None, torch.device("cpu"))
     space.make_room(None, keys=22_369_622, grads=5)
     assert space.keys.nbytes >= 22_369_622
     assert space.keys.nbytes % 512 == space.grads.nbytes % 512 == 0

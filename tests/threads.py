@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.messages import Form, opened
-from ring_attention_pytorch.transports.symmetric import Space, _room
+from ring_attention_pytorch.transports.shelves import Space, rounded
 
 PATIENCE = 30.0  # seconds
 
@@ -134,10 +134,6 @@ class ThreadShelf:
     def mine(self, form: Form, start: int) -> list[Tensor]:
         return self.of(self.rank, form, start)
 
-    @property
-    def nbytes(self) -> int:
-        return self.hub.shelves[self.name, self.rank].shape[1]
-
     def publish(self) -> None:
         self.hub.barrier.wait()
 
@@ -170,16 +166,19 @@ class ThreadSpace(Space):
         self.hub, self.rank = ring.hub, ring.rank
         for name in ("keys", "grads", "swaps"):
             setattr(self, name, ThreadShelf(ring.hub, name, ring.rank))
-            ring.hub.shelves[name, ring.rank] = torch.empty((2, 0), dtype=torch.uint8)
 
     def follow_stream(self) -> None:
         pass
 
     def make_room(self, group: None, **wanted: int) -> None:
         for name, nbytes in wanted.items():
-            memory = torch.full((2, _room(nbytes)), 255, dtype=torch.uint8)
+            halves = 1 if name == "swaps" else 2
+            memory = torch.full((halves, rounded(nbytes)), 255, dtype=torch.uint8)
             self.hub.shelves[name, self.rank] = memory
         self.hub.barrier.wait()
+        for name in wanted:
+            sizes = {self.hub.shelves[name, rank].shape for rank in range(self.hub.size)}
+            assert len(sizes) == 1, "not the same on all ranks"
 
 
 def run(size: int, rank_main: Callable[[ThreadRing], Any]) -> tuple[list[Any], Hub]:

@@ -2,7 +2,8 @@
 
 Packed documents make many small tiles. Those of one bound whose rows ascend are one call: each tile
 is a sequence that begins at its own first row and column (`cu_seqlens`) and is as long as the tile
-(`seqused`). What lies between tiles belongs to none: the kernel does not write it.
+(`seqused`). What lies between tiles belongs to none: the kernel does not write it. One tile or two
+are calls of their own.
 
 Forward, columns may be in several sequences and come in any order: where lengths are given, the
 kernel reads no more of `cu_seqlens_k` than where each begins. Where each needs a gradient of its

@@ -12,7 +12,8 @@ from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.pieces import Blocks, Job
 from ring_attention_pytorch.transports.send_recv import SendRecv
-from ring_attention_pytorch.transports.symmetric import SymmetricGather, space_of
+from ring_attention_pytorch.transports.shelves import space_of
+from ring_attention_pytorch.transports.symmetric import SymmetricGather
 
 TRANSPORTS: dict[str, type[SendRecv] | type[Gather]] = {"ring": SendRecv, "gather": Gather}
 

@@ -99,6 +99,7 @@ class Gather:
                 going()
                 going = None
             going = self._send_home(group, own_keys, grads, own)
+            keys = grads = None  # they are sent, or where they are read from
         if cut < length:
             yield from _of_own(own_keys, slice(cut, length), own)
         if going is not None:
@@ -165,10 +166,11 @@ class Gather:
         """Post the gradients of a group; what is returned waits and adds what came to `own`."""
         rank, kinds = self.ring.rank, own_keys[:2]
         mine, messages = group.pieces[rank], {}
+        found = () if grads is None else [total.final() for total in grads]
         for owner in self._owners(group.distances):
             at = [where for _, where in places(mine, owner)]
             form = form_of(kinds, tokens(of_owner(mine, owner)))
-            parts = [_columns(t.final(), at) for t in grads] if at else [t[:, :0] for t in kinds]
+            parts = [_columns(t, at) for t in found] if at else [t[:, :0] for t in kinds]
             messages[owner] = packed(parts, form)
         theirs = {user: of_owner(group.pieces[user], rank) for user in self._users(group.distances)}
         forms = {user: form_of(kinds, tokens(pieces)) for user, pieces in theirs.items()}

@@ -2,18 +2,13 @@
 
 A rank writes its keys, or the gradients of others' keys, into its own shelf; the others pull
 what they need on a stream of its own, by copies between contiguous memory, which take no
-multiprocessors. An owner adds the gradients that it pulled in one order. What neighbours swap for
-Ulysses is read where it lies.
+multiprocessors. An owner adds the gradients that it pulled in one order.
 """
 
-import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -22,10 +17,9 @@ from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transports.gather import Gather
-from ring_attention_pytorch.transports.messages import Form, Part, form_of, opened
+from ring_attention_pytorch.transports.messages import form_of
 from ring_attention_pytorch.transports.pieces import Blocks, Group, places, schedule, tokens
-
-_VIEWS = 1024  # of a shelf that are kept
+from ring_attention_pytorch.transports.shelves import Space
 
 
 class Source(NamedTuple):
@@ -36,194 +30,13 @@ class Source(NamedTuple):
     moves: tuple[tuple[slice, slice], ...]  # from there to here
 
 
-class Shelf:
-    """Memory of one rank that all others read, in halves that are written in turn, if in two.
+class Coming(NamedTuple):
+    """A part of own keys' gradients, where its source has it and where it is to be."""
 
-    Each turn is `own`, to write, `publish`, and `of`, to read the others'; all ranks take the
-    same turns, and come to one when they have read what the last one brought. Who passes the
-    barrier of a turn knows that all have written this half, and that nobody reads the other.
-
-    Its stream is for what goes on beside kernels. It goes first where both could: what it does is
-    short, and waited for. Memory is looked at as tensors of a form; views are kept, for where
-    tokens are few the host's time counts.
-    """
-
-    def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int, halves: int = 2):
-        import torch.distributed._symmetric_memory as symmetric
-
-        self.nbytes, self.turn, self.device, self.captured = nbytes, 0, device, False
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        with torch.inference_mode(False):  # else nobody could write it outside of that
-            self.memory = symmetric.empty((halves, nbytes), dtype=torch.uint8, device=device)
-            self.handle = symmetric.rendezvous(self.memory, group.group_name)
-            self.halves = [
-                self.handle.get_buffer(rank, (halves, nbytes), torch.uint8)
-                for rank in range(group.size())
-            ]
-        self.views: dict[tuple[int, int, Form, int], list[Tensor]] = {}
-
-    def own(self, form: Form) -> list[Tensor]:
-        """The half that is to be written next."""
-        self.turn = 1 - self.turn
-        return self.mine(form)
-
-    def mine(self, form: Form, start: int = 0) -> list[Tensor]:
-        """The half at hand, from so many bytes on, to write."""
-        self.captured = self.captured or torch.cuda.is_current_stream_capturing()
-        return self.of(self.handle.rank, form, start)
-
-    def publish(self) -> None:
-        """Pass when all have come here."""
-        self.handle.barrier(channel=0)
-
-    def of(self, rank: int, form: Form, start: int = 0) -> list[Tensor]:
-        """What a rank has written this turn."""
-        asked = self.turn, rank, form, start
-        if asked not in self.views:
-            if len(self.views) >= _VIEWS:
-                self.views.clear()
-            with torch.inference_mode(False):
-                self.views[asked] = opened(self.halves[rank][self.turn, start:], form)
-        return self.views[asked]
-
-    def follow(self) -> None:
-        """Let the stream wait for what the current one was told so far."""
-        self.stream.wait_stream(current_stream(self.device))
-
-    def beside(self) -> AbstractContextManager[None]:
-        """On the stream."""
-        return torch.cuda.stream(self.stream)
-
-    def done(self) -> torch.cuda.Event:
-        """An event for what the stream was told so far."""
-        return self.stream.record_event()
-
-    def wait(self, done: torch.cuda.Event) -> None:
-        """Let the current stream wait for it."""
-        current_stream(self.device).wait_event(done)
-
-    def start(self, half: int) -> None:
-        """Let the next turn be of this half."""
-        self.turn = 1 - half
-
-    def meet(self) -> None:
-        """Pass when all have read what they were brought."""
-        self.handle.barrier(channel=1)
-
-
-class Space:
-    """All that the ranks of a group share: a few shelves, for all layers."""
-
-    def __init__(self, group: ProcessGroup, device: torch.device):
-        self.device = device
-        self.keys, self.grads = (Shelf(group, device, 1 << 10) for _ in range(2))
-        self.swaps = Shelf(group, device, 1 << 10, halves=1)
-        self.outgrown: list[Shelf] = []  # which CUDA graphs still use
-        self.stream: torch.cuda.Stream | None = None  # of the last call
-
-    def begin(self, turns: int, back: bool) -> None:
-        """Of a call with so many turns of keys: it writes nothing that may still be read.
-
-        Which half it takes depends on nothing that came before it, for a CUDA graph may be what
-        comes next. Forward ends with the second half, backward begins with the first, and whoever
-        passed the barriers of a backward knows that all have read everything.
-        """
-        self.follow_stream()
-        self.keys.start(half=0 if back else turns % 2)
-        self.grads.start(half=0)
-        if not back:
-            self.keys.meet()
-
-    def follow_stream(self) -> None:
-        """Where the call before was on another stream, wait for that."""
-        if (stream := current_stream(self.device)) == self.stream:
-            return
-        with torch.cuda.device(self.device):
-            if not torch.cuda.is_current_stream_capturing():  # a graph's calls are on one stream
-                if self.stream is not None:
-                    stream.wait_stream(self.stream)
-                self.stream = stream
-
-    def make_room(self, group: ProcessGroup, **wanted: int) -> None:
-        """At least so many bytes on the shelves of these names. All ranks call this together."""
-        for name, nbytes in wanted.items():
-            if (old := getattr(self, name)).nbytes < _room(nbytes):
-                larger = Shelf(group, self.device, _room(nbytes), len(old.memory))
-                torch.cuda.synchronize(self.device)
-                Ring(group).gather_bytes(b"")  # nobody reads the old one any more
-                if old.captured:
-                    self.outgrown.append(old)
-                setattr(self, name, larger)
-
-
-_spaces: WeakKeyDictionary[ProcessGroup, Space | None] = WeakKeyDictionary()
-
-
-def space_of(group: ProcessGroup, device: torch.device) -> Space | None:
-    """The space of a group, made when first asked for; None where its ranks can't have one.
-
-    All ranks of the group call this together and get the same answer.
-    """
-    if group not in _spaces:
-        ring, space = Ring(group), None
-        notes = [note.decode() for note in ring.gather_bytes(_place(device).encode())]
-        if "" not in notes and len(set(notes)) == 1:
-            try:
-                space = Space(group, device)
-            except RuntimeError:  # no peer access, or no way to share memory
-                space = None
-            if b"" in ring.gather_bytes(b"here" if space is not None else b""):
-                space = None
-        _spaces[group] = space
-    return _spaces[group]
-
-
-def _place(device: torch.device) -> str:
-    """The machine, if this process can share memory of this device at all."""
-    try:
-        import torch.distributed._symmetric_memory  # noqa: F401
-    except ImportError:
-        return ""
-    return socket.gethostname() if device.type == "cuda" else ""
-
-
-class SharedSwap(NamedTuple):
-    """Neighbours' messages to one another, each read where its sender wrote it."""
-
-    space: Space
-    group: ProcessGroup  # that the space is of
-    ranks: tuple[int, ...]  # of the neighbours, in it
-
-    @classmethod
-    def among(cls, neighbours: Ring, device: torch.device) -> "SharedSwap | None":
-        """None where they can't share memory. All ranks of the group call this together."""
-        shared = neighbours.shared() if device.type == "cuda" else None
-        space = None if shared is None else space_of(shared[0], device)
-        return None if space is None else cls(space, *shared)
-
-    def swap(
-        self, me: int, pieces: Sequence[Sequence[Tensor]], forms: Sequence[Form], most: int
-    ) -> list[Sequence[Tensor]]:
-        """To each place its pieces; and what each has for this one, for reading at once.
-
-        No message has more bytes than `most`.
-        """
-        each = _room(most)
-        if self.space.swaps.nbytes < each * len(pieces):
-            self.space.make_room(self.group, swaps=each * len(pieces))
-        shelf = self.space.swaps
-        self.space.follow_stream()
-        shelf.meet()
-        for place, theirs in enumerate(pieces):
-            if place != me:
-                form = tuple(Part(tuple(t.shape), t.dtype) for t in theirs)
-                for there, t in zip(shelf.mine(form, place * each), theirs):
-                    there.copy_(t)
-        shelf.publish()
-        return [
-            pieces[me] if rank == self.ranks[me] else shelf.of(rank, form, me * each)
-            for rank, form in zip(self.ranks, forms)
-        ]
+    source: Source
+    there: slice
+    here: slice
+    parts: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -299,26 +112,26 @@ class SymmetricGather(Gather):
         grads: tuple[Sum, Sum] | None,
         own: tuple[Sum, Sum],
     ) -> Callable[[], None]:
-        shelf, kinds, sources = self.space.grads, own_keys[:2], self._of_grads(group)
+        shelf, kinds = self.space.grads, own_keys[:2]
         memory = shelf.own(form_of(kinds, tokens(group.pieces[self.ring.rank])))
         for place, total in zip(memory, grads or ()):
             total.write(place)
         found = [
-            (rank, theirs, there, here, [_empty_like(t, here.stop - here.start) for t in kinds])
-            for rank, theirs, moves in sources
-            for there, here in moves
+            Coming(source, there, here, [_empty_like(t, here.stop - here.start) for t in kinds])
+            for source in self._of_grads(group)
+            for there, here in source.moves
         ]
         shelf.publish()  # it is everyone's turn, be there nothing to write
         shelf.follow()
 
         def wait() -> None:
             with shelf.beside():
-                for rank, theirs, there, _, parts in found:
-                    for part, t in zip(parts, shelf.of(rank, form_of(kinds, theirs))):
+                for (rank, length, _), there, _, parts in found:
+                    for part, t in zip(parts, shelf.of(rank, form_of(kinds, length))):
                         _copy(part, t[:, there])
             shelf.wait(shelf.done())
             for i, total in enumerate(own):
-                total.add_all((here, parts[i]) for *_, here, parts in found)
+                total.add_all((each.here, each.parts[i]) for each in found)
 
         return wait
 
@@ -351,16 +164,6 @@ class SymmetricGather(Gather):
                 for user in self._users(group.distances)
             ]
         return self.sources["grads", id(group)]
-
-
-def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """By the number of the device, which takes the host a tenth of the time."""
-    return torch.cuda.current_stream(device.index)
-
-
-def _room(nbytes: int) -> int:
-    """With what may lie between tensors; the next half starts at a whole line, for any dtype."""
-    return -(-(nbytes + 64) // 512) * 512
 
 
 def _empty_like(t: Tensor, length: int) -> Tensor:
