@@ -61,7 +61,7 @@ def matrix(layout: str, **how) -> list[Attention]:
 
 
 @pytest.mark.parametrize("how", GATHERS, ids=["all", "one"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_gathered_keys_give_what_dense_attention_gives(layout, size, how):
     for case in matrix(layout, **how):
