@@ -30,7 +30,7 @@ from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.kernels import KERNELS, problem
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports import TRANSPORTS
-from ring_attention_pytorch.transports.shelves import space_of
+from ring_attention_pytorch.transports.shelves import shared_by
 
 THEORY = "theory, "
 GRAPH = ", in a graph"
@@ -70,9 +70,8 @@ def ours(
 
 def shelves(device: torch.device) -> float:
     """GiB of memory that is shared with other ranks, which PyTorch's allocator does not count."""
-    shared = Ring().shared() if device.type == "cuda" else None
-    space = None if shared is None else space_of(shared[0], device)
-    shelves = () if space is None else (space.keys, space.grads, space.swaps)
+    shared = shared_by(Ring(), device)
+    shelves = () if shared is None else (shared.space.keys, shared.space.grads, shared.space.swaps)
     return sum(shelf.memory.nbytes for shelf in shelves) / 2**30
 
 

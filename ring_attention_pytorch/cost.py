@@ -77,10 +77,10 @@ def ring_steps(blocks: Blocks, rank: int, domain: int) -> list[Step]:
 def gather_steps(blocks: Blocks, rank: int, domain: int, at_once: int) -> list[Step]:
     """Own block, and each group of owners."""
     own = tiles(blocks.queries[rank], blocks.keys[rank], blocks.visible)
-    steps, others = [_step(own, 0, 0)], blocks.distances[1:]
-    for first in range(0, len(others), at_once):
+    steps = [_step(own, 0, 0)]
+    for chosen in blocks.others(at_once):
         tokens = [0, 0]  # from within the domain, and from outside
-        pieces = needed(rank, blocks, others[first : first + at_once])
+        pieces = needed(rank, blocks, chosen)
         for piece in pieces:
             tokens[piece.owner // domain != rank // domain] += piece.segment.length
         if pieces:

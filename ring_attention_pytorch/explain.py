@@ -84,7 +84,7 @@ def _head(plan: RingPlan) -> list[str]:
         lines.append(
             f"swaps heads for sequence with {_plural(plan.degree - 1, 'neighbour')}: {heads} and "
             f"{key_heads} of {count(blocks.queries[place])} tokens"
-            + (", out of shared memory" if plan.ulysses.shared else "")
+            + (", out of shared memory" if plan.ulysses.shared is not None else "")
         )
     lines.append(
         f"own keys: {count(blocks.keys[place])}, {visible_pairs(found)} pairs in "

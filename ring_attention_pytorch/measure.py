@@ -22,7 +22,7 @@ from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.running import Result, Sum
 from ring_attention_pytorch.transports.messages import form_of, room
 from ring_attention_pytorch.transports.pieces import Blocks, Job
-from ring_attention_pytorch.transports.shelves import space_of
+from ring_attention_pytorch.transports.shelves import shared_by
 
 Seconds = dict[str, float]
 
@@ -167,11 +167,9 @@ def _links(ring: Ring, degree: int, hosts: Sequence[str], device: torch.device) 
 
 def _pulls(ring: Ring, into: Tensor) -> Seconds:
     """Of as many bytes as these, out of all others' memory, where that can be."""
-    shared = ring.shared() if into.is_cuda else None
-    space = None if shared is None else space_of(shared[0], into.device)
-    if space is None:
+    if (shared := shared_by(ring, into.device)) is None:
         return {}
-    group, ranks = shared
+    space, group, ranks = shared
     parts = into.chunk(ring.size - 1)
     space.make_room(group, keys=len(parts[0]))
     others = [ranks[(ring.rank + step) % ring.size] for step in range(1, ring.size)]

@@ -229,10 +229,11 @@ class Ulysses:
 
     def _swap(self, pieces: list[list[Tensor]], forms: list[Form]) -> Sequence[Sequence[Tensor]]:
         """To each place its pieces, in one message; what comes from each has its form."""
-        me, others = self.together.rank, [p for p in range(len(forms)) if p != self.together.rank]
-        if self.shared is not None:
-            return self.shared.swap(me, pieces, forms)
+        me = self.together.rank
         of_pieces = [tuple(_part(t, *t.shape[1:3]) for t in theirs) for theirs in pieces]
+        if self.shared is not None:
+            return self.shared.swap(me, pieces, of_pieces, forms)
+        others = [p for p in range(len(forms)) if p != me]
         sends = [(p, packed(pieces[p], of_pieces[p])) for p in others]
         receives = [(p, room(pieces[me][0], message_bytes(forms[p]))) for p in others]
         received = self.together.exchange(sends, receives).wait()

@@ -12,6 +12,7 @@ from ring_attention_pytorch.layouts import positions
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
+from ring_attention_pytorch.transports.shelves import Shared
 from ring_attention_pytorch.transports.swap import SharedSwap
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
 from ring_attention_pytorch.ulysses import longest_message
@@ -237,13 +238,15 @@ def over_shared_memory(
     plan: RingPlan, tensors: list[Tensor], ring: threads.ThreadRing, at_once: int
 ) -> RingPlan:
     """A gather's plan for q, k and v of ranks that share memory; all of them make it together."""
-    space, swap, everyone = threads.ThreadSpace(ring), plan.ulysses, tuple(range(ring.size))
-    over, ranks = (ring, everyone) if swap is None else (swap.ring, swap.ring.places)
-    each = plan.job.token_bytes + plan.job.batch
-    transport = SymmetricGather.over(over, plan.blocks, at_once, each, (None, ranks), space)
+    shared = Shared(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
+    swap, over = plan.ulysses, ring
     if swap is not None:
         most = longest_message((swap.queries, swap.keys), *tensors)
-        swap = replace(swap, shared=SharedSwap.over(space, (None, swap.together.places), most))
+        among = SharedSwap.over(shared._replace(ranks=swap.together.places), most)
+        swap, over = replace(swap, shared=among), swap.ring
+        shared = shared._replace(ranks=over.places)
+    each = plan.job.token_bytes + plan.job.batch
+    transport = SymmetricGather.over(over, plan.blocks, at_once, each, shared)
     return replace(plan, transport=transport, ulysses=swap)
 
 

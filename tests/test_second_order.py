@@ -20,6 +20,7 @@ from ring_attention_pytorch.ring_attention import RingAttention
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.routing import CoordinateDescentRouter, soft_topk
 from ring_attention_pytorch.sharding import shard_sequence, unshard_sequence
+from ring_attention_pytorch.transports.shelves import Shared
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
 from tests import threads
 from tests.features import FEATURES, LAYOUTS, together
@@ -75,10 +76,8 @@ def test_shared_memory_carries_tangents():
         ring, job = plan.ring, plan.job
         width = job._replace(d=2 * job.d, d_v=2 * job.d_v).token_bytes + job.batch
         if ring.rank not in made:
-            space, ranks = threads.ThreadSpace(ring), tuple(range(ring.size))
-            made[ring.rank] = SymmetricGather.over(
-                ring, plan.blocks, 2, width, (None, ranks), space
-            )
+            shared = Shared(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
+            made[ring.rank] = SymmetricGather.over(ring, plan.blocks, 2, width, shared)
         return replace(made[ring.rank], ring=ring)
 
     with mock.patch.object(RingPlan, "transport_of_pairs", property(over)):

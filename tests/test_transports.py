@@ -19,7 +19,12 @@ from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.running import Sum
-from ring_attention_pytorch.transports import TRANSPORTS, owners_at_once, shelves
+from ring_attention_pytorch.transports import (
+    TRANSPORTS,
+    make_transport,
+    owners_at_once,
+    shelves,
+)
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
 from ring_attention_pytorch.transports.pieces import (
@@ -30,6 +35,8 @@ from ring_attention_pytorch.transports.pieces import (
     stretch,
     tokens,
 )
+from ring_attention_pytorch.transports.swap import SharedSwap
+from ring_attention_pytorch.transports.symmetric import SymmetricGather
 from tests import threads
 from tests.cases import (
     Attention,
@@ -61,7 +68,7 @@ def matrix(layout: str, **how) -> list[Attention]:
 
 
 @pytest.mark.parametrize("how", GATHERS, ids=["all", "one"])
-@pytest.mark.parametrize("size", [1, 2, 4, 7])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_gathered_keys_give_what_dense_attention_gives(layout, size, how):
     for case in matrix(layout, **how):
@@ -357,6 +364,34 @@ def test_a_plan_knows_how_often_its_kernel_is_called(transport, size):
         Attention(24, ids=((0,) * 6 + (1,) * 13 + (2,) * 5,), causal=True),
     ):
         assert not miscounted(replace(case, transport=transport), size)
+
+
+def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
+    """As those of GPUs are put together; what they share is stood in for."""
+
+    class Group:
+        """What a space is kept for."""
+
+    wanted, group = [], Group()
+    space = SimpleNamespace(make_room=lambda group, **room: wanted.append({group, *room}))
+    monkeypatch.setattr(shelves, "_spaces", {group: space})
+    ring = SimpleNamespace(rank=1, size=2, shared=lambda: (group, (4, 6)))
+    everyone, device = all_segments("zigzag", 2, 16), torch.device("cuda", 0)
+    blocks, job = Blocks(everyone, everyone, Visible()), Job(1, 2, 1, 2, 3, itemsize=2)
+    gather = make_transport("gather", ring, blocks, 1, job, device)
+    assert isinstance(gather, SymmetricGather)
+    assert (gather.space, gather.ranks) == (space, (4, 6))
+    swap = SharedSwap.among(ring, 100, device)
+    assert (swap.space, swap.ranks) == (space, (4, 6))
+    assert wanted == [{group, "keys", "grads"}, {group, "swaps"}]
+    for other in (
+        make_transport("gather", ring, blocks, 1, job, torch.device("cpu")),
+        make_transport("ring", ring, blocks, 1, job, device),
+    ):
+        assert not isinstance(other, SymmetricGather)
+    assert SharedSwap.among(ring, 100, torch.device("cpu")) is None
+    monkeypatch.setattr(shelves, "_spaces", {group: None})
+    assert SharedSwap.among(ring, 100, device) is None
 
 
 def test_both_halves_of_a_shelf_start_where_any_dtype_may(monkeypatch):

@@ -121,7 +121,7 @@ class ThreadTransfer:
 
 
 class ThreadShelf:
-    """A `symmetric.Shelf` of threads: what is not written this turn is NaN."""
+    """A `shelves.Shelf` of threads: what is not written this turn is NaN."""
 
     def __init__(self, hub: Hub, name: str, rank: int):
         self.hub, self.name, self.rank, self.turn = hub, name, rank, 0
@@ -152,15 +152,12 @@ class ThreadShelf:
     def beside(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def done(self) -> None:
-        return None
-
-    def wait(self, done: None) -> None:
+    def join(self) -> None:
         pass
 
 
 class ThreadSpace(Space):
-    """A `symmetric.Space` of threads."""
+    """A `shelves.Space` of threads."""
 
     def __init__(self, ring: ThreadRing):
         self.hub, self.rank = ring.hub, ring.rank

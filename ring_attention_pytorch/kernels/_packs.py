@@ -103,11 +103,11 @@ def in_runs(
     [[(0, 0), (4, 0), (7, 7)]]
     [[(0, 0), (7, 7)], [(4, 0)]]
     """
-    runs: list[list[Tile]] = []
-    unfilled: dict[tuple[int, int], list[list[Tile]]] = defaultdict(list)
     joined = _joined(_cut(tiles))
     if len(joined) <= _FEW:
         return [[tile] for tile in joined]
+    runs: list[list[Tile]] = []
+    unfilled: dict[tuple[int, int], list[list[Tile]]] = defaultdict(list)
     for tile in joined:
         alike = unfilled[from_bottom_right(tile)]
         run = next((run for run in alike if _follows(tile, run[-1], disjoint_keys)), None)

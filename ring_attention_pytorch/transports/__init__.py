@@ -12,7 +12,7 @@ from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.pieces import Blocks, Job
 from ring_attention_pytorch.transports.send_recv import SendRecv
-from ring_attention_pytorch.transports.shelves import space_of
+from ring_attention_pytorch.transports.shelves import shared_by
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
 
 TRANSPORTS: dict[str, type[SendRecv] | type[Gather]] = {"ring": SendRecv, "gather": Gather}
@@ -59,9 +59,7 @@ def make_transport(
     device: torch.device,
 ) -> Transport:
     """The transport of that name; all ranks of the ring make it together."""
-    shared = ring.shared() if name == "gather" and device.type == "cuda" else None
-    space = None if shared is None else space_of(shared[0], device)
-    if space is not None:
+    if name == "gather" and (shared := shared_by(ring, device)) is not None:
         each = job.token_bytes + job.batch  # and a mask
-        return SymmetricGather.over(ring, blocks, at_once, each, shared, space)
+        return SymmetricGather.over(ring, blocks, at_once, each, shared)
     return TRANSPORTS[name].make(ring, blocks, at_once)

@@ -33,6 +33,11 @@ class Blocks(NamedTuple):
         found = (needed_distances(self.queries, self.keys, seen) for seen in each)
         return tuple(sorted(set().union(*found)))
 
+    def others(self, at_once: int) -> Iterator[tuple[int, ...]]:
+        """The same without 0, so many at a time."""
+        _, *others = self.distances
+        return (tuple(others[i : i + at_once]) for i in range(0, len(others), at_once))
+
 
 class Job(NamedTuple):
     """What tensors a transport works for, heads being those of one rank."""
@@ -137,10 +142,10 @@ def schedule(blocks: Blocks, at_once: int) -> tuple[Group, ...]:
     >>> joined(group.pieces[1])
     (Segment(start=0, stride=1, length=2), Segment(start=4, stride=1, length=8))
     """
-    others, ranks = blocks.distances[1:], range(len(blocks.queries))
-    groups = (others[first : first + at_once] for first in range(0, len(others), at_once))
+    ranks = range(len(blocks.queries))
     return tuple(
-        Group(chosen, tuple(needed(rank, blocks, chosen) for rank in ranks)) for chosen in groups
+        Group(chosen, tuple(needed(rank, blocks, chosen) for rank in ranks))
+        for chosen in blocks.others(at_once)
     )
 
 

@@ -3,6 +3,7 @@
 import socket
 from contextlib import AbstractContextManager
 from functools import cached_property
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -78,13 +79,9 @@ class Shelf:
         """On the stream."""
         return torch.cuda.stream(self.stream)
 
-    def done(self) -> torch.cuda.Event:
-        """An event for what the stream was told so far."""
-        return self.stream.record_event()
-
-    def wait(self, done: torch.cuda.Event) -> None:
-        """Let the current stream wait for it."""
-        current_stream(self.device).wait_event(done)
+    def join(self) -> None:
+        """Let the current stream wait for what the stream was told so far."""
+        current_stream(self.device).wait_stream(self.stream)
 
     def start(self, half: int) -> None:
         """Let the next turn be of this half."""
@@ -139,7 +136,25 @@ class Space:
                 setattr(self, name, larger)
 
 
+class Shared(NamedTuple):
+    """The space that some ranks have part in, the group that it is of, and their ranks there."""
+
+    space: Space
+    group: ProcessGroup
+    ranks: tuple[int, ...]
+
+
 _spaces: WeakKeyDictionary[ProcessGroup, Space | None] = WeakKeyDictionary()
+
+
+def shared_by(ring: Ring, device: torch.device) -> Shared | None:
+    """What the ranks of a ring share; None where they can't share memory.
+
+    All ranks of the group call this together.
+    """
+    found = ring.shared() if device.type == "cuda" else None
+    space = None if found is None else space_of(found[0], device)
+    return None if space is None else Shared(space, *found)
 
 
 def space_of(group: ProcessGroup, device: torch.device) -> Space | None:

@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.transports.messages import Form, Part
-from ring_attention_pytorch.transports.shelves import Space, rounded, space_of
+from ring_attention_pytorch.transports.messages import Form
+from ring_attention_pytorch.transports.shelves import Shared, Space, rounded, shared_by
 
 
 class SharedSwap(NamedTuple):
@@ -27,29 +26,29 @@ class SharedSwap(NamedTuple):
         """For messages of so many bytes at most, anywhere in the group; None where its ranks can't
         share memory. All of them call this together.
         """
-        shared = neighbours.shared() if device.type == "cuda" else None
-        space = None if shared is None else space_of(shared[0], device)
-        return None if space is None else cls.over(space, shared, most)
+        shared = shared_by(neighbours, device)
+        return None if shared is None else cls.over(shared, most)
 
     @classmethod
-    def over(
-        cls, space: Space, shared: tuple[ProcessGroup, tuple[int, ...]], most: int
-    ) -> "SharedSwap":
-        """In a space of this group, with room for it."""
-        group, ranks = shared
+    def over(cls, shared: Shared, most: int) -> "SharedSwap":
+        """With room for it."""
+        space, group, ranks = shared
         space.make_room(group, swaps=rounded(most) * (len(ranks) - 1))
         return cls(space, ranks, rounded(most))
 
     def swap(
-        self, me: int, pieces: Sequence[Sequence[Tensor]], forms: Sequence[Form]
+        self,
+        me: int,
+        pieces: Sequence[Sequence[Tensor]],
+        of_pieces: Sequence[Form],
+        forms: Sequence[Form],
     ) -> list[Sequence[Tensor]]:
         """To each place its pieces; and what each has for this one, for reading at once."""
         shelf = self.space.swaps
         self.space.follow_stream()
         shelf.meet()
-        for place, theirs in enumerate(pieces):
+        for place, (theirs, form) in enumerate(zip(pieces, of_pieces)):
             if place != me:
-                form = tuple(Part(tuple(t.shape), t.dtype) for t in theirs)
                 for there, t in zip(shelf.mine(form, self._start(me, place)), theirs):
                     there.copy_(t)
         shelf.publish()

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.layouts import count
@@ -19,7 +18,7 @@ from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.messages import form_of
 from ring_attention_pytorch.transports.pieces import Blocks, Group, places, schedule, tokens
-from ring_attention_pytorch.transports.shelves import Space
+from ring_attention_pytorch.transports.shelves import Shared, Space
 
 
 class Source(NamedTuple):
@@ -60,15 +59,15 @@ class SymmetricGather(Gather):
         blocks: Blocks,
         at_once: int,
         token_bytes: int,
-        shared: tuple[ProcessGroup, tuple[int, ...]],
-        space: Space,
+        shared: Shared,
     ) -> "SymmetricGather":
         """With room for tokens of so many bytes, their mask included."""
         groups = schedule(blocks, at_once)
         lengths = tuple(map(count, blocks.keys))
         widest = max((tokens(p) for g in groups for p in g.pieces), default=0)
-        space.make_room(shared[0], keys=max(lengths) * token_bytes, grads=widest * token_bytes)
-        return cls(ring, groups, lengths, space, shared[1])
+        space, group, ranks = shared
+        space.make_room(group, keys=max(lengths) * token_bytes, grads=widest * token_bytes)
+        return cls(ring, groups, lengths, space, ranks)
 
     def stream(self, keys: Keys) -> Iterator[Keys]:
         if self.groups:
@@ -100,7 +99,7 @@ class SymmetricGather(Gather):
                     for place, t in zip(whole, shelf.of(rank, form_of(tensors, length))):
                         for there, here in moves:
                             _copy(place[:, here], t[:, there])
-            shelf.wait(shelf.done())
+            shelf.join()
             return whole
 
         return pull
@@ -129,7 +128,7 @@ class SymmetricGather(Gather):
                 for (rank, length, _), there, _, parts in found:
                     for part, t in zip(parts, shelf.of(rank, form_of(kinds, length))):
                         _copy(part, t[:, there])
-            shelf.wait(shelf.done())
+            shelf.join()
             for i, total in enumerate(own):
                 total.add_all((each.here, each.parts[i]) for each in found)
 
