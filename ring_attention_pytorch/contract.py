@@ -107,9 +107,11 @@ class Tiles(tuple[Tile, ...]):
     `rows_at` and `cols_at` are the positions of its queries and keys, int32 `[n]` and `[m]`,
     where `Terms` need them; `first` is its first sample's number. Dropout draws by
     `row_numbers` and `col_numbers`, int32 too, no two of them alike: documents share positions.
+    `lanes` allows a kernel that returns parts to compute each beside the others.
     """
 
     first: int = 0
+    lanes: bool = False
 
     rows_at: Tensor | None = None
     cols_at: Tensor | None = None
@@ -193,6 +195,7 @@ class Can(NamedTuple):
     multiple: int = 1  # of which head sizes must be
     one_size: bool = False  # d and d_v are the same
     few_calls: bool = False  # does many tiles in a few calls: the first choice for documents
+    yields: bool = False  # backward, a call that has begun gives way to one of higher priority
     features: frozenset[str] = FEATURES
     package: Package | None = None
 
@@ -221,6 +224,10 @@ class Transport(Protocol):
 
     All ranks make the same exchanges in the same order, whatever they hold.
     """
+
+    @property
+    def keeps(self) -> bool:
+        """Whether keys stay where they are until all parts made of them have been read."""
 
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
         """The positions of what `stream`, or `stream_back`, brings."""

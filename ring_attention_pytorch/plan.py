@@ -31,13 +31,7 @@ from ring_attention_pytorch.documents import (
 )
 from ring_attention_pytorch.dropout import Dropout, dropout_problem, own_seed
 from ring_attention_pytorch.kernels import Chosen, choose
-from ring_attention_pytorch.layouts import (
-    Layout,
-    Segments,
-    Visible,
-    segment_positions,
-    tiles,
-)
+from ring_attention_pytorch.layouts import Layout, Segments, Visible, segment_positions, tiles
 from ring_attention_pytorch.masks import (
     Prefix,
     by_sample,
@@ -65,7 +59,7 @@ from ring_attention_pytorch.transports import (
     owners_at_once,
     transport_problem,
 )
-from ring_attention_pytorch.transports.pieces import Blocks, Job
+from ring_attention_pytorch.transports.pieces import Blocks, Job, is_short
 from ring_attention_pytorch.ulysses import Ulysses, ulysses_problem
 
 
@@ -264,7 +258,9 @@ class RingPlan:
             layout=layout,
             terms=terms,
             kernel=chosen,
-            transport=make_transport(transport, over, blocks, at_once, job, q.device),
+            transport=make_transport(
+                transport, over, blocks, at_once, job, q.device, chosen.yields
+            ),
             transport_name=transport,
             at_once=at_once,
             job=job,
@@ -353,6 +349,7 @@ class RingPlan:
     def _of_block(self, queries: Segments, keys: Segments, some: slice, seen: Visible) -> Tiles:
         found = Tiles(tiles(queries, keys, seen))
         found.first = some.start or 0
+        found.lanes = self.transport.keeps and is_short(self.blocks, self.job)
         if self.terms.alibi is not None or self.terms.mask_mod is not None:
             found.rows_at, found.cols_at = (
                 positions_seen(segments, seen).to(self.device, torch.int32)

@@ -15,6 +15,8 @@ import torch
 from einops import einsum
 from torch import Tensor
 
+from ring_attention_pytorch.lanes import join
+
 _MOST = 4  # parts that wait to be merged at once
 
 
@@ -37,17 +39,17 @@ class Result:
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge what these rows saw. Both tensors become this result's own."""
-        if self._wide is not None:
-            merge_(self._wide[0][:, rows], self._wide[1][..., rows], out, lse)
-        elif not self._parts and rows == self._whole and out.dtype == self._dtype:
+        first = self._wide is None and not self._parts
+        if first and rows == self._whole and out.dtype == self._dtype:
             self._wide = out, lse
-        else:
-            self._parts.append((rows, out, lse))
-            if len(self._parts) > _MOST:
-                self.running()
+            return
+        self._parts.append((rows, out, lse))
+        if self._wide is not None or len(self._parts) > _MOST:
+            self.running()
 
     def running(self) -> tuple[Tensor, Tensor]:
         """Both as `accumulator(dtype)`, to be merged into in place."""
+        join(self._q.device)
         if self._wide is None and _begins_with(self._parts, self._whole):
             _, out, lse = self._parts.pop(0)
             self._wide = out.to(self._dtype), lse
@@ -103,6 +105,7 @@ class Result:
 
     def final(self) -> tuple[Tensor, Tensor]:
         """out in q's dtype, lse in the accumulator's."""
+        join(self._q.device)
         if self._wide is None and _begins_with(self._parts, self._whole):
             whole = self._parts.pop(0)
             self._fold(*whole[1:])
@@ -140,16 +143,13 @@ class Sum:
 
     def add(self, at: slice, part: Tensor) -> None:
         """Add a part of these tokens. The tensor becomes this sum's own."""
-        if self._wide is not None:
-            self._wide[:, at] += part
-        elif not self._parts and at == self._whole and self._into is not None:
-            self._wide = self._into.copy_(part)
-        elif not self._parts and at == self._whole and part.dtype == self._dtype:
+        first = self._wide is None and not self._parts
+        if first and at == self._whole and self._into is None and part.dtype == self._dtype:
             self._wide = part
-        else:
-            self._parts.append((at, part))
-            if len(self._parts) > _MOST:
-                self.running()
+            return
+        self._parts.append((at, part))
+        if self._wide is not None or len(self._parts) > _MOST:
+            self.running()
 
     def add_all(self, parts: Iterable[tuple[slice, Tensor]]) -> None:
         """Add parts, in this order. They wait for more while few lie upon one another."""
@@ -163,8 +163,10 @@ class Sum:
 
     def running(self) -> Tensor:
         """The sum as `accumulator(dtype)`, to be added to in place."""
+        join(self._like.device)
         if self._wide is None and _begins_with(self._parts, self._whole):
-            self._wide = self._parts.pop(0)[1].to(self._dtype)
+            part = self._parts.pop(0)[1]
+            self._wide = part.to(self._dtype) if self._into is None else self._into.copy_(part)
         elif self._wide is None:
             self._wide = self._empty(self._dtype).zero_()
         self._fold(self._wide)
@@ -199,6 +201,7 @@ class Sum:
 
     def final(self) -> Tensor:
         """The sum in the dtype of what it is like."""
+        join(self._like.device)
         if self._wide is None and not self._parts:
             return torch.zeros_like(self._like)
         if self._wide is None and _begins_with(self._parts, self._whole):
@@ -215,6 +218,7 @@ class Sum:
 
     def write(self, place: Tensor) -> None:
         """The sum into other memory, in one pass."""
+        join(self._like.device)
         if self._wide is not None:
             place.copy_(self._wide)
             return

@@ -235,7 +235,11 @@ def check_in_threads(case: Attention, size: int) -> threads.Hub:
 
 
 def over_shared_memory(
-    plan: RingPlan, tensors: list[Tensor], ring: threads.ThreadRing, at_once: int
+    plan: RingPlan,
+    tensors: list[Tensor],
+    ring: threads.ThreadRing,
+    at_once: int,
+    overtaken: bool = False,
 ) -> RingPlan:
     """A gather's plan for q, k and v of ranks that share memory; all of them make it together."""
     shared = Shared(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
@@ -246,11 +250,11 @@ def over_shared_memory(
         swap, over = replace(swap, shared=among), swap.ring
         shared = shared._replace(ranks=over.places)
     each = plan.job.token_bytes + plan.job.batch
-    transport = SymmetricGather.over(over, plan.blocks, at_once, each, shared)
+    transport = SymmetricGather.over(over, plan.blocks, at_once, each, shared, overtaken)
     return replace(plan, transport=transport, ulysses=swap)
 
 
-def check_symmetric(case: Attention, size: int, at_once: int) -> None:
+def check_symmetric(case: Attention, size: int, at_once: int, overtaken: bool = False) -> None:
     """The case over a ring of threads that share memory, against the oracle."""
 
     def main(ring: threads.ThreadRing) -> list[Tensor]:
@@ -261,7 +265,7 @@ def check_symmetric(case: Attention, size: int, at_once: int) -> None:
             *mine, **case.options(), key_mask=None if mask is None else mask[:, at], group=ring,
             layout=case.layout, kernel=case.kernel, ulysses=case.ulysses,
         )  # fmt: skip
-        plan = over_shared_memory(plan, mine, ring, at_once)
+        plan = over_shared_memory(plan, mine, ring, at_once, overtaken)
         out, lse = ring_attn(*mine, plan=plan, return_lse=True)
         return results(mine, out, lse, dout[:, at], dlse[..., at])
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attention_pytorch.running import Result, Sum
+from tests.late import Late
 from tests.reference import relative_error
 
 N = 6
@@ -35,6 +36,12 @@ def parts(plan, dtype: torch.dtype) -> list[tuple[slice, Tensor, Tensor]]:
 @settings(deadline=None, max_examples=150)
 @given(plans(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
 def test_parts_merge_as_in_float64_and_are_rounded_once(plan, dtype):
+    late = Late()
+    with late.waits():
+        parts_merge(plan, dtype, late)
+
+
+def parts_merge(plan, dtype: torch.dtype, late: Late) -> None:
     q = torch.empty(2, N, 3, 5, dtype=dtype)
     result, made = Result(q, torch.empty(2, 1, 1, 4, dtype=dtype)), parts(plan, dtype)
     weights, total = torch.zeros(2, 3, N).double(), torch.zeros(2, N, 3, 4).double()
@@ -42,7 +49,7 @@ def test_parts_merge_as_in_float64_and_are_rounded_once(plan, dtype):
         weight = lse.double().exp()
         weights[..., rows] += weight
         total[:, rows] += out.double() * weight.transpose(1, 2)[..., None]
-        result.add(rows, out.clone(), lse.clone())
+        result.add(rows, late(out), late(lse))
         if asks:
             result.running()
     out, lse = result.final()
@@ -58,26 +65,38 @@ def test_parts_merge_as_in_float64_and_are_rounded_once(plan, dtype):
 @settings(deadline=None, max_examples=100)
 @given(plans(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.booleans())
 def test_sums_are_wide_and_rounded_once(plan, dtype, together):
+    late = Late()
+    with late.waits():
+        parts_are_summed(plan, dtype, together, late)
+
+
+def parts_are_summed(plan, dtype: torch.dtype, together: bool, late: Late) -> None:
     like = torch.empty(2, N, 3, dtype=dtype)
     total, want, waiting = Sum(like), torch.zeros(2, N, 3).double(), []
     for rows, asks in plan:
         part = torch.randn(2, rows.stop - rows.start, 3).to(dtype)
         want[:, rows] += part.double()
         if together:
-            waiting.append((rows, part))
+            waiting.append((rows, late(part)))
         else:
-            total.add(rows, part)
+            total.add(rows, late(part))
         if asks:
             total.add_all(waiting)
             waiting.clear()
             total.running()
-    total.add_all(waiting)
+    if together:
+        total.add_all(waiting)
     exact = want.to(torch.promote_types(dtype, torch.float32)).to(dtype)
-    elsewhere = torch.full_like(like, torch.nan)
-    total.write(elsewhere)
-    assert relative_error(elsewhere, exact) < 1e-6
-    assert total.final().dtype == dtype
-    assert relative_error(total.final(), exact) < 1e-6
+
+    def written() -> Tensor:
+        elsewhere = torch.full_like(like, torch.nan)
+        total.write(elsewhere)
+        return elsewhere
+
+    for found in (written, total.final) if together else (total.final, written):
+        got = found()
+        assert got.dtype == dtype
+        assert relative_error(got, exact) < 1e-6
 
 
 def test_parts_beside_one_another_wait_and_those_upon_one_another_are_few():
@@ -95,12 +114,16 @@ def test_parts_beside_one_another_wait_and_those_upon_one_another_are_few():
 def test_a_part_that_is_all_there_is_is_the_result_itself(dtype):
     q = torch.empty(1, N, 2, 4, dtype=dtype)
     out, lse = torch.randn(1, N, 2, 4).to(dtype), torch.randn(1, 2, N)
-    result, total = Result(q, q), Sum(q)
-    result.add(WHOLE, out, lse)
-    total.add(WHOLE, out)
-    assert result.final()[0] is out
-    assert result.final()[1].data_ptr() == lse.data_ptr()
-    assert total.final() is out
+    result, total, late = Result(q, q), Sum(q), Late()
+    with late.waits():
+        made = late(out), late(lse)
+        result.add(WHOLE, *made)
+        assert result.final()[0] is made[0]
+        assert result.final()[1].data_ptr() == made[1].data_ptr()
+        total.add(WHOLE, made := late(out))
+        assert total.final() is made
+    assert torch.equal(result.final()[0], out)
+    assert torch.equal(made, out)
 
 
 @pytest.mark.parametrize("calls", [None, 1, 3])

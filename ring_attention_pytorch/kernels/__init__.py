@@ -51,11 +51,12 @@ _WORDS = {
 
 
 class Chosen(NamedTuple):
-    """A kernel under its name, or one's forward with another's backward."""
+    """A kernel under its name, or one's forward with another's backward, and what that `Can`."""
 
     name: str
     forward: Callable[..., None]
     backward: Callable[..., None]
+    yields: bool
 
 
 def choose(name: str | None, case: Case) -> Chosen:
@@ -69,14 +70,16 @@ def choose(name: str | None, case: Case) -> Chosen:
     """
     if name is not None and name.count("+") == 1:
         first, second = (choose(part, case) for part in name.split("+"))
-        return Chosen(f"{first.name}+{second.name}", first.forward, second.backward)
+        both = f"{first.name}+{second.name}"
+        return Chosen(both, first.forward, second.backward, second.yields)
     problems = {}
     for each in _named(name, case):
         problems[each] = problem(each, case._replace(named=name is not None))
         if problems[each] is None:
             if name is None:
                 _log(each, case)
-            return Chosen(each, KERNELS[each].forward, KERNELS[each].backward)
+            found = KERNELS[each]
+            return Chosen(each, found.forward, found.backward, found.CAN.yields)
     told = "; ".join(f"kernel={each!r} {why}" for each, why in problems.items())
     raise ValueError(f"{told}; leave kernel=None to have one chosen that can")
 

@@ -1,6 +1,7 @@
 """What kernels have in common that return whole parts and have a flash attention's interface."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import gcd
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.contract import Grads, Keys, Saved, Terms
+from ring_attention_pytorch.contract import Grads, Keys, Saved, Terms, Tiles
+from ring_attention_pytorch.lanes import aside
 from ring_attention_pytorch.layouts import Tile
 from ring_attention_pytorch.running import Sum
 
@@ -64,6 +66,12 @@ def _apart(tile: Tile) -> Iterator[Tile]:
     yield Tile(slice(rows.start, rows.start + cut), cols, *first)
     left = None if left is None else left - cut
     yield from _apart(Tile(slice(rows.start + cut, rows.stop), cols, left, None))
+
+
+def lane(tiles: Sequence[Tile], t: Tensor) -> AbstractContextManager[None]:
+    """For one of the calls that compute these tiles: beside the others, if it may be."""
+    apart = isinstance(tiles, Tiles) and tiles.lanes
+    return aside(t.device) if apart else nullcontext()
 
 
 def part(t: Tensor, at: slice) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.contract import FEATURES, Can, Grads, Keys, Package, Saved, Terms
-from ring_attention_pytorch.kernels._whole import aligned, part, windows, with_lse_gradient
+from ring_attention_pytorch.kernels._whole import aligned, lane, part, windows, with_lse_gradient
 from ring_attention_pytorch.layouts import Tile
 from ring_attention_pytorch.running import Result
 
@@ -30,12 +30,13 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
     from flash_attn.flash_attn_interface import _flash_attn_forward
 
     for tile, left, right in windows(tiles) if q.numel() else ():
-        q_, k, v = aligned(part(q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols))
-        out, lse, *_ = _flash_attn_forward(
-            q_, k, v, dropout_p=0.0, softmax_scale=terms.scale, causal=False,
-            window_size_left=left, window_size_right=right, softcap=terms.softclamp or 0.0,
-            alibi_slopes=None, return_softmax=False,
-        )  # fmt: skip
+        with lane(tiles, q):
+            q_, k, v = aligned(part(q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols))
+            out, lse, *_ = _flash_attn_forward(
+                q_, k, v, dropout_p=0.0, softmax_scale=terms.scale, causal=False,
+                window_size_left=left, window_size_right=right, softcap=terms.softclamp or 0.0,
+                alibi_slopes=None, return_softmax=False,
+            )  # fmt: skip
         result.add(tile.rows, out, lse)
 
 
@@ -47,17 +48,18 @@ def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, gra
     from flash_attn.flash_attn_interface import _flash_attn_backward
 
     for tile, left, right in windows(tiles) if saved.q.numel() else ():
-        q, k, v, out, dout = aligned(
-            part(saved.q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols),
-            part(saved.out, tile.rows), part(saved.dout, tile.rows),
-        )  # fmt: skip
-        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
-        _flash_attn_backward(
-            dout, q, k, v, out, saved.lse[..., tile.rows].contiguous(), dq, dk, dv,
-            dropout_p=0.0, softmax_scale=terms.scale, causal=False, window_size_left=left,
-            window_size_right=right, softcap=terms.softclamp or 0.0, alibi_slopes=None,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
+        with lane(tiles, saved.q):
+            q, k, v, out, dout = aligned(
+                part(saved.q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols),
+                part(saved.out, tile.rows), part(saved.dout, tile.rows),
+            )  # fmt: skip
+            dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+            _flash_attn_backward(
+                dout, q, k, v, out, saved.lse[..., tile.rows].contiguous(), dq, dk, dv,
+                dropout_p=0.0, softmax_scale=terms.scale, causal=False, window_size_left=left,
+                window_size_right=right, softcap=terms.softclamp or 0.0, alibi_slopes=None,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+            )  # fmt: skip
         grads.dq.add(tile.rows, dq)
         grads.dk.add(tile.cols, dk)
         grads.dv.add(tile.cols, dv)

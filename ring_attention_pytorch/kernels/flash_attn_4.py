@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.contract import FEATURES, Can, Grads, Keys, Package, Saved, Terms
 from ring_attention_pytorch.kernels._packs import Pack, packs
-from ring_attention_pytorch.kernels._whole import NO_BOUND, part
+from ring_attention_pytorch.kernels._whole import NO_BOUND, lane, part
 from ring_attention_pytorch.layouts import Tile
 from ring_attention_pytorch.running import Result
 
@@ -25,6 +25,7 @@ CAN = Can(
     multiple=64,  # 4.0.0b36 gives wrong gradients, without a word, for head sizes 16 and 80
     one_size=True,
     few_calls=True,
+    yields=True,
     features=FEATURES - {"key_mask", "unusual_scale", "alibi", "mask_mod", "dropout"},
     package=Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36", "flash4"),
 )
@@ -34,12 +35,14 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
     from flash_attn.cute.interface import _flash_attn_fwd
 
     for pack in packs(tiles, q, disjoint_keys=False) if q.numel() else ():
-        out, lse, *_ = _flash_attn_fwd(
-            *pack.flat(part(q, pack.rows), part(keys.k, pack.cols), part(keys.v, pack.cols)),
-            softmax_scale=terms.scale, softcap=terms.softclamp, return_lse=True,
-            **_window(pack), **pack.sequences,
-        )  # fmt: skip
-        result.add(pack.rows, pack.of_rows(out, len(q)), pack.of_lse(lse, len(q)))
+        with lane(tiles, q):
+            out, lse, *_ = _flash_attn_fwd(
+                *pack.flat(part(q, pack.rows), part(keys.k, pack.cols), part(keys.v, pack.cols)),
+                softmax_scale=terms.scale, softcap=terms.softclamp, return_lse=True,
+                **_window(pack), **pack.sequences,
+            )  # fmt: skip
+            out, lse = pack.of_rows(out, len(q)), pack.of_lse(lse, len(q))
+        result.add(pack.rows, out, lse)
 
 
 def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
@@ -47,20 +50,21 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
 
     for pack in packs(tiles, saved.q, disjoint_keys=True) if saved.q.numel() else ():
         rows, cols, batch = pack.rows, pack.cols, len(saved.q)
-        dq, dk, dv = _flash_attn_bwd(
-            *pack.flat(
-                part(saved.q, rows), part(keys.k, cols), part(keys.v, cols), part(saved.out, rows),
-                part(saved.dout, rows),
-            ),
-            pack.flat_by_head(saved.lse[..., rows]), softmax_scale=terms.scale,
-            softcap=terms.softclamp or 0.0,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            dlse=None if saved.dlse is None else pack.flat_by_head(saved.dlse[..., rows]),
-            **_window(pack), **pack.sequences,
-        )[:3]  # fmt: skip
-        grads.dq.add(rows, pack.of_rows(dq, batch))
-        grads.dk.add(cols, pack.of_cols(dk, batch))
-        grads.dv.add(cols, pack.of_cols(dv, batch))
+        with lane(tiles, saved.q):
+            dq, dk, dv = _flash_attn_bwd(
+                *pack.flat(
+                    part(saved.q, rows), part(keys.k, cols), part(keys.v, cols),
+                    part(saved.out, rows), part(saved.dout, rows),
+                ),
+                pack.flat_by_head(saved.lse[..., rows]), softmax_scale=terms.scale,
+                softcap=terms.softclamp or 0.0,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+                dlse=None if saved.dlse is None else pack.flat_by_head(saved.dlse[..., rows]),
+                **_window(pack), **pack.sequences,
+            )[:3]  # fmt: skip
+            dq, dk, dv = pack.of_rows(dq, batch), *(pack.of_cols(t, batch) for t in (dk, dv))
+        for total, at, t in zip(grads, (rows, cols, cols), (dq, dk, dv)):
+            total.add(at, t)
 
 
 def _window(pack: Pack) -> dict[str, int | bool | None]:

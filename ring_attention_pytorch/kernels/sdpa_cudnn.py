@@ -11,7 +11,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.contract import Can, Grads, Keys, Saved, Terms
-from ring_attention_pytorch.kernels._whole import aligned, part, with_lse_gradient
+from ring_attention_pytorch.kernels._whole import aligned, lane, part, with_lse_gradient
 from ring_attention_pytorch.layouts import Tile
 from ring_attention_pytorch.running import Result, accumulator
 
@@ -36,13 +36,15 @@ class _Call(NamedTuple):
 def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     for rows, cols, causal, by_hand in _calls(q, tiles):
         operands = part(q, rows), part(keys.k, cols), part(keys.v, cols)
-        if by_hand:
-            result.add(rows, *_one_key(*operands, terms))
-            continue
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *_heads_first(*operands), None, True, 0.0, causal, False, scale=terms.scale
-        )
-        result.add(rows, out.transpose(1, 2), lse.flatten(2))
+        with lane(tiles, q):
+            if by_hand:
+                found = _one_key(*operands, terms)
+            else:
+                out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                    *_heads_first(*operands), None, True, 0.0, causal, False, scale=terms.scale
+                )
+                found = out.transpose(1, 2), lse.flatten(2)
+        result.add(rows, *found)
 
 
 def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
@@ -57,17 +59,18 @@ def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, gra
             part(saved.dout, rows),
         )  # fmt: skip
         lse = saved.lse[..., rows]
-        if by_hand:
-            found = _one_key_backward(*operands, lse, terms)
-        else:
-            q, k, v, out, dout = _heads_first(*operands)
-            if dout.stride() != out.stride():  # of which the op is silent, and wrong
-                out, dout = (_anew(t) for t in (out, dout))
-            found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                dout, q, k, v, out, lse.unsqueeze(-1).contiguous(), unused, unused, None, None,
-                None, q.shape[2], k.shape[2], 0.0, causal, scale=terms.scale,
-            )  # fmt: skip
-            found = [t.transpose(1, 2) for t in found]
+        with lane(tiles, saved.q):
+            if by_hand:
+                found = _one_key_backward(*operands, lse, terms)
+            else:
+                q, k, v, out, dout = _heads_first(*operands)
+                if dout.stride() != out.stride():  # of which the op is silent, and wrong
+                    out, dout = (_anew(t) for t in (out, dout))
+                found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+                    dout, q, k, v, out, lse.unsqueeze(-1).contiguous(), unused, unused, None, None,
+                    None, q.shape[2], k.shape[2], 0.0, causal, scale=terms.scale,
+                )  # fmt: skip
+                found = [t.transpose(1, 2) for t in found]
         for total, at, t in zip(grads, (rows, cols, cols), found):
             total.add(at, t)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.contract import FEATURES, Can, Grads, Keys, Saved, Terms
-from ring_attention_pytorch.kernels._whole import aligned, part, windows, with_lse_gradient
+from ring_attention_pytorch.kernels._whole import aligned, lane, part, windows, with_lse_gradient
 from ring_attention_pytorch.layouts import Tile
 from ring_attention_pytorch.running import Result
 
@@ -23,11 +23,12 @@ CAN = Can(
 
 def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     for tile, left, right in windows(tiles) if q.numel() else ():
-        q_, k, v = aligned(part(q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols))
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q_, k, v, None, None, q_.shape[1], k.shape[1], 0.0, False, False, scale=terms.scale,
-            window_size_left=left, window_size_right=right,
-        )  # fmt: skip
+        with lane(tiles, q):
+            q_, k, v = aligned(part(q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols))
+            out, lse, *_ = torch.ops.aten._flash_attention_forward(
+                q_, k, v, None, None, q_.shape[1], k.shape[1], 0.0, False, False,
+                scale=terms.scale, window_size_left=left, window_size_right=right,
+            )  # fmt: skip
         result.add(tile.rows, out, lse)
 
 
@@ -38,15 +39,16 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
 def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
     unused = torch.zeros(2, dtype=torch.uint64, device=saved.q.device)  # dropout's state
     for tile, left, right in windows(tiles) if saved.q.numel() else ():
-        q, k, v, out, dout = aligned(
-            part(saved.q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols),
-            part(saved.out, tile.rows), part(saved.dout, tile.rows),
-        )  # fmt: skip
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, saved.lse[..., tile.rows].contiguous(), None, None, q.shape[1],
-            k.shape[1], 0.0, False, unused, unused, scale=terms.scale, window_size_left=left,
-            window_size_right=right,
-        )  # fmt: skip
+        with lane(tiles, saved.q):
+            q, k, v, out, dout = aligned(
+                part(saved.q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols),
+                part(saved.out, tile.rows), part(saved.dout, tile.rows),
+            )  # fmt: skip
+            dq, dk, dv = torch.ops.aten._flash_attention_backward(
+                dout, q, k, v, out, saved.lse[..., tile.rows].contiguous(), None, None,
+                q.shape[1], k.shape[1], 0.0, False, unused, unused, scale=terms.scale,
+                window_size_left=left, window_size_right=right,
+            )  # fmt: skip
         grads.dq.add(tile.rows, dq)
         grads.dk.add(tile.cols, dk)
         grads.dv.add(tile.cols, dv)

@@ -56,6 +56,11 @@ class Gather:
     def make(cls, ring: Ring, blocks: Blocks, at_once: int) -> "Gather":
         return cls(ring, schedule(blocks, at_once), tuple(map(count, blocks.keys)))
 
+    @property
+    def keeps(self) -> bool:
+        """Those of a group go when the next but one comes."""
+        return len(self.groups) <= 1
+
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
         """The positions of own keys, backward those for the end apart, and of others'."""
         length = count(own)

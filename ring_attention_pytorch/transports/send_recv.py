@@ -38,6 +38,8 @@ class SendRecv:
     segments: tuple[Segments, ...]
     distances: tuple[int, ...]
 
+    keeps = False
+
     @classmethod
     def make(cls, ring: Ring, blocks: Blocks, at_once: int) -> "SendRecv":
         """Owners come one at a time, whatever there is room for."""

@@ -6,12 +6,14 @@ multiprocessors. An owner adds the gradients that it pulled in one order.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ring_attention_pytorch.contract import Keys
+from ring_attention_pytorch.lanes import behind
 from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.running import Sum
@@ -43,11 +45,13 @@ class SymmetricGather(Gather):
     """`Gather` where messages are replaced by pulls.
 
     `ranks` are those of the ring in the group that the space is of; `sources` what has to move
-    for each group of owners, once that is worked out.
+    for each group of owners, once that is worked out. Where the call of own keys is `overtaken` by
+    those of the others', it is what goes on while gradients come home.
     """
 
     space: Space
     ranks: tuple[int, ...]
+    overtaken: bool = False
     sources: dict[tuple[str, int], list[Source]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -60,6 +64,7 @@ class SymmetricGather(Gather):
         at_once: int,
         token_bytes: int,
         shared: Shared,
+        overtaken: bool = False,
     ) -> "SymmetricGather":
         """With room for tokens of so many bytes, their mask included."""
         groups = schedule(blocks, at_once)
@@ -67,7 +72,11 @@ class SymmetricGather(Gather):
         widest = max((tokens(p) for g in groups for p in g.pieces), default=0)
         space, group, ranks = shared
         space.make_room(group, keys=max(lengths) * token_bytes, grads=widest * token_bytes)
-        return cls(ring, groups, lengths, space, ranks)
+        overtaken = overtaken and len(groups) == 1  # else the shelf is another group's turn
+        return cls(ring, groups, lengths, space, ranks, overtaken)
+
+    def _cut(self, length: int) -> int:
+        return length if self.overtaken else super()._cut(length)
 
     def stream(self, keys: Keys) -> Iterator[Keys]:
         if self.groups:
@@ -112,16 +121,17 @@ class SymmetricGather(Gather):
         own: tuple[Sum, Sum],
     ) -> Callable[[], None]:
         shelf, kinds = self.space.grads, own_keys[:2]
-        memory = shelf.own(form_of(kinds, tokens(group.pieces[self.ring.rank])))
-        for place, total in zip(memory, grads or ()):
-            total.write(place)
         found = [
             Coming(source, there, here, [_empty_like(t, here.stop - here.start) for t in kinds])
             for source in self._of_grads(group)
             for there, here in source.moves
         ]
-        shelf.publish()  # it is everyone's turn, be there nothing to write
-        shelf.follow()
+        with behind(own_keys.k.device) if self.overtaken else nullcontext():
+            memory = shelf.own(form_of(kinds, tokens(group.pieces[self.ring.rank])))
+            for place, total in zip(memory, grads or ()):
+                total.write(place)
+            shelf.publish()  # it is everyone's turn, be there nothing to write
+            shelf.follow()
 
         def wait() -> None:
             with shelf.beside():

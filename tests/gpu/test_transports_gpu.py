@@ -22,6 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, explain_plan, positions, ring_attn
+from ring_attention_pytorch.contract import Case
+from ring_attention_pytorch.kernels import _whole, problem
+from ring_attention_pytorch.lanes import aside
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.messages import Form
 from ring_attention_pytorch.transports.shelves import Shelf
@@ -64,7 +67,10 @@ def plan_for(*tensors: Tensor, apart: bool = False, **options: object) -> RingPl
 
 @contextmanager
 def delays() -> Iterator[None]:
-    """Shelves that are full of NaN until they are written, and streams that are late at random."""
+    """Shelves that are full of NaN until they are written, and streams that are late at random.
+
+    So are calls of kernels that run side by side.
+    """
     own, publish, follow, meet = Shelf.own, Shelf.publish, Shelf.follow, Shelf.meet
 
     def poisoned(shelf: Shelf, form: Form) -> list[Tensor]:
@@ -87,10 +93,18 @@ def delays() -> Iterator[None]:
         if len(shelf.memory) == 1:  # written next
             shelf.memory.fill_(255)
 
+    @contextmanager
+    def aside_late(on: torch.device) -> Iterator[None]:
+        with aside(on):
+            _sleep()
+            yield
+            _sleep()
+
     Shelf.own, Shelf.publish, Shelf.follow = poisoned, publish_late, follow_late
     Shelf.meet = meet_late
     try:
-        yield
+        with mock.patch.object(_whole, "aside", aside_late):
+            yield
     finally:
         Shelf.own, Shelf.publish, Shelf.follow, Shelf.meet = own, publish, follow, meet
 
@@ -166,6 +180,44 @@ def five_hundred(how: dict) -> None:
         first = first or got
         same += [(a == b).all() for a, b in zip(first, got)]
     assert torch.stack(same).all(), (how, "not repeated")
+
+
+def calls_side_by_side(kernel: str, how: dict) -> float:
+    """The worst relative error of calls that follow one another at once, with other tensors each.
+
+    What is read too early is that of others then, or NaN: memory that was freed is filled with it.
+    """
+    rank, size, device = dist.get_rank(), dist.get_world_size(), torch.cuda.current_device()
+    length, errors = 512 * size, []
+    at = positions("zigzag", rank=rank, ring_size=size, length=length)
+    problems = []
+    for seed in range(3):
+        given = [t.roll(seed, 1).to(device) for t in whole(length, 1, torch.bfloat16)]
+        exact = [t.double().requires_grad_() for t in given[:3]]
+        with torch.device(device):
+            want, _ = dense_attention(*exact, causal=True)
+        wants = [want, *torch.autograd.grad(want, exact, given[3].double())]
+        mine = [t[:, at].clone() for t in given]
+        problems.append(
+            ([t.requires_grad_() for t in mine[:3]], mine[3], [w[:, at] for w in wants])
+        )
+    plan = plan_for(*problems[0][0], causal=True, layout="zigzag", kernel=kernel, **how)
+
+    def run(i: int) -> list[Tensor]:
+        mine, cotangent, _ = problems[i]
+        out = ring_attn(*mine, plan=plan)
+        return [out.detach(), *torch.autograd.grad(out, mine, cotangent)]
+
+    run(0)  # what kernels keep can't be made while a graph is captured
+    runs = [replayed(lambda i=i: run(i)) for i in range(3)]
+    with delays():
+        for turn in range(24):
+            i = turn % 3
+            got = [t.clone() for t in (runs[i]() if turn % 4 == 3 else run(i))]
+            for t in got:
+                torch.full_like(t, torch.nan)  # is freed at once
+            errors.append((got, problems[i][2]))
+    return max(relative_error(g, w) for got, wants in errors for g, w in zip(got, wants))
 
 
 def small(ulysses: int = 1) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
@@ -257,6 +309,14 @@ def main() -> None:
             print(how, dtype, f"{worst:.1e}", flush=True)
     for how in WAYS:
         five_hundred(how)
+    like = torch.empty(1, 0, 1, 64, device=device, dtype=torch.bfloat16)
+    kernels = ("flash-attn-4", "sdpa-cudnn", "flash-attn-2", "sdpa-flash")
+    able = [name for name in kernels if problem(name, Case.of(like, like)) is None]
+    for kernel, how in product(able, WAYS[1:4]):
+        error = calls_side_by_side(kernel, how)
+        assert error < BOUNDS[torch.bfloat16], (kernel, how, error)
+        if dist.get_rank() == 0:
+            print(kernel, how, f"{error:.1e}", flush=True)
     for ulysses in (1, 2):
         graphs_outlive_larger_shelves(ulysses)
         any_stream_may_be_current(ulysses)

@@ -1,0 +1,112 @@
+"""What waits for what, by streams and events that know what came before them."""
+
+import pytest
+import torch
+
+from ring_attention_pytorch import lanes
+
+GPU = torch.device("cuda", 0)
+
+
+class Stream:
+    def __init__(self, device: torch.device, priority: int = 0):
+        self.device, self.priority, self.before = device, priority, set()
+
+    def wait_event(self, event: "Event") -> None:
+        self.before |= event.before
+
+
+class Event:
+    def record(self, stream: Stream) -> None:
+        self.before = set(stream.before)
+
+
+class Machine:
+    """A GPU; `does(name)` is a call that the current stream is told of."""
+
+    def __init__(self) -> None:
+        self.stream, self.device = Stream(GPU), 0
+
+    def set_stream(self, stream: Stream) -> None:
+        self.stream, self.device = stream, stream.device.index
+
+    def does(self, name: str) -> Stream:
+        self.stream.before.add(name)
+        return self.stream
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    found = Machine()
+    stand_ins = dict(
+        Stream=Stream, Event=Event, set_stream=found.set_stream,
+        current_stream=lambda _: found.stream, current_device=lambda: found.device,
+        set_device=lambda index: setattr(found, "device", index),
+    )  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    for table in ("_lanes", "_away"):
+        monkeypatch.setattr(lanes, table, {})
+    return found
+
+
+def call(machine: Machine, name: str) -> Stream:
+    with lanes.aside(GPU):
+        return machine.does(name)
+
+
+def test_a_call_waits_for_what_was_before_and_nothing_waits_for_it_until_joined(machine):
+    main = machine.does("q")
+    first, second = call(machine, "own"), call(machine, "others")
+    assert machine.stream is main
+    assert (first.before, second.before) == ({"q", "own"}, {"q", "others"})
+    assert main.before == {"q"}
+    lanes.join(GPU)
+    assert main.before == {"q", "own", "others"}
+
+
+def test_the_first_call_gives_way_to_those_that_follow(machine):
+    for _ in range(2):
+        found = [call(machine, name) for name in "abcde"]
+        assert [stream.priority for stream in found] == [0, -1, -1, -1, -1]
+        assert len(set(found)) == 3
+        assert found[1] is not found[2]
+        lanes.join(GPU)
+
+
+def test_what_is_behind_waits_for_all_but_the_first(machine):
+    main = machine.does("q")
+    for name in ("own", "one", "other"):
+        call(machine, name)
+    machine.does("room")
+    with lanes.behind(GPU):
+        sent = machine.does("sent")
+    assert sent.before == {"q", "one", "other", "room", "sent"}
+    assert main.before == {"q", "room"}
+    lanes.join(GPU)
+    assert main.before == {"q", "own", "one", "other", "room", "sent"}
+
+
+def test_streams_have_lanes_of_their_own(machine):
+    here, there = machine.stream, Stream(GPU)
+    call(machine, "here")
+    machine.set_stream(there)
+    call(machine, "there")
+    lanes.join(GPU)
+    assert there.before == {"there"}
+    machine.set_stream(here)
+    lanes.join(GPU)
+    assert here.before == {"here"}
+
+
+def test_an_error_leaves_the_streams_and_the_device_as_they_were(machine):
+    main, machine.device = machine.stream, 1
+    with pytest.raises(ValueError, match="no"), lanes.aside(GPU):  # noqa: PT012
+        assert machine.device == 0
+        raise ValueError("no")
+    assert (machine.stream, machine.device) == (main, 1)
+
+
+def test_elsewhere_nothing_goes_aside():
+    with lanes.aside(torch.device("cpu")), lanes.behind(torch.device("cpu")):
+        lanes.join(torch.device("cpu"))
