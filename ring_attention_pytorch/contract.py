@@ -227,7 +227,7 @@ class Transport(Protocol):
 
     @property
     def keeps(self) -> bool:
-        """Whether keys stay where they are until all parts made of them have been read."""
+        """Whether others' keys come, and stay until all parts made of them have been read."""
 
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
         """The positions of what `stream`, or `stream_back`, brings."""

@@ -304,12 +304,12 @@ def add_(total: Tensor, *parts: Tensor, fresh: bool = False) -> None:
     """
     if fresh and not parts:
         total.zero_()
-    elif fresh and len(parts) == 1:
-        total.copy_(parts[0])
     elif total.is_cuda and total.dtype != torch.float64 and has_triton():
         from ring_attention_pytorch._triton_rows import fused_add_
 
-        fused_add_(total, *parts, fresh=fresh)
+        fused_add_(total, *parts, fresh=fresh)  # one part too: in CUDA graphs no copy goes first
+    elif fresh and len(parts) == 1:
+        total.copy_(parts[0])
     else:
         wide = (parts[0] if fresh else total).to(accumulator(total.dtype), copy=fresh)
         for part in parts[fresh:]:

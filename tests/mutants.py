@@ -176,6 +176,32 @@ MUTANTS = [
         "running sums in the inputs' precision", "running.py",
         "torch.promote_types(dtype, torch.float32)", "dtype",
     ),
+    Mutant(
+        "sums do not wait for their parts", "running.py",
+        'to be added to in place."""\n        join(self._like.device)',
+        'to be added to in place."""',
+    ),
+    Mutant(
+        "a result does not wait for its parts", "running.py",
+        "lse in the accumulator's.\"\"\"\n        join(self._q.device)",
+        "lse in the accumulator's.\"\"\"",
+    ),
+    # calls side by side
+    Mutant(
+        "a call waits for nothing", "lanes.py",
+        "        self.stream.wait_event(lanes.begins)\n", "",
+    ),
+    Mutant(
+        "what is sent last is not waited for", "lanes.py", "(_FIRST, *_BESIDE, _LAST)",
+        "(_FIRST, *_BESIDE)",
+    ),
+    Mutant(
+        "what is sent does not wait for the last call", "lanes.py", "for lane in _BESIDE:",
+        "for lane in _BESIDE[:1]:",
+    ),
+    Mutant(
+        "the others' calls do not go first", "lanes.py", "(0, -1, -1, -1)", "(0, 0, 0, -1)",
+    ),
     # the ring
     Mutant(
         "a gradient hop dropped", "transports/send_recv.py",
@@ -607,6 +633,7 @@ def battery() -> Iterable[Callable[[], None]]:
     yield a_document_ends_where_another_begins
     yield blocks_know_their_tiles
     yield calls_are_counted
+    yield streams_wait_for_one_another
     yield mismatches_are_errors
     yield plans_are_checked
     yield prefixes_and_positions_hold  # the dearest come last
@@ -620,6 +647,23 @@ def shared_memory_is_read_before_it_is_written() -> None:
 
     for at_once, ulysses in ((3, 1), (1, 2)):
         test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses)
+
+
+def streams_wait_for_one_another() -> None:
+    """And whoever reads what is made on other streams waits for them."""
+    import pytest
+    import torch
+
+    from tests import test_lanes, test_running
+
+    for name in ("a_call_waits_for_what_was_before_and_nothing_waits_for_it_until_joined",
+                 "the_first_call_gives_way_to_those_that_follow",
+                 "what_is_behind_waits_for_all_but_the_first"):  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            getattr(test_lanes, f"test_{name}")(test_lanes.stood_in(patch))
+    for dtype in (torch.float32, torch.bfloat16):
+        test_running.test_a_part_that_is_all_there_is_is_the_result_itself(dtype)
+        test_running.test_a_sum_of_parts_waits_for_them(dtype)
 
 
 def zigzag_is_balanced() -> None:

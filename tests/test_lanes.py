@@ -35,8 +35,8 @@ class Machine:
         return self.stream
 
 
-@pytest.fixture
-def machine(monkeypatch):
+def stood_in(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """The machine that there is from now on."""
     found = Machine()
     stand_ins = dict(
         Stream=Stream, Event=Event, set_stream=found.set_stream,
@@ -48,6 +48,11 @@ def machine(monkeypatch):
     for table in ("_lanes", "_away"):
         monkeypatch.setattr(lanes, table, {})
     return found
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return stood_in(monkeypatch)
 
 
 def call(machine: Machine, name: str) -> Stream:

@@ -118,12 +118,24 @@ def test_a_part_that_is_all_there_is_is_the_result_itself(dtype):
     with late.waits():
         made = late(out), late(lse)
         result.add(WHOLE, *made)
-        assert result.final()[0] is made[0]
-        assert result.final()[1].data_ptr() == made[1].data_ptr()
+        found = result.final()
+        assert found[0] is made[0]
+        assert found[1].data_ptr() == made[1].data_ptr()
+        assert torch.equal(found[0], out)
         total.add(WHOLE, made := late(out))
         assert total.final() is made
-    assert torch.equal(result.final()[0], out)
-    assert torch.equal(made, out)
+        assert torch.equal(made, out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_of_parts_waits_for_them(dtype):
+    part = torch.randn(1, N, 2).to(dtype)
+    total, late = Sum(part), Late()
+    with late.waits():
+        for _ in range(2):
+            total.add(WHOLE, late(part))
+            assert not total.running().isnan().any()
+    assert relative_error(total.final(), 2 * part) < 1e-6
 
 
 @pytest.mark.parametrize("calls", [None, 1, 3])

@@ -59,7 +59,7 @@ class Gather:
     @property
     def keeps(self) -> bool:
         """Those of a group go when the next but one comes."""
-        return len(self.groups) <= 1
+        return len(self.groups) == 1
 
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
         """The positions of own keys, backward those for the end apart, and of others'."""
