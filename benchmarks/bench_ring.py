@@ -24,7 +24,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import gpu_peers
-from benchmarks.rings import Attend, Result, Shape, checker, markdown, measured, synchronize
+from benchmarks.rings import (
+    Attend,
+    Result,
+    Shape,
+    captured,
+    checker,
+    markdown,
+    measured,
+    synchronize,
+)
 from benchmarks.still import ALONE, still
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.kernels import KERNELS, problem
@@ -205,10 +214,15 @@ def trace(shape: Shape, options: Options, folder: Path) -> None:
         for transport in options.transports:
             attend = ours(shape, kernel, transport, 1, tensors)[name_of(kernel, transport)]
             leaves = [t.requires_grad_() for t in tensors[:3]]
+
+            def both(attend: Attend = attend, leaves: list[Tensor] = leaves) -> None:
+                torch.autograd.grad(attend(*leaves), leaves, tensors[3])
+
+            run = captured(both) if options.graphs else both
             for last in (False, True):
                 dist.barrier()
                 with profile(activities=kinds) as profiler:
-                    torch.autograd.grad(attend(*leaves), leaves, tensors[3])
+                    run()
                     synchronize(shape.device)
                 if last:
                     name = f"{transport}-{kernel}-{shape.tokens}-rank{rank}.json"

@@ -1,7 +1,8 @@
 """Draws docs/trace.svg: `python docs/draw_trace.py TITLE=FILE.json ...`.
 
 The files are what `bench_ring --trace` wrote, one forward and backward of one rank each. A panel
-for each: what its GPU does on the stream that computes, and beside it on all others.
+for each: what its GPU does on the streams that attend, the first of them by itself, and beside
+them on all others.
 """
 
 import json
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-WIDTH, LEFT, LANE, PANEL, TOP = 960, 150, 34, 150, 44
+WIDTH, LEFT, LANE, PANEL, TOP = 960, 150, 30, 160, 44
 INK, FAINT = "#57606a", "#f3f4f6"
 ATTENTION, OTHER, COPY, WAIT = "#4269d0", "#a5b4d4", "#efb118", "#d8dee4"
 KINDS = {"attention": ATTENTION, "other kernels": OTHER, "keys and gradients move": COPY,
@@ -29,6 +30,8 @@ def kind_of(name: str, category: str) -> str:
         return "waits for other ranks"
     if "nccl" in name or (category == "gpu_memcpy" and "ptop" in name):
         return "keys and gradients move"
+    if "preprocess" in name or "postprocess" in name:
+        return "other kernels"
     attends = ("sdpa", "flash", "fmha_fprop", "forward_kernel", "keys_kernel", "queries_kernel")
     return "attention" if any(part in name for part in attends) else "other kernels"
 
@@ -65,15 +68,16 @@ def drawing(traces: dict[str, list[Event]]) -> str:
 
 
 def panel(title: str, events: list[Event], y: int, scale: float) -> str:
-    """Two lanes: the stream with most attention, and all others."""
-    streams = [e.stream for e in events if e.kind == "attention"]
-    main, end = max(set(streams), key=streams.count), max(e.start + e.length for e in events)
+    """A lane for the first stream with attention, one for the others, and one for the rest."""
+    first, *others = dict.fromkeys(e.stream for e in events if e.kind == "attention")
+    lane_of = {first: "own keys" if others else "computes", **dict.fromkeys(others, "others' keys")}
+    end = max(e.start + e.length for e in events)
     parts = [text(10, y + 14, f"{title}: {end / 1e3:.2f} ms", "bold")]
-    for lane, name in enumerate(("computes", "beside it")):
+    for lane, name in enumerate(dict.fromkeys([*lane_of.values(), "beside it"])):
         top = y + 24 + (LANE + 6) * lane
         parts.append(text(10, top + LANE // 2 + 5, name))
         parts.append(box(LEFT, top, end * scale, LANE, FAINT))
-        mine = [e for e in events if (e.stream == main) == (lane == 0)]
+        mine = [e for e in events if lane_of.get(e.stream, "beside it") == name]
         # waiting lies behind what else goes on beside it
         for e in sorted(mine, key=lambda e: e.kind != "waits for other ranks"):
             parts.append(
