@@ -30,18 +30,19 @@ FEATURES = frozenset({
 
 
 class Keys(NamedTuple):
-    """All that travels together, and whose positions it has."""
+    """All that travels together, and whose positions it has. `own` are this rank's."""
 
     k: Tensor
     v: Tensor
     key_mask: Tensor | None  # bool [b, m], True = may be seen
     segments: Segments
+    own: bool = False
 
     def samples(self, which: slice) -> "Keys":
         """Those of some samples."""
         if which == slice(None):
             return self
-        return Keys(*(_of(t, which) for t in self[:3]), self.segments)
+        return Keys(*(_of(t, which) for t in self[:3]), *self[3:])
 
 
 class Terms(NamedTuple):
@@ -227,7 +228,7 @@ class Transport(Protocol):
 
     @property
     def keeps(self) -> bool:
-        """Whether others' keys come, and stay until all parts made of them have been read."""
+        """Whether others' keys come, and stay where they are until the last call has ended."""
 
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
         """The positions of what `stream`, or `stream_back`, brings."""

@@ -22,6 +22,7 @@ from ring_attention_pytorch.contract import (
     tangent_of_delta,
 )
 from ring_attention_pytorch.kernels import eager_tangents
+from ring_attention_pytorch.lanes import forget
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.running import Sum, accumulator
 from ring_attention_pytorch.transforms import signature_once
@@ -37,6 +38,7 @@ class RingGradients(Function):
     @signature_once
     def forward(plan: RingPlan, *given: Tensor | None) -> Found:
         q, k, v, sinks, dout, dlse, out, lse = given
+        forget(q.device)
         calls = plan.calls(back=True)
         own = Grads(Sum(q, calls), *(Sum(t, calls if plan.alone else None) for t in (k, v)))
         with torch.autocast(q.device.type, enabled=False):

@@ -4,62 +4,88 @@ Where the last blocks of one call leave multiprocessors idle, the next one begin
 that is much of their time. What a call reads must stay where it is, and what it makes is read by
 nobody, until the current stream has waited for it: `join`.
 
-The first call gives way to those that follow, as far as its kernel can: what others wait for is
-among those, and while they read it there is something left to compute.
+Calls for own keys give way to the others', as far as their kernel can: other ranks wait for what
+those make, and while they read it there is something left to compute.
 """
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
-_FIRST, _BESIDE, _LAST = 0, (1, 2), 3
+_OWN, _OTHERS, _LAST = 0, (1, 2), 3
+_PRIORITIES = (0, -1, -1, -1)
 
 
 class _Lanes:
-    """The streams beside one stream.
-
-    They are its own: memory that was allocated on one of them, and read on that stream, is used
-    again only after all that the stream was told before.
-    """
+    """The streams beside one stream."""
 
     def __init__(self, device: torch.device) -> None:
-        priorities = (0, -1, -1, -1)
-        self.streams = [torch.cuda.Stream(device, priority=p) for p in priorities]
-        self.ends = [torch.cuda.Event() for _ in priorities]
+        self.streams = [torch.cuda.Stream(device, priority=p) for p in _PRIORITIES]
+        self.ends = [torch.cuda.Event() for _ in _PRIORITIES]
         self.begins = torch.cuda.Event()
         self.turn = 0
 
 
+class _Away(threading.local):
+    """What this thread told a lane of a stream, and nobody waited for yet."""
+
+    def __init__(self) -> None:
+        self.ends: dict[tuple[torch.cuda.Stream, int], torch.cuda.Event] = {}
+
+
 _lanes: dict[torch.cuda.Stream, _Lanes] = {}
-_away: dict[tuple[torch.cuda.Stream, int], torch.cuda.Event] = {}  # what nobody waited for yet
+_away = _Away()
 _nowhere = nullcontext()
 
 
-def aside(device: torch.device) -> AbstractContextManager[None]:
+def aside(device: torch.device, own: bool) -> AbstractContextManager[None]:
     """What a GPU is told here waits for all that it was told before, and nothing waits for it."""
-    return _Aside(device) if device.type == "cuda" else _nowhere
+    return _Aside(device, own) if device.type == "cuda" else _nowhere
 
 
 def behind(device: torch.device) -> AbstractContextManager[None]:
-    """The same, but it waits for what went aside, too, except for the first call."""
+    """The same, but it waits for the others' calls, too."""
     return _Behind(device) if device.type == "cuda" else _nowhere
+
+
+def hand_over(*tensors: Tensor) -> None:
+    """What went aside made these, and the current stream will read them.
+
+    So their memory is not used again, on whatever stream, before it has. While a CUDA graph is
+    captured nothing else uses it.
+    """
+    if _away.ends and not torch.cuda.is_current_stream_capturing():
+        for t in tensors:
+            if t.is_cuda:
+                t.record_stream(torch.cuda.current_stream(t.device.index))
 
 
 def join(device: torch.device) -> None:
     """Let the current stream wait for all that went aside from it."""
-    if not _away or device.type != "cuda":
-        return
+    for end in _returning(device):
+        torch.cuda.current_stream(device.index).wait_event(end)
+
+
+def forget(device: torch.device) -> None:
+    """Let nobody wait for what a call of this thread left that failed."""
+    _returning(device)
+
+
+def _returning(device: torch.device) -> list[torch.cuda.Event]:
+    if not _away.ends or device.type != "cuda":
+        return []
     current = torch.cuda.current_stream(device.index)
-    for lane in (_FIRST, *_BESIDE, _LAST):
-        if (end := _away.pop((current, lane), None)) is not None:
-            current.wait_event(end)
+    found = [_away.ends.pop((current, lane), None) for lane in range(len(_PRIORITIES))]
+    return [end for end in found if end is not None]
 
 
 class _Aside:
     """By the streams' own methods, which take the host a third of torch.cuda.stream's time."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, own: bool = False) -> None:
+        self.device, self.own = device, own
 
     def __enter__(self) -> None:
         self.before = torch.cuda.current_device()
@@ -73,24 +99,24 @@ class _Aside:
         torch.cuda.set_stream(self.stream)  # and its device
 
     def choose(self, lanes: _Lanes) -> int:
-        if (self.current, _FIRST) not in _away:
-            return _FIRST
+        if self.own:
+            return _OWN
         lanes.turn = 1 - lanes.turn
-        return _BESIDE[lanes.turn]
+        return _OTHERS[lanes.turn]
 
     def __exit__(self, *_: object) -> None:
-        self.end.record(self.stream)
-        _away[self.current, self.lane] = self.end
         torch.cuda.set_stream(self.current)
         if self.before != self.device.index:
             torch.cuda.set_device(self.before)
+        self.end.record(self.stream)
+        _away.ends[self.current, self.lane] = self.end
 
 
 class _Behind(_Aside):
     def __enter__(self) -> None:
         super().__enter__()
-        for lane in _BESIDE:
-            if (end := _away.get((self.current, lane))) is not None:
+        for lane in _OTHERS:
+            if (end := _away.ends.get((self.current, lane))) is not None:
                 self.stream.wait_event(end)
 
     def choose(self, lanes: _Lanes) -> int:

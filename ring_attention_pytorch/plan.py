@@ -89,6 +89,7 @@ class RingPlan:
     signature: Signature
     device: torch.device
     samples: list[tuple[slice, Visible]]  # that see alike
+    short: bool  # so little to compute that calls go side by side
     packing: Packing | None = None  # the documents of each sample
     # worked out when asked for, and shared with plans that are this one but for dropout
     _tiles: dict[Segments, list] = field(default_factory=dict, compare=False, repr=False)
@@ -251,6 +252,7 @@ class RingPlan:
             memory = min(own["room"] for own in lengths)
         at_once = owners_at_once(memory, blocks, job)
         transport, machine = settle(transport, ring, chosen, blocks, job, at_once, q)
+        short = len(samples) == 1 and is_short(blocks, job)
         return cls(
             ring=ring,
             query_segments=query_segments,
@@ -259,7 +261,7 @@ class RingPlan:
             terms=terms,
             kernel=chosen,
             transport=make_transport(
-                transport, over, blocks, at_once, job, q.device, chosen.yields
+                transport, over, blocks, at_once, job, q.device, short and chosen.yields
             ),
             transport_name=transport,
             at_once=at_once,
@@ -272,6 +274,7 @@ class RingPlan:
             signature=Signature.of(q, k, v),
             device=q.device,
             samples=samples,
+            short=short,
             packing=packing,
         )
 
@@ -302,7 +305,7 @@ class RingPlan:
 
     def keys(self, k: Tensor, v: Tensor) -> Keys:
         """This rank's keys, heads swapped if they are, as the transport wants them."""
-        return Keys(k, v, self.key_mask, self.blocks.keys[self.place])
+        return Keys(k, v, self.key_mask, self.blocks.keys[self.place], own=True)
 
     def tiles(self, keys: Segments) -> list[tuple[slice, Tiles]]:
         """Samples that see alike, and the tiles that their queries here see of these keys."""
@@ -349,7 +352,7 @@ class RingPlan:
     def _of_block(self, queries: Segments, keys: Segments, some: slice, seen: Visible) -> Tiles:
         found = Tiles(tiles(queries, keys, seen))
         found.first = some.start or 0
-        found.lanes = self.transport.keeps and is_short(self.blocks, self.job)
+        found.lanes = self.short and self.transport.keeps
         if self.terms.alibi is not None or self.terms.mask_mod is not None:
             found.rows_at, found.cols_at = (
                 positions_seen(segments, seen).to(self.device, torch.int32)

@@ -19,6 +19,7 @@ from ring_attention_pytorch.contract import Case, MaskMod
 from ring_attention_pytorch.derivatives import RingGradients, keep, tangents
 from ring_attention_pytorch.documents import Borders
 from ring_attention_pytorch.kernels import explain, problem
+from ring_attention_pytorch.lanes import forget
 from ring_attention_pytorch.layouts import Layout
 from ring_attention_pytorch.masks import Prefix
 from ring_attention_pytorch.plan import RingPlan
@@ -36,6 +37,7 @@ class RingAttentionFunction(Function):
     def forward(
         plan: RingPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        forget(q.device)
         result = Result(q, v, plan.calls(back=False) if sinks is None else None)
         with torch.autocast(q.device.type, enabled=False):
             for keys in plan.transport.stream(plan.keys(k, v)):

@@ -15,7 +15,7 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from ring_attention_pytorch.lanes import join
+from ring_attention_pytorch.lanes import hand_over, join
 
 _MOST = 4  # parts that wait to be merged at once
 
@@ -39,6 +39,7 @@ class Result:
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge what these rows saw. Both tensors become this result's own."""
+        hand_over(out, lse)
         first = self._wide is None and not self._parts
         if first and rows == self._whole and out.dtype == self._dtype:
             self._wide = out, lse
@@ -143,6 +144,7 @@ class Sum:
 
     def add(self, at: slice, part: Tensor) -> None:
         """Add a part of these tokens. The tensor becomes this sum's own."""
+        hand_over(part)
         first = self._wide is None and not self._parts
         if first and at == self._whole and self._into is None and part.dtype == self._dtype:
             self._wide = part

@@ -192,15 +192,30 @@ MUTANTS = [
         "        self.stream.wait_event(lanes.begins)\n", "",
     ),
     Mutant(
-        "what is sent last is not waited for", "lanes.py", "(_FIRST, *_BESIDE, _LAST)",
-        "(_FIRST, *_BESIDE)",
+        "what is sent last is not waited for", "lanes.py", "in range(len(_PRIORITIES))",
+        "in range(len(_PRIORITIES) - 1)",
     ),
     Mutant(
-        "what is sent does not wait for the last call", "lanes.py", "for lane in _BESIDE:",
-        "for lane in _BESIDE[:1]:",
+        "what is sent does not wait for the last call", "lanes.py", "for lane in _OTHERS:",
+        "for lane in _OTHERS[:1]:",
     ),
     Mutant(
         "the others' calls do not go first", "lanes.py", "(0, -1, -1, -1)", "(0, 0, 0, -1)",
+    ),
+    Mutant(
+        "own keys' calls are taken for others'", "plan.py", ", own=True)", ")",
+    ),
+    Mutant(
+        "half of own keys are others'", "transports/gather.py", "keys._replace(k=k,",
+        "keys._replace(own=False, k=k,",
+    ),
+    Mutant(
+        "calls side by side whose keys go away", "transports/gather.py",
+        "return len(self.groups) == 1", "return True",
+    ),
+    Mutant(
+        "own keys wait for the end of one group of several", "transports/symmetric.py",
+        "overtaken and len(groups) == 1", "overtaken",
     ),
     # the ring
     Mutant(
@@ -634,6 +649,7 @@ def battery() -> Iterable[Callable[[], None]]:
     yield blocks_know_their_tiles
     yield calls_are_counted
     yield streams_wait_for_one_another
+    yield calls_go_side_by_side_where_they_may
     yield mismatches_are_errors
     yield plans_are_checked
     yield prefixes_and_positions_hold  # the dearest come last
@@ -657,8 +673,10 @@ def streams_wait_for_one_another() -> None:
     from tests import test_lanes, test_running
 
     for name in ("a_call_waits_for_what_was_before_and_nothing_waits_for_it_until_joined",
-                 "the_first_call_gives_way_to_those_that_follow",
-                 "what_is_behind_waits_for_all_but_the_first"):  # fmt: skip
+                 "calls_for_own_keys_give_way_to_the_others",
+                 "what_is_behind_waits_for_all_others_whether_there_are_own_keys_or_not",
+                 "what_is_behind_does_not_wait_for_own_keys",
+                 "what_is_read_is_not_used_again_before_that"):  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
             getattr(test_lanes, f"test_{name}")(test_lanes.stood_in(patch))
     for dtype in (torch.float32, torch.bfloat16):
@@ -845,6 +863,13 @@ def calls_are_counted() -> None:
     assert [total.room()[1].dtype for _ in range(2)] == [torch.float32, torch.bfloat16]
 
     assert not miscounted(Attention(29, "zigzag", causal=True, transport="gather"), 3)
+
+
+def calls_go_side_by_side_where_they_may() -> None:
+    from tests.test_transports import test_calls_go_side_by_side_where_keys_stay
+
+    for how, at_once, aside in ((dict(), 3, True), (dict(memory=0), 1, False)):
+        test_calls_go_side_by_side_where_keys_stay(how, at_once, aside)
 
 
 def sums_of_16_bits_are_kept_in_32() -> None:

@@ -59,7 +59,7 @@ ALLOWED = {
     },
     "transforms": set(),
     "norm": set(),
-    "derivatives": {"contract", "kernels", "plan", "running", "transforms"},
+    "derivatives": {"contract", "kernels", "lanes", "plan", "running", "transforms"},
     "explain": {"cost", "layouts", "plan", "transports"},
     "regular_attention": {"checks", "running"},
     "ring_flash_attention": {
@@ -69,6 +69,7 @@ ALLOWED = {
         "derivatives",
         "documents",
         "kernels",
+        "lanes",
         "layouts",
         "masks",
         "plan",

@@ -1,5 +1,7 @@
 """What waits for what, by streams and events that know what came before them."""
 
+import threading
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ class Machine:
     """A GPU; `does(name)` is a call that the current stream is told of."""
 
     def __init__(self) -> None:
-        self.stream, self.device = Stream(GPU), 0
+        self.stream, self.device, self.capturing = Stream(GPU), 0, False
 
     def set_stream(self, stream: Stream) -> None:
         self.stream, self.device = stream, stream.device.index
@@ -42,11 +44,12 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> Machine:
         Stream=Stream, Event=Event, set_stream=found.set_stream,
         current_stream=lambda _: found.stream, current_device=lambda: found.device,
         set_device=lambda index: setattr(found, "device", index),
+        is_current_stream_capturing=lambda: found.capturing,
     )  # fmt: skip
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    for table in ("_lanes", "_away"):
-        monkeypatch.setattr(lanes, table, {})
+    monkeypatch.setattr(lanes, "_lanes", {})
+    monkeypatch.setattr(lanes, "_away", lanes._Away())
     return found
 
 
@@ -56,7 +59,7 @@ def machine(monkeypatch):
 
 
 def call(machine: Machine, name: str) -> Stream:
-    with lanes.aside(GPU):
+    with lanes.aside(GPU, own=name.startswith("own")):
         return machine.does(name)
 
 
@@ -70,18 +73,25 @@ def test_a_call_waits_for_what_was_before_and_nothing_waits_for_it_until_joined(
     assert main.before == {"q", "own", "others"}
 
 
-def test_the_first_call_gives_way_to_those_that_follow(machine):
+def test_calls_for_own_keys_give_way_to_the_others(machine):
     for _ in range(2):
-        found = [call(machine, name) for name in "abcde"]
-        assert [stream.priority for stream in found] == [0, -1, -1, -1, -1]
+        found = [call(machine, name) for name in ("own", "a", "b", "c", "own again")]
+        assert [stream.priority for stream in found] == [0, -1, -1, -1, 0]
         assert len(set(found)) == 3
         assert found[1] is not found[2]
         lanes.join(GPU)
 
 
-def test_what_is_behind_waits_for_all_but_the_first(machine):
+def test_what_is_behind_waits_for_all_others_whether_there_are_own_keys_or_not(machine):
+    for name in ("one", "other"):
+        call(machine, name)
+    with lanes.behind(GPU):
+        assert machine.does("sent").before == {"one", "other", "sent"}
+
+
+def test_what_is_behind_does_not_wait_for_own_keys(machine):
     main = machine.does("q")
-    for name in ("own", "one", "other"):
+    for name in ("own", "one", "own again", "other"):
         call(machine, name)
     machine.does("room")
     with lanes.behind(GPU):
@@ -89,7 +99,7 @@ def test_what_is_behind_waits_for_all_but_the_first(machine):
     assert sent.before == {"q", "one", "other", "room", "sent"}
     assert main.before == {"q", "room"}
     lanes.join(GPU)
-    assert main.before == {"q", "own", "one", "other", "room", "sent"}
+    assert main.before == {"q", "own", "own again", "one", "other", "room", "sent"}
 
 
 def test_streams_have_lanes_of_their_own(machine):
@@ -106,12 +116,41 @@ def test_streams_have_lanes_of_their_own(machine):
 
 def test_an_error_leaves_the_streams_and_the_device_as_they_were(machine):
     main, machine.device = machine.stream, 1
-    with pytest.raises(ValueError, match="no"), lanes.aside(GPU):  # noqa: PT012
+    with pytest.raises(ValueError, match="no"), lanes.aside(GPU, own=True):  # noqa: PT012
         assert machine.device == 0
         raise ValueError("no")
     assert (machine.stream, machine.device) == (main, 1)
 
 
+def test_what_a_call_left_that_failed_is_forgotten_by_its_thread_alone(machine):
+    main, others = machine.stream, threading.Thread(target=call, args=(machine, "theirs"))
+    others.start()
+    others.join()
+    call(machine, "failed")
+    lanes.forget(GPU)
+    lanes.join(GPU)
+    assert main.before == set()
+    call(machine, "own")
+    lanes.join(GPU)
+    assert main.before == {"own"}
+
+
+def test_what_is_read_is_not_used_again_before_that(machine):
+    class Made:
+        device, is_cuda, read_by = GPU, True, ()
+
+        def record_stream(self, stream: Stream) -> None:
+            self.read_by += (stream,)
+
+    before, after, captured = Made(), Made(), Made()
+    lanes.hand_over(before)
+    call(machine, "own")
+    lanes.hand_over(after, torch.empty(1))
+    machine.capturing = True
+    lanes.hand_over(captured)
+    assert [made.read_by for made in (before, after, captured)] == [(), (machine.stream,), ()]
+
+
 def test_elsewhere_nothing_goes_aside():
-    with lanes.aside(torch.device("cpu")), lanes.behind(torch.device("cpu")):
+    with lanes.aside(torch.device("cpu"), own=True), lanes.behind(torch.device("cpu")):
         lanes.join(torch.device("cpu"))

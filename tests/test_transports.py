@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attention_pytorch.layouts import LAYOUTS, Visible, all_segments, count, tiles
+from ring_attention_pytorch.layouts import (
+    LAYOUTS,
+    Visible,
+    all_segments,
+    count,
+    segment_positions,
+    tiles,
+)
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
@@ -23,6 +30,7 @@ from ring_attention_pytorch.transports import (
     TRANSPORTS,
     make_transport,
     owners_at_once,
+    pieces,
     shelves,
 )
 from ring_attention_pytorch.transports.gather import Gather
@@ -349,6 +357,48 @@ def test_all_ranks_divide_own_keys_or_none(layout, window, divided):
             assert came[0] == own
     check_in_threads(case, size)
     check_symmetric(case, size, size)
+
+
+@pytest.mark.parametrize(
+    ("how", "at_once", "aside"),
+    [
+        (dict(), 3, True),
+        (dict(memory=0), 1, False),  # keys of a group go when the next but one comes
+        (dict(ids=((0,) * 12, (0, 1) * 6)), 3, False),  # each sample's sums are read at once
+    ],
+    ids=["all", "one", "samples"],
+)
+def test_calls_go_side_by_side_where_keys_stay(how, at_once, aside):
+    """And a rank's own keys are known as that, in backward however they are divided."""
+    case, size = Attention(12, "zigzag", causal=True, transport="gather", **how), 4
+
+    def main(ring: threads.ThreadRing) -> None:
+        (q, k, v), _, _, _ = case.data()
+        at, _ = case.places(ring.rank, size)
+        mine = [t[:, at] for t in (q, k, v)]
+        plan = RingPlan.make(
+            *mine, **case.options(), group=ring, layout=case.layout, transport="gather",
+            memory=case.memory, **case.packed(at),
+        )  # fmt: skip
+        held = {*plan.positions().tolist()}
+        for yields in (True, False):
+            shared = over_shared_memory(plan, mine, ring, at_once, yields and plan.short)
+            assert shared.transport.overtaken == (yields and aside)
+            keys = plan.keys(*mine[1:])
+            own = Sum(keys.k), Sum(keys.v)
+            back = (block for block, _ in shared.transport.stream_back(keys, own))
+            for block in chain(shared.transport.stream(keys), back):
+                assert block.own == held.issuperset(segment_positions(block.segments).tolist())
+                assert all(t.lanes == aside for _, t in shared.tiles(block.segments))
+
+    threads.run(size, main)
+
+
+def test_long_calls_go_one_after_another(monkeypatch):
+    long = [torch.randn(1, 8, 2, 4) for _ in range(3)]
+    for most, short in ((2 * 64 * 2 * 8, True), (2 * 64 * 2 * 8 - 1, False)):
+        monkeypatch.setattr(pieces, "_SHORT", most)
+        assert RingPlan.make(*long, causal=True).short == short
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])

@@ -30,7 +30,7 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
     from flash_attn.flash_attn_interface import _flash_attn_forward
 
     for tile, left, right in windows(tiles) if q.numel() else ():
-        with lane(tiles, q):
+        with lane(tiles, keys):
             q_, k, v = aligned(part(q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols))
             out, lse, *_ = _flash_attn_forward(
                 q_, k, v, dropout_p=0.0, softmax_scale=terms.scale, causal=False,
@@ -48,7 +48,7 @@ def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, gra
     from flash_attn.flash_attn_interface import _flash_attn_backward
 
     for tile, left, right in windows(tiles) if saved.q.numel() else ():
-        with lane(tiles, saved.q):
+        with lane(tiles, keys):
             q, k, v, out, dout = aligned(
                 part(saved.q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols),
                 part(saved.out, tile.rows), part(saved.dout, tile.rows),

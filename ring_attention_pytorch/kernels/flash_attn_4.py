@@ -35,7 +35,7 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
     from flash_attn.cute.interface import _flash_attn_fwd
 
     for pack in packs(tiles, q, disjoint_keys=False) if q.numel() else ():
-        with lane(tiles, q):
+        with lane(tiles, keys):
             out, lse, *_ = _flash_attn_fwd(
                 *pack.flat(part(q, pack.rows), part(keys.k, pack.cols), part(keys.v, pack.cols)),
                 softmax_scale=terms.scale, softcap=terms.softclamp, return_lse=True,
@@ -50,7 +50,7 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
 
     for pack in packs(tiles, saved.q, disjoint_keys=True) if saved.q.numel() else ():
         rows, cols, batch = pack.rows, pack.cols, len(saved.q)
-        with lane(tiles, saved.q):
+        with lane(tiles, keys):
             dq, dk, dv = _flash_attn_bwd(
                 *pack.flat(
                     part(saved.q, rows), part(keys.k, cols), part(keys.v, cols),

@@ -36,7 +36,7 @@ class _Call(NamedTuple):
 def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     for rows, cols, causal, by_hand in _calls(q, tiles):
         operands = part(q, rows), part(keys.k, cols), part(keys.v, cols)
-        with lane(tiles, q):
+        with lane(tiles, keys):
             if by_hand:
                 found = _one_key(*operands, terms)
             else:
@@ -52,18 +52,18 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
 
 
 def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
-    unused = torch.empty((), dtype=torch.int64, device=saved.q.device)  # dropout's seed and offset
     for rows, cols, causal, by_hand in _calls(saved.q, tiles):
         operands = (
             part(saved.q, rows), part(keys.k, cols), part(keys.v, cols), part(saved.out, rows),
             part(saved.dout, rows),
         )  # fmt: skip
         lse = saved.lse[..., rows]
-        with lane(tiles, saved.q):
+        with lane(tiles, keys):
             if by_hand:
                 found = _one_key_backward(*operands, lse, terms)
             else:
                 q, k, v, out, dout = _heads_first(*operands)
+                unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's numbers
                 if dout.stride() != out.stride():  # of which the op is silent, and wrong
                     out, dout = (_anew(t) for t in (out, dout))
                 found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

@@ -23,7 +23,7 @@ CAN = Can(
 
 def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     for tile, left, right in windows(tiles) if q.numel() else ():
-        with lane(tiles, q):
+        with lane(tiles, keys):
             q_, k, v = aligned(part(q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols))
             out, lse, *_ = torch.ops.aten._flash_attention_forward(
                 q_, k, v, None, None, q_.shape[1], k.shape[1], 0.0, False, False,
@@ -37,13 +37,13 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
 
 
 def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
-    unused = torch.zeros(2, dtype=torch.uint64, device=saved.q.device)  # dropout's state
     for tile, left, right in windows(tiles) if saved.q.numel() else ():
-        with lane(tiles, saved.q):
+        with lane(tiles, keys):
             q, k, v, out, dout = aligned(
                 part(saved.q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols),
                 part(saved.out, tile.rows), part(saved.dout, tile.rows),
             )  # fmt: skip
+            unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's numbers
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
                 dout, q, k, v, out, saved.lse[..., tile.rows].contiguous(), None, None,
                 q.shape[1], k.shape[1], 0.0, False, unused, unused, scale=terms.scale,

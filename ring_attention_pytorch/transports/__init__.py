@@ -10,7 +10,7 @@ from ring_attention_pytorch.contract import Transport
 from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.gather import Gather
-from ring_attention_pytorch.transports.pieces import Blocks, Job, is_short
+from ring_attention_pytorch.transports.pieces import Blocks, Job
 from ring_attention_pytorch.transports.send_recv import SendRecv
 from ring_attention_pytorch.transports.shelves import shared_by
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
@@ -57,14 +57,13 @@ def make_transport(
     at_once: int,
     job: Job,
     device: torch.device,
-    yields: bool = False,
+    overtaken: bool = False,
 ) -> Transport:
     """The transport of that name; all ranks of the ring make it together.
 
-    Calls of a kernel that yields give way to others.
+    Calls for own keys that are `overtaken` by the others' go on while gradients travel.
     """
     if name == "gather" and (shared := shared_by(ring, device)) is not None:
         each = job.token_bytes + job.batch  # and a mask
-        overtaken = yields and is_short(blocks, job)
         return SymmetricGather.over(ring, blocks, at_once, each, shared, overtaken)
     return TRANSPORTS[name].make(ring, blocks, at_once)

@@ -207,7 +207,7 @@ def _of_own(keys: Keys, at: slice, own: tuple[Sum, Sum]) -> Iterator[tuple[Keys,
     """Some of one's own keys, as they lie, whose gradients are added to `own` by themselves."""
     k, v, mask = (None if t is None else t[:, at] for t in keys[:3])
     grads = Sum(k), Sum(v)
-    yield Keys(k, v, mask, stretch(keys.segments, at)), grads
+    yield keys._replace(k=k, v=v, key_mask=mask, segments=stretch(keys.segments, at)), grads
     for total, part in zip(own, grads):
         part.move_to(total, at.start)
 
