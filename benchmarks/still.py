@@ -22,7 +22,11 @@ ALONE = "calls alone, "
 class Still(Gather):
     """Own keys stand for the others', and nothing travels: the results mean nothing."""
 
+    overtaken: bool = False  # as in `SymmetricGather`
     standing: dict[int, list[Tensor]] = field(default_factory=dict, compare=False, repr=False)
+
+    def _cut(self, length: int) -> int:
+        return length if self.overtaken else super()._cut(length)
 
     def _pull(self, own: Keys, group: Group) -> Callable[[], list[Tensor]]:
         if id(group) not in self.standing:
@@ -39,5 +43,7 @@ class Still(Gather):
 def still(plan: RingPlan) -> Attend:
     """The calls that a gather's plan makes of its kernel on this rank."""
     gather = plan.transport
-    alone = replace(plan, transport=Still(gather.ring, gather.groups, gather.lengths))
+    overtaken = getattr(gather, "overtaken", False)  # of one that shares memory
+    still = Still(gather.ring, gather.groups, gather.lengths, overtaken)
+    alone = replace(plan, transport=still)
     return lambda q, k, v: ring_attn(q, k, v, plan=alone)

@@ -1,8 +1,8 @@
 """Draws docs/trace.svg: `python docs/draw_trace.py TITLE=FILE.json ...`.
 
 The files are what `bench_ring --trace` wrote, one forward and backward of one rank each. A panel
-for each: what its GPU does on the streams that attend, the first of them by itself, and beside
-them on all others.
+for each: what its GPU computes on the streams that attend, the first of them by itself, and what it
+does beside them.
 """
 
 import json
@@ -77,13 +77,19 @@ def panel(title: str, events: list[Event], y: int, scale: float) -> str:
         top = y + 24 + (LANE + 6) * lane
         parts.append(text(10, top + LANE // 2 + 5, name))
         parts.append(box(LEFT, top, end * scale, LANE, FAINT))
-        mine = [e for e in events if lane_of.get(e.stream, "beside it") == name]
+        mine = [e for e in events if _lane(e, lane_of) == name]
         # waiting lies behind what else goes on beside it
         for e in sorted(mine, key=lambda e: e.kind != "waits for other ranks"):
             parts.append(
                 box(LEFT + e.start * scale, top, max(e.length * scale, 0.4), LANE, KINDS[e.kind])
             )
     return "".join(parts)
+
+
+def _lane(event: Event, lane_of: dict[int, str]) -> str:
+    """In a CUDA graph what moves and waits may share a stream with what computes."""
+    computes = event.kind in ("attention", "other kernels")
+    return lane_of.get(event.stream, "beside it") if computes else "beside it"
 
 
 def box(x: float, y: float, width: float, height: float, colour: str) -> str:
