@@ -41,7 +41,10 @@ _nowhere = nullcontext()
 
 
 def aside(device: torch.device, own: bool) -> AbstractContextManager[None]:
-    """What a GPU is told here waits for all that it was told before, and nothing waits for it."""
+    """What a GPU is told here waits for all that the current stream was told before.
+
+    Nothing waits for it, until somebody joins. `own` are calls for this rank's own keys.
+    """
     return _Aside(device, own) if device.type == "cuda" else _nowhere
 
 

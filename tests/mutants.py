@@ -642,8 +642,6 @@ def battery() -> Iterable[Callable[[], None]]:
     yield gathered_keys_are_few_large_tiles
     yield the_same_is_dropped_everywhere
     yield a_bias_keeps_its_digits
-    yield predicates_are_fused
-    yield other_kernels_calls_cover_the_tiles
     yield dealt_layouts_are_even
     yield a_document_ends_where_another_begins
     yield blocks_know_their_tiles
@@ -653,6 +651,8 @@ def battery() -> Iterable[Callable[[], None]]:
     yield mismatches_are_errors
     yield plans_are_checked
     yield prefixes_and_positions_hold  # the dearest come last
+    yield predicates_are_fused
+    yield other_kernels_calls_cover_the_tiles
     yield sums_of_16_bits_are_kept_in_32
     yield shared_memory_is_read_before_it_is_written
 
