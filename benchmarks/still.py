@@ -44,6 +44,6 @@ def still(plan: RingPlan) -> Attend:
     """The calls that a gather's plan makes of its kernel on this rank."""
     gather = plan.transport
     overtaken = getattr(gather, "overtaken", False)  # of one that shares memory
-    still = Still(gather.ring, gather.groups, gather.lengths, overtaken)
-    alone = replace(plan, transport=still)
+    nothing_travels = Still(gather.ring, gather.groups, gather.lengths, overtaken)
+    alone = replace(plan, transport=nothing_travels)
     return lambda q, k, v: ring_attn(q, k, v, plan=alone)
