@@ -22,11 +22,11 @@ ALONE = "calls alone, "
 class Still(Gather):
     """Own keys stand for the others', and nothing travels: the results mean nothing."""
 
-    overtaken: bool = False  # as in `SymmetricGather`
+    gather: Gather  # that divides own keys
     standing: dict[int, list[Tensor]] = field(default_factory=dict, compare=False, repr=False)
 
     def _cut(self, length: int) -> int:
-        return length if self.overtaken else super()._cut(length)
+        return self.gather._cut(length)
 
     def _pull(self, own: Keys, group: Group) -> Callable[[], list[Tensor]]:
         if id(group) not in self.standing:
@@ -43,7 +43,6 @@ class Still(Gather):
 def still(plan: RingPlan) -> Attend:
     """The calls that a gather's plan makes of its kernel on this rank."""
     gather = plan.transport
-    overtaken = getattr(gather, "overtaken", False)  # of one that shares memory
-    nothing_travels = Still(gather.ring, gather.groups, gather.lengths, overtaken)
+    nothing_travels = Still(gather.ring, gather.groups, gather.lengths, gather)
     alone = replace(plan, transport=nothing_travels)
     return lambda q, k, v: ring_attn(q, k, v, plan=alone)

@@ -152,7 +152,7 @@ def _gather_time(
     for step, pull in zip(steps, [*coming, 0.0]):
         total += max(_compute(step, job, machine, second_a_flop), pull + home)
         home = _pull(step, grad, machine) if grad else 0.0
-    # as if nothing were beside the last gradients: that half of own keys may be is left out
+    # as if nothing were beside the last gradients: that own keys may be is left out
     return total + home
 
 

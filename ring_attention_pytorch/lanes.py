@@ -62,13 +62,13 @@ def hand_over(*tensors: Tensor) -> None:
     if _away.ends and not torch.cuda.is_current_stream_capturing():
         for t in tensors:
             if t.is_cuda:
-                t.record_stream(torch.cuda.current_stream(t.device.index))
+                t.record_stream(current_stream(t.device))
 
 
 def join(device: torch.device) -> None:
     """Let the current stream wait for all that went aside from it."""
     for end in _returning(device):
-        torch.cuda.current_stream(device.index).wait_event(end)
+        current_stream(device).wait_event(end)
 
 
 def forget(device: torch.device) -> None:
@@ -76,10 +76,15 @@ def forget(device: torch.device) -> None:
     _returning(device)
 
 
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """By the number of the device, which takes the host less time."""
+    return torch.cuda.current_stream(device.index)
+
+
 def _returning(device: torch.device) -> list[torch.cuda.Event]:
     if not _away.ends or device.type != "cuda":
         return []
-    current = torch.cuda.current_stream(device.index)
+    current = current_stream(device)
     found = [_away.ends.pop((current, lane), None) for lane in range(len(_PRIORITIES))]
     return [end for end in found if end is not None]
 
@@ -92,7 +97,7 @@ class _Aside:
 
     def __enter__(self) -> None:
         self.before = torch.cuda.current_device()
-        self.current = current = torch.cuda.current_stream(self.device.index)
+        self.current = current = current_stream(self.device)
         if (lanes := _lanes.get(current)) is None:
             lanes = _lanes[current] = _Lanes(self.device)
         self.lane = self.choose(lanes)

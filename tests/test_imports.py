@@ -32,7 +32,7 @@ ALLOWED = {
     "transports.pieces": {"layouts"},
     "transports.send_recv": {"contract", "layouts", "ring", "running", "transports"},
     "transports.gather": {"contract", "layouts", "ring", "running", "transports"},
-    "transports.shelves": {"ring", "transports"},
+    "transports.shelves": {"lanes", "ring", "transports"},
     "transports.swap": {"ring", "transports"},
     "transports.symmetric": {"contract", "lanes", "layouts", "ring", "running", "transports"},
     "ulysses": {"contract", "layouts", "ring", "running", "transforms", "transports"},

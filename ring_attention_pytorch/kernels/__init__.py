@@ -51,7 +51,7 @@ _WORDS = {
 
 
 class Chosen(NamedTuple):
-    """A kernel under its name, or one's forward with another's backward, and what that `Can`."""
+    """A kernel under its name, or one's forward with another's backward, which `yields` is of."""
 
     name: str
     forward: Callable[..., None]

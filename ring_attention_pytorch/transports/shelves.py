@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ring_attention_pytorch.lanes import current_stream
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.messages import Form, opened
 
@@ -183,11 +184,6 @@ def _place(device: torch.device) -> str:
     except ImportError:
         return ""
     return socket.gethostname() if device.type == "cuda" else ""
-
-
-def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """By the number of the device, which takes the host less time."""
-    return torch.cuda.current_stream(device.index)
 
 
 def capturing(device: torch.device) -> bool:

@@ -72,7 +72,7 @@ class SymmetricGather(Gather):
         widest = max((tokens(p) for g in groups for p in g.pieces), default=0)
         space, group, ranks = shared
         space.make_room(group, keys=max(lengths) * token_bytes, grads=widest * token_bytes)
-        overtaken = overtaken and len(groups) == 1  # else the shelf is another group's turn
+        overtaken = overtaken and len(groups) == 1  # of several, calls wait for one another
         return cls(ring, groups, lengths, space, ranks, overtaken)
 
     def _cut(self, length: int) -> int:
