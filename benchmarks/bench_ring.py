@@ -9,7 +9,8 @@
 FLOPs are those of the visible half under a causal mask, backward 2.5 times forward; times and
 errors are as `rings.py` says. "theory" is the same kernel on one GPU over the whole sequence,
 divided by the ranks. "calls alone" are the kernel's calls of a gather where nothing travels. "in a
-graph" are the same calls, captured once and replayed as a CUDA graph.
+graph" are the same calls, captured once and replayed as a CUDA graph; "replayed" those of a plan
+`in_graphs()`, which copy what they are given, and are compared with theory in a graph.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from ring_attention_pytorch.transports import TRANSPORTS
 from ring_attention_pytorch.transports.shelves import shared_by
 
 THEORY = "theory, "
-GRAPH = ", in a graph"
+GRAPH, REPLAYED = ", in a graph", ", replayed"
 
 
 class Options(NamedTuple):
@@ -74,6 +75,9 @@ def ours(
     found: dict[str, Attend] = {name: lambda q, k, v: ring_attn(q, k, v, plan=plan)}
     if (transport, ulysses) == ("gather", 1):
         found[ALONE + kernel] = still(plan)
+    if plan.device.type == "cuda" and plan.transport.captured:
+        again = plan.in_graphs()
+        found[name + REPLAYED] = lambda q, k, v: ring_attn(q, k, v, plan=again)
     return found
 
 
@@ -128,6 +132,8 @@ def all_of(shape: Shape, options: Options) -> dict[str, Result | str]:
                 for (name, attend), graph in product(
                     each.items(), (False, True)[: 1 + options.graphs]
                 ):
+                    if name.endswith(REPLAYED) and graph == options.graphs:
+                        continue
                     alone = name.startswith(ALONE)
                     if alone and length > options.theory_up_to:
                         continue  # nothing to compare it with
@@ -168,7 +174,7 @@ def rows(shape: Shape, found: dict[str, Result | str], ranks: int) -> list[list[
             2.5 * flops / backward if backward > 0 else float("nan"),  # lost in noise
             3.5 * flops / result.both,
         )
-        of = name.split(", ")[1] + GRAPH * name.endswith(GRAPH) if ", " in name else ""
+        of = name.split(", ")[1] + GRAPH * name.endswith((GRAPH, REPLAYED)) if ", " in name else ""
         theory = found.get(THEORY + of)
         share = f"{theory.both / result.both:.0%}" if isinstance(theory, Result) else ""
         shown = "" if result.errors is None else ", ".join(f"{e:.0e}" for e in result.errors)

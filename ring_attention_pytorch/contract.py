@@ -230,6 +230,13 @@ class Transport(Protocol):
     def keeps(self) -> bool:
         """Whether others' keys come, and stay where they are until the last call has ended."""
 
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph can hold what it does."""
+
+    def follow_stream(self) -> None:
+        """Before a graph is replayed: let the current stream wait for calls on another one."""
+
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
         """The positions of what `stream`, or `stream_back`, brings."""
 

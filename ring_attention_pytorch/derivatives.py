@@ -31,25 +31,30 @@ Some = Sequence[Tensor | None]
 Found = tuple[Tensor | None, ...]
 
 
+def gradients(plan: RingPlan, *given: Tensor | None) -> Found:
+    """(dq, dk, dv, dsinks) here: all blocks of keys, one after another."""
+    q, k, v, sinks, dout, dlse, out, lse = given
+    forget(q.device)
+    calls = plan.calls(back=True)
+    own = Grads(Sum(q, calls), *(Sum(t, calls if plan.alone else None) for t in (k, v)))
+    with torch.autocast(q.device.type, enabled=False):
+        saved = Saved(q, out, lse, dout, dlse)
+        for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:]):
+            for some, tiles in plan.tiles(keys.segments):
+                ours, seen = saved.samples(some), keys.samples(some)
+                grads = Grads(own.dq, *of_keys).samples(some)
+                plan.kernel.backward(ours, seen, tiles, plan.terms, grads)
+        dsinks = None if sinks is None else grad_of_sinks(sinks, saved)
+    return *(total.final() for total in own), dsinks
+
+
 class RingGradients(Function):
     """(plan, q, k, v, sinks, dout, dlse, out, lse) -> (dq, dk, dv, dsinks)."""
 
     @staticmethod
     @signature_once
     def forward(plan: RingPlan, *given: Tensor | None) -> Found:
-        q, k, v, sinks, dout, dlse, out, lse = given
-        forget(q.device)
-        calls = plan.calls(back=True)
-        own = Grads(Sum(q, calls), *(Sum(t, calls if plan.alone else None) for t in (k, v)))
-        with torch.autocast(q.device.type, enabled=False):
-            saved = Saved(q, out, lse, dout, dlse)
-            for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:]):
-                for some, tiles in plan.tiles(keys.segments):
-                    ours, seen = saved.samples(some), keys.samples(some)
-                    grads = Grads(own.dq, *of_keys).samples(some)
-                    plan.kernel.backward(ours, seen, tiles, plan.terms, grads)
-            dsinks = None if sinks is None else grad_of_sinks(sinks, saved)
-        return *(total.final() for total in own), dsinks
+        return plan.run(gradients, *given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Found) -> None:

@@ -81,6 +81,12 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.current_stream(device.index)
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured there, whichever device is the current one."""
+    with torch.cuda.device(device.index):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def _returning(device: torch.device) -> list[torch.cuda.Event]:
     if not _away.ends or device.type != "cuda":
         return []

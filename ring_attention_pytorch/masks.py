@@ -36,6 +36,24 @@ def by_sample(
     return found if len(found) > 1 else [(slice(None), each[0])]
 
 
+def copied(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Whoever reuses its memory would change gradients without a word."""
+    return None if t is None else t.to(dtype, copy=True)
+
+
+def seen_by_any(
+    samples: list[tuple[slice, Visible]], visible: Visible, prefixed: bool
+) -> tuple[Visible, tuple[Visible, ...]]:
+    """What covers all that any sample sees, and what each of them sees where they differ.
+
+    Within a document a window may reach farther than as many tokens of the sequence.
+    """
+    each = tuple(dict.fromkeys(seen for _, seen in samples))
+    if len(each) == 1:
+        return each[0], ()
+    return Visible(visible.causal and not prefixed), each
+
+
 def positions_seen(segments: Segments, visible: Visible) -> Tensor:
     """By which these samples count, of each token held: with documents, in its own."""
     if visible.documents is not None:

@@ -1,8 +1,8 @@
 """What a ring attention does, decided before it starts and agreed by all ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,11 +30,13 @@ from ring_attention_pytorch.documents import (
     whole_packing,
 )
 from ring_attention_pytorch.dropout import Dropout, dropout_problem, own_seed
+from ring_attention_pytorch.graphs import Graphs, Results
 from ring_attention_pytorch.kernels import Chosen, choose
 from ring_attention_pytorch.layouts import Layout, Segments, Visible, segment_positions, tiles
 from ring_attention_pytorch.masks import (
     Prefix,
     by_sample,
+    copied,
     gather_positions,
     mask_mod_problem,
     positions_problem,
@@ -42,6 +44,7 @@ from ring_attention_pytorch.masks import (
     prefix_digest,
     prefix_problem,
     repeats,
+    seen_by_any,
 )
 from ring_attention_pytorch.measure import measures, room_left, settle
 from ring_attention_pytorch.ring import Group, Ring, as_ring
@@ -60,7 +63,7 @@ from ring_attention_pytorch.transports import (
     transport_problem,
 )
 from ring_attention_pytorch.transports.pieces import Blocks, Job, is_short
-from ring_attention_pytorch.ulysses import Ulysses, ulysses_problem
+from ring_attention_pytorch.ulysses import Ulysses, job_of, ulysses_problem
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class RingPlan:
     samples: list[tuple[slice, Visible]]  # that see alike
     short: bool  # so little to compute that calls go side by side
     packing: Packing | None = None  # the documents of each sample
+    graphs: Graphs | None = field(default=None, compare=False, repr=False)
     # worked out when asked for, and shared with plans that are this one but for dropout
     _tiles: dict[Segments, list] = field(default_factory=dict, compare=False, repr=False)
     _calls: dict[bool, int] = field(default_factory=dict, compare=False, repr=False)
@@ -231,14 +235,14 @@ class RingPlan:
             query_segments = key_segments = segments_by_layout("ring attention", layout, queries)
         packing = whole_packing(ring, documents, cu_seqlens, query_segments, q.shape[0])
         samples = by_sample(visible, packing, prefix, len(q))
-        seen = _seen_by_any(samples, visible, prefix is not None)
+        seen = seen_by_any(samples, visible, prefix is not None)
         blocks, swap, over = Blocks(query_segments, key_segments, *seen), None, ring
-        key_mask = _copied(key_mask, torch.bool)
+        key_mask = copied(key_mask, torch.bool)
         terms = Terms(
             d**-0.5 if scale is None else scale,
             softclamp,
             bucket_size,
-            _copied(alibi_slopes, accumulator(q.dtype)),
+            copied(alibi_slopes, accumulator(q.dtype)),
             mask_mod,
             Dropout(dropout, lengths[0]["seed"]) if dropout else None,
         )
@@ -247,7 +251,7 @@ class RingPlan:
             blocks, over = Blocks(*landed, *seen), swap.ring
             key_mask = None if key_mask is None else swap.whole_mask(key_mask)
             terms = swap.of_heads(terms)
-        job = _job(q, k, v, swap)
+        job = job_of(q, k, v, swap)
         if transport is None and memory is None:
             memory = min(own["room"] for own in lengths)
         at_once = owners_at_once(memory, blocks, job)
@@ -299,9 +303,31 @@ class RingPlan:
         """
         if self.terms.dropout is None:
             return self
-        return replace(
-            self, terms=self.terms._replace(dropout=self.terms.dropout.for_layer(number))
-        )
+        terms = self.terms._replace(dropout=self.terms.dropout.for_layer(number))
+        found = replace(self, terms=terms, graphs=None)
+        return found if self.graphs is None else found.in_graphs()
+
+    def in_graphs(self) -> "RingPlan":
+        """This plan, but calls are captured as CUDA graphs by the second one, and replayed.
+
+        For few tokens a GPU, where Python takes longer than the kernels. Layers may share it: what
+        a call is given is copied to where a graph has it; that memory stays. Nothing is exchanged.
+
+        Raises:
+            ValueError: tensors are not on CUDA, or keys travel in messages.
+        """
+        if self.device.type != "cuda" or not self.transport.captured:
+            raise ValueError(
+                "CUDA graphs need tensors on CUDA, and keys out of memory that GPUs share, as "
+                f"transport='gather' has them in one machine; got {self.device.type} and "
+                f"transport={self.transport_name!r} that sends messages; leave in_graphs() out"
+            )
+        return replace(self, graphs=Graphs(self.device, self.transport.follow_stream))
+
+    def run(self, function: Callable[..., Results], *given: Tensor | None) -> Results:
+        """What a function of the plan and of tensors gives, by way of a graph if there are any."""
+        run = function if self.graphs is None else partial(self.graphs.run, function)
+        return run(self, *given)
 
     def keys(self, k: Tensor, v: Tensor) -> Keys:
         """This rank's keys, heads swapped if they are, as the transport wants them."""
@@ -372,29 +398,3 @@ class RingPlan:
             problem = f"the plan was made for {self.signature!r}; got {given!r}; make one for these"
         if problem is not None:
             raise ValueError(f"ring attention: {problem}")
-
-
-def _copied(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Whoever reuses its memory would change gradients without a word."""
-    return None if t is None else t.to(dtype, copy=True)
-
-
-def _job(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> Job:
-    """What a transport works for, once heads are swapped."""
-    (b, _, heads, d), key_heads = q.shape, k.shape[2]
-    if swap is not None:
-        heads, key_heads = (len(spread.heads[0]) for spread in (swap.queries, swap.keys))
-    return Job(b, heads, key_heads, d, v.shape[3], q.dtype.itemsize)
-
-
-def _seen_by_any(
-    samples: list[tuple[slice, Visible]], visible: Visible, prefixed: bool
-) -> tuple[Visible, tuple[Visible, ...]]:
-    """What covers all that any sample sees, and what each of them sees where they differ.
-
-    Within a document a window may reach farther than as many tokens of the sequence.
-    """
-    each = tuple(dict.fromkeys(seen for _, seen in samples))
-    if len(each) == 1:
-        return each[0], ()
-    return Visible(visible.causal and not prefixed), each

@@ -29,24 +29,28 @@ from ring_attention_pytorch.scores import bias_problem, with_bias
 from ring_attention_pytorch.transforms import signature_once, tangents_note
 
 
+def attend(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of (q, k, v, sinks) here: all blocks of keys, one after another."""
+    q, k, v, sinks = given
+    forget(q.device)
+    result = Result(q, v, plan.calls(back=False) if sinks is None else None)
+    with torch.autocast(q.device.type, enabled=False):
+        for keys in plan.transport.stream(plan.keys(k, v)):
+            for some, tiles in plan.tiles(keys.segments):  # once for all samples that see alike
+                seen, so_far = keys.samples(some), result.samples(some)
+                plan.kernel.forward(q[some], seen, tiles, plan.terms, so_far)
+    if sinks is not None:
+        result.add_sinks(sinks)
+    return result.final()
+
+
 class RingAttentionFunction(Function):
     """(plan, q, k, v, sinks) -> (out, lse)."""
 
     @staticmethod
     @signature_once
-    def forward(
-        plan: RingPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        forget(q.device)
-        result = Result(q, v, plan.calls(back=False) if sinks is None else None)
-        with torch.autocast(q.device.type, enabled=False):
-            for keys in plan.transport.stream(plan.keys(k, v)):
-                for some, tiles in plan.tiles(keys.segments):  # once for all samples that see alike
-                    seen, so_far = keys.samples(some), result.samples(some)
-                    plan.kernel.forward(q[some], seen, tiles, plan.terms, so_far)
-        if sinks is not None:
-            result.add_sinks(sinks)
-        return result.final()
+    def forward(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+        return plan.run(attend, *given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -56,8 +60,7 @@ class RingAttentionFunction(Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         *given, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        found = RingGradients.apply(ctx.plan, *given, dout, dlse, out.detach(), lse.detach())
-        return None, *found
+        return None, *RingGradients.apply(ctx.plan, *given, dout, dlse, out.detach(), lse.detach())
 
     @staticmethod
     def jvp(ctx: Any, _: None, *along: Tensor | None) -> tuple[Tensor, Tensor]:

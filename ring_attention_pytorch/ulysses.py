@@ -29,6 +29,7 @@ from ring_attention_pytorch.transports.messages import (
     packed,
     room,
 )
+from ring_attention_pytorch.transports.pieces import Job
 from ring_attention_pytorch.transports.swap import SharedSwap
 
 Heads = tuple[tuple[int, ...], ...]  # of each place, which heads it gets
@@ -329,3 +330,11 @@ def _summed(parts: list[Tensor], heads: Heads) -> Tensor:
     for head, part in of_each:
         total[:, :, head] += part
     return total.to(dtype)
+
+
+def job_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> Job:
+    """What a transport works for, once heads are swapped."""
+    (b, _, heads, d), key_heads = q.shape, k.shape[2]
+    if swap is not None:
+        heads, key_heads = (len(spread.heads[0]) for spread in (swap.queries, swap.keys))
+    return Job(b, heads, key_heads, d, v.shape[3], q.dtype.itemsize)

@@ -61,6 +61,14 @@ class Gather:
         """Those of a group go when the next but one comes."""
         return len(self.groups) == 1
 
+    @property
+    def captured(self) -> bool:
+        """Only if nothing is sent."""
+        return not self.groups
+
+    def follow_stream(self) -> None:
+        """Nothing is shared."""
+
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
         """The positions of own keys, backward those for the end apart, and of others'."""
         length = count(own)

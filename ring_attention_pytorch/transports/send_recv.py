@@ -40,6 +40,14 @@ class SendRecv:
 
     keeps = False
 
+    @property
+    def captured(self) -> bool:
+        """Only if nothing is sent."""
+        return self.distances == (0,)
+
+    def follow_stream(self) -> None:
+        """Nothing is shared."""
+
     @classmethod
     def make(cls, ring: Ring, blocks: Blocks, at_once: int) -> "SendRecv":
         """Owners come one at a time, whatever there is room for."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ring_attention_pytorch.lanes import current_stream
+from ring_attention_pytorch.lanes import capturing, current_stream
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.messages import Form, opened
 
@@ -184,12 +184,6 @@ def _place(device: torch.device) -> str:
     except ImportError:
         return ""
     return socket.gethostname() if device.type == "cuda" else ""
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured there, whichever device is the current one."""
-    with torch.cuda.device(device.index):
-        return torch.cuda.is_current_stream_capturing()
 
 
 def rounded(nbytes: int) -> int:

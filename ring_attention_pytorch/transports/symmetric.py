@@ -75,6 +75,15 @@ class SymmetricGather(Gather):
         overtaken = overtaken and len(groups) == 1  # of several, calls wait for one another
         return cls(ring, groups, lengths, space, ranks, overtaken)
 
+    @property
+    def captured(self) -> bool:
+        """Barriers and copies are what graphs are made for."""
+        return True
+
+    def follow_stream(self) -> None:
+        """The shelves were used by calls before."""
+        self.space.follow_stream()
+
     def _cut(self, length: int) -> int:
         return length if self.overtaken else super()._cut(length)
 

@@ -137,6 +137,15 @@ def replayed(run: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
     return replay
 
 
+def in_graphs(plan: RingPlan) -> RingPlan:
+    """The plan itself where there can be no graphs, which it says."""
+    if plan.transport.captured:
+        return plan.in_graphs()
+    with pytest.raises(ValueError, match="memory that GPUs share"):
+        plan.in_graphs()
+    return plan
+
+
 def one(
     length: int, batch: int, dtype: torch.dtype, causal: bool, masked: bool, how: dict
 ) -> float:
@@ -156,19 +165,20 @@ def one(
     if plan.transport_name == "gather" and shared:
         assert isinstance(plan.transport, SymmetricGather) != how.get("apart", False)
 
-    def run() -> list[Tensor]:
+    def run(plan: RingPlan = plan) -> list[Tensor]:
         out = ring_attn(*mine, plan=plan)
         return [out.detach(), *torch.autograd.grad(out, mine, cotangent)]
 
     cotangent = dout[:, at].to(device)
     got = run()
-    replay = replayed(run)
+    replay, captured = replayed(run), in_graphs(plan)
     for turn in range(12):
-        again = replay() if turn % 3 == 0 else run()
+        again = (replay, run, lambda: run(captured))[turn % 3]()
         assert all(torch.equal(a, b) for a, b in zip(got, again)), (how, turn, "not repeated")
     with delays():
         for turn in range(6):
-            assert all(torch.equal(a, b) for a, b in zip(got, run())), (how, turn, "too early")
+            again = run(captured if turn % 2 else plan)
+            assert all(torch.equal(a, b) for a, b in zip(got, again)), (how, turn, "too early")
     return max(relative_error(g, w[:, at.to(device)]) for g, w in zip(got, wants))
 
 
@@ -204,8 +214,9 @@ def calls_side_by_side(kernel: str, how: dict) -> float:
             ([t.requires_grad_() for t in mine[:3]], mine[3], [w[:, at] for w in wants])
         )
     plan = plan_for(*problems[0][0], causal=True, layout="zigzag", kernel=kernel, **how)
+    captured = in_graphs(plan)
 
-    def run(i: int) -> list[Tensor]:
+    def run(i: int, plan: RingPlan = plan) -> list[Tensor]:
         mine, cotangent, _ = problems[i]
         out = ring_attn(*mine, plan=plan)
         return [out.detach(), *torch.autograd.grad(out, mine, cotangent)]
@@ -215,7 +226,8 @@ def calls_side_by_side(kernel: str, how: dict) -> float:
         runs = [replayed(lambda i=i: run(i)) for i in range(3)]
         for turn in range(24):
             i = turn % 3
-            got = [t.clone() for t in (runs[i]() if turn % 4 == 3 else run(i))]
+            way = (run, run, lambda i: run(i, captured), lambda i: runs[i]())[turn % 4]
+            got = [t.clone() for t in way(i)]
             for t in got:
                 torch.full_like(t, torch.nan)  # of the current stream's memory, freed at once
             errors.append((got, problems[i][2]))
@@ -240,7 +252,7 @@ def only_the_last_has_keys(kernel: str) -> float:
 
 
 def small(
-    ulysses: int = 1, kernel: str = "eager"
+    ulysses: int = 1, kernel: str = "eager", graphs: bool = False
 ) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
     """A gather of few tokens, and what it gives."""
     rank, size, device = dist.get_rank(), dist.get_world_size(), torch.cuda.current_device()
@@ -248,6 +260,7 @@ def small(
     q, k, v, dout = (t.to(device) for t in shards)
     mine = [t.requires_grad_() for t in (q, k, v)]
     plan = RingPlan.make(*mine, causal=True, kernel=kernel, transport="gather", ulysses=ulysses)
+    plan = plan.in_graphs() if graphs else plan
 
     def run() -> list[Tensor]:
         out = ring_attn(*mine, plan=plan)
@@ -258,13 +271,15 @@ def small(
 
 def graphs_outlive_larger_shelves(ulysses: int) -> None:
     run, want = small(ulysses)
-    replay = replayed(run)
+    replay, (again, _) = replayed(run), small(ulysses, graphs=True)
+    again()
     size, device = dist.get_world_size(), torch.cuda.current_device()
     q = torch.randn(1, 2**16 // size, 8, 64, device=device, dtype=torch.bfloat16)
     mine = [t.requires_grad_() for t in (q, q[:, :, :2].clone(), q[:, :, :2].clone())]
     for _ in range(2):
         ring_attn(*mine, causal=True, transport="gather", ulysses=ulysses).sum().backward()
-        assert all(torch.equal(a, b) for a, b in zip(want, replay())), "not what was captured"
+        for got in (replay(), again()):
+            assert all(torch.equal(a, b) for a, b in zip(want, got)), "not what was captured"
 
 
 def training_follows_inference() -> None:
@@ -286,20 +301,20 @@ def same(want: list[Tensor], got: list[Tensor], kernel: str) -> bool:
     return max(map(relative_error, got, want)) < BOUNDS[torch.bfloat16]
 
 
-def any_device_may_be_current(kernel: str) -> None:
-    run, want = small(kernel=kernel)
+def any_device_may_be_current(kernel: str, graphs: bool) -> None:
+    run, want = small(kernel=kernel, graphs=graphs)
     here = torch.cuda.current_device()
     other = (here + 1) % torch.cuda.device_count()
     with torch.cuda.device(other):
-        got = run()
+        got = [run() for _ in range(3)][-1]
         assert torch.cuda.current_device() == other
     assert torch.cuda.current_device() == here
     assert same(want, got, kernel), (kernel, "on another device")
 
 
-def any_stream_may_be_current(ulysses: int, kernel: str) -> None:
+def any_stream_may_be_current(ulysses: int, kernel: str, graphs: bool) -> None:
     """One call after the other, on streams that don't wait for one another."""
-    run, want = small(ulysses, kernel)
+    run, want = small(ulysses, kernel, graphs)
     streams, got = [torch.cuda.Stream() for _ in range(2)], []
     torch.cuda.synchronize()
     with delays():
@@ -351,10 +366,10 @@ def main() -> None:
             print(kernel, "side by side", [f"{e:.1e}" for e in errors], flush=True)
     for ulysses in (1, 2):
         graphs_outlive_larger_shelves(ulysses)
-        for kernel in ("eager", *able[:1]):
-            any_stream_may_be_current(ulysses, kernel)
-    for kernel in ("eager", *able):
-        any_device_may_be_current(kernel)
+        for kernel, graphs in product(("eager", *able[:1]), (False, True)):
+            any_stream_may_be_current(ulysses, kernel, graphs)
+    for kernel, graphs in product(("eager", *able), (False, True)):
+        any_device_may_be_current(kernel, graphs)
     training_follows_inference()
     found = speeds()
     if dist.get_rank() == 0:
