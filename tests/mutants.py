@@ -217,6 +217,43 @@ MUTANTS = [
         "own keys wait for the end of one group of several", "transports/symmetric.py",
         "overtaken and len(groups) == 1", "overtaken",
     ),
+    # graphs
+    Mutant(
+        "a graph reads what it was captured with", "graphs.py",
+        "torch._foreach_copy_(self._places, [t for t in given if t is not None])", "pass",
+    ),
+    Mutant(
+        "a layer's results become the next one's", "graphs.py",
+        "None if t is None else t.clone()", "t",
+    ),
+    Mutant(
+        "a replay does not wait for those before", "graphs.py",
+        "current.wait_stream(self._last)", "pass",
+    ),
+    Mutant(
+        "a replay does not wait for what is shared", "graphs.py", "        self.follow()\n", "",
+    ),
+    Mutant(
+        "one graph whatever is given", "graphs.py",
+        "function, *(None if t is None else t.dtype for t in given)", "(function,)",
+    ),
+    Mutant(
+        "what is made once is made in a graph", "graphs.py",
+        "            self._kept[kind] = None\n            return found\n",
+        "            self._kept[kind] = None\n",
+    ),
+    Mutant(
+        "layers that drop otherwise share graphs", "plan.py", "found.in_graphs()",
+        "replace(found, graphs=self.graphs)",
+    ),
+    Mutant(
+        "a ring's messages are captured", "transports/send_recv.py",
+        "return self.distances == (0,)", "return True",
+    ),
+    Mutant(
+        "a gather's messages are captured", "transports/gather.py",
+        "return not self.groups\n", "return True\n",
+    ),
     # the ring
     Mutant(
         "a gradient hop dropped", "transports/send_recv.py",
@@ -648,6 +685,7 @@ def battery() -> Iterable[Callable[[], None]]:
     yield calls_are_counted
     yield streams_wait_for_one_another
     yield calls_go_side_by_side_where_they_may
+    yield graphs_are_replayed_with_what_is_given
     yield mismatches_are_errors
     yield plans_are_checked
     yield prefixes_and_positions_hold  # the dearest come last
@@ -682,6 +720,23 @@ def streams_wait_for_one_another() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         test_running.test_a_part_that_is_all_there_is_is_the_result_itself(dtype)
         test_running.test_a_sum_of_parts_waits_for_them(dtype)
+
+
+def graphs_are_replayed_with_what_is_given() -> None:
+    """Those that can be."""
+    import pytest
+
+    from tests import test_graphs
+    from tests.test_lanes import stood_in
+
+    test_graphs.test_what_travels_in_messages_is_refused()
+    test_graphs.test_layers_that_drop_otherwise_have_graphs_of_their_own()
+    with pytest.MonkeyPatch.context() as patch:
+        test_graphs.stand_in(patch)
+        test_graphs.test_layers_that_share_graphs_get_what_is_theirs(None, overtaken=True)
+        test_graphs.test_the_first_call_goes_as_ever_and_the_second_is_captured(None, patch)
+    with pytest.MonkeyPatch.context() as patch:
+        test_graphs.replays_wait_for_those_before(stood_in(patch), patch)
 
 
 def zigzag_is_balanced() -> None:

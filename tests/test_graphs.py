@@ -154,7 +154,7 @@ def test_replays_wait_for_those_before(monkeypatch):
     replays_wait_for_those_before(stood_in(monkeypatch), monkeypatch)
 
 
-def test_layers_that_drop_otherwise_have_graphs_of_their_own(monkeypatch):
+def test_layers_that_drop_otherwise_have_graphs_of_their_own():
     q = torch.zeros(1, 4, 2, 8)
     plan = RingPlan.make(q, q, q, kernel="eager", dropout=0.5, dropout_seed=1)
     plan = replace(plan, device=GPU).in_graphs()
