@@ -33,18 +33,18 @@ COLOURS = ("#b04a4a", "#4878a8", "#d0943c", "#4a8a5c")
 
 # 4 H200, bf16, 32 query and 8 key heads of 128, causal, forward and backward: share of the same
 # kernel alone on one GPU over the whole sequence, up to 16384 tokens in a CUDA graph
-# (benchmarks/results/2026-11-21-ring.md).
+# (benchmarks/results/2026-11-22-ring.md).
 MEASURED = {
-    ("gather", 2048): 0.71,
-    ("gather", 4096): 0.86,
-    ("gather", 8192): 0.93,
-    ("gather", 16384): 0.97,
-    ("gather", 32768): 1.02,
-    ("ring", 2048): 0.54,
-    ("ring", 4096): 0.77,
-    ("ring", 8192): 0.85,
-    ("ring", 16384): 0.91,
-    ("ring", 32768): 0.99,
+    ("gather", 2048): 0.75,
+    ("gather", 4096): 0.92,
+    ("gather", 8192): 0.94,
+    ("gather", 16384): 0.95,
+    ("gather", 32768): 1.03,
+    ("ring", 2048): 0.52,
+    ("ring", 4096): 0.76,
+    ("ring", 8192): 0.84,
+    ("ring", 16384): 0.92,
+    ("ring", 32768): 1.00,
 }
 
 
@@ -126,7 +126,8 @@ Written by `docs/draw_scaling.py` from `ring_attention_pytorch/cost.py`. **What 
 than 8 GPUs, and of any network, is a prediction**: none of it was measured.
 
 The model adds up, for one rank: the kernel's FLOPs at its measured speed, 0.1 ms for each kernel
-call, the traffic of merging, and whatever of the transfers does not fit beside the computing. Its
+call (0.04 where all of a gather's go side by side), the traffic of merging, and whatever of the
+transfers does not fit beside the computing. Its
 speeds were measured on H200s in one NVLink domain: cuDNN at 600 / 525 TF/s, copies by copy engine
 at 350 GB/s, NCCL send/recv hops (49 GB/s for 8 MB to 320 GB/s for 512 MB), all-to-all at
 141 GB/s. The network is taken to be 400 Gb/s for each GPU, 45 GB/s of it usable, and nobody else's.
@@ -135,12 +136,12 @@ at 350 GB/s, NCCL send/recv hops (49 GB/s for 8 MB to 320 GB/s for 512 MB), all-
 
 Share of the same kernel alone on one GPU over the whole sequence, forward and backward; 4 H200,
 bf16, 32 query and 8 key heads of 128, causal, zigzag, with cuDNN's kernel, up to 16k tokens
-in a CUDA graph (`benchmarks/results/2026-11-21-ring.md`).
+in a CUDA graph (`benchmarks/results/2026-11-22-ring.md`).
 """
 
 PREDICTIONS = """\
 Without a graph 2k tokens a GPU wait for Python to launch, of which the model knows little: there
-they measure 14 to 23%, by the host.
+they measure 13 to 18%, by the host.
 
 ## Predictions
 

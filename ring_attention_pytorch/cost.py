@@ -34,6 +34,7 @@ class Machine(NamedTuple):
 
 
 H200 = Machine()
+_BESIDE = 0.4  # of what a call takes on top, where others fill what it leaves idle
 
 
 class Step(NamedTuple):
@@ -147,13 +148,15 @@ def _between_neighbours(nbytes: float, hops: Sequence[tuple[int, float]]) -> flo
 def _gather_time(
     steps: Sequence[Step], job: Job, machine: Machine, second_a_flop: float, grad: int
 ) -> float:
-    total, home = 0.0, 0.0
+    total, home, beside = 0.0, 0.0, len(steps) == 2  # of one group calls go side by side
+    machine = machine._replace(call=machine.call * (_BESIDE if beside else 1.0))
+    times = [_compute(step, job, machine, second_a_flop) for step in steps]
     coming = [_pull(s, job.token_bytes, machine) for s in steps[1:]]
-    for step, pull in zip(steps, [*coming, 0.0]):
-        total += max(_compute(step, job, machine, second_a_flop), pull + home)
+    for step, time, pull in zip(steps, times, [*coming, 0.0]):
+        total += max(time, pull + home)
         home = _pull(step, grad, machine) if grad else 0.0
-    # as if nothing were beside the last gradients: that own keys may be is left out
-    return total + home
+    # half of own keys is computed beside the gradients of one group
+    return total + max(0.0, home - times[0] / 2 if beside else home)
 
 
 def _pull(step: Step, each: int, machine: Machine) -> float:

@@ -77,6 +77,7 @@ def _head(plan: RingPlan) -> list[str]:
     lines = [
         f"rank {ring.rank} of {ring.size}: {count(plan.query_segments[ring.rank])} of {length} "
         f"tokens, {plan.layout}, {mask or 'no mask'}, kernel {plan.kernel.name}"
+        + (", in CUDA graphs" if plan.graphs is not None else "")
     ]
     if plan.degree > 1:
         heads = _plural(plan.job.heads, "query head")

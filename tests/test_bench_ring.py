@@ -7,17 +7,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RUN = [
-    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-    "-m",
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
 ]  # fmt: skip
 SMALL = ["--device", "cpu", "--heads", "4", "2", "--repeats", "2"]
 
 
-def run(*options: str, benchmark: str = "bench_ring") -> str:
-    own = ["--dim-head", "16"] if benchmark == "bench_ring" else []
+def run(*options: str, benchmark: str = "bench_ring", ranks: int = 2) -> str:
+    own = [] if benchmark == "bench_masks" else ["--dim-head", "16"]
     ran = subprocess.run(
-        [*RUN, f"benchmarks.{benchmark}", *SMALL, *own, *options], cwd=ROOT, capture_output=True,
-        text=True, timeout=120,
+        [*RUN, str(ranks), "-m", f"benchmarks.{benchmark}", *SMALL, *own, *options], cwd=ROOT,
+        capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
@@ -51,6 +50,15 @@ def test_masks_are_measured_and_right() -> None:
     received = {row[1]: int(row[7]) for row in table[::2]}
     assert received["causal"] == 48
     assert received["window 16, contiguous"] == 16
+
+
+def test_one_rank_of_many_is_measured() -> None:
+    options = "--tokens", "48", "--kernels", "sdpa", "--rounds", "1", "--ranks", "0", "3"
+    said = run(*options, benchmark="bench_rank", ranks=1)
+    table = [line.split(" | ") for line in said.splitlines() if line.startswith("| 48")]
+    assert [row[1:4] for row in table] == [
+        [rank, "sdpa", name] for rank in ("0", "3") for name in ("theory", "calls alone")
+    ]
 
 
 def test_traces_are_kept(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch import RingPlan, graphs, ring_attn
+from ring_attention_pytorch import RingPlan, explain_plan, graphs, ring_attn
 from ring_attention_pytorch.graphs import Graphs
 from tests import threads
 from tests.cases import Attention, over_shared_memory
@@ -168,6 +168,7 @@ def test_layers_that_drop_nothing_share_theirs():
     q = torch.zeros(1, 4, 2, 8)
     plan = replace(RingPlan.make(q, q, q, kernel="eager"), device=GPU).in_graphs()
     assert plan.for_layer(1).graphs is plan.graphs
+    assert explain_plan(plan).splitlines()[0].endswith("kernel eager, in CUDA graphs")
 
 
 def test_what_travels_in_messages_is_refused():

@@ -163,5 +163,6 @@ def test_errors_do_not_grow_with_the_ring(taking_turns, kernel, transport):
             [torch.cat([t.flatten() for t in x]) for x in zip(*each)] for each in (got, want)
         )
         errors[size] = dict(zip(NAMES, map(relative_error, *all_ranks)))
+    # a part that travels is rounded, and so is the sum: in all at most like two roundings
     for name in ("out", "dq", "dk", "dv"):  # lse is in float32
-        assert max(each[name] for each in errors.values()) < 1.3 * errors[1][name], errors
+        assert max(each[name] for each in errors.values()) < 1.42 * errors[1][name], errors
