@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms
@@ -351,13 +350,17 @@ def test_merging_does_not_hide_a_nan(where):
 
 
 @each_kernel()
-@pytest.mark.parametrize("where", ["q", "k", "v"])
-def test_a_nan_in_the_inputs_is_seen_in_the_result(kernel, where):
-    if kernel == "sdpa" and where == "q" and TorchVersion(torch.__version__) < (2, 13):
-        pytest.skip("PyTorch's own op takes such a row for one that sees nothing")
-    block = Block((6, 7, 2, 1, 8, 8))
-    getattr(block, where)[0, 3] = torch.nan
-    assert block.run(kernel)["out"][0].isnan().any()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("where", "at"), [("q", 3), ("k", 3), ("v", 3), ("k", slice(None))])
+def test_a_nan_in_the_inputs_is_seen_in_the_result(kernel, where, at, masked, dtype):
+    block = Block((6, 7, 2, 1, 8, 8), masked=masked, dtype=dtype)
+    if masked:
+        block.mask[:], block.mask[1] = True, False
+    getattr(block, where)[0, at] = torch.nan
+    out = block.run(kernel)["out"]
+    assert out[0, 3 if where == "q" else slice(None)].isnan().all()
+    assert not masked or out[1].eq(0).all()
 
 
 # --- the choice, and memory ---

@@ -4,7 +4,7 @@ It knows full and causal tiles (its diagonal starts at the top left, as ours doe
 additive mask. Causal tiles go to it in pieces, for it computes much of what they hide; every
 other band goes to it some rows at a time with a small mask of their own.
 It must not be given an empty tile (it divides by the length) and reports 0 as the lse of a
-row that sees nothing.
+row that sees nothing, or, by dtype and CPU, nothing but NaN.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,10 +43,13 @@ CAN = Can(
 def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     d_v = keys.v.shape[-1]
     for call in _calls(q, keys, tiles, terms):
+        operands = _operands(q[:, call.rows], keys.k[:, call.cols], keys.v[:, call.cols])
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *_operands(q[:, call.rows], keys.k[:, call.cols], keys.v[:, call.cols]),
-            0.0, call.causal, attn_mask=call.mask, scale=terms.scale,
-        )  # fmt: skip
+            *operands, 0.0, call.causal, attn_mask=call.mask, scale=terms.scale
+        )
+        if (lost := _lost(*operands[:2], part_lse)) is not None:
+            part_lse = part_lse.masked_fill(lost, torch.nan)
+            part = part.masked_fill(lost.unsqueeze(-1), torch.nan)
         if call.unseen is not None:
             part_lse = part_lse.masked_fill(call.unseen.unsqueeze(1), -torch.inf)
             part = part.masked_fill(rearrange(call.unseen, "b n -> b 1 n 1"), 0.0)
@@ -80,6 +83,12 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
         places = (call.rows, keys.k.shape[-1]), (call.cols, keys.k.shape[-1]), (call.cols, d_v)
         for total, (at, width), part in zip(grads, places, parts):
             total.add(at, rearrange(part[..., :width], "b h n d -> b n h d"))
+
+
+def _lost(q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:
+    """Rows [b, h, n] that the op takes for such that see nothing, for all their scores are NaN."""
+    nothing = lse == 0
+    return nothing & (q.isnan().any(-1) | k.isnan().any()) if nothing.any() else None
 
 
 def _calls(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms) -> Iterator[_Call]:
