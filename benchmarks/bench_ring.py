@@ -75,7 +75,7 @@ def ours(
     found: dict[str, Attend] = {name: lambda q, k, v: ring_attn(q, k, v, plan=plan)}
     if (transport, ulysses) == ("gather", 1):
         found[ALONE + kernel] = still(plan)
-    if plan.device.type == "cuda" and plan.transport.captured:
+    if plan.device.type == "cuda" and plan.transport.capturable:
         again = plan.in_graphs()
         found[name + REPLAYED] = lambda q, k, v: ring_attn(q, k, v, plan=again)
     return found

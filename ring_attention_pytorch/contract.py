@@ -231,11 +231,12 @@ class Transport(Protocol):
         """Whether others' keys come, and stay where they are until the last call has ended."""
 
     @property
-    def captured(self) -> bool:
+    def capturable(self) -> bool:
         """Whether a CUDA graph can hold what it does."""
 
-    def follow_stream(self) -> None:
-        """Before a graph is replayed: let the current stream wait for calls on another one."""
+    def follow_stream(self) -> Hashable:
+        """Before a graph: let the current stream wait for calls on other ones that used what is
+        shared, and say what that is now."""
 
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
         """The positions of what `stream`, or `stream_back`, brings."""

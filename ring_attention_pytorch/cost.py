@@ -148,15 +148,18 @@ def _between_neighbours(nbytes: float, hops: Sequence[tuple[int, float]]) -> flo
 def _gather_time(
     steps: Sequence[Step], job: Job, machine: Machine, second_a_flop: float, grad: int
 ) -> float:
-    total, home, beside = 0.0, 0.0, len(steps) == 2  # of one group calls go side by side
+    beside = len(steps) == 2  # of one group calls go side by side
     machine = machine._replace(call=machine.call * (_BESIDE if beside else 1.0))
     times = [_compute(step, job, machine, second_a_flop) for step in steps]
     coming = [_pull(s, job.token_bytes, machine) for s in steps[1:]]
+    if beside and grad:  # half of own keys is computed beside the gradients
+        own, others = times
+        return max(own / 2, *coming) + others + max(own / 2, _pull(steps[1], grad, machine))
+    total, home = 0.0, 0.0
     for step, time, pull in zip(steps, times, [*coming, 0.0]):
         total += max(time, pull + home)
         home = _pull(step, grad, machine) if grad else 0.0
-    # half of own keys is computed beside the gradients of one group
-    return total + max(0.0, home - times[0] / 2 if beside else home)
+    return total + home
 
 
 def _pull(step: Step, each: int, machine: Machine) -> float:

@@ -6,7 +6,8 @@ given is copied there, and its results are copied out: layers may share graphs, 
 any others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,71 +15,101 @@ from torch import Tensor
 
 from ring_attention_pytorch.lanes import capturing, current_stream
 
-Results = tuple[Tensor | None, ...]
+Tensors = tuple[Tensor | None, ...]
 
 
 class Graphs:
     """Those of one plan: one for each function of it, and of what is given.
 
-    The first call goes as ever, and makes what is made once; the second captures. `follow` is
-    called before each replay.
+    `follow` is called before each call: the current stream waits for what other streams do with
+    memory that is shared, and which memory that is comes back. Graphs of other memory are dropped,
+    for the other ranks have left it, too.
     """
 
-    def __init__(self, device: torch.device, follow: Callable[[], None]) -> None:
+    def __init__(self, device: torch.device, follow: Callable[[], Hashable]) -> None:
         self.device, self.follow = device, follow
-        self._kept: dict[tuple, _Graph | None] = {}
-        self._last: torch.cuda.Stream | None = None  # that was told to replay
+        self._kept: dict[Hashable, _Graph] = {}
+        self._shared: Hashable = None
+        self._last: torch.cuda.Stream | None = None  # that a graph was launched on
+        self._layers: dict[int, Any] = {}
 
-    def run(self, function: Callable[..., Results], plan: Any, *given: Tensor | None) -> Results:
+    def run(self, function: Callable[..., Tensors], plan: Any, *given: Tensor | None) -> Tensors:
         """What the function gives for its plan and tensors that are always like these."""
         if capturing(self.device):
             return function(plan, *given)  # a graph holds what others would do, not them
-        kind = function, *(None if t is None else t.dtype for t in given)
+        self._follow_streams()
+        kind = (
+            function, torch.are_deterministic_algorithms_enabled(),
+            *(None if t is None else t.dtype for t in given),
+        )  # fmt: skip
         if kind not in self._kept:
-            found = function(plan, *given)
-            self._kept[kind] = None
-            return found
-        self._follow_stream()
-        if (graph := self._kept[kind]) is None:
-            graph = self._kept[kind] = _Graph(self.device, function, plan, given)
-        return graph.replay(given)
+            self._kept[kind] = _Graph(given)
+        return self._kept[kind].run(lambda *at: function(plan, *at), given, self.device)
 
-    def _follow_stream(self) -> None:
-        """Where another stream was told to replay, or to use what is shared, wait for that."""
-        self.follow()
+    def of_layer(self, number: int, make: Callable[[], Any]) -> Any:
+        """The plan of a layer, which has graphs of its own, made when first asked for."""
+        if number not in self._layers:
+            self._layers[number] = make()
+        return self._layers[number]
+
+    def _follow_streams(self) -> None:
+        if (shared := self.follow()) != self._shared:
+            self._kept.clear()
+            self._shared = shared
         current = current_stream(self.device)
         if self._last not in (None, current):
             current.wait_stream(self._last)
+            for graph in self._kept.values():
+                graph.used_on(current)
         self._last = current
 
 
-class _Graph:
-    """What a function does with tensors like these, in memory of its own."""
+def with_graphs(plan: Any) -> Any:
+    """A plan with graphs of its own. Whoever replaces something in it gets one without."""
+    found = replace(plan)
+    object.__setattr__(found, "graphs", Graphs(plan.device, plan.transport.follow_stream))
+    return found
 
-    def __init__(
-        self,
-        device: torch.device,
-        function: Callable[..., Results],
-        plan: Any,
-        given: Results,
-    ) -> None:
+
+class _Graph:
+    """What a function does with tensors like these, in memory of its own.
+
+    The first call goes as ever, and makes what is made once; the second captures.
+    """
+
+    def __init__(self, given: Tensors) -> None:
         with torch.inference_mode(False):
-            places = [
+            self._places = [
                 None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
                 for t in given
             ]
-        self._places = [t for t in places if t is not None]
-        self._replay, self._results = captured(lambda: function(plan, *places), device)
+        self._filled = [t for t in self._places if t is not None]
+        self._warm = False
+        self._replay: Callable[[], None] | None = None
+        self._results: Tensors = ()
 
-    def replay(self, given: Results) -> Results:
-        torch._foreach_copy_(self._places, [t for t in given if t is not None])
+    def run(
+        self, function: Callable[..., Tensors], given: Tensors, device: torch.device
+    ) -> Tensors:
+        torch._foreach_copy_(self._filled, [t for t in given if t is not None])
+        if not self._warm:
+            found = function(*self._places)
+            self._warm = True
+            return found
+        if self._replay is None:
+            self._replay, self._results = captured(lambda: function(*self._places), device)
         self._replay()
         return tuple(None if t is None else t.clone() for t in self._results)
 
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """Its memory is not used for anything else before that stream is done."""
+        for t in self._filled:
+            t.record_stream(stream)
+
 
 def captured(
-    run: Callable[[], Results], device: torch.device
-) -> tuple[Callable[[], None], Results]:
+    run: Callable[[], Tensors], device: torch.device
+) -> tuple[Callable[[], None], Tensors]:
     """What does again what the function tells the device, and where its results are then."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     # other threads' errors don't count: NCCL's ask the device things meanwhile

@@ -30,7 +30,7 @@ from ring_attention_pytorch.documents import (
     whole_packing,
 )
 from ring_attention_pytorch.dropout import Dropout, dropout_problem, own_seed
-from ring_attention_pytorch.graphs import Graphs, Results
+from ring_attention_pytorch.graphs import Graphs, Tensors, with_graphs
 from ring_attention_pytorch.kernels import Chosen, choose
 from ring_attention_pytorch.layouts import Layout, Segments, Visible, segment_positions, tiles
 from ring_attention_pytorch.masks import (
@@ -94,7 +94,7 @@ class RingPlan:
     samples: list[tuple[slice, Visible]]  # that see alike
     short: bool  # so little to compute that calls go side by side
     packing: Packing | None = None  # the documents of each sample
-    graphs: Graphs | None = field(default=None, compare=False, repr=False)
+    graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
     # worked out when asked for, and shared with plans that are this one but for dropout
     _tiles: dict[Segments, list] = field(default_factory=dict, compare=False, repr=False)
     _calls: dict[bool, int] = field(default_factory=dict, compare=False, repr=False)
@@ -304,8 +304,9 @@ class RingPlan:
         if self.terms.dropout is None:
             return self
         terms = self.terms._replace(dropout=self.terms.dropout.for_layer(number))
-        found = replace(self, terms=terms, graphs=None)
-        return found if self.graphs is None else found.in_graphs()
+        if self.graphs is None:
+            return replace(self, terms=terms)
+        return self.graphs.of_layer(number, lambda: replace(self, terms=terms).in_graphs())
 
     def in_graphs(self) -> "RingPlan":
         """This plan, but calls are captured as CUDA graphs by the second one, and replayed.
@@ -316,15 +317,14 @@ class RingPlan:
         Raises:
             ValueError: tensors are not on CUDA, or keys travel in messages.
         """
-        if self.device.type != "cuda" or not self.transport.captured:
+        if self.device.type != "cuda" or not self.transport.capturable:
             raise ValueError(
-                "CUDA graphs need tensors on CUDA, and keys out of memory that GPUs share, as "
-                f"transport='gather' has them in one machine; got {self.device.type} and "
-                f"transport={self.transport_name!r} that sends messages; leave in_graphs() out"
+                "CUDA graphs need tensors on CUDA, and keys in memory that GPUs share, no messages; "
+                f"got {self.device.type}, {type(self.transport).__name__}; leave in_graphs() out"
             )
-        return replace(self, graphs=Graphs(self.device, self.transport.follow_stream))
+        return with_graphs(self)
 
-    def run(self, function: Callable[..., Results], *given: Tensor | None) -> Results:
+    def run(self, function: Callable[..., Tensors], *given: Tensor | None) -> Tensors:
         """What a function of the plan and of tensors gives, by way of a graph if there are any."""
         run = function if self.graphs is None else partial(self.graphs.run, function)
         return run(self, *given)

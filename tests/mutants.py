@@ -220,7 +220,7 @@ MUTANTS = [
     # graphs
     Mutant(
         "a graph reads what it was captured with", "graphs.py",
-        "torch._foreach_copy_(self._places, [t for t in given if t is not None])", "pass",
+        "torch._foreach_copy_(self._filled, [t for t in given if t is not None])", "pass",
     ),
     Mutant(
         "a layer's results become the next one's", "graphs.py",
@@ -231,20 +231,30 @@ MUTANTS = [
         "current.wait_stream(self._last)", "pass",
     ),
     Mutant(
-        "a replay does not wait for what is shared", "graphs.py", "        self.follow()\n", "",
+        "graphs of memory that is left", "graphs.py", "            self._kept.clear()\n", "",
     ),
     Mutant(
         "one graph whatever is given", "graphs.py",
-        "function, *(None if t is None else t.dtype for t in given)", "(function,)",
+        "            *(None if t is None else t.dtype for t in given),\n", "",
     ),
     Mutant(
-        "what is made once is made in a graph", "graphs.py",
-        "            self._kept[kind] = None\n            return found\n",
-        "            self._kept[kind] = None\n",
+        "what is made once is made in a graph", "graphs.py", "if not self._warm:", "if False:",
     ),
     Mutant(
-        "layers that drop otherwise share graphs", "plan.py", "found.in_graphs()",
-        "replace(found, graphs=self.graphs)",
+        "the first call is of tensors that lie otherwise", "graphs.py",
+        "found = function(*self._places)", "found = function(*given)",
+    ),
+    Mutant(
+        "a plan that was replaced keeps graphs", "plan.py", "default=None, init=False, compare",
+        "default=None, compare",
+    ),
+    Mutant(
+        "a replay takes shelves as they were", "transports/symmetric.py",
+        "        self.space.follow_stream()\n        return", "        return",
+    ),
+    Mutant(
+        "layers that drop otherwise have graphs anew each time", "graphs.py",
+        "if number not in self._layers:", "if True:",
     ),
     Mutant(
         "a ring's messages are captured", "transports/send_recv.py",
@@ -735,6 +745,12 @@ def graphs_are_replayed_with_what_is_given() -> None:
         test_graphs.stand_in(patch)
         test_graphs.test_layers_that_share_graphs_get_what_is_theirs(None, overtaken=True)
         test_graphs.test_the_first_call_goes_as_ever_and_the_second_is_captured(None, patch)
+        test_graphs.test_the_first_call_makes_what_is_made_for_the_graph(None)
+        test_graphs.another_plan_has_no_graphs_of_this_one()
+        test_graphs.test_a_gathers_graphs_are_of_the_shelves_at_hand()
+        test_graphs.test_graphs_of_other_memory_or_other_kernels_are_not_replayed(
+            None, patch, "memory"
+        )
     with pytest.MonkeyPatch.context() as patch:
         test_graphs.replays_wait_for_those_before(stood_in(patch), patch)
 

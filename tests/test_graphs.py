@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, explain_plan, graphs, ring_attn
-from ring_attention_pytorch.graphs import Graphs
+from ring_attention_pytorch.graphs import Graphs, with_graphs
+from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.transports.symmetric import SymmetricGather
 from tests import threads
 from tests.cases import Attention, over_shared_memory
 from tests.test_lanes import Machine, Stream, stood_in
@@ -42,10 +45,6 @@ def on_cpu(monkeypatch):
 
 def more(plan: None, x: Tensor) -> tuple[Tensor]:
     return (x + 1,)
-
-
-def in_graphs(plan: RingPlan) -> RingPlan:
-    return replace(plan, graphs=Graphs(CPU, plan.transport.follow_stream))
 
 
 def plain(plan: RingPlan, given: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
@@ -85,12 +84,13 @@ def test_layers_that_share_graphs_get_what_is_theirs(on_cpu, overtaken):
         )
         plan = over_shared_memory(plan, [q, k, v], ring, 9, overtaken)
         want = [plain(plan, *layer) for layer in layers]
-        captured = in_graphs(plan)
+        captured = with_graphs(plan)
         got = [t for i in (0, 3, 6) for t in interleaved(captured, layers[i : i + 3])]
         for layer, (mine, expected) in enumerate(zip(got, want)):
             for a, b in zip(mine, expected):
                 assert torch.equal(a, b), f"layer {layer}"
-        assert all(captured.graphs._kept.values())  # both ways backward, too
+        assert all(graph._replay for graph in captured.graphs._kept.values())
+        assert len(captured.graphs._kept) == 3  # two of them backward
 
     threads.run(3, main)
 
@@ -110,8 +110,64 @@ def test_the_first_call_goes_as_ever_and_the_second_is_captured(on_cpu, monkeypa
         result, nothing = kept.run(twice, 2, x.detach(), None)
         assert (result.tolist(), nothing) == ([2.0 * i] * 2, None)
     assert told == [
-        "run", "followed", "captured", "run", "run", "followed", "run", "followed", "run",
+        "followed", "run", "followed", "captured", "run", "run", "followed", "run", "followed",
+        "run",
     ]  # fmt: skip
+
+
+def test_the_first_call_makes_what_is_made_for_the_graph(on_cpu):
+    """For tensors as they lie there, however they were given."""
+    strides = []
+
+    def noted(plan: None, x: Tensor) -> tuple[Tensor]:
+        strides.append((x.stride(), x.data_ptr()))
+        return (x + 1,)
+
+    kept, x = Graphs(CPU, lambda: None), torch.arange(12.0).view(3, 4).t()
+    for _ in range(3):
+        assert torch.equal(kept.run(noted, None, x)[0], x + 1)
+    assert len(set(strides)) == 1
+    assert strides[0][0] == (3, 1)
+
+
+def another_plan_has_no_graphs_of_this_one() -> None:
+    """Be it this one but for its mask."""
+    q = torch.randn(1, 4, 2, 8)
+    plan = with_graphs(RingPlan.make(q, q, q, kernel="eager", key_mask=torch.ones(1, 4).bool()))
+    for _ in range(3):
+        ring_attn(q, q, q, plan=plan)
+    other = replace(plan, key_mask=torch.tensor([[True, False, True, True]]))
+    assert not torch.equal(ring_attn(q, q, q, plan=other), ring_attn(q, q, q, plan=plan))
+
+
+def test_another_plan_has_no_graphs_of_this_one(on_cpu):
+    another_plan_has_no_graphs_of_this_one()
+
+
+@pytest.mark.parametrize("what", ["memory", "determinism"])
+def test_graphs_of_other_memory_or_other_kernels_are_not_replayed(on_cpu, monkeypatch, what):
+    shared, deterministic = [1], [False]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic[0])
+    calls, kept = [], Graphs(CPU, lambda: tuple(shared))
+
+    def noted(plan: None, x: Tensor) -> tuple[Tensor]:
+        calls.append(x.data_ptr())
+        return (x + 1,)
+
+    for turn in range(6):
+        if turn == 3:
+            (shared if what == "memory" else deterministic)[0] = 2
+        assert kept.run(noted, None, torch.full((2,), float(turn)))[0].tolist() == [turn + 1.0] * 2
+    assert [at == calls[0] for at in calls] == [True] * 4 + [False] * 4
+    assert len(kept._kept) == (1 if what == "memory" else 2)
+
+
+def test_a_gathers_graphs_are_of_the_shelves_at_hand():
+    told = []
+    space = SimpleNamespace(keys="keys", grads="grads", follow_stream=lambda: told.append("waits"))
+    gather = SymmetricGather(Ring.alone(), (), (4,), space, (0,))
+    assert gather.follow_stream() == ("keys", "grads")
+    assert told == ["waits"]
 
 
 def test_what_fails_is_not_taken_for_captured(on_cpu):
@@ -139,6 +195,8 @@ def replays_wait_for_those_before(machine: Machine, patch: pytest.MonkeyPatch) -
     patch.setattr(graphs, "captured", again)
     patch.setattr(Stream, "wait_stream", lambda self, other: self.before.update(other.before),
                   raising=False)  # fmt: skip
+    used = []
+    patch.setattr(Tensor, "record_stream", lambda t, stream: used.append(stream))
     patch.setattr(graphs, "capturing", lambda device: False)
     here, there = machine.stream, Stream(GPU)
     kept = Graphs(GPU, lambda: None)
@@ -148,6 +206,7 @@ def replays_wait_for_those_before(machine: Machine, patch: pytest.MonkeyPatch) -
         machine.does(name)
     assert there.before == {"a", "b", "c"}
     assert here.before == {"a", "b", "c", "d"}
+    assert used == [there, here]  # where the next ones are, whatever becomes of the plan
 
 
 def test_replays_wait_for_those_before(monkeypatch):
@@ -162,6 +221,7 @@ def test_layers_that_drop_otherwise_have_graphs_of_their_own():
     assert layer.graphs is not None
     assert layer.graphs is not plan.graphs
     assert plan.for_layer(2).graphs is not layer.graphs
+    assert plan.for_layer(1) is layer  # or it would never be replayed
 
 
 def test_layers_that_drop_nothing_share_theirs():

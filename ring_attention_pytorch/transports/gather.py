@@ -6,7 +6,7 @@ owner sums that in the accumulator's, always in the same order.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -62,12 +62,13 @@ class Gather:
         return len(self.groups) == 1
 
     @property
-    def captured(self) -> bool:
+    def capturable(self) -> bool:
         """Only if nothing is sent."""
         return not self.groups
 
-    def follow_stream(self) -> None:
+    def follow_stream(self) -> Hashable:
         """Nothing is shared."""
+        return None
 
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
         """The positions of own keys, backward those for the end apart, and of others'."""

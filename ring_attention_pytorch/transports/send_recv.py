@@ -3,7 +3,7 @@
 Liu et al. 2023, section 3. Memory does not grow with the ring.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -41,12 +41,13 @@ class SendRecv:
     keeps = False
 
     @property
-    def captured(self) -> bool:
+    def capturable(self) -> bool:
         """Only if nothing is sent."""
         return self.distances == (0,)
 
-    def follow_stream(self) -> None:
+    def follow_stream(self) -> Hashable:
         """Nothing is shared."""
+        return None
 
     @classmethod
     def make(cls, ring: Ring, blocks: Blocks, at_once: int) -> "SendRecv":

@@ -5,7 +5,7 @@ what they need on a stream of its own, by copies between contiguous memory, whic
 multiprocessors. An owner adds the gradients that it pulled in one order.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -76,13 +76,14 @@ class SymmetricGather(Gather):
         return cls(ring, groups, lengths, space, ranks, overtaken)
 
     @property
-    def captured(self) -> bool:
+    def capturable(self) -> bool:
         """Barriers and copies are what graphs are made for."""
         return True
 
-    def follow_stream(self) -> None:
-        """The shelves were used by calls before."""
+    def follow_stream(self) -> Hashable:
+        """The shelves that calls before used, on whatever stream."""
         self.space.follow_stream()
+        return self.space.keys, self.space.grads
 
     def _cut(self, length: int) -> int:
         return length if self.overtaken else super()._cut(length)

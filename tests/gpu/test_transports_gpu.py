@@ -139,7 +139,7 @@ def replayed(run: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
 
 def in_graphs(plan: RingPlan) -> RingPlan:
     """The plan itself where there can be no graphs, which it says."""
-    if plan.transport.captured:
+    if plan.transport.capturable:
         return plan.in_graphs()
     with pytest.raises(ValueError, match="memory that GPUs share"):
         plan.in_graphs()
