@@ -319,7 +319,7 @@ class RingPlan:
         """
         if self.device.type != "cuda" or not self.transport.capturable:
             raise ValueError(
-                "CUDA graphs need tensors on CUDA, and keys in memory that GPUs share, no messages; "
+                "CUDA graphs need tensors on CUDA, keys in memory that GPUs share, no messages; "
                 f"got {self.device.type}, {type(self.transport).__name__}; leave in_graphs() out"
             )
         return with_graphs(self)
