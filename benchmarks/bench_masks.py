@@ -11,7 +11,6 @@ same calls of the kernel where nothing travels.
 
 import argparse
 import datetime
-import os
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.bench_balance import borders
-from benchmarks.rings import Attend, Hidden, Result, Shape, checker, markdown, measured
+from benchmarks.rings import Attend, Hidden, Result, Shape, begun, checker, markdown, measured
 from benchmarks.still import ALONE, still
 from ring_attention_pytorch import RingPlan, balanced, ring_attn
 from ring_attention_pytorch.balance import visible_keys
@@ -153,15 +152,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--save", type=Path, metavar="DIR", help="write DIR/DATE-masks.md")
     asked = parser.parse_args()
-    device, dtype = torch.device(asked.device), torch.bfloat16
-    if asked.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        torch.set_num_threads(1)
-        dtype = torch.float32
-        dist.init_process_group("gloo")
+    device, dtype = begun(asked.device)
     lines = []
     for n in asked.tokens:
         shape = Shape(n, True, *asked.heads, 128, device, dtype)

@@ -12,7 +12,6 @@ to launch both, the device being idle.
 """
 
 import argparse
-import os
 import random
 import time
 from collections.abc import Callable
@@ -21,10 +20,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.bench_ring import alone
-from benchmarks.rings import Attend, Shape, captured, markdown, synchronize
+from benchmarks.rings import Shape, begun, captured, markdown, passes, synchronize
 from benchmarks.still import still
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.ring import Ring
@@ -56,7 +54,7 @@ class Times(NamedTuple):
     host: float
 
 
-def subjects(shape: Shape, kernel: str, rank: int, ranks: int, graphs: bool) -> Runs:
+def subjects(shape: Shape, kernel: str, rank: int, ranks: int) -> Runs:
     """Theory first."""
     tensors, whole = (shape.tensors(shape.tokens * n, seed=0) for n in (1, ranks))
     q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
@@ -65,29 +63,14 @@ def subjects(shape: Shape, kernel: str, rank: int, ranks: int, graphs: bool) -> 
         group=Imagined(rank, ranks),
     )  # fmt: skip
     found = {"theory": passes(alone(shape, kernel, whole), whole)}
-    if q.is_cuda:  # others' memory is only read where it can be shared
-        found["gather"] = passes(lambda q, k, v: ring_attn(q, k, v, plan=plan), tensors)
-        again = plan.in_graphs()
-        replayed = passes(lambda q, k, v: ring_attn(q, k, v, plan=again), tensors)
     found["calls alone"] = passes(still(plan), tensors)
-    if graphs:
-        found |= {f"{name}, in a graph": tuple(map(captured, runs)) for name, runs in found.items()}
-        found["gather, replayed"] = replayed
+    if not q.is_cuda:  # others' memory is only read where it can be shared
+        return found
+    found["gather"] = passes(lambda q, k, v: ring_attn(q, k, v, plan=plan), tensors)
+    found |= {f"{name}, in a graph": tuple(map(captured, runs)) for name, runs in found.items()}
+    again = plan.in_graphs()
+    found["gather, replayed"] = passes(lambda q, k, v: ring_attn(q, k, v, plan=again), tensors)
     return found
-
-
-def passes(attend: Attend, tensors: list[Tensor]) -> tuple[Callable, Callable]:
-    q, k, v, dout = tensors
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-
-    def forward() -> None:
-        with torch.no_grad():
-            attend(q, k, v)
-
-    def both() -> None:
-        torch.autograd.grad(attend(*leaves), leaves, dout)
-
-    return forward, both
 
 
 def by_turns(runs: Runs, device: torch.device, rounds: int, repeats: int) -> dict[str, Times]:
@@ -141,21 +124,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=8)
     asked = parser.parse_args()
-    device = torch.device(asked.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device, dtype = begun(asked.device)
     table = []
     for mask in asked.mask:
         for tokens in asked.tokens:
             shape = Shape(tokens, mask == "causal", *asked.heads, asked.dim_head, device, dtype)
             for kernel in asked.kernels:
                 for rank in asked.ranks:
-                    runs = subjects(shape, kernel, rank, asked.of, device.type == "cuda")
+                    runs = subjects(shape, kernel, rank, asked.of)
                     times = by_turns(runs, device, asked.rounds, asked.repeats)
                     table += rows(shape, kernel, rank, asked.of, times)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"

@@ -15,7 +15,6 @@ graph" are the same calls, captured once and replayed as a CUDA graph; "replayed
 
 import argparse
 import datetime
-import os
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -29,10 +28,12 @@ from benchmarks.rings import (
     Attend,
     Result,
     Shape,
+    begun,
     captured,
     checker,
     markdown,
     measured,
+    passes,
     synchronize,
 )
 from benchmarks.still import ALONE, still
@@ -132,8 +133,8 @@ def all_of(shape: Shape, options: Options) -> dict[str, Result | str]:
                 for (name, attend), graph in product(
                     each.items(), (False, True)[: 1 + options.graphs]
                 ):
-                    if name.endswith(REPLAYED) and graph == options.graphs:
-                        continue
+                    if name.endswith(REPLAYED) and (graph or not options.graphs):
+                        continue  # it is beside those in graphs, and has its own
                     alone = name.startswith(ALONE)
                     if alone and length > options.theory_up_to:
                         continue  # nothing to compare it with
@@ -219,11 +220,7 @@ def trace(shape: Shape, options: Options, folder: Path) -> None:
     for kernel in options.kernels:
         for transport in options.transports:
             attend = ours(shape, kernel, transport, 1, tensors)[name_of(kernel, transport)]
-            leaves = [t.requires_grad_() for t in tensors[:3]]
-
-            def both(attend: Attend = attend, leaves: list[Tensor] = leaves) -> None:
-                torch.autograd.grad(attend(*leaves), leaves, tensors[3])
-
+            _, both = passes(attend, tensors)
             run = captured(both) if options.graphs else both
             for last in (False, True):
                 dist.barrier()
@@ -254,16 +251,9 @@ def main() -> None:
     parser.add_argument("--save", type=Path, metavar="DIR", help="write DIR/DATE-ring.md and .png")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="profiler traces; no table")
     asked = parser.parse_args()
-    device = torch.device(asked.device)
-    if asked.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
+    device, dtype = begun(asked.device)
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
-    dtype = getattr(torch, asked.dtype or ("bfloat16" if asked.device == "cuda" else "float32"))
+    dtype = getattr(torch, asked.dtype) if asked.dtype else dtype
     on_gpu = asked.device == "cuda"
     kernels = asked.kernels or _able(device, dtype, asked.dim_head)
     options = Options(

@@ -4,6 +4,7 @@ Times are the median of three rounds of calls back to back; backward is both les
 are those of out and dq against float32, on some rows of every rank.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -58,6 +59,37 @@ class Result(NamedTuple):
     errors: tuple[float, float] | None
 
 
+def begun(name: str) -> tuple[torch.device, torch.dtype]:
+    """This rank's device of that kind, "cuda" or "cpu", once it has joined the others that torchrun
+    started; and the dtype that is measured there."""
+    if name == "cpu":
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        return torch.device("cpu"), torch.float32
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device, torch.bfloat16
+
+
+def passes(
+    attend: Attend, tensors: list[Tensor]
+) -> tuple[Callable[[], None], Callable[[], tuple[Tensor, ...]]]:
+    """Forward alone; and both ways, which gives out, dq, dk and dv."""
+    q, k, v, dout = tensors
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend(q, k, v)
+
+    def both() -> tuple[Tensor, ...]:
+        out = attend(*leaves)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    return forward, both
+
+
 def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Of one call, the slowest rank's: the median of three rounds of calls back to back."""
     found = []
@@ -106,28 +138,18 @@ def measured(
     graph: bool = False,
 ) -> Result | str:
     """The result; or what went wrong on this rank, which must not happen to it alone."""
-    q, k, v, dout = tensors
-    problem, result = "", None
+    device = tensors[0].device
+    problem, result, cuda = "", None, device.type == "cuda"
     try:
-        cuda = q.is_cuda
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-
-        def forward() -> None:
-            with torch.no_grad():
-                attend(q, k, v)
-
-        def both() -> tuple[Tensor, ...]:
-            out = attend(*leaves)
-            return out, *torch.autograd.grad(out, leaves, dout)
-
+        forward, both = passes(attend, tensors)
         if graph:
             forward, both = captured(forward), captured(both)
-        alone = seconds(forward, q.device, repeats)
+        alone = seconds(forward, device, repeats)
         found = None if errors is None else errors(*both()[:2])
-        whole = seconds(both, q.device, repeats)
+        whole = seconds(both, device, repeats)
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
         result = Result(alone, whole, peak, found)
     except (
