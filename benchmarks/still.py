@@ -3,7 +3,7 @@
 Calls of the kernel, merging, own sums and the host remain.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,13 +28,13 @@ class Still(Gather):
     def _cut(self, length: int) -> int:
         return self.gather._cut(length)
 
-    def _pull(self, own: Keys, group: Group) -> Callable[[], list[Tensor]]:
+    def _pull(self, own: Keys, group: Group) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
         if id(group) not in self.standing:
             length = tokens(group.pieces[self.ring.rank])
             given = [t.detach() for t in own[:3] if t is not None]
             times = 1 + length // max(1, own.k.shape[1])
             self.standing[id(group)] = [torch.cat([t] * times, dim=1)[:, :length] for t in given]
-        return lambda: self.standing[id(group)]
+        return lambda: (self.standing[id(group)], self._parts(group))
 
     def _send_home(self, *_: object) -> Callable[[], None]:
         return lambda: None

@@ -24,7 +24,7 @@ class Machine(NamedTuple):
     backward: float = 525e12
     memory: float = 4.3e12  # read and write together
     pull: float = 350e9  # by copy engine within a domain
-    swap: float = 141e9  # all-to-all within a domain
+    swap: float = 280e9  # of heads for sequence within a domain, out of shared memory
     network: float = 45e9  # between domains, for each GPU
     network_hop: float = 2e-5
     call: float = 1e-4  # of a kernel, on top: to launch, ramp up and end
@@ -155,6 +155,9 @@ def _gather_time(
     if beside and grad:  # half of own keys is computed beside the gradients
         own, others = times
         return max(own / 2, *coming) + others + max(own / 2, _pull(steps[1], grad, machine))
+    if beside and not steps[1].far:  # half of the others' is computed beside the other half
+        (own, others), (pull,) = times, coming
+        return max(max(own, pull / 2) + others / 2, pull) + others / 2
     total, home = 0.0, 0.0
     for step, time, pull in zip(steps, times, [*coming, 0.0]):
         total += max(time, pull + home)

@@ -11,7 +11,7 @@ from ring_attention_pytorch.cost import (
 )
 from ring_attention_pytorch.layouts import count, tiles, visible_pairs
 from ring_attention_pytorch.plan import RingPlan
-from ring_attention_pytorch.transports.pieces import joined, schedule, tokens
+from ring_attention_pytorch.transports.pieces import joined, tokens
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
 
 
@@ -112,7 +112,7 @@ def _of_gather(plan: RingPlan) -> list[str]:
     place = plan.place
     pulled = isinstance(plan.transport, SymmetricGather)
     lines = [f"gather: {'pulled out of shared memory' if pulled else 'sent point to point'}"]
-    for number, group in enumerate(schedule(plan.blocks, plan.at_once), 1):
+    for number, group in enumerate(plan.transport.groups, 1):
         if not (mine := group.pieces[place]):
             lines.append(f"group {number}: nothing")
             continue
@@ -121,8 +121,9 @@ def _of_gather(plan: RingPlan) -> list[str]:
         weight = _bytes(tokens(mine) * plan.job.token_bytes)
         lines.append(
             f"group {number}: {tokens(mine)} keys of places {owners}, {weight}, while the last "
-            f"computes; {visible_pairs(found)} pairs in {_plural(len(found), 'tile')}, then their "
-            "gradients go home"
+            f"computes{', forward in two stages' if len(group.stages) > 1 else ''}; "
+            f"{visible_pairs(found)} pairs in {_plural(len(found), 'tile')}, then their gradients "
+            "go home"
         )
     return lines
 

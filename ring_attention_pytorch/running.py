@@ -7,7 +7,7 @@ is nothing is copied, cast or filled. Parts are transposed without einops: where
 host's time for each of them counts.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -141,6 +141,11 @@ class Sum:
         self._whole, self._into = slice(0, like.shape[1]), into
         self._wide: Tensor | None = None
         self._parts: list[tuple[slice, Tensor]] = []
+        self._waits: list[Callable[[], None]] = []
+
+    def after(self, wait: Callable[[], None]) -> None:
+        """What is added next must not be read before this was called."""
+        self._waits.append(wait)
 
     def add(self, at: slice, part: Tensor) -> None:
         """Add a part of these tokens. The tensor becomes this sum's own."""
@@ -165,7 +170,7 @@ class Sum:
 
     def running(self) -> Tensor:
         """The sum as `accumulator(dtype)`, to be added to in place."""
-        join(self._like.device)
+        self._join()
         if self._wide is None and _begins_with(self._parts, self._whole):
             part = self._parts.pop(0)[1]
             self._wide = part.to(self._dtype) if self._into is None else self._into.copy_(part)
@@ -203,7 +208,7 @@ class Sum:
 
     def final(self) -> Tensor:
         """The sum in the dtype of what it is like."""
-        join(self._like.device)
+        self._join()
         if self._wide is None and not self._parts:
             return torch.zeros_like(self._like)
         if self._wide is None and _begins_with(self._parts, self._whole):
@@ -220,12 +225,18 @@ class Sum:
 
     def write(self, place: Tensor) -> None:
         """The sum into other memory, in one pass."""
-        join(self._like.device)
+        self._join()
         if self._wide is not None:
             place.copy_(self._wide)
             return
         for at, found in _covered([(self._whole,), *self._parts]):
             add_(place[:, at], *(part for (part,) in found[1:]), fresh=True)
+
+    def _join(self) -> None:
+        """Let the current stream wait for all parts."""
+        join(self._like.device)
+        while self._waits:
+            self._waits.pop()()
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
         if self._into is not None:

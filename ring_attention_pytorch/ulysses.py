@@ -5,13 +5,13 @@ all tokens of theirs for some heads; what then goes over the ring are those who 
 heads. What arrives lands in the order of positions, so that chunks of neighbours become one.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from math import gcd
 from typing import Any, NamedTuple
 
-import torch
 from einops import rearrange
 from torch import Tensor
 from torch.autograd import Function
@@ -21,16 +21,9 @@ from ring_attention_pytorch.layouts import Segment, Segments, count
 from ring_attention_pytorch.ring import Places, Ring
 from ring_attention_pytorch.running import accumulator
 from ring_attention_pytorch.transforms import signature_once
-from ring_attention_pytorch.transports.messages import (
-    Form,
-    Part,
-    message_bytes,
-    opened,
-    packed,
-    room,
-)
+from ring_attention_pytorch.transports.messages import Part, message_bytes
 from ring_attention_pytorch.transports.pieces import Job
-from ring_attention_pytorch.transports.swap import SharedSwap
+from ring_attention_pytorch.transports.swap import Move, SharedSwap, Way, by_messages
 
 Heads = tuple[tuple[int, ...], ...]  # of each place, which heads it gets
 
@@ -43,13 +36,49 @@ class Landing(NamedTuple):
     at: slice
 
 
-class Spread(NamedTuple):
+@dataclass(frozen=True)
+class Spread:
     """How a tensor `[b, n, h, ...]` is spread: over sequence, or over heads."""
 
     lengths: tuple[int, ...]  # of each place's shard
     longest: int  # of any rank's
     landings: tuple[Landing, ...]
     heads: Heads
+
+    @cached_property
+    def to_heads(self) -> Way:
+        """From own tokens of all heads to all tokens of own heads."""
+        every = 1 + max(h for theirs in self.heads for h in theirs)
+        return Way(
+            given=tuple((length, every) for length in self.lengths),
+            got=tuple((sum(self.lengths), len(theirs)) for theirs in self.heads),
+            moves=tuple(
+                tuple(
+                    Move(place, rows, which, at, here)
+                    for place, rows, at in self.landings
+                    for which, here in _neighbours(theirs)
+                )
+                for theirs in self.heads
+            ),
+        )
+
+    @cached_property
+    def to_sequence(self) -> Way:
+        """The reverse, the heads of one place behind those of another."""
+        ends = (*accumulate(map(len, self.heads)),)
+        return Way(
+            given=self.to_heads.got,
+            got=tuple((length, ends[-1]) for length in self.lengths),
+            moves=tuple(
+                tuple(
+                    Move(p, at, slice(0, len(theirs)), rows, slice(end - len(theirs), end))
+                    for p, (theirs, end) in enumerate(zip(self.heads, ends))
+                    for whose, rows, at in self.landings
+                    if whose == place
+                )
+                for place in range(len(self.lengths))
+            ),
+        )
 
 
 def ulysses_problem(degree: int, ring_size: int, heads: int) -> str | None:
@@ -164,7 +193,7 @@ class Ulysses:
             landed.append(tuple(s for s, _ in found))
         together = Places(ring, range(first, first + degree))
         rest = Places(ring, range(place, ring.size, degree))
-        shared = SharedSwap.among(together, longest_message(spreads, q, k, v), q.device)
+        shared = SharedSwap.among(together, most_bytes((spreads[0], spreads[1]), q, k, v), q.device)
         return cls(together, rest, *spreads, shared), *landed
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,49 +226,22 @@ class Ulysses:
 
     def whole_mask(self, mask: Tensor) -> Tensor:
         """The key mask `[b, m]` of all of these neighbours."""
-        same = self.keys._replace(heads=((0,),) * self.together.size)
+        same = replace(self.keys, heads=((0,),) * self.together.size)
         return self.spread([rearrange(mask, "b m -> b m 1")], [same])[0][..., 0]
 
     def spread(self, tensors: Sequence[Tensor], spreads: Sequence[Spread]) -> list[Tensor]:
         """Own tokens of all heads `[b, n, h, ...]` to all tokens of own heads."""
-        me, places = self.together.rank, range(self.together.size)
-        pieces = [[_of_heads(t, s.heads[p]) for t, s in zip(tensors, spreads)] for p in places]
-        forms = [
-            tuple(_part(t, s.lengths[p], len(s.heads[me])) for t, s in zip(tensors, spreads))
-            for p in places
-        ]
-        parts = self._swap(pieces, forms)
-        found = []
-        for i, (t, s) in enumerate(zip(pieces[me], spreads)):
-            whole = t.new_empty((t.shape[0], sum(s.lengths), *t.shape[2:]))
-            for place, rows, at in s.landings:
-                whole[:, at] = parts[place][i][:, rows]
-            found.append(whole)
-        return found
+        return self._swap(tensors, [s.to_heads for s in spreads])
 
     def unspread(self, tensors: Sequence[Tensor], spreads: Sequence[Spread]) -> list[Tensor]:
         """The reverse; what several places have of one head is summed, in their order."""
-        me, places = self.together.rank, range(self.together.size)
-        pieces = [[_rows_of(p, t, s) for t, s in zip(tensors, spreads)] for p in places]
-        forms = [
-            tuple(_part(t, s.lengths[me], len(s.heads[p])) for t, s in zip(tensors, spreads))
-            for p in places
-        ]
-        parts = self._swap(pieces, forms)
-        return [_summed([part[i] for part in parts], s.heads) for i, s in enumerate(spreads)]
+        found = self._swap(tensors, [s.to_sequence for s in spreads])
+        return [_summed(t, s.heads) for t, s in zip(found, spreads)]
 
-    def _swap(self, pieces: list[list[Tensor]], forms: list[Form]) -> Sequence[Sequence[Tensor]]:
-        """To each place its pieces, in one message; what comes from each has its form."""
-        me = self.together.rank
-        of_pieces = [tuple(_part(t, *t.shape[1:3]) for t in theirs) for theirs in pieces]
-        if self.shared is not None:
-            return self.shared.swap(me, pieces, of_pieces, forms)
-        others = [p for p in range(len(forms)) if p != me]
-        sends = [(p, packed(pieces[p], of_pieces[p])) for p in others]
-        receives = [(p, room(pieces[me][0], message_bytes(forms[p]))) for p in others]
-        received = self.together.exchange(sends, receives).wait()
-        parts = [opened(message, forms[p]) for p, message in zip(others, received)]
-        return [*parts[:me], pieces[me], *parts[me:]]
+    def _swap(self, tensors: Sequence[Tensor], ways: Sequence[Way]) -> list[Tensor]:
+        if self.shared is None:
+            return by_messages(self.together, tensors, ways)
+        return self.shared.swap(self.together.rank, tensors, ways)
 
 
 class _ToHeads(Function):
@@ -289,47 +291,43 @@ class _ToSequence(Function):
         return _ToSequence.apply(ctx.ulysses, ctx.spreads, *along)
 
 
-def _part(t: Tensor, length: int, heads: int) -> Part:
-    return Part((t.shape[0], length, heads, *t.shape[3:]), t.dtype)
+def _neighbours(heads: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
+    """Heads that follow one another: which they are, and where they are among these."""
+    first = 0
+    for i, head in enumerate(heads, 1):
+        if i == len(heads) or heads[i] != head + 1:
+            yield slice(heads[first], head + 1), slice(first, i)
+            first = i
 
 
-def _of_heads(t: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """Some heads of `[b, n, h, ...]`, a view where they are neighbours."""
-    if heads == tuple(range(heads[0], heads[0] + len(heads))):
-        return t[:, :, heads[0] : heads[0] + len(heads)]
-    return torch.stack([t[:, :, h] for h in heads], dim=2)
-
-
-def _rows_of(place: int, t: Tensor, spread: Spread) -> Tensor:
-    """A place's own shard of `[b, n, h, ...]`, in the order in which it holds it."""
-    shard = t.new_empty((t.shape[0], spread.lengths[place], *t.shape[2:]))
-    for whose, rows, at in spread.landings:
-        if whose == place:
-            shard[:, rows] = t[:, at]
-    return shard
-
-
-def longest_message(spreads: Sequence[Spread], q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Bytes of the longest message that any rank sends, of q, k and v or of out and lse."""
+def most_bytes(spreads: tuple[Spread, Spread], q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Of all that any rank gives at once: q, k and v; their gradients; out and lse."""
+    places = len(spreads[0].lengths)
     (rows, heads), (cols, few) = ((s.longest, max(map(len, s.heads))) for s in spreads)
-    lse = Part((q.shape[0], rows, heads), accumulator(q.dtype))
-    there = _part(q, rows, heads), _part(k, cols, few), _part(v, cols, few)
-    return max(message_bytes(there), message_bytes((_part(v, rows, heads), lse)))
+
+    def like(t: Tensor, length: int, heads: int) -> Part:
+        return Part((t.shape[0], length, heads, t.shape[3]), t.dtype)
+
+    lse = Part((q.shape[0], places * rows, heads), accumulator(q.dtype))
+    forms = (
+        (like(q, rows, q.shape[2]), *(like(t, cols, t.shape[2]) for t in (k, v))),
+        (like(q, places * rows, heads), *(like(t, places * cols, few) for t in (k, v))),
+        (like(v, places * rows, heads), lse),
+    )
+    return max(map(message_bytes, forms))
 
 
-def _summed(parts: list[Tensor], heads: Heads) -> Tensor:
-    """All heads from each place's own; replicated ones in the accumulator's dtype."""
-    of_each = [
-        (head, part[:, :, i]) for part, theirs in zip(parts, heads) for i, head in enumerate(theirs)
-    ]
-    count = 1 + max(head for head, _ in of_each)
-    if len(of_each) == count:
-        return torch.cat(parts, dim=2)
-    dtype, (b, n, _, *rest) = parts[0].dtype, parts[0].shape
-    total = parts[0].new_zeros((b, n, count, *rest), dtype=accumulator(dtype))
-    for head, part in of_each:
-        total[:, :, head] += part
-    return total.to(dtype)
+def _summed(t: Tensor, heads: Heads) -> Tensor:
+    """All heads of what came from one place behind another; replicated ones in the accumulator's
+    dtype."""
+    order = [head for theirs in heads for head in theirs]
+    if len(order) == (count := 1 + max(order)):
+        return t
+    b, n, _, *rest = t.shape
+    total = t.new_zeros((b, n, count, *rest), dtype=accumulator(t.dtype))
+    for i, head in enumerate(order):
+        total[:, :, head] += t[:, :, i]
+    return total.to(t.dtype)
 
 
 def job_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> Job:

@@ -15,7 +15,7 @@ from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.transports.shelves import Shared
 from ring_attention_pytorch.transports.swap import SharedSwap
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
-from ring_attention_pytorch.ulysses import longest_message
+from ring_attention_pytorch.ulysses import most_bytes
 from tests import threads
 from tests.ranks import Pool
 from tests.reference import dense_attention, relative_error
@@ -240,21 +240,21 @@ def over_shared_memory(
     ring: threads.ThreadRing,
     at_once: int,
     overtaken: bool = False,
+    late: bool = False,
 ) -> RingPlan:
     """A gather's plan for q, k and v of ranks that share memory; all of them make it together."""
     shared = Shared(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
     swap, over = plan.ulysses, ring
     if swap is not None:
-        most = longest_message((swap.queries, swap.keys), *tensors)
+        most = most_bytes((swap.queries, swap.keys), *tensors)
         among = SharedSwap.over(shared._replace(ranks=swap.together.places), most)
         swap, over = replace(swap, shared=among), swap.ring
         shared = shared._replace(ranks=over.places)
-    each = plan.job.token_bytes + plan.job.batch
-    transport = SymmetricGather.over(over, plan.blocks, at_once, each, shared, overtaken)
+    transport = SymmetricGather.over(over, plan.blocks, at_once, plan.job, shared, overtaken, late)
     return replace(plan, transport=transport, ulysses=swap)
 
 
-def check_symmetric(case: Attention, size: int, at_once: int, overtaken: bool = False) -> None:
+def check_symmetric(case: Attention, size: int, at_once: int, **how: bool) -> None:
     """The case over a ring of threads that share memory, against the oracle."""
 
     def main(ring: threads.ThreadRing) -> list[Tensor]:
@@ -265,7 +265,7 @@ def check_symmetric(case: Attention, size: int, at_once: int, overtaken: bool = 
             *mine, **case.options(), key_mask=None if mask is None else mask[:, at], group=ring,
             layout=case.layout, kernel=case.kernel, ulysses=case.ulysses,
         )  # fmt: skip
-        plan = over_shared_memory(plan, mine, ring, at_once, overtaken)
+        plan = over_shared_memory(plan, mine, ring, at_once, **how)
         out, lse = ring_attn(*mine, plan=plan, return_lse=True)
         return results(mine, out, lse, dout[:, at], dlse[..., at])
 

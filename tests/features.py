@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ring_attention_pytorch import balanced, ring_attn
+from ring_attention_pytorch import RingPlan, balanced, ring_attn
 from ring_attention_pytorch.layouts import Layout, positions
 from ring_attention_pytorch.ring import Ring
 from tests import threads
@@ -204,6 +204,20 @@ class Problem:
         at, leaves, options = self.part(ring, layout)
         out, lse = ring_attn(**leaves, **options, kernel=kernel, **how)
         return self.results(list(leaves.values()), out, lse, self.dout[:, at], self.dlse[..., at])
+
+    def shard_replayed(self, ring: Ring, layout: str, kernel: str, **how: Any) -> list[Tensor]:
+        """The same of a plan in graphs: those of its third call, which has other tensors than the
+        second, that was captured."""
+        at, leaves, options = self.part(ring, layout)
+        del options["return_lse"]
+        plan = RingPlan.make(**leaves, **options, kernel=kernel, **how).in_graphs()
+        for scale in (0.5, 2.0, 1.0):
+            given = {name: (scale * t).detach().requires_grad_() for name, t in leaves.items()}
+            out, lse = ring_attn(**given, plan=plan, return_lse=True)
+            found = self.results(
+                list(given.values()), out, lse, self.dout[:, at], self.dlse[..., at]
+            )
+        return found
 
     def errors(
         self, size: int, layout: str, kernel: str | None = None, **how: Any

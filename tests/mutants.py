@@ -382,8 +382,8 @@ MUTANTS = [
         "        shelf.meet()\n", "",
     ),
     Mutant(
-        "heads of another place", "transports/swap.py",
-        "shelf.of(rank, form, self._start(place, me))", "shelf.of(rank, form, 0)",
+        "heads of another place", "ulysses.py",
+        "Move(place, rows, which, at, here)", "Move(place, rows, here, at, here)",
     ),
     Mutant(
         "backward begins where forward ended", "transports/shelves.py",
@@ -399,7 +399,7 @@ MUTANTS = [
     ),
     Mutant(
         "only one of the replicated heads has a gradient", "ulysses.py",
-        "total[:, :, head] += part", "total[:, :, head] = part",
+        "total[:, :, head] += t[:, :, i]", "total[:, :, head] = t[:, :, i]",
     ),
     Mutant(
         "sinks of other heads", "ring_flash_attention.py", "sinks[plan.ulysses.heads]",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.layouts import (
     LAYOUTS,
+    Segment,
     Visible,
     all_segments,
     count,
@@ -39,6 +40,7 @@ from ring_attention_pytorch.transports.pieces import (
     Blocks,
     Job,
     joined,
+    keys_come_late,
     schedule,
     stretch,
     tokens,
@@ -136,17 +138,23 @@ def test_any_length_any_ring_any_memory(case, size):
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_keys_pulled_from_shared_memory(layout):
-    for size, at_once, overtaken in ((2, 9, True), (3, 1, True), (4, 9, False), (4, 2, False)):
+    for size, at_once, how in (
+        (2, 9, dict(overtaken=True)), (3, 1, dict(overtaken=True)), (4, 9, {}), (4, 2, {}),
+        (4, 9, dict(late=True)), (3, 9, dict(late=True, overtaken=True)),
+    ):  # fmt: skip
         few = [Attention(length, layout, causal=True, masked=True) for length in (0, 1, 3)]
         for case in [*few, *matrix(layout)[::2]]:
-            check_symmetric(case, size, at_once, overtaken)
+            check_symmetric(case, size, at_once, **how)
     for ulysses, length in ((2, 29), (4, 29), (2, 33)):  # 33: neighbours' longest differ
         case = Attention(length, layout, causal=True, masked=True, d=64, d_v=64, ulysses=ulysses)
         check_symmetric(case, 4, 9)
 
 
-@pytest.mark.parametrize(("at_once", "ulysses"), [(1, 1), (3, 1), (1, 2)])
-def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses):
+@pytest.mark.parametrize(
+    ("at_once", "ulysses", "how"),
+    [(1, 1, {}), (3, 1, {}), (3, 1, dict(late=True, overtaken=True)), (1, 2, {})],
+)
+def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, how):
     """Calls follow one another in any order, and one rank reads late."""
     size, case = 4, Attention(32, "zigzag", causal=True)
     read = threads.ThreadShelf.of
@@ -161,7 +169,7 @@ def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses):
         at, _ = case.places(ring.rank, size)
         layers = [[(t[:, at] * i).requires_grad_() for t in (q, k, v)] for i in (1, 2, 3)]
         sent = RingPlan.make(*layers[0], causal=True, layout="zigzag", group=ring, ulysses=ulysses)
-        shared = over_shared_memory(sent, layers[0], ring, at_once)
+        shared = over_shared_memory(sent, layers[0], ring, at_once, **how)
 
         def step(plan: RingPlan) -> list[Tensor]:
             outs = [ring_attn(*mine, plan=plan) for mine in layers]
@@ -172,6 +180,67 @@ def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses):
 
     with mock.patch.object(threads.ThreadShelf, "of", late):
         assert all(threads.run(size, main)[0])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_calls_wait_for_the_keys_of_their_own_stage(monkeypatch, late):
+    """And dq for no gradients that come home, which dk and dv wait for."""
+    size, case = 4, Attention(32, "zigzag", causal=True, dtype=torch.bfloat16)
+
+    class Marked(threads.ThreadShelf):
+        """A shelf that notes what is waited for."""
+
+        def __init__(self, *how: object) -> None:
+            super().__init__(*how)
+            self.marks, self.waited = 0, []
+
+        def mark(self) -> int:
+            self.marks += 1
+            return self.marks
+
+        def join(self, end: int) -> None:
+            self.waited.append(end)
+
+    def main(ring: threads.ThreadRing) -> None:
+        (q, k, v), _, _, _ = case.data()
+        at, _ = case.places(ring.rank, size)
+        mine = [t[:, at] for t in (q, k, v)]
+        plan = RingPlan.make(*mine, **case.options(), group=ring, layout="zigzag")
+        transport = over_shared_memory(plan, mine, ring, 9, late=late, overtaken=late).transport
+        keys, shelves = plan.keys(*mine[1:]), transport.space
+        came = [[*shelves.keys.waited] for _ in transport.stream(keys)]
+        assert came == ([[], [1], [1, 2]] if late else [[], [1]])
+        own = Sum(keys.k), Sum(keys.v)
+        for block, sums in transport.stream_back(keys, own):
+            for total in sums:
+                total.add(slice(0, block.k.shape[1]), torch.zeros_like(block.k))
+        assert shelves.keys.waited[-(1 + late) :] == ([3, 4] if late else [2])
+        assert shelves.grads.waited == []
+        for i, total in enumerate(own, 1):
+            total.final()
+            assert shelves.grads.waited == [1] * i
+
+    monkeypatch.setattr(threads, "ThreadShelf", Marked)
+    threads.run(size, main)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "late", "otherwise"),
+    [
+        (8 * 2048, True, {}),
+        (8 * 16384, False, {}),
+        (8 * 2048, False, dict(at_once=2)),  # groups come one after another
+        (8 * 2048, False, dict(window=4096)),
+        (8 * 2048, False, dict(keys=((Segment(0, 1, 8 * 2048),), *[()] * 7))),  # some have none
+    ],
+    ids=["few", "many", "groups", "window", "cross"],
+)
+def test_few_tokens_of_many_ranks_come_late(tokens, late, otherwise):
+    everyone = all_segments("zigzag", 8, tokens)
+    visible = Visible("keys" not in otherwise, otherwise.get("window"))
+    blocks = Blocks(everyone, otherwise.get("keys", everyone), visible)
+    job = Job(1, 32, 8, 128, 128, itemsize=2)
+    assert keys_come_late(blocks, otherwise.get("at_once", 7), job) == late
 
 
 # --- messages ---
@@ -275,10 +344,11 @@ def test_a_message_holds_its_tensors(lengths, size):
     st.integers(0, 40),
     st.builds(Visible, st.booleans(), st.none() | st.integers(0, 20), st.none(), st.none()),
     st.integers(1, 6),
+    st.integers(1, 3),
 )
-def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, at_once):
+def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, at_once, stages):
     everyone = all_segments(layout, size, length)
-    groups = schedule(Blocks(everyone, everyone, visible), at_once)
+    groups = schedule(Blocks(everyone, everyone, visible), at_once, stages)
     assert all(len(group.distances) <= at_once for group in groups)
     for rank, mine in enumerate(everyone):
         pieces = [p for group in groups for p in group.pieces[rank]]
@@ -292,8 +362,17 @@ def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, a
             }
             assert shown <= {j for whose, j in brought if whose == owner}
         for group in groups:
-            at = [p.segment.start for p in group.pieces[rank]]
-            assert at == sorted(at)
+            whole = joined(group.pieces[rank])
+            ends = [0, *(part.stop for part in group.parts[rank])]
+            assert group.parts[rank] == tuple(map(slice, ends[:-1], ends[1:]))
+            assert ends[-1] == tokens(group.pieces[rank])
+            for stage, part in zip(group.stages, group.parts[rank], strict=True):
+                owners = {(rank - t) % size for t in stage}
+                theirs = [p for p in group.pieces[rank] if p.owner in owners]
+                at = [p.segment.start for p in theirs]
+                assert at == sorted(at)
+                some = segment_positions(stretch(whole, part))
+                assert torch.equal(some, segment_positions(joined(theirs)))
             assert sum(s.length for s in joined(group.pieces[rank])) == tokens(group.pieces[rank])
 
 

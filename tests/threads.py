@@ -131,8 +131,8 @@ class ThreadShelf:
         self.hub.shelves[self.name, self.rank][self.turn].fill_(255)
         return self.of(self.rank, form)
 
-    def mine(self, form: Form, start: int) -> list[Tensor]:
-        return self.of(self.rank, form, start)
+    def mine(self, form: Form) -> list[Tensor]:
+        return self.of(self.rank, form)
 
     def publish(self) -> None:
         self.hub.barrier.wait()
@@ -143,8 +143,8 @@ class ThreadShelf:
     def start(self, half: int) -> None:
         self.turn = 1 - half
 
-    def of(self, rank: int, form: Form, start: int = 0) -> list[Tensor]:
-        return opened(self.hub.shelves[self.name, rank][self.turn, start:], form)
+    def of(self, rank: int, form: Form) -> list[Tensor]:
+        return opened(self.hub.shelves[self.name, rank][self.turn], form)
 
     def follow(self) -> None:
         pass
@@ -152,7 +152,10 @@ class ThreadShelf:
     def beside(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def join(self) -> None:
+    def mark(self) -> None:
+        pass
+
+    def join(self, end: None) -> None:
         pass
 
 

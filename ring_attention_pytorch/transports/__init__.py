@@ -10,7 +10,7 @@ from ring_attention_pytorch.contract import Transport
 from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.gather import Gather
-from ring_attention_pytorch.transports.pieces import Blocks, Job
+from ring_attention_pytorch.transports.pieces import Blocks, Job, keys_come_late
 from ring_attention_pytorch.transports.send_recv import SendRecv
 from ring_attention_pytorch.transports.shelves import shared_by
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
@@ -64,6 +64,6 @@ def make_transport(
     Calls for own keys that are `overtaken` by the others' go on while gradients travel.
     """
     if name == "gather" and (shared := shared_by(ring, device)) is not None:
-        each = job.token_bytes + job.batch  # and a mask
-        return SymmetricGather.over(ring, blocks, at_once, each, shared, overtaken)
+        late = keys_come_late(blocks, at_once, job)
+        return SymmetricGather.over(ring, blocks, at_once, job, shared, overtaken, late)
     return TRANSPORTS[name].make(ring, blocks, at_once)

@@ -5,8 +5,8 @@ backward each rank sends an owner what it computed for its keys, in the inputs' 
 owner sums that in the accumulator's, always in the same order.
 """
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -76,19 +76,21 @@ class Gather:
         cut = self._cut(length) if back else length
         yield stretch(own, slice(0, cut))
         for group in self.groups:
-            if group.pieces[self.ring.rank]:
-                yield joined(group.pieces[self.ring.rank])
+            whole = joined(group.pieces[self.ring.rank])
+            parts = (slice(0, count(whole)),) if back else self._parts(group)
+            yield from (stretch(whole, part) for part in parts if whole)
         if cut < length:
             yield stretch(own, slice(cut, length))
 
     def stream(self, keys: Keys) -> Iterator[Keys]:
-        """Own keys, then those of the others in order of positions."""
-        return (block for _, block in self._blocks(keys) if block is not None)
+        """Own keys, then those of the others in order of positions, stage by stage."""
+        for _, block, parts in self._blocks(keys):
+            yield from (_some(block, part) for part in parts)
 
     def stream_back(
         self, own_keys: Keys, own: tuple[Sum, Sum]
     ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
-        """The same; gradients of a group go home while what comes next computes.
+        """The same, but in one stage; gradients of a group go home while what comes next computes.
 
         Where many come home last, half of own keys are kept for the end, to compute on meanwhile.
         """
@@ -104,9 +106,10 @@ class Gather:
             for total in own:
                 total.running()  # else what comes of each group would wait to be added
         going: Callable[[], None] | None = None
-        for group, keys in blocks:
+        for group, keys, parts in blocks:
+            deque(parts, maxlen=0)  # each further call would cost more than it hides
             grads = None
-            if keys is not None:
+            if keys.segments:
                 grads = Sum(keys.k, calls=1), Sum(keys.v, calls=1)
                 yield keys, grads
             if going is not None:
@@ -136,18 +139,22 @@ class Gather:
                 coming[piece.owner] += piece.segment.length
         return any(4 * coming[owner] >= length > 0 for owner, length in enumerate(self.lengths))
 
-    def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Keys | None]]:
-        """Own keys, and then those of each group: None where this rank has no part in it."""
+    def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Keys, Iterable[slice]]]:
+        """Own keys, and then those of each group, and the tokens that have come, part by part."""
         pulls = (self._pull(own, group) for group in self.groups)  # posted when asked for
         coming = next(pulls, None)
-        yield None, own
+        yield None, own, (slice(0, own.k.shape[1]),)
         for group in self.groups:
-            (k, v, *mask), coming = coming(), None  # let go before more messages are asked for
+            ((k, v, *mask), parts), coming = coming(), None  # let go before more is asked for
             coming = next(pulls, None)
             mine = joined(group.pieces[self.ring.rank])
-            yield group, Keys(k, v, mask[0] if mask else None, mine) if mine else None
+            yield group, Keys(k, v, mask[0] if mask else None, mine), parts
 
-    def _pull(self, own: Keys, group: Group) -> Callable[[], list[Tensor]]:
+    def _parts(self, group: Group) -> list[slice]:
+        """The tokens that come here of a group, stage by stage."""
+        return [part for part in group.parts[self.ring.rank] if part.start < part.stop]
+
+    def _pull(self, own: Keys, group: Group) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
         """Post the messages of a group; what is returned waits and puts together what came."""
         rank, pieces = self.ring.rank, group.pieces[self.ring.rank]
         tensors = [t for t in own[:3] if t is not None]
@@ -160,13 +167,13 @@ class Gather:
         messages = {user: taken[theirs] for user, theirs in sends.items()}
         coming = self._exchange(own.k, messages, forms)
 
-        def wait() -> list[Tensor]:
+        def wait() -> tuple[list[Tensor], Iterable[slice]]:
             if not (received := coming.wait()) or not pieces:
-                return [t[:, :0] for t in tensors]
+                return [t[:, :0] for t in tensors], ()
             found = (opened(m, form) for m, form in zip(received, forms.values()))
             by_owner = {owner: _split(pieces, owner, t) for owner, t in zip(forms, found)}
             in_order = [next(by_owner[piece.owner]) for piece in pieces]
-            return [torch.cat(parts, dim=1) for parts in zip(*in_order)]
+            return [torch.cat(parts, dim=1) for parts in zip(*in_order)], self._parts(group)
 
         return wait
 
@@ -212,11 +219,19 @@ class Gather:
         return [(self.ring.rank + t) % self.ring.size for t in distances]
 
 
-def _of_own(keys: Keys, at: slice, own: tuple[Sum, Sum]) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
-    """Some of one's own keys, as they lie, whose gradients are added to `own` by themselves."""
+def _some(keys: Keys, at: slice) -> Keys:
+    """Those of some tokens, as they lie."""
+    if at == slice(0, keys.k.shape[1]):
+        return keys
     k, v, mask = (None if t is None else t[:, at] for t in keys[:3])
-    grads = Sum(k), Sum(v)
-    yield keys._replace(k=k, v=v, key_mask=mask, segments=stretch(keys.segments, at)), grads
+    return keys._replace(k=k, v=v, key_mask=mask, segments=stretch(keys.segments, at))
+
+
+def _of_own(keys: Keys, at: slice, own: tuple[Sum, Sum]) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+    """Some of one's own keys, whose gradients are added to `own` by themselves."""
+    some = _some(keys, at)
+    grads = Sum(some.k), Sum(some.v)
+    yield some, grads
     for total, part in zip(own, grads):
         part.move_to(total, at.start)
 

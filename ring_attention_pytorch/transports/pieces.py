@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from ring_attention_pytorch.layouts import (
@@ -12,9 +12,11 @@ from ring_attention_pytorch.layouts import (
     count,
     needed_distances,
     tiles,
+    visible_pairs,
 )
 
 _SHORT = 2e13  # FLOPs forward, were nothing hidden
+_MEANWHILE = 1800  # FLOPs of a kernel while a byte comes: an H200's 600 TFLOP/s over 330 GB/s
 
 
 class Blocks(NamedTuple):
@@ -99,13 +101,20 @@ Pieces = tuple[Piece, ...]
 
 
 class Group(NamedTuple):
-    """Owners at some distances behind each rank, whose keys come at once.
+    """Owners at some distances behind each rank, whose keys come at once, stage by stage.
 
-    `pieces` are what comes to each rank, in the order of positions.
+    `pieces` are what comes to each rank, in the order of positions within a stage; `parts` are
+    the tokens of them, one after another, that each stage brings.
     """
 
-    distances: tuple[int, ...]
+    stages: tuple[tuple[int, ...], ...]
     pieces: tuple[Pieces, ...]
+    parts: tuple[tuple[slice, ...], ...]
+
+    @property
+    def distances(self) -> tuple[int, ...]:
+        """Those of all stages."""
+        return tuple(chain.from_iterable(self.stages))
 
 
 def stretch(segments: Segments, at: slice) -> Segments:
@@ -142,7 +151,7 @@ def tokens(pieces: Pieces) -> int:
 
 
 @lru_cache(maxsize=1024)
-def schedule(blocks: Blocks, at_once: int) -> tuple[Group, ...]:
+def schedule(blocks: Blocks, at_once: int, stages: int = 1) -> tuple[Group, ...]:
     """The groups of `at_once` owners that bring everyone what is needed.
 
     Zigzag, four ranks: rank 1 sees chunk 0 with all of its queries, and chunks 2 to 5 with
@@ -154,11 +163,36 @@ def schedule(blocks: Blocks, at_once: int) -> tuple[Group, ...]:
     >>> joined(group.pieces[1])
     (Segment(start=0, stride=1, length=2), Segment(start=4, stride=1, length=8))
     """
-    ranks = range(len(blocks.queries))
-    return tuple(
-        Group(chosen, tuple(needed(rank, blocks, chosen) for rank in ranks))
-        for chosen in blocks.others(at_once)
+    found = []
+    for chosen in blocks.others(at_once):
+        cuts = [len(chosen) * i // stages for i in range(stages + 1)]
+        found.append(_group(blocks, tuple(chosen[slice(*cut)] for cut in pairwise(cuts))))
+    return tuple(found)
+
+
+def _group(blocks: Blocks, stages: tuple[tuple[int, ...], ...]) -> Group:
+    found = [[needed(r, blocks, stage) for stage in stages] for r in range(len(blocks.queries))]
+    ends = ([*accumulate(map(tokens, coming), initial=0)] for coming in found)
+    return Group(
+        stages,
+        tuple(tuple(chain.from_iterable(coming)) for coming in found),
+        tuple(tuple(slice(*cut) for cut in pairwise(each)) for each in ends),
     )
+
+
+@lru_cache(maxsize=1024)
+def keys_come_late(blocks: Blocks, at_once: int, job: Job) -> bool:
+    """Whether some rank has computed on its own keys, which all have, before those of all others
+    have come, together."""
+    groups, visible = schedule(blocks, at_once), blocks.visible
+    if len(groups) != 1 or visible.window is not None or visible.documents is not None:
+        return False  # or they are few
+    own = [
+        job.pair_flops * visible_pairs(tiles(queries, keys, visible))
+        for queries, keys in zip(blocks.queries, blocks.keys)
+    ]
+    coming = [_MEANWHILE * job.token_bytes * tokens(pieces) for pieces in groups[0].pieces]
+    return min(own) > 0 and any(mine < others for mine, others in zip(own, coming))
 
 
 def needed(rank: int, blocks: Blocks, distances: Sequence[int]) -> Pieces:

@@ -15,6 +15,7 @@ from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.messages import Form, opened
 
 _VIEWS = 1024  # of a shelf that are kept
+Mark = torch.cuda.Event
 
 
 class Shelf:
@@ -41,7 +42,8 @@ class Shelf:
                 self.handle.get_buffer(rank, (halves, nbytes), torch.uint8)
                 for rank in range(group.size())
             ]
-        self.views: dict[tuple[int, int, Form, int], list[Tensor]] = {}
+        self.views: dict[tuple[int, int, Form], list[Tensor]] = {}
+        self.read_by_graphs: set[Tensor] = set()  # beside the memory; stays as long as it does
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
@@ -53,23 +55,23 @@ class Shelf:
         self.turn = 1 - self.turn
         return self.mine(form)
 
-    def mine(self, form: Form, start: int = 0) -> list[Tensor]:
-        """The half at hand, from so many bytes on, to write."""
+    def mine(self, form: Form) -> list[Tensor]:
+        """The half at hand, to write."""
         self.captured = self.captured or capturing(self.device)
-        return self.of(self.handle.rank, form, start)
+        return self.of(self.handle.rank, form)
 
     def publish(self) -> None:
         """Pass when all have come here."""
         self.handle.barrier(channel=0)
 
-    def of(self, rank: int, form: Form, start: int = 0) -> list[Tensor]:
+    def of(self, rank: int, form: Form) -> list[Tensor]:
         """What a rank has written this turn."""
-        asked = self.turn, rank, form, start
+        asked = self.turn, rank, form
         if asked not in self.views:
             if len(self.views) >= _VIEWS:
                 self.views.clear()
             with torch.inference_mode(False):
-                self.views[asked] = opened(self.halves[rank][self.turn, start:], form)
+                self.views[asked] = opened(self.halves[rank][self.turn], form)
         return self.views[asked]
 
     def follow(self) -> None:
@@ -80,9 +82,13 @@ class Shelf:
         """On the stream."""
         return torch.cuda.stream(self.stream)
 
-    def join(self) -> None:
-        """Let the current stream wait for what the stream was told so far."""
-        current_stream(self.device).wait_stream(self.stream)
+    def mark(self) -> Mark:
+        """The end of what the stream was told so far."""
+        return self.stream.record_event()
+
+    def join(self, end: Mark) -> None:
+        """Let the current stream wait until the stream is there."""
+        current_stream(self.device).wait_event(end)
 
     def start(self, half: int) -> None:
         """Let the next turn be of this half."""

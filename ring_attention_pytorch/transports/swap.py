@@ -1,62 +1,189 @@
-"""What neighbours swap for Ulysses, out of memory that all of them can read.
+"""What neighbours swap for Ulysses: each gets some tokens and heads of what each of them has.
 
-A rank writes what it has for each of the others; they read it where it lies.
+By messages; or out of memory that all of them can read, where a rank writes all that it has, and
+the others take what is theirs and put it in place, at once.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.transports.messages import Form
-from ring_attention_pytorch.transports.shelves import Shared, Space, rounded, shared_by
+from ring_attention_pytorch.running import has_triton
+from ring_attention_pytorch.transports.messages import (
+    Form,
+    Part,
+    message_bytes,
+    opened,
+    packed,
+    room,
+)
+from ring_attention_pytorch.transports.shelves import Shared, Shelf, Space, shared_by
+
+if TYPE_CHECKING:
+    from ring_attention_pytorch._triton_moves import Moves
 
 
-class SharedSwap(NamedTuple):
-    """Neighbours' messages to one another, each read where its sender wrote it."""
+class Move(NamedTuple):
+    """Some tokens and heads of what a place gives `[b, n, h, ...]`, and where they come to be."""
+
+    place: int
+    rows: slice
+    heads: slice
+    to_rows: slice
+    to_heads: slice
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How a tensor gets from all places to all places; in pairs (tokens, heads)."""
+
+    given: tuple[tuple[int, int], ...]  # what each has
+    got: tuple[tuple[int, int], ...]  # what each gets
+    moves: tuple[tuple[Move, ...], ...]  # to each
+
+    def form(self, t: Tensor, place: int) -> Part:
+        """What that place gives, of tensors like this one."""
+        return Part((t.shape[0], *self.given[place], *t.shape[3:]), t.dtype)
+
+    def room(self, t: Tensor, place: int) -> Tensor:
+        """For what that place gets."""
+        return t.new_empty((t.shape[0], *self.got[place], *t.shape[3:]))
+
+
+# --- messages ---
+
+
+def by_messages(ring: Ring, tensors: Sequence[Tensor], ways: Sequence[Way]) -> list[Tensor]:
+    """What comes of tensors that go these ways, each rank's in one message to each other."""
+    me, others = ring.rank, [rank for rank in range(ring.size) if rank != ring.rank]
+    to = {rank: _form(tensors, ways, me, rank) for rank in others}
+    come = {rank: _form(tensors, ways, rank, me) for rank in others}
+    sends = [
+        (rank, packed(_given(tensors, ways, me, rank), form, _room(tensors[0], form)))
+        for rank, form in to.items()
+    ]
+    receives = [(rank, _room(tensors[0], form)) for rank, form in come.items()]
+    messages = ring.exchange(sends, receives).wait()
+    parts = {me: _given(tensors, ways, me, me)}
+    parts |= {rank: opened(m, form) for m, (rank, form) in zip(messages, come.items())}
+    found = [way.room(t, me) for t, way in zip(tensors, ways)]
+    for rank, theirs in parts.items():
+        for place, part in zip(_taken(found, ways, rank, me), theirs):
+            place.copy_(part)
+    return found
+
+
+def _between(ways: Sequence[Way], sender: int, receiver: int) -> Iterator[tuple[int, Move]]:
+    """What one of them gives another, and of which tensor."""
+    for i, way in enumerate(ways):
+        for move in way.moves[receiver]:
+            if move.place == sender:
+                yield i, move
+
+
+def _form(tensors: Sequence[Tensor], ways: Sequence[Way], sender: int, receiver: int) -> Form:
+    parts = []
+    for i, move in _between(ways, sender, receiver):
+        t, rows = tensors[i], move.rows
+        length = len(range(rows.start, rows.stop, rows.step or 1))
+        heads = move.heads.stop - move.heads.start
+        parts.append(Part((t.shape[0], length, heads, *t.shape[3:]), t.dtype))
+    return tuple(parts)
+
+
+def _given(
+    tensors: Sequence[Tensor], ways: Sequence[Way], sender: int, receiver: int
+) -> list[Tensor]:
+    return [tensors[i][:, m.rows, m.heads] for i, m in _between(ways, sender, receiver)]
+
+
+def _taken(
+    tensors: Sequence[Tensor], ways: Sequence[Way], sender: int, receiver: int
+) -> list[Tensor]:
+    return [tensors[i][:, m.to_rows, m.to_heads] for i, m in _between(ways, sender, receiver)]
+
+
+def _room(like: Tensor, form: Form) -> Tensor:
+    return room(like, message_bytes(form))
+
+
+# --- shared memory ---
+
+
+@dataclass(frozen=True, eq=False)
+class SharedSwap:
+    """Each writes what it has, and reads what it gets where the others wrote it."""
 
     space: Space
     ranks: tuple[int, ...]  # of the neighbours, in the group that the space is of
-    each: int  # bytes of one message, at most
+    moves: WeakKeyDictionary[Shelf, dict[tuple[Way, int, Form], "Moves"]] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )  # worked out when first needed, for as long as there is that shelf
 
     @classmethod
     def among(cls, neighbours: Ring, most: int, device: torch.device) -> "SharedSwap | None":
-        """For messages of so many bytes at most, anywhere in the group; None where its ranks can't
-        share memory. All of them call this together.
+        """For tensors of so many bytes together at most, anywhere in the group; None where its
+        ranks can't share memory. All of them call this together.
         """
         shared = shared_by(neighbours, device)
         return None if shared is None else cls.over(shared, most)
 
     @classmethod
     def over(cls, shared: Shared, most: int) -> "SharedSwap":
-        """With room for it."""
+        """With room for them."""
         space, group, ranks = shared
-        space.make_room(group, swaps=rounded(most) * (len(ranks) - 1))
-        return cls(space, ranks, rounded(most))
+        space.make_room(group, swaps=most)
+        return cls(space, ranks)
 
-    def swap(
-        self,
-        me: int,
-        pieces: Sequence[Sequence[Tensor]],
-        of_pieces: Sequence[Form],
-        forms: Sequence[Form],
-    ) -> list[Sequence[Tensor]]:
-        """To each place its pieces; and what each has for this one, for reading at once."""
+    def swap(self, me: int, tensors: Sequence[Tensor], ways: Sequence[Way]) -> list[Tensor]:
+        """What comes of these tensors, which go these ways, at one place."""
         shelf = self.space.swaps
+        forms = [
+            tuple(way.form(t, place) for t, way in zip(tensors, ways))
+            for place in range(len(self.ranks))
+        ]
         self.space.follow_stream()
         shelf.meet()
-        for place, (theirs, form) in enumerate(zip(pieces, of_pieces)):
-            if place != me:
-                for there, t in zip(shelf.mine(form, self._start(me, place)), theirs):
-                    there.copy_(t)
+        for place, t in zip(shelf.mine(forms[me]), tensors):
+            place.copy_(t)
         shelf.publish()
-        return [
-            pieces[me] if place == me else shelf.of(rank, form, self._start(place, me))
-            for place, (rank, form) in enumerate(zip(self.ranks, forms))
-        ]
+        theirs = [shelf.of(rank, form) for rank, form in zip(self.ranks, forms)]
+        found = []
+        for i, (t, way) in enumerate(zip(tensors, ways)):
+            into = way.room(t, me)
+            pieces = pieces_of([each[i] for each in theirs], way.moves[me], into)
+            if into.is_cuda and has_triton():
+                self._moves((way, i, forms[me]), pieces, into).run(into)
+            else:
+                for piece, place in pieces:
+                    place.copy_(piece)
+            found.append(into)
+        return found
 
-    def _start(self, sender: int, receiver: int) -> int:
-        """Where a message lies in its sender's memory, which has no place for one to itself."""
-        return (receiver - sender - 1) % len(self.ranks) * self.each
+    def _moves(
+        self, key: tuple[Way, int, Form], pieces: Iterator[tuple[Tensor, Tensor]], into: Tensor
+    ) -> "Moves":
+        """Those of the shelf at hand, which stay where a CUDA graph reads them."""
+        from ring_attention_pytorch._triton_moves import Moves
+
+        shelf = self.space.swaps
+        known = self.moves.setdefault(shelf, {})
+        if key not in known:
+            known[key] = Moves.of(pieces, into)
+        if shelf.captured:
+            shelf.read_by_graphs.add(known[key].table)
+        return known[key]
+
+
+def pieces_of(
+    sources: Sequence[Tensor], moves: Sequence[Move], into: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Sample by sample, what is moved and where it goes."""
+    for sample in range(len(into)):
+        for m in moves:
+            yield sources[m.place][sample, m.rows, m.heads], into[sample, m.to_rows, m.to_heads]

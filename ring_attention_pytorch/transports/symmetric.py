@@ -5,9 +5,10 @@ what they need on a stream of its own, by copies between contiguous memory, whic
 multiprocessors. An owner adds the gradients that it pulled in one order.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,8 +20,15 @@ from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.messages import form_of
-from ring_attention_pytorch.transports.pieces import Blocks, Group, places, schedule, tokens
-from ring_attention_pytorch.transports.shelves import Shared, Space
+from ring_attention_pytorch.transports.pieces import (
+    Blocks,
+    Group,
+    Job,
+    places,
+    schedule,
+    tokens,
+)
+from ring_attention_pytorch.transports.shelves import Mark, Shared, Space
 
 
 class Source(NamedTuple):
@@ -31,30 +39,21 @@ class Source(NamedTuple):
     moves: tuple[tuple[slice, slice], ...]  # from there to here
 
 
-class Coming(NamedTuple):
-    """A part of own keys' gradients, where its source has it and where it is to be."""
-
-    source: Source
-    there: slice
-    here: slice
-    parts: list[Tensor]
-
-
 @dataclass(frozen=True)
 class SymmetricGather(Gather):
     """`Gather` where messages are replaced by pulls.
 
     `ranks` are those of the ring in the group that the space is of; `sources` what has to move
     for each group of owners, once that is worked out. Where the call of own keys is `overtaken` by
-    those of the others', it is what goes on while gradients come home.
+    those of the others', it is what goes on while gradients come home. Where it has ended before
+    the others' begin, they come home `unhidden`: they are added from where they are.
     """
 
     space: Space
     ranks: tuple[int, ...]
     overtaken: bool = False
-    sources: dict[tuple[str, int], list[Source]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    unhidden: bool = False
+    sources: dict[tuple[str, int], list] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def over(
@@ -62,18 +61,21 @@ class SymmetricGather(Gather):
         ring: Ring,
         blocks: Blocks,
         at_once: int,
-        token_bytes: int,
+        job: Job,
         shared: Shared,
         overtaken: bool = False,
+        late: bool = False,
     ) -> "SymmetricGather":
-        """With room for tokens of so many bytes, their mask included."""
-        groups = schedule(blocks, at_once)
+        """With room for the keys of that job and their gradients. Keys that come late come in two
+        stages."""
+        groups = schedule(blocks, at_once, stages=1 + late)
         lengths = tuple(map(count, blocks.keys))
         widest = max((tokens(p) for g in groups for p in g.pieces), default=0)
         space, group, ranks = shared
+        token_bytes = job.token_bytes + job.batch  # and a mask
         space.make_room(group, keys=max(lengths) * token_bytes, grads=widest * token_bytes)
         overtaken = overtaken and len(groups) == 1  # of several, calls wait for one another
-        return cls(ring, groups, lengths, space, ranks, overtaken)
+        return cls(ring, groups, lengths, space, ranks, overtaken, overtaken and late)
 
     @property
     def capturable(self) -> bool:
@@ -100,26 +102,34 @@ class SymmetricGather(Gather):
             self.space.begin(len(self.groups), back=True)
         return super().stream_back(own_keys, own)
 
-    def _pull(self, own: Keys, group: Group) -> Callable[[], list[Tensor]]:
-        shelf, sources = self.space.keys, self._of_keys(group)
+    def _pull(self, own: Keys, group: Group) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
+        shelf, stages = self.space.keys, self._of_keys(group)
         tensors = [t for t in own[:3] if t is not None]
-        length = max((here.stop for each in sources for _, here in each.moves), default=0)
-        whole = [_empty_like(t, length) for t in tensors]
+        mine = slice(0, tokens(group.pieces[self.ring.rank]))
+        whole = [_room(t, mine) for t in tensors]
         for place, t in zip(shelf.own(form_of(tensors, own.k.shape[1])), tensors):
             place.copy_(t)
         # before the kernel that runs beside the copies: else it might have to wait for room there
         shelf.publish()
         shelf.follow()
 
-        def pull() -> list[Tensor]:
+        def pull() -> tuple[list[Tensor], Iterable[slice]]:
             # told to the device only now, when that kernel has been launched
+            ends = []
             with shelf.beside():
-                for rank, length, moves in sources:  # each rank begins with another one
-                    for place, t in zip(whole, shelf.of(rank, form_of(tensors, length))):
-                        for there, here in moves:
-                            _copy(place[:, here], t[:, there])
-            shelf.join()
-            return whole
+                for sources in stages:
+                    for rank, length, moves in sources:  # each rank begins with another one
+                        for place, t in zip(whole, shelf.of(rank, form_of(tensors, length))):
+                            for there, here in moves:
+                                _copy(place[:, here], t[:, there])
+                    ends.append(shelf.mark())
+            return whole, come(ends)
+
+        def come(ends: list[Mark]) -> Iterator[slice]:
+            for part, end in zip(group.parts[self.ring.rank], ends):
+                shelf.join(end)
+                if part.start < part.stop:
+                    yield part
 
         return pull
 
@@ -131,8 +141,8 @@ class SymmetricGather(Gather):
         own: tuple[Sum, Sum],
     ) -> Callable[[], None]:
         shelf, kinds = self.space.grads, own_keys[:2]
-        found = [
-            Coming(source, there, here, [_empty_like(t, here.stop - here.start) for t in kinds])
+        coming = [
+            (source, there, here, [] if self.unhidden else [_room(t, here) for t in kinds])
             for source in self._of_grads(group)
             for there, here in source.moves
         ]
@@ -144,27 +154,34 @@ class SymmetricGather(Gather):
             shelf.follow()
 
         def wait() -> None:
+            found = []
             with shelf.beside():
-                for (rank, length, _), there, _, parts in found:
-                    for part, t in zip(parts, shelf.of(rank, form_of(kinds, length))):
-                        _copy(part, t[:, there])
-            shelf.join()
+                for (rank, length, _), there, here, parts in coming:
+                    theirs = [t[:, there] for t in shelf.of(rank, form_of(kinds, length))]
+                    for part, t in zip(parts, theirs):
+                        _copy(part, t)
+                    found.append((here, parts or theirs))
+            end = shelf.mark()
             for i, total in enumerate(own):
-                total.add_all((each.here, each.parts[i]) for each in found)
+                total.after(partial(shelf.join, end))  # dq need not wait for that
+                total.add_all((here, parts[i]) for here, parts in found)
 
         return wait
 
-    def _of_keys(self, group: Group) -> list[Source]:
-        """Out of each owner's keys, what this rank needs of them."""
+    def _of_keys(self, group: Group) -> list[list[Source]]:
+        """Out of each owner's keys, what this rank needs of them, stage by stage."""
         if ("keys", id(group)) not in self.sources:
             pieces = group.pieces[self.ring.rank]
             self.sources["keys", id(group)] = [
-                Source(
-                    self.ranks[owner],
-                    self.lengths[owner],
-                    tuple((piece.cols, here) for piece, here in places(pieces, owner)),
-                )
-                for owner in self._owners(group.distances)
+                [
+                    Source(
+                        self.ranks[owner],
+                        self.lengths[owner],
+                        _moves((piece.cols, here) for piece, here in places(pieces, owner)),
+                    )
+                    for owner in self._owners(stage)
+                ]
+                for stage in group.stages
             ]
         return self.sources["keys", id(group)]
 
@@ -175,7 +192,7 @@ class SymmetricGather(Gather):
                 Source(
                     self.ranks[user],
                     tokens(group.pieces[user]),
-                    tuple(
+                    _moves(
                         (there, piece.cols)
                         for piece, there in places(group.pieces[user], self.ring.rank)
                     ),
@@ -185,9 +202,24 @@ class SymmetricGather(Gather):
         return self.sources["grads", id(group)]
 
 
-def _empty_like(t: Tensor, length: int) -> Tensor:
-    """[b, length, ...]"""
-    return t.new_empty((t.shape[0], length, *t.shape[2:]))
+def _moves(found: Iterable[tuple[slice, slice]]) -> tuple[tuple[slice, slice], ...]:
+    """From where to where, as few as can be: a copy takes some time, however short.
+
+    >>> _moves([(slice(0, 2), slice(4, 6)), (slice(2, 3), slice(6, 7)), (slice(3, 4), slice(8, 9))])
+    ((slice(0, 3, None), slice(4, 7, None)), (slice(3, 4, None), slice(8, 9, None)))
+    """
+    joined: list[tuple[slice, slice]] = []
+    for there, here in found:
+        if joined and (joined[-1][0].stop, joined[-1][1].stop) == (there.start, here.start):
+            before, after = joined.pop()
+            there, here = slice(before.start, there.stop), slice(after.start, here.stop)
+        joined.append((there, here))
+    return tuple(joined)
+
+
+def _room(t: Tensor, at: slice) -> Tensor:
+    """For so many tokens."""
+    return t.new_empty((t.shape[0], at.stop - at.start, *t.shape[2:]))
 
 
 def _copy(place: Tensor, t: Tensor) -> None:

@@ -51,6 +51,7 @@ class Trial(NamedTuple):
     layout: str = "contiguous"
     transport: str | None = None
     ulysses: int = 1
+    graphs: bool = False
 
 
 def faults(trial: Trial, ring: Ring | None = None) -> dict[str, str]:
@@ -59,9 +60,8 @@ def faults(trial: Trial, ring: Ring | None = None) -> dict[str, str]:
     problem = Problem(together(trial.names, **SIZES), trial.dtype, DEVICE)
     plain = problem.dense(trial.dtype)
     poison()
-    got = problem.shard(
-        ring, trial.layout, trial.kernel, transport=trial.transport, ulysses=trial.ulysses
-    )
+    shard = problem.shard_replayed if trial.graphs else problem.shard
+    got = shard(ring, trial.layout, trial.kernel, transport=trial.transport, ulysses=trial.ulysses)
     for i in range(5 + len(problem.feature.varied), len(got)):  # ranks have a part each
         got[i] = got[i].double()
         if ring.size > 1:
@@ -72,18 +72,30 @@ def faults(trial: Trial, ring: Ring | None = None) -> dict[str, str]:
     return {name: why for name, why in zip(problem.names, said) if why is not None}
 
 
+def faults_alone(trial: Trial) -> dict[str, str]:
+    """On one rank, where the kernel has these features."""
+    try:
+        return faults(trial, Ring.alone())
+    except ValueError as error:
+        if trial.kernel in (None, "eager") or f"kernel={trial.kernel!r} " not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("names", "kernel"), KINDS, ids=lambda x: " + ".join(x) if isinstance(x, tuple) else str(x)
 )
 def test_every_feature_on_one_gpu(names, kernel, dtype):
-    try:
-        found = faults(Trial(names, kernel, dtype), Ring.alone())
-    except ValueError as error:
-        if kernel in (None, "eager") or f"kernel={kernel!r} " not in str(error):
-            raise
-        pytest.skip(str(error))
-    assert not found
+    assert not faults_alone(Trial(names, kernel, dtype))
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("kernel", [*KERNELS])
+def test_every_feature_in_graphs(name, kernel):
+    if kernel == "flex" and name != "mask_mod":
+        pytest.skip("compiles for each predicate what others have")
+    assert not faults_alone(Trial((name,), kernel, torch.bfloat16, graphs=True))
 
 
 # --- rings ---
@@ -109,9 +121,16 @@ TRIALS = [
 ]
 
 
+TRIALS += [t._replace(graphs=True) for t in trials(None, "gather")]
+
+
 @pytest.mark.skipif(GPUS < 2, reason="there are no two CUDA devices")
 @pytest.mark.parametrize(
-    "trial", TRIALS, ids=lambda t: f"{t.kernel}-{t.transport}-{t.ulysses}-{' + '.join(t.names)}"
+    "trial",
+    TRIALS,
+    ids=lambda t: (
+        f"{t.kernel}-{t.transport}-{t.ulysses}-{' + '.join(t.names)}" + "-graphs" * t.graphs
+    ),
 )
 def test_every_feature_over_nccl(nccl, trial):
     assert not any(nccl(RANKS).run(faults, trial))

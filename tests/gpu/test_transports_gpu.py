@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attention_pytorch import RingPlan, explain_plan, positions, ring_attn
+from ring_attention_pytorch import RingPlan, explain_plan, positions, ring_attn, transports
 from ring_attention_pytorch.contract import Case
 from ring_attention_pytorch.kernels import _whole, problem
 from ring_attention_pytorch.lanes import aside
@@ -35,6 +35,7 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 WAYS = [
     dict(transport="ring"), dict(transport="gather"), dict(transport="gather", memory=0),
     dict(transport="gather", apart=True), dict(transport="gather", apart=True, memory=0),
+    dict(transport="gather", soon=True),
     dict(transport="ring", ulysses=2), dict(transport="gather", ulysses=2),
     dict(transport="ring", ulysses=2, apart=True), dict(),
 ]  # fmt: skip
@@ -67,10 +68,14 @@ def wanted(tensors: list[Tensor], dout: Tensor, **options: object) -> list[Tenso
     return [out, *torch.autograd.grad(out, exact, dout.to(device).double())]
 
 
-def plan_for(*tensors: Tensor, apart: bool = False, **options: object) -> RingPlan:
-    """A plan; apart as for GPUs that share no memory, which send point to point."""
+def plan_for(
+    *tensors: Tensor, apart: bool = False, soon: bool = False, **options: object
+) -> RingPlan:
+    """A plan; apart as for GPUs that share no memory, which send point to point; soon as if keys
+    came before own keys are computed on, which takes more tokens."""
     without = mock.patch.object(Ring, "shared", return_value=None)
-    with without if apart else nullcontext():
+    in_time = mock.patch.object(transports, "keys_come_late", return_value=False)
+    with without if apart else nullcontext(), in_time if soon else nullcontext():
         return RingPlan.make(*tensors, **options)
 
 
@@ -294,6 +299,24 @@ def training_follows_inference() -> None:
     assert torch.equal(out, want), "otherwise in inference"
 
 
+def parts_of_a_projection(kernel: str, ulysses: int) -> None:
+    """q, k and v that lie in one tensor, and a cotangent that is one number: strided, all."""
+    rank, size, device = dist.get_rank(), dist.get_world_size(), torch.cuda.current_device()
+    draw = torch.Generator(device).manual_seed(rank)
+    fused = torch.randn(2, 512 // size, 12, 64, device=device, generator=draw).bfloat16()
+    plan = RingPlan.make(
+        *fused.split((8, 2, 2), dim=2), causal=True, layout="zigzag", kernel=kernel,
+        transport="gather", ulysses=ulysses,
+    )  # fmt: skip
+    graphs, found = plan.in_graphs(), []
+    for again in (plan, graphs, graphs, graphs):
+        leaf = fused.clone().requires_grad_()
+        out = ring_attn(*leaf.split((8, 2, 2), dim=2), plan=again)
+        out.sum().backward()
+        found.append([out.detach(), leaf.grad])
+    assert all(same(found[0], each, kernel) for each in found[1:]), (kernel, ulysses, "strided")
+
+
 def same(want: list[Tensor], got: list[Tensor], kernel: str) -> bool:
     """To the bit, where the kernel repeats so."""
     if kernel == "eager":
@@ -359,7 +382,7 @@ def main() -> None:
     kernels = ("flash-attn-4", "sdpa-cudnn", "flash-attn-2", "sdpa-flash")
     able = [name for name in kernels if problem(name, Case.of(like, like)) is None]
     for kernel in able:
-        errors = [calls_side_by_side(kernel, how) for how in WAYS[1:4]]
+        errors = [calls_side_by_side(kernel, how) for how in (*WAYS[1:4], WAYS[5])]
         errors.append(only_the_last_has_keys(kernel))
         assert max(errors) < BOUNDS[torch.bfloat16], (kernel, errors)
         if dist.get_rank() == 0:
@@ -370,6 +393,8 @@ def main() -> None:
             any_stream_may_be_current(ulysses, kernel, graphs)
     for kernel, graphs in product(("eager", *able), (False, True)):
         any_device_may_be_current(kernel, graphs)
+    for kernel, ulysses in product(("eager", *able), (1, 2)):
+        parts_of_a_projection(kernel, ulysses)
     training_follows_inference()
     found = speeds()
     if dist.get_rank() == 0:

@@ -1,0 +1,82 @@
+"""Pieces moved by one kernel, through Triton's interpreter, against copies one by one."""
+
+import importlib.util
+import multiprocessing as mp
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.layouts import all_segments, count
+from ring_attention_pytorch.transports.swap import pieces_of
+from ring_attention_pytorch.ulysses import Spread, key_heads, land
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[ProcessPoolExecutor]:
+    context = mp.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_interpret) as pool:
+        yield pool
+
+
+def spread_over(layout: str, places: int, length: int, heads: tuple[int, int]) -> Spread:
+    shards = all_segments(layout, places, length)
+    lengths = tuple(map(count, shards))
+    return Spread(lengths, max(lengths), land(shards)[1], key_heads(*heads, places))
+
+
+def otherwise(spread: Spread, back: bool, dtype: torch.dtype, rest: tuple[int, ...]) -> list[int]:
+    """The places at which something else comes than what copies bring."""
+    from ring_attention_pytorch._triton_moves import Moves
+
+    way, found = spread.to_sequence if back else spread.to_heads, []
+    draw = torch.Generator().manual_seed(0)
+    sources = [
+        torch.randint(0, 2, (2, *given, *rest), generator=draw).to(dtype)
+        if dtype == torch.bool
+        else torch.randn((2, *given, *rest), generator=draw).to(dtype)
+        for given in way.given
+    ]
+    for place, moves in enumerate(way.moves):
+        want, got = (way.room(sources[0], place) for _ in range(2))
+        for piece, there in pieces_of(sources, moves, want):
+            there.copy_(piece)
+        table = Moves.of(pieces_of(sources, moves, got), got)
+        poisoned(got)
+        table.run(got)
+        other = got.new_empty(got.shape)
+        table.run(poisoned(other))  # a table is of places, not of one tensor
+        if not (torch.equal(want, got) and torch.equal(want, other)):
+            found.append(place)
+    return found
+
+
+def poisoned(t: Tensor) -> Tensor:
+    t.view(torch.uint8).fill_(1 if t.dtype == torch.bool else 255)
+    return t
+
+
+@needs_triton
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+@pytest.mark.parametrize(
+    ("places", "length", "heads"),
+    [(2, 29, (4, 2)), (4, 64, (8, 2)), (3, 13, (12, 4)), (3, 2, (3, 3)), (2, 0, (2, 2))],
+)
+def test_all_pieces_come_where_they_go(interpreted, layout, places, length, heads):
+    spread = spread_over(layout, places, length, heads)
+    kinds = (torch.bfloat16, (16,)), (torch.float32, ()), (torch.float64, (5,)), (torch.bool, ())
+    for back, kind in product((False, True), kinds):
+        assert interpreted.submit(otherwise, spread, back, *kind).result() == [], (back, kind)
