@@ -178,7 +178,7 @@ MUTANTS = [
     ),
     Mutant(
         "sums do not wait for their parts", "running.py",
-        'to be added to in place."""\n        join(self._like.device)',
+        'to be added to in place."""\n        self._join()',
         'to be added to in place."""',
     ),
     Mutant(
@@ -216,6 +216,30 @@ MUTANTS = [
     Mutant(
         "own keys wait for the end of one group of several", "transports/symmetric.py",
         "overtaken and len(groups) == 1", "overtaken",
+    ),
+    Mutant(
+        "keys are computed on before their stage has come", "transports/symmetric.py",
+        "                shelf.join(end)\n", "",
+    ),
+    Mutant(
+        "gradients are added before they have come home", "transports/symmetric.py",
+        "total.after(partial(shelf.join, end))", "pass",
+    ),
+    Mutant(
+        "a sum is read before what it waits for", "running.py", "self._waits.pop()()",
+        "self._waits.pop()",
+    ),
+    Mutant(
+        "the second stage brings what the first did", "transports/pieces.py", "others[half:]",
+        "others[:half]",
+    ),
+    Mutant(
+        "keys come in stages where they are in time", "transports/pieces.py", "mine < others for",
+        "mine > others for",
+    ),
+    Mutant(
+        "keys come in stages where some have none of their own", "transports/pieces.py",
+        "min(own) > 0 and ", "",
     ),
     # graphs
     Mutant(
@@ -380,6 +404,10 @@ MUTANTS = [
     Mutant(
         "heads written while others read", "transports/swap.py",
         "        shelf.meet()\n", "",
+    ),
+    Mutant(
+        "one sample's heads are swapped", "transports/swap.py", "range(len(into))",
+        "range(min(1, len(into)))",
     ),
     Mutant(
         "heads of another place", "ulysses.py",
@@ -685,6 +713,8 @@ def battery() -> Iterable[Callable[[], None]]:
     shared = Attention(29, "zigzag", causal=True, masked=True, d_v=5, kernel="eager")
     yield lambda: check_symmetric(shared, 4, 2)
     yield lambda: check_symmetric(replace(shared, ulysses=4), 4, 2)
+    yield lambda: check_symmetric(shared, 4, 9, late=True)
+    yield keys_come_in_stages_where_they_are_late
     yield zigzag_is_balanced
     yield gathered_keys_are_few_large_tiles
     yield the_same_is_dropped_everywhere
@@ -710,7 +740,19 @@ def shared_memory_is_read_before_it_is_written() -> None:
     from tests.test_transports import test_shared_memory_is_written_anew_when_all_have_read_it
 
     for at_once, ulysses in ((3, 1), (1, 2)):
-        test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses)
+        test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, {})
+
+
+def keys_come_in_stages_where_they_are_late() -> None:
+    """And calls wait for theirs."""
+    import pytest
+
+    from tests import test_transports
+
+    for tokens, late, otherwise in test_transports.LATE:
+        test_transports.test_few_tokens_of_many_ranks_come_late(tokens, late, otherwise)
+    with pytest.MonkeyPatch.context() as patch:
+        test_transports.test_calls_wait_for_the_keys_of_their_own_stage(patch, late=True)
 
 
 def streams_wait_for_one_another() -> None:

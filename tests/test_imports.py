@@ -35,7 +35,7 @@ ALLOWED = {
     "transports.send_recv": {"contract", "layouts", "ring", "running", "transports"},
     "transports.gather": {"contract", "layouts", "ring", "running", "transports"},
     "transports.shelves": {"lanes", "ring", "transports"},
-    "transports.swap": {"_triton_moves", "ring", "running", "transports"},
+    "transports.swap": {"_triton_moves", "lanes", "ring", "running", "transports"},
     "transports.symmetric": {"contract", "lanes", "layouts", "ring", "running", "transports"},
     "ulysses": {"contract", "layouts", "ring", "running", "transforms", "transports"},
     "cost": {"layouts", "transports"},

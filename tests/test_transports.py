@@ -39,6 +39,7 @@ from ring_attention_pytorch.transports.messages import form_of, message_bytes, o
 from ring_attention_pytorch.transports.pieces import (
     Blocks,
     Job,
+    in_two_stages,
     joined,
     keys_come_late,
     schedule,
@@ -224,17 +225,16 @@ def test_calls_wait_for_the_keys_of_their_own_stage(monkeypatch, late):
     threads.run(size, main)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "late", "otherwise"),
-    [
-        (8 * 2048, True, {}),
-        (8 * 16384, False, {}),
-        (8 * 2048, False, dict(at_once=2)),  # groups come one after another
-        (8 * 2048, False, dict(window=4096)),
-        (8 * 2048, False, dict(keys=((Segment(0, 1, 8 * 2048),), *[()] * 7))),  # some have none
-    ],
-    ids=["few", "many", "groups", "window", "cross"],
-)
+LATE = [
+    (8 * 2048, True, {}),
+    (8 * 16384, False, {}),
+    (8 * 2048, False, dict(at_once=2)),  # groups come one after another
+    (8 * 2048, False, dict(window=4096)),
+    (8 * 2048, False, dict(keys=((Segment(0, 1, 8 * 2048),), *[()] * 7))),  # some have none
+]
+
+
+@pytest.mark.parametrize(("tokens", "late", "otherwise"), LATE)
 def test_few_tokens_of_many_ranks_come_late(tokens, late, otherwise):
     everyone = all_segments("zigzag", 8, tokens)
     visible = Visible("keys" not in otherwise, otherwise.get("window"))
@@ -344,12 +344,13 @@ def test_a_message_holds_its_tensors(lengths, size):
     st.integers(0, 40),
     st.builds(Visible, st.booleans(), st.none() | st.integers(0, 20), st.none(), st.none()),
     st.integers(1, 6),
-    st.integers(1, 3),
+    st.booleans(),
 )
-def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, at_once, stages):
+def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, at_once, staged):
     everyone = all_segments(layout, size, length)
-    groups = schedule(Blocks(everyone, everyone, visible), at_once, stages)
-    assert all(len(group.distances) <= at_once for group in groups)
+    blocks = Blocks(everyone, everyone, visible)
+    groups = (in_two_stages(blocks),) if staged else schedule(blocks, at_once)
+    assert staged or all(len(group.distances) <= at_once for group in groups)
     for rank, mine in enumerate(everyone):
         pieces = [p for group in groups for p in group.pieces[rank]]
         brought = [(p.owner, j) for p in pieces for j in range(p.cols.start, p.cols.stop)]
@@ -362,18 +363,29 @@ def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, a
             }
             assert shown <= {j for whose, j in brought if whose == owner}
         for group in groups:
+            at = [p.segment.start for p in group.pieces[rank]]
+            assert staged or at == sorted(at)
             whole = joined(group.pieces[rank])
+            assert count(whole) == tokens(group.pieces[rank])
             ends = [0, *(part.stop for part in group.parts[rank])]
             assert group.parts[rank] == tuple(map(slice, ends[:-1], ends[1:]))
-            assert ends[-1] == tokens(group.pieces[rank])
+            assert ends[-1] == count(whole)
             for stage, part in zip(group.stages, group.parts[rank], strict=True):
                 owners = {(rank - t) % size for t in stage}
-                theirs = [p for p in group.pieces[rank] if p.owner in owners]
-                at = [p.segment.start for p in theirs]
-                assert at == sorted(at)
+                theirs = tuple(p for p in group.pieces[rank] if p.owner in owners)
                 some = segment_positions(stretch(whole, part))
                 assert torch.equal(some, segment_positions(joined(theirs)))
-            assert sum(s.length for s in joined(group.pieces[rank])) == tokens(group.pieces[rank])
+
+
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_stages_are_as_few_tiles(size):
+    """Backward, all together; forward, each stage."""
+    everyone, visible = all_segments("zigzag", size, 16 * size), Visible(causal=True)
+    group = in_two_stages(Blocks(everyone, everyone, visible))
+    for rank, mine in enumerate(everyone):
+        whole = joined(group.pieces[rank])
+        for part in (slice(0, count(whole)), *group.parts[rank]):
+            assert len(tiles(mine, stretch(whole, part), visible)) <= 2
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])

@@ -103,8 +103,8 @@ Pieces = tuple[Piece, ...]
 class Group(NamedTuple):
     """Owners at some distances behind each rank, whose keys come at once, stage by stage.
 
-    `pieces` are what comes to each rank, in the order of positions within a stage; `parts` are
-    the tokens of them, one after another, that each stage brings.
+    `pieces` are what comes to each rank; `parts` are the tokens of them, one after another, that
+    each stage brings.
     """
 
     stages: tuple[tuple[int, ...], ...]
@@ -151,7 +151,7 @@ def tokens(pieces: Pieces) -> int:
 
 
 @lru_cache(maxsize=1024)
-def schedule(blocks: Blocks, at_once: int, stages: int = 1) -> tuple[Group, ...]:
+def schedule(blocks: Blocks, at_once: int) -> tuple[Group, ...]:
     """The groups of `at_once` owners that bring everyone what is needed.
 
     Zigzag, four ranks: rank 1 sees chunk 0 with all of its queries, and chunks 2 to 5 with
@@ -163,30 +163,50 @@ def schedule(blocks: Blocks, at_once: int, stages: int = 1) -> tuple[Group, ...]
     >>> joined(group.pieces[1])
     (Segment(start=0, stride=1, length=2), Segment(start=4, stride=1, length=8))
     """
-    found = []
-    for chosen in blocks.others(at_once):
-        cuts = [len(chosen) * i // stages for i in range(stages + 1)]
-        found.append(_group(blocks, tuple(chosen[slice(*cut)] for cut in pairwise(cuts))))
-    return tuple(found)
+    return tuple(_group(blocks, ((chosen,),)) for chosen in blocks.others(at_once))
 
 
-def _group(blocks: Blocks, stages: tuple[tuple[int, ...], ...]) -> Group:
-    found = [[needed(r, blocks, stage) for stage in stages] for r in range(len(blocks.queries))]
+@lru_cache(maxsize=1024)
+def in_two_stages(blocks: Blocks) -> Group:
+    """The group of all owners, those nearest behind each rank first, and owner by owner: so that
+    most of an owner's keys come in one copy.
+
+    >>> from ring_attention_pytorch.layouts import all_segments
+    >>> four = all_segments("zigzag", 4, 16)
+    >>> group = in_two_stages(Blocks(four, four, Visible(causal=True)))
+    >>> group.stages, [piece.owner for piece in group.pieces[1]], group.parts[1]
+    (((1,), (2, 3)), [0, 3, 3, 2, 2], (slice(0, 2, None), slice(2, 10, None)))
+    """
+    others = blocks.distances[1:]
+    half = len(others) // 2
+    return _group(
+        blocks, tuple(tuple((t,) for t in some) for some in (others[:half], others[half:]))
+    )
+
+
+def _group(blocks: Blocks, stages: tuple[tuple[tuple[int, ...], ...], ...]) -> Group:
+    """For each stage distances whose keys are in the order of positions, and what follows them."""
+    found = [
+        [[p for chosen in stage for p in needed(rank, blocks, chosen)] for stage in stages]
+        for rank in range(len(blocks.queries))
+    ]
     ends = ([*accumulate(map(tokens, coming), initial=0)] for coming in found)
     return Group(
-        stages,
-        tuple(tuple(chain.from_iterable(coming)) for coming in found),
+        tuple(tuple(chain(*stage)) for stage in stages),
+        tuple(tuple(chain(*coming)) for coming in found),
         tuple(tuple(slice(*cut) for cut in pairwise(each)) for each in ends),
     )
 
 
 @lru_cache(maxsize=1024)
 def keys_come_late(blocks: Blocks, at_once: int, job: Job) -> bool:
-    """Whether some rank has computed on its own keys, which all have, before those of all others
-    have come, together."""
+    """Whether some rank has computed on its own keys, which all have, before those of several
+    others have come, together."""
     groups, visible = schedule(blocks, at_once), blocks.visible
-    if len(groups) != 1 or visible.window is not None or visible.documents is not None:
-        return False  # or they are few
+    if len(groups) != 1 or len(groups[0].distances) < 2:
+        return False
+    if visible.window is not None or visible.documents is not None:
+        return False  # they are few
     own = [
         job.pair_flops * visible_pairs(tiles(queries, keys, visible))
         for queries, keys in zip(blocks.queries, blocks.keys)

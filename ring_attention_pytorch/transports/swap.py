@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.lanes import current_stream
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.running import has_triton
 from ring_attention_pytorch.transports.messages import (
@@ -168,15 +169,18 @@ class SharedSwap:
     def _moves(
         self, key: tuple[Way, int, Form], pieces: Iterator[tuple[Tensor, Tensor]], into: Tensor
     ) -> "Moves":
-        """Those of the shelf at hand, which stay where a CUDA graph reads them."""
+        """Those of the shelf at hand, whose table stays for as long as anything reads it."""
         from ring_attention_pytorch._triton_moves import Moves
 
         shelf = self.space.swaps
         known = self.moves.setdefault(shelf, {})
         if key not in known:
             known[key] = Moves.of(pieces, into)
+        table = known[key].table
         if shelf.captured:
-            shelf.read_by_graphs.add(known[key].table)
+            shelf.read_by_graphs.add(table)
+        else:
+            table.record_stream(current_stream(into.device))
         return known[key]
 
 

@@ -24,6 +24,7 @@ from ring_attention_pytorch.transports.pieces import (
     Blocks,
     Group,
     Job,
+    in_two_stages,
     places,
     schedule,
     tokens,
@@ -45,14 +46,12 @@ class SymmetricGather(Gather):
 
     `ranks` are those of the ring in the group that the space is of; `sources` what has to move
     for each group of owners, once that is worked out. Where the call of own keys is `overtaken` by
-    those of the others', it is what goes on while gradients come home. Where it has ended before
-    the others' begin, they come home `unhidden`: they are added from where they are.
+    those of the others', it is what goes on while gradients come home.
     """
 
     space: Space
     ranks: tuple[int, ...]
     overtaken: bool = False
-    unhidden: bool = False
     sources: dict[tuple[str, int], list] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -68,14 +67,14 @@ class SymmetricGather(Gather):
     ) -> "SymmetricGather":
         """With room for the keys of that job and their gradients. Keys that come late come in two
         stages."""
-        groups = schedule(blocks, at_once, stages=1 + late)
+        groups = (in_two_stages(blocks),) if late else schedule(blocks, at_once)
         lengths = tuple(map(count, blocks.keys))
         widest = max((tokens(p) for g in groups for p in g.pieces), default=0)
         space, group, ranks = shared
         token_bytes = job.token_bytes + job.batch  # and a mask
         space.make_room(group, keys=max(lengths) * token_bytes, grads=widest * token_bytes)
         overtaken = overtaken and len(groups) == 1  # of several, calls wait for one another
-        return cls(ring, groups, lengths, space, ranks, overtaken, overtaken and late)
+        return cls(ring, groups, lengths, space, ranks, overtaken)
 
     @property
     def capturable(self) -> bool:
@@ -142,7 +141,7 @@ class SymmetricGather(Gather):
     ) -> Callable[[], None]:
         shelf, kinds = self.space.grads, own_keys[:2]
         coming = [
-            (source, there, here, [] if self.unhidden else [_room(t, here) for t in kinds])
+            (source, there, here, [_room(t, here) for t in kinds])
             for source in self._of_grads(group)
             for there, here in source.moves
         ]
@@ -154,17 +153,14 @@ class SymmetricGather(Gather):
             shelf.follow()
 
         def wait() -> None:
-            found = []
             with shelf.beside():
-                for (rank, length, _), there, here, parts in coming:
-                    theirs = [t[:, there] for t in shelf.of(rank, form_of(kinds, length))]
-                    for part, t in zip(parts, theirs):
-                        _copy(part, t)
-                    found.append((here, parts or theirs))
-            end = shelf.mark()
+                for (rank, length, _), there, _, parts in coming:
+                    for part, t in zip(parts, shelf.of(rank, form_of(kinds, length))):
+                        _copy(part, t[:, there])
+                end = shelf.mark()
             for i, total in enumerate(own):
                 total.after(partial(shelf.join, end))  # dq need not wait for that
-                total.add_all((here, parts[i]) for here, parts in found)
+                total.add_all((here, parts[i]) for _, _, here, parts in coming)
 
         return wait
 
