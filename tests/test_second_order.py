@@ -74,10 +74,10 @@ def test_shared_memory_carries_tangents():
 
     def over(plan: RingPlan) -> SymmetricGather:
         ring, job = plan.ring, plan.job
-        width = job._replace(d=2 * job.d, d_v=2 * job.d_v).token_bytes + job.batch
+        pairs = job._replace(d=2 * job.d, d_v=2 * job.d_v)
         if ring.rank not in made:
             shared = Shared(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
-            made[ring.rank] = SymmetricGather.over(ring, plan.blocks, 2, width, shared)
+            made[ring.rank] = SymmetricGather.over(ring, plan.blocks, 2, pairs, shared)
         return replace(made[ring.rank], ring=ring)
 
     with mock.patch.object(RingPlan, "transport_of_pairs", property(over)):
