@@ -35,10 +35,10 @@ COLOURS = ("#b04a4a", "#4878a8", "#d0943c", "#4a8a5c")
 # kernel alone on one GPU over the whole sequence, up to 16384 tokens in a CUDA graph
 # (benchmarks/results/2026-11-22-ring.md).
 MEASURED = {
-    ("gather", 2048): 0.75,
-    ("gather", 4096): 0.92,
+    ("gather", 2048): 0.77,
+    ("gather", 4096): 0.89,
     ("gather", 8192): 0.94,
-    ("gather", 16384): 0.95,
+    ("gather", 16384): 0.94,
     ("gather", 32768): 1.03,
     ("ring", 2048): 0.52,
     ("ring", 4096): 0.76,
@@ -129,8 +129,8 @@ The model adds up, for one rank: the kernel's FLOPs at its measured speed, 0.1 m
 call (0.04 where all of a gather's go side by side), the traffic of merging, and whatever of the
 transfers does not fit beside the computing. Its
 speeds were measured on H200s in one NVLink domain: cuDNN at 600 / 525 TF/s, copies by copy engine
-at 350 GB/s, NCCL send/recv hops (49 GB/s for 8 MB to 320 GB/s for 512 MB), all-to-all at
-141 GB/s. The network is taken to be 400 Gb/s for each GPU, 45 GB/s of it usable, and nobody else's.
+at 350 GB/s, NCCL send/recv hops (49 GB/s for 8 MB to 320 GB/s for 512 MB), heads
+swapped for sequence at 280 GB/s. The network is taken to be 400 Gb/s for each GPU, 45 GB/s of it usable, and nobody else's.
 
 ## What it was checked against
 
@@ -141,7 +141,7 @@ in a CUDA graph (`benchmarks/results/2026-11-22-ring.md`).
 
 PREDICTIONS = """\
 Without a graph 2k tokens a GPU wait for Python to launch, of which the model knows little: there
-they measure 13 to 18%, by the host.
+they measure 12 to 18%, by the host.
 
 ## Predictions
 
