@@ -129,8 +129,9 @@ The model adds up, for one rank: the kernel's FLOPs at its measured speed, 0.1 m
 call (0.04 where all of a gather's go side by side), the traffic of merging, and whatever of the
 transfers does not fit beside the computing. Its
 speeds were measured on H200s in one NVLink domain: cuDNN at 600 / 525 TF/s, copies by copy engine
-at 350 GB/s, NCCL send/recv hops (49 GB/s for 8 MB to 320 GB/s for 512 MB), heads
-swapped for sequence at 280 GB/s. The network is taken to be 400 Gb/s for each GPU, 45 GB/s of it usable, and nobody else's.
+at 350 GB/s, NCCL send/recv hops (49 GB/s for 8 MB to 320 GB/s for 512 MB), heads swapped for
+sequence at 280 GB/s. The network is taken to be 400 Gb/s for each GPU, 45 GB/s of it usable, and
+nobody else's.
 
 ## What it was checked against
 
