@@ -159,13 +159,14 @@ class Sum:
             self.running()
 
     def add_all(self, parts: Iterable[tuple[slice, Tensor]]) -> None:
-        """Add parts, in this order. They wait for more while few lie upon one another."""
+        """Add parts, in this order. They wait for more while few lie upon one another, or while
+        they are not to be read."""
         for at, part in parts:
             if self._wide is None and not self._parts:
                 self.add(at, part)
             else:
                 self._parts.append((at, part))
-        if self._wide is not None or (len(self._parts) > _MOST and _deepest(self._parts) > _MOST):
+        if self._crowded and not self._waits:
             self.running()
 
     def running(self) -> Tensor:
@@ -194,9 +195,11 @@ class Sum:
 
     def move_to(self, whole: "Sum", first: int) -> None:
         """Add all that there is to another sum, whose token `first` is the first one here."""
-        parts = self._parts if self._wide is None else [(self._whole, self._wide)]
+        wide = [] if self._wide is None else [(self._whole, self._wide)]
+        parts = [*wide, *self._parts]
+        whole._waits += self._waits
         whole.add_all((slice(first + at.start, first + at.stop), part) for at, part in parts)
-        self._parts, self._wide = [], None
+        self._parts, self._wide, self._waits = [], None, []
 
     def samples(self, which: slice) -> "Sum":
         """That of some samples, in the same memory."""
@@ -209,28 +212,34 @@ class Sum:
     def final(self) -> Tensor:
         """The sum in the dtype of what it is like."""
         self._join()
-        if self._wide is None and not self._parts:
+        if self._crowded:
+            return self.running().to(self._like.dtype)
+        if not self._parts:
             return torch.zeros_like(self._like)
-        if self._wide is None and _begins_with(self._parts, self._whole):
+        if _begins_with(self._parts, self._whole):
             whole = self._parts.pop(0)
             self._fold(whole[1])
             self._parts = [whole]
             return whole[1]
-        if self._wide is None:
-            total = self._empty(self._like.dtype)
-            self.write(total)
-            self._parts = [(self._whole, total)]
-            return total
-        return self._wide.to(self._like.dtype)
+        total = self._empty(self._like.dtype)
+        self.write(total)
+        self._parts = [(self._whole, total)]
+        return total
 
     def write(self, place: Tensor) -> None:
         """The sum into other memory, in one pass."""
         self._join()
-        if self._wide is not None:
-            place.copy_(self._wide)
+        if self._crowded:
+            place.copy_(self.running())
             return
         for at, found in _covered([(self._whole,), *self._parts]):
             add_(place[:, at], *(part for (part,) in found[1:]), fresh=True)
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether parts are to be added in wide numbers: some are, or many lie upon one another."""
+        many = len(self._parts) > _MOST and _deepest(self._parts) > _MOST
+        return self._wide is not None or many
 
     def _join(self) -> None:
         """Let the current stream wait for all parts."""

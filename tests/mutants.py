@@ -219,7 +219,39 @@ MUTANTS = [
     ),
     Mutant(
         "keys are computed on before their stage has come", "transports/symmetric.py",
-        "                shelf.join(end)\n", "",
+        "                shelf.join(end)\n                if part", "                if part",
+    ),
+    Mutant(
+        "the next of several turns comes before all is read", "transports/symmetric.py",
+        "parts if len(self.groups) == 1 else [*parts]", "parts",
+    ),
+    Mutant(
+        "gradients of several turns are not read before the next", "transports/symmetric.py",
+        "            if len(self.groups) > 1:\n                shelf.join(end)\n", "",
+    ),
+    Mutant(
+        "dq waits for gradients that come home", "running.py",
+        "if self._crowded and not self._waits:", "if self._crowded:",
+    ),
+    Mutant(
+        "what is moved to another sum is read at once", "running.py",
+        "        whole._waits += self._waits\n", "",
+    ),
+    Mutant(
+        "nobody asks for stages", "transports/__init__.py",
+        "late = keys_come_late(blocks, at_once, job)", "late = False",
+    ),
+    Mutant(
+        "a graph's tables go away", "transports/swap.py",
+        "            shelf.read_by_graphs.add(known[key].table)\n", "            pass\n",
+    ),
+    Mutant(
+        "tables stay though no graph reads them", "transports/swap.py",
+        "        if captured:\n            shelf", "        if True:\n            shelf",
+    ),
+    Mutant(
+        "too little room for out and lse", "ulysses.py",
+        "        (like(v, places * rows, heads), lse),\n", "",
     ),
     Mutant(
         "gradients are added before they have come home", "transports/symmetric.py",
@@ -406,8 +438,8 @@ MUTANTS = [
         "        shelf.meet()\n", "",
     ),
     Mutant(
-        "one sample's heads are swapped", "transports/swap.py", "range(len(into))",
-        "range(min(1, len(into)))",
+        "all that is swapped comes from one place", "transports/swap.py",
+        "sources[m.place][:, m.rows", "sources[0][:, m.rows",
     ),
     Mutant(
         "heads of another place", "ulysses.py",
@@ -744,15 +776,26 @@ def shared_memory_is_read_before_it_is_written() -> None:
 
 
 def keys_come_in_stages_where_they_are_late() -> None:
-    """And calls wait for theirs."""
+    """And calls wait for theirs, and what is shared for its readers."""
+    from functools import partial
+
     import pytest
 
-    from tests import test_transports
+    from tests import test_running, test_transports, test_ulysses
 
     for tokens, late, otherwise in test_transports.LATE:
         test_transports.test_few_tokens_of_many_ranks_come_late(tokens, late, otherwise)
-    with pytest.MonkeyPatch.context() as patch:
-        test_transports.test_calls_wait_for_the_keys_of_their_own_stage(patch, late=True)
+    for check in (
+        partial(test_transports.test_calls_wait_for_the_keys_of_their_own_stage, late=True),
+        partial(test_transports.test_dq_waits_for_no_gradients_that_come_home, wide=True),
+        test_transports.test_a_turn_of_several_says_that_the_last_one_was_read,
+        test_transports.test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory,
+        test_ulysses.test_what_a_graph_reads_is_made_before_it_and_stays,
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            check(patch)
+    test_running.test_what_is_not_yet_to_be_read_is_not_read(wide=False, moved=True)
+    test_ulysses.test_a_shelf_has_room_for_all_that_is_swapped()
 
 
 def streams_wait_for_one_another() -> None:

@@ -20,7 +20,7 @@ from ring_attention_pytorch.layouts import LAYOUTS, Visible, all_segments, tiles
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.pieces import Blocks, Job
 from tests import threads
-from tests.cases import Attention
+from tests.cases import Attention, over_shared_memory
 from tests.test_ring_attention import hops
 
 JOB = Job(1, 32, 8, 128, 128, 2)
@@ -122,6 +122,18 @@ def test_a_plan_explains_itself_without_a_message(options, said):
         assert "% of the kernel alone" in text
     for each in said:
         assert any(each in text for text in found), (each, found[1])
+
+
+def test_stages_are_explained():
+    """Of ranks that share memory, where keys come late."""
+
+    def main(ring: threads.ThreadRing) -> list[bool]:
+        q = torch.empty(1, 16, 2, 8)
+        plan = RingPlan.make(q, q, q, causal=True, layout="zigzag", group=ring, transport="gather")
+        found = (over_shared_memory(plan, [q, q, q], ring, 3, late=late) for late in (False, True))
+        return ["computes, forward in two stages; " in explain_plan(each) for each in found]
+
+    assert threads.run(4, main)[0] == [[False, True]] * 4
 
 
 def test_the_pairs_of_packed_documents_are_those_that_are_seen():

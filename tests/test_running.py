@@ -138,6 +138,24 @@ def test_a_sum_of_parts_waits_for_them(dtype):
     assert relative_error(total.final(), 2 * part) < 1e-6
 
 
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("moved", [False, True])
+def test_what_is_not_yet_to_be_read_is_not_read(wide, moved):
+    """However many parts lie upon one another; then they are rounded once."""
+    parts = [torch.full((1, N, 2), torch.nan, dtype=torch.bfloat16) for _ in range(9)]
+    whole = total = Sum(parts[0])
+    if wide:
+        total.running()
+    total.after(lambda: [part.fill_(1 + i / 128) for i, part in enumerate(parts)])
+    total.add_all((WHOLE, part) for part in parts)
+    assert parts[0].isnan().all()
+    if moved:
+        whole = Sum(parts[0])
+        total.move_to(whole, 0)
+        assert parts[0].isnan().all()
+    assert torch.equal(whole.final(), torch.full((1, N, 2), 9 + 36 / 128).bfloat16())
+
+
 @pytest.mark.parametrize("calls", [None, 1, 3])
 def test_a_kernel_that_merges_writes_wide_but_in_its_last_call(calls):
     q = torch.empty(1, N, 2, 4, dtype=torch.bfloat16)

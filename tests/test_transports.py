@@ -2,9 +2,11 @@
 
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, product
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.layouts import (
     LAYOUTS,
     Segment,
@@ -33,6 +36,7 @@ from ring_attention_pytorch.transports import (
     owners_at_once,
     pieces,
     shelves,
+    symmetric,
 )
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
@@ -158,12 +162,17 @@ def test_keys_pulled_from_shared_memory(layout):
 def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, how):
     """Calls follow one another in any order, and one rank reads late."""
     size, case = 4, Attention(32, "zigzag", causal=True)
-    read = threads.ThreadShelf.of
+    read, join = threads.ThreadShelf.of, threads.ThreadShelf.join
 
     def late(shelf: threads.ThreadShelf, rank: int, *what: object) -> list[Tensor]:
         if shelf.rank == 2 and rank != 2:
             time.sleep(0.005)
         return read(shelf, rank, *what)
+
+    def join_late(shelf: threads.ThreadShelf, end: int) -> None:
+        if shelf.rank == 2:
+            time.sleep(0.005)
+        join(shelf, end)
 
     def main(ring: Ring) -> bool:
         (q, k, v), _, dout, _ = case.data()
@@ -179,50 +188,99 @@ def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, h
 
         return all(map(torch.allclose, step(sent), step(shared)))
 
-    with mock.patch.object(threads.ThreadShelf, "of", late):
+    with (
+        mock.patch.object(threads.ThreadShelf, "of", late),
+        mock.patch.object(threads.ThreadShelf, "join", join_late),
+        mock.patch.object(symmetric, "_copy", threads.copy_later),
+    ):
         assert all(threads.run(size, main)[0])
+
+
+class Noted(threads.ThreadShelf):
+    """A shelf that notes how far its stream was told to come, and to which end it was joined."""
+
+    def __init__(self, *how: Any) -> None:
+        super().__init__(*how)
+        self.marks, self.waited, self.unread = 0, [], 0
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def join(self, end: int) -> None:
+        self.waited.append(end)
+
+    def publish(self) -> None:
+        self.unread += self.waited != list(range(1, self.marks + 1))
+        super().publish()
+
+
+def noted(
+    monkeypatch: pytest.MonkeyPatch, at_once: int, late: bool, visit: Callable[..., None]
+) -> None:
+    """Visit a gather over such shelves on each of four ranks."""
+    case = Attention(32, "zigzag", causal=True, dtype=torch.bfloat16)
+
+    def main(ring: threads.ThreadRing) -> None:
+        (q, k, v), _, _, _ = case.data()
+        at, _ = case.places(ring.rank, ring.size)
+        mine = [t[:, at] for t in (q, k, v)]
+        plan = RingPlan.make(*mine, **case.options(), group=ring, layout="zigzag")
+        plan = over_shared_memory(plan, mine, ring, at_once, late=late, overtaken=late)
+        visit(plan.transport, plan.keys(*mine[1:]))
+
+    monkeypatch.setattr(threads, "ThreadShelf", Noted)
+    threads.run(4, main)
+
+
+def gone_through(transport: SymmetricGather, keys: Keys, wide: bool = False) -> tuple[Sum, Sum]:
+    """Sums of own gradients, when all of backward has brought something, or is still away."""
+    own = Sum(keys.k), Sum(keys.v)
+    for total in own if wide else ():
+        total.running()
+    for block, sums in transport.stream_back(keys, own):
+        for total in sums:
+            total.add(slice(0, block.k.shape[1]), torch.zeros_like(block.k))
+    return own
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_calls_wait_for_the_keys_of_their_own_stage(monkeypatch, late):
-    """And dq for no gradients that come home, which dk and dv wait for."""
-    size, case = 4, Attention(32, "zigzag", causal=True, dtype=torch.bfloat16)
-
-    class Marked(threads.ThreadShelf):
-        """A shelf that notes what is waited for."""
-
-        def __init__(self, *how: object) -> None:
-            super().__init__(*how)
-            self.marks, self.waited = 0, []
-
-        def mark(self) -> int:
-            self.marks += 1
-            return self.marks
-
-        def join(self, end: int) -> None:
-            self.waited.append(end)
-
-    def main(ring: threads.ThreadRing) -> None:
-        (q, k, v), _, _, _ = case.data()
-        at, _ = case.places(ring.rank, size)
-        mine = [t[:, at] for t in (q, k, v)]
-        plan = RingPlan.make(*mine, **case.options(), group=ring, layout="zigzag")
-        transport = over_shared_memory(plan, mine, ring, 9, late=late, overtaken=late).transport
-        keys, shelves = plan.keys(*mine[1:]), transport.space
-        came = [[*shelves.keys.waited] for _ in transport.stream(keys)]
+    def visit(transport: SymmetricGather, keys: Keys) -> None:
+        waited = transport.space.keys.waited
+        came = [[*waited] for _ in transport.stream(keys)]
         assert came == ([[], [1], [1, 2]] if late else [[], [1]])
-        own = Sum(keys.k), Sum(keys.v)
-        for block, sums in transport.stream_back(keys, own):
-            for total in sums:
-                total.add(slice(0, block.k.shape[1]), torch.zeros_like(block.k))
-        assert shelves.keys.waited[-(1 + late) :] == ([3, 4] if late else [2])
-        assert shelves.grads.waited == []
-        for i, total in enumerate(own, 1):
-            total.final()
-            assert shelves.grads.waited == [1] * i
+        gone_through(transport, keys)
+        assert waited[len(came[-1]) :] == ([3, 4] if late else [2])
 
-    monkeypatch.setattr(threads, "ThreadShelf", Marked)
-    threads.run(size, main)
+    noted(monkeypatch, 9, late, visit)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_dq_waits_for_no_gradients_that_come_home(monkeypatch, wide):
+    """Which dk and dv wait for, be there running sums or not."""
+
+    def visit(transport: SymmetricGather, keys: Keys) -> None:
+        own, waited = gone_through(transport, keys, wide), transport.space.grads.waited
+        for i, total in enumerate(own):
+            assert waited == [1] * i
+            total.final()
+        assert waited == [1, 1]
+
+    noted(monkeypatch, 9, False, visit)
+
+
+def test_a_turn_of_several_says_that_the_last_one_was_read(monkeypatch):
+    def visit(transport: SymmetricGather, keys: Keys) -> None:
+        for _ in transport.stream(keys):
+            pass
+        gone_through(transport, keys)
+        space = transport.space
+        assert (space.keys.marks, space.grads.marks) == (6, 3)
+        assert not space.keys.unread
+        assert not space.grads.unread
+
+    noted(monkeypatch, 1, False, visit)
 
 
 LATE = [
@@ -230,6 +288,7 @@ LATE = [
     (8 * 16384, False, {}),
     (8 * 2048, False, dict(at_once=2)),  # groups come one after another
     (8 * 2048, False, dict(window=4096)),
+    (8 * 2048, False, dict(prefix=700)),  # tiles are large in the order of positions alone
     (8 * 2048, False, dict(keys=((Segment(0, 1, 8 * 2048),), *[()] * 7))),  # some have none
 ]
 
@@ -237,7 +296,8 @@ LATE = [
 @pytest.mark.parametrize(("tokens", "late", "otherwise"), LATE)
 def test_few_tokens_of_many_ranks_come_late(tokens, late, otherwise):
     everyone = all_segments("zigzag", 8, tokens)
-    visible = Visible("keys" not in otherwise, otherwise.get("window"))
+    causal, seen = "keys" not in otherwise, {"window", "prefix"} & {*otherwise}
+    visible = Visible(causal, **{name: otherwise[name] for name in seen})
     blocks = Blocks(everyone, otherwise.get("keys", everyone), visible)
     job = Job(1, 32, 8, 128, 128, itemsize=2)
     assert keys_come_late(blocks, otherwise.get("at_once", 7), job) == late
@@ -525,6 +585,11 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
     swap = SharedSwap.among(ring, 100, device)
     assert (swap.space, swap.ranks) == (space, (4, 6))
     assert wanted == [{group, "keys", "grads"}, {group, "swaps"}]
+    for length, late in ((64, True), (1 << 22, False)):
+        four = Blocks(*[all_segments("zigzag", 4, length)] * 2, Visible(causal=True))
+        among = SimpleNamespace(rank=1, size=4, shared=lambda: (group, range(4)))
+        (found,) = make_transport("gather", among, four, 3, job, device).groups
+        assert (len(found.stages) == 2) == late
     for other in (
         make_transport("gather", ring, blocks, 1, job, torch.device("cpu")),
         make_transport("ring", ring, blocks, 1, job, device),

@@ -1,6 +1,10 @@
 """Heads swapped for sequence, around any transport, give what dense attention gives."""
 
+import sys
 from itertools import product
+from types import SimpleNamespace
+from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +22,18 @@ from ring_attention_pytorch.layouts import (
     LAYOUTS,
     Visible,
     all_segments,
+    count,
     segment_positions,
     tiles,
 )
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn, ulysses_attn
-from ring_attention_pytorch.ulysses import key_heads, land
+from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.transports import swap
+from ring_attention_pytorch.transports.messages import message_bytes
+from ring_attention_pytorch.transports.swap import SharedSwap, Way
+from ring_attention_pytorch.ulysses import Spread, key_heads, land, most_bytes
 from tests import threads
 from tests.cases import Attention, check_in_processes, check_in_threads, errors, oracle, shard
 from tests.reference import relative_error
@@ -127,6 +136,72 @@ def test_tokens_land_where_their_positions_say(layout, degree, rings, length):
         assert torch.equal(whole, segment_positions(segments))
         if layout != "striped" or degree == 1:
             assert bool((whole.diff() > 0).all())
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(sorted(LAYOUTS)), st.sampled_from([1, 2, 3]), st.sampled_from([2, 3]),
+    st.tuples(st.integers(0, 20), st.integers(0, 20)), st.sampled_from([(6, 6), (6, 2), (12, 1)]),
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+)  # fmt: skip
+def test_a_shelf_has_room_for_all_that_is_swapped(
+    layout, rings, degree, lengths, heads, sizes, dtype
+):
+    """On any rank, of queries and keys of any lengths, there and back."""
+    shards = [all_segments(layout, rings * degree, length) for length in lengths]
+    of_heads = key_heads(heads[0], heads[0], degree), key_heads(*heads, degree)
+    (d, d_v), most, needed = sizes, set(), 0
+    q, k, v = (
+        torch.empty(2, 0, h, width, dtype=dtype)
+        for h, width in ((heads[0], d), (heads[1], d), (heads[1], d_v))
+    )
+    out = torch.empty(2, 0, heads[0], d_v, dtype=dtype)
+    lse = torch.empty(2, 0, heads[0], dtype=accumulator(dtype))
+    for first in range(0, rings * degree, degree):
+        queries, keys = (
+            Spread(tuple(map(count, s[first : first + degree])), max(map(count, s)),
+                   land(s[first : first + degree])[1], theirs)
+            for s, theirs in zip(shards, of_heads)
+        )  # fmt: skip
+        most.add(most_bytes((queries, keys), q, k, v))
+        for tensors, spreads in (
+            ((q, k, v), (queries, keys, keys)), ((out, lse), (queries, queries)),
+        ):  # fmt: skip
+            for place, back in product(range(degree), (False, True)):
+                ways = [s.to_sequence if back else s.to_heads for s in spreads]
+                form = tuple(way.form(t, place) for way, t in zip(ways, tensors))
+                needed = max(needed, message_bytes(form))
+    assert len(most) == 1, "not the same on all ranks"
+    assert needed <= most.pop()
+
+
+def test_what_a_graph_reads_is_made_before_it_and_stays(monkeypatch):
+    """And of what no graph reads nothing stays."""
+    capturing = False
+    monkeypatch.setattr(swap, "capturing", lambda device: capturing)
+    monkeypatch.setattr(swap, "current_stream", lambda device: None)
+    table = mock.Mock()
+    made = SimpleNamespace(Moves=SimpleNamespace(of=lambda *how: SimpleNamespace(table=table)))
+    monkeypatch.setitem(sys.modules, "ring_attention_pytorch._triton_moves", made)
+
+    class Shelf:
+        """What tables are of."""
+
+        read_by_graphs: ClassVar[set] = set()
+
+    space, into = SimpleNamespace(swaps=Shelf()), torch.empty(0)
+    among, way = SharedSwap(space, (0, 1)), Way((), (), ())
+    among._moves(((way,), 0, ()), [], (), into)
+    assert not Shelf.read_by_graphs
+    capturing = True
+    among._moves(((way,), 0, ()), [], (), into)
+    assert Shelf.read_by_graphs == {table}
+    with pytest.raises(ValueError, match="before a CUDA graph is captured its plan must have run"):
+        among._moves(((way, way), 0, ()), [], (), into)
+    space.swaps = Shelf()
+    with pytest.raises(ValueError, match="no other plan been made after that"):
+        among._moves(((way,), 0, ()), [], (), into)
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))

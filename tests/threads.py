@@ -6,8 +6,8 @@ only when its receiver waits, so a sender that touches it too early is found out
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import Empty, Queue
 from typing import Any
 
@@ -121,10 +121,15 @@ class ThreadTransfer:
 
 
 class ThreadShelf:
-    """A `shelves.Shelf` of threads: what is not written this turn is NaN."""
+    """A `shelves.Shelf` of threads: what is not written this turn is NaN.
+
+    What is copied beside (by `copy_later`) is copied when somebody waits for it, and not before.
+    """
 
     def __init__(self, hub: Hub, name: str, rank: int):
         self.hub, self.name, self.rank, self.turn = hub, name, rank, 0
+        self.told: list[tuple[Tensor, Tensor]] = []
+        self.done = 0
 
     def own(self, form: Form) -> list[Tensor]:
         self.turn = 1 - self.turn
@@ -149,14 +154,35 @@ class ThreadShelf:
     def follow(self) -> None:
         pass
 
-    def beside(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        _beside.shelf = self
+        yield
+        _beside.shelf = None
 
-    def mark(self) -> None:
-        pass
+    def mark(self) -> int:
+        return len(self.told)
 
-    def join(self, end: None) -> None:
-        pass
+    def join(self, end: int) -> None:
+        for place, t in self.told[self.done : end]:
+            place.copy_(t)
+        self.done = max(self.done, end)
+
+
+class _Beside(threading.local):
+    """The shelf beside whose rank's thread something is told."""
+
+    shelf: ThreadShelf | None = None
+
+
+_beside = _Beside()
+
+
+def copy_later(place: Tensor, t: Tensor) -> None:
+    """As a copy engine does on a stream of its own, that is as late as can be."""
+    assert _beside.shelf is not None
+    place.fill_(True if place.dtype == torch.bool else torch.nan)
+    _beside.shelf.told.append((place, t))
 
 
 class ThreadSpace(Space):

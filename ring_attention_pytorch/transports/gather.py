@@ -1,6 +1,6 @@
 """All the keys that a rank needs at once, straight from their owners, while its own block computes.
 
-What comes is put together in the order of positions, so that few large tiles cover it. In
+What comes is put together so that few large tiles cover it, in the order of positions as a rule. In
 backward each rank sends an owner what it computed for its keys, in the inputs' dtype, and the
 owner sums that in the accumulator's, always in the same order.
 """
@@ -83,7 +83,7 @@ class Gather:
             yield stretch(own, slice(cut, length))
 
     def stream(self, keys: Keys) -> Iterator[Keys]:
-        """Own keys, then those of the others in order of positions, stage by stage."""
+        """Own keys, then those of the others, stage by stage."""
         for _, block, parts in self._blocks(keys):
             yield from (_some(block, part) for part in parts)
 

@@ -185,7 +185,7 @@ def in_two_stages(blocks: Blocks) -> Group:
 
 
 def _group(blocks: Blocks, stages: tuple[tuple[tuple[int, ...], ...], ...]) -> Group:
-    """For each stage distances whose keys are in the order of positions, and what follows them."""
+    """Stage by stage what comes from some distances at once, those in the order of positions."""
     found = [
         [[p for chosen in stage for p in needed(rank, blocks, chosen)] for stage in stages]
         for rank in range(len(blocks.queries))
@@ -205,8 +205,8 @@ def keys_come_late(blocks: Blocks, at_once: int, job: Job) -> bool:
     groups, visible = schedule(blocks, at_once), blocks.visible
     if len(groups) != 1 or len(groups[0].distances) < 2:
         return False
-    if visible.window is not None or visible.documents is not None:
-        return False  # they are few
+    if visible != Visible(visible.causal) or blocks.apart:
+        return False  # they are few, or large tiles only in the order of positions
     own = [
         job.pair_flops * visible_pairs(tiles(queries, keys, visible))
         for queries, keys in zip(blocks.queries, blocks.keys)

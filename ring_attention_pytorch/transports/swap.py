@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.lanes import current_stream
+from ring_attention_pytorch.lanes import capturing, current_stream
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.running import has_triton
 from ring_attention_pytorch.transports.messages import (
@@ -115,6 +115,8 @@ def _room(like: Tensor, form: Form) -> Tensor:
 
 # --- shared memory ---
 
+Key = tuple[tuple[Way, ...], int, Form]  # of tensors' ways, which of them it is, what is written
+
 
 @dataclass(frozen=True, eq=False)
 class SharedSwap:
@@ -122,9 +124,10 @@ class SharedSwap:
 
     space: Space
     ranks: tuple[int, ...]  # of the neighbours, in the group that the space is of
-    moves: WeakKeyDictionary[Shelf, dict[tuple[Way, int, Form], "Moves"]] = field(
+    # worked out when first needed, for as long as there is that shelf
+    moves: WeakKeyDictionary[Shelf, dict[Key, "Moves"]] = field(
         default_factory=WeakKeyDictionary, repr=False
-    )  # worked out when first needed, for as long as there is that shelf
+    )
 
     @classmethod
     def among(cls, neighbours: Ring, most: int, device: torch.device) -> "SharedSwap | None":
@@ -156,38 +159,32 @@ class SharedSwap:
         theirs = [shelf.of(rank, form) for rank, form in zip(self.ranks, forms)]
         found = []
         for i, (t, way) in enumerate(zip(tensors, ways)):
-            into = way.room(t, me)
-            pieces = pieces_of([each[i] for each in theirs], way.moves[me], into)
+            into, sources, moves = way.room(t, me), [each[i] for each in theirs], way.moves[me]
             if into.is_cuda and has_triton():
-                self._moves((way, i, forms[me]), pieces, into).run(into)
+                self._moves((tuple(ways), i, forms[me]), sources, moves, into).run(into)
             else:
-                for piece, place in pieces:
-                    place.copy_(piece)
+                for m in moves:
+                    into[:, m.to_rows, m.to_heads] = sources[m.place][:, m.rows, m.heads]
             found.append(into)
         return found
 
     def _moves(
-        self, key: tuple[Way, int, Form], pieces: Iterator[tuple[Tensor, Tensor]], into: Tensor
+        self, key: Key, sources: Sequence[Tensor], moves: Sequence[Move], into: Tensor
     ) -> "Moves":
-        """Those of the shelf at hand, whose table stays for as long as anything reads it."""
+        """Those of the shelf at hand; their table stays for as long as anything reads it."""
         from ring_attention_pytorch._triton_moves import Moves
 
-        shelf = self.space.swaps
+        shelf, captured = self.space.swaps, capturing(into.device)
         known = self.moves.setdefault(shelf, {})
         if key not in known:
-            known[key] = Moves.of(pieces, into)
-        table = known[key].table
-        if shelf.captured:
-            shelf.read_by_graphs.add(table)
+            if captured:
+                raise ValueError(
+                    "ulysses: before a CUDA graph is captured its plan must have run once, forward "
+                    "and backward, and no other plan been made after that; run it, then capture"
+                )
+            known[key] = Moves.of(sources, moves, into)
+        if captured:
+            shelf.read_by_graphs.add(known[key].table)
         else:
-            table.record_stream(current_stream(into.device))
+            known[key].table.record_stream(current_stream(into.device))
         return known[key]
-
-
-def pieces_of(
-    sources: Sequence[Tensor], moves: Sequence[Move], into: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Sample by sample, what is moved and where it goes."""
-    for sample in range(len(into)):
-        for m in moves:
-            yield sources[m.place][sample, m.rows, m.heads], into[sample, m.to_rows, m.to_heads]

@@ -122,7 +122,9 @@ class SymmetricGather(Gather):
                             for there, here in moves:
                                 _copy(place[:, here], t[:, there])
                     ends.append(shelf.mark())
-            return whole, come(ends)
+            parts = come(ends)
+            # of several groups all is read here before the next turn, which says that it was
+            return whole, parts if len(self.groups) == 1 else [*parts]
 
         def come(ends: list[Mark]) -> Iterator[slice]:
             for part, end in zip(group.parts[self.ring.rank], ends):
@@ -158,8 +160,11 @@ class SymmetricGather(Gather):
                     for part, t in zip(parts, shelf.of(rank, form_of(kinds, length))):
                         _copy(part, t[:, there])
                 end = shelf.mark()
+            if len(self.groups) > 1:
+                shelf.join(end)
             for i, total in enumerate(own):
-                total.after(partial(shelf.join, end))  # dq need not wait for that
+                if len(self.groups) == 1:  # dq need not wait for that
+                    total.after(partial(shelf.join, end))
                 total.add_all((here, parts[i]) for _, _, here, parts in coming)
 
         return wait
