@@ -39,8 +39,9 @@ def spread_over(layout: str, places: int, length: int, heads: tuple[int, int]) -
 
 def otherwise(spread: Spread, back: bool, dtype: torch.dtype, rest: tuple[int, ...]) -> list[int]:
     """The places at which something else comes than what copies bring."""
-    from ring_attention_pytorch._triton_moves import Moves
+    from ring_attention_pytorch import _triton_moves
 
+    _triton_moves._PROGRAMS = 6  # of which the interpreter makes one after another
     way, found = spread.to_sequence if back else spread.to_heads, []
     draw = torch.Generator().manual_seed(0)
     sources = [
@@ -53,7 +54,7 @@ def otherwise(spread: Spread, back: bool, dtype: torch.dtype, rest: tuple[int, .
         want, got, other = (poisoned(way.room(sources[0], place)) for _ in range(3))
         for m in moves:
             want[:, m.to_rows, m.to_heads] = sources[m.place][:, m.rows, m.heads]
-        table = Moves.of(sources, moves, got)
+        table = _triton_moves.Moves.of(sources, moves, got)
         for t in (got, other):  # a table is of places, not of one tensor
             table.run(t)
         if not (torch.equal(want, got) and torch.equal(want, other)):
