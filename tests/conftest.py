@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.cases import FIGURES, Figures
+from tests.interpreter import interpreters
 from tests.ranks import Pool
 
 torch.set_num_threads(1)
@@ -21,6 +22,13 @@ def pools():
     yield pool
     for each in started.values():
         each.stop()
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """A process that has Triton's interpreter."""
+    with interpreters(1) as pool:
+        yield pool
 
 
 @pytest.fixture(autouse=True)

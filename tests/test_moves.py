@@ -1,10 +1,5 @@
 """Pieces moved by one kernel, through Triton's interpreter, against copies one by one."""
 
-import importlib.util
-import multiprocessing as mp
-import os
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 
 import pytest
@@ -13,22 +8,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.layouts import all_segments, count
 from ring_attention_pytorch.ulysses import Spread, key_heads, land
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
-
-
-def _interpret() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[ProcessPoolExecutor]:
-    context = mp.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_interpret) as pool:
-        yield pool
+from tests.interpreter import needs_triton
 
 
 def spread_over(layout: str, places: int, length: int, heads: tuple[int, int]) -> Spread:

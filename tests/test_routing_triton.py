@@ -1,31 +1,12 @@
 """The Triton passes through Triton's interpreter, in a process of its own, against PyTorch."""
 
-import importlib.util
-import multiprocessing as mp
-import os
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 
 from ring_attention_pytorch import CoordinateDescentRouter, coordinate_descent
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
-
-
-def _interpret() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[ProcessPoolExecutor]:
-    context = mp.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_interpret) as pool:
-        yield pool
+from tests.interpreter import needs_triton
 
 
 def descent_errors(n: int, n_iters: int, masked: bool, dtype: torch.dtype) -> list[float]:

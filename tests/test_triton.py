@@ -1,15 +1,12 @@
 """The Triton kernels through Triton's interpreter, and where they say that they can't.
 
-The interpreter is in processes of its own: it must be asked for before Triton is imported, and
-no other test is to see it. Its bf16 products are wrong, so that dtype is for the GPU's tests.
+The interpreter is in processes of its own (`interpreter.py`). Its bf16 products are wrong, so that
+dtype is for the GPU's tests.
 """
 
-import importlib.util
-import multiprocessing as mp
-import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,12 +25,10 @@ from ring_attention_pytorch.layouts import Tile
 from ring_attention_pytorch.running import Result, Sum
 from tests.cases import Attention, errors, oracle, shard
 from tests.features import Problem, drawn, together
+from tests.interpreter import interpreters, needs_triton
 from tests.kernel_cases import CASES, disturbed, faults, random_cases, unrepeated
 from tests.reference import relative_error
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
 ON_A_GPU = Case("cuda", torch.bfloat16, False, capability=(9, 0))
 SMALL = dict(
     forward=Config(32, 16, 4, 1), keys=Config(16, 32, 4, 1), queries=Config(32, 16, 4, 1)
@@ -53,11 +48,6 @@ OTHERS = [(disturbed, case) for case in CASES[4:7]] + [(unrepeated, CASES[6])]
 
 
 FEATURES_HERE = (("alibi",), ("cu_seqlens",), ("dropout", "cu_seqlens", "alibi"))
-
-
-def _interpret() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
-    torch.set_num_threads(1)
 
 
 def _with(configs: dict[str, Config], check: Callable, *args: object) -> object:
@@ -109,8 +99,7 @@ def _wrong_spans() -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def found():
     """What each check finds, worked out by two processes from the start on."""
-    with_interpreter = dict(mp_context=mp.get_context("spawn"), initializer=_interpret)
-    pool = ProcessPoolExecutor(2, **with_interpreter)
+    pool = interpreters(2)
     futures: dict[object, Future] = {"alone": pool.submit(_alone)}
     for case in FEATURES_HERE:
         futures["feature", case] = pool.submit(_feature, *case)
