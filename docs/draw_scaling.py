@@ -31,20 +31,24 @@ WAYS = {  # name -> transport, Ulysses degree
 }
 COLOURS = ("#b04a4a", "#4878a8", "#d0943c", "#4a8a5c")
 
-# 4 H200, bf16, 32 query and 8 key heads of 128, causal, forward and backward: share of the same
-# kernel alone on one GPU over the whole sequence, up to 16384 tokens in a CUDA graph
-# (benchmarks/results/2026-11-22-ring.md).
+# H200s, bf16, 32 query and 8 key heads of 128, causal, forward and backward: share of the same
+# kernel alone on one GPU over the whole sequence, up to 16384 tokens in a CUDA graph, by transport,
+# GPUs and tokens of each (benchmarks/results/2026-11-22-ring.md).
 MEASURED = {
-    ("gather", 2048): 0.77,
-    ("gather", 4096): 0.89,
-    ("gather", 8192): 0.94,
-    ("gather", 16384): 0.94,
-    ("gather", 32768): 1.03,
-    ("ring", 2048): 0.52,
-    ("ring", 4096): 0.76,
-    ("ring", 8192): 0.84,
-    ("ring", 16384): 0.92,
-    ("ring", 32768): 1.00,
+    ("gather", 4, 2048): 0.79,
+    ("gather", 4, 4096): 0.89,
+    ("gather", 4, 8192): 0.94,
+    ("gather", 4, 16384): 0.95,
+    ("gather", 4, 32768): 1.03,
+    ("gather", 8, 2048): 0.77,
+    ("gather", 8, 4096): 0.89,
+    ("gather", 8, 8192): 0.96,
+    ("gather", 8, 16384): 0.98,
+    ("ring", 4, 2048): 0.52,
+    ("ring", 4, 4096): 0.76,
+    ("ring", 4, 8192): 0.84,
+    ("ring", 4, 16384): 0.92,
+    ("ring", 4, 32768): 1.00,
 }
 
 
@@ -66,19 +70,19 @@ def share(way: tuple[str, int], ranks: int, tokens: int, machine: Machine) -> tu
     return cost.ideal / seconds, seconds
 
 
-def checked() -> list[tuple[str, int, float, float]]:
-    """Transport, tokens a GPU, measured share, predicted share of the slowest rank."""
+def checked() -> list[tuple[str, int, int, float, float]]:
+    """Transport, GPUs, tokens of each, measured share, predicted share of the slowest rank."""
     found = []
-    for (transport, tokens), measured in MEASURED.items():
-        everyone = all_segments("zigzag", 4, 4 * tokens)
+    for (transport, ranks, tokens), measured in MEASURED.items():
+        everyone = all_segments("zigzag", ranks, ranks * tokens)
         blocks = Blocks(everyone, everyone, Visible(causal=True))
         steps = (
-            [ring_steps(blocks, rank, 8) for rank in range(4)]
+            [ring_steps(blocks, rank, 8) for rank in range(ranks)]
             if transport == "ring"
-            else [gather_steps(blocks, rank, 8, 3) for rank in range(4)]
+            else [gather_steps(blocks, rank, 8, ranks - 1) for rank in range(ranks)]
         )
         predicted = min(predict(transport, each, JOB, H200).share for each in steps)
-        found.append((transport, tokens, measured, predicted))
+        found.append((transport, ranks, tokens, measured, predicted))
     return found
 
 
@@ -102,8 +106,9 @@ def length(tokens: int) -> str:
 
 
 def page(found: dict[tuple[int, int, int], list[tuple[float, float]]]) -> str:
-    lines = [PREFACE, "| transport | tokens a GPU | measured | predicted |", "| --- " * 4 + "|"]
-    lines += [f"| {t} | {n} | {m:.0%} | {p:.0%} |" for t, n, m, p in checked()]
+    lines = [PREFACE, "| transport | GPUs | tokens a GPU | measured | predicted |"]
+    lines += ["| --- " * 5 + "|"]
+    lines += [f"| {t} | {r} | {n} | {m:.0%} | {p:.0%} |" for t, r, n, m, p in checked()]
     lines += ["", PREDICTIONS]
     for domain in DOMAINS:
         lines += [f"\n### NVLink domains of {domain}\n"]
@@ -135,14 +140,14 @@ nobody else's.
 
 ## What it was checked against
 
-Share of the same kernel alone on one GPU over the whole sequence, forward and backward; 4 H200,
+Share of the same kernel alone on one GPU over the whole sequence, forward and backward; H200s,
 bf16, 32 query and 8 key heads of 128, causal, zigzag, with cuDNN's kernel, up to 16k tokens
 in a CUDA graph (`benchmarks/results/2026-11-22-ring.md`).
 """
 
 PREDICTIONS = """\
 Without a graph 2k tokens a GPU wait for Python to launch, of which the model knows little: there
-they measure 12 to 18%, by the host.
+they measure 12 to 21%, by the host.
 
 ## Predictions
 

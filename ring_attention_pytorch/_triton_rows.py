@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ELEMENTS = 4096  # of one program
+_AT_ONCE = 8  # parts of a sum
 
 
 @triton.jit
@@ -93,49 +94,45 @@ def fused_merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
 
 @triton.jit
 def _add_kernel(
-    total, w, x, y, z, n, heads, d, t_b, t_n, t_h, t_d, w_b, w_n, w_h, w_d,
-    x_b, x_n, x_h, x_d, y_b, y_n, y_h, y_d, z_b, z_n, z_h, z_d,
-    PARTS: tl.constexpr, FRESH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    total, parts, strides, n, heads, d, t_b, t_n, t_h, t_d,
+    FRESH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """w, and where there are more PARTS x, y and z, are added to total, or are what it is."""
+    """The parts are added to total, or are what it is."""
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     col = tl.arange(0, D)
     within = (row < n)[:, None] & (col < d)[None, :]
-    at = _at(w, batch, head, row, col, w_b, w_n, w_h, w_d)
-    found = tl.load(at, mask=within, other=0.0).to(tl.float32)
     total_at = _at(total, batch, head, row, col, t_b, t_n, t_h, t_d)
-    if not FRESH:
-        found += tl.load(total_at, mask=within, other=0.0).to(tl.float32)
-    if PARTS > 1:
-        at = _at(x, batch, head, row, col, x_b, x_n, x_h, x_d)
-        found += tl.load(at, mask=within, other=0.0).to(tl.float32)
-    if PARTS > 2:
-        at = _at(y, batch, head, row, col, y_b, y_n, y_h, y_d)
-        found += tl.load(at, mask=within, other=0.0).to(tl.float32)
-    if PARTS > 3:
-        at = _at(z, batch, head, row, col, z_b, z_n, z_h, z_d)
+    if FRESH:
+        found = tl.zeros((ROWS, D), tl.float32)
+    else:
+        found = tl.load(total_at, mask=within, other=0.0).to(tl.float32)
+    for i in tl.static_range(len(parts)):
+        x_b, x_n, x_h, x_d = strides[i]
+        at = _at(parts[i], batch, head, row, col, x_b, x_n, x_h, x_d)
         found += tl.load(at, mask=within, other=0.0).to(tl.float32)
     tl.store(total_at, found, mask=within)
 
 
 def fused_add_(total: Tensor, *parts: Tensor, fresh: bool) -> None:
-    """`running.add_` on a GPU, four parts at a time."""
-    b, n, h, d = total.shape
+    """`running.add_` on a GPU, eight parts at a time."""
     if total.numel() == 0:
         return
-    if len(parts) > 4:
-        fused_add_(total, *parts[:4], fresh=fresh)
-        fused_add_(total, *parts[4:], fresh=False)
+    if len(parts) > _AT_ONCE:
+        fused_add_(total, *parts[:_AT_ONCE], fresh=fresh)
+        fused_add_(total, *parts[_AT_ONCE:], fresh=False)
         return
-    slots = [*parts, *parts[:1] * 3][:4]  # those beyond are not read
+    each = [total, *parts]
+    in_rows = all(t.stride(2) == t.shape[3] * t.stride(3) for t in each)
+    if in_rows and total[0, 0].numel() <= _ELEMENTS:
+        each = [t.flatten(2).unsqueeze(2) for t in each]  # a token's heads are one row
+    (total, *parts), (b, n, h, d) = each, each[0].shape
     width = triton.next_power_of_2(d)
     rows = max(1, _ELEMENTS // width)
-    with torch.cuda.device(total.device):
+    with torch.cuda.device_of(total):
         _add_kernel[(triton.cdiv(n, rows), b * h)](
-            total, *slots, n, h, d, *total.stride(),
-            *(stride for t in slots for stride in t.stride()),
-            PARTS=len(parts), FRESH=fresh, ROWS=rows, D=width,
+            total, tuple(parts), tuple(t.stride() for t in parts), n, h, d, *total.stride(),
+            FRESH=fresh, ROWS=rows, D=width,
         )  # fmt: skip
 
 

@@ -256,7 +256,7 @@ class RingPlan:
             memory = min(own["room"] for own in lengths)
         at_once = owners_at_once(memory, blocks, job)
         transport, machine = settle(transport, ring, chosen, blocks, job, at_once, q)
-        short = len(samples) == 1 and is_short(blocks, job)
+        short = len(samples) == 1 and is_short(blocks, job, chosen.yields)
         return cls(
             ring=ring,
             query_segments=query_segments,

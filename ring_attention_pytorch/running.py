@@ -124,7 +124,7 @@ class Result:
     def _fold(self, out: Tensor, lse: Tensor) -> None:
         parts = [(rows, o, x.transpose(1, 2)) for rows, o, x in self._parts]
         self._parts = []
-        for rows, found in _covered(parts):
+        for rows, found in covered(parts):
             others = (t for o, x in found for t in (o, x.transpose(1, 2)))
             merge_(out[:, rows], lse[..., rows], *others)
 
@@ -133,12 +133,20 @@ class Sum:
     """A sum of parts that lie along the tokens of a tensor like this one, [b, n, ...].
 
     `calls` of a kernel will bring all that there is, if that is known. `into` is memory of the
-    accumulator's dtype in which the sum has to be.
+    accumulator's dtype in which the sum has to be; `place` is memory like `like` in which it has to
+    be at the end.
     """
 
-    def __init__(self, like: Tensor, calls: int | None = None, into: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        like: Tensor,
+        calls: int | None = None,
+        into: Tensor | None = None,
+        place: Tensor | None = None,
+    ) -> None:
         self._like, self._dtype, self._calls = like, accumulator(like.dtype), calls
         self._whole, self._into = slice(0, like.shape[1]), into
+        self._place, self._taken = place, False
         self._wide: Tensor | None = None
         self._parts: list[tuple[slice, Tensor]] = []
         self._waits: list[Callable[[], None]] = []
@@ -157,6 +165,15 @@ class Sum:
         self._parts.append((at, part))
         if self._wide is not None or len(self._parts) > _MOST:
             self.running()
+
+    def blank(self, at: slice) -> Tensor:
+        """Memory for a part of these tokens, for a kernel that is told where to make it; in `place`
+        if it can be."""
+        if at == self._whole and self._place is not None and not self._taken:
+            self._taken = True
+            return self._place
+        b, _, *token = self._like.shape
+        return self._like.new_empty((b, at.stop - at.start, *token))
 
     def add_all(self, parts: Iterable[tuple[slice, Tensor]]) -> None:
         """Add parts, in this order. They wait for more while few lie upon one another, or while
@@ -212,28 +229,28 @@ class Sum:
     def final(self) -> Tensor:
         """The sum in the dtype of what it is like."""
         self._join()
-        if self._crowded:
+        if self._place is None and self._crowded:
             return self.running().to(self._like.dtype)
-        if not self._parts:
-            return torch.zeros_like(self._like)
-        if _begins_with(self._parts, self._whole):
+        if self._place is None and _begins_with(self._parts, self._whole):
             whole = self._parts.pop(0)
             self._fold(whole[1])
             self._parts = [whole]
             return whole[1]
-        total = self._empty(self._like.dtype)
-        self.write(total)
-        self._parts = [(self._whole, total)]
+        total = self._empty(self._like.dtype) if self._place is None else self._place
+        if self._crowded:
+            total.copy_(self.running())
+        else:
+            self._write(total)
+        self._wide, self._parts = None, [(self._whole, total)]
         return total
 
-    def write(self, place: Tensor) -> None:
-        """The sum into other memory, in one pass."""
-        self._join()
-        if self._crowded:
-            place.copy_(self.running())
-            return
-        for at, found in _covered([(self._whole,), *self._parts]):
-            add_(place[:, at], *(part for (part,) in found[1:]), fresh=True)
+    def _write(self, total: Tensor) -> None:
+        """All parts, in one pass, but one that was made there."""
+        for at, found in covered([(self._whole,), *self._parts]):
+            there, parts = total[:, at], [part for (part,) in found[1:]]
+            others = [part for part in parts if part.data_ptr() != there.data_ptr()]
+            if others or not parts:
+                add_(there, *others, fresh=len(others) == len(parts))
 
     @property
     def _crowded(self) -> bool:
@@ -250,11 +267,13 @@ class Sum:
     def _empty(self, dtype: torch.dtype) -> Tensor:
         if self._into is not None:
             return self._into
+        if dtype == self._like.dtype:
+            return self.blank(self._whole)
         return torch.empty_like(self._like, dtype=dtype, memory_format=torch.contiguous_format)
 
     def _fold(self, total: Tensor) -> None:
         parts, self._parts = self._parts, []
-        for at, found in _covered(parts):
+        for at, found in covered(parts):
             add_(total[:, at], *(part for (part,) in found))
 
 
@@ -276,7 +295,7 @@ def _deepest(parts: Sequence[tuple[slice, Tensor]]) -> int:
     return max(accumulate((by for _, by in ends), initial=0))
 
 
-def _covered(parts: Sequence[tuple[slice, ...]]) -> Iterator[tuple[slice, list[list[Tensor]]]]:
+def covered(parts: Sequence[tuple[slice, ...]]) -> Iterator[tuple[slice, list[list[Tensor]]]]:
     """Stretches of tokens, and what the parts that cover each of them have there.
 
     A part is (tokens, tensors...); the tensors' tokens are their second dimension.
@@ -322,7 +341,7 @@ def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
 def add_(total: Tensor, *parts: Tensor, fresh: bool = False) -> None:
     """Add, in place, to `[b, n, h, d]`, to nothing where that is fresh.
 
-    Up to four parts are rounded once.
+    Up to eight parts are rounded once.
     """
     if fresh and not parts:
         total.zero_()

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from ring_attention_pytorch.layouts import positions
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
-from ring_attention_pytorch.transports import symmetric
 from ring_attention_pytorch.transports.shelves import Shared
 from ring_attention_pytorch.transports.swap import SharedSwap
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
@@ -243,6 +241,7 @@ def over_shared_memory(
     at_once: int,
     overtaken: bool = False,
     late: bool = False,
+    aside: bool | None = None,
 ) -> RingPlan:
     """A gather's plan for q, k and v of ranks that share memory; all of them make it together."""
     shared = Shared(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
@@ -253,6 +252,8 @@ def over_shared_memory(
         swap, over = replace(swap, shared=among), swap.ring
         shared = shared._replace(ranks=over.places)
     transport = SymmetricGather.over(over, plan.blocks, at_once, plan.job, shared, overtaken, late)
+    if aside is not None:
+        transport = replace(transport, aside=aside)
     return replace(plan, transport=transport, ulysses=swap)
 
 
@@ -271,7 +272,7 @@ def check_symmetric(case: Attention, size: int, at_once: int, **how: bool) -> No
         out, lse = ring_attn(*mine, plan=plan, return_lse=True)
         return results(mine, out, lse, dout[:, at], dlse[..., at])
 
-    with mock.patch.object(symmetric, "_copy", threads.copy_later):
+    with threads.late():
         got, _ = threads.run(size, main)
     check(case, size, (errors(case, r, size, mine, oracle(case)) for r, mine in enumerate(got)))
 

@@ -254,6 +254,25 @@ MUTANTS = [
         "        (like(v, places * rows, heads), lse),\n", "",
     ),
     Mutant(
+        "all ranks pull from the last one at a time", "transports/symmetric.py",
+        "in reversed(sources))", "in sources)",
+    ),
+    Mutant(
+        "gradients wait for copy engines though nothing goes on", "transports/pieces.py",
+        "(2 * brought + coming / 2)", "(coming / 2)",
+    ),
+    Mutant(
+        "a part in its place is lost", "running.py", "fresh=len(others) == len(parts))",
+        "fresh=True)",
+    ),
+    Mutant(
+        "two parts in one place", "running.py", "is not None and not self._taken:", "is not None:",
+    ),
+    Mutant(
+        "a running sum does not come to its place", "running.py",
+        "total.copy_(self.running())", "self.running()",
+    ),
+    Mutant(
         "gradients are added before they have come home", "transports/symmetric.py",
         "total.after(partial(shelf.join, end))", "pass",
     ),
@@ -794,7 +813,12 @@ def keys_come_in_stages_where_they_are_late() -> None:
     ):
         with pytest.MonkeyPatch.context() as patch:
             check(patch)
+    for case in test_transports.ASIDE:
+        test_transports.test_gradients_come_aside_where_that_is_hidden(*case)
+    test_transports.test_no_two_ranks_pull_from_one_at_a_time(4, "zigzag", causal=True)
     test_running.test_what_is_not_yet_to_be_read_is_not_read(wide=False, moved=True)
+    for asks in (False, True):
+        test_running.test_a_sum_is_made_where_it_has_to_be(asks)
     test_ulysses.test_a_shelf_has_room_for_all_that_is_swapped()
 
 

@@ -92,8 +92,8 @@ def test_the_predictions_are_those_of_the_model() -> None:
     found = script["shares"]()
     assert script["page"](found) == (ROOT / "docs" / "scaling.md").read_text()
     assert script["drawing"](found) == (ROOT / "docs" / "scaling.svg").read_text()
-    for transport, tokens, measured, predicted in script["checked"]():
-        assert tokens < 4096 or abs(measured - predicted) < 0.1, (transport, tokens)
+    for transport, ranks, tokens, measured, predicted in script["checked"]():
+        assert tokens < 4096 or abs(measured - predicted) < 0.1, (transport, ranks, tokens)
 
 
 def test_regrouped_query_heads_do_what_the_old_order_did() -> None:

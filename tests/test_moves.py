@@ -1,4 +1,4 @@
-"""Pieces moved by one kernel, through Triton's interpreter, against copies one by one."""
+"""Pieces moved by one kernel, and summed, through Triton's interpreter, against PyTorch."""
 
 from itertools import product
 
@@ -61,3 +61,30 @@ def test_all_pieces_come_where_they_go(interpreted, layout, places, length, head
     )  # fmt: skip
     for back, kind in product((False, True), kinds):
         assert interpreted.submit(otherwise, spread, back, *kind).result() == [], (back, kind)
+
+
+def wrong_sums(dtype: torch.dtype) -> list[tuple]:
+    """Of parts that lie in several ways, in several dtypes: those that are not rounded once."""
+    from ring_attention_pytorch import _triton_rows
+
+    _triton_rows._ELEMENTS = 32  # so that heads of some are one row, of others not
+    draw, found = torch.Generator().manual_seed(0), []
+    for n, number, fresh, heads in product((0, 1, 7), (1, 9, 17), (False, True), (3, 7)):
+        for alike in (True, False):
+            several = [torch.randn(2, n + 3, heads, 6, generator=draw) for _ in range(number + 1)]
+            parts = [t[:, 1 : n + 1].to(dtype) for t in several]
+            if not alike:
+                parts[::3] = [t[:, 1 : n + 1] for t in several[::3]]
+                parts[1::3] = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in parts[1::3]]
+            total = parts.pop().float()
+            want = sum((part.double() for part in parts), total.double() * (not fresh))
+            _triton_rows.fused_add_(total, *parts, fresh=fresh)
+            if not torch.allclose(total.double(), want, atol=1e-5):
+                found.append((n, number, fresh, heads, alike))
+    return found
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_parts_are_summed_however_they_lie(interpreted, dtype):
+    assert interpreted.submit(wrong_sums, dtype).result() == []

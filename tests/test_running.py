@@ -62,19 +62,24 @@ def parts_merge(plan, dtype: torch.dtype, late: Late) -> None:
         torch.testing.assert_close(out.double(), want.to(dtype).double(), rtol=2 * eps, atol=1e-6)
 
 
-@settings(deadline=None, max_examples=100)
-@given(plans(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.booleans())
-def test_sums_are_wide_and_rounded_once(plan, dtype, together):
+@settings(deadline=None, max_examples=150)
+@given(
+    plans(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.booleans(),
+    st.booleans(),
+)  # fmt: skip
+def test_sums_are_wide_and_rounded_once(plan, dtype, together, placed):
     late = Late()
     with late.waits():
-        parts_are_summed(plan, dtype, together, late)
+        parts_are_summed(plan, dtype, together, placed, late)
 
 
-def parts_are_summed(plan, dtype: torch.dtype, together: bool, late: Late) -> None:
+def parts_are_summed(plan, dtype: torch.dtype, together: bool, placed: bool, late: Late) -> None:
+    """Placed, in memory that was given, where a part of all tokens may have been made."""
     like = torch.empty(2, N, 3, dtype=dtype)
-    total, want, waiting = Sum(like), torch.zeros(2, N, 3).double(), []
+    place = torch.full_like(like, torch.nan) if placed else None
+    total, want, waiting = Sum(like, place=place), torch.zeros(2, N, 3).double(), []
     for rows, asks in plan:
-        part = torch.randn(2, rows.stop - rows.start, 3).to(dtype)
+        part = total.blank(rows).normal_()
         want[:, rows] += part.double()
         if together:
             waiting.append((rows, late(part)))
@@ -87,15 +92,10 @@ def parts_are_summed(plan, dtype: torch.dtype, together: bool, late: Late) -> No
     if together:
         total.add_all(waiting)
     exact = want.to(torch.promote_types(dtype, torch.float32)).to(dtype)
-
-    def written() -> Tensor:
-        elsewhere = torch.full_like(like, torch.nan)
-        total.write(elsewhere)
-        return elsewhere
-
-    for found in (written, total.final) if together else (total.final, written):
-        got = found()
+    for _ in range(2):
+        got = total.final()
         assert got.dtype == dtype
+        assert place is None or got.data_ptr() == place.data_ptr()
         assert relative_error(got, exact) < 1e-6
 
 
@@ -108,6 +108,24 @@ def test_parts_beside_one_another_wait_and_those_upon_one_another_are_few():
     assert (total.final() == 4).all()
     total.add_all(halves)
     assert (total.running() == 5).all()
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_sum_is_made_where_it_has_to_be(asks):
+    """Where one part of all tokens may be made, too, and no other."""
+    place = torch.full((1, N, 2), torch.nan, dtype=torch.bfloat16)
+    total, half, parts = Sum(torch.empty_like(place), place=place), slice(0, N // 2), []
+    for at in (half, WHOLE, WHOLE):
+        parts.append((at, total.blank(at).fill_(1.0 + len(parts))))
+    assert [part.data_ptr() == place.data_ptr() for _, part in parts] == [False, True, False]
+    total.add_all(parts)
+    if asks:
+        assert (total.running()[:, half] == 6).all()
+    for _ in range(2):
+        assert total.final() is place
+        assert (place[:, half] == 6).all()
+        assert (place[:, N // 2 :] == 5).all()
+    assert not Sum(place, place=place).final().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,7 +4,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain, product, zip_longest
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -36,13 +36,13 @@ from ring_attention_pytorch.transports import (
     owners_at_once,
     pieces,
     shelves,
-    symmetric,
 )
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
 from ring_attention_pytorch.transports.pieces import (
     Blocks,
     Job,
+    come_home_aside,
     in_two_stages,
     joined,
     keys_come_late,
@@ -144,8 +144,8 @@ def test_any_length_any_ring_any_memory(case, size):
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_keys_pulled_from_shared_memory(layout):
     for size, at_once, how in (
-        (2, 9, dict(overtaken=True)), (3, 1, dict(overtaken=True)), (4, 9, {}), (4, 2, {}),
-        (4, 9, dict(late=True)), (3, 9, dict(late=True, overtaken=True)),
+        (2, 9, dict(overtaken=True)), (3, 1, dict(overtaken=True)), (4, 9, dict(aside=True)),
+        (4, 2, {}), (4, 9, dict(late=True, aside=False)), (3, 9, dict(late=True, overtaken=True)),
     ):  # fmt: skip
         few = [Attention(length, layout, causal=True, masked=True) for length in (0, 1, 3)]
         for case in [*few, *matrix(layout)[::2]]:
@@ -191,7 +191,7 @@ def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, h
     with (
         mock.patch.object(threads.ThreadShelf, "of", late),
         mock.patch.object(threads.ThreadShelf, "join", join_late),
-        mock.patch.object(symmetric, "_copy", threads.copy_later),
+        threads.late(),
     ):
         assert all(threads.run(size, main)[0])
 
@@ -251,9 +251,69 @@ def test_calls_wait_for_the_keys_of_their_own_stage(monkeypatch, late):
         came = [[*waited] for _ in transport.stream(keys)]
         assert came == ([[], [1], [1, 2]] if late else [[], [1]])
         gone_through(transport, keys)
-        assert waited[len(came[-1]) :] == ([3, 4] if late else [2])
+        assert waited[len(came[-1]) :] == [3 if late else 2]  # all at once
 
     noted(monkeypatch, 9, late, visit)
+
+
+def test_gradients_are_made_where_their_owners_read_them(monkeypatch):
+    def visit(transport: SymmetricGather, keys: Keys) -> None:
+        own = Sum(keys.k), Sum(keys.v)
+        for block, sums in transport.stream_back(keys, own):
+            whole = slice(0, block.k.shape[1])
+            if not block.own:
+                place, grads = sums[0].blank(whole), transport.space.grads
+                at = grads.hub.shelves["grads", grads.rank][grads.turn]
+                assert place.data_ptr() == at.data_ptr()
+                sums[0].add(whole, place.zero_())
+                half = slice(0, whole.stop // 2)
+                sums[0].add(half, torch.ones_like(place[:, half]))
+
+    noted(monkeypatch, 9, False, visit)
+
+
+# of zigzag's causal chunks, 32 and 8 heads of size 128: ranks, tokens of each, whether half of own
+# keys is kept for the end or all are overtaken, and whether enough is left to compute on meanwhile
+ASIDE = [
+    (4, 1024, False, False), (4, 2048, False, True), (4, 8192, False, True),
+    (4, 2048, True, False), (4, 4096, True, True), (8, 2048, False, False),
+    (8, 4096, False, False), (8, 8192, False, True), (8, 4096, True, False),
+    (8, 8192, True, True), (2, 1024, True, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "tokens", "overtaken", "aside"), ASIDE)
+def test_gradients_come_aside_where_that_is_hidden(size, tokens, overtaken, aside):
+    held = all_segments("zigzag", size, size * tokens)
+    blocks, cut = Blocks(held, held, Visible(causal=True)), 0 if overtaken else tokens // 2
+    job, groups = Job(1, 32, 8, 128, 128, itemsize=2), schedule(blocks, size)
+    assert come_home_aside(blocks, groups, [cut] * size, job, overtaken) == aside
+    one_by_one = schedule(blocks, 1)
+    assert come_home_aside(blocks, one_by_one, [cut] * size, job, False) == (size > 2 or aside)
+
+
+class Place(Ring):
+    """A rank of a ring that sends nothing."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+@pytest.mark.parametrize(
+    ("layout", "causal"), [("zigzag", True), ("zigzag", False), ("contiguous", False)]
+)
+def test_no_two_ranks_pull_from_one_at_a_time(size, layout, causal):
+    held = all_segments(layout, size, 8 * size)
+    groups, by_rank = schedule(Blocks(held, held, Visible(causal)), size), []
+    for rank in range(size):
+        gather = SymmetricGather(Place(rank, size), groups, (8,) * size, None, tuple(range(size)))
+        ((sources,),) = map(gather._of_keys, groups)
+        assert {m[0].stop - m[0].start for s in sources for m in s.moves} <= {4, 8}
+        by_rank.append([s.rank for s in sources for _ in s.moves])
+    for asked in zip_longest(*by_rank):
+        readers = [owner for owner in asked if owner is not None]
+        assert len(readers) == len({*readers})
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -550,6 +610,10 @@ def test_long_calls_go_one_after_another(monkeypatch):
     for most, short in ((2 * 64 * 2 * 8, True), (2 * 64 * 2 * 8 - 1, False)):
         monkeypatch.setattr(pieces, "_SHORT", most)
         assert RingPlan.make(*long, causal=True).short == short
+    held = ((Segment(0, 1, 8),),)
+    blocks, job = Blocks(held, held, Visible(causal=True)), Job(1, 2, 2, 4, 4, itemsize=4)
+    monkeypatch.setattr(pieces, "_UNDIVIDED", 64 * job.pair_flops)
+    assert [pieces.is_short(blocks, job, undivided) for undivided in (False, True)] == [False, True]
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])
@@ -617,7 +681,7 @@ def test_the_memory_of_a_gather_is_bounded_by_its_budget(causal):
     case = Attention(n * size, "zigzag", causal=causal, batch=1, d=d, d_v=d, transport="gather")
     shard_bytes, before = n * case.key_heads * 2 * d * 8, 0
     for at_once in (1, 2, 4):
-        memory = shard_bytes * (4 + 7 * at_once)
+        memory = shard_bytes * (5 + 7 * at_once)
         blocks = Blocks(*[all_segments("zigzag", size, n * size)] * 2, Visible(causal))
         assert owners_at_once(memory, blocks, Job(1, 4, case.key_heads, d, d, 8)) == at_once
         taken = most_bytes(replace(case, memory=memory), size)

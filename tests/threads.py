@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, Queue
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.transports import symmetric
 from ring_attention_pytorch.transports.messages import Form, opened
 from ring_attention_pytorch.transports.shelves import Space, rounded
 
@@ -123,12 +125,12 @@ class ThreadTransfer:
 class ThreadShelf:
     """A `shelves.Shelf` of threads: what is not written this turn is NaN.
 
-    What is copied beside (by `copy_later`) is copied when somebody waits for it, and not before.
+    What is copied or added beside (`late`) is so when somebody waits for it, and not before.
     """
 
     def __init__(self, hub: Hub, name: str, rank: int):
         self.hub, self.name, self.rank, self.turn = hub, name, rank, 0
-        self.told: list[tuple[Tensor, Tensor]] = []
+        self.told: list[Callable[[], object]] = []
         self.done = 0
 
     def own(self, form: Form) -> list[Tensor]:
@@ -164,8 +166,8 @@ class ThreadShelf:
         return len(self.told)
 
     def join(self, end: int) -> None:
-        for place, t in self.told[self.done : end]:
-            place.copy_(t)
+        for run in self.told[self.done : end]:
+            run()
         self.done = max(self.done, end)
 
 
@@ -178,11 +180,23 @@ class _Beside(threading.local):
 _beside = _Beside()
 
 
-def copy_later(place: Tensor, t: Tensor) -> None:
-    """As a copy engine does on a stream of its own, that is as late as can be."""
-    assert _beside.shelf is not None
-    place.fill_(True if place.dtype == torch.bool else torch.nan)
-    _beside.shelf.told.append((place, t))
+@contextmanager
+def late() -> Iterator[None]:
+    """Copies and sums beside are as on a stream of its own, that is as late as can be."""
+    with (
+        mock.patch.object(symmetric, "_copy", _later(symmetric._copy)),
+        mock.patch.object(symmetric, "add_", _later(symmetric.add_)),
+    ):
+        yield
+
+
+def _later(do: Callable[..., object]) -> Callable[..., None]:
+    def tell(place: Tensor, *parts: Tensor, **how: bool) -> None:
+        assert _beside.shelf is not None
+        place.fill_(True if place.dtype == torch.bool else torch.nan)
+        _beside.shelf.told.append(lambda: do(place, *parts, **how))
+
+    return tell
 
 
 class ThreadSpace(Space):

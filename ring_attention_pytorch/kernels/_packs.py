@@ -26,6 +26,7 @@ from torch import Tensor
 from ring_attention_pytorch.contract import Tiles
 from ring_attention_pytorch.kernels._whole import aligned, from_bottom_right
 from ring_attention_pytorch.layouts import Tile
+from ring_attention_pytorch.running import Sum
 
 _MOST = 256  # sequences of a call: beyond that flash-attn 4 looks them up in another way
 _FEW = 2  # tiles that are calls of their own: with lengths the kernel is a twentieth slower
@@ -55,6 +56,11 @@ class Pack(NamedTuple):
     def flat_by_head(self, t: Tensor) -> Tensor:
         """The same of [b, h, n], as lse is."""
         return (rearrange(t, "b h n -> h (b n)") if self.sequences else t).contiguous()
+
+    def blank(self, total: Sum) -> Tensor:
+        """Memory for what the call gives for columns."""
+        blank = total.blank(self.cols)
+        return blank.flatten(0, 1) if self.sequences else blank
 
     def of_rows(self, t: Tensor, batch: int) -> Tensor:
         """[b, n, h, d] of what the call gave for rows, 0 between tiles."""

@@ -48,18 +48,18 @@ def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, gra
     from flash_attn.flash_attn_interface import _flash_attn_backward
 
     for tile, left, right in windows(tiles) if saved.q.numel() else ():
+        places = tile.rows, tile.cols, tile.cols
         with lane(tiles, keys):
             q, k, v, out, dout = aligned(
                 part(saved.q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols),
                 part(saved.out, tile.rows), part(saved.dout, tile.rows),
             )  # fmt: skip
-            dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+            dq, dk, dv = found = [total.blank(at) for total, at in zip(grads, places)]
             _flash_attn_backward(
                 dout, q, k, v, out, saved.lse[..., tile.rows].contiguous(), dq, dk, dv,
                 dropout_p=0.0, softmax_scale=terms.scale, causal=False, window_size_left=left,
                 window_size_right=right, softcap=terms.softclamp or 0.0, alibi_slopes=None,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
             )  # fmt: skip
-        grads.dq.add(tile.rows, dq)
-        grads.dk.add(tile.cols, dk)
-        grads.dv.add(tile.cols, dv)
+        for total, at, t in zip(grads, places, found):
+            total.add(at, t)

@@ -60,7 +60,7 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
                 softcap=terms.softclamp or 0.0,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
                 dlse=None if saved.dlse is None else pack.flat_by_head(saved.dlse[..., rows]),
-                **_window(pack), **pack.sequences,
+                dk=pack.blank(grads.dk), dv=pack.blank(grads.dv), **_window(pack), **pack.sequences,
             )[:3]  # fmt: skip
             dq, dk, dv = pack.of_rows(dq, batch), *(pack.of_cols(t, batch) for t in (dk, dv))
         for total, at, t in zip(grads, (rows, cols, cols), (dq, dk, dv)):

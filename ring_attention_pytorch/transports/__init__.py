@@ -34,19 +34,20 @@ def owners_at_once(memory: int | None, blocks: Blocks, job: Job) -> int:
 
     Of each owner there are at once, in backward: the block that was computed on last and the
     one at hand, with their gradients in the accumulator's dtype; the keys that come next;
-    gradients that go out and that come in. Beside that, what is sent of one's own.
+    gradients that go out and that come in. Beside that, what is sent of one's own, and the sum of
+    what comes in.
 
     >>> from ring_attention_pytorch.layouts import Visible, all_segments
     >>> eight = all_segments("zigzag", 8, 80)
     >>> blocks, job = Blocks(eight, eight, Visible()), Job(1, 2, 1, 2, 3, itemsize=2)
-    >>> [owners_at_once(memory, blocks, job) for memory in (None, 0, 4 * 100 + 3 * 900)]
+    >>> [owners_at_once(memory, blocks, job) for memory in (None, 0, 600 + 3 * 900)]
     [7, 1, 3]
     """
     longest, most = max(map(count, blocks.keys)), max(1, len(blocks.keys) - 1)
     if memory is None or longest * job.token_bytes == 0:
         return most
     of_each = 5 * job.token_bytes + 2 * job.wide_bytes
-    fit = (memory // longest - 4 * job.token_bytes) // of_each
+    fit = (memory // longest - 4 * job.token_bytes - job.wide_bytes) // of_each
     return min(most, max(1, fit))
 
 

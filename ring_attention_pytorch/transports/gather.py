@@ -29,6 +29,7 @@ from ring_attention_pytorch.transports.pieces import (
     Blocks,
     Group,
     Pieces,
+    coming_home,
     joined,
     of_owner,
     places,
@@ -75,16 +76,15 @@ class Gather:
         length = count(own)
         cut = self._cut(length) if back else length
         yield stretch(own, slice(0, cut))
-        for group in self.groups:
+        for group in self._back if back else self.groups:
             whole = joined(group.pieces[self.ring.rank])
-            parts = (slice(0, count(whole)),) if back else self._parts(group)
-            yield from (stretch(whole, part) for part in parts if whole)
+            yield from (stretch(whole, part) for part in self._parts(group))
         if cut < length:
             yield stretch(own, slice(cut, length))
 
     def stream(self, keys: Keys) -> Iterator[Keys]:
         """Own keys, then those of the others, stage by stage."""
-        for _, block, parts in self._blocks(keys):
+        for _, block, parts in self._blocks(keys, self.groups):
             yield from (_some(block, part) for part in parts)
 
     def stream_back(
@@ -94,7 +94,7 @@ class Gather:
 
         Where many come home last, half of own keys are kept for the end, to compute on meanwhile.
         """
-        blocks = self._blocks(own_keys)
+        blocks = self._blocks(own_keys, self._back)
         next(blocks)
         if not self.groups:
             yield own_keys, own
@@ -107,10 +107,9 @@ class Gather:
                 total.running()  # else what comes of each group would wait to be added
         going: Callable[[], None] | None = None
         for group, keys, parts in blocks:
-            deque(parts, maxlen=0)  # each further call would cost more than it hides
-            grads = None
+            deque(parts, maxlen=0)
+            grads = self._grads_of(keys)
             if keys.segments:
-                grads = Sum(keys.k, calls=1), Sum(keys.v, calls=1)
                 yield keys, grads
             if going is not None:
                 going()
@@ -133,18 +132,22 @@ class Gather:
         Less takes NVLink no longer than a further call of a kernel takes to pass over all queries.
         All ranks go by the one who waits longest: those who did otherwise would keep it waiting.
         """
-        coming = Counter[int]()
-        for pieces in self.groups[-1].pieces if self.groups else ():
-            for piece in pieces:
-                coming[piece.owner] += piece.segment.length
+        coming = coming_home(self.groups[-1]) if self.groups else Counter[int]()
         return any(4 * coming[owner] >= length > 0 for owner, length in enumerate(self.lengths))
 
-    def _blocks(self, own: Keys) -> Iterator[tuple[Group | None, Keys, Iterable[slice]]]:
+    @cached_property
+    def _back(self) -> tuple[Group, ...]:
+        """The groups backward: each further call would cost more than it hides."""
+        return tuple(group.at_once for group in self.groups)
+
+    def _blocks(
+        self, own: Keys, groups: tuple[Group, ...]
+    ) -> Iterator[tuple[Group | None, Keys, Iterable[slice]]]:
         """Own keys, and then those of each group, and the tokens that have come, part by part."""
-        pulls = (self._pull(own, group) for group in self.groups)  # posted when asked for
+        pulls = (self._pull(own, group) for group in groups)  # posted when asked for
         coming = next(pulls, None)
         yield None, own, (slice(0, own.k.shape[1]),)
-        for group in self.groups:
+        for group in groups:
             ((k, v, *mask), parts), coming = coming(), None  # let go before more is asked for
             coming = next(pulls, None)
             mine = joined(group.pieces[self.ring.rank])
@@ -177,17 +180,17 @@ class Gather:
 
         return wait
 
+    def _grads_of(self, keys: Keys) -> tuple[Sum, Sum]:
+        """For those of a group, in one call."""
+        return Sum(keys.k, calls=1), Sum(keys.v, calls=1)
+
     def _send_home(
-        self,
-        group: Group,
-        own_keys: Keys,
-        grads: tuple[Sum, Sum] | None,
-        own: tuple[Sum, Sum],
+        self, group: Group, own_keys: Keys, grads: tuple[Sum, Sum], own: tuple[Sum, Sum]
     ) -> Callable[[], None]:
         """Post the gradients of a group; what is returned waits and adds what came to `own`."""
         rank, kinds = self.ring.rank, own_keys[:2]
         mine, messages = group.pieces[rank], {}
-        found = () if grads is None else [total.final() for total in grads]
+        found = [total.final() for total in grads]
         for owner in self._owners(group.distances):
             at = [where for _, where in places(mine, owner)]
             form = form_of(kinds, tokens(of_owner(mine, owner)))

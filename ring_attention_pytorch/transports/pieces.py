@@ -1,5 +1,6 @@
 """Which keys of which owner a rank needs, in what order and when: arithmetic on ints."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
@@ -15,8 +16,9 @@ from ring_attention_pytorch.layouts import (
     visible_pairs,
 )
 
-_SHORT = 2e13  # FLOPs forward, were nothing hidden
+_SHORT, _UNDIVIDED = 2e13, 2e14  # FLOPs forward, were nothing hidden
 _MEANWHILE = 1800  # FLOPs of a kernel while a byte comes: an H200's 600 TFLOP/s over 330 GB/s
+_MEANWHILE_BACK = 1600  # the same backward, by 525 TFLOP/s
 
 
 class Blocks(NamedTuple):
@@ -75,13 +77,14 @@ class Job(NamedTuple):
         return self.batch * self.heads * self.d_v * (2 * 4 + self.itemsize)
 
 
-def is_short(blocks: Blocks, job: Job) -> bool:
+def is_short(blocks: Blocks, job: Job, undivided: bool = False) -> bool:
     """Whether ranks have so little to compute that the ends of calls are much of it.
 
-    At most 16384 queries a rank, of 32 heads of size 128, over four ranks: 10 ms of an H200.
+    At most 16384 queries a rank, of 32 heads of size 128, over four ranks: 10 ms of an H200. About
+    three times as many where own keys are `undivided` backward, which spares calls of a kernel.
     """
     pairs = max(map(count, blocks.queries)) * sum(map(count, blocks.keys))
-    return pairs * job.pair_flops <= _SHORT
+    return pairs * job.pair_flops <= (_UNDIVIDED if undivided else _SHORT)
 
 
 class Piece(NamedTuple):
@@ -115,6 +118,12 @@ class Group(NamedTuple):
     def distances(self) -> tuple[int, ...]:
         """Those of all stages."""
         return tuple(chain.from_iterable(self.stages))
+
+    @property
+    def at_once(self) -> "Group":
+        """The same in one stage."""
+        parts = tuple((slice(0, tokens(coming)),) for coming in self.pieces)
+        return Group((self.distances,), self.pieces, parts)
 
 
 def stretch(segments: Segments, at: slice) -> Segments:
@@ -213,6 +222,35 @@ def keys_come_late(blocks: Blocks, at_once: int, job: Job) -> bool:
     ]
     coming = [_MEANWHILE * job.token_bytes * tokens(pieces) for pieces in groups[0].pieces]
     return min(own) > 0 and any(mine < others for mine, others in zip(own, coming))
+
+
+def coming_home(group: Group) -> Counter[int]:
+    """Of how many keys gradients come home to each owner, each as often as somebody has some."""
+    found = Counter[int]()
+    for piece in chain.from_iterable(group.pieces):
+        found[piece.owner] += piece.segment.length
+    return found
+
+
+def come_home_aside(
+    blocks: Blocks, groups: Sequence[Group], cuts: Sequence[int], job: Job, overtaken: bool
+) -> bool:
+    """Whether ranks compute on while at least half of their gradients come home from others.
+
+    On their own keys from these `cuts` on, kept for the end; or on what is left of them where their
+    call is `overtaken`: it has gone on while the others' keys came, and about as much in the gaps
+    of their calls. Of several groups those of each but the last come home while the next computes.
+    """
+    if len(groups) != 1:
+        return True
+    coming = max(coming_home(groups[0]).values(), default=0)
+    brought = max(map(tokens, groups[0].pieces)) if overtaken else 0
+    left = min(
+        visible_pairs(tiles(queries, stretch(keys, slice(cut, count(keys))), blocks.visible))
+        for queries, keys, cut in zip(blocks.queries, blocks.keys, cuts)
+    )
+    moved = _MEANWHILE_BACK * job.token_bytes * (2 * brought + coming / 2)
+    return 2.5 * job.pair_flops * left >= moved
 
 
 def needed(rank: int, blocks: Blocks, distances: Sequence[int]) -> Pieces:

@@ -1,29 +1,33 @@
-"""Gathering by copy engines, out of memory that all ranks of an NVLink domain can read.
+"""Gathering out of memory that all ranks of an NVLink domain can read.
 
-A rank writes its keys, or the gradients of others' keys, into its own shelf; the others pull
-what they need on a stream of its own, by copies between contiguous memory, which take no
-multiprocessors. An owner adds the gradients that it pulled in one order.
+A rank writes its keys, or the gradients of others' keys, into its own shelf. The others pull
+keys that they need on a stream of its own, by copies between contiguous memory, which take no
+multiprocessors. An owner adds its gradients on such a stream, in one order: copies of them, or,
+where nothing is left to compute meanwhile, as they lie there.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.lanes import behind
 from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.running import Sum
+from ring_attention_pytorch.running import Sum, accumulator, add_, covered
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.messages import form_of
 from ring_attention_pytorch.transports.pieces import (
     Blocks,
     Group,
     Job,
+    come_home_aside,
     in_two_stages,
     places,
     schedule,
@@ -39,6 +43,22 @@ class Source(NamedTuple):
     length: int
     moves: tuple[tuple[slice, slice], ...]  # from there to here
 
+    def joined(self) -> "Source":
+        """In as few moves as can be: a copy takes some time, however short.
+
+        >>> at = [((0, 2), (4, 6)), ((2, 3), (6, 7)), ((3, 4), (8, 9))]
+        >>> moves = tuple((slice(*there), slice(*here)) for there, here in at)
+        >>> Source(0, 9, moves).joined().moves
+        ((slice(0, 3, None), slice(4, 7, None)), (slice(3, 4, None), slice(8, 9, None)))
+        """
+        found: list[tuple[slice, slice]] = []
+        for there, here in self.moves:
+            if found and (found[-1][0].stop, found[-1][1].stop) == (there.start, here.start):
+                before, after = found.pop()
+                there, here = slice(before.start, there.stop), slice(after.start, here.stop)
+            found.append((there, here))
+        return self._replace(moves=tuple(found))
+
 
 @dataclass(frozen=True)
 class SymmetricGather(Gather):
@@ -46,12 +66,14 @@ class SymmetricGather(Gather):
 
     `ranks` are those of the ring in the group that the space is of; `sources` what has to move
     for each group of owners, once that is worked out. Where the call of own keys is `overtaken` by
-    those of the others', it is what goes on while gradients come home.
+    those of the others', it is what goes on while gradients come home. If that leaves copy engines
+    time, they bring gradients `aside`; else all multiprocessors read them where they are.
     """
 
     space: Space
     ranks: tuple[int, ...]
     overtaken: bool = False
+    aside: bool = False
     sources: dict[tuple[str, int], list] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -74,7 +96,9 @@ class SymmetricGather(Gather):
         token_bytes = job.token_bytes + job.batch  # and a mask
         space.make_room(group, keys=max(lengths) * token_bytes, grads=widest * token_bytes)
         overtaken = overtaken and len(groups) == 1  # of several, calls wait for one another
-        return cls(ring, groups, lengths, space, ranks, overtaken)
+        made = cls(ring, groups, lengths, space, ranks, overtaken)
+        cuts = [0 if overtaken else made._cut(length) for length in lengths]
+        return replace(made, aside=come_home_aside(blocks, groups, cuts, job, overtaken))
 
     @property
     def capturable(self) -> bool:
@@ -134,56 +158,72 @@ class SymmetricGather(Gather):
 
         return pull
 
+    def _grads_of(self, keys: Keys) -> tuple[Sum, Sum]:
+        """Where their owners read them; kernels that can make them there."""
+        k, v = self.space.grads.own(form_of(keys[:2], keys.k.shape[1]))
+        return Sum(keys.k, calls=1, place=k), Sum(keys.v, calls=1, place=v)
+
     def _send_home(
-        self,
-        group: Group,
-        own_keys: Keys,
-        grads: tuple[Sum, Sum] | None,
-        own: tuple[Sum, Sum],
+        self, group: Group, own_keys: Keys, grads: tuple[Sum, Sum], own: tuple[Sum, Sum]
     ) -> Callable[[], None]:
-        shelf, kinds = self.space.grads, own_keys[:2]
-        coming = [
-            (source, there, here, [_room(t, here) for t in kinds])
-            for source in self._of_grads(group)
-            for there, here in source.moves
-        ]
+        shelf = self.space.grads
         with behind(own_keys.k.device) if self.overtaken else nullcontext():
-            memory = shelf.own(form_of(kinds, tokens(group.pieces[self.ring.rank])))
-            for place, total in zip(memory, grads or ()):
-                total.write(place)
+            for total in grads:
+                total.final()
             shelf.publish()  # it is everyone's turn, be there nothing to write
             shelf.follow()
+        coming = self._coming(group, own_keys[:2])
+        with shelf.beside():
+            for _, room, parts in chain(*coming):
+                _sum(room, parts, self.aside)
+            end = shelf.mark()
 
         def wait() -> None:
-            with shelf.beside():
-                for (rank, length, _), there, _, parts in coming:
-                    for part, t in zip(parts, shelf.of(rank, form_of(kinds, length))):
-                        _copy(part, t[:, there])
-                end = shelf.mark()
             if len(self.groups) > 1:
                 shelf.join(end)
-            for i, total in enumerate(own):
+            for total, sums in zip(own, coming):
                 if len(self.groups) == 1:  # dq need not wait for that
                     total.after(partial(shelf.join, end))
-                total.add_all((here, parts[i]) for _, _, here, parts in coming)
+                total.add_all((here, room) for here, room, _ in sums)
 
         return wait
+
+    def _coming(
+        self, group: Group, kinds: Sequence[Tensor]
+    ) -> list[list[tuple[slice, Tensor, list[Tensor]]]]:
+        """Of each kind some of its tokens, room for the sum of their gradients, and the gradients
+        where others have them."""
+        theirs = [
+            (moves, self.space.grads.of(rank, form_of(kinds, length)))
+            for rank, length, moves in self._of_grads(group)
+        ]
+        found = []
+        for i, t in enumerate(kinds):
+            parts = [(here, each[i][:, there]) for moves, each in theirs for there, here in moves]
+            found.append(
+                [
+                    (here, _room(t, here, wide=len(some) > 1), [part for (part,) in some])
+                    for here, some in covered(parts)
+                ]
+            )
+        return found
 
     def _of_keys(self, group: Group) -> list[list[Source]]:
         """Out of each owner's keys, what this rank needs of them, stage by stage."""
         if ("keys", id(group)) not in self.sources:
-            pieces = group.pieces[self.ring.rank]
-            self.sources["keys", id(group)] = [
-                [
+            pieces, stages = group.pieces[self.ring.rank], []
+            for stage in group.stages:
+                found = [
                     Source(
                         self.ranks[owner],
                         self.lengths[owner],
-                        _moves((piece.cols, here) for piece, here in places(pieces, owner)),
+                        tuple((piece.cols, here) for piece, here in places(pieces, owner)),
                     )
                     for owner in self._owners(stage)
                 ]
-                for stage in group.stages
-            ]
+                one = len(group.stages) == 1
+                stages.append(_in_rounds(found) if one else [source.joined() for source in found])
+            self.sources["keys", id(group)] = stages
         return self.sources["keys", id(group)]
 
     def _of_grads(self, group: Group) -> list[Source]:
@@ -193,37 +233,49 @@ class SymmetricGather(Gather):
                 Source(
                     self.ranks[user],
                     tokens(group.pieces[user]),
-                    _moves(
+                    tuple(
                         (there, piece.cols)
                         for piece, there in places(group.pieces[user], self.ring.rank)
                     ),
-                )
+                ).joined()
                 for user in self._users(group.distances)
             ]
         return self.sources["grads", id(group)]
 
 
-def _moves(found: Iterable[tuple[slice, slice]]) -> tuple[tuple[slice, slice], ...]:
-    """From where to where, as few as can be: a copy takes some time, however short.
+def _in_rounds(sources: list[Source]) -> list[Source]:
+    """One piece of each, then the next of each, from the rank in front on.
 
-    >>> _moves([(slice(0, 2), slice(4, 6)), (slice(2, 3), slice(6, 7)), (slice(3, 4), slice(8, 9))])
-    ((slice(0, 3, None), slice(4, 7, None)), (slice(3, 4, None), slice(8, 9, None)))
+    Where all pieces are as long no two ranks read from the same one at a time, which both would
+    wait for: of zigzag's causal chunks each rank needs one of those behind, two of those in front.
+
+    >>> [s.rank for s in _in_rounds([Source(i, 4, ((),) * n) for i, n in ((0, 1), (3, 2), (2, 2))])]
+    [2, 3, 0, 2, 3]
     """
-    joined: list[tuple[slice, slice]] = []
-    for there, here in found:
-        if joined and (joined[-1][0].stop, joined[-1][1].stop) == (there.start, here.start):
-            before, after = joined.pop()
-            there, here = slice(before.start, there.stop), slice(after.start, here.stop)
-        joined.append((there, here))
-    return tuple(joined)
+    each = ([s._replace(moves=(move,)) for move in s.moves] for s in reversed(sources))
+    return [source for some in zip_longest(*each) for source in some if source is not None]
 
 
-def _room(t: Tensor, at: slice) -> Tensor:
-    """For so many tokens."""
-    return t.new_empty((t.shape[0], at.stop - at.start, *t.shape[2:]))
+def _room(t: Tensor, at: slice, wide: bool = False) -> Tensor:
+    """For so many tokens, or for a sum of such."""
+    shape = t.shape[0], at.stop - at.start, *t.shape[2:]
+    return t.new_empty(shape, dtype=accumulator(t.dtype) if wide else t.dtype)
 
 
 def _copy(place: Tensor, t: Tensor) -> None:
     """Sample by sample: what is contiguous goes by copy engine."""
     for sample, given in zip(place, t) if len(t) > 1 else ((place, t),):
         sample.copy_(given)
+
+
+def _sum(place: Tensor, parts: list[Tensor], aside: bool) -> None:
+    """Of what lies in others' memory, by copy engine if it comes aside, or is one alone."""
+    if len(parts) == 1:
+        _copy(place, parts[0])
+        return
+    if aside:
+        here = [torch.empty_like(part) for part in parts]
+        for room, part in zip(here, parts):
+            _copy(room, part)
+        parts = here
+    add_(place, *parts, fresh=True)

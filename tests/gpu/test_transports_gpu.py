@@ -26,6 +26,7 @@ from ring_attention_pytorch.contract import Case
 from ring_attention_pytorch.kernels import _whole, problem
 from ring_attention_pytorch.lanes import aside
 from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.transports import symmetric
 from ring_attention_pytorch.transports.messages import Form
 from ring_attention_pytorch.transports.shelves import Shelf
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
@@ -38,6 +39,7 @@ WAYS = [
     dict(transport="gather", soon=True),
     dict(transport="ring", ulysses=2), dict(transport="gather", ulysses=2),
     dict(transport="ring", ulysses=2, apart=True), dict(),
+    dict(transport="gather", aside=True), dict(transport="gather", aside=False),
 ]  # fmt: skip
 
 
@@ -69,13 +71,23 @@ def wanted(tensors: list[Tensor], dout: Tensor, **options: object) -> list[Tenso
 
 
 def plan_for(
-    *tensors: Tensor, apart: bool = False, soon: bool = False, **options: object
+    *tensors: Tensor,
+    apart: bool = False,
+    soon: bool = False,
+    aside: bool | None = None,
+    **options: object,
 ) -> RingPlan:
     """A plan; apart as for GPUs that share no memory, which send point to point; soon as if keys
-    came before own keys are computed on, which takes more tokens."""
+    came before own keys are computed on, which takes more tokens; gradients come aside by copy
+    engine, or not, whatever hides them."""
     without = mock.patch.object(Ring, "shared", return_value=None)
     in_time = mock.patch.object(transports, "keys_come_late", return_value=False)
-    with without if apart else nullcontext(), in_time if soon else nullcontext():
+    coming = mock.patch.object(symmetric, "come_home_aside", return_value=aside)
+    with (
+        without if apart else nullcontext(),
+        in_time if soon else nullcontext(),
+        nullcontext() if aside is None else coming,
+    ):
         return RingPlan.make(*tensors, **options)
 
 
@@ -387,7 +399,7 @@ def main() -> None:
     kernels = ("flash-attn-4", "sdpa-cudnn", "flash-attn-2", "sdpa-flash")
     able = [name for name in kernels if problem(name, Case.of(like, like)) is None]
     for kernel in able:
-        errors = [calls_side_by_side(kernel, how) for how in (*WAYS[1:4], WAYS[5])]
+        errors = [calls_side_by_side(kernel, how) for how in (*WAYS[1:4], WAYS[5], *WAYS[-2:])]
         errors.append(only_the_last_has_keys(kernel))
         assert max(errors) < BOUNDS[torch.bfloat16], (kernel, errors)
         if dist.get_rank() == 0:
