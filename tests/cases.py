@@ -266,7 +266,7 @@ def check_symmetric(case: Attention, size: int, at_once: int, **how: bool) -> No
         mine = [t[:, at].requires_grad_() for t in (q, k, v)]
         plan = RingPlan.make(
             *mine, **case.options(), key_mask=None if mask is None else mask[:, at], group=ring,
-            layout=case.layout, kernel=case.kernel, ulysses=case.ulysses,
+            layout=case.layout, kernel=case.kernel, ulysses=case.ulysses, **case.packed(at),
         )  # fmt: skip
         plan = over_shared_memory(plan, mine, ring, at_once, **how)
         out, lse = ring_attn(*mine, plan=plan, return_lse=True)

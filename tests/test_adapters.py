@@ -23,8 +23,9 @@ from ring_attention_pytorch.kernels._packs import packs
 from ring_attention_pytorch.kernels._whole import aligned, from_bottom_right, windows
 from ring_attention_pytorch.layouts import Tile, _trimmed, band
 from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.running import accumulator
 from tests import threads
-from tests.cases import Attention, results
+from tests.cases import TOLERANCES, Attention, check_symmetric, results
 from tests.features import FEATURES, LAYOUTS, Problem, refusal, together
 from tests.kernel_cases import CASES, KernelCase, faults, random_cases
 from tests.reference import dense_attention, relative_error
@@ -52,8 +53,9 @@ def shown_2(n: int, m: int, left: int, right: int) -> Tensor:
 
 
 def attend(q, k, v, seen, scale, softcap):
-    """out, lse, and the derivative of each score by scale * q.k."""
-    group = q.shape[2] // k.shape[2]
+    """out, lse, and the derivative of each score by scale * q.k. Only out is rounded."""
+    group, dtype = q.shape[2] // k.shape[2], q.dtype
+    q, k, v = (t.to(accumulator(dtype)) for t in (q, k, v))
     k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
     scores, slope = torch.einsum("bihd,bjhd->bhij", q, k) * scale, 1.0
     if softcap:
@@ -61,12 +63,14 @@ def attend(q, k, v, seen, scale, softcap):
         scores, slope = softcap * t, 1 - t.square()
     scores = scores.masked_fill(~seen, -torch.inf)
     assert seen.any(1).all(), "a row that sees nothing has no meaning to these kernels"
-    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v), scores.logsumexp(-1), slope
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    return out.to(dtype), scores.logsumexp(-1), slope
 
 
 def differentiate(dout, q, k, v, out, lse, seen, scale, softcap, dlse=None):
     """dq, dk, dv from a global lse, as all flash attentions do it."""
-    h_kv = k.shape[2]
+    h_kv, dtype = k.shape[2], q.dtype
+    dout, q, k, v, out = (t.to(accumulator(dtype)) for t in (dout, q, k, v, out))
     wide_k, wide_v = (t.repeat_interleave(q.shape[2] // h_kv, dim=2) for t in (k, v))
     scores, slope = torch.einsum("bihd,bjhd->bhij", q, wide_k) * scale, 1.0
     if softcap:
@@ -77,7 +81,7 @@ def differentiate(dout, q, k, v, out, lse, seen, scale, softcap, dlse=None):
     ds = p * (torch.einsum("bihd,bjhd->bhij", dout, wide_v) - delta[..., None]) * slope * scale
     dk, dv = torch.einsum("bhij,bihd->bjhd", ds, q), torch.einsum("bhij,bihd->bjhd", p, dout)
     folded = (rearrange(t, "b j (g r) d -> b j g r d", g=h_kv).sum(3) for t in (dk, dv))
-    return torch.einsum("bhij,bjhd->bihd", ds, wide_k), *folded
+    return [t.to(dtype) for t in (torch.einsum("bhij,bjhd->bihd", ds, wide_k), *folded)]
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **functions) -> None:
@@ -132,7 +136,7 @@ def stand_in_4(monkeypatch: pytest.MonkeyPatch) -> None:
             seen = seen_by(q, k, *window)
             return *attend(q, k, v, seen, softmax_scale, softcap)[:2], None
         out = q.new_full((*q.shape[:2], v.shape[-1]), torch.nan)
-        lse = q.new_full((q.shape[1], len(q)), torch.nan)
+        lse = q.new_full((q.shape[1], len(q)), torch.nan, dtype=accumulator(q.dtype))
         # keys are only read, so those of several sequences may be the same
         keys = places(cu_seqlens_k, seqused_k, ascend=False)
         for rows, cols in zip(places(cu_seqlens_q, seqused_q), keys):
@@ -141,14 +145,20 @@ def stand_in_4(monkeypatch: pytest.MonkeyPatch) -> None:
             out[rows], lse[:, rows] = found[0][0], found[1][0]
         return out, lse, None
 
-    def backward(q, k, v, out, dout, lse, softmax_scale, softcap, deterministic, dlse,
+    def backward(q, k, v, out, dout, lse, softmax_scale, softcap, deterministic, dlse, dk, dv,
                  causal=False, window_size_left=None, window_size_right=None, cu_seqlens_q=None,
                  cu_seqlens_k=None, seqused_q=None, seqused_k=None):  # fmt: skip
         assert lse.is_contiguous()
         window, terms = (causal, window_size_left, window_size_right), (softmax_scale, softcap)
+        for given, t in ((dk, k), (dv, v)):
+            assert (given.shape, given.dtype) == (t.shape, t.dtype)
+            assert given.is_contiguous()
+            given.fill_(torch.nan)
         if cu_seqlens_q is None:
-            return differentiate(dout, q, k, v, out, lse, seen_by(q, k, *window), *terms, dlse)
-        dq, dk, dv = (torch.full_like(t, torch.nan) for t in (q, k, v))
+            seen = seen_by(q, k, *window)
+            dq, *parts = differentiate(dout, q, k, v, out, lse, seen, *terms, dlse)
+            return dq, *(given.copy_(part) for given, part in zip((dk, dv), parts))
+        dq = torch.full_like(q, torch.nan)
         for rows, cols in zip(places(cu_seqlens_q, seqused_q), places(cu_seqlens_k, seqused_k)):
             one = [t[None] for t in (dout[rows], q[rows], k[cols], v[cols], out[rows])]
             by_head = [None if t is None else t[None, :, rows] for t in (lse, dlse)]
@@ -351,3 +361,15 @@ def test_what_lies_right_stays_where_it_is():
         assert a is not b
         assert torch.equal(a, b)
         assert a.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kernel", ["flash-attn-2", "flash-attn-4"])
+def test_gradients_are_made_where_others_read_them(kernel, dtype, stood_in, monkeypatch):
+    """Those of zigzag's two calls, which lie upon one another, and of documents, between which
+    there are gaps."""
+    stood_in(kernel)
+    monkeypatch.setitem(TOLERANCES, torch.bfloat16, 2e-2)
+    ids = tuple(i // 7 for i in range(40))
+    for case in (Attention(40, "zigzag", causal=True), Attention(40, ids=(ids, ids[::-1]))):
+        check_symmetric(replace(case, kernel=kernel, dtype=dtype), 4, 9)
