@@ -231,6 +231,10 @@ class Transport(Protocol):
         """Whether others' keys come, and stay where they are until the last call has ended."""
 
     @property
+    def overtaken(self) -> bool:
+        """Whether backward own keys come in one block, whose call the others' overtake."""
+
+    @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can hold what it does."""
 

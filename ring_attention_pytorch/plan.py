@@ -256,7 +256,8 @@ class RingPlan:
             memory = min(own["room"] for own in lengths)
         at_once = owners_at_once(memory, blocks, job)
         transport, machine = settle(transport, ring, chosen, blocks, job, at_once, q)
-        short = len(samples) == 1 and is_short(blocks, job, chosen.yields)
+        yields = len(samples) == 1 and chosen.yields and is_short(blocks, job, undivided=True)
+        made = make_transport(transport, over, blocks, at_once, job, q.device, yields)
         return cls(
             ring=ring,
             query_segments=query_segments,
@@ -264,9 +265,7 @@ class RingPlan:
             layout=layout,
             terms=terms,
             kernel=chosen,
-            transport=make_transport(
-                transport, over, blocks, at_once, job, q.device, short and chosen.yields
-            ),
+            transport=made,
             transport_name=transport,
             at_once=at_once,
             job=job,
@@ -278,7 +277,7 @@ class RingPlan:
             signature=Signature.of(q, k, v),
             device=q.device,
             samples=samples,
-            short=short,
+            short=len(samples) == 1 and (made.overtaken or is_short(blocks, job)),
             packing=packing,
         )
 

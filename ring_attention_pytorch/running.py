@@ -238,10 +238,10 @@ class Sum:
             return whole[1]
         total = self._empty(self._like.dtype) if self._place is None else self._place
         if self._crowded:
-            total.copy_(self.running())
-        else:
-            self._write(total)
-        self._wide, self._parts = None, [(self._whole, total)]
+            total.copy_(self.running())  # which stays: another stream may be reading it
+            return total
+        self._write(total)
+        self._parts = [(self._whole, total)]
         return total
 
     def _write(self, total: Tensor) -> None:

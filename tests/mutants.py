@@ -255,7 +255,11 @@ MUTANTS = [
     ),
     Mutant(
         "all ranks pull from the last one at a time", "transports/symmetric.py",
-        "in reversed(sources))", "in sources)",
+        "_in_rounds(found[::-1] if most_in_front(group) else found)", "_in_rounds(found)",
+    ),
+    Mutant(
+        "all ranks pull from the first one at a time", "transports/symmetric.py",
+        "_in_rounds(found[::-1] if most_in_front(group) else found)", "_in_rounds(found[::-1])",
     ),
     Mutant(
         "gradients wait for copy engines though nothing goes on", "transports/pieces.py",
@@ -815,7 +819,8 @@ def keys_come_in_stages_where_they_are_late() -> None:
             check(patch)
     for case in test_transports.ASIDE:
         test_transports.test_gradients_come_aside_where_that_is_hidden(*case)
-    test_transports.test_no_two_ranks_pull_from_one_at_a_time(4, "zigzag", causal=True)
+    for layout in ("zigzag", "contiguous"):
+        test_transports.test_no_two_ranks_pull_from_one_at_a_time(4, layout, causal=True)
     test_running.test_what_is_not_yet_to_be_read_is_not_read(wide=False, moved=True)
     for asks in (False, True):
         test_running.test_a_sum_is_made_where_it_has_to_be(asks)

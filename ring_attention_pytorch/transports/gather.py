@@ -52,6 +52,7 @@ class Gather:
     ring: Ring
     groups: tuple[Group, ...]
     lengths: tuple[int, ...]  # keys that each rank holds
+    overtaken = False
 
     @classmethod
     def make(cls, ring: Ring, blocks: Blocks, at_once: int) -> "Gather":

@@ -80,8 +80,8 @@ class Job(NamedTuple):
 def is_short(blocks: Blocks, job: Job, undivided: bool = False) -> bool:
     """Whether ranks have so little to compute that the ends of calls are much of it.
 
-    At most 16384 queries a rank, of 32 heads of size 128, over four ranks: 10 ms of an H200. About
-    three times as many where own keys are `undivided` backward, which spares calls of a kernel.
+    At most 16384 queries a rank, of 32 heads of size 128, over four ranks: 10 ms of an H200. Ten
+    times the FLOPs where own keys are `undivided` backward, which spares calls of a kernel.
     """
     pairs = max(map(count, blocks.queries)) * sum(map(count, blocks.keys))
     return pairs * job.pair_flops <= (_UNDIVIDED if undivided else _SHORT)
@@ -222,6 +222,20 @@ def keys_come_late(blocks: Blocks, at_once: int, job: Job) -> bool:
     ]
     coming = [_MEANWHILE * job.token_bytes * tokens(pieces) for pieces in groups[0].pieces]
     return min(own) > 0 and any(mine < others for mine, others in zip(own, coming))
+
+
+def most_in_front(group: Group) -> bool:
+    """Whether ranks need more pieces, all together, of those in front of them than of those behind.
+
+    >>> from ring_attention_pytorch.layouts import all_segments
+    >>> for layout in ("zigzag", "contiguous"):
+    ...     four = all_segments(layout, 4, 16)
+    ...     most_in_front(*schedule(Blocks(four, four, Visible(causal=True)), at_once=3))
+    True
+    False
+    """
+    owners = ((rank, p.owner) for rank, pieces in enumerate(group.pieces) for p in pieces)
+    return sum(1 if rank < owner else -1 for rank, owner in owners) >= 0
 
 
 def coming_home(group: Group) -> Counter[int]:

@@ -38,7 +38,7 @@ class SendRecv:
     segments: tuple[Segments, ...]
     distances: tuple[int, ...]
 
-    keeps = False
+    keeps = overtaken = False
 
     @property
     def capturable(self) -> bool:

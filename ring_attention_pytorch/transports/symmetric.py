@@ -29,6 +29,7 @@ from ring_attention_pytorch.transports.pieces import (
     Job,
     come_home_aside,
     in_two_stages,
+    most_in_front,
     places,
     schedule,
     tokens,
@@ -98,7 +99,8 @@ class SymmetricGather(Gather):
         overtaken = overtaken and len(groups) == 1  # of several, calls wait for one another
         made = cls(ring, groups, lengths, space, ranks, overtaken)
         cuts = [0 if overtaken else made._cut(length) for length in lengths]
-        return replace(made, aside=come_home_aside(blocks, groups, cuts, job, overtaken))
+        aside = come_home_aside(blocks, groups, cuts, job, overtaken)
+        return replace(made, aside=aside, sources={})
 
     @property
     def capturable(self) -> bool:
@@ -166,13 +168,12 @@ class SymmetricGather(Gather):
     def _send_home(
         self, group: Group, own_keys: Keys, grads: tuple[Sum, Sum], own: tuple[Sum, Sum]
     ) -> Callable[[], None]:
-        shelf = self.space.grads
+        shelf, coming = self.space.grads, self._coming(group, own_keys[:2])
         with behind(own_keys.k.device) if self.overtaken else nullcontext():
-            for total in grads:
+            for total in grads if group.pieces[self.ring.rank] else ():
                 total.final()
             shelf.publish()  # it is everyone's turn, be there nothing to write
             shelf.follow()
-        coming = self._coming(group, own_keys[:2])
         with shelf.beside():
             for _, room, parts in chain(*coming):
                 _sum(room, parts, self.aside)
@@ -221,8 +222,10 @@ class SymmetricGather(Gather):
                     )
                     for owner in self._owners(stage)
                 ]
-                one = len(group.stages) == 1
-                stages.append(_in_rounds(found) if one else [source.joined() for source in found])
+                if len(group.stages) > 1:
+                    stages.append([source.joined() for source in found])
+                else:
+                    stages.append(_in_rounds(found[::-1] if most_in_front(group) else found))
             self.sources["keys", id(group)] = stages
         return self.sources["keys", id(group)]
 
@@ -244,15 +247,17 @@ class SymmetricGather(Gather):
 
 
 def _in_rounds(sources: list[Source]) -> list[Source]:
-    """One piece of each, then the next of each, from the rank in front on.
+    """One piece of each, then the next of each. Of many of one rank those that join go at once.
 
-    Where all pieces are as long no two ranks read from the same one at a time, which both would
-    wait for: of zigzag's causal chunks each rank needs one of those behind, two of those in front.
+    So no two ranks read from the same one at a time, which both would wait for, where pieces are
+    as long and all begin with those of whom they need most: of zigzag's causal chunks each rank
+    needs one of those behind it and two of those in front. (Not so with windows, and striped.)
 
-    >>> [s.rank for s in _in_rounds([Source(i, 4, ((),) * n) for i, n in ((0, 1), (3, 2), (2, 2))])]
+    >>> [s.rank for s in _in_rounds([Source(i, 4, ((),) * n) for i, n in ((2, 2), (3, 2), (0, 1))])]
     [2, 3, 0, 2, 3]
     """
-    each = ([s._replace(moves=(move,)) for move in s.moves] for s in reversed(sources))
+    few = (source if len(source.moves) <= 2 else source.joined() for source in sources)
+    each = ([source._replace(moves=(move,)) for move in source.moves] for source in few)
     return [source for some in zip_longest(*each) for source in some if source is not None]
 
 
