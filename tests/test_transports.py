@@ -269,6 +269,24 @@ def test_gradients_are_made_where_their_owners_read_them(monkeypatch):
     noted(monkeypatch, 9, False, visit)
 
 
+def test_rooms_are_there_before_the_stream_follows_that_fills_them(monkeypatch):
+    """For PyTorch may fill new memory itself, on the stream that computes."""
+    coming = SymmetricGather._coming
+
+    def told(transport: SymmetricGather, *how: Any) -> list:
+        transport.space.grads.told_of.append("rooms")
+        return coming(transport, *how)
+
+    def visit(transport: SymmetricGather, keys: Keys) -> None:
+        grads = transport.space.grads
+        grads.told_of, grads.follow = [], lambda: grads.told_of.append("follow")
+        gone_through(transport, keys)
+        assert grads.told_of == ["rooms", "follow"]
+
+    monkeypatch.setattr(SymmetricGather, "_coming", told)
+    noted(monkeypatch, 9, True, visit)
+
+
 # of zigzag's causal chunks, 32 and 8 heads of size 128: ranks, tokens of each, whether half of own
 # keys is kept for the end or all are overtaken, and whether enough is left to compute on meanwhile
 ASIDE = [
