@@ -229,28 +229,27 @@ class Sum:
     def final(self) -> Tensor:
         """The sum in the dtype of what it is like."""
         self._join()
-        if self._place is None and self._crowded:
-            return self.running().to(self._like.dtype)
-        if self._place is None and _begins_with(self._parts, self._whole):
+        if self._crowded:
+            wide = self.running()  # which stays: another stream may be reading it
+            return wide.to(self._like.dtype) if self._place is None else self._place.copy_(wide)
+        if self._place is not None:
+            return self._written(self._place)
+        if _begins_with(self._parts, self._whole):
             whole = self._parts.pop(0)
             self._fold(whole[1])
             self._parts = [whole]
             return whole[1]
-        total = self._empty(self._like.dtype) if self._place is None else self._place
-        if self._crowded:
-            total.copy_(self.running())  # which stays: another stream may be reading it
-            return total
-        self._write(total)
-        self._parts = [(self._whole, total)]
-        return total
+        return self._written(self._empty(self._like.dtype))
 
-    def _write(self, total: Tensor) -> None:
-        """All parts, in one pass, but one that was made there."""
+    def _written(self, total: Tensor) -> Tensor:
+        """That, with all parts added up in one pass, but one that was made there."""
         for at, found in covered([(self._whole,), *self._parts]):
             there, parts = total[:, at], [part for (part,) in found[1:]]
             others = [part for part in parts if part.data_ptr() != there.data_ptr()]
             if others or not parts:
                 add_(there, *others, fresh=len(others) == len(parts))
+        self._parts = [(self._whole, total)]
+        return total
 
     @property
     def _crowded(self) -> bool:

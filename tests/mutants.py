@@ -274,7 +274,7 @@ MUTANTS = [
     ),
     Mutant(
         "a running sum does not come to its place", "running.py",
-        "total.copy_(self.running())", "self.running()",
+        "self._place.copy_(wide)", "self._place",
     ),
     Mutant(
         "gradients are added before they have come home", "transports/symmetric.py",

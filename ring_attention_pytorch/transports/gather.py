@@ -108,7 +108,7 @@ class Gather:
                 total.running()  # else what comes of each group would wait to be added
         going: Callable[[], None] | None = None
         for group, keys, parts in blocks:
-            deque(parts, maxlen=0)
+            deque(parts, maxlen=0)  # all that comes has come
             grads = self._grads_of(keys)
             if keys.segments:
                 yield keys, grads

@@ -8,7 +8,7 @@ where nothing is left to compute meanwhile, as they lie there.
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, zip_longest
 from typing import NamedTuple
@@ -97,10 +97,10 @@ class SymmetricGather(Gather):
         token_bytes = job.token_bytes + job.batch  # and a mask
         space.make_room(group, keys=max(lengths) * token_bytes, grads=widest * token_bytes)
         overtaken = overtaken and len(groups) == 1  # of several, calls wait for one another
-        made = cls(ring, groups, lengths, space, ranks, overtaken)
-        cuts = [0 if overtaken else made._cut(length) for length in lengths]
+        divided = Gather(ring, groups, lengths)
+        cuts = [0 if overtaken else divided._cut(length) for length in lengths]
         aside = come_home_aside(blocks, groups, cuts, job, overtaken)
-        return replace(made, aside=aside, sources={})
+        return cls(ring, groups, lengths, space, ranks, overtaken, aside)
 
     @property
     def capturable(self) -> bool:
