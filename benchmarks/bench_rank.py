@@ -12,17 +12,12 @@ to launch both, the device being idle.
 """
 
 import argparse
-import random
-import time
-from collections.abc import Callable
-from statistics import median
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.bench_ring import alone
-from benchmarks.rings import Shape, begun, captured, markdown, passes, synchronize
+from benchmarks.rings import Runs, Shape, Times, begun, by_turns, captured, markdown, passes
 from benchmarks.still import still
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.ring import Ring
@@ -30,7 +25,6 @@ from ring_attention_pytorch.ring import Ring
 HEAD = (
     "tokens a rank", "rank", "kernel", "", "forward, us", "backward, us", "of theory", "host, us",
 )  # fmt: skip
-Runs = dict[str, tuple[Callable[[], object], Callable[[], object]]]  # forward, both
 
 
 class Imagined(Ring):
@@ -44,14 +38,6 @@ class Imagined(Ring):
 
     def shared(self) -> tuple[dist.ProcessGroup, tuple[int, ...]] | None:
         return dist.group.WORLD, (0,) * self.size
-
-
-class Times(NamedTuple):
-    """Seconds."""
-
-    forward: float
-    both: float
-    host: float
 
 
 def subjects(shape: Shape, kernel: str, rank: int, ranks: int) -> Runs:
@@ -71,29 +57,6 @@ def subjects(shape: Shape, kernel: str, rank: int, ranks: int) -> Runs:
     again = plan.in_graphs()
     found["gather, replayed"] = passes(lambda q, k, v: ring_attn(q, k, v, plan=again), tensors)
     return found
-
-
-def by_turns(runs: Runs, device: torch.device, rounds: int, repeats: int) -> dict[str, Times]:
-    """Of each subject, in another order each round."""
-    found: dict[tuple[str, str], list[float]] = {}
-    turns = [(name, i) for name in runs for i in (0, 1)]
-    for number in range(1 + rounds):
-        random.Random(number).shuffle(turns)
-        for name, i in turns:
-            run = runs[name][i]
-            synchronize(device)
-            start = time.perf_counter()
-            run()
-            host = time.perf_counter() - start
-            for _ in range(repeats - 1):
-                run()
-            synchronize(device)
-            each = (time.perf_counter() - start) / repeats
-            if number > 0:  # before that things are made once
-                found.setdefault((name, ("forward", "both")[i]), []).append(each)
-                found.setdefault((name, f"host {i}"), []).append(host)
-    at = {key: median(times) for key, times in found.items()}
-    return {n: Times(at[n, "forward"], at[n, "both"], at[n, "host 1"]) for n in runs}
 
 
 def rows(shape: Shape, kernel: str, rank: int, ranks: int, times: dict[str, Times]) -> list:

@@ -1,12 +1,16 @@
 """What benchmarks of rings have in common: tensors, times of the slowest rank, errors.
 
-Times are the median of three rounds of calls back to back; backward is both less forward. Errors
-are those of out and dq against float32, on some rows of every rank.
+Times are the median of three rounds of calls back to back, or of rounds in which subjects take
+turns (`by_turns`); backward is both less forward. Errors are those of out and dq against float32,
+on some rows of every rank.
 """
 
 import os
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -19,6 +23,7 @@ from ring_attention_pytorch.ring import Ring
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Hidden = Callable[[Tensor, Tensor], Tensor]  # of (positions of rows, of columns)
+Runs = Mapping[str, tuple[Callable[[], object], Callable[[], object]]]  # forward, both
 ROWS = 16  # of each rank, whose errors are looked at
 
 
@@ -102,9 +107,73 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
             run()
         synchronize(device)
         found.append((time.perf_counter() - start) / repeats)
-    slowest = torch.tensor(found, device=device, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.median().item()
+    return median(_slowest(found, device))
+
+
+class Times(NamedTuple):
+    """Seconds of a call, and of the host to launch the first one both ways."""
+
+    forward: float
+    both: float
+    host: float
+
+
+def by_turns(
+    runs: Runs,
+    device: torch.device,
+    rounds: int,
+    repeats: int,
+    load: float = 0.0,
+    beside: Mapping[str, Callable[[], None]] = MappingProxyType({}),
+) -> dict[str, Times]:
+    """Medians of rounds of the slowest rank; subjects take turns, for clocks change.
+
+    A turn is so many calls, or more: as many as take `load` seconds. `beside` has what the host
+    does over and over while the device computes, of some subjects.
+    """
+    turns = [(name, i) for name in runs for i in (0, 1)]
+    calls, found = {}, {turn: [] for turn in turns}
+    for name, i in turns:  # whatever is made once, and a guess
+        _turn(runs[name][i], 1, device)
+        guess, _ = _slowest(_turn(runs[name][i], repeats, device), device)
+        calls[name, i] = max(repeats, round(load / guess))
+    for number in range(rounds):
+        random.Random(number).shuffle(turns)
+        for name, i in turns:
+            took = _turn(runs[name][i], calls[name, i], device, beside.get(name))
+            found[name, i].append(took)
+    at = {turn: _slowest(map(median, zip(*each)), device) for turn, each in found.items()}
+    return {name: Times(at[name, 0][0], *at[name, 1]) for name in runs}
+
+
+def _turn(
+    run: Callable[[], object],
+    calls: int,
+    device: torch.device,
+    beside: Callable[[], None] | None = None,
+) -> tuple[float, float]:
+    """Seconds of a call, and of the host to launch the first."""
+    synchronize(device)
+    dist.barrier()
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    host = time.perf_counter() - start
+    for _ in range(calls - 1):
+        run()
+    if beside is not None:
+        end = torch.cuda.current_stream(device).record_event()
+        while not end.query():
+            beside()
+    synchronize(device)
+    return (time.perf_counter() - start) / calls, host
+
+
+def _slowest(times: Iterable[float], device: torch.device) -> list[float]:
+    """Of each, the slowest rank's."""
+    found = torch.tensor([*times], device=device, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:

@@ -65,3 +65,11 @@ def test_traces_are_kept(tmp_path: Path) -> None:
     run("--tokens", "16", "--mask", "causal", "--trace", str(tmp_path))
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {f"{t}-sdpa-16-rank{r}.json" for t in ("ring", "gather") for r in (0, 1)}
+
+
+def test_load_that_lasts_is_measured() -> None:
+    options = "--tokens", "48", "--kernels", "sdpa", "--rounds", "1", "--load", "0.01"
+    said = run(*options, benchmark="bench_sustained")
+    table = [line.split(" | ") for line in said.splitlines() if line.startswith("| 48")]
+    assert [row[3] for row in table] == ["theory", "calls alone", "gather"]
+    assert table[0][7] == "100.0%"
