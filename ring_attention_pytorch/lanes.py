@@ -54,15 +54,15 @@ def behind(device: torch.device) -> AbstractContextManager[None]:
 
 
 def hand_over(*tensors: Tensor) -> None:
-    """What went aside made these, and the current stream will read them.
+    """What went aside made these, on one device, and the current stream will read them.
 
     So their memory is not used again, on whatever stream, before it has. While a CUDA graph is
     captured nothing else uses it.
     """
-    if _away.ends and not torch.cuda.is_current_stream_capturing():
+    if _away.ends and tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+        current = current_stream(tensors[0].device)
         for t in tensors:
-            if t.is_cuda:
-                t.record_stream(current_stream(t.device))
+            t.record_stream(current)
 
 
 def join(device: torch.device) -> None:

@@ -266,6 +266,10 @@ MUTANTS = [
         "(2 * brought + coming / 2)", "(coming / 2)",
     ),
     Mutant(
+        "the first part is added to what was there", "running.py",
+        "elif not fresh and len(parts) == 1:", "elif len(parts) == 1:",
+    ),
+    Mutant(
         "a part in its place is lost", "running.py", "fresh=len(others) == len(parts))",
         "fresh=True)",
     ),
@@ -447,6 +451,15 @@ MUTANTS = [
     Mutant(
         "keys pulled from the wrong rank", "transports/symmetric.py",
         "self.ranks[owner]", "self.ranks[self.ring.rank]",
+    ),
+    Mutant(
+        "values for keys", "transports/symmetric.py", "cat((own.k, own.v)", "cat((own.v, own.k)"
+    ),
+    Mutant(
+        "keys and values come by a copy each", "transports/symmetric.py",
+        "for place, t in zip(whole, shelf.of(rank, forms[length])):",
+        "for place, t in ((a, b) for pair in zip(whole, shelf.of(rank, forms[length])) "
+        "for a, b in zip(*(x.split(own.k.shape[-1], -1) for x in pair))):",
     ),
     Mutant(
         "gradients pulled from the wrong rank", "transports/symmetric.py",
@@ -819,6 +832,8 @@ def keys_come_in_stages_where_they_are_late() -> None:
             check(patch)
     for case in test_transports.ASIDE:
         test_transports.test_gradients_come_aside_where_that_is_hidden(*case)
+    with pytest.MonkeyPatch.context() as patch:
+        test_transports.test_keys_and_values_of_a_piece_come_by_one_copy(False, 18, patch)
     for layout in ("zigzag", "contiguous"):
         test_transports.test_no_two_ranks_pull_from_one_at_a_time(4, layout, causal=True)
     test_running.test_what_is_not_yet_to_be_read_is_not_read(wide=False, moved=True)

@@ -145,7 +145,8 @@ def test_what_is_read_is_not_used_again_before_that(machine):
     before, after, captured = Made(), Made(), Made()
     lanes.hand_over(before)
     call(machine, "own")
-    lanes.hand_over(after, torch.empty(1))
+    lanes.hand_over(after)
+    lanes.hand_over(torch.empty(1))
     machine.capturing = True
     lanes.hand_over(captured)
     assert [made.read_by for made in (before, after, captured)] == [(), (machine.stream,), ()]

@@ -36,6 +36,7 @@ from ring_attention_pytorch.transports import (
     owners_at_once,
     pieces,
     shelves,
+    symmetric,
 )
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
@@ -581,6 +582,27 @@ def test_all_ranks_divide_own_keys_or_none(layout, window, divided):
             assert came[0] == own
     check_in_threads(case, size)
     check_symmetric(case, size, size)
+
+
+@pytest.mark.parametrize(("masked", "copies"), [(False, 18), (True, 36)])
+def test_keys_and_values_of_a_piece_come_by_one_copy(masked, copies, monkeypatch):
+    """And the mask by another, for each takes some time to begin.
+
+    Of their eight chunks the four ranks need 6, 5, 4 and 3 of one another.
+    """
+    case, size, copied = Attention(64, "zigzag", causal=True, transport="gather"), 4, []
+
+    def main(ring: threads.ThreadRing) -> None:
+        (q, k, v), _, _, _ = case.data()
+        at, _ = case.places(ring.rank, size)
+        mine = [t[:, at] for t in (q, k, v)]
+        mask = torch.ones(mine[0].shape[:2], dtype=torch.bool) if masked else None
+        plan = RingPlan.make(*mine, causal=True, layout="zigzag", key_mask=mask, group=ring)
+        ring_attn(*mine, plan=over_shared_memory(plan, mine, ring, size))
+
+    monkeypatch.setattr(symmetric, "_copy", lambda place, t: copied.append(place.copy_(t)))
+    threads.run(size, main)
+    assert len(copied) == copies
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.running import Sum, accumulator, add_, covered
 from ring_attention_pytorch.transports.gather import Gather
-from ring_attention_pytorch.transports.messages import form_of
+from ring_attention_pytorch.transports.messages import Form, form_of
 from ring_attention_pytorch.transports.pieces import (
     Blocks,
     Group,
@@ -129,11 +129,13 @@ class SymmetricGather(Gather):
 
     def _pull(self, own: Keys, group: Group) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
         shelf, stages = self.space.keys, self._of_keys(group)
-        tensors = [t for t in own[:3] if t is not None]
-        mine = slice(0, tokens(group.pieces[self.ring.rank]))
-        whole = [_room(t, mine) for t in tensors]
-        for place, t in zip(shelf.own(form_of(tensors, own.k.shape[1])), tensors):
-            place.copy_(t)
+        forms = {length: _form(own, length) for length in {*self.lengths}}
+        rows, *mask = mine = shelf.own(forms[own.k.shape[1]])
+        torch.cat((own.k, own.v), dim=-1, out=rows)
+        for place in mask:
+            place.copy_(own.key_mask)
+        needed = slice(0, tokens(group.pieces[self.ring.rank]))
+        whole = [_room(t, needed) for t in mine]
         # before the kernel that runs beside the copies: else it might have to wait for room there
         shelf.publish()
         shelf.follow()
@@ -144,13 +146,14 @@ class SymmetricGather(Gather):
             with shelf.beside():
                 for sources in stages:
                     for rank, length, moves in sources:  # each rank begins with another one
-                        for place, t in zip(whole, shelf.of(rank, form_of(tensors, length))):
+                        for place, t in zip(whole, shelf.of(rank, forms[length])):
                             for there, here in moves:
                                 _copy(place[:, here], t[:, there])
                     ends.append(shelf.mark())
             parts = come(ends)
+            found = [*whole[0].split((own.k.shape[-1], own.v.shape[-1]), dim=-1), *whole[1:]]
             # of several groups all is read here before the next turn, which says that it was
-            return whole, parts if len(self.groups) == 1 else [*parts]
+            return found, parts if len(self.groups) == 1 else [*parts]
 
         def come(ends: list[Mark]) -> Iterator[slice]:
             for part, end in zip(group.parts[self.ring.rank], ends):
@@ -259,6 +262,13 @@ def _in_rounds(sources: list[Source]) -> list[Source]:
     few = (source if len(source.moves) <= 2 else source.joined() for source in sources)
     each = ([source._replace(moves=(move,)) for move in source.moves] for source in few)
     return [source for some in zip_longest(*each) for source in some if source is not None]
+
+
+def _form(own: Keys, length: int) -> Form:
+    """Of so many tokens like these: k and v beside one another, so that one copy brings both, for
+    each takes some time to begin; and the mask."""
+    k, v, *mask = form_of(own[:3], length)
+    return (k._replace(shape=(*k.shape[:-1], k.shape[-1] + v.shape[-1])), *mask)
 
 
 def _room(t: Tensor, at: slice, wide: bool = False) -> Tensor:
