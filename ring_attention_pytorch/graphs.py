@@ -16,6 +16,7 @@ from torch import Tensor
 from ring_attention_pytorch.lanes import capturing, current_stream
 
 Tensors = tuple[Tensor | None, ...]
+_KINDS = 4  # of batches, whose graphs a module keeps
 
 
 class Graphs:
@@ -69,6 +70,35 @@ def with_graphs(plan: Any) -> Any:
     found = replace(plan)
     object.__setattr__(found, "graphs", Graphs(plan.device, plan.transport.follow_stream))
     return found
+
+
+class Kept:
+    """A module's plans with their graphs, for batches alike: those of the last few kinds.
+
+    What a mask or documents show is another thing each batch, so plans with such stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, Any] = {}
+
+    def of(self, plan: Any) -> Any:
+        """A plan that does what this one does, by graphs if those are worth keeping."""
+        if plan.key_mask is not None or plan.packing is not None:
+            return plan
+        ring = plan.ring
+        kind = (
+            plan.signature, plan.blocks, plan.device, plan.kernel.name, plan.transport_name,
+            plan.at_once, ring.group, ring.first, ring.size,
+        )  # fmt: skip
+        found = self._plans.pop(kind, None) or plan.in_graphs()
+        self._plans[kind] = found
+        if len(self._plans) > _KINDS:
+            del self._plans[next(iter(self._plans))]
+        return found
+
+    def __reduce__(self) -> tuple[type["Kept"], tuple]:
+        """A copy, or what is loaded, makes its own."""
+        return Kept, ()
 
 
 class _Graph:

@@ -17,6 +17,7 @@ from ring_attention_pytorch.agreement import agree
 from ring_attention_pytorch.checks import other_way_problem, over_ring_problem
 from ring_attention_pytorch.documents import Borders, documents_problem, local_packing
 from ring_attention_pytorch.dropout import dropout_problem
+from ring_attention_pytorch.graphs import Kept
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.layouts import Layout, Visible
 from ring_attention_pytorch.norm import RMSNorm
@@ -57,6 +58,8 @@ class RingAttention(nn.Module):
         softclamp: c makes scores s into c * tanh(s / c).
         kernel, transport, ulysses, memory: of `ring_attn`; all but kernel need the ring.
         dropout: of `ring_attn`, in training only. Layers that share a plan: `plan.for_layer(i)`.
+        in_graphs: `RingPlan.in_graphs` for plans that are made here, of tokens on CUDA without mask
+            and documents; batches alike share graphs, the last four kinds stay. Not with dropout.
 
     Raises:
         ValueError: arguments that contradict one another.
@@ -96,6 +99,7 @@ class RingAttention(nn.Module):
         memory: int | None = None,
         rotary_restart: bool = False,
         dropout: float | int = 0.0,
+        in_graphs: bool = False,
     ):
         super().__init__()
         auto_shard_seq = ring_attn if auto_shard_seq is None else auto_shard_seq
@@ -110,10 +114,8 @@ class RingAttention(nn.Module):
         if softclamp is not None and not 0 < softclamp < math.inf:
             raise ValueError(f"softclamp must be None or positive, got {softclamp}")
         if min(dim, dim_head, bucket_size) < 1:
-            raise ValueError(
-                f"dim, dim_head and bucket_size must be at least 1, got {dim}, {dim_head} and "
-                f"{bucket_size}"
-            )
+            got = f"{dim}, {dim_head} and {bucket_size}"
+            raise ValueError(f"dim, dim_head and bucket_size must be at least 1, got {got}")
         if kernel not in (None, *KERNELS):
             raise ValueError(f"kernel must be None or one of {list(KERNELS)}, got {kernel!r}")
         if eps != 1e-10:
@@ -125,6 +127,8 @@ class RingAttention(nn.Module):
         if force_regular_attn and (kernel is not None or dropout > 0):
             got = f"{kernel!r} and {dropout}"
             raise ValueError(f"force_regular_attn uses no kernel and no dropout, got {got}")
+        if in_graphs and (force_regular_attn or dropout > 0):
+            raise ValueError("in_graphs is for a ring's kernels, and each batch drops otherwise")
         over_ring = dict(transport=transport, ulysses=ulysses, memory=memory)
         problem = over_ring_problem(ring_attn and not force_regular_attn, heads, **over_ring)
         if problem := problem or dropout_problem(dropout, None):
@@ -136,7 +140,7 @@ class RingAttention(nn.Module):
         self.causal, self.window, self.softclamp = causal, max_lookback_seq_len, softclamp
         self.force_regular_attn, self.bucket_size = force_regular_attn, bucket_size
         self.heads, self.dim_head, self.kernel, self.dropout = heads, dim_head, kernel, dropout
-        self.key_heads = heads // num_grouped_query_heads
+        self.key_heads, self.kept = heads // num_grouped_query_heads, Kept() if in_graphs else None
 
         self.rotary_embed = (
             RingRotaryEmbedding(dim_head, theta=rotary_embed_theta) if rotary_embed else None
@@ -335,11 +339,12 @@ class RingAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, ring: Ring, **options: Any
     ) -> RingPlan:
         usual = dict(layout=self.spread.layout, cross=False)
-        return RingPlan.make(
+        plan = RingPlan.make(
             q, k, v, causal=self.causal, window=self.window, key_mask=seen,
             softclamp=self.softclamp, group=ring, kernel=self.kernel, dropout=self.rate,
             bucket_size=self.bucket_size, **self.over_ring, **(usual | options),
         )  # fmt: skip
+        return plan if self.kept is None else self.kept.of(plan)
 
     @property
     def rate(self) -> float:

@@ -104,6 +104,7 @@ class RingTransformer(nn.Module):
         memory: int | None = None,
         rotary_restart: bool = False,
         attn_dropout: float | int = 0.0,
+        in_graphs: bool = False,
     ):
         super().__init__()
         if max_lookback_seq_len is None or isinstance(max_lookback_seq_len, int):
@@ -130,7 +131,7 @@ class RingTransformer(nn.Module):
                 layout=self.spread.layout if ring_attn else None, group=group,
                 force_regular_attn=force_regular_attn, use_cuda_kernel=use_cuda_kernel,
                 softclamp=softclamp, kernel=kernel, transport=transport, ulysses=ulysses,
-                memory=memory, dropout=attn_dropout,
+                memory=memory, dropout=attn_dropout, in_graphs=in_graphs,
             )  # fmt: skip
             self.layers.append(nn.ModuleList([attn, feed_forward(dim, ff_mult)]))
         self.to_logits = nn.Sequential(RMSNorm(dim), nn.Linear(dim, num_tokens, bias=False))

@@ -336,6 +336,20 @@ MUTANTS = [
         "        self.space.follow_stream()\n        return", "        return",
     ),
     Mutant(
+        "graphs of one batch's mask are another's", "graphs.py",
+        "if plan.key_mask is not None or plan.packing is not None:", "if False:",
+    ),
+    Mutant(
+        "batches of other lengths share graphs", "graphs.py",
+        "plan.signature, plan.blocks, plan.device,", "plan.device,",
+    ),
+    Mutant(
+        "each batch is captured anew", "graphs.py", "self._plans.pop(kind, None) or", ""
+    ),
+    Mutant(
+        "graphs of all batches stay", "graphs.py", "len(self._plans) > _KINDS", "False"
+    ),
+    Mutant(
         "layers that drop otherwise have graphs anew each time", "graphs.py",
         "if number not in self._layers:", "if True:",
     ),
@@ -877,6 +891,11 @@ def graphs_are_replayed_with_what_is_given() -> None:
         test_graphs.test_the_first_call_makes_what_is_made_for_the_graph(None)
         test_graphs.another_plan_has_no_graphs_of_this_one()
         test_graphs.test_a_gathers_graphs_are_of_the_shelves_at_hand()
+    with pytest.MonkeyPatch.context() as patch:
+        test_graphs.stand_in(patch)
+        test_graphs.layers_of_all_batches_share_graphs(patch)
+    with pytest.MonkeyPatch.context() as patch:
+        test_graphs.stand_in(patch)
         test_graphs.test_graphs_of_other_memory_or_other_kernels_are_not_replayed(
             None, patch, "memory"
         )

@@ -1,5 +1,7 @@
 """Calls that are captured and replayed: with graphs that do again what a CPU was told."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch import RingPlan, explain_plan, graphs, ring_attn
+from ring_attention_pytorch import (
+    RingAttention,
+    RingPlan,
+    RingTransformer,
+    explain_plan,
+    graphs,
+    ring_attn,
+)
 from ring_attention_pytorch.graphs import Graphs, with_graphs
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
@@ -247,3 +256,65 @@ def test_what_a_cpu_does_is_refused():
     q = torch.zeros(1, 4, 2, 8)
     with pytest.raises(ValueError, match="need tensors on CUDA"):
         RingPlan.make(q, q, q).in_graphs()
+
+
+MODEL = dict(num_tokens=32, dim=16, depth=2, dim_head=8, heads=2, causal=True, kernel="eager")
+
+
+def stepped(model: RingTransformer, *given: Tensor) -> list[Tensor]:
+    """The loss, and every gradient."""
+    loss = model(*given, return_loss=True)
+    return [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()])]
+
+
+def layers_of_all_batches_share_graphs(patch: pytest.MonkeyPatch) -> None:
+    """Those of batches alike; others, and masked ones, have nothing of theirs."""
+    patch.setattr(RingPlan, "in_graphs", with_graphs)
+    captures = []
+    patch.setattr(graphs, "captured", lambda *a: captures.append(1) or again(*a))
+    torch.manual_seed(0)
+    model, plain_one = RingTransformer(**MODEL, in_graphs=True), RingTransformer(**MODEL)
+    plain_one.load_state_dict(model.state_dict())
+    batches = [(torch.randint(0, 32, (2, n)),) for n in (7, 7, 5, 7, 9, 11, 13, 5)]
+    batches += [(batches[0][0], torch.rand(2, 7) > 0.3) for _ in range(3)]
+    for given in batches:
+        for got, want in zip(stepped(model, *given), stepped(plain_one, *given)):
+            torch.testing.assert_close(got, want)
+    kinds = 6  # 7, 5, 9, 11, 13, and 5 again, for four stay
+    assert len(captures) == 2 * kinds
+    keeping = [attn.kept for attn, _ in model.layers if attn.kept._plans]
+    assert [len(kept._plans) for kept in keeping] == [4]
+
+
+def test_layers_of_all_batches_share_graphs(on_cpu, monkeypatch):
+    layers_of_all_batches_share_graphs(monkeypatch)
+
+
+def test_a_layer_by_itself_has_graphs_too(on_cpu, monkeypatch):
+    monkeypatch.setattr(RingPlan, "in_graphs", with_graphs)
+    attn = RingAttention(16, dim_head=8, heads=2, in_graphs=True)
+    want = RingAttention(16, dim_head=8, heads=2)
+    want.load_state_dict(attn.state_dict())
+    for _ in range(3):
+        x, context = torch.randn(1, 5, 16), torch.randn(1, 5, 16)
+        torch.testing.assert_close(attn(x), want(x))
+        torch.testing.assert_close(attn(x, context=context), want(x, context=context))
+    assert attn.plan(torch.randn(1, 5, 16)).graphs is not None
+
+
+def test_copies_of_a_module_have_graphs_of_their_own(on_cpu, monkeypatch):
+    monkeypatch.setattr(RingPlan, "in_graphs", with_graphs)
+    attn, x = RingAttention(16, dim_head=8, heads=2, in_graphs=True), torch.randn(1, 5, 16)
+    want = attn(x)
+    for other in (copy.deepcopy(attn), pickle.loads(pickle.dumps(attn))):
+        assert other.kept is not attn.kept
+        assert not other.kept._plans
+        torch.testing.assert_close(other(x), want)
+
+
+def test_modules_whose_calls_can_not_be_captured_are_refused():
+    for how in (dict(dropout=0.1), dict(force_regular_attn=True)):
+        with pytest.raises(ValueError, match="in_graphs is for"):
+            RingAttention(16, dim_head=8, heads=2, in_graphs=True, **how)
+    with pytest.raises(ValueError, match="CUDA graphs need tensors on CUDA"):
+        RingTransformer(**MODEL, in_graphs=True)(torch.zeros(1, 4, dtype=torch.long))
