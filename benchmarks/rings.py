@@ -129,10 +129,11 @@ def by_turns(
     """Medians of rounds of the slowest rank; subjects take turns, for clocks change.
 
     A turn is so many calls, or more: as many as take `load` seconds. `beside` has what the host
-    does over and over while the device computes, of some subjects.
+    does over and over while the device computes, of some subjects; it must not take long.
     """
     turns = [(name, i) for name in runs for i in (0, 1)]
-    calls, found = {}, {turn: [] for turn in turns}
+    calls: dict[tuple[str, int], int] = {}
+    found: dict[tuple[str, int], list[list[float]]] = {turn: [] for turn in turns}
     for name, i in turns:  # whatever is made once, and a guess
         _turn(runs[name][i], 1, device)
         guess, _ = _slowest(_turn(runs[name][i], repeats, device), device)
@@ -141,8 +142,8 @@ def by_turns(
         random.Random(number).shuffle(turns)
         for name, i in turns:
             took = _turn(runs[name][i], calls[name, i], device, beside.get(name))
-            found[name, i].append(took)
-    at = {turn: _slowest(map(median, zip(*each)), device) for turn, each in found.items()}
+            found[name, i].append(_slowest(took, device))
+    at = {turn: [*map(median, zip(*each))] for turn, each in found.items()}
     return {name: Times(at[name, 0][0], *at[name, 1]) for name in runs}
 
 
@@ -163,7 +164,7 @@ def _turn(
         run()
     if beside is not None:
         end = torch.cuda.current_stream(device).record_event()
-        while not end.query():
+        while not end.query():  # over and over, or the time would not be that of the device
             beside()
     synchronize(device)
     return (time.perf_counter() - start) / calls, host

@@ -31,9 +31,11 @@ class Still(Gather):
     def _pull(self, own: Keys, group: Group) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
         if id(group) not in self.standing:
             length = tokens(group.pieces[self.ring.rank])
-            given = [t.detach() for t in own[:3] if t is not None]
+            rows = torch.cat((own.k, own.v), dim=-1).detach()  # as keys lie that were pulled
             times = 1 + length // max(1, own.k.shape[1])
-            self.standing[id(group)] = [torch.cat([t] * times, dim=1)[:, :length] for t in given]
+            whole = torch.cat([rows] * times, dim=1)[:, :length]
+            sizes = own.k.shape[-1], own.v.shape[-1]
+            self.standing[id(group)] = [*whole.split(sizes, dim=-1)]
         return lambda: (self.standing[id(group)], self._parts(group))
 
     def _send_home(self, *_: object) -> Callable[[], None]:

@@ -183,6 +183,16 @@ def over_ring_problem(
     return transport_problem(transport, memory)
 
 
+def in_graphs_problem(regular: bool, dropout: float, transport: str | None) -> str | None:
+    """What keeps a module's calls from ever being captured and replayed."""
+    if not regular and dropout == 0 and transport != "ring":
+        return None
+    return (
+        "in_graphs=True needs force_regular_attn=False, dropout=0 and another transport than "
+        f'"ring"; got {regular}, {dropout} and {transport!r}'
+    )
+
+
 def other_way_problem(
     has: Mapping[str, Any], *, transport: str | None, ulysses: int, memory: int | None
 ) -> str | None:

@@ -65,6 +65,11 @@ class Graphs:
         self._last = current
 
 
+def can_be_captured(plan: Any) -> bool:
+    """Whether a plan's calls can be CUDA graphs."""
+    return plan.device.type == "cuda" and plan.transport.capturable
+
+
 def with_graphs(plan: Any) -> Any:
     """A plan with graphs of its own. Whoever replaces something in it gets one without."""
     found = replace(plan)
@@ -75,26 +80,34 @@ def with_graphs(plan: Any) -> Any:
 class Kept:
     """A module's plans with their graphs, for batches alike: those of the last few kinds.
 
-    What a mask or documents show is another thing each batch, so plans with such stay as they are.
+    A kind has graphs from its second batch on, for many lengths come but once. What a mask or
+    documents show is another thing each batch, and so is what is dropped.
     """
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Any] = {}
+        self._where: Hashable = None
 
     def of(self, plan: Any) -> Any:
-        """A plan that does what this one does, by graphs if those are worth keeping."""
-        if plan.key_mask is not None or plan.packing is not None:
+        """A plan that does what this one does: one of graphs, if there can be and will be use."""
+        varies = (plan.key_mask, plan.packing, plan.terms.dropout) != (None, None, None)
+        if varies or not can_be_captured(plan):
             return plan
-        ring = plan.ring
+        ring, swap = plan.ring, plan.ulysses
+        swapped = () if swap is None else (swap.queries.lengths, swap.keys.lengths)
+        if ring.group is not None and self._where != (where := (ring.group, plan.device)):
+            self._plans, self._where = {}, where  # nobody else may have use for that memory
         kind = (
-            plan.signature, plan.blocks, plan.device, plan.kernel.name, plan.transport_name,
-            plan.at_once, ring.group, ring.first, ring.size,
+            plan.signature, plan.blocks, swapped, plan.terms, plan.kernel.name,
+            plan.transport_name, plan.at_once, plan.device, ring.group, ring.first, ring.size,
+            torch.is_inference_mode_enabled(),
         )  # fmt: skip
-        found = self._plans.pop(kind, None) or plan.in_graphs()
-        self._plans[kind] = found
+        known = kind in self._plans
+        found = self._plans.pop(kind, None)
+        self._plans[kind] = found or (plan.in_graphs() if known else None)
         if len(self._plans) > _KINDS:
             del self._plans[next(iter(self._plans))]
-        return found
+        return self._plans[kind] or plan
 
     def __reduce__(self) -> tuple[type["Kept"], tuple]:
         """A copy, or what is loaded, makes its own."""

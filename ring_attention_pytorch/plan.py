@@ -30,7 +30,7 @@ from ring_attention_pytorch.documents import (
     whole_packing,
 )
 from ring_attention_pytorch.dropout import Dropout, dropout_problem, own_seed
-from ring_attention_pytorch.graphs import Graphs, Tensors, with_graphs
+from ring_attention_pytorch.graphs import Graphs, Tensors, can_be_captured, with_graphs
 from ring_attention_pytorch.kernels import Chosen, choose
 from ring_attention_pytorch.layouts import Layout, Segments, Visible, segment_positions, tiles
 from ring_attention_pytorch.masks import (
@@ -316,7 +316,7 @@ class RingPlan:
         Raises:
             ValueError: tensors are not on CUDA, or keys travel in messages.
         """
-        if self.device.type != "cuda" or not self.transport.capturable:
+        if not can_be_captured(self):
             raise ValueError(
                 "CUDA graphs need tensors on CUDA, keys in memory that GPUs share, no messages; "
                 f"got {self.device.type}, {type(self.transport).__name__}; leave in_graphs() out"

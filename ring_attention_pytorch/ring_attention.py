@@ -14,7 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ring_attention_pytorch.agreement import agree
-from ring_attention_pytorch.checks import other_way_problem, over_ring_problem
+from ring_attention_pytorch.checks import in_graphs_problem, other_way_problem, over_ring_problem
 from ring_attention_pytorch.documents import Borders, documents_problem, local_packing
 from ring_attention_pytorch.dropout import dropout_problem
 from ring_attention_pytorch.graphs import Kept
@@ -58,8 +58,8 @@ class RingAttention(nn.Module):
         softclamp: c makes scores s into c * tanh(s / c).
         kernel, transport, ulysses, memory: of `ring_attn`; all but kernel need the ring.
         dropout: of `ring_attn`, in training only. Layers that share a plan: `plan.for_layer(i)`.
-        in_graphs: `RingPlan.in_graphs` for plans that are made here, of tokens on CUDA without mask
-            and documents; batches alike share graphs, the last four kinds stay. Not with dropout.
+        in_graphs: `RingPlan.in_graphs` where that can be, for batches without mask and documents of
+            which one alike came before, among those of the last four kinds. Not with dropout.
 
     Raises:
         ValueError: arguments that contradict one another.
@@ -127,10 +127,10 @@ class RingAttention(nn.Module):
         if force_regular_attn and (kernel is not None or dropout > 0):
             got = f"{kernel!r} and {dropout}"
             raise ValueError(f"force_regular_attn uses no kernel and no dropout, got {got}")
-        if in_graphs and (force_regular_attn or dropout > 0):
-            raise ValueError("in_graphs is for a ring's kernels, and each batch drops otherwise")
         over_ring = dict(transport=transport, ulysses=ulysses, memory=memory)
         problem = over_ring_problem(ring_attn and not force_regular_attn, heads, **over_ring)
+        if in_graphs:
+            problem = problem or in_graphs_problem(force_regular_attn, dropout, transport)
         if problem := problem or dropout_problem(dropout, None):
             raise ValueError(problem)
         self.over_ring = over_ring
@@ -140,7 +140,8 @@ class RingAttention(nn.Module):
         self.causal, self.window, self.softclamp = causal, max_lookback_seq_len, softclamp
         self.force_regular_attn, self.bucket_size = force_regular_attn, bucket_size
         self.heads, self.dim_head, self.kernel, self.dropout = heads, dim_head, kernel, dropout
-        self.key_heads, self.kept = heads // num_grouped_query_heads, Kept() if in_graphs else None
+        self.key_heads = heads // num_grouped_query_heads
+        self.kept = Kept() if in_graphs else None
 
         self.rotary_embed = (
             RingRotaryEmbedding(dim_head, theta=rotary_embed_theta) if rotary_embed else None

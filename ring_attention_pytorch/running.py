@@ -345,11 +345,11 @@ def add_(total: Tensor, *parts: Tensor, fresh: bool = False) -> None:
     if fresh and not parts:
         total.zero_()
     elif not fresh and len(parts) == 1:
-        total.add_(parts[0])  # in wide numbers, too, and takes the host a fifth of a kernel of ours
+        total.add_(parts[0])  # rounded once, too, and the host launches it sooner than our kernel
     elif total.is_cuda and total.dtype != torch.float64 and has_triton():
         from ring_attention_pytorch._triton_rows import fused_add_
 
-        fused_add_(total, *parts, fresh=fresh)  # one part too: in CUDA graphs no copy goes first
+        fused_add_(total, *parts, fresh=fresh)  # one too: in CUDA graphs copies have no priority
     elif fresh and len(parts) == 1:
         total.copy_(parts[0])
     else:

@@ -337,14 +337,25 @@ MUTANTS = [
     ),
     Mutant(
         "graphs of one batch's mask are another's", "graphs.py",
-        "if plan.key_mask is not None or plan.packing is not None:", "if False:",
+        "(plan.key_mask, plan.packing, plan.terms.dropout)", "(None, plan.packing, None)",
     ),
     Mutant(
         "batches of other lengths share graphs", "graphs.py",
         "plan.signature, plan.blocks, plan.device,", "plan.device,",
     ),
     Mutant(
-        "each batch is captured anew", "graphs.py", "self._plans.pop(kind, None) or", ""
+        "each batch is captured anew", "graphs.py", "found or (plan", "(plan"
+    ),
+    Mutant(
+        "what comes once is captured", "graphs.py", "(plan.in_graphs() if known else None)",
+        "plan.in_graphs()",
+    ),
+    Mutant(
+        "neighbours of other lengths share graphs", "graphs.py",
+        "plan.blocks, swapped,", "plan.blocks,",
+    ),
+    Mutant(
+        "graphs go on with what a module was", "graphs.py", "plan.terms, plan.kernel", "plan.kernel"
     ),
     Mutant(
         "graphs of all batches stay", "graphs.py", "len(self._plans) > _KINDS", "False"
@@ -892,8 +903,11 @@ def graphs_are_replayed_with_what_is_given() -> None:
         test_graphs.another_plan_has_no_graphs_of_this_one()
         test_graphs.test_a_gathers_graphs_are_of_the_shelves_at_hand()
     with pytest.MonkeyPatch.context() as patch:
-        test_graphs.stand_in(patch)
-        test_graphs.layers_of_all_batches_share_graphs(patch)
+        test_graphs.batches_alike_share_graphs(patch)
+    with pytest.MonkeyPatch.context() as patch:
+        test_graphs.what_is_changed_on_a_module_counts(patch)
+    with pytest.MonkeyPatch.context() as patch:
+        test_graphs.others_lengths_make_another_kind(patch)
     with pytest.MonkeyPatch.context() as patch:
         test_graphs.stand_in(patch)
         test_graphs.test_graphs_of_other_memory_or_other_kernels_are_not_replayed(

@@ -130,12 +130,12 @@ class SymmetricGather(Gather):
     def _pull(self, own: Keys, group: Group) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
         shelf, stages = self.space.keys, self._of_keys(group)
         forms = {length: _form(own, length) for length in {*self.lengths}}
-        rows, *mask = mine = shelf.own(forms[own.k.shape[1]])
-        torch.cat((own.k, own.v), dim=-1, out=rows)
-        for place in mask:
-            place.copy_(own.key_mask)
+        places_of_own = shelf.own(forms[own.k.shape[1]])
+        torch.cat((own.k, own.v), dim=-1, out=places_of_own[0])
+        if own.key_mask is not None:
+            places_of_own[1].copy_(own.key_mask)
         needed = slice(0, tokens(group.pieces[self.ring.rank]))
-        whole = [_room(t, needed) for t in mine]
+        whole = [_room(t, needed) for t in places_of_own]
         # before the kernel that runs beside the copies: else it might have to wait for room there
         shelf.publish()
         shelf.follow()
