@@ -21,7 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attention_pytorch import RingPlan, explain_plan, positions, ring_attn, transports
+from ring_attention_pytorch import (
+    RingPlan,
+    RingTransformer,
+    explain_plan,
+    positions,
+    ring_attn,
+    transports,
+)
 from ring_attention_pytorch.contract import Case
 from ring_attention_pytorch.kernels import _whole, problem
 from ring_attention_pytorch.lanes import aside
@@ -374,6 +381,33 @@ def any_stream_may_be_current(ulysses: int, kernel: str, graphs: bool) -> None:
         assert same(want, again, kernel), (kernel, "on another stream")
 
 
+def models_replay(kernels: list[str]) -> None:
+    """Batches alike, whose attention is captured by the second, and others between them."""
+    rank, device = dist.get_rank(), torch.cuda.current_device()
+    how = dict(
+        num_tokens=64, dim=64, depth=2, dim_head=64, heads=4, num_grouped_query_heads=2,
+        causal=True, ring_attn=True, auto_shard_seq=False, layout="zigzag", transport="gather",
+    )  # fmt: skip
+    draw = torch.Generator(device).manual_seed(rank)
+    for kernel in kernels:
+        torch.manual_seed(0)
+        model, replays = (
+            RingTransformer(**how, kernel=kernel, in_graphs=on).to(device) for on in (False, True)
+        )
+        replays.load_state_dict(model.state_dict())
+        for length in (256, 256, 96, 256, 256, 96):
+            ids = torch.randint(0, 64, (1, length), generator=draw, device=device)
+            found = []
+            for each in (model, replays):
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = each(ids, return_loss=True)
+                found.append([loss.detach(), *torch.autograd.grad(loss, [*each.parameters()])])
+            worst = max(map(relative_error, *found[::-1]))
+            assert worst < BOUNDS[torch.bfloat16], (kernel, length, "replayed in a model", worst)
+        plans = [plan for attn, _ in replays.layers for plan in attn.kept._plans.values()]
+        assert all(plan.graphs is not None for plan in plans), "nothing was captured"
+
+
 def speeds() -> str:
     """What a plan that names no transport measured; the same on all ranks."""
     q = torch.randn(1, 1024, 8, 64, device=torch.cuda.current_device(), dtype=torch.bfloat16)
@@ -421,6 +455,7 @@ def main() -> None:
         any_device_may_be_current(kernel, graphs)
     for kernel, ulysses in product(("eager", *able), (1, 2)):
         parts_of_a_projection(kernel, ulysses)
+    models_replay(["eager", *able])
     training_follows_inference()
     found = speeds()
     if dist.get_rank() == 0:
