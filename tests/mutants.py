@@ -341,7 +341,7 @@ MUTANTS = [
     ),
     Mutant(
         "batches of other lengths share graphs", "graphs.py",
-        "plan.signature, plan.blocks, plan.device,", "plan.device,",
+        "plan.signature, plan.blocks, swapped, plan.terms", "swapped, plan.terms",
     ),
     Mutant(
         "each batch is captured anew", "graphs.py", "found or (plan", "(plan"
