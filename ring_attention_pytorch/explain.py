@@ -112,6 +112,10 @@ def _of_gather(plan: RingPlan) -> list[str]:
     place = plan.place
     pulled = isinstance(plan.transport, SymmetricGather)
     lines = [f"gather: {'pulled out of shared memory' if pulled else 'sent point to point'}"]
+    home = "go home"
+    if pulled:
+        home += " by copy engine" if plan.transport.aside else ", added where they lie"
+        home += ", while own keys are computed on" if plan.transport.overtaken else ""
     for number, group in enumerate(plan.transport.groups, 1):
         if not (mine := group.pieces[place]):
             lines.append(f"group {number}: nothing")
@@ -123,7 +127,7 @@ def _of_gather(plan: RingPlan) -> list[str]:
             f"group {number}: {tokens(mine)} keys of places {owners}, {weight}, while the last "
             f"computes{', forward in two stages' if len(group.stages) > 1 else ''}; "
             f"{visible_pairs(found)} pairs in {_plural(len(found), 'tile')}, then their gradients "
-            "go home"
+            f"{home}"
         )
     return lines
 

@@ -136,6 +136,26 @@ def test_stages_are_explained():
     assert threads.run(4, main)[0] == [[False, True]] * 4
 
 
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (dict(aside=False), "go home, added where they lie\n"),
+        (dict(aside=True), "go home by copy engine\n"),
+        (dict(aside=True, overtaken=True), "by copy engine, while own keys are computed on\n"),
+    ],
+    ids=str,
+)
+def test_ways_home_are_explained(how, said):
+    """Of ranks that share memory."""
+
+    def main(ring: threads.ThreadRing) -> bool:
+        q = torch.empty(1, 16, 2, 8)
+        plan = RingPlan.make(q, q, q, causal=True, layout="zigzag", group=ring, transport="gather")
+        return said in explain_plan(over_shared_memory(plan, [q, q, q], ring, 3, **how))
+
+    assert threads.run(4, main)[0] == [True] * 4
+
+
 def test_the_pairs_of_packed_documents_are_those_that_are_seen():
     q = torch.empty(1, 6, 1, 8)
     packed = explain_plan(RingPlan.make(q, q, q, causal=True, cu_seqlens=[0, 2, 6]))
