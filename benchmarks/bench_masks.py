@@ -20,7 +20,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.bench_balance import borders
-from benchmarks.rings import Attend, Hidden, Result, Shape, begun, checker, markdown, measured
+from benchmarks.rings import (
+    Attend,
+    Hidden,
+    Result,
+    Shape,
+    begun,
+    checker,
+    device_name,
+    markdown,
+    measured,
+    speeds,
+)
 from benchmarks.still import ALONE, still
 from ring_attention_pytorch import RingPlan, balanced, ring_attn
 from ring_attention_pytorch.balance import visible_keys
@@ -93,8 +104,6 @@ def row(
         return [f"failed: {result}", *[""] * 6]
     ranks = plan.ring.size
     flops = 4.0 * mask.pairs * shape.heads * shape.d / ranks
-    times = result.forward, result.both - result.forward, result.both
-    speeds = [f * flops / t / 1e12 for f, t in zip((1, 2.5, 3.5), times)]
     share = ""
     if of is not None:
         all_pairs = whole(shape.tokens * ranks, ranks).pairs
@@ -102,7 +111,7 @@ def row(
     groups = schedule(plan.blocks, plan.at_once)
     came = max(sum(tokens(group.pieces[rank]) for group in groups) for rank in range(ranks))
     return [
-        *(f"{s:.3g}" for s in speeds), share, f"{came:,.0f}", f"{result.peak:.1f}",
+        *speeds(flops, result.forward, result.both), share, f"{came:,.0f}", f"{result.peak:.1f}",
         ", ".join(f"{e:.0e}" for e in result.errors or ()),
     ]  # fmt: skip
 
@@ -158,10 +167,9 @@ def main() -> None:
         shape = Shape(n, True, *asked.heads, 128, device, dtype)
         lines += table(shape, asked.kernels, asked.window, asked.repeats)
     if dist.get_rank() == 0:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         today = datetime.date.today()
         report = (
-            f"# Masks over {dist.get_world_size()} x {name}, {today}\n\n"
+            f"# Masks over {dist.get_world_size()} x {device_name(device)}, {today}\n\n"
             f"torch {torch.__version__}, {dtype}, heads {asked.heads}, d 128, batch 1, gather; "
             f"`benchmarks/bench_masks.py` says what is counted.\n\n{markdown(HEAD, lines)}\n"
         )

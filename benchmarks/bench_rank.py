@@ -17,7 +17,17 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.bench_ring import alone
-from benchmarks.rings import Runs, Shape, Times, begun, by_turns, captured, markdown, passes
+from benchmarks.rings import (
+    Runs,
+    Shape,
+    Times,
+    begun,
+    by_turns,
+    captured,
+    device_name,
+    markdown,
+    passes,
+)
 from benchmarks.still import still
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.ring import Ring
@@ -97,7 +107,7 @@ def main() -> None:
                     runs = subjects(shape, kernel, rank, asked.of)
                     times = by_turns(runs, device, asked.rounds, asked.repeats)
                     table += rows(shape, kernel, rank, asked.of, times)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    name = device_name(device)
     print(f"One of {asked.of} ranks, on {name}, torch {torch.__version__}, {dtype}\n")
     print(markdown(HEAD, table))
     dist.destroy_process_group()

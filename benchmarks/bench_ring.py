@@ -31,9 +31,11 @@ from benchmarks.rings import (
     begun,
     captured,
     checker,
+    device_name,
     markdown,
     measured,
     passes,
+    speeds,
     synchronize,
 )
 from benchmarks.still import ALONE, still
@@ -169,18 +171,12 @@ def rows(shape: Shape, found: dict[str, Result | str], ranks: int) -> list[list[
         if isinstance(result, str):
             table.append([*start, f"failed: {result}", *[""] * 5])
             continue
-        backward = result.both - result.forward
-        speeds = (
-            flops / result.forward,
-            2.5 * flops / backward if backward > 0 else float("nan"),  # lost in noise
-            3.5 * flops / result.both,
-        )
         of = name.split(", ")[1] + GRAPH * name.endswith((GRAPH, REPLAYED)) if ", " in name else ""
         theory = found.get(THEORY + of)
         share = f"{theory.both / result.both:.0%}" if isinstance(theory, Result) else ""
         shown = "" if result.errors is None else ", ".join(f"{e:.0e}" for e in result.errors)
         table.append([
-            *start, *(f"{s / 1e12:.3g}" for s in speeds), share, f"{result.peak:.1f}", shown,
+            *start, *speeds(flops, result.forward, result.both), share, f"{result.peak:.1f}", shown,
         ])  # fmt: skip
     return table
 
@@ -299,10 +295,9 @@ def tell(
     dtype: torch.dtype,
 ) -> None:
     """Print, and keep if asked to."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     today = datetime.date.today()
     report = (
-        f"# Attention over {ranks} x {name}, {today}\n\n"
+        f"# Attention over {ranks} x {device_name(device)}, {today}\n\n"
         f"torch {torch.__version__}, {dtype}, heads {asked.heads}, d {asked.dim_head}, batch 1; "
         "`benchmarks/bench_ring.py` says what is counted.\n\n" + markdown(HEAD, table) + "\n"
     )

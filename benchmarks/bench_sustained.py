@@ -19,7 +19,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.bench_ring import THEORY, alone
-from benchmarks.rings import Runs, Shape, Times, begun, by_turns, captured, markdown, passes
+from benchmarks.rings import (
+    Runs,
+    Shape,
+    Times,
+    begun,
+    by_turns,
+    captured,
+    device_name,
+    markdown,
+    passes,
+    speeds,
+)
 from benchmarks.still import still
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
@@ -46,7 +57,7 @@ def subjects(shape: Shape, kernel: str, graphs: bool) -> tuple[Runs, dict[str, C
         "gather": passes(lambda q, k, v: ring_attn(q, k, v, plan=plan), tensors),
     }
     if graphs:
-        found = {name: (captured(both[0]), captured(both[1])) for name, both in found.items()}
+        found = {name: tuple(map(captured, runs)) for name, runs in found.items()}
     if ranks == 1 or not isinstance(plan.transport, SymmetricGather):
         return found, {}
     found[AWAKE] = found["theory"]
@@ -57,11 +68,12 @@ def coming(transport: SymmetricGather) -> Callable[[], None]:
     """Some bytes out of the next rank's memory, if it is time."""
     space, ring = transport.space, transport.ring
     there = space.keys.halves[transport.ranks[(ring.rank + 1) % ring.size]].flatten()[:COMES]
-    here, stream, last = torch.empty_like(there), torch.cuda.Stream(space.device), [0.0]
+    here, stream, last = torch.empty_like(there), torch.cuda.Stream(space.device), 0.0
 
     def come() -> None:
-        if time.perf_counter() - last[0] >= PAUSE:
-            last[0] = time.perf_counter()
+        nonlocal last
+        if time.perf_counter() - last >= PAUSE:
+            last = time.perf_counter()
             with torch.cuda.stream(stream):
                 here.copy_(there)
 
@@ -75,10 +87,9 @@ def rows(shape: Shape, kernel: str, times: dict[str, Times]) -> list[list[str]]:
     for name, (forward, both, host) in times.items():
         if name.startswith("theory"):
             forward, both = forward / ranks, both / ranks
-        speeds = flops / forward, 2.5 * flops / (both - forward), 3.5 * flops / both
         table.append([
             str(shape.tokens), "causal" if shape.causal else "full", kernel, name,
-            *(f"{s / 1e12:.3g}" for s in speeds), f"{theory / both:.1%}", f"{host * 1e6:.0f}",
+            *speeds(flops, forward, both), f"{theory / both:.1%}", f"{host * 1e6:.0f}",
         ])  # fmt: skip
     return table
 
@@ -109,8 +120,8 @@ def main() -> None:
                     print("\n".join(" | ".join(row) for row in new), flush=True)
                 del runs, beside
     if first:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-        print(f"\n{dist.get_world_size()} ranks, {name}, torch {torch.__version__}, {dtype}\n")
+        ranks, name = dist.get_world_size(), device_name(device)
+        print(f"\n{ranks} ranks, {name}, torch {torch.__version__}, {dtype}\n")
         print(markdown(HEAD, table))
     dist.destroy_process_group()
 

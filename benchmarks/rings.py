@@ -262,6 +262,25 @@ def checker(
     return errors
 
 
+def speeds(flops: float, forward: float, both: float) -> list[str]:
+    """TF/s forward, backward and both ways, by seconds and by forward's FLOPs.
+
+    >>> speeds(4e12, 2.0, 7.0), speeds(4e12, 2.0, 1.5)[1]
+    (['2', '2', '2'], 'nan')
+    """
+    backward = both - forward
+    found = (
+        flops / forward,
+        2.5 * flops / backward if backward > 0 else float("nan"),  # lost in noise
+        3.5 * flops / both,
+    )
+    return [f"{s / 1e12:.3g}" for s in found]
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
 def markdown(head: Sequence[str], table: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *table]
     return "\n".join("| " + " | ".join(line).replace("\n", " ") + " |" for line in lines)

@@ -32,10 +32,11 @@ class Still(Gather):
         if id(group) not in self.standing:
             length = tokens(group.pieces[self.ring.rank])
             rows = torch.cat((own.k, own.v), dim=-1).detach()  # as keys lie that were pulled
+            given = [rows] if own.key_mask is None else [rows, own.key_mask]
             times = 1 + length // max(1, own.k.shape[1])
-            whole = torch.cat([rows] * times, dim=1)[:, :length]
+            rows, *mask = (torch.cat([t] * times, dim=1)[:, :length] for t in given)
             sizes = own.k.shape[-1], own.v.shape[-1]
-            self.standing[id(group)] = [*whole.split(sizes, dim=-1)]
+            self.standing[id(group)] = [*rows.split(sizes, dim=-1), *mask]
         return lambda: (self.standing[id(group)], self._parts(group))
 
     def _send_home(self, *_: object) -> Callable[[], None]:
