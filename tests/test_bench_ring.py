@@ -1,9 +1,12 @@
 """The benchmark of rings runs on the CPU at toy sizes, and what it says is right is."""
 
+import doctest
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from benchmarks import rings
 
 ROOT = Path(__file__).parent.parent
 RUN = [
@@ -20,6 +23,11 @@ def run(*options: str, benchmark: str = "bench_ring", ranks: int = 2) -> str:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
+
+
+def test_speeds_are_told_as_shown() -> None:
+    failed, attempted = doctest.testmod(rings)
+    assert (failed, attempted > 0) == (0, True)
 
 
 def test_every_transport_is_measured_and_right(tmp_path: Path) -> None:
