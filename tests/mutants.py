@@ -481,6 +481,14 @@ MUTANTS = [
         "values for keys", "transports/symmetric.py", "cat((own.k, own.v)", "cat((own.v, own.k)"
     ),
     Mutant(
+        "gradients of keys for those of values", "transports/symmetric.py",
+        "k, v = _apart(place, keys)", "v, k = _apart(place, keys)",
+    ),
+    Mutant(
+        "gradients of keys come home as those of values", "transports/symmetric.py",
+        "(here, both[i]) for", "(here, both[0]) for",
+    ),
+    Mutant(
         "keys and values come by a copy each", "transports/symmetric.py",
         "for place, t in zip(whole, shelf.of(rank, forms[length])):",
         "for place, t in ((a, b) for pair in zip(whole, shelf.of(rank, forms[length])) "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -129,12 +129,12 @@ class SymmetricGather(Gather):
 
     def _pull(self, own: Keys, group: Group) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
         shelf, stages = self.space.keys, self._of_keys(group)
-        forms = {length: _form(own, length) for length in {*self.lengths}}
+        forms = {length: _form(own[:3], length) for length in {*self.lengths}}
         places_of_own = shelf.own(forms[own.k.shape[1]])
         torch.cat((own.k, own.v), dim=-1, out=places_of_own[0])
         if own.key_mask is not None:
             places_of_own[1].copy_(own.key_mask)
-        needed = slice(0, tokens(group.pieces[self.ring.rank]))
+        needed = tokens(group.pieces[self.ring.rank])
         whole = [_room(t, needed) for t in places_of_own]
         # before the kernel that runs beside the copies: else it might have to wait for room there
         shelf.publish()
@@ -151,7 +151,7 @@ class SymmetricGather(Gather):
                                 _copy(place[:, here], t[:, there])
                     ends.append(shelf.mark())
             parts = come(ends)
-            found = [*whole[0].split((own.k.shape[-1], own.v.shape[-1]), dim=-1), *whole[1:]]
+            found = [*_apart(whole[0], own), *whole[1:]]
             # of several groups all is read here before the next turn, which says that it was
             return found, parts if len(self.groups) == 1 else [*parts]
 
@@ -165,52 +165,46 @@ class SymmetricGather(Gather):
 
     def _grads_of(self, keys: Keys) -> tuple[Sum, Sum]:
         """Where their owners read them; kernels that can make them there."""
-        k, v = self.space.grads.own(form_of(keys[:2], keys.k.shape[1]))
+        (place,) = self.space.grads.own(_form(keys[:2], keys.k.shape[1]))
+        k, v = _apart(place, keys)
         return Sum(keys.k, calls=1, place=k), Sum(keys.v, calls=1, place=v)
 
     def _send_home(
         self, group: Group, own_keys: Keys, grads: tuple[Sum, Sum], own: tuple[Sum, Sum]
     ) -> Callable[[], None]:
-        shelf, coming = self.space.grads, self._coming(group, own_keys[:2])
+        shelf, coming = self.space.grads, self._coming(group, own_keys)
         with behind(own_keys.k.device) if self.overtaken else nullcontext():
             for total in grads if group.pieces[self.ring.rank] else ():
                 total.final()
             shelf.publish()  # it is everyone's turn, be there nothing to write
             shelf.follow()
         with shelf.beside():
-            for _, room, parts in chain(*coming):
+            for _, room, parts in coming:
                 _sum(room, parts, self.aside)
             end = shelf.mark()
 
         def wait() -> None:
             if len(self.groups) > 1:
                 shelf.join(end)
-            for total, sums in zip(own, coming):
+            sums = [(here, _apart(room, own_keys)) for here, room, _ in coming]
+            for i, total in enumerate(own):
                 if len(self.groups) == 1:  # dq need not wait for that
                     total.after(partial(shelf.join, end))
-                total.add_all((here, room) for here, room, _ in sums)
+                total.add_all((here, both[i]) for here, both in sums)
 
         return wait
 
-    def _coming(
-        self, group: Group, kinds: Sequence[Tensor]
-    ) -> list[list[tuple[slice, Tensor, list[Tensor]]]]:
-        """Of each kind some of its tokens, room for the sum of their gradients, and the gradients
-        where others have them."""
-        theirs = [
-            (moves, self.space.grads.of(rank, form_of(kinds, length)))
-            for rank, length, moves in self._of_grads(group)
+    def _coming(self, group: Group, own: Keys) -> list[tuple[slice, Tensor, list[Tensor]]]:
+        """Some of own tokens, room for the sum of their gradients, and the gradients where others
+        have them."""
+        parts = []
+        for rank, length, moves in self._of_grads(group):
+            (theirs,) = self.space.grads.of(rank, _form(own[:2], length))
+            parts += [(here, theirs[:, there]) for there, here in moves]
+        return [
+            (here, _room(some[0][0], wide=len(some) > 1), [part for (part,) in some])
+            for here, some in covered(parts)
         ]
-        found = []
-        for i, t in enumerate(kinds):
-            parts = [(here, each[i][:, there]) for moves, each in theirs for there, here in moves]
-            found.append(
-                [
-                    (here, _room(t, here, wide=len(some) > 1), [part for (part,) in some])
-                    for here, some in covered(parts)
-                ]
-            )
-        return found
 
     def _of_keys(self, group: Group) -> list[list[Source]]:
         """Out of each owner's keys, what this rank needs of them, stage by stage."""
@@ -264,17 +258,23 @@ def _in_rounds(sources: list[Source]) -> list[Source]:
     return [source for some in zip_longest(*each) for source in some if source is not None]
 
 
-def _form(own: Keys, length: int) -> Form:
-    """Of so many tokens like these: k and v beside one another, so that one copy brings both, for
-    each takes some time to begin; and the mask."""
-    k, v, *mask = form_of(own[:3], length)
+def _form(tensors: Sequence[Tensor | None], length: int) -> Form:
+    """Of so many tokens like these of k, v and perhaps a mask: k and v, or their gradients, beside
+    one another, so that one copy brings both, for each takes some time to begin."""
+    k, v, *mask = form_of(tensors, length)
     return (k._replace(shape=(*k.shape[:-1], k.shape[-1] + v.shape[-1])), *mask)
 
 
-def _room(t: Tensor, at: slice, wide: bool = False) -> Tensor:
+def _apart(both: Tensor, keys: Keys) -> tuple[Tensor, ...]:
+    """What lies beside one another."""
+    return both.split((keys.k.shape[-1], keys.v.shape[-1]), dim=-1)
+
+
+def _room(like: Tensor, tokens: int | None = None, wide: bool = False) -> Tensor:
     """For so many tokens, or for a sum of such."""
-    shape = t.shape[0], at.stop - at.start, *t.shape[2:]
-    return t.new_empty(shape, dtype=accumulator(t.dtype) if wide else t.dtype)
+    b, n, *token = like.shape
+    dtype = accumulator(like.dtype) if wide else like.dtype
+    return like.new_empty((b, n if tokens is None else tokens, *token), dtype=dtype)
 
 
 def _copy(place: Tensor, t: Tensor) -> None:
