@@ -61,10 +61,10 @@ def test_rings_of_gpus() -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def whole(length: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
+def whole(length: int, batch: int, dtype: torch.dtype, key_heads: int = 2) -> list[Tensor]:
     """q, k, v and the cotangent, the same on every rank, as the dtype holds them."""
     draw = torch.Generator().manual_seed(length)
-    shapes = [(batch, length, h, 64) for h in (8, 2, 2, 8)]
+    shapes = [(batch, length, h, 64) for h in (8, key_heads, key_heads, 8)]
     return [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
 
 
@@ -283,6 +283,27 @@ def only_the_last_has_keys(kernel: str) -> float:
     return max(relative_error(g, w) for g, w in zip(got, there))
 
 
+def other_heads_and_documents(kernel: str) -> float:
+    """The worst relative error of other numbers of key heads, and of documents.
+
+    Kernels that make others' gradients where they are told write them between others there.
+    """
+    rank, size, device = dist.get_rank(), dist.get_world_size(), torch.cuda.current_device()
+    at, errors = positions("zigzag", rank=rank, ring_size=size, length=1024), []
+    for key_heads, ids in product((1, 2, 8), (None, torch.arange(1024)[None] // 100)):
+        *given, dout = whole(1024, 1, torch.bfloat16, key_heads)
+        documents = None if ids is None else ids.to(device)
+        wants = wanted(given, dout, causal=True, documents=documents)
+        mine = [t[:, at].to(device).requires_grad_() for t in given]
+        out = ring_attn(
+            *mine, causal=True, layout="zigzag", kernel=kernel, transport="gather",
+            documents=None if ids is None else documents[:, at],
+        )  # fmt: skip
+        got = [out.detach(), *torch.autograd.grad(out, mine, dout[:, at].to(device))]
+        errors += [relative_error(g, w[:, at]) for g, w in zip(got, wants)]
+    return max(errors)
+
+
 def small(
     ulysses: int = 1, kernel: str = "eager", graphs: bool = False
 ) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
@@ -419,11 +440,8 @@ def speeds() -> str:
     return f"{plan.machine}\n{explain_plan(plan)}"
 
 
-def main() -> None:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    random.seed(dist.get_rank())
+def every_way() -> None:
+    """Each in every dtype, and over and over."""
     for dtype, how in product(BOUNDS, WAYS):
         worst = 0.0
         for length, batch, causal, masked in (
@@ -433,20 +451,39 @@ def main() -> None:
             error = one(length, batch, dtype, causal, masked, how)
             assert error < BOUNDS[dtype], (how, dtype, length, batch, causal, masked, error)
             worst = max(worst, error)
-        if dist.get_rank() == 0:
-            print(how, dtype, f"{worst:.1e}", flush=True)
+        say(how, dtype, f"{worst:.1e}")
     for how in WAYS:
         five_hundred(how)
-    like = torch.empty(1, 0, 1, 64, device=device, dtype=torch.bfloat16)
-    kernels = ("flash-attn-4", "sdpa-cudnn", "flash-attn-2", "sdpa-flash")
-    able = [name for name in kernels if problem(name, Case.of(like, like)) is None]
-    for kernel in able:
+
+
+def every_kernel(kernels: list[str]) -> None:
+    """Those that return parts, side by side; and all that can be told where to make gradients."""
+    for kernel in kernels:
         errors = [calls_side_by_side(kernel, how) for how in (*WAYS[1:4], WAYS[5], *WAYS[-2:])]
         errors.append(only_the_last_has_keys(kernel))
         assert max(errors) < BOUNDS[torch.bfloat16], (kernel, errors)
-        if dist.get_rank() == 0:
-            print(kernel, "side by side", [f"{e:.1e}" for e in errors], flush=True)
-    new_memory_may_be_filled(able[:1])
+        say(kernel, "side by side", [f"{e:.1e}" for e in errors])
+    for kernel in (*kernels, "triton"):
+        error = other_heads_and_documents(kernel)
+        assert error < BOUNDS[torch.bfloat16], (kernel, "other heads", error)
+    new_memory_may_be_filled(kernels[:1])
+
+
+def say(*what: object) -> None:
+    if dist.get_rank() == 0:
+        print(*what, flush=True)
+
+
+def main() -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    random.seed(dist.get_rank())
+    every_way()
+    like = torch.empty(1, 0, 1, 64, device=device, dtype=torch.bfloat16)
+    kernels = ("flash-attn-4", "sdpa-cudnn", "flash-attn-2", "sdpa-flash")
+    able = [name for name in kernels if problem(name, Case.of(like, like)) is None]
+    every_kernel(able)
     for ulysses in (1, 2):
         graphs_outlive_larger_shelves(ulysses)
         for kernel, graphs in product(("eager", *able[:1]), (False, True)):
@@ -457,9 +494,7 @@ def main() -> None:
         parts_of_a_projection(kernel, ulysses)
     models_replay(["eager", *able])
     training_follows_inference()
-    found = speeds()
-    if dist.get_rank() == 0:
-        print(found, flush=True)
+    say(speeds())
     dist.destroy_process_group()
 
 
