@@ -54,6 +54,21 @@ def agree(
     return [n["own"] for n in rings[ring.first // ring.size]]
 
 
+def raise_together(ring: Ring, caller: str, problem: str | None) -> None:
+    """Raise what this ring found wrong with what its ranks said, which all of them know.
+
+    Other rings of the group are told, for else they would wait for these in what the whole group
+    exchanges next. All ranks of the group call this, whatever they found.
+
+    Raises:
+        ValueError: a ring has a problem; the same text on all ranks of the group.
+    """
+    if ring.several:
+        agree(ring, caller, {}, problem=problem)
+    elif problem is not None:
+        raise ValueError(f"{caller}: {problem}")
+
+
 def _check_same(caller: str, name: str, values: list[Any], first: int) -> None:
     found = _by_value([json.dumps(value, ensure_ascii=False) for value in values])
     if len(found) > 1:

@@ -79,8 +79,11 @@ def qkv_problem(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str
             "q [b, n, h, d], k [b, m, h_kv, d] and v [b, m, h_kv, d_v] must agree in b, m, h_kv "
             f"and d, got {shapes}"
         )
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0 or 0 in (q.shape[3], v.shape[3]):
-        return f"heads of q must be a multiple of those of k, and head sizes positive, got {shapes}"
+    if 0 in (*q.shape[2:], *v.shape[2:]) or q.shape[2] % k.shape[2] != 0:
+        return (
+            "heads of q must be a multiple of those of k, and there must be heads and head sizes, "
+            f"got {shapes}"
+        )
     if len({t.dtype for t in (q, k, v)}) > 1 or q.dtype not in DTYPES:
         return (
             "q, k, v must have one floating dtype of 16, 32 or 64 bits, "
@@ -121,17 +124,36 @@ def option_problem(
     return layout_problem(layout)
 
 
-def check_cross(queries: list[int], keys: list[int], visible: Visible, packed: bool) -> None:
-    if packed:
-        raise ValueError(
-            "ring attention: documents and cu_seqlens need keys of the same tokens as the queries, "
-            f"got query lengths {queries} and key lengths {keys} of two sequences"
+def lengths_problem(
+    lengths: tuple[list[int], list[int]],
+    layout: Layout,
+    visible: Visible,
+    cross: bool,
+    *,
+    packed: bool,
+    placed: bool,
+    counted: bool,
+) -> str | None:
+    """What is wrong with how many queries and keys the ranks of a ring hold, together."""
+    queries, keys = lengths
+    found = f"got query lengths {queries} and key lengths {keys}"
+    if not cross and queries != keys:
+        return f"cross=False needs as many keys as queries on every rank, {found}"
+    if placed:
+        return None
+    if cross and packed:
+        return (
+            "documents and cu_seqlens need keys of the same tokens as the queries, "
+            f"{found} of two sequences"
         )
-    if visible != Visible():
-        raise ValueError(
-            f"ring attention: causal and window need as many keys as queries on every rank, got "
-            f"query lengths {queries} and key lengths {keys}; cross attention has neither"
+    if cross and visible != Visible():
+        return (
+            f"causal and window need as many keys as queries on every rank, {found}; "
+            "cross attention has neither"
         )
+    if cross and not (counted and layout != "contiguous"):
+        return None
+    return shards_problem(layout, queries)
 
 
 def segments_of_two(
@@ -140,12 +162,9 @@ def segments_of_two(
     """Those of queries and of keys that are another sequence, in the order of ranks.
 
     Without a mask positions decide nothing; where queries are `counted` their layout matters.
-
-    Raises:
-        ValueError: counted queries are not the layout's.
     """
     if counted and layout != "contiguous":
-        return segments_by_layout("ring attention", layout, queries), one_after_another(keys)
+        return all_segments(layout, len(queries), sum(queries)), one_after_another(keys)
     return one_after_another(queries), one_after_another(keys)
 
 
@@ -154,19 +173,18 @@ def one_after_another(lengths: list[int]) -> tuple[Segments, ...]:
     return tuple((Segment(start, 1, n),) if n else () for start, n in zip(starts, lengths))
 
 
-def segments_by_layout(caller: str, layout: Layout, lengths: list[int]) -> tuple[Segments, ...]:
-    """Every rank's segments, if these are the lengths that the layout gives; else ValueError."""
+def shards_problem(layout: Layout, lengths: list[int]) -> str | None:
+    """What is wrong with these lengths, if the layout gives the ranks others."""
     if (problem := layout_problem(layout, len(lengths), sum(lengths))) is not None:
-        raise ValueError(f"{caller}: {problem}")
-    segments = all_segments(layout, len(lengths), sum(lengths))
-    expected = [count(s) for s in segments]
-    if lengths != expected:
-        raise ValueError(
-            f"{caller}: layout={layout!r} puts {expected} of {sum(lengths)} tokens on the "
-            f"ranks, got {lengths}; shard with shard_sequence(x, layout={layout!r}), or say "
-            "cross=True if the keys are of another sequence"
-        )
-    return segments
+        return problem
+    expected = [count(s) for s in all_segments(layout, len(lengths), sum(lengths))]
+    if lengths == expected:
+        return None
+    return (
+        f"layout={layout!r} puts {expected} of {sum(lengths)} tokens on the "
+        f"ranks, got {lengths}; shard with shard_sequence(x, layout={layout!r}), or say "
+        "cross=True if the keys are of another sequence"
+    )
 
 
 def over_ring_problem(

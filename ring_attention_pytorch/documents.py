@@ -56,10 +56,12 @@ def documents_problem(
         return problem
     if (samples := len(as_lists(cu_seqlens))) not in (1, b):
         return f"cu_seqlens must be one list for all samples or {b}, got {samples}"
-    return None if whole is None else _end_problem(as_lists(cu_seqlens), whole)
+    return None if whole is None else end_problem(cu_seqlens, whole)
 
 
-def _end_problem(samples: list[list[int]], length: int) -> str | None:
+def end_problem(cu_seqlens: Borders | None, length: int) -> str | None:
+    """What is wrong with borders of a sequence of that length."""
+    samples = [] if cu_seqlens is None else as_lists(cu_seqlens)
     if all(borders[-1] == length for borders in samples):
         return None
     return f"cu_seqlens must end with the length of the whole, {length}, got {samples[0][-1]}"
@@ -160,19 +162,12 @@ def whole_packing(
     segments: tuple[Segments, ...],
     batch: int,
 ) -> Packing | None:
-    """The documents of each sample, once all ranks have agreed on what was given.
-
-    Raises:
-        ValueError: borders end elsewhere than the sequence does.
-    """
-    length = sum(map(count, segments))
+    """The documents of each sample, once all ranks have agreed on what was given."""
     if isinstance(documents, Tensor):
         return gather_ids(ring, documents, segments)
     if cu_seqlens is None:
         return documents
     samples = as_lists(cu_seqlens)
-    if (problem := _end_problem(samples, length)) is not None:
-        raise ValueError(f"ring attention: {problem}")
     packing = tuple(of_borders(borders) for borders in samples)
     return packing * batch if len(samples) == 1 else packing
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.lanes import capturing, current_stream
+from ring_attention_pytorch.lanes import capturing, current_stream, passing_capture
 
 Tensors = tuple[Tensor | None, ...]
 _KINDS = 4  # of batches, whose graphs a module keeps
@@ -103,11 +103,11 @@ class Kept:
             torch.is_inference_mode_enabled(),
         )  # fmt: skip
         known = kind in self._plans
-        found = self._plans.pop(kind, None)
-        self._plans[kind] = found or (plan.in_graphs() if known else None)
+        found = self._plans.pop(kind, None) or (plan.in_graphs() if known else None)
+        self._plans[kind] = found
         if len(self._plans) > _KINDS:
             del self._plans[next(iter(self._plans))]
-        return self._plans[kind] or plan
+        return found or plan
 
     def __reduce__(self) -> tuple[type["Kept"], tuple]:
         """A copy, or what is loaded, makes its own."""
@@ -156,6 +156,7 @@ def captured(
     """What does again what the function tells the device, and where its results are then."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     # other threads' errors don't count: NCCL's ask the device things meanwhile
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    mode = dict(stream=stream, capture_error_mode="thread_local")
+    with passing_capture(), torch.cuda.graph(graph, **mode):
         results = run()
     return graph.replay, results

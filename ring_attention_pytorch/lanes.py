@@ -9,7 +9,8 @@ those make, and while they read it there is something left to compute.
 """
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -35,7 +36,14 @@ class _Away(threading.local):
         self.ends: dict[tuple[torch.cuda.Stream, int], torch.cuda.Event] = {}
 
 
+class _Captures(threading.local):
+    """Of whom the graph is that this thread captures."""
+
+    passing = False
+
+
 _lanes: dict[torch.cuda.Stream, _Lanes] = {}
+_captures = _Captures()
 _away = _Away()
 _nowhere = nullcontext()
 
@@ -85,6 +93,21 @@ def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured there, whichever device is the current one."""
     with torch.cuda.device(device.index):
         return torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def passing_capture() -> Iterator[None]:
+    """What this thread captures goes when memory does that is shared: nobody need keep that."""
+    _captures.passing = True
+    try:
+        yield
+    finally:
+        _captures.passing = False
+
+
+def captures_for_good(device: torch.device) -> bool:
+    """Whether a graph is being captured that may be replayed for as long as there are ranks."""
+    return capturing(device) and not _captures.passing
 
 
 def _returning(device: torch.device) -> list[torch.cuda.Event]:

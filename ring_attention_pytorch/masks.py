@@ -67,10 +67,16 @@ def gather_positions(ring: Ring, own: Sequence[Tensor]) -> list[tuple[Segments, 
     return [tuple(tuple(Segment(*s) for s in note[i]) for note in notes) for i in range(len(own))]
 
 
-def repeats(everyone: tuple[Segments, ...]) -> bool:
-    """Whether two tokens of a sequence have one position, their segments ascending by one."""
-    found = sorted(segment for held in everyone for segment in held)
-    return any(a.start + a.length > b.start for a, b in pairwise(found))
+def repeats_problem(sequences: Sequence[tuple[Segments, ...]]) -> str | None:
+    """What is wrong where two tokens of a sequence have one position, segments ascending by one."""
+    for everyone in sequences:
+        found = sorted(segment for held in everyone for segment in held)
+        if any(a.start + a.length > b.start for a, b in pairwise(found)):
+            return (
+                "dropout draws by positions, so those of queries must all differ, and those of "
+                "keys; leave out what repeats, or dropout"
+            )
+    return None
 
 
 def _runs(at: Tensor) -> list[tuple[int, int, int]]:
@@ -84,7 +90,10 @@ def mask_mod_problem(mask_mod: MaskMod | None, device: torch.device) -> str | No
     """What is wrong with a predicate, by what it says of one pair."""
     if mask_mod is None:
         return None
-    found = mask_mod(*(torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device),) * 4)
+    try:
+        found = mask_mod(*(torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device),) * 4)
+    except Exception as error:  # whatever it is: the other ranks must be told
+        return f"mask_mod fails, asked of one pair: {type(error).__name__}: {error}"
     if isinstance(found, Tensor) and found.dtype == torch.bool:
         return None
     return f"mask_mod must give a bool tensor, got {getattr(found, 'dtype', type(found))}"

@@ -9,15 +9,14 @@ import torch
 from beartype import beartype
 from torch import Tensor
 
-from ring_attention_pytorch.agreement import agree
+from ring_attention_pytorch.agreement import agree, raise_together
 from ring_attention_pytorch.checks import (
     Signature,
     agreed_shapes,
-    check_cross,
+    lengths_problem,
     like_autocast,
     option_problem,
     qkv_problem,
-    segments_by_layout,
     segments_of_two,
 )
 from ring_attention_pytorch.contract import Case, Keys, MaskMod, Terms, Tiles, Transport
@@ -27,12 +26,20 @@ from ring_attention_pytorch.documents import (
     Packing,
     digest,
     documents_problem,
+    end_problem,
     whole_packing,
 )
 from ring_attention_pytorch.dropout import Dropout, dropout_problem, own_seed
 from ring_attention_pytorch.graphs import Graphs, Tensors, can_be_captured, with_graphs
 from ring_attention_pytorch.kernels import Chosen, choose
-from ring_attention_pytorch.layouts import Layout, Segments, Visible, segment_positions, tiles
+from ring_attention_pytorch.layouts import (
+    Layout,
+    Segments,
+    Visible,
+    all_segments,
+    segment_positions,
+    tiles,
+)
 from ring_attention_pytorch.masks import (
     Prefix,
     by_sample,
@@ -43,7 +50,7 @@ from ring_attention_pytorch.masks import (
     positions_seen,
     prefix_digest,
     prefix_problem,
-    repeats,
+    repeats_problem,
     seen_by_any,
 )
 from ring_attention_pytorch.measure import measures, room_left, settle
@@ -214,25 +221,19 @@ class RingPlan:
         keys = [own["m"] for own in lengths]
         if cross is None:
             cross = queries != keys or placed
-        if not cross and queries != keys:
-            raise ValueError(
-                f"ring attention: cross=False needs as many keys as queries on every rank, got "
-                f"query lengths {queries} and key lengths {keys}"
-            )
-        visible = Visible(causal, window)
+        visible, counted = Visible(causal, window), dropout > 0
+        problem = lengths_problem(
+            (queries, keys), layout, visible, cross, packed=packed, placed=placed, counted=counted
+        ) or end_problem(cu_seqlens, sum(queries))
+        raise_together(ring, "ring attention", problem)
         if placed:
             of_both = (query_positions, key_positions)
-            query_segments, key_segments = gather_positions(ring, of_both)
-            if dropout and (repeats(query_segments) or repeats(key_segments)):
-                raise ValueError(
-                    "ring attention: dropout draws by positions, so those of queries must all "
-                    "differ, and those of keys; leave out what repeats, or dropout"
-                )
+            query_segments, key_segments = both = gather_positions(ring, of_both)
+            raise_together(ring, "ring attention", repeats_problem(both) if counted else None)
         elif cross:
-            check_cross(queries, keys, visible, packed)
-            query_segments, key_segments = segments_of_two(layout, queries, keys, dropout > 0)
+            query_segments, key_segments = segments_of_two(layout, queries, keys, counted)
         else:
-            query_segments = key_segments = segments_by_layout("ring attention", layout, queries)
+            query_segments = key_segments = all_segments(layout, ring.size, sum(queries))
         packing = whole_packing(ring, documents, cu_seqlens, query_segments, q.shape[0])
         samples = by_sample(visible, packing, prefix, len(q))
         seen = seen_by_any(samples, visible, prefix is not None)

@@ -33,9 +33,10 @@ class Transfer:
 class Ring:
     """Consecutive ranks of a process group, each with a place `rank` in a ring of `size`.
 
-    A group of 8 with `size=4` is two rings, ranks 0 to 3 and 4 to 7. Nothing is cached about
-    groups, so they may come and go between calls. Without a group and without an initialised
-    default group the ring is this process alone. `problem` is for the next agreement.
+    A group of 8 with `size=4` is two rings, ranks 0 to 3 and 4 to 7. Groups may come and go between
+    calls; one that moves no CPU tensors gets a companion that does, which lasts until
+    `torch.distributed.destroy_process_group()`. Without a group and without an initialised default
+    group the ring is this process alone. `problem` is for the next agreement.
     """
 
     problem: str | None = None
@@ -76,6 +77,11 @@ class Ring:
         ring.group, ring.size, ring.rank, ring.first = None, 1, 0, 0
         return ring
 
+    @property
+    def several(self) -> bool:
+        """Whether the group has other rings beside this one."""
+        return self.group is not None and self.size < dist.get_world_size(self.group)
+
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Transfer:
@@ -106,7 +112,7 @@ class Ring:
 
     def shared(self) -> tuple[ProcessGroup, tuple[int, ...]] | None:
         """A group all of whose ranks do the same at the same time, and this ring's among them."""
-        if self.group is None or self.size != dist.get_world_size(self.group):
+        if self.group is None or self.several:
             return None
         return self.group, tuple(range(self.size))
 

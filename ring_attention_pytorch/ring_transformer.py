@@ -10,18 +10,19 @@ import torch
 from beartype import beartype
 from torch import Tensor, nn
 
-from ring_attention_pytorch.agreement import agree
-from ring_attention_pytorch.checks import segments_by_layout
+from ring_attention_pytorch.agreement import agree, raise_together
+from ring_attention_pytorch.checks import shards_problem
 from ring_attention_pytorch.documents import (
     Borders,
     Packing,
     digest,
     documents_problem,
+    end_problem,
     last_of_document,
     local_packing,
     whole_packing,
 )
-from ring_attention_pytorch.layouts import Layout, segment_positions
+from ring_attention_pytorch.layouts import Layout, all_segments, segment_positions
 from ring_attention_pytorch.loss import mean_cross_entropy, next_tokens
 from ring_attention_pytorch.norm import RMSNorm
 from ring_attention_pytorch.plan import RingPlan
@@ -262,9 +263,13 @@ class RingTransformer(nn.Module):
         notes = agree(
             ring, "RingTransformer", given, {"n": x.shape[1]}, everywhere=everywhere
         )  # fmt: skip
-        lengths, packing = [own["n"] for own in notes], None
-        if shift or any(value is not None for value in packed.values()):
-            segments = segments_by_layout("RingTransformer", self.spread.layout, lengths)
+        lengths, packing, problem = [own["n"] for own in notes], None, None
+        if located := shift or any(value is not None for value in packed.values()):
+            problem = shards_problem(self.spread.layout, lengths)
+            problem = problem or end_problem(packed["cu_seqlens"], sum(lengths))
+        raise_together(ring, "RingTransformer", problem)
+        if located:
+            segments = all_segments(self.spread.layout, ring.size, sum(lengths))
             packing = whole_packing(ring, **packed, segments=segments, batch=x.shape[0])
         if shift:
             ids, at = x.long(), segment_positions(segments[ring.rank], x.device)

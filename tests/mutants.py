@@ -238,6 +238,18 @@ MUTANTS = [
         "        whole._waits += self._waits\n", "",
     ),
     Mutant(
+        "what documents need is kept when they are gone", "transports/pieces.py",
+        "(keeping if blocks.lasting else make)", "keeping",
+    ),
+    Mutant(
+        "shelves stay that graphs of ours outgrew", "lanes.py",
+        "return capturing(device) and not _captures.passing", "return capturing(device)",
+    ),
+    Mutant(
+        "graphs of ours are taken for others'", "graphs.py", "with passing_capture(), torch",
+        "with torch",
+    ),
+    Mutant(
         "nobody asks for stages", "transports/__init__.py",
         "late = keys_come_late(blocks, at_once, job)", "late = False",
     ),
@@ -344,7 +356,8 @@ MUTANTS = [
         "plan.signature, plan.blocks, swapped, plan.terms", "swapped, plan.terms",
     ),
     Mutant(
-        "each batch is captured anew", "graphs.py", "found or (plan", "(plan"
+        "each batch is captured anew", "graphs.py", "self._plans.pop(kind, None) or (plan",
+        "(plan",
     ),
     Mutant(
         "what comes once is captured", "graphs.py", "(plan.in_graphs() if known else None)",
@@ -762,10 +775,23 @@ MUTANTS = [
         "ranks may differ", "agreement.py", "if len(found) > 1:", "if False:"
     ),
     Mutant(
+        "what one ring gets wrong is kept to itself", "agreement.py", "if ring.several:",
+        "if False:",
+    ),
+    Mutant(
+        "positions that one ring repeats are kept to itself", "plan.py",
+        'raise_together(ring, "ring attention", repeats_problem(both) if counted else None)',
+        "pass",
+    ),
+    Mutant(
+        "a predicate's error is kept to itself", "masks.py", "except Exception as",
+        "except OSError as",
+    ),
+    Mutant(
         "a rank's problem is kept to itself", "plan.py", "            problem=problem,\n",
         "            problem=None,\n",
     ),
-    Mutant("lengths need not be the layout's", "checks.py", "if lengths != expected:", "if False:"),
+    Mutant("lengths need not be the layout's", "checks.py", "if lengths == expected:", "if True:"),
     Mutant("any plan will do", "plan.py", "!= self.signature:", "is None:"),
 ]  # fmt: skip
 
@@ -823,6 +849,7 @@ def battery() -> Iterable[Callable[[], None]]:
     yield a_document_ends_where_another_begins
     yield blocks_know_their_tiles
     yield calls_are_counted
+    yield no_ring_is_left_alone
     yield streams_wait_for_one_another
     yield calls_go_side_by_side_where_they_may
     yield graphs_are_replayed_with_what_is_given
@@ -859,10 +886,12 @@ def keys_come_in_stages_where_they_are_late() -> None:
         partial(test_transports.test_dq_waits_for_no_gradients_that_come_home, wide=True),
         test_transports.test_a_turn_of_several_says_that_the_last_one_was_read,
         test_transports.test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory,
+        test_transports.test_shelves_stay_whose_graphs_others_captured,
         test_ulysses.test_what_a_graph_reads_is_made_before_it_and_stays,
     ):
         with pytest.MonkeyPatch.context() as patch:
             check(patch)
+    test_transports.test_what_comes_but_once_is_not_kept()
     for case in test_transports.ASIDE:
         test_transports.test_gradients_come_aside_where_that_is_hidden(*case)
     with pytest.MonkeyPatch.context() as patch:
@@ -873,6 +902,15 @@ def keys_come_in_stages_where_they_are_late() -> None:
     for asks in (False, True):
         test_running.test_a_sum_is_made_where_it_has_to_be(asks)
     test_ulysses.test_a_shelf_has_room_for_all_that_is_swapped()
+
+
+def no_ring_is_left_alone() -> None:
+    """With what one of them gets wrong."""
+    from tests import test_agreement
+
+    for kind in ("lengths", "positions"):
+        test_agreement.test_what_one_ring_gets_wrong_the_other_is_told(kind)
+    test_agreement.test_a_predicate_that_fails_on_one_rank_is_told_to_all()
 
 
 def streams_wait_for_one_another() -> None:
@@ -902,6 +940,8 @@ def graphs_are_replayed_with_what_is_given() -> None:
     from tests.test_lanes import stood_in
 
     test_graphs.test_what_travels_in_messages_is_refused()
+    with pytest.MonkeyPatch.context() as patch:
+        test_graphs.test_what_graphs_of_ours_read_need_not_stay(patch)
     test_graphs.test_layers_that_drop_otherwise_have_graphs_of_their_own()
     with pytest.MonkeyPatch.context() as patch:
         test_graphs.stand_in(patch)

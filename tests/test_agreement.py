@@ -1,12 +1,19 @@
 """Comparing notes: all ranks go on, or all of them say the same."""
 
+import re
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_attention_pytorch.agreement import agree
+from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.ring_transformer import RingTransformer
+from ring_attention_pytorch.routing.plan import RoutingPlan
 from tests import threads
 
 values = (
@@ -101,3 +108,100 @@ def test_a_ring_of_one_agrees_with_itself():
     assert agree(Ring.alone(), "here", {"x": 1}, {"n": 3}) == [{"n": 3}]
     with pytest.raises(ValueError, match=r"^here: bad$"):
         agree(Ring.alone(), "here", {}, problem="bad")
+
+
+# --- several rings in one group ---
+
+
+def wrong(kind: str, rank: int) -> dict[str, Any]:
+    """A call of ranks 0 and 1, in which their ring is wrong, and of 2 and 3, which is not."""
+    n = {"lengths": (3, 5), "lengths of documents": (3, 5)}.get(kind, (4, 4))[rank % 2]
+    m = {"keys": (4, 6), "causal cross": (4, 6)}.get(kind, (n, n))[rank % 2]
+    n, m = (n, m) if rank < 2 else (4, 4)
+    at = torch.arange(n) + n * (rank % 2)
+    how: dict[str, dict[str, Any]] = {
+        "lengths": {},
+        "lengths of documents": dict(documents=torch.zeros(1, n, dtype=torch.long)),
+        "keys": dict(cross=False),
+        "causal cross": dict(causal=True),
+        "borders": dict(cu_seqlens=[0, 9 if rank < 2 else 8]),
+        "positions": dict(
+            query_positions=at, key_positions=at // (2 if rank < 2 else 1), dropout=0.1
+        ),
+    }
+    q, k = torch.zeros(1, n, 2, 8), torch.zeros(1, m, 2, 8)
+    return dict(q=q, k=k, v=k, **how[kind])
+
+
+WRONG = {
+    "lengths": r"puts \[4, 4\] of 8 tokens on the ranks, got \[3, 5\]",
+    "lengths of documents": r"puts \[4, 4\] of 8 tokens on the ranks, got \[3, 5\]",
+    "keys": "cross=False needs as many keys as queries",
+    "causal cross": "causal and window need as many keys as queries",
+    "borders": "must end with the length of the whole, 8, got 9",
+    "positions": "dropout draws by positions",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_one_ring_gets_wrong_the_other_is_told(kind):
+    def call(whole: threads.ThreadRing) -> None:
+        RingPlan.make(**wrong(kind, whole.rank), group=threads.PartRing(whole, 2))
+
+    (told,) = {*said(4, call)}
+    assert told is not None
+    assert told.endswith("(on ranks 0, 1)")
+    assert re.search(WRONG[kind], told)
+
+
+def test_rings_of_other_lengths_and_masks_go_on():
+    def call(whole: threads.ThreadRing) -> list[int]:
+        n = 4 if whole.rank < 2 else 3
+        q = torch.zeros(1, n, 2, 8)
+        ring = threads.PartRing(whole, 2)
+        plan = RingPlan.make(q, q, q, causal=whole.rank < 2, group=ring)
+        return plan.positions().tolist()
+
+    assert threads.run(4, call)[0] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2], [3, 4, 5]]
+
+
+def test_routing_tells_the_other_ring_too():
+    def call(whole: threads.ThreadRing) -> None:
+        x = torch.zeros(1, 6 if whole.rank == 1 else 4, 8)
+        RoutingPlan.make(x, group=threads.PartRing(whole, 2))
+
+    (told,) = {*said(4, call)}
+    assert told is not None
+    assert told.endswith("(on ranks 0, 1)")
+
+
+def of_two_rings() -> str | None:
+    """For a pool of four, in rings of two: what is said of a shard that is too long."""
+    model = RingTransformer(
+        num_tokens=8, dim=16, depth=1, dim_head=8, heads=2, causal=True, ring_attn=True,
+        auto_shard_seq=False,
+    )  # fmt: skip
+    ids = torch.zeros(1, 6 if dist.get_rank() == 1 else 4, dtype=torch.long)
+    try:
+        model(ids, return_loss=True, ring_size=2)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_a_model_tells_the_other_ring_too(pools):
+    (told,) = {*pools(4).run(of_two_rings)}
+    assert told is not None
+    assert told.endswith("(on ranks 0, 1)")
+
+
+def test_a_predicate_that_fails_on_one_rank_is_told_to_all():
+    def call(ring: Ring) -> None:
+        table = torch.zeros(4 * (ring.rank != 1), dtype=torch.long)
+        q = torch.zeros(1, 4, 2, 8)
+        RingPlan.make(q, q, q, group=ring, mask_mod=lambda b, h, i, j: table[i] == table[j])
+
+    (told,) = {*said(3, call)}
+    assert told is not None
+    assert "mask_mod fails, asked of one pair: IndexError" in told
+    assert told.endswith("(on rank 1)")

@@ -60,6 +60,7 @@ def first(change: Callable[[torch.Tensor], Any]) -> Callable[[Call], None]:
 ALTERATIONS: dict[str, tuple[Callable[[Call], None], list[str]]] = {
     "batch": (resized(b=3), ["batch size", f"2 on {OTHERS}", "3 on rank 2"]),
     "heads": (resized(h=6), ["heads of q", f"4 on {OTHERS}", "6 on rank 2"]),
+    "no heads": (resized(h=0), ["there must be heads", "[2, 6, 0, 8]", "(on rank 2)"]),
     "key heads": (resized(g=4), ["heads of k", f"2 on {OTHERS}", "4 on rank 2"]),
     "d": (resized(d=4), ["head size of q and k", f"8 on {OTHERS}", "4 on rank 2"]),
     "d_v": (resized(d_v=4), ["head size of v", f"8 on {OTHERS}", "4 on rank 2"]),

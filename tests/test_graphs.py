@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from ring_attention_pytorch import (
     RingTransformer,
     explain_plan,
     graphs,
+    lanes,
     ring_attn,
 )
 from ring_attention_pytorch.graphs import Graphs, with_graphs
@@ -45,6 +47,16 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(graphs, "captured", again)
     patch.setattr(graphs, "capturing", lambda device: False)
     patch.setattr(graphs, "current_stream", lambda device: None)
+
+
+def test_what_graphs_of_ours_read_need_not_stay(monkeypatch):
+    """They are dropped when another memory is shared."""
+    for name in ("CUDAGraph", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: SimpleNamespace(replay=None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(lanes, "capturing", lambda device: True)
+    assert graphs.captured(lambda: lanes.captures_for_good(CPU), CPU) == (None, False)
+    assert lanes.captures_for_good(CPU)
 
 
 @pytest.fixture

@@ -16,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ring_attention_pytorch import lanes
 from ring_attention_pytorch.contract import Keys
+from ring_attention_pytorch.documents import of_borders
 from ring_attention_pytorch.layouts import (
     LAYOUTS,
     Segment,
@@ -708,6 +710,42 @@ def test_both_halves_of_a_shelf_start_where_any_dtype_may(monkeypatch):
     space.make_room(None, keys=22_369_622, grads=5)
     assert space.keys.nbytes >= 22_369_622
     assert space.keys.nbytes % 512 == space.grads.nbytes % 512 == 0
+
+
+def test_shelves_stay_whose_graphs_others_captured(monkeypatch):
+    """Graphs of ours go with the memory, so nobody need keep that; nor what no graph has seen."""
+    device = torch.device("cpu")
+
+    def written() -> shelves.Shelf:
+        shelf = shelves.Shelf.__new__(shelves.Shelf)
+        shelf.turn, shelf.device, shelf.captured, shelf.views = 0, device, False, {(0, 0, ()): []}
+        shelf.handle = SimpleNamespace(rank=0)
+        shelf.mine(())
+        return shelf
+
+    monkeypatch.setattr(lanes, "capturing", lambda device: False)
+    assert not written().captured
+    monkeypatch.setattr(lanes, "capturing", lambda device: True)
+    assert written().captured
+    with lanes.passing_capture():
+        assert not written().captured
+    assert written().captured
+
+
+def test_what_comes_but_once_is_not_kept():
+    """Documents come and go with their batch: what they need is not kept for a thousand more."""
+    everyone = all_segments("zigzag", 2, 12)
+    halves = of_borders([0, 5, 12])
+    for visible, apart in (
+        (Visible(causal=True, window=3), ()),
+        (Visible(causal=True, documents=halves), ()),
+        (Visible(causal=True, prefix=3), ()),
+        (Visible(causal=True), (Visible(causal=True), Visible(causal=True, documents=halves))),
+    ):
+        blocks = Blocks(everyone, everyone, visible, apart)
+        first, again = schedule(blocks, 1), schedule(blocks, 1)
+        assert first == again
+        assert (first is again) == (visible.window == 3)
 
 
 @pytest.mark.parametrize("causal", [False, True])

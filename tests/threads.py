@@ -96,6 +96,26 @@ class ThreadRing(Ring):
         return notes
 
 
+class PartRing(Ring):
+    """One of several rings of so many threads each, in one group of all."""
+
+    several = True
+
+    def __init__(self, whole: ThreadRing, size: int):
+        self.whole, self.group, self.size = whole, None, size
+        self.rank, self.first = whole.rank % size, whole.rank - whole.rank % size
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> "ThreadTransfer":
+        return self.whole.exchange(
+            *([(self.first + rank, t) for rank, t in ops] for ops in (sends, receives))
+        )
+
+    def gather_bytes(self, message: bytes, size: int = 0) -> list[bytes]:
+        return self.whole.gather_bytes(message)
+
+
 class ThreadTransfer:
     def __init__(self, hub: Hub, mail: list[tuple[Queue, Tensor]], taken: list[threading.Event]):
         self.hub, self.mail, self.taken = hub, mail, taken

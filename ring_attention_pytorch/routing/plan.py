@@ -7,9 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.agreement import agree
-from ring_attention_pytorch.checks import DTYPES, segments_by_layout
-from ring_attention_pytorch.layouts import Segments, count, layout_problem, segment_positions
+from ring_attention_pytorch.agreement import agree, raise_together
+from ring_attention_pytorch.checks import DTYPES, shards_problem
+from ring_attention_pytorch.layouts import (
+    Segments,
+    all_segments,
+    count,
+    layout_problem,
+    segment_positions,
+)
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 from ring_attention_pytorch.routing.exchange import everyones
@@ -68,7 +74,8 @@ class RoutingPlan:
         )  # fmt: skip
         own = {} if problem else {"n": x.shape[1]}
         lengths = [each["n"] for each in agree(ring, caller, same, own, problem)]
-        segments = segments_by_layout(caller, layout, lengths)
+        raise_together(ring, caller, shards_problem(layout, lengths))
+        segments = all_segments(layout, ring.size, sum(lengths))
         held = torch.cat([segment_positions(s, x.device) for s in segments])
         plan = cls(
             ring, layout, segments, None if mask is None else mask.clone(),

@@ -149,7 +149,8 @@ class Gather:
         coming = next(pulls, None)
         yield None, own, (slice(0, own.k.shape[1]),)
         for group in groups:
-            ((k, v, *mask), parts), coming = coming(), None  # let go before more is asked for
+            (k, v, *mask), parts = coming()
+            coming = None  # let go before more is asked for
             coming = next(pulls, None)
             mine = joined(group.pieces[self.ring.rank])
             yield group, Keys(k, v, mask[0] if mask else None, mine), parts

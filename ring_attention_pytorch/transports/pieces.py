@@ -1,10 +1,10 @@
 """Which keys of which owner a rank needs, in what order and when: arithmetic on ints."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, wraps
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ring_attention_pytorch.layouts import (
     Segment,
@@ -16,6 +16,7 @@ from ring_attention_pytorch.layouts import (
     visible_pairs,
 )
 
+_T = TypeVar("_T")
 _SHORT, _UNDIVIDED = 2e13, 2e14  # FLOPs forward, were nothing hidden
 _MEANWHILE = 1800  # FLOPs of a kernel while a byte comes: an H200's 600 TFLOP/s over 330 GB/s
 _MEANWHILE_BACK = 1600  # the same backward, by 525 TFLOP/s
@@ -34,6 +35,11 @@ class Blocks(NamedTuple):
     apart: tuple[Visible, ...] = ()
 
     @property
+    def lasting(self) -> bool:
+        """Whether they will come again: documents come and go with their batch."""
+        return self.visible.documents is None and self.visible.prefix is None and not self.apart
+
+    @property
     def distances(self) -> tuple[int, ...]:
         """How far behind a rank the owners are that anyone needs, 0 first."""
         each = self.apart or (self.visible,)
@@ -44,6 +50,17 @@ class Blocks(NamedTuple):
         """The same without 0, so many at a time."""
         _, *others = self.distances
         return (tuple(others[i : i + at_once]) for i in range(0, len(others), at_once))
+
+
+def _known(make: Callable[..., _T]) -> Callable[..., _T]:
+    """Kept for blocks that will come again."""
+    keeping = lru_cache(maxsize=1024)(make)
+
+    @wraps(make)
+    def found(blocks: Blocks, *how: Any, **named: Any) -> _T:
+        return (keeping if blocks.lasting else make)(blocks, *how, **named)
+
+    return found
 
 
 class Job(NamedTuple):
@@ -159,7 +176,7 @@ def tokens(pieces: Pieces) -> int:
     return sum(p.segment.length for p in pieces)
 
 
-@lru_cache(maxsize=1024)
+@_known
 def schedule(blocks: Blocks, at_once: int) -> tuple[Group, ...]:
     """The groups of `at_once` owners that bring everyone what is needed.
 
@@ -175,7 +192,7 @@ def schedule(blocks: Blocks, at_once: int) -> tuple[Group, ...]:
     return tuple(_group(blocks, ((chosen,),)) for chosen in blocks.others(at_once))
 
 
-@lru_cache(maxsize=1024)
+@_known
 def in_two_stages(blocks: Blocks) -> Group:
     """The group of all owners, those nearest behind each rank first, and owner by owner: so that
     most of an owner's keys come in one copy.
@@ -207,15 +224,16 @@ def _group(blocks: Blocks, stages: tuple[tuple[tuple[int, ...], ...], ...]) -> G
     )
 
 
-@lru_cache(maxsize=1024)
+@_known
 def keys_come_late(blocks: Blocks, at_once: int, job: Job) -> bool:
     """Whether some rank has computed on its own keys, which all have, before those of several
     others have come, together."""
-    groups, visible = schedule(blocks, at_once), blocks.visible
-    if len(groups) != 1 or len(groups[0].distances) < 2:
-        return False
+    visible = blocks.visible
     if visible != Visible(visible.causal) or blocks.apart:
         return False  # they are few, or large tiles only in the order of positions
+    groups = schedule(blocks, at_once)
+    if len(groups) != 1 or len(groups[0].distances) < 2:
+        return False
     own = [
         job.pair_flops * visible_pairs(tiles(queries, keys, visible))
         for queries, keys in zip(blocks.queries, blocks.keys)

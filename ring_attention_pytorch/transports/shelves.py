@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ring_attention_pytorch.lanes import capturing, current_stream
+from ring_attention_pytorch.lanes import captures_for_good, capturing, current_stream
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.messages import Form, opened
 
@@ -57,7 +57,7 @@ class Shelf:
 
     def mine(self, form: Form) -> list[Tensor]:
         """The half at hand, to write."""
-        self.captured = self.captured or capturing(self.device)
+        self.captured = self.captured or captures_for_good(self.device)
         return self.of(self.handle.rank, form)
 
     def publish(self) -> None:
@@ -106,7 +106,7 @@ class Space:
         self.device = device
         self.keys, self.grads = (Shelf(group, device, 1 << 10) for _ in range(2))
         self.swaps = Shelf(group, device, 1 << 10, halves=1)
-        self.outgrown: list[Shelf] = []  # which CUDA graphs still use
+        self.outgrown: list[Shelf] = []  # which graphs still use that others captured
         self.stream: torch.cuda.Stream | None = None  # of the last call
 
     def begin(self, turns: int, back: bool) -> None:

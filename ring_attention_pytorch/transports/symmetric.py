@@ -201,10 +201,8 @@ class SymmetricGather(Gather):
         for rank, length, moves in self._of_grads(group):
             (theirs,) = self.space.grads.of(rank, _form(own[:2], length))
             parts += [(here, theirs[:, there]) for there, here in moves]
-        return [
-            (here, _room(some[0][0], wide=len(some) > 1), [part for (part,) in some])
-            for here, some in covered(parts)
-        ]
+        found = [(here, [part for (part,) in some]) for here, some in covered(parts)]
+        return [(here, _room(some[0], wide=len(some) > 1), some) for here, some in found]
 
     def _of_keys(self, group: Group) -> list[list[Source]]:
         """Out of each owner's keys, what this rank needs of them, stage by stage."""
@@ -279,7 +277,8 @@ def _room(like: Tensor, tokens: int | None = None, wide: bool = False) -> Tensor
 
 def _copy(place: Tensor, t: Tensor) -> None:
     """Sample by sample: what is contiguous goes by copy engine."""
-    for sample, given in zip(place, t) if len(t) > 1 else ((place, t),):
+    pairs = zip(place, t) if len(t) > 1 else [(place, t)]
+    for sample, given in pairs:
         sample.copy_(given)
 
 
