@@ -14,6 +14,7 @@ from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.pieces import Group, tokens
+from ring_attention_pytorch.transports.symmetric import apart
 
 ALONE = "calls alone, "
 
@@ -35,8 +36,7 @@ class Still(Gather):
             given = [rows] if own.key_mask is None else [rows, own.key_mask]
             times = 1 + length // max(1, own.k.shape[1])
             rows, *mask = (torch.cat([t] * times, dim=1)[:, :length] for t in given)
-            sizes = own.k.shape[-1], own.v.shape[-1]
-            self.standing[id(group)] = [*rows.split(sizes, dim=-1), *mask]
+            self.standing[id(group)] = [*apart(rows, own), *mask]
         return lambda: (self.standing[id(group)], self._parts(group))
 
     def _send_home(self, *_: object) -> Callable[[], None]:

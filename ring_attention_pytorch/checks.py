@@ -151,7 +151,7 @@ def lengths_problem(
             f"causal and window need as many keys as queries on every rank, {found}; "
             "cross attention has neither"
         )
-    if cross and not (counted and layout != "contiguous"):
+    if cross and not _dealt(layout, counted):
         return None
     return shards_problem(layout, queries)
 
@@ -163,9 +163,14 @@ def segments_of_two(
 
     Without a mask positions decide nothing; where queries are `counted` their layout matters.
     """
-    if counted and layout != "contiguous":
+    if _dealt(layout, counted):
         return all_segments(layout, len(queries), sum(queries)), one_after_another(keys)
     return one_after_another(queries), one_after_another(keys)
+
+
+def _dealt(layout: Layout, counted: bool) -> bool:
+    """Whether queries of two sequences must be the layout's, and not any, in the order of ranks."""
+    return counted and layout != "contiguous"
 
 
 def one_after_another(lengths: list[int]) -> tuple[Segments, ...]:

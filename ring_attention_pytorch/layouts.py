@@ -56,6 +56,11 @@ class Visible(NamedTuple):
     documents: Documents | None = None  # None is a single one
     prefix: int | None = None  # so many first tokens see one another whatever causal says
 
+    @property
+    def lasting(self) -> bool:
+        """Whether it will come again: documents and prefixes come and go with their batch."""
+        return self.documents is None and self.prefix is None
+
 
 class Dealt(NamedTuple):
     """A layout made for one sequence and one ring: every rank's segments."""
@@ -191,9 +196,8 @@ def tiles(queries: Segments, keys: Segments, visible: Visible) -> tuple[Tile, ..
     >>> tiles(mine, mine, Visible(causal=True))
     (Tile(rows=slice(0, 4, None), cols=slice(0, 4, None), left=None, right=0),)
     """
-    # documents come and go with their batch: whoever wants these again keeps them
-    lasting = visible.documents is None and visible.prefix is None
-    return (_known if lasting else _tiles)(queries, keys, visible)
+    # whoever wants those that do not last again keeps them
+    return (_known if visible.lasting else _tiles)(queries, keys, visible)
 
 
 def _tiles(queries: Segments, keys: Segments, visible: Visible) -> tuple[Tile, ...]:

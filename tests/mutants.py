@@ -495,7 +495,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients of keys for those of values", "transports/symmetric.py",
-        "k, v = _apart(place, keys)", "v, k = _apart(place, keys)",
+        "k, v = apart(place, keys)", "v, k = apart(place, keys)",
     ),
     Mutant(
         "gradients of keys come home as those of values", "transports/symmetric.py",

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.ring import Places, Ring
 from ring_attention_pytorch.transports import symmetric
 from ring_attention_pytorch.transports.messages import Form, opened
 from ring_attention_pytorch.transports.shelves import Space, rounded
@@ -96,21 +96,15 @@ class ThreadRing(Ring):
         return notes
 
 
-class PartRing(Ring):
-    """One of several rings of so many threads each, in one group of all."""
+class PartRing(Places):
+    """One of several rings of so many threads each; all of them, one group, agree."""
 
     several = True
 
     def __init__(self, whole: ThreadRing, size: int):
-        self.whole, self.group, self.size = whole, None, size
-        self.rank, self.first = whole.rank % size, whole.rank - whole.rank % size
-
-    def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> "ThreadTransfer":
-        return self.whole.exchange(
-            *([(self.first + rank, t) for rank, t in ops] for ops in (sends, receives))
-        )
+        first = whole.rank - whole.rank % size
+        super().__init__(whole, range(first, first + size))
+        self.first = first
 
     def gather_bytes(self, message: bytes, size: int = 0) -> list[bytes]:
         return self.whole.gather_bytes(message)

@@ -36,8 +36,8 @@ class Blocks(NamedTuple):
 
     @property
     def lasting(self) -> bool:
-        """Whether they will come again: documents come and go with their batch."""
-        return self.visible.documents is None and self.visible.prefix is None and not self.apart
+        """Whether they will come again."""
+        return self.visible.lasting and not self.apart
 
     @property
     def distances(self) -> tuple[int, ...]:

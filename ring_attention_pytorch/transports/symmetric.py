@@ -151,7 +151,7 @@ class SymmetricGather(Gather):
                                 _copy(place[:, here], t[:, there])
                     ends.append(shelf.mark())
             parts = come(ends)
-            found = [*_apart(whole[0], own), *whole[1:]]
+            found = [*apart(whole[0], own), *whole[1:]]
             # of several groups all is read here before the next turn, which says that it was
             return found, parts if len(self.groups) == 1 else [*parts]
 
@@ -166,7 +166,7 @@ class SymmetricGather(Gather):
     def _grads_of(self, keys: Keys) -> tuple[Sum, Sum]:
         """Where their owners read them; kernels that can make them there."""
         (place,) = self.space.grads.own(_form(keys[:2], keys.k.shape[1]))
-        k, v = _apart(place, keys)
+        k, v = apart(place, keys)
         return Sum(keys.k, calls=1, place=k), Sum(keys.v, calls=1, place=v)
 
     def _send_home(
@@ -186,7 +186,7 @@ class SymmetricGather(Gather):
         def wait() -> None:
             if len(self.groups) > 1:
                 shelf.join(end)
-            sums = [(here, _apart(room, own_keys)) for here, room, _ in coming]
+            sums = [(here, apart(room, own_keys)) for here, room, _ in coming]
             for i, total in enumerate(own):
                 if len(self.groups) == 1:  # dq need not wait for that
                     total.after(partial(shelf.join, end))
@@ -263,8 +263,8 @@ def _form(tensors: Sequence[Tensor | None], length: int) -> Form:
     return (k._replace(shape=(*k.shape[:-1], k.shape[-1] + v.shape[-1])), *mask)
 
 
-def _apart(both: Tensor, keys: Keys) -> tuple[Tensor, ...]:
-    """What lies beside one another."""
+def apart(both: Tensor, keys: Keys) -> tuple[Tensor, ...]:
+    """k and v, or their gradients, that lie beside one another."""
     return both.split((keys.k.shape[-1], keys.v.shape[-1]), dim=-1)
 
 
