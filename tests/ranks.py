@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_START = 60.0  # seconds until all processes of a pool run, however busy the machine is
 _GRACE = 20.0  # seconds that others are waited for once a rank has failed
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -33,13 +34,16 @@ def _serve(
     pipe: Connection, rank: int, size: int, folder: str, timeout: float, backend: str
 ) -> None:
     torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", size)
+    store.set(f"rank {rank} has started", "yes")
+    everyone = [f"rank {r} has started" for r in range(size)]
+    store.wait(everyone, timedelta(seconds=_START))  # a short timeout is not for that
     hung = 0.9 * timeout  # seconds, after which it tells where it is
     faulthandler.dump_traceback_later(hung)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        backend, rank=rank, world_size=size, init_method=f"file://{folder}/store",
-        timeout=timedelta(seconds=timeout),
+        backend, rank=rank, world_size=size, store=store, timeout=timedelta(seconds=timeout),
         device_id=torch.device("cuda", rank) if backend == "nccl" else None,
     )  # fmt: skip
     faulthandler.cancel_dump_traceback_later()
