@@ -51,6 +51,7 @@ def subjects(shape: Shape, kernel: str, graphs: bool) -> tuple[Runs, dict[str, C
     plan = RingPlan.make(
         q, k, v, causal=shape.causal, layout=shape.layout, kernel=kernel, transport="gather"
     )
+    plan = plan.in_graphs() if graphs and ranks > 1 else plan
     found = {
         "theory": passes(alone(shape, kernel, whole), whole),
         "calls alone": passes(still(plan), tensors),

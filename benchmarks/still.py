@@ -45,7 +45,7 @@ class Still(Gather):
 
 def still(plan: RingPlan) -> Attend:
     """The calls that a gather's plan makes of its kernel on this rank."""
-    gather = plan.transport
+    gather = plan.overlapped or plan.transport
     nothing_travels = Still(gather.ring, gather.groups, gather.lengths, gather)
     alone = replace(plan, transport=nothing_travels)
     return lambda q, k, v: ring_attn(q, k, v, plan=alone)

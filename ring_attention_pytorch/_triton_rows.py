@@ -74,7 +74,7 @@ def _merge_kernel(
 
 
 def fused_merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
-    """`running.merge_` on a GPU, three parts at a time: reads each once, writes one."""
+    """`rows.merge_` on a GPU, three parts at a time: reads each once, writes one."""
     b, n, h, d = out.shape
     if out.numel() == 0:
         return
@@ -115,7 +115,7 @@ def _add_kernel(
 
 
 def fused_add_(total: Tensor, *parts: Tensor, fresh: bool) -> None:
-    """`running.add_` on a GPU, eight parts at a time."""
+    """`rows.add_` on a GPU, eight parts at a time."""
     if total.numel() == 0:
         return
     if len(parts) > _AT_ONCE:
@@ -154,7 +154,7 @@ def _product_kernel(
 
 
 def fused_sum_of_products(a: Tensor, b: Tensor) -> Tensor:
-    """`running.sum_of_products` on a GPU."""
+    """`rows.sum_of_products` on a GPU."""
     batch, n, h, d = a.shape
     total = a.new_empty((batch, h, n), dtype=torch.float32)
     if a.numel() == 0:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ring_attention_pytorch.dropout import Dropout
 from ring_attention_pytorch.layouts import Segments, Tile
-from ring_attention_pytorch.running import Result, Sum, sum_of_products
+from ring_attention_pytorch.rows import sum_of_products
+from ring_attention_pytorch.running import Result, Sum
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

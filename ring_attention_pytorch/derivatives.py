@@ -24,7 +24,8 @@ from ring_attention_pytorch.contract import (
 from ring_attention_pytorch.kernels import eager_tangents
 from ring_attention_pytorch.lanes import forget
 from ring_attention_pytorch.plan import RingPlan
-from ring_attention_pytorch.running import Sum, accumulator
+from ring_attention_pytorch.rows import accumulator
+from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transforms import signature_once
 
 Some = Sequence[Tensor | None]

@@ -13,6 +13,7 @@ from ring_attention_pytorch.layouts import count, tiles, visible_pairs
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.transports.pieces import joined, tokens
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
+from ring_attention_pytorch.transports.together import Together
 
 
 @beartype
@@ -110,6 +111,8 @@ def _of_ring(plan: RingPlan) -> list[str]:
 
 def _of_gather(plan: RingPlan) -> list[str]:
     place = plan.place
+    if isinstance(plan.transport, Together):
+        return [_of_all_together(plan, plan.transport)]
     pulled = isinstance(plan.transport, SymmetricGather)
     lines = [f"gather: {'pulled out of shared memory' if pulled else 'sent point to point'}"]
     home = "go home"
@@ -130,6 +133,16 @@ def _of_gather(plan: RingPlan) -> list[str]:
             f"{home}"
         )
     return lines
+
+
+def _of_all_together(plan: RingPlan, transport: Together) -> str:
+    pieces = transport.groups[0].pieces[plan.place]
+    found = tiles(plan.blocks.queries[plan.place], joined(pieces), plan.blocks.visible)
+    return (
+        f"gather: all {tokens(pieces)} keys out of shared memory before any call, for so few that "
+        f"the host is what takes long; {visible_pairs(found)} pairs in "
+        f"{_plural(len(found), 'tile')}, then gradients are added where they lie"
+    )
 
 
 def _held(plan: RingPlan) -> int:

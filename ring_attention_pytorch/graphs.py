@@ -71,9 +71,13 @@ def can_be_captured(plan: Any) -> bool:
 
 
 def with_graphs(plan: Any) -> Any:
-    """A plan with graphs of its own. Whoever replaces something in it gets one without."""
-    found = replace(plan)
-    object.__setattr__(found, "graphs", Graphs(plan.device, plan.transport.follow_stream))
+    """A plan with graphs of its own. Whoever replaces something in it gets one without.
+
+    The host launches a graph at once, so what overlaps costs it nothing there.
+    """
+    transport = plan.overlapped or plan.transport
+    found = replace(plan, transport=transport, overlapped=None, _calls={})
+    object.__setattr__(found, "graphs", Graphs(plan.device, found.transport.follow_stream))
     return found
 
 

@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from ring_attention_pytorch.layouts import Segments, segment_positions
 from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.rows import accumulator
 from ring_attention_pytorch.sharding import all_to_all
 
 

@@ -55,7 +55,7 @@ from ring_attention_pytorch.masks import (
 )
 from ring_attention_pytorch.measure import measures, room_left, settle
 from ring_attention_pytorch.ring import Group, Ring, as_ring
-from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.rows import accumulator
 from ring_attention_pytorch.scores import (
     bias_problem,
     columns,
@@ -65,6 +65,7 @@ from ring_attention_pytorch.scores import (
 )
 from ring_attention_pytorch.transforms import outside_transforms
 from ring_attention_pytorch.transports import (
+    make_both,
     make_transport,
     owners_at_once,
     transport_problem,
@@ -101,6 +102,7 @@ class RingPlan:
     samples: list[tuple[slice, Visible]]  # that see alike
     short: bool  # so little to compute that calls go side by side
     packing: Packing | None = None  # the documents of each sample
+    overlapped: Transport | None = None  # the transport in CUDA graphs, if it is another
     graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
     # worked out when asked for, and shared with plans that are this one but for dropout
     _tiles: dict[Segments, list] = field(default_factory=dict, compare=False, repr=False)
@@ -217,8 +219,7 @@ class RingPlan:
                 "measuring (transport=None, unless deterministic)": measures(q, transport),
             },
         )  # fmt: skip
-        queries = [own["n"] for own in lengths]
-        keys = [own["m"] for own in lengths]
+        queries, keys = ([own[what] for own in lengths] for what in "nm")
         if cross is None:
             cross = queries != keys or placed
         visible, counted = Visible(causal, window), dropout > 0
@@ -258,7 +259,7 @@ class RingPlan:
         at_once = owners_at_once(memory, blocks, job)
         transport, machine = settle(transport, ring, chosen, blocks, job, at_once, q)
         yields = len(samples) == 1 and chosen.yields and is_short(blocks, job, undivided=True)
-        made = make_transport(transport, over, blocks, at_once, job, q.device, yields)
+        made, overlapped = make_both(transport, over, blocks, at_once, job, q.device, yields)
         return cls(
             ring=ring,
             query_segments=query_segments,
@@ -280,6 +281,7 @@ class RingPlan:
             samples=samples,
             short=len(samples) == 1 and (made.overtaken or is_short(blocks, job)),
             packing=packing,
+            overlapped=overlapped,
         )
 
     def positions(
@@ -376,18 +378,16 @@ class RingPlan:
         return (self.ring if self.ulysses is None else self.ulysses.ring).rank
 
     def _of_block(self, queries: Segments, keys: Segments, some: slice, seen: Visible) -> Tiles:
-        found = Tiles(tiles(queries, keys, seen))
+        found, sides = Tiles(tiles(queries, keys, seen)), (queries, keys)
         found.first = some.start or 0
         found.lanes = self.short and self.transport.keeps
         if self.terms.alibi is not None or self.terms.mask_mod is not None:
             found.rows_at, found.cols_at = (
-                positions_seen(segments, seen).to(self.device, torch.int32)
-                for segments in (queries, keys)
+                positions_seen(side, seen).to(self.device, torch.int32) for side in sides
             )
         if self.terms.dropout is not None:
             found.row_numbers, found.col_numbers = (
-                segment_positions(segments).to(self.device, torch.int32)
-                for segments in (queries, keys)
+                segment_positions(side).to(self.device, torch.int32) for side in sides
             )
         return found
 

@@ -6,7 +6,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.checks import qkv_problem
-from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.rows import accumulator
 
 
 @beartype

@@ -4,25 +4,20 @@ A kernel that keeps a running result in memory asks for `running()` and works in
 for `room`, which need not be filled with zeros first. A kernel that returns a part by itself
 hands it to `add`: the first part of all tokens is taken as it is. So where one call is all there
 is nothing is copied, cast or filled. Parts are transposed without einops: where tokens are few, the
-host's time for each of them counts.
+host's time for each of them counts. A kernel that can be told where to make a part asks for
+`blank` memory: parts that fill the result's own side by side are the result, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
-from einops import einsum
 from torch import Tensor
 
 from ring_attention_pytorch.lanes import hand_over, join
+from ring_attention_pytorch.rows import accumulator, add_, merge_
 
 _MOST = 4  # parts that wait to be merged at once
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which running sums of tensors of `dtype` are kept."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class Result:
@@ -36,6 +31,18 @@ class Result:
         self._whole = slice(0, q.shape[1])
         self._wide: tuple[Tensor, Tensor] | None = None
         self._parts: list[tuple[slice, Tensor, Tensor]] = []
+        self._place: tuple[Tensor, Tensor] | None = None
+        self._taken: list[slice] = []  # of the place, by parts
+
+    def blank(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Memory for out and lse of these rows, for a kernel that is told where to make them."""
+        if self._wide is None and not self._parts:
+            self._place, self._taken = self._empty(self._q.dtype, self._whole), []
+        if self._place is None or not _free(rows, self._taken):
+            return self._empty(self._q.dtype, rows)
+        self._taken.append(rows)
+        out, lse = self._place
+        return (out, lse) if rows == self._whole else (out[:, rows], lse[..., rows])
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge what these rows saw. Both tensors become this result's own."""
@@ -55,7 +62,7 @@ class Result:
             _, out, lse = self._parts.pop(0)
             self._wide = out.to(self._dtype), lse
         elif self._wide is None:
-            out, lse = self._empty(self._dtype)
+            out, lse = self._empty(self._dtype, self._whole)
             self._wide = out.zero_(), lse.fill_(-torch.inf)
         self._fold(*self._wide)
         return self._wide
@@ -69,7 +76,7 @@ class Result:
         """
         dtype, self._calls = _dtype_of_call(self._calls, self._q.dtype, self._dtype)
         if self._wide is None and not self._parts:
-            out, lse = self._empty(dtype)
+            out, lse = self._empty(dtype, self._whole)
             self.add(self._whole, out, lse)
             return None, out, lse
         before, lse = self.running()
@@ -107,6 +114,8 @@ class Result:
     def final(self) -> tuple[Tensor, Tensor]:
         """out in q's dtype, lse in the accumulator's."""
         join(self._q.device)
+        if self._place is not None and _fill(self._place[0], self._taken, self._parts):
+            self._parts[: len(self._taken)] = [(self._whole, *self._place)]
         if self._wide is None and _begins_with(self._parts, self._whole):
             whole = self._parts.pop(0)
             self._fold(*whole[1:])
@@ -115,15 +124,15 @@ class Result:
         out, lse = self.running()
         return out.to(self._q.dtype), lse
 
-    def _empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        (b, n, h, _), q = self._q.shape, self._q
+    def _empty(self, dtype: torch.dtype, rows: slice) -> tuple[Tensor, Tensor]:
+        (b, _, h, _), n, q = self._q.shape, rows.stop - rows.start, self._q
         return q.new_empty((b, n, h, self._d_v), dtype=dtype), q.new_empty(
             (b, h, n), dtype=self._dtype
         )
 
     def _fold(self, out: Tensor, lse: Tensor) -> None:
         parts = [(rows, o, x.transpose(1, 2)) for rows, o, x in self._parts]
-        self._parts = []
+        self._parts, self._place, self._taken = [], None, []
         for rows, found in covered(parts):
             others = (t for o, x in found for t in (o, x.transpose(1, 2)))
             merge_(out[:, rows], lse[..., rows], *others)
@@ -146,7 +155,8 @@ class Sum:
     ) -> None:
         self._like, self._dtype, self._calls = like, accumulator(like.dtype), calls
         self._whole, self._into = slice(0, like.shape[1]), into
-        self._place, self._taken = place, False
+        self._place, self._given = place, place is not None
+        self._taken: list[slice] = []  # of the place, by parts
         self._wide: Tensor | None = None
         self._parts: list[tuple[slice, Tensor]] = []
         self._waits: list[Callable[[], None]] = []
@@ -169,11 +179,12 @@ class Sum:
     def blank(self, at: slice) -> Tensor:
         """Memory for a part of these tokens, for a kernel that is told where to make it; in `place`
         if it can be."""
-        if at == self._whole and self._place is not None and not self._taken:
-            self._taken = True
-            return self._place
-        b, _, *token = self._like.shape
-        return self._like.new_empty((b, at.stop - at.start, *token))
+        if self._place is None and self._wide is None and not self._parts and self._into is None:
+            self._place = self._anew(self._whole)
+        if self._place is None or not _free(at, self._taken):
+            return self._anew(at)
+        self._taken.append(at)
+        return self._place if at == self._whole else self._place[:, at]
 
     def add_all(self, parts: Iterable[tuple[slice, Tensor]]) -> None:
         """Add parts, in this order. They wait for more while few lie upon one another, or while
@@ -233,6 +244,8 @@ class Sum:
             wide = self.running()  # which stays: another stream may be reading it
             return wide.to(self._like.dtype) if self._place is None else self._place.copy_(wide)
         if self._place is not None:
+            if _fill(self._place, self._taken, self._parts):
+                self._parts[: len(self._taken)] = [(self._whole, self._place)]
             return self._written(self._place)
         if _begins_with(self._parts, self._whole):
             whole = self._parts.pop(0)
@@ -270,8 +283,14 @@ class Sum:
             return self.blank(self._whole)
         return torch.empty_like(self._like, dtype=dtype, memory_format=torch.contiguous_format)
 
+    def _anew(self, at: slice) -> Tensor:
+        b, _, *token = self._like.shape
+        return self._like.new_empty((b, at.stop - at.start, *token))
+
     def _fold(self, total: Tensor) -> None:
         parts, self._parts = self._parts, []
+        if not self._given:
+            self._place, self._taken = None, []
         for at, found in covered(parts):
             add_(total[:, at], *(part for (part,) in found))
 
@@ -286,6 +305,20 @@ def _dtype_of_call(
 def _begins_with(parts: Sequence[tuple[slice, ...]], whole: slice) -> bool:
     """Whether the first part has all tokens, so that others can go into it."""
     return bool(parts) and parts[0][0] == whole
+
+
+def _free(at: slice, taken: Sequence[slice]) -> bool:
+    """Whether these tokens are none of those that are taken."""
+    return all(at.stop <= other.start or other.stop <= at.start for other in taken)
+
+
+def _fill(place: Tensor, taken: list[slice], parts: Sequence[tuple]) -> bool:
+    """Whether the first parts are those that have taken a place, and leave nothing of it."""
+    if not taken or sum(at.stop - at.start for at in taken) < place.shape[1]:
+        return False
+    first, step = place.data_ptr(), place.stride(1) * place.element_size()
+    found = [(at, part.data_ptr()) for at, part, *_ in parts[: len(taken)]]
+    return found == [(at, first + at.start * step) for at in taken]
 
 
 def _deepest(parts: Sequence[tuple[slice, Tensor]]) -> int:
@@ -308,73 +341,3 @@ def covered(parts: Sequence[tuple[slice, ...]]) -> Iterator[tuple[slice, list[li
         ]
         if found:
             yield slice(start, stop), found
-
-
-def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
-    """Merge, in place, attention to further keys into `out` [b, n, h, d] and `lse` [b, h, n].
-
-    `parts` are out and lse of one part, of the next, and so on. Any lse may be -inf, or all: a
-    side that saw nothing has no weight, and no NaN comes. The convex combination never
-    overflows, however far two lse are apart. It is rounded once.
-
-    >>> out, lse = torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -torch.inf)
-    >>> merge_(out, lse, torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
-    >>> merge_(out, lse, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1))
-    >>> out.flatten().tolist(), round(lse.item(), 4)
-    ([0.5, 0.5], 0.6931)
-    """
-    if out.is_cuda and out.dtype != torch.float64 and has_triton():
-        from ring_attention_pytorch._triton_rows import fused_merge_
-
-        fused_merge_(out, lse, *parts)
-        return
-    merged, wide = out.to(accumulator(out.dtype)), accumulator(out.dtype)
-    for part, part_lse in zip(parts[::2], parts[1::2]):
-        weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
-        merged.lerp_(part.to(wide), weight.transpose(1, 2).unsqueeze(-1))
-        torch.logaddexp(lse, part_lse, out=lse)
-    if merged is not out:
-        out.copy_(merged)
-
-
-def add_(total: Tensor, *parts: Tensor, fresh: bool = False) -> None:
-    """Add, in place, to `[b, n, h, d]`, to nothing where that is fresh.
-
-    Up to eight parts are rounded once.
-    """
-    if fresh and not parts:
-        total.zero_()
-    elif not fresh and len(parts) == 1:
-        total.add_(parts[0])  # rounded once, too, and the host launches it sooner than our kernel
-    elif total.is_cuda and total.dtype != torch.float64 and has_triton():
-        from ring_attention_pytorch._triton_rows import fused_add_
-
-        fused_add_(total, *parts, fresh=fresh)  # one too: in CUDA graphs copies have no priority
-    elif fresh and len(parts) == 1:
-        total.copy_(parts[0])
-    else:
-        wide = (parts[0] if fresh else total).to(accumulator(total.dtype), copy=fresh)
-        for part in parts[fresh:]:
-            wide += part
-        if wide is not total:
-            total.copy_(wide)
-
-
-def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
-    """[b, h, n] in the accumulator's dtype: of two `[b, n, h, d]` each row's inner product."""
-    if a.is_cuda and a.dtype != torch.float64 and has_triton():
-        from ring_attention_pytorch._triton_rows import fused_sum_of_products
-
-        return fused_sum_of_products(a, b)
-    wide = accumulator(a.dtype)
-    return einsum(a.to(wide), b.to(wide), "b n h d, b n h d -> b h n")
-
-
-@lru_cache(maxsize=1)
-def has_triton() -> bool:
-    """Whether the passes over memory that are fused can be."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True

@@ -27,7 +27,7 @@ from ring_attention_pytorch.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.ring import Group, Ring, as_ring
-from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.rows import accumulator
 
 Shape = tuple[int, ...]
 

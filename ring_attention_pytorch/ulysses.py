@@ -19,7 +19,7 @@ from torch.autograd import Function
 from ring_attention_pytorch.contract import Terms
 from ring_attention_pytorch.layouts import Segment, Segments, count
 from ring_attention_pytorch.ring import Places, Ring
-from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.rows import accumulator
 from ring_attention_pytorch.transforms import signature_once
 from ring_attention_pytorch.transports.messages import Part, message_bytes
 from ring_attention_pytorch.transports.pieces import Job

@@ -15,6 +15,7 @@ from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.transports.shelves import Shared
 from ring_attention_pytorch.transports.swap import SharedSwap
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
+from ring_attention_pytorch.transports.together import Together
 from ring_attention_pytorch.ulysses import most_bytes
 from tests import threads
 from tests.ranks import Pool
@@ -242,6 +243,7 @@ def over_shared_memory(
     overtaken: bool = False,
     late: bool = False,
     aside: bool | None = None,
+    together: bool = False,
 ) -> RingPlan:
     """A gather's plan for q, k and v of ranks that share memory; all of them make it together."""
     shared = Shared(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
@@ -254,6 +256,8 @@ def over_shared_memory(
     transport = SymmetricGather.over(over, plan.blocks, at_once, plan.job, shared, overtaken, late)
     if aside is not None:
         transport = replace(transport, aside=aside)
+    if together:
+        transport = Together.like(transport, plan.blocks, plan.job, shared)
     return replace(plan, transport=transport, ulysses=swap)
 
 

@@ -151,29 +151,29 @@ MUTANTS = [
         "        if cut < length:\n            yield stretch(own, slice(cut, length))\n", "",
     ),
     Mutant(
-        "merge weights swapped", "running.py", "torch.sigmoid(part_lse - lse)",
+        "merge weights swapped", "rows.py", "torch.sigmoid(part_lse - lse)",
         "torch.sigmoid(lse - part_lse)",
     ),
     Mutant(
-        "merge does not rescale", "running.py",
+        "merge does not rescale", "rows.py",
         "merged.lerp_(part.to(wide), weight.transpose(1, 2).unsqueeze(-1))",
         "merged.add_(part * weight.transpose(1, 2).unsqueeze(-1))",
     ),
     Mutant(
-        "merge of two -inf is NaN", "running.py",
+        "merge of two -inf is NaN", "rows.py",
         ".masked_fill_(part_lse == -torch.inf, 0.0)", "",
     ),
     Mutant(
-        "lse is that of the last block", "running.py", "torch.logaddexp(lse, part_lse, out=lse)",
+        "lse is that of the last block", "rows.py", "torch.logaddexp(lse, part_lse, out=lse)",
         "lse.copy_(part_lse)",
     ),
     Mutant(
-        "running sums in half precision", "running.py",
+        "running sums in half precision", "rows.py",
         "torch.promote_types(dtype, torch.float32)",
         "dtype if dtype == torch.float64 else torch.bfloat16",
     ),
     Mutant(
-        "running sums in the inputs' precision", "running.py",
+        "running sums in the inputs' precision", "rows.py",
         "torch.promote_types(dtype, torch.float32)", "dtype",
     ),
     Mutant(
@@ -278,7 +278,7 @@ MUTANTS = [
         "(2 * brought + coming / 2)", "(coming / 2)",
     ),
     Mutant(
-        "the first part is added to what was there", "running.py",
+        "the first part is added to what was there", "rows.py",
         "elif not fresh and len(parts) == 1:", "elif len(parts) == 1:",
     ),
     Mutant(
@@ -286,7 +286,31 @@ MUTANTS = [
         "fresh=True)",
     ),
     Mutant(
-        "two parts in one place", "running.py", "is not None and not self._taken:", "is not None:",
+        "two parts in one place", "running.py", "self._place is None or not _free(at, self._taken)",
+        "self._place is None",
+    ),
+    Mutant(
+        "two results in one place", "running.py",
+        "self._place is None or not _free(rows, self._taken)", "self._place is None",
+    ),
+    Mutant(
+        "parts that lie elsewhere are taken to be in their place", "running.py",
+        "return found == [(at, first + at.start * step) for at in taken]", "return True",
+    ),
+    Mutant(
+        "a place that is half full is taken to be full", "running.py",
+        "if not taken or sum(at.stop - at.start for at in taken) < place.shape[1]:",
+        "if not taken:",
+    ),
+    Mutant(
+        "the place of a result stays when it was read", "running.py",
+        "self._parts, self._place, self._taken = [], None, []",
+        "self._parts, self._taken = [], []",
+    ),
+    Mutant(
+        "the place of a sum stays when it was read", "running.py",
+        "            self._place, self._taken = None, []\n        for",
+        "            pass\n        for",
     ),
     Mutant(
         "a running sum does not come to its place", "running.py",
@@ -503,9 +527,52 @@ MUTANTS = [
     ),
     Mutant(
         "keys and values come by a copy each", "transports/symmetric.py",
-        "for place, t in zip(whole, shelf.of(rank, forms[length])):",
-        "for place, t in ((a, b) for pair in zip(whole, shelf.of(rank, forms[length])) "
+        "for place, t in zip(whole, shelf.of(rank, form)):",
+        "for place, t in ((a, b) for pair in zip(whole, shelf.of(rank, form)) "
         "for a, b in zip(*(x.split(own.k.shape[-1], -1) for x in pair))):",
+    ),
+    Mutant(
+        "few tokens have as many calls as others", "transports/pieces.py",
+        "* seen * job.pair_flops <= _FEW", "* seen * job.pair_flops < 0",
+    ),
+    Mutant(
+        "few are counted without their mask", "transports/pieces.py",
+        "/ (1 + causal)", "/ 1",
+    ),
+    Mutant(
+        "few are counted without their window", "transports/pieces.py",
+        "seen = min(seen, (2 - causal) * window + 1)", "pass",
+    ),
+    Mutant(
+        "keys come together though not all at once", "transports/__init__.py",
+        "made.keeps and is_few", "is_few",
+    ),
+    Mutant(
+        "graphs hold what spares the host", "graphs.py", "plan.overlapped or plan.transport",
+        "plan.transport",
+    ),
+    Mutant(
+        "a graph's calls are counted as the host's", "graphs.py", ", _calls={})", ")",
+    ),
+    Mutant(
+        "keys that come together are read before all have come", "transports/together.py",
+        "        shelf.publish()\n", "",
+    ),
+    Mutant(
+        "gradients are read before all have written them", "transports/together.py",
+        "        self.space.grads.publish()\n", "",
+    ),
+    Mutant(
+        "what nobody has seen has a gradient", "transports/together.py",
+        "            both.zero_()", "            pass",
+    ),
+    Mutant(
+        "gradients that come together are those of the last", "transports/together.py",
+        "add_(both[:, here], *parts, fresh=True)", "add_(both[:, here], parts[-1], fresh=True)",
+    ),
+    Mutant(
+        "too little room for gradients that come together", "transports/together.py",
+        "grads=widest * (job.token_bytes + job.batch)", "grads=1",
     ),
     Mutant(
         "gradients pulled from the wrong rank", "transports/symmetric.py",
@@ -597,8 +664,8 @@ MUTANTS = [
         "out.mul_(weight.transpose(1, 2).unsqueeze(-1))", "pass",
     ),
     Mutant(
-        "ALiBi by the places held", "plan.py", "positions_seen(segments, seen)",
-        "torch.arange(sum(s.length for s in segments))",
+        "ALiBi by the places held", "plan.py", "positions_seen(side, seen)",
+        "torch.arange(sum(s.length for s in side))",
     ),
     Mutant(
         "ALiBi of the next head", "kernels/eager.py", '"(g r) -> g r 1 1"', '"(r g) -> g r 1 1"',
@@ -615,8 +682,8 @@ MUTANTS = [
         "tiles.first, tiles.first + len(keys.k),", "0, len(keys.k),",
     ),
     Mutant(
-        "dropout by the places held", "plan.py", " segment_positions(segments).to(",
-        " torch.arange(sum(s.length for s in segments)).to(",
+        "dropout by the places held", "plan.py", " segment_positions(side).to(",
+        " torch.arange(sum(s.length for s in side)).to(",
     ),
     Mutant(
         "each rank drops by its own seed", "plan.py", 'lengths[0]["seed"]',
@@ -841,6 +908,7 @@ def battery() -> Iterable[Callable[[], None]]:
     yield lambda: check_symmetric(shared, 4, 2)
     yield lambda: check_symmetric(replace(shared, ulysses=4), 4, 2)
     yield lambda: check_symmetric(shared, 4, 9, late=True)
+    yield lambda: check_symmetric(shared, 4, 9, together=True)
     yield zigzag_is_balanced
     yield gathered_keys_are_few_large_tiles
     yield the_same_is_dropped_everywhere
@@ -876,6 +944,7 @@ def keys_come_in_stages_where_they_are_late() -> None:
     from functools import partial
 
     import pytest
+    import torch
 
     from tests import test_running, test_transports, test_ulysses
 
@@ -894,6 +963,10 @@ def keys_come_in_stages_where_they_are_late() -> None:
     test_transports.test_what_comes_but_once_is_not_kept()
     for case in test_transports.ASIDE:
         test_transports.test_gradients_come_aside_where_that_is_hidden(*case)
+    test_transports.unseen_keys_have_no_gradient()
+    for case in test_transports.FEW:
+        with pytest.MonkeyPatch.context() as patch:
+            test_transports.test_few_tokens_come_together(*case, patch)
     with pytest.MonkeyPatch.context() as patch:
         test_transports.test_keys_and_values_of_a_piece_come_by_one_copy(False, 18, patch)
     for layout in ("zigzag", "contiguous"):
@@ -901,6 +974,10 @@ def keys_come_in_stages_where_they_are_late() -> None:
     test_running.test_what_is_not_yet_to_be_read_is_not_read(wide=False, moved=True)
     for asks in (False, True):
         test_running.test_a_sum_is_made_where_it_has_to_be(asks)
+    for dtype in (torch.float32, torch.bfloat16):
+        test_running.test_parts_that_fill_their_place_are_the_result(dtype)
+        test_running.test_parts_that_do_not_are_put_together(dtype)
+    test_running.test_the_place_of_parts_goes_when_they_were_read()
     test_ulysses.test_a_shelf_has_room_for_all_that_is_swapped()
 
 
@@ -940,6 +1017,7 @@ def graphs_are_replayed_with_what_is_given() -> None:
     from tests.test_lanes import stood_in
 
     test_graphs.test_what_travels_in_messages_is_refused()
+    test_graphs.test_what_a_graph_holds_overlaps()
     with pytest.MonkeyPatch.context() as patch:
         test_graphs.test_what_graphs_of_ours_read_need_not_stay(patch)
     test_graphs.test_layers_that_drop_otherwise_have_graphs_of_their_own()

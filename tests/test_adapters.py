@@ -23,7 +23,8 @@ from ring_attention_pytorch.kernels._packs import packs
 from ring_attention_pytorch.kernels._whole import aligned, from_bottom_right, windows
 from ring_attention_pytorch.layouts import Tile, _trimmed, band
 from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.running import Sum, accumulator
+from ring_attention_pytorch.rows import accumulator
+from ring_attention_pytorch.running import Sum
 from tests import threads
 from tests.cases import TOLERANCES, Attention, check_symmetric, results
 from tests.features import FEATURES, LAYOUTS, Problem, refusal, together
@@ -130,11 +131,13 @@ def stand_in_4(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forward(q, k, v, softmax_scale, softcap, return_lse, causal=False, window_size_left=None,
                 window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
-                seqused_k=None):  # fmt: skip
+                seqused_k=None, out=None, lse=None):  # fmt: skip
         window = causal, window_size_left, window_size_right
         if cu_seqlens_q is None:
             seen = seen_by(q, k, *window)
-            return *attend(q, k, v, seen, softmax_scale, softcap)[:2], None
+            found = attend(q, k, v, seen, softmax_scale, softcap)
+            return out.copy_(found[0]), lse.copy_(found[1]), None
+        assert out is lse is None
         out = q.new_full((*q.shape[:2], v.shape[-1]), torch.nan)
         lse = q.new_full((q.shape[1], len(q)), torch.nan, dtype=accumulator(q.dtype))
         # keys are only read, so those of several sequences may be the same
@@ -145,20 +148,19 @@ def stand_in_4(monkeypatch: pytest.MonkeyPatch) -> None:
             out[rows], lse[:, rows] = found[0][0], found[1][0]
         return out, lse, None
 
-    def backward(q, k, v, out, dout, lse, softmax_scale, softcap, deterministic, dlse, dk, dv,
+    def backward(q, k, v, out, dout, lse, softmax_scale, softcap, deterministic, dlse, dq, dk, dv,
                  causal=False, window_size_left=None, window_size_right=None, cu_seqlens_q=None,
                  cu_seqlens_k=None, seqused_q=None, seqused_k=None):  # fmt: skip
         assert lse.is_contiguous()
         window, terms = (causal, window_size_left, window_size_right), (softmax_scale, softcap)
-        for given, t in ((dk, k), (dv, v)):
+        for given, t in ((dq, q), (dk, k), (dv, v)):
             assert (given.shape, given.dtype) == (t.shape, t.dtype)
             assert given.stride(-1) == 1
             given.fill_(torch.nan)
         if cu_seqlens_q is None:
             seen = seen_by(q, k, *window)
-            dq, *parts = differentiate(dout, q, k, v, out, lse, seen, *terms, dlse)
-            return dq, *(given.copy_(part) for given, part in zip((dk, dv), parts))
-        dq = torch.full_like(q, torch.nan)
+            parts = differentiate(dout, q, k, v, out, lse, seen, *terms, dlse)
+            return [given.copy_(part) for given, part in zip((dq, dk, dv), parts)]
         for rows, cols in zip(places(cu_seqlens_q, seqused_q), places(cu_seqlens_k, seqused_k)):
             one = [t[None] for t in (dout[rows], q[rows], k[cols], v[cols], out[rows])]
             by_head = [None if t is None else t[None, :, rows] for t in (lse, dlse)]

@@ -252,6 +252,19 @@ def test_layers_that_drop_nothing_share_theirs():
     assert explain_plan(plan).splitlines()[0].endswith("kernel eager, in CUDA graphs")
 
 
+def test_what_a_graph_holds_overlaps():
+    """Whatever fewer calls would spare the host."""
+    q = torch.zeros(1, 4, 2, 8)
+    plan = replace(RingPlan.make(q, q, q, kernel="eager"), device=GPU)
+    other = replace(plan.transport)
+    plan.calls(back=False)  # which may be others there
+    captured = replace(plan, overlapped=other).in_graphs()
+    assert captured.transport is other
+    assert not captured._calls
+    assert captured.in_graphs().transport is other
+    assert plan.in_graphs().transport is plan.transport
+
+
 def test_what_travels_in_messages_is_refused():
     def main(ring: threads.ThreadRing) -> None:
         q = torch.zeros(1, 4, 2, 8)

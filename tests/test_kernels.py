@@ -14,7 +14,8 @@ from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms
 from ring_attention_pytorch.kernels import KERNELS, choose, problem
 from ring_attention_pytorch.layouts import Segment, Tile, _trimmed, band
 from ring_attention_pytorch.ring_flash_attention import ring_attn
-from ring_attention_pytorch.running import Result, Sum, accumulator, merge_
+from ring_attention_pytorch.rows import accumulator, merge_
+from ring_attention_pytorch.running import Result, Sum
 from tests import threads
 from tests.cases import FIGURES, NAMES, TOLERANCES, Attention, shard
 from tests.reference import dense_attention, relative_error

@@ -1,5 +1,7 @@
 """Results under way: whatever parts come in whatever order, as if all were merged in float64."""
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -112,18 +114,19 @@ def test_parts_beside_one_another_wait_and_those_upon_one_another_are_few():
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_sum_is_made_where_it_has_to_be(asks):
-    """Where one part of all tokens may be made, too, and no other."""
+    """Where parts may be made, too, each beside the others."""
     place = torch.full((1, N, 2), torch.nan, dtype=torch.bfloat16)
     total, half, parts = Sum(torch.empty_like(place), place=place), slice(0, N // 2), []
-    for at in (half, WHOLE, WHOLE):
-        parts.append((at, total.blank(at).fill_(1.0 + len(parts))))
-    assert [part.data_ptr() == place.data_ptr() for _, part in parts] == [False, True, False]
+    for at in (half, slice(N // 2, N), WHOLE):
+        parts.append((at, total.blank(at).fill_((1.0, 0.5, 4.5)[len(parts)])))
+    there = [part.untyped_storage().data_ptr() == place.data_ptr() for _, part in parts]
+    assert there == [True, True, False]
     total.add_all(parts)
     wide = total.running() if asks else None
-    assert wide is None or (wide[:, half] == 6).all()
+    assert wide is None or (wide[:, half] == 5.5).all()
     for _ in range(2):
         assert total.final() is place
-        assert (place[:, half] == 6).all()
+        assert (place[:, half] == 5.5).all()
         assert (place[:, N // 2 :] == 5).all()
     assert wide is None or total.running() is wide  # for it may still be read
     assert not Sum(place, place=place).final().any()
@@ -144,6 +147,63 @@ def test_a_part_that_is_all_there_is_is_the_result_itself(dtype):
         total.add(WHOLE, made := late(out))
         assert total.final() is made
         assert torch.equal(made, out)
+
+
+def made_in_blank_memory(dtype: torch.dtype, *tokens: slice) -> tuple[Result, Sum, list]:
+    """A result and a sum of parts of these tokens, and where each was made."""
+    q = torch.empty(2, N, 2, 4, dtype=dtype)
+    result, total, memory = Result(q, q), Sum(q), []
+    for number, at in enumerate(tokens, 1):
+        out, lse = result.blank(at)
+        part = total.blank(at)
+        result.add(at, out.fill_(number), lse.zero_())
+        total.add(at, part.fill_(number))
+        memory.append([t.untyped_storage().data_ptr() for t in (out, lse, part)])
+    return result, total, memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_that_fill_their_place_are_the_result(dtype):
+    """In whatever order; what comes after is merged into it, or added, there."""
+    for tokens in ((WHOLE,), (slice(2, N), slice(0, 2))):
+        result, total, memory = made_in_blank_memory(dtype, *tokens)
+        assert all(where == memory[0] for where in memory)
+        (out, lse), sum_ = result.final(), total.final()
+        assert [t.data_ptr() for t in (out, lse, sum_)] == memory[0]
+        assert torch.equal(out, sum_)
+        assert out[0, :, 0, 0].tolist() == ([1] * N if len(tokens) == 1 else [2, 2, *[1] * (N - 2)])
+    result, total, _ = made_in_blank_memory(dtype, slice(2, N), slice(0, 2), WHOLE)
+    assert result.final()[0][0, :, 0, 0].tolist() == [2.5, 2.5, *[2] * (N - 2)]
+    assert total.final()[0, :, 0, 0].tolist() == [5, 5, *[4] * (N - 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_that_do_not_are_put_together(dtype):
+    """Those that leave some tokens out, or lie upon others, or elsewhere."""
+    result, total, _ = made_in_blank_memory(dtype, slice(0, 2), slice(3, N))
+    out, lse = result.final()
+    assert out[0, :, 0, 0].tolist() == total.final()[0, :, 0, 0].tolist() == [1, 1, 0, 2, 2, 2]
+    assert (lse[0, 0] == -torch.inf).tolist() == [i == 2 for i in range(N)]
+    result, total, memory = made_in_blank_memory(dtype, slice(0, 4), slice(2, N))
+    assert not {*memory[0]} & {*memory[1]}
+    assert result.final()[0][0, :, 0, 0].tolist() == [1, 1, 1.5, 1.5, 2, 2]
+    assert total.final()[0, :, 0, 0].tolist() == [1, 1, 3, 3, 2, 2]
+    result, total, _ = made_in_blank_memory(dtype)
+    for at in (slice(0, 2), slice(2, N)):
+        out, lse = (t.clone() for t in result.blank(at))
+        result.add(at, out.fill_(1), lse.zero_())
+        total.add(at, total.blank(at).clone().fill_(1))
+    assert (result.final()[0] == 1).all()
+    assert (total.final() == 1).all()
+
+
+def test_the_place_of_parts_goes_when_they_were_read():
+    """Into wide numbers: a ring has but few parts at a time."""
+    result, total, _ = made_in_blank_memory(torch.bfloat16, WHOLE)
+    places = [weakref.ref(result._place[0]), weakref.ref(total._place)]
+    result.running()
+    total.running()
+    assert [place() for place in places] == [None, None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

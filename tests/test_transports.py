@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attention_pytorch import lanes
+from ring_attention_pytorch import lanes, transports
 from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.documents import of_borders
 from ring_attention_pytorch.layouts import (
@@ -53,8 +53,10 @@ from ring_attention_pytorch.transports.pieces import (
     stretch,
     tokens,
 )
+from ring_attention_pytorch.transports.shelves import Shared
 from ring_attention_pytorch.transports.swap import SharedSwap
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
+from ring_attention_pytorch.transports.together import Together
 from tests import threads
 from tests.cases import (
     Attention,
@@ -149,13 +151,15 @@ def test_keys_pulled_from_shared_memory(layout):
     for size, at_once, how in (
         (2, 9, dict(overtaken=True)), (3, 1, dict(overtaken=True)), (4, 9, dict(aside=True)),
         (4, 2, {}), (4, 9, dict(late=True, aside=False)), (3, 9, dict(late=True, overtaken=True)),
+        (2, 9, dict(together=True)), (4, 9, dict(together=True)),
     ):  # fmt: skip
         few = [Attention(length, layout, causal=True, masked=True) for length in (0, 1, 3)]
         for case in [*few, *matrix(layout)[::2]]:
             check_symmetric(case, size, at_once, **how)
     for ulysses, length in ((2, 29), (4, 29), (2, 33)):  # 33: neighbours' longest differ
         case = Attention(length, layout, causal=True, masked=True, d=64, d_v=64, ulysses=ulysses)
-        check_symmetric(case, 4, 9)
+        for together in (False, True):
+            check_symmetric(case, 4, 9, together=together)
 
 
 @pytest.mark.parametrize(
@@ -640,6 +644,63 @@ def test_calls_go_side_by_side_where_keys_stay(how, at_once, aside):
                 assert all(t.lanes == aside for _, t in shared.tiles(block.segments))
 
     threads.run(size, main)
+
+
+def unseen_keys_have_no_gradient() -> None:
+    """Nor is what was in memory before taken for one: of those that the last rank holds."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 12, 2, 4, generator=draw) for _ in range(4))
+
+    def main(ring: threads.ThreadRing) -> list[int]:
+        at = slice(4 * ring.rank, 4 * ring.rank + 4)
+        mine = [t[:, at].clone().requires_grad_() for t in (q, k, v)]
+        asked, held = torch.arange(4) + 2 * ring.rank, torch.arange(4) + 4 * ring.rank
+        plan = RingPlan.make(
+            *mine, causal=True, query_positions=asked, key_positions=held, cross=True, group=ring
+        )
+        plan = over_shared_memory(plan, mine, ring, 9, together=True)
+        ring_attn(*mine, plan=plan).backward(dout[:, at])
+        assert all(t.grad.isfinite().all() for t in mine)
+        return [int(t.grad.count_nonzero()) for t in mine[1:]]
+
+    empty = Tensor.new_empty
+
+    def used(like: Tensor, *shape: Any, **how: Any) -> Tensor:
+        return empty(like, *shape, **how).fill_(torch.nan)
+
+    with mock.patch.object(Tensor, "new_empty", used):
+        assert threads.run(3, main)[0] == [[32, 32], [32, 32], [0, 0]]
+
+
+def test_unseen_keys_have_no_gradient():
+    unseen_keys_have_no_gradient()
+
+
+FEW = [(True, None, 32), (False, None, 64), (True, 7, 8), (False, 7, 15)]
+
+
+@pytest.mark.parametrize(("causal", "window", "most"), FEW)
+def test_few_tokens_come_together(causal, window, most, monkeypatch):
+    """Of 64, each sees so many at most. In CUDA graphs nothing is launched one by one."""
+
+    def main(ring: threads.ThreadRing) -> list[tuple[type, type]]:
+        q = torch.empty(1, 16, 2, 4)
+        plan = RingPlan.make(q, q, q, causal=causal, window=window, layout="zigzag", group=ring)
+        made = (
+            transports.make_both("gather", ring, plan.blocks, at_once, plan.job, q.device)
+            for at_once in (9, 1)
+        )
+        return [tuple(map(type, both)) for both in made]
+
+    def shared_by(ring: threads.ThreadRing, _: torch.device) -> Shared:
+        return Shared(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
+
+    monkeypatch.setattr(transports, "shared_by", shared_by)
+    flops = 16 * most * Job(1, 2, 2, 4, 4, itemsize=4).pair_flops
+    many = SymmetricGather, type(None)
+    for bound, found in ((flops, (Together, SymmetricGather)), (flops - 1, many)):
+        monkeypatch.setattr(pieces, "_FEW", bound)
+        assert threads.run(4, main)[0] == [[found, many]] * 4
 
 
 def test_long_calls_go_one_after_another(monkeypatch):

@@ -29,7 +29,7 @@ from ring_attention_pytorch.layouts import (
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn, ulysses_attn
-from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.rows import accumulator
 from ring_attention_pytorch.transports import swap
 from ring_attention_pytorch.transports.messages import message_bytes
 from ring_attention_pytorch.transports.swap import SharedSwap, Way

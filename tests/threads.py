@@ -233,6 +233,7 @@ class ThreadSpace(Space):
         for name in wanted:
             sizes = {self.hub.shelves[name, rank].shape for rank in range(self.hub.size)}
             assert len(sizes) == 1, "not the same on all ranks"
+        self.hub.barrier.wait()
 
 
 def run(size: int, rank_main: Callable[[ThreadRing], Any]) -> tuple[list[Any], Hub]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from ring_attention_pytorch.contract import Tiles
 from ring_attention_pytorch.kernels._whole import aligned, from_bottom_right
 from ring_attention_pytorch.layouts import Tile
-from ring_attention_pytorch.running import Sum
+from ring_attention_pytorch.running import Result, Sum
 
 _MOST = 256  # sequences of a call: beyond that flash-attn 4 looks them up in another way
 _FEW = 2  # tiles that are calls of their own: with lengths the kernel is a twentieth slower
@@ -57,10 +57,17 @@ class Pack(NamedTuple):
         """The same of [b, h, n], as lse is."""
         return (rearrange(t, "b h n -> h (b n)") if self.sequences else t).contiguous()
 
-    def blank(self, total: Sum) -> Tensor:
-        """Memory for what the call gives for columns."""
-        blank = total.blank(self.cols)
+    def blank(self, total: Sum, at: slice) -> Tensor:
+        """Memory for what the call gives for these rows, or columns."""
+        blank = total.blank(at)
         return blank.flatten(0, 1) if self.sequences else blank
+
+    def blank_rows(self, result: Result) -> dict[str, Tensor]:
+        """The same for its result; with sequences that lies otherwise."""
+        if self.sequences:
+            return {}
+        out, lse = result.blank(self.rows)
+        return dict(out=out, lse=lse)
 
     def of_rows(self, t: Tensor, batch: int) -> Tensor:
         """[b, n, h, d] of what the call gave for rows, 0 between tiles."""
@@ -111,7 +118,8 @@ def in_runs(
     """
     joined = _joined(_cut(tiles))
     if len(joined) <= _FEW:
-        return [[tile] for tile in joined]
+        widest_first = sorted(joined, key=lambda tile: tile.cols.start - tile.cols.stop)
+        return [[tile] for tile in widest_first]
     runs: list[list[Tile]] = []
     unfilled: dict[tuple[int, int], list[list[Tile]]] = defaultdict(list)
     for tile in joined:

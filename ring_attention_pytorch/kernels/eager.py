@@ -13,7 +13,8 @@ from torch import Tensor
 from ring_attention_pytorch.contract import Can, Grads, Keys, Saved, Terms, Tiles
 from ring_attention_pytorch.dropout import Dropout
 from ring_attention_pytorch.layouts import Tile, band, buckets
-from ring_attention_pytorch.running import Result, accumulator, merge_
+from ring_attention_pytorch.rows import accumulator, merge_
+from ring_attention_pytorch.running import Result
 
 CAN = Can()
 

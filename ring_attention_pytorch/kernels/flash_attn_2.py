@@ -49,12 +49,12 @@ def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, gra
 
     for tile, left, right in windows(tiles) if saved.q.numel() else ():
         places = tile.rows, tile.cols, tile.cols
+        dq, dk, dv = found = [total.blank(at) for total, at in zip(grads, places)]
         with lane(tiles, keys):
             q, k, v, out, dout = aligned(
                 part(saved.q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols),
                 part(saved.out, tile.rows), part(saved.dout, tile.rows),
             )  # fmt: skip
-            dq, dk, dv = found = [total.blank(at) for total, at in zip(grads, places)]
             _flash_attn_backward(
                 dout, q, k, v, out, saved.lse[..., tile.rows].contiguous(), dq, dk, dv,
                 dropout_p=0.0, softmax_scale=terms.scale, causal=False, window_size_left=left,

@@ -35,11 +35,12 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
     from flash_attn.cute.interface import _flash_attn_fwd
 
     for pack in packs(tiles, q, disjoint_keys=False) if q.numel() else ():
+        room = pack.blank_rows(result)
         with lane(tiles, keys):
             out, lse, *_ = _flash_attn_fwd(
                 *pack.flat(part(q, pack.rows), part(keys.k, pack.cols), part(keys.v, pack.cols)),
                 softmax_scale=terms.scale, softcap=terms.softclamp, return_lse=True,
-                **_window(pack), **pack.sequences,
+                **room, **_window(pack), **pack.sequences,
             )  # fmt: skip
             out, lse = pack.of_rows(out, len(q)), pack.of_lse(lse, len(q))
         result.add(pack.rows, out, lse)
@@ -50,6 +51,11 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
 
     for pack in packs(tiles, saved.q, disjoint_keys=True) if saved.q.numel() else ():
         rows, cols, batch = pack.rows, pack.cols, len(saved.q)
+        room = dict(
+            dq=pack.blank(grads.dq, rows),
+            dk=pack.blank(grads.dk, cols),
+            dv=pack.blank(grads.dv, cols),
+        )
         with lane(tiles, keys):
             dq, dk, dv = _flash_attn_bwd(
                 *pack.flat(
@@ -60,7 +66,7 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
                 softcap=terms.softclamp or 0.0,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
                 dlse=None if saved.dlse is None else pack.flat_by_head(saved.dlse[..., rows]),
-                dk=pack.blank(grads.dk), dv=pack.blank(grads.dv), **_window(pack), **pack.sequences,
+                **room, **_window(pack), **pack.sequences,
             )[:3]  # fmt: skip
             dq, dk, dv = pack.of_rows(dq, batch), *(pack.of_cols(t, batch) for t in (dk, dv))
         for total, at, t in zip(grads, (rows, cols, cols), (dq, dk, dv)):

@@ -33,7 +33,8 @@ from ring_attention_pytorch.contract import (
     Tiles,
 )
 from ring_attention_pytorch.layouts import Tile
-from ring_attention_pytorch.running import Result, sum_of_products
+from ring_attention_pytorch.rows import sum_of_products
+from ring_attention_pytorch.running import Result
 
 CAN = Can(
     devices=("cuda",),

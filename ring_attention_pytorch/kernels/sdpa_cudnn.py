@@ -13,7 +13,8 @@ from torch import Tensor
 from ring_attention_pytorch.contract import Can, Grads, Keys, Saved, Terms
 from ring_attention_pytorch.kernels._whole import aligned, lane, part, with_lse_gradient
 from ring_attention_pytorch.layouts import Tile
-from ring_attention_pytorch.running import Result, accumulator
+from ring_attention_pytorch.rows import accumulator
+from ring_attention_pytorch.running import Result
 
 CAN = Can(
     devices=("cuda",),

@@ -23,7 +23,7 @@ from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Routing, Tokens
 from ring_attention_pytorch.routing.soft_topk import count_problem
-from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.rows import accumulator
 from ring_attention_pytorch.sharding import Spread
 
 

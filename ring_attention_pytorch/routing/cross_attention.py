@@ -15,7 +15,7 @@ from ring_attention_pytorch.routing.attention import (
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Tokens
 from ring_attention_pytorch.routing.soft_topk import count_problem
-from ring_attention_pytorch.running import accumulator
+from ring_attention_pytorch.rows import accumulator
 from ring_attention_pytorch.sharding import Spread, all_to_all
 
 

@@ -30,7 +30,7 @@ from ring_attention_pytorch.routing.soft_topk import (
     gates,
     threshold,
 )
-from ring_attention_pytorch.running import accumulator, has_triton, sum_of_products
+from ring_attention_pytorch.rows import accumulator, has_triton, sum_of_products
 from ring_attention_pytorch.sharding import Spread
 from ring_attention_pytorch.transforms import refuse_second_order
 

@@ -10,10 +10,11 @@ from ring_attention_pytorch.contract import Transport
 from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.gather import Gather
-from ring_attention_pytorch.transports.pieces import Blocks, Job, keys_come_late
+from ring_attention_pytorch.transports.pieces import Blocks, Job, is_few, keys_come_late
 from ring_attention_pytorch.transports.send_recv import SendRecv
 from ring_attention_pytorch.transports.shelves import shared_by
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
+from ring_attention_pytorch.transports.together import Together
 
 TRANSPORTS: dict[str, type[SendRecv] | type[Gather]] = {"ring": SendRecv, "gather": Gather}
 
@@ -68,3 +69,21 @@ def make_transport(
         late = keys_come_late(blocks, at_once, job)
         return SymmetricGather.over(ring, blocks, at_once, job, shared, overtaken, late)
     return TRANSPORTS[name].make(ring, blocks, at_once)
+
+
+def make_both(
+    name: str,
+    ring: Ring,
+    blocks: Blocks,
+    at_once: int,
+    job: Job,
+    device: torch.device,
+    overtaken: bool = False,
+) -> tuple[Transport, Transport | None]:
+    """The same; and where tokens are so few that it takes the host longer to launch its calls than
+    a GPU to run them, one that needs fewer, with that one beside it for CUDA graphs."""
+    made = make_transport(name, ring, blocks, at_once, job, device, overtaken)
+    if isinstance(made, SymmetricGather) and made.keeps and is_few(blocks, job):
+        shared = shared_by(ring, device)
+        return Together.like(made, blocks, job, shared), made
+    return made, None

@@ -18,6 +18,7 @@ from ring_attention_pytorch.layouts import (
 
 _T = TypeVar("_T")
 _SHORT, _UNDIVIDED = 2e13, 2e14  # FLOPs forward, were nothing hidden
+_FEW = 1e12  # the same: with backward 6 ms, as long as a host takes to launch calls that overlap
 _MEANWHILE = 1800  # FLOPs of a kernel while a byte comes: an H200's 600 TFLOP/s over 330 GB/s
 _MEANWHILE_BACK = 1600  # the same backward, by 525 TFLOP/s
 
@@ -102,6 +103,18 @@ def is_short(blocks: Blocks, job: Job, undivided: bool = False) -> bool:
     """
     pairs = max(map(count, blocks.queries)) * sum(map(count, blocks.keys))
     return pairs * job.pair_flops <= (_UNDIVIDED if undivided else _SHORT)
+
+
+def is_few(blocks: Blocks, job: Job) -> bool:
+    """Whether a GPU computes no longer than the host takes to launch calls that overlap.
+
+    At most 4096 queries a rank, of 32 heads of size 128, over four ranks under a causal mask.
+    """
+    causal, window = blocks.visible.causal, blocks.visible.window
+    seen = sum(map(count, blocks.keys)) / (1 + causal)
+    if window is not None:
+        seen = min(seen, (2 - causal) * window + 1)
+    return max(map(count, blocks.queries)) * seen * job.pair_flops <= _FEW
 
 
 class Piece(NamedTuple):
@@ -208,6 +221,12 @@ def in_two_stages(blocks: Blocks) -> Group:
     return _group(
         blocks, tuple(tuple((t,) for t in some) for some in (others[:half], others[half:]))
     )
+
+
+@_known
+def all_together(blocks: Blocks) -> Group:
+    """The group of all owners, each rank one of its own."""
+    return _group(blocks, ((blocks.distances,),))
 
 
 def _group(blocks: Blocks, stages: tuple[tuple[tuple[int, ...], ...], ...]) -> Group:

@@ -12,7 +12,8 @@ from torch import Tensor
 from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.layouts import Segments, count
 from ring_attention_pytorch.ring import Ring, Transfer
-from ring_attention_pytorch.running import Sum, accumulator
+from ring_attention_pytorch.rows import accumulator
+from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transports.messages import (
     Form,
     form_of,

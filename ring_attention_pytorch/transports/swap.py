@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.lanes import capturing, current_stream
 from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.running import has_triton
+from ring_attention_pytorch.rows import has_triton
 from ring_attention_pytorch.transports.messages import (
     Form,
     Part,

@@ -10,8 +10,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
-from typing import NamedTuple
+from itertools import pairwise, zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.lanes import behind
 from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.running import Sum, accumulator, add_, covered
+from ring_attention_pytorch.rows import accumulator, add_
+from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.messages import Form, form_of
 from ring_attention_pytorch.transports.pieces import (
@@ -65,17 +66,17 @@ class Source(NamedTuple):
 class SymmetricGather(Gather):
     """`Gather` where messages are replaced by pulls.
 
-    `ranks` are those of the ring in the group that the space is of; `sources` what has to move
-    for each group of owners, once that is worked out. Where the call of own keys is `overtaken` by
-    those of the others', it is what goes on while gradients come home. If that leaves copy engines
-    time, they bring gradients `aside`; else all multiprocessors read them where they are.
+    `ranks` are those of the ring in the group that the space is of; `known` is what was worked out
+    of what has to move. Where the call of own keys is `overtaken` by those of the others', it is
+    what goes on while gradients come home. If that leaves copy engines time, they bring gradients
+    `aside`; else all multiprocessors read them where they are.
     """
 
     space: Space
     ranks: tuple[int, ...]
     overtaken: bool = False
     aside: bool = False
-    sources: dict[tuple[str, int], list] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def over(
@@ -129,13 +130,8 @@ class SymmetricGather(Gather):
 
     def _pull(self, own: Keys, group: Group) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
         shelf, stages = self.space.keys, self._of_keys(group)
-        forms = {length: _form(own[:3], length) for length in {*self.lengths}}
-        places_of_own = shelf.own(forms[own.k.shape[1]])
-        torch.cat((own.k, own.v), dim=-1, out=places_of_own[0])
-        if own.key_mask is not None:
-            places_of_own[1].copy_(own.key_mask)
-        needed = tokens(group.pieces[self.ring.rank])
-        whole = [_room(t, needed) for t in places_of_own]
+        written = self._written(own)
+        whole = [room_for(t, tokens(group.pieces[self.ring.rank])) for t in written]
         # before the kernel that runs beside the copies: else it might have to wait for room there
         shelf.publish()
         shelf.follow()
@@ -146,7 +142,8 @@ class SymmetricGather(Gather):
             with shelf.beside():
                 for sources in stages:
                     for rank, length, moves in sources:  # each rank begins with another one
-                        for place, t in zip(whole, shelf.of(rank, forms[length])):
+                        form = self._form(own, length, masks=True)
+                        for place, t in zip(whole, shelf.of(rank, form)):
                             for there, here in moves:
                                 _copy(place[:, here], t[:, there])
                     ends.append(shelf.mark())
@@ -163,16 +160,37 @@ class SymmetricGather(Gather):
 
         return pull
 
+    def _written(self, own: Keys) -> list[Tensor]:
+        """Own keys where the others will read them."""
+        places = self.space.keys.own(self._form(own, own.k.shape[1], masks=True))
+        torch.cat((own.k, own.v), dim=-1, out=places[0])
+        if own.key_mask is not None:
+            places[1].copy_(own.key_mask)
+        return places
+
+    def _form(self, keys: Keys, length: int, masks: bool = False) -> Form:
+        """Of so many tokens like these, which are always alike, or of their gradients: k and v
+        beside one another, so that one copy brings both, for each takes some time to begin."""
+        if (masks, length) not in self.known:
+            k, v, *mask = form_of(keys[: 3 if masks else 2], length)
+            both = k._replace(shape=(*k.shape[:-1], k.shape[-1] + v.shape[-1]))
+            self.known[masks, length] = both, *mask
+        return self.known[masks, length]
+
     def _grads_of(self, keys: Keys) -> tuple[Sum, Sum]:
         """Where their owners read them; kernels that can make them there."""
-        (place,) = self.space.grads.own(_form(keys[:2], keys.k.shape[1]))
+        (place,) = self.space.grads.own(self._form(keys, keys.k.shape[1]))
         k, v = apart(place, keys)
         return Sum(keys.k, calls=1, place=k), Sum(keys.v, calls=1, place=v)
 
     def _send_home(
         self, group: Group, own_keys: Keys, grads: tuple[Sum, Sum], own: tuple[Sum, Sum]
     ) -> Callable[[], None]:
-        shelf, coming = self.space.grads, self._coming(group, own_keys)
+        shelf = self.space.grads
+        coming = [
+            (here, room_for(parts[0], wide=len(parts) > 1), parts)
+            for here, parts in self._coming(group, own_keys)
+        ]
         with behind(own_keys.k.device) if self.overtaken else nullcontext():
             for total in grads if group.pieces[self.ring.rank] else ():
                 total.final()
@@ -194,19 +212,18 @@ class SymmetricGather(Gather):
 
         return wait
 
-    def _coming(self, group: Group, own: Keys) -> list[tuple[slice, Tensor, list[Tensor]]]:
-        """Some of own tokens, room for the sum of their gradients, and the gradients where others
-        have them."""
-        parts = []
-        for rank, length, moves in self._of_grads(group):
-            (theirs,) = self.space.grads.of(rank, _form(own[:2], length))
-            parts += [(here, theirs[:, there]) for there, here in moves]
-        found = [(here, [part for (part,) in some]) for here, some in covered(parts)]
-        return [(here, _room(some[0], wide=len(some) > 1), some) for here, some in found]
+    def _coming(self, group: Group, own: Keys) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Stretches of own tokens, and their gradients where others have them."""
+        for here, users in self._of_grads(group):
+            found = (
+                (self.space.grads.of(rank, self._form(own, length))[0], there)
+                for rank, length, there in users
+            )
+            yield here, [theirs[:, there] for theirs, there in found]
 
     def _of_keys(self, group: Group) -> list[list[Source]]:
         """Out of each owner's keys, what this rank needs of them, stage by stage."""
-        if ("keys", id(group)) not in self.sources:
+        if ("keys", id(group)) not in self.known:
             pieces, stages = group.pieces[self.ring.rank], []
             for stage in group.stages:
                 found = [
@@ -221,13 +238,14 @@ class SymmetricGather(Gather):
                     stages.append([source.joined() for source in found])
                 else:
                     stages.append(_in_rounds(found[::-1] if most_in_front(group) else found))
-            self.sources["keys", id(group)] = stages
-        return self.sources["keys", id(group)]
+            self.known["keys", id(group)] = stages
+        return self.known["keys", id(group)]
 
-    def _of_grads(self, group: Group) -> list[Source]:
-        """Out of what each user found, the gradients of own keys."""
-        if ("grads", id(group)) not in self.sources:
-            self.sources["grads", id(group)] = [
+    def _of_grads(self, group: Group) -> list[tuple[slice, list[tuple[int, int, slice]]]]:
+        """For stretches of own tokens, who has found gradients of them: the rank, how many it has
+        in all, and where they lie among those."""
+        if ("grads", id(group)) not in self.known:
+            sources = [
                 Source(
                     self.ranks[user],
                     tokens(group.pieces[user]),
@@ -238,7 +256,32 @@ class SymmetricGather(Gather):
                 ).joined()
                 for user in self._users(group.distances)
             ]
-        return self.sources["grads", id(group)]
+            self.known["grads", id(group)] = _by_stretch(sources)
+        return self.known["grads", id(group)]
+
+
+def _by_stretch(sources: Sequence[Source]) -> list[tuple[slice, list[tuple[int, int, slice]]]]:
+    """Stretches of what is here, and the ranks that have something for all of each.
+
+    >>> at = {1: (slice(4, 8), slice(0, 4)), 2: (slice(0, 2), slice(2, 4))}
+    >>> for found in _by_stretch([Source(rank, 8, (move,)) for rank, move in at.items()]):
+    ...     print(*found)
+    slice(0, 2, None) [(1, 8, slice(4, 6, None))]
+    slice(2, 4, None) [(1, 8, slice(6, 8, None)), (2, 8, slice(0, 2, None))]
+    """
+    moves = [(source, *move) for source in sources for move in source.moves]
+    cuts = sorted({end for _, _, here in moves for end in (here.start, here.stop)})
+    stretches = []
+    for start, stop in pairwise(cuts):
+        found = [
+            (source.rank, source.length, slice(start - by, stop - by))
+            for source, there, here in moves
+            for by in (here.start - there.start,)
+            if here.start <= start and stop <= here.stop
+        ]
+        if found:
+            stretches.append((slice(start, stop), found))
+    return stretches
 
 
 def _in_rounds(sources: list[Source]) -> list[Source]:
@@ -256,19 +299,12 @@ def _in_rounds(sources: list[Source]) -> list[Source]:
     return [source for some in zip_longest(*each) for source in some if source is not None]
 
 
-def _form(tensors: Sequence[Tensor | None], length: int) -> Form:
-    """Of so many tokens like these of k, v and perhaps a mask: k and v, or their gradients, beside
-    one another, so that one copy brings both, for each takes some time to begin."""
-    k, v, *mask = form_of(tensors, length)
-    return (k._replace(shape=(*k.shape[:-1], k.shape[-1] + v.shape[-1])), *mask)
-
-
 def apart(both: Tensor, keys: Keys) -> tuple[Tensor, ...]:
     """k and v, or their gradients, that lie beside one another."""
     return both.split((keys.k.shape[-1], keys.v.shape[-1]), dim=-1)
 
 
-def _room(like: Tensor, tokens: int | None = None, wide: bool = False) -> Tensor:
+def room_for(like: Tensor, tokens: int | None = None, wide: bool = False) -> Tensor:
     """For so many tokens, or for a sum of such."""
     b, n, *token = like.shape
     dtype = accumulator(like.dtype) if wide else like.dtype

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -37,6 +38,7 @@ from ring_attention_pytorch.transports import symmetric
 from ring_attention_pytorch.transports.messages import Form
 from ring_attention_pytorch.transports.shelves import Shelf
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
+from ring_attention_pytorch.transports.together import Together
 from tests.reference import dense_attention, relative_error
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -48,6 +50,7 @@ WAYS = [
     dict(transport="ring", ulysses=2, apart=True), dict(),
     dict(transport="gather", aside=True), dict(transport="gather", aside=False),
 ]  # fmt: skip
+FEW = [dict(transport="gather", few=True), dict(transport="gather", ulysses=2, few=True)]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
@@ -82,17 +85,19 @@ def plan_for(
     apart: bool = False,
     soon: bool = False,
     aside: bool | None = None,
+    few: bool = False,
     **options: object,
 ) -> RingPlan:
     """A plan; apart as for GPUs that share no memory, which send point to point; soon as if keys
     came before own keys are computed on, which takes more tokens; gradients come aside by copy
-    engine, or not, whatever hides them."""
+    engine, or not, whatever hides them; as for few tokens, which come together, or many."""
     without = mock.patch.object(Ring, "shared", return_value=None)
     in_time = mock.patch.object(transports, "keys_come_late", return_value=False)
     coming = mock.patch.object(symmetric, "come_home_aside", return_value=aside)
     with (
         without if apart else nullcontext(),
         in_time if soon else nullcontext(),
+        mock.patch.object(transports, "is_few", return_value=few),
         nullcontext() if aside is None else coming,
     ):
         return RingPlan.make(*tensors, **options)
@@ -188,22 +193,29 @@ def one(
     shared = all(torch.cuda.can_device_access_peer(device, d) for d in range(size) if d != device)
     if plan.transport_name == "gather" and shared:
         assert isinstance(plan.transport, SymmetricGather) != how.get("apart", False)
+        others = len(plan.blocks.keys) > 1
+        assert isinstance(plan.transport, Together) == (others and how.get("few", False))
 
     def run(plan: RingPlan = plan) -> list[Tensor]:
         out = ring_attn(*mine, plan=plan)
         return [out.detach(), *torch.autograd.grad(out, mine, cotangent)]
 
     cotangent = dout[:, at].to(device)
-    got = run()
-    replay, captured = replayed(run), in_graphs(plan)
+    replay, captured, first = None, in_graphs(plan), {}
     for turn in range(12):
-        again = (replay, run, lambda: run(captured))[turn % 3]()
-        assert all(torch.equal(a, b) for a, b in zip(got, again)), (how, turn, "not repeated")
+        way = (plan, captured)[turn % 2]
+        got = replay() if turn % 4 == 2 else run(way)
+        replay = replay or replayed(run)
+        want = first.setdefault(id(way.transport), got)  # few tokens' graphs have another
+        assert all(torch.equal(a, b) for a, b in zip(want, got)), (how, turn, "not repeated")
     with delays():
         for turn in range(6):
-            again = run(captured if turn % 2 else plan)
-            assert all(torch.equal(a, b) for a, b in zip(got, again)), (how, turn, "too early")
-    return max(relative_error(g, w[:, at.to(device)]) for g, w in zip(got, wants))
+            way = (plan, captured)[turn % 2]
+            again = zip(first[id(way.transport)], run(way))
+            assert all(torch.equal(a, b) for a, b in again), (how, turn, "too early")
+    return max(
+        relative_error(g, w[:, at.to(device)]) for got in first.values() for g, w in zip(got, wants)
+    )
 
 
 def five_hundred(how: dict) -> None:
@@ -266,7 +278,7 @@ def new_memory_may_be_filled(kernels: list[str]) -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def only_the_last_has_keys(kernel: str) -> float:
+def only_the_last_has_keys(kernel: str, few: bool) -> float:
     """The worst relative error of cross attention where the other ranks compute on others' only."""
     rank, size, device = dist.get_rank(), dist.get_world_size(), torch.cuda.current_device()
     q, k, v, dout = (t.to(device) for t in whole(512, 1, torch.bfloat16))
@@ -274,7 +286,7 @@ def only_the_last_has_keys(kernel: str) -> float:
     rows = [t.tensor_split(size, dim=1)[rank] for t in (q, dout, *wants[:2])]
     held = slice(0, 512 if rank == size - 1 else 0)
     mine = [t.clone().requires_grad_() for t in (rows[0], k[:, held], v[:, held])]
-    plan = RingPlan.make(*mine, cross=True, kernel=kernel, transport="gather")
+    plan = plan_for(*mine, cross=True, kernel=kernel, transport="gather", few=few)
     with delays():
         for _ in range(4):
             out = ring_attn(*mine, plan=plan)
@@ -283,7 +295,7 @@ def only_the_last_has_keys(kernel: str) -> float:
     return max(relative_error(g, w) for g, w in zip(got, there))
 
 
-def other_heads_and_documents(kernel: str) -> float:
+def other_heads_and_documents(kernel: str, few: bool) -> float:
     """The worst relative error of other numbers of key heads, and of documents.
 
     Kernels that make others' gradients where they are told write them between others there.
@@ -295,10 +307,11 @@ def other_heads_and_documents(kernel: str) -> float:
         documents = None if ids is None else ids.to(device)
         wants = wanted(given, dout, causal=True, documents=documents)
         mine = [t[:, at].to(device).requires_grad_() for t in given]
-        out = ring_attn(
-            *mine, causal=True, layout="zigzag", kernel=kernel, transport="gather",
+        plan = plan_for(
+            *mine, causal=True, layout="zigzag", kernel=kernel, transport="gather", few=few,
             documents=None if ids is None else documents[:, at],
         )  # fmt: skip
+        out = ring_attn(*mine, plan=plan)
         got = [out.detach(), *torch.autograd.grad(out, mine, dout[:, at].to(device))]
         errors += [relative_error(g, w[:, at]) for g, w in zip(got, wants)]
     return max(errors)
@@ -324,15 +337,15 @@ def small(
 
 def graphs_outlive_larger_shelves(ulysses: int) -> None:
     run, want = small(ulysses)
-    replay, (again, _) = replayed(run), small(ulysses, graphs=True)
+    replay, (again, wanted) = replayed(run), small(ulysses, graphs=True)
     again()
     size, device = dist.get_world_size(), torch.cuda.current_device()
     q = torch.randn(1, 2**16 // size, 8, 64, device=device, dtype=torch.bfloat16)
     mine = [t.requires_grad_() for t in (q, q[:, :, :2].clone(), q[:, :, :2].clone())]
     for _ in range(2):
         ring_attn(*mine, causal=True, transport="gather", ulysses=ulysses).sum().backward()
-        for got in (replay(), again()):
-            assert all(torch.equal(a, b) for a, b in zip(want, got)), "not what was captured"
+        for first, got in ((want, replay()), (wanted, again())):
+            assert all(torch.equal(a, b) for a, b in zip(first, got)), "not what was captured"
 
 
 def training_follows_inference() -> None:
@@ -363,15 +376,20 @@ def parts_of_a_projection(kernel: str, ulysses: int) -> None:
     out = ring_attn(*mine, plan=plan)
     grads = torch.autograd.grad(out, mine, torch.ones_like(out))
     want, graphs = [out.detach(), torch.cat(grads, dim=2)], plan.in_graphs()
-    for again in (plan, graphs, graphs, graphs):
+    as_captured = replace(plan, transport=graphs.transport)
+    for again in (plan, as_captured, graphs, graphs, graphs):
         leaf = fused.clone().requires_grad_()
         out = ring_attn(*leaf.split(widths, dim=2), plan=again)
         out.sum().backward()
-        assert same(want, [out.detach(), leaf.grad], kernel), (kernel, ulysses, "strided")
+        got = [out.detach(), leaf.grad]
+        if again is as_captured:
+            assert same(want, got, kernel="another transport")
+            want = got
+        assert same(want, got, kernel), (kernel, ulysses, "strided")
 
 
 def same(want: list[Tensor], got: list[Tensor], kernel: str) -> bool:
-    """To the bit, where the kernel repeats so."""
+    """To the bit, where this kernel repeats so."""
     if kernel == "eager":
         return all(map(torch.equal, want, got))
     return max(map(relative_error, got, want)) < BOUNDS[torch.bfloat16]
@@ -442,7 +460,7 @@ def speeds() -> str:
 
 def every_way() -> None:
     """Each in every dtype, and over and over."""
-    for dtype, how in product(BOUNDS, WAYS):
+    for dtype, how in product(BOUNDS, WAYS + FEW):
         worst = 0.0
         for length, batch, causal, masked in (
             (1024, 1, True, False), (517, 2, True, False), (1024, 1, False, False),
@@ -452,19 +470,20 @@ def every_way() -> None:
             assert error < BOUNDS[dtype], (how, dtype, length, batch, causal, masked, error)
             worst = max(worst, error)
         say(how, dtype, f"{worst:.1e}")
-    for how in WAYS:
+    for how in WAYS + FEW:
         five_hundred(how)
 
 
 def every_kernel(kernels: list[str]) -> None:
     """Those that return parts, side by side; and all that can be told where to make gradients."""
     for kernel in kernels:
-        errors = [calls_side_by_side(kernel, how) for how in (*WAYS[1:4], WAYS[5], *WAYS[-2:])]
-        errors.append(only_the_last_has_keys(kernel))
+        ways = (*WAYS[1:4], WAYS[5], *WAYS[-2:], *FEW)
+        errors = [calls_side_by_side(kernel, how) for how in ways]
+        errors += [only_the_last_has_keys(kernel, few) for few in (False, True)]
         assert max(errors) < BOUNDS[torch.bfloat16], (kernel, errors)
         say(kernel, "side by side", [f"{e:.1e}" for e in errors])
     for kernel in (*kernels, "triton"):
-        error = other_heads_and_documents(kernel)
+        error = max(other_heads_and_documents(kernel, few) for few in (False, True))
         assert error < BOUNDS[torch.bfloat16], (kernel, "other heads", error)
     new_memory_may_be_filled(kernels[:1])
 
