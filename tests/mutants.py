@@ -533,15 +533,20 @@ MUTANTS = [
     ),
     Mutant(
         "few tokens have as many calls as others", "transports/pieces.py",
-        "* seen * job.pair_flops <= _FEW", "* seen * job.pair_flops < 0",
+        "seen * job.pair_flops <= _FEW", "seen * job.pair_flops < 0",
     ),
     Mutant(
         "few are counted without their mask", "transports/pieces.py",
-        "/ (1 + causal)", "/ 1",
+        "/ (1 + visible.causal)", "/ 1",
     ),
     Mutant(
         "few are counted without their window", "transports/pieces.py",
-        "seen = min(seen, (2 - causal) * window + 1)", "pass",
+        "most = min(most, (2 - visible.causal) * visible.window + 1)", "pass",
+    ),
+    Mutant(
+        "few are counted without their documents", "transports/pieces.py",
+        "    if visible.documents is not None:\n        everyone",
+        "    if False:\n        everyone",
     ),
     Mutant(
         "keys come together though not all at once", "transports/__init__.py",

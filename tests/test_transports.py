@@ -676,16 +676,22 @@ def test_unseen_keys_have_no_gradient():
     unseen_keys_have_no_gradient()
 
 
-FEW = [(True, None, 32), (False, None, 64), (True, 7, 8), (False, 7, 15)]
+FEW = [
+    (dict(causal=True), 32),
+    (dict(), 64),
+    (dict(causal=True, window=7), 8),
+    (dict(window=7), 15),
+    (dict(causal=True, cu_seqlens=[0, 16, 32, 48, 64]), 8.5),
+]
 
 
-@pytest.mark.parametrize(("causal", "window", "most"), FEW)
-def test_few_tokens_come_together(causal, window, most, monkeypatch):
+@pytest.mark.parametrize(("shown", "most"), FEW)
+def test_few_tokens_come_together(shown, most, monkeypatch):
     """Of 64, each sees so many at most. In CUDA graphs nothing is launched one by one."""
 
     def main(ring: threads.ThreadRing) -> list[tuple[type, type]]:
         q = torch.empty(1, 16, 2, 4)
-        plan = RingPlan.make(q, q, q, causal=causal, window=window, layout="zigzag", group=ring)
+        plan = RingPlan.make(q, q, q, **shown, layout="zigzag", group=ring)
         made = (
             transports.make_both("gather", ring, plan.blocks, at_once, plan.job, q.device)
             for at_once in (9, 1)

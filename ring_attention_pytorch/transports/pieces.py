@@ -110,11 +110,16 @@ def is_few(blocks: Blocks, job: Job) -> bool:
 
     At most 4096 queries a rank, of 32 heads of size 128, over four ranks under a causal mask.
     """
-    causal, window = blocks.visible.causal, blocks.visible.window
-    seen = sum(map(count, blocks.keys)) / (1 + causal)
-    if window is not None:
-        seen = min(seen, (2 - causal) * window + 1)
-    return max(map(count, blocks.queries)) * seen * job.pair_flops <= _FEW
+    queries, keys, visible, _ = blocks
+    if visible.documents is not None:
+        everyone = (tuple(chain(*side)) for side in (queries, keys))
+        seen = visible_pairs(tiles(*everyone, visible)) / len(queries)
+    else:
+        most = sum(map(count, keys)) / (1 + visible.causal)
+        if visible.window is not None:
+            most = min(most, (2 - visible.causal) * visible.window + 1)
+        seen = max(map(count, queries)) * most
+    return seen * job.pair_flops <= _FEW
 
 
 class Piece(NamedTuple):

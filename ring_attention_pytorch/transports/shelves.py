@@ -35,7 +35,8 @@ class Shelf:
         import torch.distributed._symmetric_memory as symmetric
 
         self.nbytes, self.turn, self.device, self.captured = nbytes, 0, device, False
-        with torch.inference_mode(False):  # else nobody could write it outside of that
+        # else nobody could write it outside of that; of the current device's pool it would be
+        with torch.inference_mode(False), torch.cuda.device(device):
             self.memory = symmetric.empty((halves, nbytes), dtype=torch.uint8, device=device)
             self.handle = symmetric.rendezvous(self.memory, group.group_name)
             self.halves = [

@@ -36,7 +36,7 @@ from ring_attention_pytorch.lanes import aside
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports import symmetric
 from ring_attention_pytorch.transports.messages import Form
-from ring_attention_pytorch.transports.shelves import Shelf
+from ring_attention_pytorch.transports.shelves import Shelf, shared_by
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
 from ring_attention_pytorch.transports.together import Together
 from tests.reference import dense_attention, relative_error
@@ -396,11 +396,17 @@ def same(want: list[Tensor], got: list[Tensor], kernel: str) -> bool:
 
 
 def any_device_may_be_current(kernel: str, graphs: bool) -> None:
+    """Where shelves are made that are larger than those before, too."""
     run, want = small(kernel=kernel, graphs=graphs)
     here = torch.cuda.current_device()
     other = (here + 1) % torch.cuda.device_count()
     with torch.cuda.device(other):
         got = [run() for _ in range(3)][-1]
+        shared = shared_by(Ring(), torch.device("cuda", here))
+        for _ in range(2):
+            wanted = {n: getattr(shared.space, n).nbytes + (1 << 20) for n in ("keys", "grads")}
+            shared.space.make_room(shared.group, **wanted)
+        got = run()
         assert torch.cuda.current_device() == other
     assert torch.cuda.current_device() == here
     assert same(want, got, kernel), (kernel, "on another device")
