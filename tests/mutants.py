@@ -536,6 +536,10 @@ MUTANTS = [
         "seen * job.pair_flops <= _FEW", "seen * job.pair_flops < 0",
     ),
     Mutant(
+        "few are counted whatever their keys weigh", "transports/pieces.py",
+        "* job.token_bytes > _SOON_COPIED", "< 0",
+    ),
+    Mutant(
         "few are counted without their mask", "transports/pieces.py",
         "/ (1 + visible.causal)", "/ 1",
     ),

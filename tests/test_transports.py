@@ -702,10 +702,14 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
         return Shared(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
 
     monkeypatch.setattr(transports, "shared_by", shared_by)
-    flops = 16 * most * Job(1, 2, 2, 4, 4, itemsize=4).pair_flops
-    many = SymmetricGather, type(None)
-    for bound, found in ((flops, (Together, SymmetricGather)), (flops - 1, many)):
-        monkeypatch.setattr(pieces, "_FEW", bound)
+    job = Job(1, 2, 2, 4, 4, itemsize=4)
+    flops, copied = 16 * most * job.pair_flops, 16 * job.token_bytes
+    few, many = (Together, SymmetricGather), (SymmetricGather, type(None))
+    for *bounds, found in (
+        (flops, copied, few), (flops - 1, copied, many), (flops, copied - 1, many)
+    ):  # fmt: skip
+        monkeypatch.setattr(pieces, "_FEW", bounds[0])
+        monkeypatch.setattr(pieces, "_SOON_COPIED", bounds[1])
         assert threads.run(4, main)[0] == [[found, many]] * 4
 
 

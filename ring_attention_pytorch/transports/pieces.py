@@ -19,6 +19,7 @@ from ring_attention_pytorch.layouts import (
 _T = TypeVar("_T")
 _SHORT, _UNDIVIDED = 2e13, 2e14  # FLOPs forward, were nothing hidden
 _FEW = 1e12  # the same: with backward 6 ms, as long as a host takes to launch calls that overlap
+_SOON_COPIED = 2**26  # bytes of own keys: with their gradients 0.1 ms of an H200's memory
 _MEANWHILE = 1800  # FLOPs of a kernel while a byte comes: an H200's 600 TFLOP/s over 330 GB/s
 _MEANWHILE_BACK = 1600  # the same backward, by 525 TFLOP/s
 
@@ -106,11 +107,15 @@ def is_short(blocks: Blocks, job: Job, undivided: bool = False) -> bool:
 
 
 def is_few(blocks: Blocks, job: Job) -> bool:
-    """Whether a GPU computes no longer than the host takes to launch calls that overlap.
+    """Whether a GPU computes no longer than the host takes to launch calls that overlap, and own
+    keys are soon copied.
 
-    At most 4096 queries a rank, of 32 heads of size 128, over four ranks under a causal mask.
+    At most 4096 queries a rank, of 32 heads of size 128, over four ranks under a causal mask; of
+    short documents 16384, with 8 key heads.
     """
     queries, keys, visible, _ = blocks
+    if max(map(count, keys)) * job.token_bytes > _SOON_COPIED:
+        return False
     if visible.documents is not None:
         everyone = (tuple(chain(*side)) for side in (queries, keys))
         seen = visible_pairs(tiles(*everyone, visible)) / len(queries)
