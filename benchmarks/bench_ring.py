@@ -8,9 +8,10 @@
 
 FLOPs are those of the visible half under a causal mask, backward 2.5 times forward; times and
 errors are as `rings.py` says. "theory" is the same kernel on one GPU over the whole sequence,
-divided by the ranks. "calls alone" are the kernel's calls of a gather where nothing travels. "in a
-graph" are the same calls, captured once and replayed as a CUDA graph; "replayed" those of a plan
-`in_graphs()`, which copy what they are given, and are compared with theory in a graph.
+divided by the ranks. "calls alone" are the kernel's calls of a gather that overlaps, where nothing
+travels. "in a graph" are such calls, captured once and replayed as a CUDA graph; "replayed" those
+of a plan `in_graphs()`, which copy what they are given, and are compared with theory in a graph.
+Launched one by one, few tokens come together, in other calls.
 """
 
 import argparse

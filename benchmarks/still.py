@@ -1,6 +1,7 @@
 """A gather where nothing travels: what is left of its time is no transport's to save.
 
-Calls of the kernel, merging, own sums and the host remain.
+Calls of the kernel, merging, own sums and the host remain, as of a gather that overlaps, be there
+few tokens that would come together.
 """
 
 from collections.abc import Callable, Iterable

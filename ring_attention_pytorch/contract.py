@@ -198,6 +198,7 @@ class Can(NamedTuple):
     one_size: bool = False  # d and d_v are the same
     few_calls: bool = False  # does many tiles in a few calls: the first choice for documents
     yields: bool = False  # backward, a call that has begun gives way to one of higher priority
+    merges: bool = False  # by itself: for few tokens one call of all keys is faster than several
     features: frozenset[str] = FEATURES
     package: Package | None = None
 

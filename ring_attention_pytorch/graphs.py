@@ -73,10 +73,12 @@ def can_be_captured(plan: Any) -> bool:
 def with_graphs(plan: Any) -> Any:
     """A plan with graphs of its own. Whoever replaces something in it gets one without.
 
-    The host launches a graph at once, so what overlaps costs it nothing there.
+    The host launches a graph at once, so what overlaps costs it nothing there; but kernels that
+    merge by themselves lose by it.
     """
-    transport = plan.overlapped or plan.transport
-    found = replace(plan, transport=transport, overlapped=None, _calls={})
+    overlaps = plan.overlapped is not None and not plan.kernel.merges
+    transport = plan.overlapped if overlaps else plan.transport
+    found = replace(plan, transport=transport, _calls={})
     object.__setattr__(found, "graphs", Graphs(plan.device, found.transport.follow_stream))
     return found
 

@@ -102,7 +102,7 @@ class RingPlan:
     samples: list[tuple[slice, Visible]]  # that see alike
     short: bool  # so little to compute that calls go side by side
     packing: Packing | None = None  # the documents of each sample
-    overlapped: Transport | None = None  # the transport in CUDA graphs, if it is another
+    overlapped: Transport | None = None  # the transport that overlaps, if it is another
     graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
     # worked out when asked for, and shared with plans that are this one but for dropout
     _tiles: dict[Segments, list] = field(default_factory=dict, compare=False, repr=False)

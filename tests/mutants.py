@@ -557,8 +557,12 @@ MUTANTS = [
         "made.keeps and is_few", "is_few",
     ),
     Mutant(
-        "graphs hold what spares the host", "graphs.py", "plan.overlapped or plan.transport",
-        "plan.transport",
+        "graphs hold what spares the host", "graphs.py",
+        "plan.overlapped if overlaps else plan.transport", "plan.transport",
+    ),
+    Mutant(
+        "calls overlap of what merges by itself", "graphs.py",
+        "plan.overlapped is not None and not plan.kernel.merges", "plan.overlapped is not None",
     ),
     Mutant(
         "a graph's calls are counted as the host's", "graphs.py", ", _calls={})", ")",

@@ -162,9 +162,9 @@ def test_a_name_may_be_the_beginning_of_several(installed):
 def test_one_forward_and_anothers_backward(installed):
     installed(**ALL)
     pair = choose("triton+flash-attn", HOPPER)
-    assert pair == ("triton+flash-attn-4", ours.forward, flash_attn_4.backward, True)
+    assert pair == ("triton+flash-attn-4", ours.forward, flash_attn_4.backward, True, False)
     pair = choose("triton+flash-attn", AMPERE)
-    assert pair == ("triton+flash-attn-2", ours.forward, flash_attn_2.backward, False)
+    assert pair == ("triton+flash-attn-2", ours.forward, flash_attn_2.backward, False, False)
     with pytest.raises(ValueError, match=r"got 'triton[+]flash-attn[+]eager'"):
         choose("triton+flash-attn+eager", HOPPER)
 
@@ -206,6 +206,16 @@ def test_the_public_explanation():
         assert explain_kernel(q, q, q).endswith("sdpa: runs")
     with pytest.raises(ValueError, match="got 'fast'"):
         explain_kernel(q, q, q, kernel="fast")
+
+
+@pytest.mark.parametrize(
+    ("name", "merges"),
+    [("triton", True), ("eager", False), ("triton+eager", False), ("eager+triton", False)],
+)
+def test_kernels_merge_by_themselves_if_both_ways_do(name, merges, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q = torch.randn(1, 6, 2, 8)
+    assert choose(name, Case.of(q, q)).merges == merges
 
 
 def test_deterministic_algorithms_are_a_part_of_the_case():

@@ -156,6 +156,8 @@ def test_keys_pulled_from_shared_memory(layout):
         few = [Attention(length, layout, causal=True, masked=True) for length in (0, 1, 3)]
         for case in [*few, *matrix(layout)[::2]]:
             check_symmetric(case, size, at_once, **how)
+    samples = Attention(12, layout, causal=True, masked=True, ids=((0,) * 12, (0, 1) * 6))
+    check_symmetric(samples, 4, 9, together=True)  # which see differently
     for ulysses, length in ((2, 29), (4, 29), (2, 33)):  # 33: neighbours' longest differ
         case = Attention(length, layout, causal=True, masked=True, d=64, d_v=64, ulysses=ulysses)
         for together in (False, True):

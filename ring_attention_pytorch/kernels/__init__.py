@@ -57,6 +57,7 @@ class Chosen(NamedTuple):
     forward: Callable[..., None]
     backward: Callable[..., None]
     yields: bool
+    merges: bool
 
 
 def choose(name: str | None, case: Case) -> Chosen:
@@ -71,7 +72,8 @@ def choose(name: str | None, case: Case) -> Chosen:
     if name is not None and name.count("+") == 1:
         first, second = (choose(part, case) for part in name.split("+"))
         both = f"{first.name}+{second.name}"
-        return Chosen(both, first.forward, second.backward, second.yields)
+        merges = first.merges and second.merges
+        return Chosen(both, first.forward, second.backward, second.yields, merges)
     problems = {}
     for each in _named(name, case):
         problems[each] = problem(each, case._replace(named=name is not None))
@@ -79,7 +81,7 @@ def choose(name: str | None, case: Case) -> Chosen:
             if name is None:
                 _log(each, case)
             found = KERNELS[each]
-            return Chosen(each, found.forward, found.backward, found.CAN.yields)
+            return Chosen(each, found.forward, found.backward, found.CAN.yields, found.CAN.merges)
     told = "; ".join(f"kernel={each!r} {why}" for each, why in problems.items())
     raise ValueError(f"{told}; leave kernel=None to have one chosen that can")
 

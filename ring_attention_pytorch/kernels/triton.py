@@ -29,6 +29,7 @@ CAN = Can(
     oldest=(8, 0),
     widest=_WIDEST,
     few_calls=True,
+    merges=True,
     features=FEATURES - {"mask_mod"},
     package=Package("triton", "triton", "3.4", "triton"),
 )
