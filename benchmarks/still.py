@@ -5,7 +5,7 @@ few tokens that would come together.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -48,5 +48,5 @@ def still(plan: RingPlan) -> Attend:
     """The calls that a gather's plan makes of its kernel on this rank."""
     gather = plan.overlapped or plan.transport
     nothing_travels = Still(gather.ring, gather.groups, gather.lengths, gather)
-    alone = replace(plan, transport=nothing_travels)
+    alone = plan.by(nothing_travels)
     return lambda q, k, v: ring_attn(q, k, v, plan=alone)

@@ -139,8 +139,8 @@ def _of_all_together(plan: RingPlan, transport: Together) -> str:
     pieces = transport.groups[0].pieces[plan.place]
     found = tiles(plan.blocks.queries[plan.place], joined(pieces), plan.blocks.visible)
     return (
-        f"gather: all {tokens(pieces)} keys out of shared memory before any call, for so few that "
-        f"the host is what takes long; {visible_pairs(found)} pairs in "
+        f"gather: all {tokens(pieces)} keys out of shared memory before any call; "
+        f"{visible_pairs(found)} pairs in "
         f"{_plural(len(found), 'tile')}, then gradients are added where they lie"
     )
 

@@ -76,9 +76,8 @@ def with_graphs(plan: Any) -> Any:
     The host launches a graph at once, so what overlaps costs it nothing there; but kernels that
     merge by themselves lose by it.
     """
-    overlaps = plan.overlapped is not None and not plan.kernel.merges
-    transport = plan.overlapped if overlaps else plan.transport
-    found = replace(plan, transport=transport, _calls={})
+    transport = plan.transport if plan.kernel.merges else plan.overlapped or plan.transport
+    found = replace(plan) if transport is plan.transport else plan.by(transport)
     object.__setattr__(found, "graphs", Graphs(plan.device, found.transport.follow_stream))
     return found
 

@@ -48,12 +48,13 @@ _away = _Away()
 _nowhere = nullcontext()
 
 
-def aside(device: torch.device, own: bool) -> AbstractContextManager[None]:
+def aside(device: torch.device, own: bool, *memory: Tensor) -> AbstractContextManager[None]:
     """What a GPU is told here waits for all that the current stream was told before.
 
-    Nothing waits for it, until somebody joins. `own` are calls for this rank's own keys.
+    Nothing waits for it, until somebody joins. `own` are calls for this rank's own keys. They write
+    this `memory`, which is not used again before they have, even should they fail midway.
     """
-    return _Aside(device, own) if device.type == "cuda" else _nowhere
+    return _Aside(device, own, *memory) if device.type == "cuda" else _nowhere
 
 
 def behind(device: torch.device) -> AbstractContextManager[None]:
@@ -121,8 +122,8 @@ def _returning(device: torch.device) -> list[torch.cuda.Event]:
 class _Aside:
     """By the streams' own methods, which take the host a third of torch.cuda.stream's time."""
 
-    def __init__(self, device: torch.device, own: bool = False) -> None:
-        self.device, self.own = device, own
+    def __init__(self, device: torch.device, own: bool = False, *memory: Tensor) -> None:
+        self.device, self.own, self.memory = device, own, memory
 
     def __enter__(self) -> None:
         self.before = torch.cuda.current_device()
@@ -134,6 +135,9 @@ class _Aside:
         lanes.begins.record(current)
         self.stream.wait_event(lanes.begins)
         torch.cuda.set_stream(self.stream)  # and its device
+        if self.memory and not torch.cuda.is_current_stream_capturing():
+            for t in self.memory:
+                t.record_stream(self.stream)
 
     def choose(self, lanes: _Lanes) -> int:
         if self.own:

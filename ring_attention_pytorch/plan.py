@@ -279,7 +279,7 @@ class RingPlan:
             signature=Signature.of(q, k, v),
             device=q.device,
             samples=samples,
-            short=len(samples) == 1 and (made.overtaken or is_short(blocks, job)),
+            short=len(samples) == 1 and ((overlapped or made).overtaken or is_short(blocks, job)),
             packing=packing,
             overlapped=overlapped,
         )
@@ -326,6 +326,10 @@ class RingPlan:
             )
         return with_graphs(self)
 
+    def by(self, transport: Transport) -> "RingPlan":
+        """This plan with another transport: other calls, and others of them that may overlap."""
+        return replace(self, transport=transport, _tiles={}, _calls={})
+
     def run(self, function: Callable[..., Tensors], *given: Tensor | None) -> Tensors:
         """What a function of the plan and of tensors gives, by way of a graph if there are any."""
         run = function if self.graphs is None else partial(self.graphs.run, function)
@@ -338,11 +342,7 @@ class RingPlan:
     def tiles(self, keys: Segments) -> list[tuple[slice, Tiles]]:
         """Samples that see alike, and the tiles that their queries here see of these keys."""
         if keys not in self._tiles:
-            mine = self.blocks.queries[self.place]
-            self._tiles[keys] = [
-                (samples, self._of_block(mine, keys, samples, seen))
-                for samples, seen in self.samples
-            ]
+            self._tiles[keys] = [(at, self._of_block(keys, at, seen)) for at, seen in self.samples]
         return self._tiles[keys]
 
     def calls(self, back: bool) -> int | None:
@@ -357,8 +357,7 @@ class RingPlan:
     @cached_property
     def transport_of_pairs(self) -> Transport:
         """That of keys beside their tangents, twice as wide; all ranks make it together."""
-        over = self.ring if self.ulysses is None else self.ulysses.ring
-        job = self.job._replace(d=2 * self.job.d, d_v=2 * self.job.d_v)
+        job, over = self.job._replace(d=2 * self.job.d, d_v=2 * self.job.d_v), self.transport.ring
         at_once = owners_at_once(self.memory, self.blocks, job)
         return make_transport(self.transport_name, over, self.blocks, at_once, job, self.device)
 
@@ -377,8 +376,9 @@ class RingPlan:
         """This rank's among those that the transport connects, the rows of `blocks`."""
         return (self.ring if self.ulysses is None else self.ulysses.ring).rank
 
-    def _of_block(self, queries: Segments, keys: Segments, some: slice, seen: Visible) -> Tiles:
-        found, sides = Tiles(tiles(queries, keys, seen)), (queries, keys)
+    def _of_block(self, keys: Segments, some: slice, seen: Visible) -> Tiles:
+        sides = self.blocks.queries[self.place], keys
+        found = Tiles(tiles(*sides, seen))
         found.first = some.start or 0
         found.lanes = self.short and self.transport.keeps
         if self.terms.alibi is not None or self.terms.mask_mod is not None:

@@ -176,12 +176,13 @@ class Sum:
         if self._wide is not None or len(self._parts) > _MOST:
             self.running()
 
-    def blank(self, at: slice) -> Tensor:
+    def blank(self, at: slice, flat: bool = False) -> Tensor:
         """Memory for a part of these tokens, for a kernel that is told where to make it; in `place`
-        if it can be."""
+        if it can be. Flat is with all samples one after another."""
         if self._place is None and self._wide is None and not self._parts and self._into is None:
             self._place = self._anew(self._whole)
-        if self._place is None or not _free(at, self._taken):
+        apart = flat and len(self._like) > 1 and at != self._whole
+        if self._place is None or apart or not _free(at, self._taken):
             return self._anew(at)
         self._taken.append(at)
         return self._place if at == self._whole else self._place[:, at]

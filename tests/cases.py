@@ -258,7 +258,7 @@ def over_shared_memory(
         transport = replace(transport, aside=aside)
     if together:
         transport = Together.like(transport, plan.blocks, plan.job, shared)
-    return replace(plan, transport=transport, ulysses=swap)
+    return replace(plan.by(transport), ulysses=swap)
 
 
 def check_symmetric(case: Attention, size: int, at_once: int, **how: bool) -> None:

@@ -192,6 +192,10 @@ MUTANTS = [
         "        self.stream.wait_event(lanes.begins)\n", "",
     ),
     Mutant(
+        "memory is used again that a call writes", "lanes.py",
+        "                t.record_stream(self.stream)", "                pass",
+    ),
+    Mutant(
         "what is sent last is not waited for", "lanes.py", "in range(len(_PRIORITIES))",
         "in range(len(_PRIORITIES) - 1)",
     ),
@@ -286,8 +290,8 @@ MUTANTS = [
         "fresh=True)",
     ),
     Mutant(
-        "two parts in one place", "running.py", "self._place is None or not _free(at, self._taken)",
-        "self._place is None",
+        "two parts in one place", "running.py", "or apart or not _free(at, self._taken)",
+        "or apart",
     ),
     Mutant(
         "two results in one place", "running.py",
@@ -549,8 +553,8 @@ MUTANTS = [
     ),
     Mutant(
         "few are counted without their documents", "transports/pieces.py",
-        "    if visible.documents is not None:\n        everyone",
-        "    if False:\n        everyone",
+        "    if visible.documents is not None:\n        whole",
+        "    if False:\n        whole",
     ),
     Mutant(
         "keys come together though not all at once", "transports/__init__.py",
@@ -558,18 +562,29 @@ MUTANTS = [
     ),
     Mutant(
         "graphs hold what spares the host", "graphs.py",
-        "plan.overlapped if overlaps else plan.transport", "plan.transport",
+        "plan.overlapped or plan.transport", "plan.transport",
     ),
     Mutant(
         "calls overlap of what merges by itself", "graphs.py",
-        "plan.overlapped is not None and not plan.kernel.merges", "plan.overlapped is not None",
+        "plan.transport if plan.kernel.merges else", "",
     ),
     Mutant(
-        "a graph's calls are counted as the host's", "graphs.py", ", _calls={})", ")",
+        "another transport's calls are counted as this one's", "plan.py", ", _calls={})", ")",
+    ),
+    Mutant(
+        "calls overlap as another transport's", "plan.py", "_tiles={}, _calls", "_calls",
+    ),
+    Mutant(
+        "few tokens' graphs have calls that wait for one another", "plan.py",
+        "(overlapped or made).overtaken", "made.overtaken",
     ),
     Mutant(
         "keys that come together are read before all have come", "transports/together.py",
         "        shelf.publish()\n", "",
+    ),
+    Mutant(
+        "keys that come together are written before all have read them", "transports/together.py",
+        "begin(turns=1, back=False)", "begin(turns=2, back=False)",
     ),
     Mutant(
         "gradients are read before all have written them", "transports/together.py",
@@ -582,6 +597,10 @@ MUTANTS = [
     Mutant(
         "gradients that come together are those of the last", "transports/together.py",
         "add_(both[:, here], *parts, fresh=True)", "add_(both[:, here], parts[-1], fresh=True)",
+    ),
+    Mutant(
+        "gradients that come together are added in the inputs' dtype", "transports/together.py",
+        "dtype=accumulator(dtype))", "dtype=dtype)",
     ),
     Mutant(
         "too little room for gradients that come together", "transports/together.py",
@@ -948,8 +967,8 @@ def shared_memory_is_read_before_it_is_written() -> None:
     """By a rank that is late."""
     from tests.test_transports import test_shared_memory_is_written_anew_when_all_have_read_it
 
-    for at_once, ulysses in ((3, 1), (1, 2)):
-        test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, {})
+    for at_once, ulysses, how in ((3, 1, {}), (1, 2, {}), (3, 1, dict(together=True))):
+        test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, how)
 
 
 def keys_come_in_stages_where_they_are_late() -> None:
@@ -977,6 +996,10 @@ def keys_come_in_stages_where_they_are_late() -> None:
     for case in test_transports.ASIDE:
         test_transports.test_gradients_come_aside_where_that_is_hidden(*case)
     test_transports.unseen_keys_have_no_gradient()
+    test_transports.plans_know_their_own_transport()
+    test_transports.gradients_that_come_together_are_added_wide()
+    with pytest.MonkeyPatch.context() as patch:
+        test_transports.few_may_be_short(patch)
     for case in test_transports.FEW:
         with pytest.MonkeyPatch.context() as patch:
             test_transports.test_few_tokens_come_together(*case, patch)
@@ -1014,6 +1037,7 @@ def streams_wait_for_one_another() -> None:
                  "calls_for_own_keys_give_way_to_the_others",
                  "what_is_behind_waits_for_all_others_whether_there_are_own_keys_or_not",
                  "what_is_behind_does_not_wait_for_own_keys",
+                 "what_is_written_is_not_used_again_before_that",
                  "what_is_read_is_not_used_again_before_that"):  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
             getattr(test_lanes, f"test_{name}")(test_lanes.stood_in(patch))

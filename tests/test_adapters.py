@@ -374,8 +374,8 @@ def test_gradients_are_made_where_others_read_them(kernel, dtype, stood_in, monk
     monkeypatch.setitem(TOLERANCES, torch.bfloat16, 2e-2)
     blank, there = Sum.blank, []
 
-    def noted(total: Sum, at: slice) -> Tensor:
-        made = blank(total, at)
+    def noted(total: Sum, *asked: slice | bool, **how: bool) -> Tensor:
+        made = blank(total, *asked, **how)
         there.append(made is total._place)
         return made
 

@@ -16,7 +16,7 @@ SMALL = ["--device", "cpu", "--heads", "4", "2", "--repeats", "2"]
 
 
 def run(*options: str, benchmark: str = "bench_ring", ranks: int = 2) -> str:
-    own = [] if benchmark == "bench_masks" else ["--dim-head", "16"]
+    own = [] if benchmark in ("bench_masks", "bench_few") else ["--dim-head", "16"]
     ran = subprocess.run(
         [*RUN, str(ranks), "-m", f"benchmarks.{benchmark}", *SMALL, *own, *options], cwd=ROOT,
         capture_output=True, text=True, timeout=120,
@@ -81,3 +81,8 @@ def test_load_that_lasts_is_measured() -> None:
     table = [line.split(" | ") for line in said.splitlines() if line.startswith("| 48")]
     assert [row[3] for row in table] == ["theory", "calls alone", "gather"]
     assert table[0][7] == "100.0%"
+
+
+def test_few_tokens_are_measured() -> None:
+    said = run("--tokens", "48", "--rounds", "1", benchmark="bench_few")
+    assert re.search(r"\| 48 \| one \| chosen \| gather \| \d+ \| \d+ \| \d+ \| \d+ \|", said)

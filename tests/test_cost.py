@@ -142,7 +142,7 @@ def test_stages_are_explained():
         (dict(aside=False), "go home, added where they lie\n"),
         (dict(aside=True), "go home by copy engine\n"),
         (dict(aside=True, overtaken=True), "by copy engine, while own keys are computed on\n"),
-        (dict(together=True), "before any call, for so few that the host is what takes long; "),
+        (dict(together=True), "keys out of shared memory before any call; "),
     ],
     ids=str,
 )

@@ -152,6 +152,25 @@ def test_what_is_read_is_not_used_again_before_that(machine):
     assert [made.read_by for made in (before, after, captured)] == [(), (machine.stream,), ()]
 
 
+def test_what_is_written_is_not_used_again_before_that(machine):
+    """By a call that fails, too, whose end nobody waits for."""
+
+    class Told:
+        written_by = ()
+
+        def record_stream(self, stream: Stream) -> None:
+            self.written_by += (stream,)
+
+    before, memory, captured = machine.stream, Told(), Told()
+    with pytest.raises(ValueError, match="no"), lanes.aside(GPU, True, memory):
+        raise ValueError("no")
+    machine.capturing = True
+    with lanes.aside(GPU, True, captured):
+        pass
+    assert [stream is before for stream in memory.written_by] == [False]
+    assert captured.written_by == ()
+
+
 def test_elsewhere_nothing_goes_aside():
     with lanes.aside(torch.device("cpu"), own=True), lanes.behind(torch.device("cpu")):
         lanes.join(torch.device("cpu"))

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attention_pytorch import lanes, transports
+from ring_attention_pytorch import lanes, rows, transports
+from ring_attention_pytorch import plan as plan_module
 from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.documents import of_borders
 from ring_attention_pytorch.layouts import (
@@ -39,6 +40,7 @@ from ring_attention_pytorch.transports import (
     pieces,
     shelves,
     symmetric,
+    together,
 )
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
@@ -160,14 +162,17 @@ def test_keys_pulled_from_shared_memory(layout):
     check_symmetric(samples, 4, 9, together=True)  # which see differently
     for ulysses, length in ((2, 29), (4, 29), (2, 33)):  # 33: neighbours' longest differ
         case = Attention(length, layout, causal=True, masked=True, d=64, d_v=64, ulysses=ulysses)
-        for together in (False, True):
-            check_symmetric(case, 4, 9, together=together)
+        for how in ({}, dict(together=True)):
+            check_symmetric(case, 4, 9, **how)
 
 
 @pytest.mark.parametrize(
     ("at_once", "ulysses", "how"),
-    [(1, 1, {}), (3, 1, {}), (3, 1, dict(late=True, overtaken=True)), (1, 2, {})],
-)
+    [
+        (1, 1, {}), (3, 1, {}), (3, 1, dict(late=True, overtaken=True)), (1, 2, {}),
+        (3, 1, dict(together=True)), (3, 2, dict(together=True)),
+    ],
+)  # fmt: skip
 def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, how):
     """Calls follow one another in any order, and one rank reads late."""
     size, case = 4, Attention(32, "zigzag", causal=True)
@@ -713,6 +718,75 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
         monkeypatch.setattr(pieces, "_FEW", bounds[0])
         monkeypatch.setattr(pieces, "_SOON_COPIED", bounds[1])
         assert threads.run(4, main)[0] == [[found, many]] * 4
+
+
+def gradients_that_come_together_are_added_wide() -> None:
+    """Many parts of 16 bits, and rounded when all were added."""
+    case, dtypes = Attention(16, causal=True, dtype=torch.bfloat16), set()
+
+    def noted(total: Tensor, *parts: Tensor, fresh: bool) -> None:
+        dtypes.add(total.dtype)
+        rows.add_(total, *parts, fresh=fresh)
+
+    def main(ring: threads.ThreadRing) -> set[torch.dtype]:
+        (q, k, v), _, dout, _ = case.data()
+        at, _ = case.places(ring.rank, ring.size)
+        mine = [t[:, at].requires_grad_() for t in (q, k, v)]
+        plan = RingPlan.make(*mine, causal=True, group=ring)
+        plan = over_shared_memory(plan, mine, ring, 9, together=True)
+        ring_attn(*mine, plan=plan).backward(dout[:, at])
+        return {t.grad.dtype for t in mine}
+
+    with mock.patch.object(together, "add_", noted):
+        assert threads.run(2, main)[0] == [{torch.bfloat16}] * 2
+    assert dtypes == {torch.float32}
+
+
+def test_gradients_that_come_together_are_added_wide():
+    gradients_that_come_together_are_added_wide()
+
+
+def plans_know_their_own_transport() -> None:
+    """How often it has the kernel called, and whether calls may overlap, whoever asked before."""
+
+    def main(ring: threads.ThreadRing) -> list:
+        q = torch.randn(1, 8, 2, 4)
+        plan = RingPlan.make(q, q, q, causal=True, layout="contiguous", group=ring)
+        many, few = (
+            over_shared_memory(plan, [q] * 3, ring, 9, **how) for how in ({}, dict(together=True))
+        )
+        found = []
+        for first, second in ((many, few), (few, many)):
+            plans = [first.by(first.transport), first.by(first.transport).by(second.transport)]
+            found.append([
+                [p.calls(back) for back in (False, True)]
+                + [p.tiles(p.blocks.keys[ring.rank])[0][1].lanes]
+                for p in plans
+            ])  # fmt: skip
+        assert found[0] == found[1][::-1]
+        return found[0]
+
+    own_alone, both = threads.run(2, main)[0]
+    assert own_alone == [[1, 2, True], [1, 1, False]]
+    assert both == [[2, 3, True], [1, 1, False]]
+
+
+def test_plans_know_their_own_transport():
+    plans_know_their_own_transport()
+
+
+def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
+    """By the transport of their graphs, if not by their own."""
+    q = torch.randn(1, 8, 2, 4)
+    patch.setattr(pieces, "_SHORT", -1)
+    for overtaken in (False, True):
+        both = SimpleNamespace(overtaken=False), SimpleNamespace(overtaken=overtaken)
+        patch.setattr(plan_module, "make_both", lambda *_, both=both: both)
+        assert RingPlan.make(q, q, q, causal=True).short == overtaken
+
+
+def test_few_may_be_short(monkeypatch):
+    few_may_be_short(monkeypatch)
 
 
 def test_long_calls_go_one_after_another(monkeypatch):

@@ -59,7 +59,7 @@ class Pack(NamedTuple):
 
     def blank(self, total: Sum, at: slice) -> Tensor:
         """Memory for what the call gives for these rows, or columns."""
-        blank = total.blank(at)
+        blank = total.blank(at, flat=bool(self.sequences))
         return blank.flatten(0, 1) if self.sequences else blank
 
     def blank_rows(self, result: Result) -> dict[str, Tensor]:
@@ -118,6 +118,7 @@ def in_runs(
     """
     joined = _joined(_cut(tiles))
     if len(joined) <= _FEW:
+        # whose gradients can take the whole place: the narrower ones' lie upon them
         widest_first = sorted(joined, key=lambda tile: tile.cols.start - tile.cols.stop)
         return [[tile] for tile in widest_first]
     runs: list[list[Tile]] = []

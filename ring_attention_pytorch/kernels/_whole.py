@@ -68,10 +68,11 @@ def _apart(tile: Tile) -> Iterator[Tile]:
     yield from _apart(Tile(slice(rows.start + cut, rows.stop), cols, left, None))
 
 
-def lane(tiles: Sequence[Tile], keys: Keys) -> AbstractContextManager[None]:
-    """For one of the calls that compute these tiles: beside the others, if it may be."""
+def lane(tiles: Sequence[Tile], keys: Keys, *memory: Tensor) -> AbstractContextManager[None]:
+    """For one of the calls that compute these tiles, and write this memory: beside the others, if
+    it may be."""
     apart = isinstance(tiles, Tiles) and tiles.lanes
-    return aside(keys.k.device, keys.own) if apart else nullcontext()
+    return aside(keys.k.device, keys.own, *memory) if apart else nullcontext()
 
 
 def part(t: Tensor, at: slice) -> Tensor:

@@ -50,7 +50,7 @@ def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, gra
     for tile, left, right in windows(tiles) if saved.q.numel() else ():
         places = tile.rows, tile.cols, tile.cols
         dq, dk, dv = found = [total.blank(at) for total, at in zip(grads, places)]
-        with lane(tiles, keys):
+        with lane(tiles, keys, *found):
             q, k, v, out, dout = aligned(
                 part(saved.q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols),
                 part(saved.out, tile.rows), part(saved.dout, tile.rows),

@@ -36,7 +36,7 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
 
     for pack in packs(tiles, q, disjoint_keys=False) if q.numel() else ():
         room = pack.blank_rows(result)
-        with lane(tiles, keys):
+        with lane(tiles, keys, *room.values()):
             out, lse, *_ = _flash_attn_fwd(
                 *pack.flat(part(q, pack.rows), part(keys.k, pack.cols), part(keys.v, pack.cols)),
                 softmax_scale=terms.scale, softcap=terms.softclamp, return_lse=True,
@@ -56,7 +56,7 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
             dk=pack.blank(grads.dk, cols),
             dv=pack.blank(grads.dv, cols),
         )
-        with lane(tiles, keys):
+        with lane(tiles, keys, *room.values()):
             dq, dk, dv = _flash_attn_bwd(
                 *pack.flat(
                     part(saved.q, rows), part(keys.k, cols), part(keys.v, cols),

@@ -80,8 +80,8 @@ def make_both(
     device: torch.device,
     overtaken: bool = False,
 ) -> tuple[Transport, Transport | None]:
-    """The same; and where tokens are so few that it takes the host longer to launch its calls than
-    a GPU to run them, one that needs fewer, with that one beside it for CUDA graphs."""
+    """The same and nothing; or, where tokens are so few that the host takes longer to launch its
+    calls than a GPU to run them, what spares the host, and that one for CUDA graphs."""
     made = make_transport(name, ring, blocks, at_once, job, device, overtaken)
     if isinstance(made, SymmetricGather) and made.keeps and is_few(blocks, job):
         shared = shared_by(ring, device)

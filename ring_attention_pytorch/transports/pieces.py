@@ -117,8 +117,8 @@ def is_few(blocks: Blocks, job: Job) -> bool:
     if max(map(count, keys)) * job.token_bytes > _SOON_COPIED:
         return False
     if visible.documents is not None:
-        everyone = (tuple(chain(*side)) for side in (queries, keys))
-        seen = visible_pairs(tiles(*everyone, visible)) / len(queries)
+        whole = (Segment(0, 1, sum(map(count, queries))),)  # whoever holds what of it
+        seen = visible_pairs(tiles(whole, whole, visible)) / len(queries)
     else:
         most = sum(map(count, keys)) / (1 + visible.causal)
         if visible.window is not None:

@@ -1,11 +1,11 @@
 """All keys that a rank needs, its own among them, before it computes on any.
 
 For few tokens whose calls the host launches one by one, which takes longer than a GPU takes to run
-them. Keys lie in the order of positions, so calls of a kernel are few and there is little to merge;
-and as nothing goes side by side, there are no streams to wait for one another.
+them. Keys lie in the order of positions, in one block, so that there is little to merge; and as
+nothing goes side by side, there are no streams to wait for one another.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.layouts import Segments
-from ring_attention_pytorch.rows import add_
+from ring_attention_pytorch.rows import accumulator, add_
 from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transports.pieces import (
     Blocks,
@@ -84,17 +84,25 @@ class Together(SymmetricGather):
             cols = slice(first, first + segment.length)
             there.append([t[:, cols] for t in shelf.of(self.ranks[owner], form)])
         for place, parts in zip(whole, zip(*there)):  # by one kernel: nothing else computes
-            torch._foreach_copy_(place.split(lengths, dim=1), parts)
+            here = place.split(lengths, dim=1)
+            torch._foreach_copy_(_by_sample(here), _by_sample(parts))
         k, v = apart(whole[0], own)
         return Keys(k, v, whole[1] if len(whole) > 1 else None, self._segments)
 
     def _brought(self, own: Keys) -> list[Tensor]:
-        """The gradients of own k and v, each in memory of its own."""
+        """The gradients of own k and v, added in the accumulator's dtype, each in memory of its
+        own."""
         found = [*self._coming(self.groups[0], own)]
-        b, n, h, d = own.k.shape
-        both = own.k.new_empty((b, n, h, d + own.v.shape[-1]))
+        (b, n, h, d), dtype = own.k.shape, own.k.dtype
+        both = own.k.new_empty((b, n, h, d + own.v.shape[-1]), dtype=accumulator(dtype))
         if sum(here.stop - here.start for here, _ in found) < n:
             both.zero_()  # nobody sees some of them
         for here, parts in found:
             add_(both[:, here], *parts, fresh=True)
-        return [t.clone(memory_format=torch.contiguous_format) for t in apart(both, own)]
+        alone = dict(copy=True, memory_format=torch.contiguous_format)
+        return [t.to(dtype, **alone) for t in apart(both, own)]
+
+
+def _by_sample(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Of several samples each by itself, which is dense."""
+    return tensors if len(tensors[0]) == 1 else [t for each in tensors for t in each.unbind()]

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -376,14 +375,14 @@ def parts_of_a_projection(kernel: str, ulysses: int) -> None:
     out = ring_attn(*mine, plan=plan)
     grads = torch.autograd.grad(out, mine, torch.ones_like(out))
     want, graphs = [out.detach(), torch.cat(grads, dim=2)], plan.in_graphs()
-    as_captured = replace(plan, transport=graphs.transport)
+    as_captured = plan.by(graphs.transport)
     for again in (plan, as_captured, graphs, graphs, graphs):
         leaf = fused.clone().requires_grad_()
         out = ring_attn(*leaf.split(widths, dim=2), plan=again)
         out.sum().backward()
         got = [out.detach(), leaf.grad]
         if again is as_captured:
-            assert same(want, got, kernel="another transport")
+            assert max(map(relative_error, got, want)) < BOUNDS[torch.bfloat16]
             want = got
         assert same(want, got, kernel), (kernel, ulysses, "strided")
 
