@@ -113,7 +113,10 @@ def main() -> None:
                     if asked.peers and documents is None and kernel == asked.kernels[0]:
                         runs |= peers(shape, stack)
                     times = by_turns(runs, device, asked.rounds, asked.repeats, 0.05)
-                table += rows(shape, kernel or "chosen", documents, times)
+                new = rows(shape, kernel or "chosen", documents, times)
+                table += new
+                if dist.get_rank() == 0:
+                    print("\n".join(" | ".join(row) for row in new), flush=True)
     if dist.get_rank() == 0:
         print(
             f"{dist.get_world_size()} x {device_name(device)}, torch {torch.__version__}, {dtype}\n"
