@@ -85,4 +85,5 @@ def test_load_that_lasts_is_measured() -> None:
 
 def test_few_tokens_are_measured() -> None:
     said = run("--tokens", "48", "--rounds", "1", benchmark="bench_few")
-    assert re.search(r"\| 48 \| one \| chosen \| gather \| \d+ \| \d+ \| \d+ \| \d+ \|", said)
+    # backward is both less forward, which one round may have found to take longer
+    assert re.search(r"\| 48 \| one \| chosen \| gather \| \d+ \| -?\d+ \| \d+ \| \d+ \|", said)
