@@ -140,8 +140,8 @@ def _of_all_together(plan: RingPlan, transport: Together) -> str:
     found = tiles(plan.blocks.queries[plan.place], joined(pieces), plan.blocks.visible)
     return (
         f"gather: all {tokens(pieces)} keys out of shared memory before any call; "
-        f"{visible_pairs(found)} pairs in "
-        f"{_plural(len(found), 'tile')}, then gradients are added where they lie"
+        f"{visible_pairs(found)} pairs in {_plural(len(found), 'tile')}, then gradients are added "
+        "where they lie"
     )
 
 

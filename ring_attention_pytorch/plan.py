@@ -65,7 +65,7 @@ from ring_attention_pytorch.scores import (
 )
 from ring_attention_pytorch.transforms import outside_transforms
 from ring_attention_pytorch.transports import (
-    make_both,
+    make_together,
     make_transport,
     owners_at_once,
     transport_problem,
@@ -259,7 +259,8 @@ class RingPlan:
         at_once = owners_at_once(memory, blocks, job)
         transport, machine = settle(transport, ring, chosen, blocks, job, at_once, q)
         yields = len(samples) == 1 and chosen.yields and is_short(blocks, job, undivided=True)
-        made, overlapped = make_both(transport, over, blocks, at_once, job, q.device, yields)
+        made = make_transport(transport, over, blocks, at_once, job, q.device, yields)
+        few = make_together(made, blocks, job)
         return cls(
             ring=ring,
             query_segments=query_segments,
@@ -267,7 +268,7 @@ class RingPlan:
             layout=layout,
             terms=terms,
             kernel=chosen,
-            transport=made,
+            transport=few or made,
             transport_name=transport,
             at_once=at_once,
             job=job,
@@ -279,9 +280,9 @@ class RingPlan:
             signature=Signature.of(q, k, v),
             device=q.device,
             samples=samples,
-            short=len(samples) == 1 and ((overlapped or made).overtaken or is_short(blocks, job)),
+            short=len(samples) == 1 and (made.overtaken or is_short(blocks, job)),
             packing=packing,
-            overlapped=overlapped,
+            overlapped=few and made,
         )
 
     def positions(
@@ -295,8 +296,7 @@ class RingPlan:
         if not (in_documents and self.packing):
             return segment_positions(mine, device)
         found = [documents.positions(mine) for documents in self.packing]
-        alike = len(set(self.packing)) == 1
-        return (found[0] if alike else torch.stack(found)).to(device)
+        return (found[0] if len({*self.packing}) == 1 else torch.stack(found)).to(device)
 
     def for_layer(self, number: int) -> "RingPlan":
         """This plan, but dropout draws otherwise for each number; without dropout, this plan.

@@ -333,12 +333,22 @@ def covered(parts: Sequence[tuple[slice, ...]]) -> Iterator[tuple[slice, list[li
 
     A part is (tokens, tensors...); the tensors' tokens are their second dimension.
     """
-    cuts = sorted({end for at, *_ in parts for end in (at.start, at.stop)})
+    for at, which in stretches([part[0] for part in parts]):
+        found = []
+        for i in which:
+            here, *tensors = parts[i]
+            found.append([t[:, at.start - here.start : at.stop - here.start] for t in tensors])
+        yield at, found
+
+
+def stretches(spans: Sequence[slice]) -> Iterator[tuple[slice, list[int]]]:
+    """What spans cover, cut where any begins or ends, and which of them cover each stretch.
+
+    >>> list(stretches([slice(0, 4), slice(2, 4)]))
+    [(slice(0, 2, None), [0]), (slice(2, 4, None), [0, 1])]
+    """
+    cuts = sorted({end for at in spans for end in (at.start, at.stop)})
     for start, stop in pairwise(cuts):
-        found = [
-            [t[:, start - at.start : stop - at.start] for t in tensors]
-            for at, *tensors in parts
-            if at.start <= start and stop <= at.stop
-        ]
-        if found:
-            yield slice(start, stop), found
+        which = [i for i, at in enumerate(spans) if at.start <= start and stop <= at.stop]
+        if which:
+            yield slice(start, stop), which

@@ -558,7 +558,7 @@ MUTANTS = [
     ),
     Mutant(
         "keys come together though not all at once", "transports/__init__.py",
-        "made.keeps and is_few", "is_few",
+        "gather.keeps and is_few", "is_few",
     ),
     Mutant(
         "graphs hold what spares the host", "graphs.py",
@@ -576,7 +576,7 @@ MUTANTS = [
     ),
     Mutant(
         "few tokens' graphs have calls that wait for one another", "plan.py",
-        "(overlapped or made).overtaken", "made.overtaken",
+        "made.overtaken or is_short", "(few or made).overtaken or is_short",
     ),
     Mutant(
         "keys that come together are read before all have come", "transports/together.py",

@@ -284,6 +284,14 @@ def test_tiles_parts_and_the_gradient_of_lse(kernel, monkeypatch):
     assert not bad
 
 
+def test_the_widest_of_two_calls_goes_first():
+    """Its gradients take the place of all keys, whatever comes second is added to them."""
+    tiles = [Tile(slice(0, 2), slice(0, 4), None, 2), Tile(slice(2, 4), slice(0, 8), None, 6)]
+    for given in (tiles, tiles[::-1]):
+        found = packs(Tiles(given), torch.zeros(1, 4, 1, 1), disjoint_keys=True)
+        assert [pack.cols.stop for pack in found] == [8, 4]
+
+
 @pytest.mark.parametrize(("batch", "calls"), [(1, 2), (3, 4)])
 def test_a_call_has_at_most_so_many_sequences(batch, calls):
     document = [slice(i, i + 1) for i in range(300)]

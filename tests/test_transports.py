@@ -699,11 +699,12 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
     def main(ring: threads.ThreadRing) -> list[tuple[type, type]]:
         q = torch.empty(1, 16, 2, 4)
         plan = RingPlan.make(q, q, q, **shown, layout="zigzag", group=ring)
-        made = (
-            transports.make_both("gather", ring, plan.blocks, at_once, plan.job, q.device)
+        made = [
+            transports.make_transport("gather", ring, plan.blocks, at_once, plan.job, q.device)
             for at_once in (9, 1)
-        )
-        return [tuple(map(type, both)) for both in made]
+        ]
+        few = (transports.make_together(each, plan.blocks, plan.job) for each in made)
+        return [(type(spares), type(each)) for spares, each in zip(few, made)]
 
     def shared_by(ring: threads.ThreadRing, _: torch.device) -> Shared:
         return Shared(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
@@ -711,7 +712,7 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
     monkeypatch.setattr(transports, "shared_by", shared_by)
     job = Job(1, 2, 2, 4, 4, itemsize=4)
     flops, copied = 16 * most * job.pair_flops, 16 * job.token_bytes
-    few, many = (Together, SymmetricGather), (SymmetricGather, type(None))
+    few, many = (Together, SymmetricGather), (type(None), SymmetricGather)
     for *bounds, found in (
         (flops, copied, few), (flops - 1, copied, many), (flops, copied - 1, many)
     ):  # fmt: skip
@@ -780,8 +781,9 @@ def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 8, 2, 4)
     patch.setattr(pieces, "_SHORT", -1)
     for overtaken in (False, True):
-        both = SimpleNamespace(overtaken=False), SimpleNamespace(overtaken=overtaken)
-        patch.setattr(plan_module, "make_both", lambda *_, both=both: both)
+        few, made = (SimpleNamespace(overtaken=on) for on in (False, overtaken))
+        patch.setattr(plan_module, "make_transport", lambda *_, made=made: made)
+        patch.setattr(plan_module, "make_together", lambda *_, few=few: few)
         assert RingPlan.make(q, q, q, causal=True).short == overtaken
 
 

@@ -217,7 +217,7 @@ class ThreadSpace(Space):
     """A `shelves.Space` of threads."""
 
     def __init__(self, ring: ThreadRing):
-        self.hub, self.rank = ring.hub, ring.rank
+        self.hub, self.rank, self.device = ring.hub, ring.rank, torch.device("cpu")
         for name in ("keys", "grads", "swaps"):
             setattr(self, name, ThreadShelf(ring.hub, name, ring.rank))
 

@@ -71,19 +71,9 @@ def make_transport(
     return TRANSPORTS[name].make(ring, blocks, at_once)
 
 
-def make_both(
-    name: str,
-    ring: Ring,
-    blocks: Blocks,
-    at_once: int,
-    job: Job,
-    device: torch.device,
-    overtaken: bool = False,
-) -> tuple[Transport, Transport | None]:
-    """The same and nothing; or, where tokens are so few that the host takes longer to launch its
-    calls than a GPU to run them, what spares the host, and that one for CUDA graphs."""
-    made = make_transport(name, ring, blocks, at_once, job, device, overtaken)
-    if isinstance(made, SymmetricGather) and made.keeps and is_few(blocks, job):
-        shared = shared_by(ring, device)
-        return Together.like(made, blocks, job, shared), made
-    return made, None
+def make_together(gather: Transport, blocks: Blocks, job: Job) -> Together | None:
+    """What spares the host where tokens are so few that it takes longer to launch a gather's calls
+    than a GPU to run them; all ranks of the ring make it together."""
+    if not (isinstance(gather, SymmetricGather) and gather.keeps and is_few(blocks, job)):
+        return None
+    return Together.like(gather, blocks, job, shared_by(gather.ring, gather.space.device))

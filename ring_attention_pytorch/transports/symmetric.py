@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from ring_attention_pytorch.lanes import behind
 from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.rows import accumulator, add_
-from ring_attention_pytorch.running import Sum
+from ring_attention_pytorch.running import Sum, stretches
 from ring_attention_pytorch.transports.gather import Gather
 from ring_attention_pytorch.transports.messages import Form, form_of
 from ring_attention_pytorch.transports.pieces import (
@@ -270,18 +270,14 @@ def _by_stretch(sources: Sequence[Source]) -> list[tuple[slice, list[tuple[int, 
     slice(2, 4, None) [(1, 8, slice(6, 8, None)), (2, 8, slice(0, 2, None))]
     """
     moves = [(source, *move) for source in sources for move in source.moves]
-    cuts = sorted({end for _, _, here in moves for end in (here.start, here.stop)})
-    stretches = []
-    for start, stop in pairwise(cuts):
-        found = [
-            (source.rank, source.length, slice(start - by, stop - by))
-            for source, there, here in moves
-            for by in (here.start - there.start,)
-            if here.start <= start and stop <= here.stop
-        ]
-        if found:
-            stretches.append((slice(start, stop), found))
-    return stretches
+    found = []
+    for at, which in stretches([here for _, _, here in moves]):
+        users = []
+        for source, there, here in (moves[i] for i in which):
+            by = there.start - here.start
+            users.append((source.rank, source.length, slice(at.start + by, at.stop + by)))
+        found.append((at, users))
+    return found
 
 
 def _in_rounds(sources: list[Source]) -> list[Source]:

@@ -79,10 +79,10 @@ class Together(SymmetricGather):
         whole = [room_for(t, sum(lengths)) for t in self._written(own)]
         shelf.publish()
         there = []
-        for owner, first, segment in self._pieces:
-            form = self._form(own, self.lengths[owner], masks=True)
-            cols = slice(first, first + segment.length)
-            there.append([t[:, cols] for t in shelf.of(self.ranks[owner], form)])
+        for piece in self._pieces:
+            form = self._form(own, self.lengths[piece.owner], masks=True)
+            theirs = shelf.of(self.ranks[piece.owner], form)
+            there.append([t[:, piece.cols] for t in theirs])
         for place, parts in zip(whole, zip(*there)):  # by one kernel: nothing else computes
             here = place.split(lengths, dim=1)
             torch._foreach_copy_(_by_sample(here), _by_sample(parts))
