@@ -8,7 +8,8 @@
 way are kept as `running` says, in float32 at least, in float64 for float64.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -110,6 +111,8 @@ class Tiles(tuple[Tile, ...]):
     where `Terms` need them; `first` is its first sample's number. Dropout draws by
     `row_numbers` and `col_numbers`, int32 too, no two of them alike: documents share positions.
     `lanes` allows a kernel that returns parts to compute each beside the others.
+
+    Plans that differ in nothing but their key mask share `made`; each has a `masked` of its own.
     """
 
     first: int = 0
@@ -120,11 +123,30 @@ class Tiles(tuple[Tile, ...]):
     row_numbers: Tensor | None = None
     col_numbers: Tensor | None = None
 
-    def once(self, what: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made when first asked for."""
-        if what not in self.__dict__:
-            self.__dict__[what] = make()
-        return self.__dict__[what]
+    def __init__(self, _: Iterable[Tile] = ()) -> None:
+        self.made: dict[Hashable, Any] = {}
+        self.masked: dict[Hashable, Any] = {}
+
+    def once(self, what: Hashable, make: Callable[[], Any], *, of_mask: bool = False) -> Any:
+        """What `make` gives, made when first asked for; `of_mask` if the key mask is in it."""
+        kept = self.masked if of_mask else self.made
+        if what not in kept:
+            kept[what] = make()
+        return kept[what]
+
+    def of_another_mask(self) -> "Tiles":
+        """The same tiles, but for what was made of a key mask.
+
+        >>> tiles = Tiles()
+        >>> tiles.once("both", int), tiles.once("of a mask", int, of_mask=True)
+        (0, 0)
+        >>> found = tiles.of_another_mask()
+        >>> found.once("both", str), found.once("of a mask", str, of_mask=True)
+        (0, '')
+        """
+        found = copy(self)
+        found.masked = {}
+        return found
 
 
 class Case(NamedTuple):
@@ -143,7 +165,7 @@ class Case(NamedTuple):
     capability: tuple[int, int] | None = None
     window: bool = False
     key_mask: bool = False
-    unusual_scale: bool = False  # zero or negative
+    unusual_scale: bool = False  # zero, negative, or zero in float32
     deterministic: bool = False
     alibi: bool = False
     mask_mod: bool = False
@@ -170,7 +192,7 @@ class Case(NamedTuple):
         return cls(
             q.device.type, q.dtype, d=q.shape[-1], d_v=v.shape[-1],
             capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
-            unusual_scale=scale is not None and scale <= 0,
+            unusual_scale=scale is not None and scale < torch.finfo(torch.float32).tiny,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             alibi=alibi_slopes is not None, dropout=dropout > 0, packed=packed,
             **{name: value is not None for name, value in others.items()},

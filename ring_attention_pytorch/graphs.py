@@ -99,7 +99,7 @@ class Kept:
         if varies or not can_be_captured(plan):
             return plan
         ring, swap = plan.ring, plan.ulysses
-        swapped = () if swap is None else (swap.queries.lengths, swap.keys.lengths)
+        swapped = None if swap is None else (repr(swap.queries), repr(swap.keys))  # where all land
         if ring.group is not None and self._where != (where := (ring.group, plan.device)):
             self._plans, self._where = {}, where  # nobody else may have use for that memory
         kind = (

@@ -107,6 +107,9 @@ class RingPlan:
     # worked out when asked for, and shared with plans that are this one but for dropout
     _tiles: dict[Segments, list] = field(default_factory=dict, compare=False, repr=False)
     _calls: dict[bool, int] = field(default_factory=dict, compare=False, repr=False)
+    _of_mask: dict[Segments, list] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @classmethod
     @outside_transforms
@@ -343,7 +346,12 @@ class RingPlan:
         """Samples that see alike, and the tiles that their queries here see of these keys."""
         if keys not in self._tiles:
             self._tiles[keys] = [(at, self._of_block(keys, at, seen)) for at, seen in self.samples]
-        return self._tiles[keys]
+        if self.key_mask is None:
+            return self._tiles[keys]
+        if keys not in self._of_mask:  # a plan that was replaced may have another mask
+            shared = self._tiles[keys]
+            self._of_mask[keys] = [(at, found.of_another_mask()) for at, found in shared]
+        return self._of_mask[keys]
 
     def calls(self, back: bool) -> int | None:
         """Of the kernel, in that direction, that bring anything; None where samples differ."""

@@ -2,8 +2,11 @@
 
 A bias is further columns of queries and keys, whose product it adds to `scale * q.k`. So it
 travels with the keys, and its gradient home with theirs, in every transport and kernel, none
-of which knows of it.
+of which knows of it. Queries have in that column a power of two that undoes the scale, so that what
+keys have there is at most the bias itself, which their dtype holds.
 """
+
+import math
 
 import torch
 from einops import rearrange
@@ -27,7 +30,16 @@ def bias_problem(
         )
     if softclamp is not None:
         return "key_bias and softclamp exclude each other: the clamp would bend the bias too"
-    return "key_bias needs a scale that is not 0" if scale == 0 else None
+    scale, held = q.shape[-1] ** -0.5 if scale is None else scale, torch.finfo(k.dtype)
+    if scale == 0:
+        return "key_bias needs a scale that is not 0"
+    if not held.tiny <= _undoing(scale) <= held.max:
+        least, most = 2 / held.max, 1 / held.tiny
+        return (
+            f"key_bias in {k.dtype} needs a scale of {least:.2g} to {most:.2g}, or as much below "
+            f"0, got {scale}; scale q instead, or take another dtype"
+        )
+    return None
 
 
 def columns(q: Tensor, k: Tensor, bias: Tensor) -> int:
@@ -49,15 +61,25 @@ def with_bias(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor,
     if shared:
         bias = bias.unsqueeze(-1).expand(-1, -1, h_kv)
     own = rearrange(bias, "b m (g r) -> b m g r", g=h_kv)
-    exact = own.to(torch.promote_types(own.dtype, torch.float32)) / scale
+    pick = _undoing(scale)
+    exact = own.to(torch.promote_types(own.dtype, torch.float32)) / (scale * pick)
     parts = [exact.to(k.dtype)]
     if _parts(k.dtype) == 2:
         parts.append((exact - parts[0].to(exact.dtype)).to(k.dtype))
     # of the columns of its key head, each query head reads its own
-    picks = torch.eye(own.shape[-1], dtype=q.dtype, device=q.device)
+    picks = pick * torch.eye(own.shape[-1], dtype=q.dtype, device=q.device)
     picks = picks.repeat(1 if not shared else h // h_kv, len(parts))
     picks = picks.repeat(h_kv, 1).expand(*q.shape[:2], -1, -1)
     return torch.cat((q, picks), -1), torch.cat((k, *parts), -1)
+
+
+def _undoing(scale: float) -> float:
+    """The power of two that brings a scale to between 1 and 2, or as much below 0.
+
+    >>> [_undoing(scale) for scale in (1.0, 0.125, -0.2, 3.0)]
+    [1.0, 8.0, 8.0, 0.5]
+    """
+    return 2.0 ** min(1023, 1 - math.frexp(scale)[1])
 
 
 def widened(t: Tensor, more: int) -> Tensor:

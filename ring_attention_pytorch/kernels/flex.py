@@ -77,7 +77,7 @@ def _calls(
     if not tiles or not q.numel():
         return
     masks, score_mod = (
-        tiles.once("flex", lambda: _block(q, keys, tiles, terms))
+        tiles.once("flex", lambda: _block(q, keys, tiles, terms), of_mask=True)
         if isinstance(tiles, Tiles)
         else _block(q, keys, tiles, terms)
     )

@@ -4,11 +4,11 @@ It knows full and causal tiles (its diagonal starts at the top left, as ours doe
 additive mask. Causal tiles go to it in pieces, for it computes much of what they hide; every
 other band goes to it some rows at a time with a small mask of their own.
 It must not be given an empty tile (it divides by the length) and reports 0 as the lse of a
-row that sees nothing, or, by dtype and CPU, nothing but NaN.
+row that sees nothing, or, by dtype and CPU, nothing but NaN. It takes the last stride of all that
+it reads for 1, and what is causal for `-inf * scale`, which is -inf only where scale is positive.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -36,14 +36,15 @@ class _Call(NamedTuple):
 CAN = Can(
     devices=("cpu",),
     dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    features=FEATURES - {"softclamp", "alibi", "mask_mod", "dropout"},
+    features=FEATURES - {"softclamp", "unusual_scale", "alibi", "mask_mod", "dropout"},
 )
 
 
 def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
     d_v = keys.v.shape[-1]
+    q, k, v = map(_dense, (q, keys.k, keys.v))
     for call in _calls(q, keys, tiles, terms):
-        operands = _operands(q[:, call.rows], keys.k[:, call.cols], keys.v[:, call.cols])
+        operands = _operands(q[:, call.rows], k[:, call.cols], v[:, call.cols])
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *operands, 0.0, call.causal, attn_mask=call.mask, scale=terms.scale
         )
@@ -58,20 +59,20 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
 
 
 def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
-    out, dout, v, d_v = saved.out, saved.dout, keys.v, keys.v.shape[-1]
+    q, k, v, out, dout = map(_dense, (saved.q, keys.k, keys.v, saved.out, saved.dout))
+    d, d_v = k.shape[-1], v.shape[-1]
+    if q.dtype == torch.float16 or saved.dlse is not None:
+        # parts of gradients, or dlse, may pass what 16 bits hold
+        q, k, v, out, dout = (t.to(saved.lse.dtype) for t in (q, k, v, out, dout))
     if saved.dlse is not None:
-        # it may pass what 16 bits hold
-        wide = saved.lse.dtype
-        saved, keys = replace(saved, q=saved.q.to(wide)), keys._replace(k=keys.k.to(wide))
         # one column more, in which v is 0, out 1 and dout -dlse, gives delta its share of dlse
         column = rearrange(saved.dlse, "b h n -> b n h 1")
-        out = F.pad(out.to(wide), (0, 1), value=1.0)
-        dout = torch.cat((dout.to(wide), -column), -1)
-        v = F.pad(v.to(wide), (0, 1))
+        out, v = F.pad(out, (0, 1), value=1.0), F.pad(v, (0, 1))
+        dout = torch.cat((dout, -column), -1)
     # rows that see nothing anywhere: any finite lse keeps exp(-inf - lse) at 0
     lse = saved.lse.masked_fill(saved.lse == -torch.inf, 0.0)
-    for call in _calls(saved.q, keys, tiles, terms):
-        q_, k_, v_ = _operands(saved.q[:, call.rows], keys.k[:, call.cols], v[:, call.cols])
+    for call in _calls(q, keys, tiles, terms):
+        q_, k_, v_ = _operands(q[:, call.rows], k[:, call.cols], v[:, call.cols])
         dout_, out_ = (
             _padded(rearrange(t[:, call.rows], "b n h d -> b h n d"), q_.shape[-1])
             for t in (dout, out)
@@ -80,9 +81,14 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
             dout_, q_, k_, v_, out_, lse[..., call.rows], 0.0, call.causal,
             attn_mask=call.mask, scale=terms.scale,
         )  # fmt: skip
-        places = (call.rows, keys.k.shape[-1]), (call.cols, keys.k.shape[-1]), (call.cols, d_v)
+        places = (call.rows, d), (call.cols, d), (call.cols, d_v)
         for total, (at, width), part in zip(grads, places, parts):
             total.add(at, rearrange(part[..., :width], "b h n d -> b n h d"))
+
+
+def _dense(t: Tensor) -> Tensor:
+    """The tensor where it is if each head of a token lies in one piece, else laid out anew."""
+    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _lost(q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:

@@ -4,6 +4,7 @@ Ainslie et al. 2023, "CoLT5: Faster Long-Range Transformers with Conditional Com
 https://arxiv.org/abs/2303.09752. Names and parameters are those of CoLT5-attention.
 """
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -98,10 +99,15 @@ class HeavyAttention(nn.Module):
         return tuple(rearrange(t, "b r k h d -> b k (r h) d") for t in (k, v))
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, plan: RoutingPlan, causal: bool = False
-    ) -> Tensor:
-        """`[b, K, h, d]` to `[b, K, h * d]` over the plan's ring; seen bool `[b, M]`."""
-        key = ("heavy", causal, q.shape, k.shape, q.dtype, self.kernel)
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, plan: RoutingPlan,
+        counts: Hashable, causal: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """`[b, K, h, d]` to `[b, K, h * d]` over the plan's ring; seen bool `[b, M]`.
+
+        `counts` say how many queries and keys each rank has. The shapes here don't: a plan that
+        this rank found by them other ranks might not find.
+        """
+        key = ("heavy", causal, counts, q.shape[2:], k.shape[2:], q.dtype, self.kernel)
         made = plan.attention_plan(key, lambda: RingPlan.make(
             q, k, v, causal=causal, key_mask=seen, layout="striped", group=plan.ring,
             kernel=self.kernel, cross=not causal,
@@ -289,7 +295,8 @@ class ConditionalRoutedAttention(nn.Module):
             *(t.squeeze(1) for t in (of_q.tokens, of_q.positions, of_q.gates))
         )
         k, v = self.heavy_attn.keys(of_kv)
-        out = self.heavy_attn.attend(q, k, v, of_kv.positions[:, 0] >= 0, plan)
+        seen, counts = of_kv.positions[:, 0] >= 0, (of_q.way.counts, of_kv.way.counts)
+        out = self.heavy_attn.attend(q, k, v, seen, plan, counts)
         heavy = of_q.home(self.heavy_attn.to_out(out), base_for(x, self.null_q_token))
         return (
             heavy if self.light_attn is None else heavy + light_attention(self.light_attn, x, plan)

@@ -203,4 +203,6 @@ class ConditionalRoutedAutoregressiveAttention(nn.Module):
             for t, at in ((q, at_q), (k, at_k), (v, at_k))
         )
         seen = real.new_zeros((len(real), n)).index_copy(1, at_k, real)
-        return self.heavy_attn.attend(q, k, v, seen, plan, causal=True).index_select(1, at_q)
+        counts = tuple(len(a) + len(b) for a, b in zip(turns.queries_at, turns.keys_at))
+        found = self.heavy_attn.attend(q, k, v, seen, plan, counts, causal=True)
+        return found.index_select(1, at_q)

@@ -142,12 +142,14 @@ class ConditionalRoutedCrossAttention(nn.Module):
         at = plan.positions(x.device)
         if self.q_router is None:
             q = self.heavy_attn.queries(x, at.expand(x.shape[:2]), None)
-            return self.heavy_attn.to_out(self.heavy_attn.attend(q, k, v, seen, plan))
+            counts = "all", of_kv.way.counts
+            return self.heavy_attn.to_out(self.heavy_attn.attend(q, k, v, seen, plan, counts))
         of_q = Routed.gather(x, self.q_router.choose(x, plan, k_q), plan)
         q = self.heavy_attn.queries(
             *(t.squeeze(1) for t in (of_q.tokens, of_q.positions, of_q.gates))
         )
-        out = self.heavy_attn.to_out(self.heavy_attn.attend(q, k, v, seen, plan))
+        counts = of_q.way.counts, of_kv.way.counts
+        out = self.heavy_attn.to_out(self.heavy_attn.attend(q, k, v, seen, plan, counts))
         return of_q.home(out, base_for(x, self.null_q_token))
 
     def _plans(

@@ -27,10 +27,12 @@ class Dispatch:
 
     `sends[t]`: which of the tokens `[b * n]` held here go to rank t, and `routes[t]`: for which of
     the r routes; `lands[s]`: in which of the slots `[b * r * K]` here those of rank s arrive.
-    `positions` `[b, r, K]` are those of the slots here, -1 where one is empty.
+    `positions` `[b, r, K]` are those of the slots here, -1 where one is empty. `counts`: how many
+    slots each rank has.
     """
 
     ring: Ring
+    counts: tuple[int, ...]
     positions: Tensor
     sends: list[Tensor]
     routes: list[Tensor]
@@ -48,6 +50,7 @@ class Dispatch:
         here, coming = [ranks[..., to] == ring.rank for to in slots], ranks[..., mine]
         return cls(
             ring,
+            tuple(map(len, slots)),
             positions[..., mine],
             [tokens[..., to][held] for to, held in zip(slots, here)],
             [route[..., to][held] for to, held in zip(slots, here)],
