@@ -11,6 +11,19 @@ _AT_ONCE = 8  # parts of a sum
 
 
 @triton.jit
+def _block(n, heads, ROWS: tl.constexpr, D: tl.constexpr):
+    """Batch, head, rows and columns of this program, of 64 bits: times a stride they may pass 32.
+
+    There is one line of programs, for a grid's other sides end at 65535.
+    """
+    blocks = tl.cdiv(n, ROWS)
+    of, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, D).to(tl.int64)
+    return (of // heads).to(tl.int64), (of % heads).to(tl.int64), row, col
+
+
+@triton.jit
 def _at(x, batch, head, row, col, x_b, x_n, x_h, x_d):
     """Where one head's rows of x [b, n, h, d] lie."""
     return x + batch * x_b + head * x_h + row[:, None] * x_n + col[None, :] * x_d
@@ -36,9 +49,8 @@ def _merge_kernel(
     PARTS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """out and lse with x, and where there are more PARTS with y and z."""
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    col, held = tl.arange(0, D), row < n
+    batch, head, row, col = _block(n, heads, ROWS, D)
+    held = row < n
     here = _lse(lse, batch, head, row, held, lse_b, lse_h, lse_n)
     lse_x = _lse(x_lse, batch, head, row, held, xl_b, xl_h, xl_n)
     top = tl.where(here > lse_x, here, lse_x)  # a NaN passes
@@ -84,8 +96,8 @@ def fused_merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
     slots = [*parts, *parts[:2], *parts[:2]][:6]  # those beyond are not read
     width = triton.next_power_of_2(d)
     rows = max(1, _ELEMENTS // width)
-    with torch.cuda.device(out.device):
-        _merge_kernel[(triton.cdiv(n, rows), b * h)](
+    with torch.cuda.device_of(out):
+        _merge_kernel[(triton.cdiv(n, rows) * b * h,)](
             out, lse, *slots, n, h, d, *out.stride(), *lse.stride(),
             *(stride for t in slots for stride in t.stride()),
             PARTS=len(parts) // 2, ROWS=rows, D=width,
@@ -98,9 +110,7 @@ def _add_kernel(
     FRESH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The parts are added to total, or are what it is."""
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    col = tl.arange(0, D)
+    batch, head, row, col = _block(n, heads, ROWS, D)
     within = (row < n)[:, None] & (col < d)[None, :]
     total_at = _at(total, batch, head, row, col, t_b, t_n, t_h, t_d)
     if FRESH:
@@ -130,7 +140,7 @@ def fused_add_(total: Tensor, *parts: Tensor, fresh: bool) -> None:
     width = triton.next_power_of_2(d)
     rows = max(1, _ELEMENTS // width)
     with torch.cuda.device_of(total):
-        _add_kernel[(triton.cdiv(n, rows), b * h)](
+        _add_kernel[(triton.cdiv(n, rows) * b * h,)](
             total, tuple(parts), tuple(t.stride() for t in parts), n, h, d, *total.stride(),
             FRESH=fresh, ROWS=rows, D=width,
         )  # fmt: skip
@@ -141,15 +151,14 @@ def _product_kernel(
     a, b, total, n, heads, d, a_b, a_n, a_h, a_d, b_b, b_n, b_h, b_d,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    col, held = tl.arange(0, D), row < n
+    batch, head, row, col = _block(n, heads, ROWS, D)
+    held = row < n
     within = held[:, None] & (col < d)[None, :]
-    a_at = a + batch * a_b + head * a_h + row[:, None] * a_n + col[None, :] * a_d
-    b_at = b + batch * b_b + head * b_h + row[:, None] * b_n + col[None, :] * b_d
+    a_at = _at(a, batch, head, row, col, a_b, a_n, a_h, a_d)
+    b_at = _at(b, batch, head, row, col, b_b, b_n, b_h, b_d)
     x = tl.load(a_at, mask=within, other=0.0).to(tl.float32)
     y = tl.load(b_at, mask=within, other=0.0).to(tl.float32)
-    at = total + tl.program_id(1).to(tl.int64) * n + row
+    at = total + (batch * heads + head) * n + row
     tl.store(at, tl.sum(x * y, 1), mask=held)
 
 
@@ -161,8 +170,8 @@ def fused_sum_of_products(a: Tensor, b: Tensor) -> Tensor:
         return total.zero_()
     width = triton.next_power_of_2(d)
     rows = max(1, _ELEMENTS // width)
-    with torch.cuda.device(a.device):
-        _product_kernel[(triton.cdiv(n, rows), batch * h)](
+    with torch.cuda.device_of(a):
+        _product_kernel[(triton.cdiv(n, rows) * batch * h,)](
             a, b, total, n, h, d, *a.stride(), *b.stride(), ROWS=rows, D=width
         )
     return total

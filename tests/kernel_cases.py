@@ -87,7 +87,25 @@ def _laid(t: Tensor, how: str) -> Tensor:
         return t.transpose(1, 3).contiguous().transpose(1, 3)
     if how == "sliced":
         return torch.cat((t, t + 1), -1)[..., : t.shape[-1]]
-    return t
+    return far(t, FAR[how]) if how in FAR else t
+
+
+FAR = {"far rows": 1, "far heads": 2, "far columns": 3}
+
+
+def far(t: Tensor, dim: int) -> Tensor:
+    """The same values, the last of them along that dimension at 2 ** 31 elements or more.
+
+    Most of that memory is never touched, so on a CPU it takes none.
+    """
+    if t.shape[dim] == 1:
+        return t
+    near = t.select(dim, 0)
+    step = 16 * -(-max(near.numel(), 2**31 // (t.shape[dim] - 1)) // 16)
+    strides = list(torch.empty_like(near, memory_format=torch.contiguous_format).stride())
+    strides.insert(dim, step)
+    memory = t.new_empty(near.numel() + step * (t.shape[dim] - 1))
+    return memory.as_strided(t.shape, strides).copy_(t)
 
 
 def dense(case: KernelCase, data: Data, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -234,6 +252,12 @@ CASES = [
     KernelCase(17, 20, d=(256, 130), heads=(2, 1)),
     # packed documents: many tiles in a block of rows, and of columns
     KernelCase(90, 90, tuple((i, i + 9, i, i + 9, *CAUSAL) for i in range(0, 90, 9)), pieces=2),
+]
+
+
+# what lies where 32 bits don't reach
+FAR_CASES = [
+    KernelCase(37, 45, heads=(2, 2), d=(16, 16), dtype=torch.float16, laid=how) for how in FAR
 ]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from ring_attention_pytorch.layouts import all_segments, count
 from ring_attention_pytorch.ulysses import Spread, key_heads, land
 from tests.interpreter import needs_triton
+from tests.kernel_cases import far
 
 
 def spread_over(layout: str, places: int, length: int, heads: tuple[int, int]) -> Spread:
@@ -82,6 +83,36 @@ def wrong_sums(dtype: torch.dtype) -> list[tuple]:
             if not torch.allclose(total.double(), want, atol=1e-5):
                 found.append((n, number, fresh, heads, alike))
     return found
+
+
+def wrong_far_away(dim: int) -> list[str]:
+    """Of the passes over rows, those that go wrong where indices times strides pass 32 bits."""
+    from ring_attention_pytorch import _triton_rows
+
+    draw = torch.Generator().manual_seed(0)
+    x, y, z = (torch.randn(1, 5, 3, 6, generator=draw).half() for _ in range(3))
+    lse, lse_x = (torch.randn(1, 3, 5, generator=draw) for _ in range(2))
+    at = far(x, dim)
+    total, merged = z.clone(), z.float()
+    _triton_rows.fused_add_(total, at, y, fresh=False)
+    _triton_rows.fused_merge_(merged, new := lse.clone(), at, far(lse_x, (0, 2, 1, 1)[dim]))
+    weight = torch.sigmoid(lse_x - lse).transpose(1, 2).unsqueeze(-1)
+    results = {
+        "add_": (total, z + x + y),
+        "merge_": (merged, z.float().lerp(x.float(), weight)),
+        "merge_'s lse": (new, torch.logaddexp(lse, lse_x)),
+        "sum_of_products": (
+            _triton_rows.fused_sum_of_products(y, at),
+            (x.float() * y.float()).sum(-1).transpose(1, 2),
+        ),
+    }
+    return [name for name, (got, want) in results.items() if not got.allclose(want, atol=2e-3)]
+
+
+@needs_triton
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_passes_over_rows_reach_beyond_32_bits(interpreted, dim):
+    assert interpreted.submit(wrong_far_away, dim).result() == []
 
 
 @needs_triton

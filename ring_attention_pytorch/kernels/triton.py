@@ -161,7 +161,7 @@ def _backward_of_keys(
     every = before is not dk or before_v is not dv
     table = _table(tiles, "cols", config.cols, keys.k, every)
     inputs = (saved.q, keys.k, keys.v, saved.dout, saved.lse, saved.delta)
-    options = _options(config, terms, keys, inputs)
+    options = _options(config, terms, keys, inputs, (dk, dv))
     q, dout, k, v, lse, delta = _operands(
         options["TMA"],
         *_of(config.rows, saved.q, saved.dout),
@@ -187,7 +187,7 @@ def _backward_of_queries(
     config = _config("queries", saved.q, keys, tiles)
     before, dq = grads.dq.room()
     table = _table(tiles, "rows", config.rows, saved.q, every=before is not dq)
-    options = _options(config, terms, keys, (saved.q, keys.k, keys.v, saved.dout))
+    options = _options(config, terms, keys, (saved.q, keys.k, keys.v, saved.dout), (dq,))
     q, dout, k, v = _operands(
         options["TMA"],
         *_of(config.rows, saved.q, saved.dout),
@@ -215,7 +215,13 @@ def _config(direction: str, q: Tensor, keys: Keys, tiles: Sequence[Tile]) -> Con
     return tiles.once((direction, q.shape[-1], keys.v.shape[-1], q.dtype, q.device), make)
 
 
-def _options(config: Config, terms: Terms, keys: Keys, moved: Sequence[Tensor]) -> dict[str, Any]:
+def _options(
+    config: Config,
+    terms: Terms,
+    keys: Keys,
+    moved: Sequence[Tensor],
+    written: Sequence[Tensor] = (),
+) -> dict[str, Any]:
     """The constants that a kernel is compiled with; `moved` is what it moves in blocks."""
     q, d, d_v = moved[0], keys.k.shape[-1], keys.v.shape[-1]
     exact = not q.is_cuda or torch.get_float32_matmul_precision() == "highest"
@@ -226,7 +232,9 @@ def _options(config: Config, terms: Terms, keys: Keys, moved: Sequence[Tensor]) 
         CLAMP=terms.softclamp is not None, NEGATE=terms.scale < 0, ALIBI=terms.alibi is not None,
         DROPS=terms.dropout is not None, PRECISION="ieee" if exact else "tf32",
         TMA=config.tma and _tma_fits(moved),
-        WIDE=any(block * (t.stride(1) + t.stride(3)) >= 2**31 for t in moved if t.ndim == 4),
+        WIDE=any(
+            block * (t.stride(1) + t.stride(3)) >= 2**31 for t in (*moved, *written) if t.ndim == 4
+        ),
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
 
