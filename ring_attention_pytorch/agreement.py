@@ -4,14 +4,22 @@ A rank that disagrees about a shape makes gloo end the process, hand out wrong d
 So whoever starts an exchange first compares notes, in one small all-gather over the host.
 """
 
+import inspect
 import json
-from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import wraps
+from hashlib import sha256
+from typing import Any, TypeVar
 
-from ring_attention_pytorch.ring import Ring
+from beartype import BeartypeConf, beartype
+from beartype.roar import BeartypeCallHintParamViolation
 
-_LONGEST_PROBLEM = 1200  # bytes; quoting may double them, and messages are of one fixed size
+from ring_attention_pytorch.notes import by_value, ranks_of
+from ring_attention_pytorch.ring import Ring, as_ring
+
+_LONGEST = 2000  # characters of a problem, or of what a note says of one thing
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def agree(
@@ -29,7 +37,8 @@ def agree(
     what must be the same in all rings of the group, for it decides what they exchange next.
 
     Raises:
-        ValueError: a rank has a problem, or ranks differ; the same text on all ranks.
+        ValueError: ranks are in different calls, one has a problem, or they differ; the same text
+            on all ranks.
     """
     note = {
         "everywhere": {"ring size": ring.size, **(everywhere or {})},
@@ -37,9 +46,11 @@ def agree(
         "own": dict(own or {}),
         "problem": _shortened(problem or ring.problem or "") or None,
     }
-    message = json.dumps(note, ensure_ascii=False).encode(errors="replace")
-    notes = [json.loads(m) for m in ring.gather_bytes(message)]
-    problems = _by_value([n["problem"] for n in notes])
+    notes = [
+        _read(caller, rank, told)
+        for rank, told in enumerate(ring.gather_notes(caller, json.dumps(note).encode()))
+    ]
+    problems = by_value([n["problem"] for n in notes])
     problems.pop(None, None)
     if problems:
         found = (_at(p, ranks, len(notes)) for p, ranks in problems.items())
@@ -52,6 +63,39 @@ def agree(
             values = [n["same"].get(name) for n in members]
             _check_same(caller, name, values, first=number * ring.size)
     return [n["own"] for n in rings[ring.first // ring.size]]
+
+
+def problem_of(find: Callable[[], str | None]) -> str | None:
+    """What `find` says is wrong with one rank's arguments, or what goes wrong in it.
+
+    A tensor without values, say, or an object that breaks when it is looked at. All ranks are to be
+    told, whatever it is.
+
+    >>> problem_of(lambda: [][1])
+    'IndexError: list index out of range'
+    """
+    try:
+        return find()
+    except Exception as error:
+        return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+
+
+def told_by_group(
+    caller: str, unless: tuple[str, Any] = ("plan", None)
+) -> Callable[[dict[str, Any], str], None]:
+    """For `typed` functions over a `group`, which agree as that caller.
+
+    They do so unless an argument, by name, has another value than this; a plan is agreed already.
+    """
+
+    def tell(given: dict[str, Any], problem: str) -> None:
+        name, value = unless
+        if given.get(name) is value:
+            size = given.get("ring_size")
+            ring = as_ring(given.get("group"), size if isinstance(size, int) else None)
+            agree(ring, caller, {}, problem=problem)
+
+    return tell
 
 
 def raise_together(ring: Ring, caller: str, problem: str | None) -> None:
@@ -69,17 +113,91 @@ def raise_together(ring: Ring, caller: str, problem: str | None) -> None:
         raise ValueError(f"{caller}: {problem}")
 
 
+def typed(tell: Callable[[dict[str, Any], str], object]) -> Callable[[Function], Function]:
+    """A decorator: arguments are of their annotated types, or all ranks hear which one is not.
+
+    `tell` is given the arguments by name and what is wrong with them, and raises that on all ranks
+    that will wait for this one; where there are none it returns.
+
+    Raises:
+        ValueError: an argument is of another type; on all ranks alike.
+
+    >>> @typed(lambda given, problem: None)
+    ... def twice(x: int) -> int:
+    ...     return 2 * x
+    >>> twice("two")
+    Traceback (most recent call last):
+    ValueError: twice() parameter x='two' violates type hint <class 'int'>, ...
+    """
+
+    def decorate(function: Function) -> Function:
+        checked = beartype(function, conf=BeartypeConf(is_color=False))
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return checked(*args, **kwargs)
+            except BeartypeCallHintParamViolation as error:
+                if not _of_this_call(error):
+                    raise
+                problem = _in_one_line(error, function)
+            tell(signature.bind_partial(*args, **kwargs).arguments, problem)
+            raise ValueError(problem)
+
+        return call
+
+    return decorate
+
+
+def _of_this_call(error: BaseException) -> bool:
+    """Whether the function that was called has found it, and none that it has called itself."""
+    trace = error.__traceback__
+    return trace is not None and trace.tb_next is not None and trace.tb_next.tb_next is None
+
+
+def _in_one_line(error: BaseException, function: Callable[..., Any]) -> str:
+    text = " ".join(str(error).split())
+    place = f"{function.__module__}.{function.__qualname__}()"
+    return (
+        text.removeprefix("Function ")
+        .removeprefix("Method ")
+        .replace(place, f"{function.__name__}()")
+    )
+
+
 def _check_same(caller: str, name: str, values: list[Any], first: int) -> None:
-    found = _by_value([json.dumps(value, ensure_ascii=False) for value in values])
+    found = by_value([json.dumps(value, ensure_ascii=False) for value in values])
     if len(found) > 1:
-        got = ", ".join(f"{v} on {_ranks([first + r for r in at])}" for v, at in found.items())
+        got = ", ".join(f"{v} on {ranks_of([first + r for r in at])}" for v, at in found.items())
         raise ValueError(
             f"{caller}: {name} must be the same on every rank, got {got}; pass the same on all"
         )
 
 
 def _shortened(text: str) -> str:
-    return text.encode(errors="replace")[:_LONGEST_PROBLEM].decode(errors="ignore")
+    """So much as can be printed."""
+    return text[:_LONGEST].encode(errors="replace").decode()
+
+
+def _read(caller: str, rank: int, told: bytes) -> dict[str, Any]:
+    """The note of a rank, which may be of another version of this library, or of none."""
+    try:
+        note = json.loads(told)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(caller, rank, str(error)) from None
+    kinds = {"everywhere": dict, "same": dict, "own": dict, "problem": (str, type(None))}
+    for name, kind in kinds.items():
+        if not isinstance(note, dict) or not isinstance(note.get(name, 0), kind):
+            raise _unreadable(caller, rank, f"it has no {name}")
+    return note
+
+
+def _unreadable(caller: str, rank: int, why: str) -> ValueError:
+    return ValueError(
+        f"{caller}: the note of rank {rank} can't be read: {why}; "
+        "run the same version of this library on all ranks"
+    )
 
 
 def _names(notes: list[dict[str, Any]]) -> list[str]:
@@ -89,19 +207,13 @@ def _names(notes: list[dict[str, Any]]) -> list[str]:
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
-    return value if isinstance(value, (bool, int, float, type(None))) else str(value)[:100]
-
-
-def _by_value(values: list[Any]) -> dict[Any, list[int]]:
-    found: dict[Any, list[int]] = defaultdict(list)
-    for rank, value in enumerate(values):
-        found[value].append(rank)
-    return found
+    if isinstance(value, (bool, int, float, type(None))):
+        return value
+    text = str(value)
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:200]}... ({sha256(text.encode(errors='replace')).hexdigest()[:12]})"
 
 
 def _at(problem: str, ranks: list[int], size: int) -> str:
-    return problem if len(ranks) == size else f"{problem} (on {_ranks(ranks)})"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    return problem if len(ranks) == size else f"{problem} (on {ranks_of(ranks)})"

@@ -44,11 +44,12 @@ def documents_problem(
         return "documents and cu_seqlens say the same thing; pass one or the other"
     b, n = shape[:2]
     if isinstance(documents, Tensor):
-        if documents.dtype in _INTEGERS and list(documents.shape) == [b, n]:
+        right = documents.dtype in _INTEGERS and list(documents.shape) == [b, n]
+        if right and not documents.is_meta:
             return None
         return (
             f"documents must be int [{b}, {n}], equal where tokens are of one document, "
-            f"got {documents.dtype} {list(documents.shape)}"
+            f"got {documents.dtype} {list(documents.shape)} on {documents.device}"
         )
     if cu_seqlens is None:
         return None
@@ -133,7 +134,7 @@ def of_ids(ids: Tensor) -> Documents:
 def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Packing:
     """The documents of each sample of a ring whose ranks hold ids `[b, n]`, by two exchanges."""
     runs = [torch.unique_consecutive(row, return_counts=True) for row in ids.cpu()]
-    notes = tell(ring, [[t.tolist() for t in run] for run in runs])
+    notes = tell(ring, "ids of documents", [[t.tolist() for t in run] for run in runs])
     whole = torch.empty((len(ids), sum(map(count, segments))), dtype=torch.long)
     for held, note in zip(segments, notes):
         at = segment_positions(held)
@@ -145,13 +146,13 @@ def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Packi
 
 def gather_packings(ring: Ring, packing: Packing) -> Packing:
     """The documents of every rank's samples, where each rank brings samples of its own."""
-    notes = tell(ring, [documents.runs for documents in packing])
+    notes = tell(ring, "documents", [documents.runs for documents in packing])
     return tuple(Documents(tuple(Run(*run) for run in runs)) for note in notes for runs in note)
 
 
-def tell(ring: Ring, note: Any) -> list[Any]:
+def tell(ring: Ring, subject: str, note: Any) -> list[Any]:
     """The notes of the ring's ranks. All ranks of the group take part."""
-    notes = ring.gather_long(json.dumps(note).encode())
+    notes = ring.gather_notes(subject, json.dumps(note).encode())
     return [json.loads(text) for text in notes[ring.first : ring.first + ring.size]]
 
 

@@ -63,7 +63,7 @@ def positions_seen(segments: Segments, visible: Visible) -> Tensor:
 
 def gather_positions(ring: Ring, own: Sequence[Tensor]) -> list[tuple[Segments, ...]]:
     """Positions `[n]` of queries and of keys as every rank's segments, by two exchanges."""
-    notes = tell(ring, [_runs(t.cpu().long()) for t in own])
+    notes = tell(ring, "positions", [_runs(t.cpu().long()) for t in own])
     return [tuple(tuple(Segment(*s) for s in note[i]) for note in notes) for i in range(len(own))]
 
 
@@ -113,6 +113,8 @@ def prefix_problem(prefix: Prefix, batch: int, fits: bool) -> str | None:
         return None
     if not fits:
         return "prefix needs causal=True, and no documents and no positions beside it"
+    if isinstance(prefix, Tensor) and (prefix.is_floating_point() or prefix.ndim > 1):
+        return f"prefix must be ints, one or {batch}, got {prefix.dtype} {list(prefix.shape)}"
     found = prefixes(prefix, batch)
     if len(found) == batch and all(isinstance(p, int) and p >= 0 for p in found):
         return None

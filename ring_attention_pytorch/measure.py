@@ -83,7 +83,7 @@ def machine_of(ring: Ring, degree: int, kernel: Chosen, job: Job, like: Tensor) 
     links = "links", ring.size, degree
     speeds = kernel.name, job.key_heads, job.heads, job.d, job.d_v, like.dtype
     note = [socket.gethostname(), links in known, speeds in known]
-    notes = [json.loads(told) for told in ring.gather_bytes(json.dumps(note).encode())]
+    notes = [json.loads(told) for told in ring.gather_notes("measuring", json.dumps(note).encode())]
     hosts, *knows = zip(*notes)
     with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
         if not all(knows[0]):
@@ -136,7 +136,7 @@ def same_host(hosts: Sequence[str], ring_size: int) -> int:
 
 def _slowest(ring: Ring, mine: Seconds | None) -> Seconds:
     """The most seconds that any rank of the group took; nothing where one of them could not."""
-    told = [json.loads(note) for note in ring.gather_long(json.dumps(mine).encode())]
+    told = [json.loads(note) for note in ring.gather_notes("speeds", json.dumps(mine).encode())]
     if None in told:
         return {}
     names = {name for each in told for name in each}
@@ -149,7 +149,7 @@ def _links(ring: Ring, degree: int, hosts: Sequence[str], device: torch.device) 
         buffers = [room(torch.empty(0, device=device), _BYTES[-1]).zero_() for _ in range(2)]
     except RuntimeError:  # no memory left: then it is not worth a failure
         buffers = []
-    if b"" in ring.gather_bytes(b"here" if buffers else b""):
+    if b"" in ring.gather_notes("room to measure", b"here" if buffers else b""):
         return None
     sent, received = buffers
     step = degree % ring.size or 1
@@ -227,7 +227,7 @@ def _seconds(
     found = []
     for _ in range(1 + _ROUNDS):
         if together is not None:
-            together.gather_bytes(b"")
+            together.gather_notes("timing", b"")
         start = time.perf_counter()
         run()
         if device.type == "cuda":

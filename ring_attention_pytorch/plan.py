@@ -6,32 +6,21 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from beartype import beartype
 from torch import Tensor
 
-from ring_attention_pytorch.agreement import agree, raise_together
+from ring_attention_pytorch.agreement import agree, raise_together, told_by_group, typed
 from ring_attention_pytorch.checks import (
     Signature,
-    agreed_shapes,
     lengths_problem,
-    like_autocast,
-    option_problem,
     qkv_problem,
     segments_of_two,
 )
-from ring_attention_pytorch.contract import Case, Keys, MaskMod, Terms, Tiles, Transport
+from ring_attention_pytorch.contract import Keys, MaskMod, Terms, Tiles, Transport
 from ring_attention_pytorch.cost import Machine
-from ring_attention_pytorch.documents import (
-    Borders,
-    Packing,
-    digest,
-    documents_problem,
-    end_problem,
-    whole_packing,
-)
-from ring_attention_pytorch.dropout import Dropout, dropout_problem, own_seed
+from ring_attention_pytorch.documents import Borders, Packing, end_problem, whole_packing
+from ring_attention_pytorch.dropout import Dropout
 from ring_attention_pytorch.graphs import Graphs, Tensors, can_be_captured, with_graphs
-from ring_attention_pytorch.kernels import Chosen, choose
+from ring_attention_pytorch.kernels import Chosen
 from ring_attention_pytorch.layouts import (
     Layout,
     Segments,
@@ -45,33 +34,23 @@ from ring_attention_pytorch.masks import (
     by_sample,
     copied,
     gather_positions,
-    mask_mod_problem,
-    positions_problem,
     positions_seen,
-    prefix_digest,
-    prefix_problem,
     repeats_problem,
     seen_by_any,
 )
-from ring_attention_pytorch.measure import measures, room_left, settle
+from ring_attention_pytorch.measure import settle
+from ring_attention_pytorch.proposal import Asked, Proposal
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 from ring_attention_pytorch.rows import accumulator
-from ring_attention_pytorch.scores import (
-    bias_problem,
-    columns,
-    per_head_problem,
-    sinks_note,
-    widened,
-)
+from ring_attention_pytorch.scores import per_head_problem
 from ring_attention_pytorch.transforms import outside_transforms
 from ring_attention_pytorch.transports import (
     make_together,
     make_transport,
     owners_at_once,
-    transport_problem,
 )
 from ring_attention_pytorch.transports.pieces import Blocks, Job, is_short
-from ring_attention_pytorch.ulysses import Ulysses, job_of, ulysses_problem
+from ring_attention_pytorch.ulysses import Ulysses, job_of
 
 
 @dataclass(frozen=True)
@@ -113,8 +92,8 @@ class RingPlan:
 
     @classmethod
     @outside_transforms
-    @beartype
-    def make(  # noqa: PLR0913, PLR0915 - a public entry point
+    @typed(told_by_group("ring attention"))
+    def make(  # noqa: PLR0913 - a public entry point
         cls,
         q: Tensor,
         k: Tensor,
@@ -163,65 +142,16 @@ class RingPlan:
         [0, 1, 2, 3, 4, 5]
         """
         ring = as_ring(group)
-        q, k, v = (like_autocast(t) for t in (q, k, v))
-        packed = documents is not None or cu_seqlens is not None
-        placed = query_positions is not None or key_positions is not None
-        problem = qkv_problem(q, k, v, key_mask) or option_problem(
-            window, scale, softclamp, layout, bucket_size,
-            not placed and cross and (causal or window is not None),
+        asked = Asked(
+            causal, window, key_mask, scale, softclamp, layout, kernel, transport, ulysses, memory,
+            bucket_size, cross, documents, cu_seqlens, sinks, alibi_slopes, key_bias, mask_mod,
+            prefix, query_positions, key_positions, dropout, dropout_seed,
         )  # fmt: skip
-        problem = problem or documents_problem(documents, cu_seqlens, q.shape)
-        problem = problem or per_head_problem("sinks", q, sinks)
-        problem = problem or per_head_problem("alibi_slopes", q, alibi_slopes)
-        if alibi_slopes is not None and alibi_slopes.requires_grad:
-            problem = problem or "alibi_slopes have no gradient; detach them"
-        problem = problem or bias_problem(key_bias, q, k, scale, softclamp)
-        problem = problem or mask_mod_problem(mask_mod, q.device)
-        problem = problem or prefix_problem(prefix, len(q), causal and not packed and not placed)
-        problem = problem or positions_problem(query_positions, key_positions, q, k, packed)
-        problem = problem or dropout_problem(dropout, dropout_seed)
-        problem = problem or transport_problem(transport, memory)
-        problem = problem or ulysses_problem(ulysses, ring.size, q.shape[2])
-        d = q.shape[-1] if problem is None else 0
-        if problem is None and key_bias is not None:
-            more = columns(q, k, key_bias)
-            q, k = widened(q, more), widened(k, more)
-        if problem is None:
-            asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
-            asked |= dict(
-                alibi_slopes=alibi_slopes, mask_mod=mask_mod, dropout=dropout, packed=packed
-            )
-            try:
-                chosen = choose(kernel, Case.of(q, v, **asked))
-            except ValueError as error:
-                problem = str(error)
-        lengths = agree(
-            ring,
-            "ring attention",
-            same={} if problem else dict(
-                agreed_shapes(q, k, v) | dict(also or {}), causal=causal, window=window,
-                scale=scale, softclamp=softclamp, layout=str(layout), kernel=kernel, cross=cross,
-                transport=transport, ulysses=ulysses, memory=memory,
-                key_mask="given" if key_mask is not None else None,
-                cu_seqlens=digest(cu_seqlens), sinks=sinks_note(sinks),
-                prefix=prefix_digest(prefix),
-                key_bias=None if key_bias is None else list(key_bias.shape[2:]),
-                mask_mod="given" if mask_mod is not None else None,
-                alibi_slopes="given" if alibi_slopes is not None else None,
-                dropout=float(dropout), dropout_seed=dropout_seed,
-                **{"kernel chosen": chosen.name},
-            ),
-            own={} if problem else {
-                "n": q.shape[1], "m": k.shape[1], "seed": own_seed(dropout, dropout_seed),
-                "room": room_left(q) if transport is None and memory is None else 0,
-            },
-            problem=problem,
-            everywhere={
-                "documents": "given" if documents is not None else None,
-                "query_positions and key_positions": "given" if placed else None,
-                "measuring (transport=None, unless deterministic)": measures(q, transport),
-            },
-        )  # fmt: skip
+        mine = Proposal.of(q, k, v, asked, ring.size, also or {})
+        lengths = agree(ring, "ring attention", mine.same, mine.own, mine.problem, mine.everywhere)
+        packed, placed = asked.packed, asked.placed
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        (q, k, v), chosen = mine.shaped, mine.kernel
         queries, keys = ([own[what] for own in lengths] for what in "nm")
         if cross is None:
             cross = queries != keys or placed
@@ -244,7 +174,7 @@ class RingPlan:
         blocks, swap, over = Blocks(query_segments, key_segments, *seen), None, ring
         key_mask = copied(key_mask, torch.bool)
         terms = Terms(
-            d**-0.5 if scale is None else scale,
+            scale,
             softclamp,
             bucket_size,
             copied(alibi_slopes, accumulator(q.dtype)),

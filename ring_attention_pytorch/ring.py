@@ -1,5 +1,6 @@
 """Moving tensors among the ranks of a ring: who takes part, and all point-to-point code."""
 
+import ctypes
 import os
 import warnings
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-_MESSAGE_BYTES = 4096  # one fixed size, so that ranks can disagree about anything but that
+from ring_attention_pytorch.notes import exchange
 
 _host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
@@ -95,20 +96,22 @@ class Ring:
         works = dist.batch_isend_irecv(ops) if ops else []
         return Transfer([t for _, t in sends], [t for _, t in receives], works)
 
-    def gather_long(self, message: bytes) -> list[bytes]:
-        """The same for messages of any length, which all ranks tell one another first."""
-        longest = max(map(int, self.gather_bytes(str(len(message)).encode())))
-        return self.gather_bytes(message, longest)
+    def gather_notes(self, subject: str, note: bytes) -> list[bytes]:
+        """The note of every rank of the group, over the host: no GPU waits.
 
-    def gather_bytes(self, message: bytes, size: int = _MESSAGE_BYTES) -> list[bytes]:
-        """The message of every rank of the group, over the host: no GPU waits."""
+        Raises:
+            ValueError: ranks have different subjects; the same text on all ranks.
+        """
+        return exchange(self.gather_bytes, subject, note)
+
+    def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
+        """The message of every rank of the group, filled up to that size with zeros."""
         if self.group is None:
             return [message]
-        assert len(message) <= size, "an agreement's message must be short"
-        mine = torch.frombuffer(bytearray(message.ljust(size)), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
         all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(all_of_them, mine, group=_host_group(self.group))
-        return [bytes(t.numpy()).rstrip() for t in all_of_them]
+        return [ctypes.string_at(t.data_ptr(), size) for t in all_of_them]
 
     def shared(self) -> tuple[ProcessGroup, tuple[int, ...]] | None:
         """A group all of whose ranks do the same at the same time, and this ring's among them."""
@@ -137,7 +140,7 @@ class Places(Ring):
         found = self.whole.shared()
         return None if found is None else (found[0], tuple(found[1][p] for p in self.places))
 
-    def gather_bytes(self, message: bytes) -> list[bytes]:
+    def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
         raise NotImplementedError("the whole ring agrees, not a part of it")
 
 

@@ -13,7 +13,7 @@ from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
 
-from ring_attention_pytorch.agreement import agree
+from ring_attention_pytorch.agreement import agree, problem_of, typed
 from ring_attention_pytorch.checks import in_graphs_problem, other_way_problem, over_ring_problem
 from ring_attention_pytorch.documents import Borders, documents_problem, local_packing
 from ring_attention_pytorch.dropout import dropout_problem
@@ -26,7 +26,7 @@ from ring_attention_pytorch.regular_attention import default_attention
 from ring_attention_pytorch.ring import Group, Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
-from ring_attention_pytorch.sharding import Spread, mask_problem
+from ring_attention_pytorch.sharding import Spread, mask_problem, told_by_module
 from ring_attention_pytorch.transforms import tangents_note
 
 
@@ -154,7 +154,7 @@ class RingAttention(nn.Module):
         )
         self.to_out = nn.Linear(inner, dim, bias=False)
 
-    @beartype
+    @typed(told_by_module("ring attention"))
     def forward(  # noqa: PLR0913 - a public entry point
         self,
         x: Tensor,
@@ -193,8 +193,8 @@ class RingAttention(nn.Module):
             ValueError: what can't be, or differs between ranks, on all ranks alike.
         """
         packed = {"documents": documents, "cu_seqlens": cu_seqlens}
-        problem = self._problem(x, mask, rotary_emb, context, context_mask)
-        problem = problem or self._packed_problem(x, context, **packed)
+        problem = problem_of(lambda: self._problem(x, mask, rotary_emb, context, context_mask))
+        problem = problem or problem_of(lambda: self._packed_problem(x, context, **packed))
         seen = mask if context is None else context_mask
         if plan is not None:
             decided = {"a mask": seen, "ring_size": ring_size, "context": context, **packed}

@@ -14,6 +14,7 @@ from beartype import beartype
 from torch import Tensor
 from torch.autograd import Function
 
+from ring_attention_pytorch.agreement import told_by_group, typed
 from ring_attention_pytorch.checks import autocast_dtype, like_autocast
 from ring_attention_pytorch.contract import Case, MaskMod
 from ring_attention_pytorch.derivatives import RingGradients, keep, tangents
@@ -68,7 +69,7 @@ class RingAttentionFunction(Function):
         return tangents(ctx.plan, given, along, (out, lse))
 
 
-@beartype
+@typed(told_by_group("ring attention"))
 def ring_attn(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,
@@ -187,8 +188,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     >>> ring_attn(q, k, v, causal=True).shape
     torch.Size([1, 6, 4, 8])
     """
-    q, k, v = (_autocast(t) for t in (q, k, v))
-    key_bias = None if key_bias is None else _autocast(key_bias)
+    q, k, v = (t.to(autocast_dtype(t)) for t in (q, k, v))
+    key_bias = None if key_bias is None else key_bias.to(autocast_dtype(key_bias))
     options = dict(
         causal=causal, window=window, key_mask=key_mask, scale=scale, softclamp=softclamp,
         layout=layout, group=group, kernel=kernel, transport=transport, ulysses=ulysses,
@@ -255,7 +256,7 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
     return explain(Case.of(q, v, **asked), kernel)
 
 
-@beartype
+@typed(told_by_group("ring attention"))
 def ulysses_attn(
     q: Tensor, k: Tensor, v: Tensor, *, group: Group = None, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -280,10 +281,6 @@ def ulysses_attn(
     return ring_attn(q, k, v, group=ring, ulysses=ring.size, **options)
 
 
-def _autocast(t: Tensor) -> Tensor:
-    return t.to(autocast_dtype(t))
-
-
 @lru_cache(maxsize=1)
 def _defaults() -> dict[str, Any]:
     return {n: p.default for n, p in inspect.signature(ring_attn).parameters.items()}
@@ -302,7 +299,7 @@ def _check_only_plan(options: dict[str, Any]) -> None:
         )
 
 
-@beartype
+@typed(told_by_group("ring attention", unless=("ring_reduce_col", True)))
 def ring_flash_attn(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,
@@ -356,7 +353,7 @@ def ring_flash_attn(  # noqa: PLR0913 - a public entry point
     return result
 
 
-@beartype
+@typed(told_by_group("ring attention", unless=("ring_reduce_col", True)))
 def ring_flash_attn_cuda(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,

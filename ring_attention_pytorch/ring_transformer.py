@@ -10,7 +10,7 @@ import torch
 from beartype import beartype
 from torch import Tensor, nn
 
-from ring_attention_pytorch.agreement import agree, raise_together
+from ring_attention_pytorch.agreement import agree, problem_of, raise_together, typed
 from ring_attention_pytorch.checks import shards_problem
 from ring_attention_pytorch.documents import (
     Borders,
@@ -29,7 +29,7 @@ from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 from ring_attention_pytorch.ring_attention import RingAttention
 from ring_attention_pytorch.rotary import RingRotaryEmbedding
-from ring_attention_pytorch.sharding import AutoShard, Spread, mask_problem
+from ring_attention_pytorch.sharding import AutoShard, Spread, mask_problem, told_by_module
 
 
 class _Tokens(NamedTuple):
@@ -137,7 +137,7 @@ class RingTransformer(nn.Module):
             self.layers.append(nn.ModuleList([attn, feed_forward(dim, ff_mult)]))
         self.to_logits = nn.Sequential(RMSNorm(dim), nn.Linear(dim, num_tokens, bias=False))
 
-    @beartype
+    @typed(told_by_module("RingTransformer"))
     def forward(
         self,
         x: Tensor,
@@ -208,8 +208,12 @@ class RingTransformer(nn.Module):
         given = {"mask": mask is not None, "labels": labels is not None, "return_loss": return_loss}
         shift = return_loss and labels is None
         classes = self.token_emb.num_embeddings
-        problem = _problem(x, mask, labels, classes, self.ignore_index)
-        problem = problem or self._packed_problem(x, on, **packed)
+        problem = problem_of(
+            lambda: (
+                _problem(x, mask, labels, classes, self.ignore_index)
+                or self._packed_problem(x, on, **packed)
+            )
+        )
         self.spread.check(problem, on, ring_size, "RingTransformer")
         if labels is not None and mask is not None:
             labels = labels.masked_fill(~mask, self.ignore_index)

@@ -4,7 +4,7 @@ One convention of gradients: backward differentiates the sum of every rank's res
 rank's tensors being separate variables.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from beartype import beartype
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.agreement import agree
+from ring_attention_pytorch.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.balance import deal
 from ring_attention_pytorch.documents import Packing, gather_packings
 from ring_attention_pytorch.layouts import (
@@ -60,7 +60,7 @@ def shard_sequence(
     return x.index_select(dim, segment_positions(segments, x.device))
 
 
-@beartype
+@typed(told_by_group("unshard_sequence"))
 def unshard_sequence(
     x: Tensor, *, length: int, dim: int = 1, layout: Layout = "contiguous", group: Group = None
 ) -> Tensor:
@@ -269,6 +269,21 @@ class Spread:
             return shards
         layout = deal(shards.packing, shards.ring.size, self.causal, window)
         return replace(shards, layout=layout)
+
+
+def told_by_module(caller: str) -> Callable[[dict[str, Any], str], None]:
+    """For `typed` calls of modules that are `Spread`, and agree as that caller without a plan."""
+
+    def tell(given: dict[str, Any], problem: str) -> None:
+        if given.get("plan") is not None:
+            return
+        module, size = given["self"], given.get("ring_size")
+        off = given.get("force_ring_reduce_off") is True
+        on = module.spread.on(off or getattr(module, "force_regular_attn", False))
+        size = size if on and isinstance(size, int) else None
+        module.spread.check(problem, on, size, caller)
+
+    return tell
 
 
 def mask_problem(name: str, mask: Tensor | None, x: Tensor) -> str | None:

@@ -6,11 +6,10 @@ clusters": partial results merge in any order, so an all-reduce does it in log(P
 
 import torch
 import torch.distributed as dist
-from beartype import beartype
 from einops import rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.agreement import agree
+from ring_attention_pytorch.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.contract import Case, Keys, Terms
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.layouts import Tile
@@ -18,7 +17,7 @@ from ring_attention_pytorch.ring import Group, Ring, as_ring
 from ring_attention_pytorch.running import Result
 
 
-@beartype
+@typed(told_by_group("tree_attn_decode"))
 @torch.no_grad()
 def tree_attn_decode(
     q: Tensor,
@@ -98,7 +97,7 @@ def _agreed_width(
     use_triton: bool | None,
 ) -> int:
     """The head size of v, which ranks without keys learn from the others."""
-    problem = _problem(q, k, v, key_mask)
+    problem = problem_of(lambda: _problem(q, k, v, key_mask))
     if not 0 < eps <= 1:
         problem = f"eps must be positive and at most 1, the least total weight, got {eps}"
     if use_triton:

@@ -6,14 +6,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beartype.roar import BeartypeCallHintParamViolation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring_attention_pytorch.agreement import agree
-from ring_attention_pytorch.plan import RingPlan
+from ring_attention_pytorch import (
+    RingAttention,
+    RingPlan,
+    RingTransformer,
+    apply_rotary_pos_emb,
+    ring_attn,
+    ring_flash_attn,
+    tree_attn_decode,
+    ulysses_attn,
+)
+from ring_attention_pytorch.agreement import agree, typed
 from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.ring_transformer import RingTransformer
+from ring_attention_pytorch.routing import ConditionalRoutedFeedForward, soft_topk
 from ring_attention_pytorch.routing.plan import RoutingPlan
+from ring_attention_pytorch.sharding import unshard_sequence
 from tests import threads
 
 values = (
@@ -82,19 +93,29 @@ def test_a_problem_comes_before_a_difference():
     assert said(2, call) == ["here: bad (on rank 1)"] * 2
 
 
-@pytest.mark.parametrize("character", ["x", "é", "漢", "🦙", '"', "\\"])
-def test_a_problem_of_any_length_in_any_script_fits_into_the_message(character):
-    (found,) = {len(said(1, lambda ring: agree(ring, "here", {}, problem=character * 9999))[0])}
-    assert found > 100
+@pytest.mark.parametrize("character", ["x", "é", "漢", "🦙", '"', "\\", "\0", "\ud800"])
+def test_what_is_wrong_may_be_said_in_any_script_and_at_any_length(character):
+    problem = character * 99_999
 
-    class Short(Ring):
-        def gather_bytes(self, message: bytes) -> list[bytes]:
-            assert len(message) <= 4096
-            return [message]
+    def call(ring: Ring) -> None:
+        agree(ring, "here", {"layout": problem}, problem=problem if ring.rank else None)
 
-    ring = Short.alone()
-    with pytest.raises(ValueError, match="here"):
-        agree(ring, "here", {"layout": character * 9999}, problem=character * 9999)
+    (told,) = {*said(2, call)}
+    assert 1000 < len(told) < 3000
+    assert told.endswith("(on rank 1)")
+    told.encode()
+
+
+def test_notes_are_of_any_length():
+    same = {f"dropout of layer {i}": i / 1000 for i in range(700)}
+    got, _ = threads.run(3, lambda r: agree(r, "here", same, {"n": r.rank}))
+    assert got == [[{"n": 0}, {"n": 1}, {"n": 2}]] * 3
+
+
+def test_what_differs_late_differs():
+    texts = said(2, lambda ring: agree(ring, "here", {"x": "a" * 5000 + str(ring.rank)}))
+    assert "x must be the same on every rank" in texts[0]
+    assert texts[0] == texts[1]
 
 
 def test_things_that_json_does_not_know_are_compared_as_text():
@@ -204,4 +225,137 @@ def test_a_predicate_that_fails_on_one_rank_is_told_to_all():
     (told,) = {*said(3, call)}
     assert told is not None
     assert "mask_mod fails, asked of one pair: IndexError" in told
+    assert told.endswith("(on rank 1)")
+
+
+# --- other calls, other notes, other types ---
+
+
+def test_ranks_in_different_calls_are_all_told_which():
+    def call(ring: Ring) -> None:
+        if ring.rank == 1:
+            unshard_sequence(torch.zeros(1, 4), length=12, group=ring)
+        else:
+            q = torch.zeros(1, 4, 2, 8)
+            ring_attn(q, q, q, group=ring)
+
+    (told,) = {*said(3, call)}
+    assert "ranks are in different calls" in told
+    assert "ranks 0, 2: ring attention; rank 1: unshard_sequence" in told
+
+
+FOREIGN = {
+    "of another library": b"what else goes over a group" * 200,
+    "too short": b"?",
+    "no JSON": b"{",
+    "too deep": b"[" * 200_000,
+    "a list": b"[]",
+    "no names": b"{}",
+    "other kinds": b'{"everywhere": 1, "same": {}, "own": {}, "problem": null}',
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_notes_that_are_none_are_an_error_that_names_the_rank(kind):
+    def call(ring: threads.ThreadRing) -> None:
+        if ring.rank != 1:
+            agree(ring, "here", {"x": 1})
+        elif kind in ("of another library", "too short"):
+            ring.gather_bytes(FOREIGN[kind], 4096)
+            raise ValueError
+        else:
+            ring.gather_notes("here", FOREIGN[kind])
+            raise ValueError
+
+    first, _, third = said(3, call)
+    assert first == third
+    assert "rank 1" in first
+
+
+WRONG_TYPES = {
+    "ring_attn": dict(window="four"),
+    "ulysses_attn": dict(causal=1.5),
+    "ring_flash_attn": dict(bucket_size="large"),
+    "RingPlan": dict(memory="much"),
+    "tree_attn_decode": dict(eps="small"),
+    "unshard_sequence": dict(length="long"),
+    "soft_topk": dict(eps="soft"),
+    "RingAttention": dict(cu_seqlens=1),
+    "RingTransformer": dict(return_loss="yes"),
+    "ConditionalRoutedFeedForward": dict(num_heavy_tokens="few"),
+}
+
+
+def called_with(name: str, ring: Ring, wrong: dict[str, Any]) -> None:
+    """That function, or module, over a ring, with what may be of a wrong type."""
+    q, x = torch.zeros(1, 4, 3, 8), torch.zeros(1, 4, 16)
+    attention = dict(dim=16, dim_head=8, heads=2, ring_attn=True, group=ring, auto_shard_seq=False)
+    calls = {
+        "ring_attn": lambda: ring_attn(q, q, q, group=ring, **wrong),
+        "ulysses_attn": lambda: ulysses_attn(q, q, q, group=ring, **wrong),
+        "ring_flash_attn": lambda: ring_flash_attn(
+            q, q, q, ring_reduce_col=True, group=ring, **wrong
+        ),
+        "RingPlan": lambda: RingPlan.make(q, q, q, group=ring, **wrong),
+        "tree_attn_decode": lambda: tree_attn_decode(q, q, q, group=ring, **wrong),
+        "unshard_sequence": lambda: unshard_sequence(x, group=ring, **{"length": 12} | wrong),
+        "soft_topk": lambda: soft_topk(x, 2, group=ring, **wrong),
+        "RingAttention": lambda: RingAttention(**attention)(x, **wrong),
+        "RingTransformer": lambda: RingTransformer(num_tokens=9, depth=1, **attention)(
+            x[..., 0].long(), **wrong
+        ),
+        "ConditionalRoutedFeedForward": lambda: ConditionalRoutedFeedForward(
+            16, num_heavy_tokens=2, ring_attn=True, group=ring
+        )(x, **wrong),
+    }
+    calls[name]()
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_all_ranks_hear_of_a_wrong_type(name):
+    (told,) = {*said(3, lambda r: called_with(name, r, WRONG_TYPES[name] if r.rank == 1 else {}))}
+    assert told is not None
+    assert f"parameter {next(iter(WRONG_TYPES[name]))}=" in told
+    assert "violates type hint" in told
+    assert told.endswith("(on rank 1)")
+
+
+def test_a_wrong_type_within_a_call_is_not_taken_for_one_of_its_own():
+    @typed(lambda given, problem: pytest.fail("nobody is to be told"))
+    def outer(x: int) -> torch.Tensor:
+        return apply_rotary_pos_emb("angles", x)
+
+    with pytest.raises(BeartypeCallHintParamViolation):
+        outer(1)
+
+
+PREFIXES = [torch.tensor(1.5), torch.zeros(1), torch.zeros(1, 1), torch.ones(1, device="meta")]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES, ids=["0-d float", "float", "2-d", "meta"])
+def test_all_ranks_hear_of_a_prefix_that_can_t_be(prefix):
+    def call(ring: Ring) -> None:
+        q = torch.zeros(1, 4, 2, 8)
+        RingPlan.make(q, q, q, causal=True, group=ring, prefix=prefix if ring.rank == 1 else 1)
+
+    (told,) = {*said(3, call)}
+    assert told is not None
+    assert told.endswith("(on rank 1)")
+
+
+@pytest.mark.parametrize("name", ["key_mask", "documents", "query_positions", "cu_seqlens"])
+def test_all_ranks_hear_of_tensors_without_values(name):
+    def call(ring: Ring) -> None:
+        device = "meta" if ring.rank == 1 else "cpu"
+        q, at = torch.zeros(1, 4, 2, 8), torch.arange(4, device=device) + 4 * ring.rank
+        given = {
+            "key_mask": dict(key_mask=torch.ones(1, 4, dtype=torch.bool, device=device)),
+            "documents": dict(documents=torch.zeros(1, 4, dtype=torch.long, device=device)),
+            "query_positions": dict(query_positions=at, key_positions=at),
+            "cu_seqlens": dict(cu_seqlens=torch.tensor([0, 5, 12], device=device)),
+        }
+        RingPlan.make(q, q, q, group=ring, **given[name])
+
+    (told,) = {*said(3, call)}
+    assert told is not None
     assert told.endswith("(on rank 1)")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ring_attention_pytorch import RingAttention, RingPlan, RingTransformer, ring_attn
-from ring_attention_pytorch import plan as plans
+from ring_attention_pytorch import RingAttention, RingPlan, RingTransformer, proposal, ring_attn
 from ring_attention_pytorch.dropout import Dropout
 from ring_attention_pytorch.layouts import positions
 from ring_attention_pytorch.ring import Ring
@@ -234,7 +233,7 @@ def test_each_layer_of_the_model_draws_by_a_seed_of_its_own(monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS[:3])
 def test_the_model_is_the_same_over_a_ring(layout, monkeypatch):
-    monkeypatch.setattr(plans, "own_seed", lambda *_: 11)  # threads share a generator
+    monkeypatch.setattr(proposal, "own_seed", lambda *_: 11)  # threads share a generator
     whole = transformer()
     want = whole(IDS).detach()
 

@@ -690,7 +690,7 @@ def in_subgroups(case: Attention, kind: str) -> list[list[dict[str, float]]]:
     found = []
     for ring in rings:
         # every ring its own data: what goes astray is found
-        members = ring.gather_bytes(str(rank).encode())
+        members = ring.gather_notes("members", str(rank).encode())
         members = members[ring.first : ring.first + ring.size]
         mine = replace(case, seed=int(b"".join(members)))
         found.append(errors(mine, ring.rank, ring.size, shard(mine, ring), oracle(mine)))

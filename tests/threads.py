@@ -87,9 +87,9 @@ class ThreadRing(Ring):
             t.fill_(torch.nan if t.is_floating_point() else 255 if t.dtype == torch.uint8 else 1)
         return ThreadTransfer(self.hub, mail, taken)
 
-    def gather_bytes(self, message: bytes, size: int = 0) -> list[bytes]:
+    def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
         self.hub.gathers[self.rank] += 1
-        self.hub.notes[self.rank] = message
+        self.hub.notes[self.rank] = message.ljust(size, b"\0")
         self.hub.barrier.wait()
         notes = list(self.hub.notes)
         self.hub.barrier.wait()
@@ -106,8 +106,8 @@ class PartRing(Places):
         super().__init__(whole, range(first, first + size))
         self.first = first
 
-    def gather_bytes(self, message: bytes, size: int = 0) -> list[bytes]:
-        return self.whole.gather_bytes(message)
+    def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
+        return self.whole.gather_bytes(message, size)
 
 
 class ThreadTransfer:

@@ -13,6 +13,7 @@ from beartype import beartype
 from einops import einsum, rearrange, repeat
 from torch import Tensor, nn
 
+from ring_attention_pytorch.agreement import typed
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.norm import RMSNorm
 from ring_attention_pytorch.plan import RingPlan
@@ -25,7 +26,7 @@ from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Routing, Tokens
 from ring_attention_pytorch.routing.soft_topk import count_problem
 from ring_attention_pytorch.rows import accumulator
-from ring_attention_pytorch.sharding import Spread
+from ring_attention_pytorch.sharding import Spread, told_by_module
 
 
 class Routed(NamedTuple):
@@ -257,7 +258,7 @@ class ConditionalRoutedAttention(nn.Module):
         )  # fmt: skip
         self.null_q_token = nn.Parameter(torch.randn(dim)) if use_null_q_tokens else None
 
-    @beartype
+    @typed(told_by_module("ConditionalRoutedAttention"))
     def forward(
         self,
         x: Tensor,

@@ -12,6 +12,7 @@ import torch
 from beartype import beartype
 from torch import Tensor, nn
 
+from ring_attention_pytorch.agreement import typed
 from ring_attention_pytorch.ring import Group
 from ring_attention_pytorch.routing.attention import (
     HeavyAttention,
@@ -25,7 +26,7 @@ from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Tokens, refuse_blocks
 from ring_attention_pytorch.routing.selection import slots
 from ring_attention_pytorch.routing.soft_topk import count_problem
-from ring_attention_pytorch.sharding import Spread
+from ring_attention_pytorch.sharding import Spread, told_by_module
 
 
 class Turns(NamedTuple):
@@ -138,7 +139,7 @@ class ConditionalRoutedAutoregressiveAttention(nn.Module):
         refuse_blocks(self.q_router, "windows")
         self.null_q_token = nn.Parameter(torch.randn(dim)) if use_null_q_tokens else None
 
-    @beartype
+    @typed(told_by_module("ConditionalRoutedAutoregressiveAttention"))
     def forward(
         self,
         x: Tensor,

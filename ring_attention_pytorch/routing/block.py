@@ -3,13 +3,14 @@
 from beartype import beartype
 from torch import Tensor, nn
 
+from ring_attention_pytorch.agreement import typed
 from ring_attention_pytorch.ring import Group
 from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention
 from ring_attention_pytorch.routing.autoregressive import ConditionalRoutedAutoregressiveAttention
 from ring_attention_pytorch.routing.feedforward import ConditionalRoutedFeedForward
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import Tokens
-from ring_attention_pytorch.sharding import Spread
+from ring_attention_pytorch.sharding import Spread, told_by_module
 
 
 class ConditionalRoutedTransformerBlock(nn.Module):
@@ -93,7 +94,7 @@ class ConditionalRoutedTransformerBlock(nn.Module):
             heavy_ff_mult=heavy_ff_mult, heavy_window_size=window if causal else None, **both,
         )  # fmt: skip
 
-    @beartype
+    @typed(told_by_module("ConditionalRoutedTransformerBlock"))
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, plan: RoutingPlan | None = None
     ) -> Tensor:

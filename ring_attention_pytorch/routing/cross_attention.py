@@ -5,6 +5,7 @@ from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
 
+from ring_attention_pytorch.agreement import typed
 from ring_attention_pytorch.ring import Group
 from ring_attention_pytorch.routing.attention import (
     HeavyAttention,
@@ -16,7 +17,7 @@ from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Tokens
 from ring_attention_pytorch.routing.soft_topk import count_problem
 from ring_attention_pytorch.rows import accumulator
-from ring_attention_pytorch.sharding import Spread, all_to_all
+from ring_attention_pytorch.sharding import Spread, all_to_all, told_by_module
 
 
 class ConditionalRoutedCrossAttention(nn.Module):
@@ -105,7 +106,7 @@ class ConditionalRoutedCrossAttention(nn.Module):
         null = use_null_q_tokens and num_tokens_q is not None
         self.null_q_token = nn.Parameter(torch.randn(dim)) if null else None
 
-    @beartype
+    @typed(told_by_module("ConditionalRoutedCrossAttention"))
     def forward(
         self,
         x: Tensor,

@@ -4,13 +4,14 @@ from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
 
+from ring_attention_pytorch.agreement import typed
 from ring_attention_pytorch.ring import Group
 from ring_attention_pytorch.ring_transformer import feed_forward
 from ring_attention_pytorch.routing.attention import Routed, base_for, sizes_problem
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Tokens, refuse_blocks
 from ring_attention_pytorch.routing.soft_topk import count_problem
-from ring_attention_pytorch.sharding import Spread
+from ring_attention_pytorch.sharding import Spread, told_by_module
 
 
 class ConditionalRoutedFeedForward(nn.Module):
@@ -71,7 +72,7 @@ class ConditionalRoutedFeedForward(nn.Module):
         self.light_ff = feed_forward(dim, light_ff_mult)
         self.heavy_ff = feed_forward(dim, heavy_ff_mult)
 
-    @beartype
+    @typed(told_by_module("ConditionalRoutedFeedForward"))
     def forward(
         self,
         x: Tensor,

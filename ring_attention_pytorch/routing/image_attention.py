@@ -7,11 +7,13 @@ from beartype import beartype
 from einops import rearrange
 from torch import Tensor
 
+from ring_attention_pytorch.agreement import typed
 from ring_attention_pytorch.ring_attention import RingAttention
 from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import Tokens
+from ring_attention_pytorch.sharding import told_by_module
 
 Size = tuple[int, int]
 
@@ -66,7 +68,7 @@ class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
             dim, dim_head=light_dim_head, heads=light_heads, kernel=options.get("kernel")
         )
 
-    @beartype
+    @typed(told_by_module("ConditionalRoutedImageAttention"))
     def forward(
         self,
         x: Tensor,

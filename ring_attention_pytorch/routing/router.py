@@ -13,6 +13,7 @@ from einops import einsum
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from ring_attention_pytorch.agreement import typed
 from ring_attention_pytorch.ring import Group
 from ring_attention_pytorch.routing.descent_triton import TRITON
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
@@ -31,7 +32,7 @@ from ring_attention_pytorch.routing.soft_topk import (
     threshold,
 )
 from ring_attention_pytorch.rows import accumulator, has_triton, sum_of_products
-from ring_attention_pytorch.sharding import Spread
+from ring_attention_pytorch.sharding import Spread, told_by_module
 from ring_attention_pytorch.transforms import refuse_second_order
 
 Tokens = int | float
@@ -170,7 +171,7 @@ class CoordinateDescentRouter(nn.Module):
             None if learned_routing_tokens else nn.Parameter(torch.randn(num_routing_tokens, dim))
         )
 
-    @beartype
+    @typed(told_by_module("CoordinateDescentRouter"))
     def forward(
         self,
         x: Tensor,

@@ -22,7 +22,7 @@ from beartype import beartype
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.agreement import agree
+from ring_attention_pytorch.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 from ring_attention_pytorch.routing.exchange import everyones, total_over_ranks
 from ring_attention_pytorch.transforms import refuse_second_order
@@ -169,7 +169,7 @@ def gates(scores: Tensor, a: Tensor, eps: float) -> Tensor:
     return (x.masked_fill(x >= 0, 0.0) / eps).exp()
 
 
-@beartype
+@typed(told_by_group("soft_topk"))
 def soft_topk(
     scores: Tensor,
     k: Count,
@@ -201,7 +201,7 @@ def soft_topk(
     [1.0, 0.0, 1.0, 0.0]
     """
     ring = as_ring(group)
-    problem = scores_problem(scores, k, mask) or eps_problem(eps)
+    problem = problem_of(lambda: scores_problem(scores, k, mask) or eps_problem(eps))
     grad = torch.is_grad_enabled()
     same = {} if problem else dict(
         rows=list(scores.shape[:-1]), dtype=scores.dtype, eps=eps, mask=mask is not None,

@@ -138,7 +138,7 @@ class Space:
             if (old := getattr(self, name)).nbytes < rounded(nbytes):
                 larger = Shelf(group, self.device, rounded(nbytes), len(old.memory))
                 torch.cuda.synchronize(self.device)
-                Ring(group).gather_bytes(b"")  # nobody reads the old one any more
+                Ring(group).gather_notes("larger shelves", b"")  # nobody reads the old one any more
                 if old.captured:
                     self.outgrown.append(old)
                 setattr(self, name, larger)
@@ -172,13 +172,13 @@ def space_of(group: ProcessGroup, device: torch.device) -> Space | None:
     """
     if group not in _spaces:
         ring, space = Ring(group), None
-        notes = [note.decode() for note in ring.gather_bytes(_place(device).encode())]
+        notes = [note.decode() for note in ring.gather_notes("hosts", _place(device).encode())]
         if "" not in notes and len(set(notes)) == 1:
             try:
                 space = Space(group, device)
             except RuntimeError:  # no peer access, or no way to share memory
                 space = None
-            if b"" in ring.gather_bytes(b"here" if space is not None else b""):
+            if b"" in ring.gather_notes("space", b"here" if space is not None else b""):
                 space = None
         _spaces[group] = space
     return _spaces[group]
