@@ -1,909 +1,911 @@
-"""Planted faults: each must make a small battery of cases fail, or the tests prove nothing.
+"""Faults planted into attention, and a battery of cases that must find each of them.
 
-A mutant is one change to the source of one file. `python -m tests.mutants` runs the battery
-for the sources as they are and then for each mutant, in a process of its own over a changed
-copy of the package, and prints one line of JSON: what was found, by name; null is nothing.
+`python -m tests.mutants` prints what was found, as JSON; how is told in `hunt`.
 """
 
-import compileall
-import itertools
-import json
-import multiprocessing as mp
-import shutil
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-PACKAGE = Path(__file__).parent.parent / "ring_attention_pytorch"
-SECONDS = 60
+import pytest
+import torch
 
-
-class Mutant(NamedTuple):
-    name: str
-    file: str  # of the package
-    old: str  # occurs exactly once
-    new: str
-
+from tests import hunt
+from tests.faults import Mutant
+from tests.hunt import Case
 
 MUTANTS = [
     # layouts
-    Mutant("causal off by one", "layouts.py", "right = gap // stride", "right = gap // stride - 1"),
     Mutant(
-        "causal off by one in strides", "layouts.py", "right = gap // stride",
+        "causal off by one", "layouts.py:_tile", "right = gap // stride",
+        "right = gap // stride - 1",
+    ),
+    Mutant(
+        "causal off by one in strides", "layouts.py:_tile", "right = gap // stride",
         "right = -(-gap // stride)",
     ),
     Mutant(
-        "window off by one", "layouts.py", "left, right = (visible.window - gap) // stride,",
+        "window off by one", "layouts.py:_tile", "left, right = (visible.window - gap) // stride,",
         "left, right = (visible.window + 1 - gap) // stride,",
     ),
     Mutant(
-        "window forgotten in one direction", "layouts.py", "(visible.window + gap) // stride",
+        "window forgotten in one direction", "layouts.py:_tile", "(visible.window + gap) // stride",
         "None",
     ),
     Mutant(
-        "window forgotten under causal", "layouts.py",
-        "if visible.window is not None:\n        left",
-        "if visible.window is not None and not visible.causal:\n        left",
+        "window forgotten under causal", "layouts.py:_tile", "if visible.window is not None: left",
+        "if visible.window is not None and not visible.causal: left",
     ),
-    Mutant("band off by one", "layouts.py", "seen &= offset <= right", "seen &= offset < right"),
     Mutant(
-        "buckets forget how far down they are", "layouts.py",
+        "band off by one", "layouts.py:band", "seen &= offset <= right", "seen &= offset < right",
+    ),
+    Mutant(
+        "buckets forget how far down they are", "layouts.py:buckets",
         "None if right is None else right + above", "right",
     ),
     Mutant(
-        "staircase joined whatever lies below", "layouts.py",
+        "staircase joined whatever lies below", "layouts.py:_staircase",
         "if not (full_below and beside and", "if not (beside and",
     ),
     Mutant(
-        "a needed distance forgotten", "layouts.py", "for t in range(1, ring_size)\n",
-        "for t in range(1, ring_size - 1)\n",
+        "a needed distance forgotten", "layouts.py:needed_distances",
+        "for t in range(1, ring_size)", "for t in range(1, ring_size - 1)",
     ),
     Mutant(
-        "zigzag without its mirror", "layouts.py", "[rank, 2 * ring_size - 1 - rank]",
+        "zigzag without its mirror", "layouts.py:zigzag", "[rank, 2 * ring_size - 1 - rank]",
         "[rank, ring_size + rank]",
     ),
     Mutant(
-        "longer chunks counted twice", "layouts.py", "c * size + min(c, longer)",
+        "longer chunks counted twice", "layouts.py:_chunks", "c * size + min(c, longer)",
         "c * size + longer",
     ),
     # documents
     Mutant(
-        "documents see one another", "layouts.py", "for k in theirs.get(document, ())",
+        "documents see one another", "layouts.py:_by_document", "for k in theirs.get(document, ())",
         "for k in sum(theirs.values(), [])",
     ),
     Mutant(
-        "a document's last token left out", "segments.py", "-(-(stop - position) // stride)",
-        "(stop - position) // stride",
+        "a document's last token left out", "segments.py:Documents._cut",
+        "-(-(stop - position) // stride)", "(stop - position) // stride",
     ),
     Mutant(
-        "a document that goes on starts anew", "segments.py", "before = held.get(document, 0)",
-        "before = 0",
+        "a document that goes on starts anew", "segments.py:Documents.offsets",
+        "before = held.get(document, 0)", "before = 0",
     ),
     Mutant(
-        "all samples have the first one's documents", "masks.py",
+        "all samples have the first one's documents", "masks.py:by_sample",
         "visible._replace(documents=documents)", "visible._replace(documents=packing[0])",
     ),
     Mutant(
-        "samples that see alike are only the first", "masks.py",
+        "samples that see alike are only the first", "masks.py:by_sample",
         "stop = start + len(list(alike))", "stop = start + 1",
     ),
     Mutant(
-        "what only a later sample needs is not sent", "transports/pieces.py",
+        "what only a later sample needs is not sent", "transports/pieces.py:Blocks.distances",
         "self.apart or (self.visible,)", "self.apart[:1] or (self.visible,)",
     ),
     Mutant(
-        "ids taken for another rank's", "documents.py", "in zip(segments, notes):",
+        "ids taken for another rank's", "documents.py:gather_ids", "in zip(segments, notes):",
         "in zip(reversed(segments), notes):",
     ),
     Mutant(
-        "a prefix hides its later tokens", "layouts.py",
-        "if visible.causal and not within:", "if visible.causal:",
+        "a prefix hides its later tokens", "layouts.py:_tile", "if visible.causal and not within:",
+        "if visible.causal:",
     ),
     Mutant(
-        "later tokens are seen from the prefix", "layouts.py",
+        "later tokens are seen from the prefix", "layouts.py:_tile",
         "max(q.start, k.start) < visible.prefix", "q.start < visible.prefix",
     ),
     Mutant(
-        "positions of keys taken for queries'", "masks.py", "note[i]) for note in notes)",
-        "note[0]) for note in notes)",
+        "positions of keys taken for queries'", "masks.py:gather_positions",
+        "note[i]) for note in notes)", "note[0]) for note in notes)",
     ),
     Mutant(
-        "a document's last token predicts the next one's", "documents.py",
+        "a document's last token predicts the next one's", "documents.py:last_of_document",
         "torch.tensor([run.stop - 1", "torch.tensor([run.stop",
     ),
     Mutant(
-        "the heaviest to who has most", "balance.py", "key=loads.__getitem__)",
+        "the heaviest to who has most", "balance.py:_rounds", "key=loads.__getitem__)",
         "key=loads.__getitem__, reverse=True)",
     ),
     Mutant(
-        "work of the whole sequence, not of documents", "balance.py",
+        "work of the whole sequence, not of documents", "balance.py:visible_keys",
         "- offsets.repeat_interleave(lengths)", "- 0 * offsets.repeat_interleave(lengths)",
     ),
     Mutant(
-        "a block forgets the tile that began before it", "kernels/triton.py",
+        "a block forgets the tile that began before it", "kernels/triton.py:_make_table",
         "bisect_right(stops, at)", "bisect_left(starts, at)",
     ),
     Mutant(
-        "a block forgets its last tile", "kernels/triton.py",
+        "a block forgets its last tile", "kernels/triton.py:_make_table",
         "bisect_left(starts, at + block)", "bisect_left(starts, at + block) - 1",
     ),
     # merging and precision
     Mutant(
-        "every call of a kernel rounds as the last", "running.py",
+        "every call of a kernel rounds as the last", "running.py:_dtype_of_call",
         "return last if calls == 1 else running,", "return last if calls else running,",
     ),
     Mutant(
-        "own keys kept for the end are forgotten", "transports/gather.py",
-        "        if cut < length:\n            yield from _of",
-        "        if False:\n            yield from _of",
+        "own keys kept for the end are forgotten", "transports/gather.py:Gather.stream_back",
+        "if cut < length: yield from _of_own", "if False: yield from _of_own",
     ),
     Mutant(
-        "own keys kept for the end land first", "transports/gather.py",
+        "own keys kept for the end land first", "transports/gather.py:_of_own",
         "part.move_to(total, at.start)", "part.move_to(total, 0)",
     ),
     Mutant(
-        "a call of the kernel is not counted", "transports/gather.py",
-        "        if cut < length:\n            yield stretch(own, slice(cut, length))\n", "",
+        "a call of the kernel is not counted", "transports/gather.py:Gather.comes",
+        "if cut < length: yield stretch(own, slice(cut, length))", "",
     ),
     Mutant(
-        "merge weights swapped", "rows.py", "torch.sigmoid(part_lse - lse)",
+        "merge weights swapped", "rows.py:merge_", "torch.sigmoid(part_lse - lse)",
         "torch.sigmoid(lse - part_lse)",
     ),
     Mutant(
-        "merge does not rescale", "rows.py",
+        "merge does not rescale", "rows.py:merge_",
         "merged.lerp_(part.to(wide), weight.transpose(1, 2).unsqueeze(-1))",
         "merged.add_(part * weight.transpose(1, 2).unsqueeze(-1))",
     ),
     Mutant(
-        "merge of two -inf is NaN", "rows.py",
-        ".masked_fill_(part_lse == -torch.inf, 0.0)", "",
+        "merge of two -inf is NaN", "rows.py:merge_", ".masked_fill_(part_lse == -torch.inf, 0.0)",
+        "",
     ),
     Mutant(
-        "lse is that of the last block", "rows.py", "torch.logaddexp(lse, part_lse, out=lse)",
-        "lse.copy_(part_lse)",
+        "lse is that of the last block", "rows.py:merge_",
+        "torch.logaddexp(lse, part_lse, out=lse)", "lse.copy_(part_lse)",
     ),
     Mutant(
-        "running sums in half precision", "rows.py",
+        "running sums in half precision", "rows.py:accumulator",
         "torch.promote_types(dtype, torch.float32)",
         "dtype if dtype == torch.float64 else torch.bfloat16",
     ),
     Mutant(
-        "running sums in the inputs' precision", "rows.py",
+        "running sums in the inputs' precision", "rows.py:accumulator",
         "torch.promote_types(dtype, torch.float32)", "dtype",
     ),
     Mutant(
-        "sums do not wait for their parts", "running.py",
-        'to be added to in place."""\n        self._join()',
-        'to be added to in place."""',
+        "sums do not wait for their parts", "running.py:Sum.running",
+        '"""The sum as `accumulator(dtype)`, to be added to in place.""" self._join()',
+        '"""The sum as `accumulator(dtype)`, to be added to in place."""',
     ),
     Mutant(
-        "a result does not wait for its parts", "running.py",
-        "lse in the accumulator's.\"\"\"\n        join(self._q.device)",
-        "lse in the accumulator's.\"\"\"",
+        "a result does not wait for its parts", "running.py:Result.final",
+        "\"\"\"out in q's dtype, lse in the accumulator's.\"\"\" join(self._q.device)",
+        "\"\"\"out in q's dtype, lse in the accumulator's.\"\"\"",
     ),
     # calls side by side
     Mutant(
-        "a call waits for nothing", "lanes.py",
-        "        self.stream.wait_event(lanes.begins)\n", "",
+        "a call waits for nothing", "lanes.py:_Aside.__enter__",
+        "self.stream.wait_event(lanes.begins)", "",
     ),
     Mutant(
-        "memory is used again that a call writes", "lanes.py",
-        "                t.record_stream(self.stream)", "                pass",
+        "memory is used again that a call writes", "lanes.py:_Aside.__enter__",
+        "t.record_stream(self.stream)", "pass",
     ),
     Mutant(
-        "what is sent last is not waited for", "lanes.py", "in range(len(_PRIORITIES))",
+        "what is sent last is not waited for", "lanes.py:_returning", "in range(len(_PRIORITIES))",
         "in range(len(_PRIORITIES) - 1)",
     ),
     Mutant(
-        "what is sent does not wait for the last call", "lanes.py", "for lane in _OTHERS:",
-        "for lane in _OTHERS[:1]:",
+        "what is sent does not wait for the last call", "lanes.py:_Behind.__enter__",
+        "for lane in _OTHERS:", "for lane in _OTHERS[:1]:",
     ),
     Mutant(
-        "the others' calls do not go first", "lanes.py", "(0, -1, -1, -1)", "(0, 0, 0, -1)",
+        "the others' calls do not go first", "lanes.py:_PRIORITIES", "(0, -1, -1, -1)",
+        "(0, 0, 0, -1)",
     ),
+    Mutant("own keys' calls are taken for others'", "plan.py:RingPlan.keys", ", own=True)", ")"),
     Mutant(
-        "own keys' calls are taken for others'", "plan.py", ", own=True)", ")",
-    ),
-    Mutant(
-        "half of own keys are others'", "transports/gather.py", "keys._replace(k=k,",
+        "half of own keys are others'", "transports/gather.py:_some", "keys._replace(k=k,",
         "keys._replace(own=False, k=k,",
     ),
     Mutant(
-        "calls side by side whose keys go away", "transports/gather.py",
+        "calls side by side whose keys go away", "transports/gather.py:Gather.keeps",
         "return len(self.groups) == 1", "return True",
     ),
     Mutant(
-        "own keys wait for the end of one group of several", "transports/symmetric.py",
-        "overtaken and len(groups) == 1", "overtaken",
+        "own keys wait for the end of one group of several",
+        "transports/symmetric.py:SymmetricGather.over", "overtaken and len(groups) == 1",
+        "overtaken",
     ),
     Mutant(
-        "keys are computed on before their stage has come", "transports/symmetric.py",
-        "                shelf.join(end)\n                if part", "                if part",
+        "keys are computed on before their stage has come",
+        "transports/symmetric.py:SymmetricGather._pull", "shelf.join(end) if part", "if part",
     ),
     Mutant(
-        "the next of several turns comes before all is read", "transports/symmetric.py",
+        "the next of several turns comes before all is read",
+        "transports/symmetric.py:SymmetricGather._pull",
         "parts if len(self.groups) == 1 else [*parts]", "parts",
     ),
     Mutant(
-        "gradients of several turns are not read before the next", "transports/symmetric.py",
-        "            if len(self.groups) > 1:\n                shelf.join(end)\n", "",
+        "gradients of several turns are not read before the next",
+        "transports/symmetric.py:SymmetricGather._send_home",
+        "if len(self.groups) > 1: shelf.join(end)", "",
     ),
     Mutant(
-        "dq waits for gradients that come home", "running.py",
+        "dq waits for gradients that come home", "running.py:Sum.add_all",
         "if self._crowded and not self._waits:", "if self._crowded:",
     ),
     Mutant(
-        "what is moved to another sum is read at once", "running.py",
-        "        whole._waits += self._waits\n", "",
+        "what is moved to another sum is read at once", "running.py:Sum.move_to",
+        "whole._waits += self._waits", "",
     ),
     Mutant(
-        "what documents need is kept when they are gone", "transports/pieces.py",
-        "(keeping if blocks.lasting else make)", "keeping",
+        "what documents need is kept when they are gone", "transports/pieces.py:_known",
+        "(keeping if blocks.lasting else make)", "(keeping or make)",
     ),
     Mutant(
-        "shelves stay that graphs of ours outgrew", "lanes.py",
+        "shelves stay that graphs of ours outgrew", "lanes.py:captures_for_good",
         "return capturing(device) and not _captures.passing", "return capturing(device)",
     ),
     Mutant(
-        "graphs of ours are taken for others'", "graphs.py", "with passing_capture(), torch",
-        "with torch",
+        "graphs of ours are taken for others'", "graphs.py:captured",
+        "with passing_capture(), torch", "with torch",
     ),
     Mutant(
-        "nobody asks for stages", "transports/__init__.py",
+        "nobody asks for stages", "transports/__init__.py:make_transport",
         "late = keys_come_late(blocks, at_once, job)", "late = False",
     ),
     Mutant(
-        "a graph's tables go away", "transports/swap.py",
-        "            shelf.read_by_graphs.add(known[key].table)\n", "            pass\n",
+        "a graph's tables go away", "transports/swap.py:SharedSwap._moves",
+        "shelf.read_by_graphs.add(known[key].table)", "pass",
     ),
     Mutant(
-        "tables stay though no graph reads them", "transports/swap.py",
-        "        if captured:\n            shelf", "        if True:\n            shelf",
+        "tables stay though no graph reads them", "transports/swap.py:SharedSwap._moves",
+        "if captured: shelf", "if True: shelf",
     ),
     Mutant(
-        "too little room for out and lse", "ulysses.py",
-        "        (like(v, places * rows, heads), lse),\n", "",
+        "too little room for out and lse", "ulysses.py:most_bytes",
+        ", (like(v, places * rows, heads), lse)", "",
     ),
     Mutant(
-        "all ranks pull from the last one at a time", "transports/symmetric.py",
+        "all ranks pull from the last one at a time",
+        "transports/symmetric.py:SymmetricGather._of_keys",
         "_in_rounds(found[::-1] if most_in_front(group) else found)", "_in_rounds(found)",
     ),
     Mutant(
-        "all ranks pull from the first one at a time", "transports/symmetric.py",
+        "all ranks pull from the first one at a time",
+        "transports/symmetric.py:SymmetricGather._of_keys",
         "_in_rounds(found[::-1] if most_in_front(group) else found)", "_in_rounds(found[::-1])",
     ),
     Mutant(
-        "gradients wait for copy engines though nothing goes on", "transports/pieces.py",
-        "(2 * brought + coming / 2)", "(coming / 2)",
+        "gradients wait for copy engines though nothing goes on",
+        "transports/pieces.py:come_home_aside", "(2 * brought + coming / 2)", "(coming / 2)",
     ),
     Mutant(
-        "the first part is added to what was there", "rows.py",
+        "the first part is added to what was there", "rows.py:add_",
         "elif not fresh and len(parts) == 1:", "elif len(parts) == 1:",
     ),
     Mutant(
-        "a part in its place is lost", "running.py", "fresh=len(others) == len(parts))",
-        "fresh=True)",
+        "a part in its place is lost", "running.py:Sum._written",
+        "fresh=len(others) == len(parts))", "fresh=True)",
     ),
     Mutant(
-        "two parts in one place", "running.py", "or apart or not _free(at, self._taken)",
+        "two parts in one place", "running.py:Sum.blank", "or apart or not _free(at, self._taken)",
         "or apart",
     ),
     Mutant(
-        "two results in one place", "running.py",
+        "two results in one place", "running.py:Result.blank",
         "self._place is None or not _free(rows, self._taken)", "self._place is None",
     ),
     Mutant(
-        "parts that lie elsewhere are taken to be in their place", "running.py",
+        "parts that lie elsewhere are taken to be in their place", "running.py:_fill",
         "return found == [(at, first + at.start * step) for at in taken]", "return True",
     ),
     Mutant(
-        "a place that is half full is taken to be full", "running.py",
+        "a place that is half full is taken to be full", "running.py:_fill",
         "if not taken or sum(at.stop - at.start for at in taken) < place.shape[1]:",
         "if not taken:",
     ),
     Mutant(
-        "the place of a result stays when it was read", "running.py",
-        "self._parts, self._place, self._taken = [], None, []",
-        "self._parts, self._taken = [], []",
+        "the place of a result stays when it was read", "running.py:Result._fold",
+        "self._parts, self._place, self._taken = [], None, []", "self._parts, self._taken = [], []",
     ),
     Mutant(
-        "the place of a sum stays when it was read", "running.py",
-        "            self._place, self._taken = None, []\n        for",
-        "            pass\n        for",
+        "the place of a sum stays when it was read", "running.py:Sum._fold",
+        "self._place, self._taken = None, [] for", "pass for",
     ),
     Mutant(
-        "a running sum does not come to its place", "running.py",
+        "a running sum does not come to its place", "running.py:Sum.final",
         "self._place.copy_(wide)", "self._place",
     ),
     Mutant(
-        "gradients are added before they have come home", "transports/symmetric.py",
+        "gradients are added before they have come home",
+        "transports/symmetric.py:SymmetricGather._send_home",
         "total.after(partial(shelf.join, end))", "pass",
     ),
     Mutant(
-        "a sum is read before what it waits for", "running.py", "self._waits.pop()()",
+        "a sum is read before what it waits for", "running.py:Sum._join", "self._waits.pop()()",
         "self._waits.pop()",
     ),
     Mutant(
-        "the second stage brings what the first did", "transports/pieces.py", "others[half:]",
-        "others[:half]",
+        "the second stage brings what the first did", "transports/pieces.py:in_two_stages",
+        "others[half:]", "others[:half]",
     ),
     Mutant(
-        "keys come in stages where they are in time", "transports/pieces.py", "mine < others for",
-        "mine > others for",
+        "keys come in stages where they are in time", "transports/pieces.py:keys_come_late",
+        "mine < others for", "mine > others for",
     ),
     Mutant(
-        "keys come in stages where some have none of their own", "transports/pieces.py",
-        "min(own) > 0 and ", "",
+        "keys come in stages where some have none of their own",
+        "transports/pieces.py:keys_come_late", "min(own) > 0 and", "",
     ),
     # graphs
     Mutant(
-        "a graph reads what it was captured with", "graphs.py",
+        "a graph reads what it was captured with", "graphs.py:_Graph.run",
         "torch._foreach_copy_(self._filled, [t for t in given if t is not None])", "pass",
     ),
     Mutant(
-        "a layer's results become the next one's", "graphs.py",
+        "a layer's results become the next one's", "graphs.py:_Graph.run",
         "None if t is None else t.clone()", "t",
     ),
     Mutant(
-        "a replay does not wait for those before", "graphs.py",
+        "a replay does not wait for those before", "graphs.py:Graphs._follow_streams",
         "current.wait_stream(self._last)", "pass",
     ),
     Mutant(
-        "graphs of memory that is left", "graphs.py", "            self._kept.clear()\n", "",
+        "graphs of memory that is left", "graphs.py:Graphs._follow_streams", "self._kept.clear()",
+        "",
     ),
     Mutant(
-        "one graph whatever is given", "graphs.py",
-        "            *(None if t is None else t.dtype for t in given),\n", "",
+        "one graph whatever is given", "graphs.py:Graphs.run",
+        ", *(None if t is None else t.dtype for t in given)", "",
     ),
     Mutant(
-        "what is made once is made in a graph", "graphs.py", "if not self._warm:", "if False:",
+        "what is made once is made in a graph", "graphs.py:_Graph.run", "if not self._warm:",
+        "if False:",
     ),
     Mutant(
-        "the first call is of tensors that lie otherwise", "graphs.py",
+        "the first call is of tensors that lie otherwise", "graphs.py:_Graph.run",
         "found = function(*self._places)", "found = function(*given)",
     ),
     Mutant(
-        "a plan that was replaced keeps graphs", "plan.py", "default=None, init=False, compare",
-        "default=None, compare",
+        "a plan that was replaced keeps graphs", "graphs.py:with_graphs",
+        "object.__setattr__(found, ", "type.__setattr__(type(found), ",
     ),
     Mutant(
-        "a replay takes shelves as they were", "transports/symmetric.py",
-        "        self.space.follow_stream()\n        return", "        return",
+        "a replay takes shelves as they were",
+        "transports/symmetric.py:SymmetricGather.follow_stream",
+        "self.space.follow_stream() return", "return",
     ),
     Mutant(
-        "graphs of one batch's mask are another's", "graphs.py",
+        "graphs of one batch's mask are another's", "graphs.py:Kept.of",
         "(plan.key_mask, plan.packing, plan.terms.dropout)", "(None, plan.packing, None)",
     ),
     Mutant(
-        "batches of other lengths share graphs", "graphs.py",
+        "batches of other lengths share graphs", "graphs.py:Kept.of",
         "plan.signature, plan.blocks, swapped, plan.terms", "swapped, plan.terms",
     ),
     Mutant(
-        "each batch is captured anew", "graphs.py", "self._plans.pop(kind, None) or (plan",
+        "each batch is captured anew", "graphs.py:Kept.of", "self._plans.pop(kind, None) or (plan",
         "(plan",
     ),
     Mutant(
-        "what comes once is captured", "graphs.py", "(plan.in_graphs() if known else None)",
+        "what comes once is captured", "graphs.py:Kept.of", "(plan.in_graphs() if known else None)",
         "plan.in_graphs()",
     ),
     Mutant(
-        "neighbours of other lengths share graphs", "graphs.py",
-        "plan.blocks, swapped,", "plan.blocks,",
+        "neighbours of other lengths share graphs", "graphs.py:Kept.of", "plan.blocks, swapped,",
+        "plan.blocks,",
     ),
     Mutant(
-        "graphs go on with what a module was", "graphs.py", "plan.terms, plan.kernel", "plan.kernel"
+        "graphs go on with what a module was", "graphs.py:Kept.of", "plan.terms, plan.kernel",
+        "plan.kernel",
     ),
+    Mutant("graphs of all batches stay", "graphs.py:Kept.of", "len(self._plans) > _KINDS", "False"),
     Mutant(
-        "graphs of all batches stay", "graphs.py", "len(self._plans) > _KINDS", "False"
-    ),
-    Mutant(
-        "layers that drop otherwise have graphs anew each time", "graphs.py",
+        "layers that drop otherwise have graphs anew each time", "graphs.py:Graphs.of_layer",
         "if number not in self._layers:", "if True:",
     ),
     Mutant(
-        "a ring's messages are captured", "transports/send_recv.py",
+        "a ring's messages are captured", "transports/send_recv.py:SendRecv.capturable",
         "return self.distances == (0,)", "return True",
     ),
     Mutant(
-        "a gather's messages are captured", "transports/gather.py",
-        "return not self.groups\n", "return True\n",
+        "a gather's messages are captured", "transports/gather.py:Gather.capturable",
+        "return not self.groups", "return True",
     ),
     # the ring
     Mutant(
-        "a gradient hop dropped", "transports/send_recv.py",
+        "a gradient hop dropped", "transports/send_recv.py:SendRecv.stream_back",
         "_add(grads, opened(received, forms[self._owner(here)]))", "pass",
     ),
     Mutant(
-        "gradients not brought home", "transports/send_recv.py",
+        "gradients not brought home", "transports/send_recv.py:SendRecv.stream_back",
         "_add(own, opened(received, forms[self.ring.rank]))", "pass",
     ),
     Mutant(
-        "gradients home to the wrong rank", "transports/send_recv.py",
+        "gradients home to the wrong rank", "transports/send_recv.py:SendRecv.stream_back",
         "ends = [*self.distances[2:], self.ring.size]",
         "ends = [*self.distances[2:], self.ring.size - 1]",
     ),
     Mutant(
-        "keys of the wrong owner", "transports/send_recv.py",
+        "keys of the wrong owner", "transports/send_recv.py:SendRecv._owner",
         "return (self.ring.rank - distance) % self.ring.size",
         "return (self.ring.rank + distance) % self.ring.size",
     ),
     Mutant(
-        "last hop dropped in both directions", "transports/send_recv.py",
+        "last hop dropped in both directions", "transports/send_recv.py:SendRecv.make",
         "return cls(ring, blocks.keys, blocks.distances)",
         "return cls(ring, blocks.keys, blocks.distances[: -1 or None] or (0,))",
     ),
     Mutant(
-        "last hop dropped in backward", "transports/send_recv.py",
+        "last hop dropped in backward", "transports/send_recv.py:SendRecv.stream_back",
         "ends = [*self.distances[2:], self.ring.size]",
         "ends = [*self.distances[2:-1], self.ring.size]",
     ),
     Mutant(
-        "stale key block", "transports/send_recv.py", "            held, spare = spare, held\n", ""
+        "stale key block", "transports/send_recv.py:SendRecv.stream", "held, spare = spare, held",
+        "",
     ),
     Mutant(
-        "stale key block in backward", "transports/send_recv.py",
-        "            yield theirs, grads\n",
-        "            fresh = theirs.k.shape == own_keys.k.shape\n"
-        "            yield (theirs._replace(k=own_keys.k) if fresh else theirs), grads\n",
+        "stale key block in backward", "transports/send_recv.py:SendRecv.stream_back",
+        "yield theirs, grads",
+        "fresh = theirs.k.shape == own_keys.k.shape; yield (theirs._replace(k=own_keys.k) if "
+        "fresh else theirs), grads",
     ),
     Mutant(
-        "stale key mask", "transports/send_recv.py", "mask[0] if mask else None",
+        "stale key mask", "transports/send_recv.py:SendRecv.stream", "mask[0] if mask else None",
         "(keys.key_mask if keys.key_mask.shape == mask[0].shape else mask[0]) if mask else None",
     ),
+    Mutant("transfer not awaited", "transports/send_recv.py:SendRecv.stream", "coming.wait()", ""),
     Mutant(
-        "transfer not awaited", "transports/send_recv.py", "            coming.wait()\n", ""
+        "gradients modified in flight", "transports/send_recv.py:SendRecv.stream_back",
+        "computed, sent = sent, computed", "",
     ),
     Mutant(
-        "gradients modified in flight", "transports/send_recv.py",
-        "            computed, sent = sent, computed\n", "",
-    ),
-    Mutant(
-        "one buffer received into twice", "transports/send_recv.py",
+        "one buffer received into twice", "transports/send_recv.py:SendRecv.stream",
         "self._pass(held, spare, forms", "self._pass(held, held, forms",
     ),
     Mutant(
-        "gradients of the hop before last", "running.py", "self._empty(self._dtype).zero_()",
-        "self._empty(self._dtype)",
+        "gradients of the hop before last", "running.py:Sum.running",
+        "self._empty(self._dtype).zero_()", "self._empty(self._dtype)",
     ),
     Mutant(
-        "dk and dv mixed", "transports/send_recv.py", "for total, part in zip(totals, parts):",
+        "dk and dv mixed", "transports/send_recv.py:_add", "for total, part in zip(totals, parts):",
         "for total, part in zip(totals, reversed(parts)):",
     ),
     # gather
     Mutant(
-        "pieces of the wrong owner", "transports/gather.py",
+        "pieces of the wrong owner", "transports/gather.py:Gather._owners",
         "return [(self.ring.rank - t) % self.ring.size for t in distances]",
         "return [(self.ring.rank + t) % self.ring.size for t in distances]",
     ),
     Mutant(
-        "the last partial is dropped", "transports/gather.py",
-        "        if going is not None:\n            going()\n\n", "\n",
+        "the last partial is dropped", "transports/gather.py:Gather.stream_back",
+        "own) if going is not None:", "own) if False:",
     ),
     Mutant(
-        "partials of all groups but the last are dropped", "transports/gather.py",
-        "                going()\n                going = None\n", "                pass\n",
+        "partials of all groups but the last are dropped",
+        "transports/gather.py:Gather.stream_back", "going() going = None", "pass",
     ),
     Mutant(
-        "a partial overwrites what is there", "transports/gather.py",
+        "a partial overwrites what is there", "transports/gather.py:Gather._send_home",
         "total.add_all((piece.cols, part[:, at]) for piece, at in places(pieces, rank))",
         "[total.running()[:, p.cols].copy_(part[:, at]) for p, at in places(pieces, rank)]",
     ),
     Mutant(
-        "a partial lands at the owner's first keys", "transports/gather.py",
+        "a partial lands at the owner's first keys", "transports/gather.py:Gather._send_home",
         "((piece.cols, part[", "((slice(0, at.stop - at.start), part[",
     ),
     Mutant(
-        "pieces in no order", "transports/pieces.py",
+        "pieces in no order", "transports/pieces.py:needed",
         "key=lambda piece: (piece.segment.start, piece.owner)", "key=lambda piece: 0",
     ),
     Mutant(
-        "positions from the owner's first key on", "transports/pieces.py",
+        "positions from the owner's first key on", "transports/pieces.py:needed",
         "Segment(position + (first - start) * stride,", "Segment(position,",
     ),
     Mutant(
-        "pieces with a gap joined", "transports/pieces.py",
+        "pieces with a gap joined", "transports/pieces.py:_follows",
         "b.start == a.start + a.stride * a.length", "b.start >= a.start + a.stride * a.length",
     ),
     Mutant(
-        "a message's tensors overlap", "transports/messages.py", "-(-part.nbytes // _ALIGNED)",
-        "(part.nbytes // _ALIGNED)",
+        "a message's tensors overlap", "transports/messages.py:_starts",
+        "-(-part.nbytes // _ALIGNED)", "(part.nbytes // _ALIGNED)",
     ),
     # shared memory
     Mutant(
-        "keys pulled from the wrong rank", "transports/symmetric.py",
+        "keys pulled from the wrong rank", "transports/symmetric.py:SymmetricGather._of_keys",
         "self.ranks[owner]", "self.ranks[self.ring.rank]",
     ),
     Mutant(
-        "values for keys", "transports/symmetric.py", "cat((own.k, own.v)", "cat((own.v, own.k)"
+        "values for keys", "transports/symmetric.py:SymmetricGather._written", "cat((own.k, own.v)",
+        "cat((own.v, own.k)",
     ),
     Mutant(
-        "gradients of keys for those of values", "transports/symmetric.py",
-        "k, v = apart(place, keys)", "v, k = apart(place, keys)",
+        "gradients of keys for those of values",
+        "transports/symmetric.py:SymmetricGather._grads_of", "k, v = apart(place, keys)",
+        "v, k = apart(place, keys)",
     ),
     Mutant(
-        "gradients of keys come home as those of values", "transports/symmetric.py",
-        "(here, both[i]) for", "(here, both[0]) for",
+        "gradients of keys come home as those of values",
+        "transports/symmetric.py:SymmetricGather._send_home", "(here, both[i]) for",
+        "(here, both[0]) for",
     ),
     Mutant(
-        "keys and values come by a copy each", "transports/symmetric.py",
+        "keys and values come by a copy each", "transports/symmetric.py:SymmetricGather._pull",
         "for place, t in zip(whole, shelf.of(rank, form)):",
-        "for place, t in ((a, b) for pair in zip(whole, shelf.of(rank, form)) "
-        "for a, b in zip(*(x.split(own.k.shape[-1], -1) for x in pair))):",
+        "for place, t in ((a, b) for pair in zip(whole, shelf.of(rank, form)) for a, b in "
+        "zip(*(x.split(own.k.shape[-1], -1) for x in pair))):",
     ),
     Mutant(
-        "few tokens have as many calls as others", "transports/pieces.py",
+        "few tokens have as many calls as others", "transports/pieces.py:is_few",
         "seen * job.pair_flops <= _FEW", "seen * job.pair_flops < 0",
     ),
     Mutant(
-        "few are counted whatever their keys weigh", "transports/pieces.py",
+        "few are counted whatever their keys weigh", "transports/pieces.py:is_few",
         "* job.token_bytes > _SOON_COPIED", "< 0",
     ),
     Mutant(
-        "few are counted without their mask", "transports/pieces.py",
+        "few are counted without their mask", "transports/pieces.py:is_few",
         "/ (1 + visible.causal)", "/ 1",
     ),
     Mutant(
-        "few are counted without their window", "transports/pieces.py",
+        "few are counted without their window", "transports/pieces.py:is_few",
         "most = min(most, (2 - visible.causal) * visible.window + 1)", "pass",
     ),
     Mutant(
-        "few are counted without their documents", "transports/pieces.py",
-        "    if visible.documents is not None:\n        whole",
-        "    if False:\n        whole",
+        "few are counted without their documents", "transports/pieces.py:is_few",
+        "if visible.documents is not None: whole", "if False: whole",
     ),
     Mutant(
-        "keys come together though not all at once", "transports/__init__.py",
+        "keys come together though not all at once", "transports/__init__.py:make_together",
         "gather.keeps and is_few", "is_few",
     ),
     Mutant(
-        "graphs hold what spares the host", "graphs.py",
+        "graphs hold what spares the host", "graphs.py:with_graphs",
         "plan.overlapped or plan.transport", "plan.transport",
     ),
     Mutant(
-        "calls overlap of what merges by itself", "graphs.py",
+        "calls overlap of what merges by itself", "graphs.py:with_graphs",
         "plan.transport if plan.kernel.merges else", "",
     ),
     Mutant(
-        "another transport's calls are counted as this one's", "plan.py", ", _calls={})", ")",
+        "another transport's calls are counted as this one's", "plan.py:RingPlan.by",
+        ", _calls={})", ")",
     ),
     Mutant(
-        "calls overlap as another transport's", "plan.py", "_tiles={}, _calls", "_calls",
+        "calls overlap as another transport's", "plan.py:RingPlan.by", "_tiles={}, _calls",
+        "_calls",
     ),
     Mutant(
-        "few tokens' graphs have calls that wait for one another", "plan.py",
+        "few tokens' graphs have calls that wait for one another", "plan.py:RingPlan.make",
         "made.overtaken or is_short", "(few or made).overtaken or is_short",
     ),
     Mutant(
-        "keys that come together are read before all have come", "transports/together.py",
-        "        shelf.publish()\n", "",
+        "keys that come together are read before all have come",
+        "transports/together.py:Together._all", "shelf.publish()", "",
     ),
     Mutant(
-        "keys that come together are written before all have read them", "transports/together.py",
-        "begin(turns=1, back=False)", "begin(turns=2, back=False)",
+        "keys that come together are written before all have read them",
+        "transports/together.py:Together.stream", "begin(turns=1, back=False)",
+        "begin(turns=2, back=False)",
     ),
     Mutant(
-        "gradients are read before all have written them", "transports/together.py",
-        "        self.space.grads.publish()\n", "",
+        "gradients are read before all have written them",
+        "transports/together.py:Together.stream_back", "self.space.grads.publish()", "",
     ),
     Mutant(
-        "what nobody has seen has a gradient", "transports/together.py",
-        "            both.zero_()", "            pass",
+        "what nobody has seen has a gradient", "transports/together.py:Together._brought",
+        "both.zero_()", "pass",
     ),
     Mutant(
-        "gradients that come together are those of the last", "transports/together.py",
-        "add_(both[:, here], *parts, fresh=True)", "add_(both[:, here], parts[-1], fresh=True)",
+        "gradients that come together are those of the last",
+        "transports/together.py:Together._brought", "add_(both[:, here], *parts, fresh=True)",
+        "add_(both[:, here], parts[-1], fresh=True)",
     ),
     Mutant(
-        "gradients that come together are added in the inputs' dtype", "transports/together.py",
-        "dtype=accumulator(dtype))", "dtype=dtype)",
+        "gradients that come together are added in the inputs' dtype",
+        "transports/together.py:Together._brought", "dtype=accumulator(dtype))", "dtype=dtype)",
     ),
     Mutant(
-        "too little room for gradients that come together", "transports/together.py",
+        "too little room for gradients that come together", "transports/together.py:Together.like",
         "grads=widest * (job.token_bytes + job.batch)", "grads=1",
     ),
     Mutant(
-        "gradients pulled from the wrong rank", "transports/symmetric.py",
+        "gradients pulled from the wrong rank", "transports/symmetric.py:SymmetricGather._of_grads",
         "self.ranks[user]", "self.ranks[self.ring.rank]",
     ),
     Mutant(
-        "keys written while others read", "transports/shelves.py",
-        "        if not back:\n            self.keys.meet()\n", "",
+        "keys written while others read", "transports/shelves.py:Space.begin",
+        "if not back: self.keys.meet()", "",
     ),
     Mutant(
-        "heads written while others read", "transports/swap.py",
-        "        shelf.meet()\n", "",
+        "heads written while others read", "transports/swap.py:SharedSwap.swap", "shelf.meet()", "",
     ),
     Mutant(
-        "all that is swapped comes from one place", "transports/swap.py",
+        "all that is swapped comes from one place", "transports/swap.py:SharedSwap.swap",
         "sources[m.place][:, m.rows", "sources[0][:, m.rows",
     ),
     Mutant(
-        "heads of another place", "ulysses.py",
+        "heads of another place", "ulysses.py:Spread.to_heads",
         "Move(place, rows, which, at, here)", "Move(place, rows, here, at, here)",
     ),
     Mutant(
-        "backward begins where forward ended", "transports/shelves.py",
+        "backward begins where forward ended", "transports/shelves.py:Space.begin",
         "half=0 if back else turns % 2", "half=turns % 2",
     ),
     Mutant(
-        "everybody's gradients added by every owner", "transports/pieces.py",
+        "everybody's gradients added by every owner", "transports/pieces.py:places",
         "if piece.owner == owner:", "if True:",
     ),
     # heads and sequence
     Mutant(
-        "key heads of another place", "ulysses.py", "(p * mine + i) // group", "(p + i) // group"
+        "key heads of another place", "ulysses.py:key_heads", "(p * mine + i) // group",
+        "(p + i) // group",
     ),
     Mutant(
-        "only one of the replicated heads has a gradient", "ulysses.py",
+        "only one of the replicated heads has a gradient", "ulysses.py:_summed",
         "total[:, :, head] += t[:, :, i]", "total[:, :, head] = t[:, :, i]",
     ),
     Mutant(
-        "sinks of other heads", "ring_flash_attention.py", "sinks[plan.ulysses.heads]",
+        "sinks of other heads", "ring_flash_attention.py:ring_attn", "sinks[plan.ulysses.heads]",
         "sinks[: q.shape[2]]",
     ),
     Mutant(
-        "slopes of other heads", "ulysses.py", "alibi[self.heads]",
+        "slopes of other heads", "ulysses.py:Ulysses.of_heads", "alibi[self.heads]",
         "alibi[: len(alibi[self.heads])]",
     ),
     Mutant(
-        "a predicate counts heads from 0", "ulysses.py", "mask_mod(b, h + first,",
+        "a predicate counts heads from 0", "ulysses.py:Ulysses.of_heads", "mask_mod(b, h + first,",
         "mask_mod(b, h,",
     ),
     Mutant(
-        "shards land in the order of places", "ulysses.py",
+        "shards land in the order of places", "ulysses.py:land",
         "held.sort(key=lambda each: (each[0].start, each[1]))", "pass",
     ),
     Mutant(
-        "progressions taken in turn that are not", "ulysses.py", "if found == expected else None",
-        "if expected else None",
+        "progressions taken in turn that are not", "ulysses.py:_interleaved",
+        "if found == expected else None", "if expected else None",
     ),
     # autograd
     Mutant(
-        "gradients divided by the ring", "derivatives.py",
-        "return *(total.final() for", "return *(total.final() / plan.ring.size for",
+        "gradients divided by the ring", "derivatives.py:gradients", "return *(total.final() for",
+        "return *(total.final() / plan.ring.size for",
     ),
     Mutant(
-        "gradients are zero", "derivatives.py", "return *(total.final() for",
+        "gradients are zero", "derivatives.py:gradients", "return *(total.final() for",
         "return *(total.final() * 0 for",
     ),
     Mutant(
-        "dk and dv swapped", "derivatives.py", "for total in own), dsinks",
+        "dk and dv swapped", "derivatives.py:gradients", "for total in own), dsinks",
         "for total in (own[0], own[2], own[1])), dsinks",
     ),
     Mutant(
-        "no delta", "contract.py", "return delta if self.dlse is None else delta - self.dlse",
+        "no delta", "contract.py:Saved.delta",
+        "return delta if self.dlse is None else delta - self.dlse",
         "return delta * 0 if self.dlse is None else delta * 0 - self.dlse",
     ),
     Mutant(
-        "dlse forgotten", "contract.py",
+        "dlse forgotten", "contract.py:Saved.delta",
         "return delta if self.dlse is None else delta - self.dlse", "return delta",
     ),
     Mutant(
-        "dlse with the wrong sign", "contract.py", "else delta - self.dlse",
+        "dlse with the wrong sign", "contract.py:Saved.delta", "else delta - self.dlse",
         "else delta + self.dlse",
     ),
     Mutant(
-        "the sink's gradient without the lse's", "contract.py", "* saved.delta).sum(",
+        "the sink's gradient without the lse's", "contract.py:grad_of_sinks", "* saved.delta).sum(",
         "* (saved.delta + (0 if saved.dlse is None else saved.dlse))).sum(",
     ),
     Mutant(
-        "a sink that only lse has", "running.py",
+        "a sink that only lse has", "running.py:Result.add_sinks",
         "out.mul_(weight.transpose(1, 2).unsqueeze(-1))", "pass",
     ),
     Mutant(
-        "ALiBi by the places held", "plan.py", "positions_seen(side, seen)",
+        "ALiBi by the places held", "plan.py:RingPlan._of_block", "positions_seen(side, seen)",
         "torch.arange(sum(s.length for s in side))",
     ),
     Mutant(
-        "ALiBi of the next head", "kernels/eager.py", '"(g r) -> g r 1 1"', '"(r g) -> g r 1 1"',
+        "ALiBi of the next head", "kernels/eager.py:visible_parts", '"(g r) -> g r 1 1"',
+        '"(r g) -> g r 1 1"',
     ),
     Mutant(
-        "ALiBi one way only", "kernels/eager.py", "- tiles.cols_at[part.cols]).abs()",
+        "ALiBi one way only", "kernels/eager.py:visible_parts", "- tiles.cols_at[part.cols]).abs()",
         "- tiles.cols_at[part.cols])",
     ),
     Mutant(
-        "a predicate ignored", "kernels/eager.py", "if terms.mask_mod is not None:", "if False:"
+        "a predicate ignored", "kernels/eager.py:visible_parts", "if terms.mask_mod is not None:",
+        "if False:",
     ),
     Mutant(
-        "a predicate of the first samples only", "kernels/eager.py",
+        "a predicate of the first samples only", "kernels/eager.py:_samples",
         "tiles.first, tiles.first + len(keys.k),", "0, len(keys.k),",
     ),
     Mutant(
-        "dropout by the places held", "plan.py", " segment_positions(side).to(",
-        " torch.arange(sum(s.length for s in side)).to(",
+        "dropout by the places held", "plan.py:RingPlan._of_block", "segment_positions(side).to(",
+        "torch.arange(sum(s.length for s in side)).to(",
     ),
     Mutant(
-        "each rank drops by its own seed", "plan.py", 'lengths[0]["seed"]',
+        "each rank drops by its own seed", "plan.py:RingPlan.make", 'lengths[0]["seed"]',
         'lengths[ring.rank]["seed"]',
     ),
     Mutant(
-        "heads that came by Ulysses drop as the first", "ulysses.py",
+        "heads that came by Ulysses drop as the first", "ulysses.py:Ulysses.of_heads",
         "_replace(first_head=first)", "_replace(first_head=0)",
     ),
     Mutant(
-        "samples drop alike", "kernels/eager.py", "rearrange(_samples(keys, tiles).int()",
+        "samples drop alike", "kernels/eager.py:_marks", "rearrange(_samples(keys, tiles).int()",
         "rearrange(0 * _samples(keys, tiles).int()",
     ),
     Mutant(
-        "dropout forgotten in backward", "kernels/eager.py",
+        "dropout forgotten in backward", "kernels/eager.py:backward",
         '_less(einsum(dout, v, "b i g r d, b j g d -> b g r i j"), left)',
         'einsum(dout, v, "b i g r d, b j g d -> b g r i j")',
     ),
+    Mutant("dropout forgotten in dv", "kernels/eager.py:backward", "p = _less(p, left)", "pass"),
     Mutant(
-        "dropout forgotten in dv", "kernels/eager.py", "p = _less(p, left)", "pass",
-    ),
-    Mutant("what is kept is not raised", "dropout.py", "return 1 / (1 - self.rate)", "return 1.0"),
-    Mutant(
-        "draws with a sign", "dropout.py", "self.numbers[2] ^ -_SIGN", "self.numbers[2]",
+        "what is kept is not raised", "dropout.py:Dropout.inverse", "return 1 / (1 - self.rate)",
+        "return 1.0",
     ),
     Mutant(
-        "layers drop alike", "dropout.py", "self.seed ^ _mixed_seed(number)", "self.seed",
+        "draws with a sign", "dropout.py:Dropout.kept", "self.numbers[2] ^ -_SIGN",
+        "self.numbers[2]",
     ),
     Mutant(
-        "keys of another sequence start anew on each rank", "checks.py", "(Segment(start, 1, n),)",
-        "(Segment(0, 1, n),)",
+        "layers drop alike", "dropout.py:Dropout.for_layer", "self.seed ^ _mixed_seed(number)",
+        "self.seed",
     ),
     Mutant(
-        "positions that repeat", "masks.py", "a.start + a.length > b.start", "a.start > b.start",
+        "keys of another sequence start anew on each rank", "checks.py:one_after_another",
+        "(Segment(start, 1, n),)", "(Segment(0, 1, n),)",
     ),
     Mutant(
-        "a bias is scaled", "scores.py", "torch.float32)) / scale", "torch.float32))",
+        "positions that repeat", "masks.py:repeats_problem", "a.start + a.length > b.start",
+        "a.start > b.start",
+    ),
+    Mutant("a bias is scaled", "scores.py:with_bias", "/ (scale * pick)", "/ pick"),
+    Mutant(
+        "a bias of another head", "scores.py:with_bias", '"b m (g r) -> b m g r"',
+        '"b m (r g) -> b m g r"',
     ),
     Mutant(
-        "a bias of another head", "scores.py", '"b m (g r) -> b m g r"', '"b m (r g) -> b m g r"',
-    ),
-    Mutant(
-        "half the digits of a bias in 16 bits", "scores.py",
+        "half the digits of a bias in 16 bits", "scores.py:_parts",
         "return 2 if dtype.itemsize == 2 else 1", "return 1",
     ),
     # kernels
     Mutant(
-        "lse of the block in backward", "kernels/eager.py",
-        ".sub_(finite(lse)).exp_()\n        dp",
-        ".sub_(finite(torch.logsumexp(scores, -1, True))).exp_()\n        dp",
+        "lse of the block in backward", "kernels/eager.py:backward", ".sub_(finite(lse)).exp_() dp",
+        ".sub_(finite(torch.logsumexp(scores, -1, True))).exp_() dp",
     ),
     Mutant(
-        "no scale on dq", "kernels/eager.py", 'dq = einsum(ds, k, "b g r i j',
-        'dq = einsum(ds / terms.scale, k, "b g r i j',
+        "no scale on dq", "kernels/eager.py:backward",
+        'dq = einsum(ds, k, "b g r i j, b j g d -> b i g r d"',
+        'dq = einsum(ds / terms.scale, k, "b g r i j, b j g d -> b i g r d"',
     ),
     Mutant(
-        "heads tiled, not grouped", "kernels/eager.py", '"b i (g r) d -> b i g r d", g=h_kv',
-        '"b i (r g) d -> b i g r d", g=h_kv',
+        "heads tiled, not grouped", "kernels/eager.py:by_key_head",
+        '"b i (g r) d -> b i g r d", g=h_kv', '"b i (r g) d -> b i g r d", g=h_kv',
     ),
     Mutant(
-        "only one head of a group in dk", "kernels/eager.py",
+        "only one head of a group in dk", "kernels/eager.py:backward",
         'einsum(ds, q, "b g r i j, b i g r d -> b j g d")',
         'einsum(ds[:, :, :1], q[:, :, :, :1], "b g r i j, b i g r d -> b j g d")',
     ),
     Mutant(
-        "only one head of a group in dv", "kernels/eager.py",
+        "only one head of a group in dv", "kernels/eager.py:backward",
         'einsum(p, dout, "b g r i j, b i g r d -> b j g d")',
         'einsum(p[:, :, :1], dout[:, :, :, :1], "b g r i j, b i g r d -> b j g d")',
     ),
     Mutant(
-        "slope of the softclamp forgotten", "kernels/eager.py",
+        "slope of the softclamp forgotten", "kernels/eager.py:scores_of",
         "scores, slope = t * terms.softclamp, (1 - t.square()) * terms.scale",
         "scores = t * terms.softclamp",
     ),
     Mutant(
-        "key mask ignored", "kernels/eager.py", "if keys.key_mask is not None:", "if False:"
+        "key mask ignored", "kernels/eager.py:visible_parts", "if keys.key_mask is not None:",
+        "if False:",
     ),
     Mutant(
-        "dk overwritten by each tile", "kernels/eager.py", "running[1][:, cols] += ",
-        "running[1][:, cols] = ",
+        "dk overwritten by each tile", "kernels/eager.py:backward", "running[1][:, cols] +=",
+        "running[1][:, cols] =",
     ),
     Mutant(
-        "an unseen row has a finite lse", "kernels/sdpa.py",
+        "an unseen row has a finite lse", "kernels/sdpa.py:forward",
         "masked_fill(call.unseen.unsqueeze(1), -torch.inf)", "contiguous()",
     ),
     Mutant(
-        "key mask ignored by the fast kernel", "kernels/sdpa.py",
+        "key mask ignored by the fast kernel", "kernels/sdpa.py:_calls",
         "if keys.key_mask is not None:", "if False:",
     ),
     Mutant(
-        "dlse forgotten by the fast kernel", "kernels/sdpa.py", "if saved.dlse is not None:",
-        "if False:",
+        "dlse forgotten by the fast kernel", "kernels/sdpa.py:backward",
+        "if saved.dlse is not None:", "if False:",
     ),
     Mutant(
-        "rows between documents keep what they held", "kernels/_packs.py",
+        "rows between documents keep what they held", "kernels/_packs.py:Pack.of_lse",
         "return _filled(lse, 2, self.row_gaps, -torch.inf)", "return lse",
     ),
     Mutant(
-        "gradients between documents keep what they held", "kernels/_packs.py",
+        "gradients between documents keep what they held", "kernels/_packs.py:Pack.of_cols",
         "1, self.col_gaps, 0.0)", "1, None, 0.0)",
     ),
     Mutant(
-        "rows twice in a call", "kernels/_packs.py",
+        "rows twice in a call", "kernels/_packs.py:_follows",
         "ascends = last.rows.stop <= tile.rows.start", "ascends = True",
     ),
     Mutant(
-        "keys joined on the left move the diagonal", "kernels/_packs.py",
+        "keys joined on the left move the diagonal", "kernels/_packs.py:_joined",
         "None if right is None else right + width", "right",
     ),
     Mutant(
-        "keys of one sample for all", "kernels/_packs.py",
+        "keys of one sample for all", "kernels/_packs.py:_sequences",
         "starts = [i * length + at.start", "starts = [at.start",
     ),
     Mutant(
-        "sequences share keys whose gradients they need", "kernels/flash_attn_4.py",
+        "sequences share keys whose gradients they need", "kernels/flash_attn_4.py:backward",
         "disjoint_keys=True", "disjoint_keys=False",
     ),
     Mutant(
-        "flash-attn 2's way with wide bounds forgotten", "kernels/_whole.py",
+        "flash-attn 2's way with wide bounds forgotten", "kernels/_whole.py:windows",
         "for part in _apart(tile):", "for part in (tile,):",
     ),
     Mutant(
-        "dlse forgotten by kernels that don't know it", "kernels/_whole.py",
+        "dlse forgotten by kernels that don't know it", "kernels/_whole.py:with_lse_gradient",
         "if saved.dlse is None or not", "if True or not",
     ),
     Mutant(
-        "a rank without queries has a gradient of lse", "kernels/_whole.py",
+        "a rank without queries has a gradient of lse", "kernels/_whole.py:with_lse_gradient",
         "if saved.dlse is None or not saved.dlse.numel():", "if saved.dlse is None:",
     ),
     Mutant(
-        "a stretch ends a column early", "kernels/flex.py", "else row + right + 1",
+        "a stretch ends a column early", "kernels/flex.py:_stretches", "else row + right + 1",
         "else row + right",
     ),
     Mutant(
-        "stretches joined over what lies between", "kernels/flex.py", "free | (stops == start)",
-        "free | (stops <= start)",
+        "stretches joined over what lies between", "kernels/flex.py:_stretches",
+        "free | (stops == start)", "free | (stops <= start)",
     ),
     Mutant(
-        "cells that hide something are full", "kernels/flex.py", "*_in_order(count == full)",
+        "cells that hide something are full", "kernels/flex.py:_mask", "*_in_order(count == full)",
         "*_in_order(count > 0)",
     ),
     Mutant(
-        "a predicate of local places", "kernels/flex.py", "h.long(), rows_at[i], cols_at[j])",
-        "h.long(), i.long(), j.long())",
+        "a predicate of local places", "kernels/flex.py:_of_positions",
+        "h.long(), rows_at[i], cols_at[j])", "h.long(), i.long(), j.long())",
     ),
     Mutant(
-        "a predicate's samples count anew", "kernels/flex.py", "tiles.first + torch.arange",
+        "a predicate's samples count anew", "kernels/flex.py:_block", "tiles.first + torch.arange",
         "torch.arange",
     ),
     Mutant(
-        "a part's delta is the whole's", "kernels/flex.py", "- weight * saved.delta",
+        "a part's delta is the whole's", "kernels/flex.py:backward", "- weight * saved.delta",
         "- saved.delta",
     ),
     # agreement
+    Mutant("ranks may differ", "agreement.py:_check_same", "if len(found) > 1:", "if False:"),
     Mutant(
-        "ranks may differ", "agreement.py", "if len(found) > 1:", "if False:"
+        "what one ring gets wrong is kept to itself", "agreement.py:raise_together",
+        "if ring.several:", "if False:",
     ),
     Mutant(
-        "what one ring gets wrong is kept to itself", "agreement.py", "if ring.several:",
-        "if False:",
-    ),
-    Mutant(
-        "positions that one ring repeats are kept to itself", "plan.py",
+        "positions that one ring repeats are kept to itself", "plan.py:RingPlan.make",
         'raise_together(ring, "ring attention", repeats_problem(both) if counted else None)',
         "pass",
     ),
     Mutant(
-        "a predicate's error is kept to itself", "masks.py", "except Exception as",
+        "a predicate's error is kept to itself", "masks.py:mask_mod_problem", "except Exception as",
         "except OSError as",
     ),
     Mutant(
-        "a rank's problem is kept to itself", "plan.py", "            problem=problem,\n",
-        "            problem=None,\n",
+        "a rank's problem is kept to itself", "agreement.py:agree",
+        '_shortened(problem or ring.problem or "") or None', "None",
     ),
-    Mutant("lengths need not be the layout's", "checks.py", "if lengths == expected:", "if True:"),
-    Mutant("any plan will do", "plan.py", "!= self.signature:", "is None:"),
+    Mutant(
+        "lengths need not be the layout's", "checks.py:shards_problem", "if lengths == expected:",
+        "if True:",
+    ),
+    Mutant("any plan will do", "plan.py:RingPlan.check", "!= self.signature:", "is None:"),
 ]  # fmt: skip
 
 
 # --- the battery: what runs over a mutant ---
 
 
-def battery() -> Iterable[Callable[[], None]]:
-    """Cases that fail where something is wrong. The package is imported here, and mutated."""
-    from dataclasses import replace
-
-    import torch
-
+def battery() -> Iterator[Case]:
+    """Cases that fail where something is wrong."""
     from tests import threads
     from tests.cases import Attention, check_in_threads, check_symmetric
 
@@ -949,88 +951,97 @@ def battery() -> Iterable[Callable[[], None]]:
     yield a_document_ends_where_another_begins
     yield blocks_know_their_tiles
     yield calls_are_counted
-    yield no_ring_is_left_alone
-    yield streams_wait_for_one_another
-    yield calls_go_side_by_side_where_they_may
-    yield graphs_are_replayed_with_what_is_given
+    yield from no_ring_is_left_alone()
+    yield from streams_wait_for_one_another()
+    yield from calls_go_side_by_side_where_they_may()
+    yield from graphs_are_replayed_with_what_is_given()
     yield mismatches_are_errors
     yield plans_are_checked
-    yield keys_come_in_stages_where_they_are_late  # the dearest come last
-    yield prefixes_and_positions_hold
-    yield predicates_are_fused
-    yield other_kernels_calls_cover_the_tiles
+    yield from keys_come_in_stages_where_they_are_late()
+    yield from keys_come_together_where_they_are_few()
+    yield from prefixes_and_positions_hold()
+    yield from predicates_are_fused()
+    yield from other_kernels_calls_cover_the_tiles()
     yield sums_of_16_bits_are_kept_in_32
-    yield shared_memory_is_read_before_it_is_written
+    yield from shared_memory_is_read_before_it_is_written()
 
 
-def shared_memory_is_read_before_it_is_written() -> None:
+def patched(check: Callable[..., None], *given: Any, **named: Any) -> Case:
+    """A case that is given a MonkeyPatch last of all."""
+
+    def run() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            check(*given, patch, **named)
+
+    return run
+
+
+def shared_memory_is_read_before_it_is_written() -> Iterator[Case]:
     """By a rank that is late."""
     from tests.test_transports import test_shared_memory_is_written_anew_when_all_have_read_it
 
     for at_once, ulysses, how in ((3, 1, {}), (1, 2, {}), (3, 1, dict(together=True))):
-        test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, how)
+        yield partial(
+            test_shared_memory_is_written_anew_when_all_have_read_it, at_once, ulysses, how
+        )
 
 
-def keys_come_in_stages_where_they_are_late() -> None:
+def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
     """And calls wait for theirs, and what is shared for its readers."""
-    from functools import partial
-
-    import pytest
-    import torch
-
     from tests import test_running, test_transports, test_ulysses
 
     for tokens, late, otherwise in test_transports.LATE:
-        test_transports.test_few_tokens_of_many_ranks_come_late(tokens, late, otherwise)
-    for check in (
-        partial(test_transports.test_calls_wait_for_the_keys_of_their_own_stage, late=True),
-        partial(test_transports.test_dq_waits_for_no_gradients_that_come_home, wide=True),
-        test_transports.test_a_turn_of_several_says_that_the_last_one_was_read,
-        test_transports.test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory,
-        test_transports.test_shelves_stay_whose_graphs_others_captured,
-        test_ulysses.test_what_a_graph_reads_is_made_before_it_and_stays,
-    ):
-        with pytest.MonkeyPatch.context() as patch:
-            check(patch)
-    test_transports.test_what_comes_but_once_is_not_kept()
-    for case in test_transports.ASIDE:
-        test_transports.test_gradients_come_aside_where_that_is_hidden(*case)
-    test_transports.unseen_keys_have_no_gradient()
-    test_transports.plans_know_their_own_transport()
-    test_transports.gradients_that_come_together_are_added_wide()
-    with pytest.MonkeyPatch.context() as patch:
-        test_transports.few_may_be_short(patch)
-    for case in test_transports.FEW:
-        with pytest.MonkeyPatch.context() as patch:
-            test_transports.test_few_tokens_come_together(*case, patch)
-    with pytest.MonkeyPatch.context() as patch:
-        test_transports.test_keys_and_values_of_a_piece_come_by_one_copy(False, 18, patch)
-    for layout in ("zigzag", "contiguous"):
-        test_transports.test_no_two_ranks_pull_from_one_at_a_time(4, layout, causal=True)
-    test_running.test_what_is_not_yet_to_be_read_is_not_read(wide=False, moved=True)
+        yield partial(
+            test_transports.test_few_tokens_of_many_ranks_come_late, tokens, late, otherwise
+        )
+    yield patched(test_transports.test_calls_wait_for_the_keys_of_their_own_stage, late=True)
+    yield patched(test_transports.test_dq_waits_for_no_gradients_that_come_home, wide=True)
+    yield patched(test_transports.test_a_turn_of_several_says_that_the_last_one_was_read)
+    yield patched(test_transports.test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory)
+    yield patched(test_transports.test_shelves_stay_whose_graphs_others_captured)
+    yield patched(test_ulysses.test_what_a_graph_reads_is_made_before_it_and_stays)
+    yield test_transports.test_what_comes_but_once_is_not_kept
+    for aside in test_transports.ASIDE:
+        yield partial(test_transports.test_gradients_come_aside_where_that_is_hidden, *aside)
+    yield partial(test_running.test_what_is_not_yet_to_be_read_is_not_read, wide=False, moved=True)
     for asks in (False, True):
-        test_running.test_a_sum_is_made_where_it_has_to_be(asks)
+        yield partial(test_running.test_a_sum_is_made_where_it_has_to_be, asks)
     for dtype in (torch.float32, torch.bfloat16):
-        test_running.test_parts_that_fill_their_place_are_the_result(dtype)
-        test_running.test_parts_that_do_not_are_put_together(dtype)
-    test_running.test_the_place_of_parts_goes_when_they_were_read()
-    test_ulysses.test_a_shelf_has_room_for_all_that_is_swapped()
+        yield partial(test_running.test_parts_that_fill_their_place_are_the_result, dtype)
+        yield partial(test_running.test_parts_that_do_not_are_put_together, dtype)
+    yield test_running.test_the_place_of_parts_goes_when_they_were_read
+    yield test_ulysses.test_a_shelf_has_room_for_all_that_is_swapped
 
 
-def no_ring_is_left_alone() -> None:
+def keys_come_together_where_they_are_few() -> Iterator[Case]:
+    """And from no rank to two others at a time."""
+    from tests import test_transports
+
+    yield test_transports.unseen_keys_have_no_gradient
+    yield test_transports.plans_know_their_own_transport
+    yield test_transports.gradients_that_come_together_are_added_wide
+    yield patched(test_transports.few_may_be_short)
+    for few in test_transports.FEW:
+        yield patched(test_transports.test_few_tokens_come_together, *few)
+    yield patched(test_transports.test_keys_and_values_of_a_piece_come_by_one_copy, False, 18)
+    for layout in ("zigzag", "contiguous"):
+        yield partial(
+            test_transports.test_no_two_ranks_pull_from_one_at_a_time, 4, layout, causal=True
+        )
+
+
+def no_ring_is_left_alone() -> Iterator[Case]:
     """With what one of them gets wrong."""
     from tests import test_agreement
 
     for kind in ("lengths", "positions"):
-        test_agreement.test_what_one_ring_gets_wrong_the_other_is_told(kind)
-    test_agreement.test_a_predicate_that_fails_on_one_rank_is_told_to_all()
+        yield partial(test_agreement.test_what_one_ring_gets_wrong_the_other_is_told, kind)
+    yield test_agreement.test_a_predicate_that_fails_on_one_rank_is_told_to_all
+    yield test_agreement.test_a_problem_of_one_rank_is_raised_on_all_and_names_it
 
 
-def streams_wait_for_one_another() -> None:
+def streams_wait_for_one_another() -> Iterator[Case]:
     """And whoever reads what is made on other streams waits for them."""
-    import pytest
-    import torch
-
     from tests import test_lanes, test_running
 
     for name in ("a_call_waits_for_what_was_before_and_nothing_waits_for_it_until_joined",
@@ -1039,45 +1050,38 @@ def streams_wait_for_one_another() -> None:
                  "what_is_behind_does_not_wait_for_own_keys",
                  "what_is_written_is_not_used_again_before_that",
                  "what_is_read_is_not_used_again_before_that"):  # fmt: skip
-        with pytest.MonkeyPatch.context() as patch:
-            getattr(test_lanes, f"test_{name}")(test_lanes.stood_in(patch))
+        check = getattr(test_lanes, f"test_{name}")
+        yield patched(lambda patch, check=check: check(test_lanes.stood_in(patch)))
     for dtype in (torch.float32, torch.bfloat16):
-        test_running.test_a_part_that_is_all_there_is_is_the_result_itself(dtype)
-        test_running.test_a_sum_of_parts_waits_for_them(dtype)
+        yield partial(test_running.test_a_part_that_is_all_there_is_is_the_result_itself, dtype)
+        yield partial(test_running.test_a_sum_of_parts_waits_for_them, dtype)
 
 
-def graphs_are_replayed_with_what_is_given() -> None:
+def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     """Those that can be."""
-    import pytest
-
     from tests import test_graphs
     from tests.test_lanes import stood_in
 
-    test_graphs.test_what_travels_in_messages_is_refused()
-    test_graphs.test_what_a_graph_holds_overlaps()
-    with pytest.MonkeyPatch.context() as patch:
-        test_graphs.test_what_graphs_of_ours_read_need_not_stay(patch)
-    test_graphs.test_layers_that_drop_otherwise_have_graphs_of_their_own()
-    with pytest.MonkeyPatch.context() as patch:
-        test_graphs.stand_in(patch)
-        test_graphs.test_layers_that_share_graphs_get_what_is_theirs(None, overtaken=True)
-        test_graphs.test_the_first_call_goes_as_ever_and_the_second_is_captured(None, patch)
-        test_graphs.test_the_first_call_makes_what_is_made_for_the_graph(None)
-        test_graphs.another_plan_has_no_graphs_of_this_one()
-        test_graphs.test_a_gathers_graphs_are_of_the_shelves_at_hand()
-    with pytest.MonkeyPatch.context() as patch:
-        test_graphs.batches_alike_share_graphs(patch)
-    with pytest.MonkeyPatch.context() as patch:
-        test_graphs.what_is_changed_on_a_module_counts(patch)
-    with pytest.MonkeyPatch.context() as patch:
-        test_graphs.others_lengths_make_another_kind(patch)
-    with pytest.MonkeyPatch.context() as patch:
-        test_graphs.stand_in(patch)
-        test_graphs.test_graphs_of_other_memory_or_other_kernels_are_not_replayed(
-            None, patch, "memory"
-        )
-    with pytest.MonkeyPatch.context() as patch:
-        test_graphs.replays_wait_for_those_before(stood_in(patch), patch)
+    def on_cpu(check: Callable[[pytest.MonkeyPatch], None]) -> Case:
+        return patched(lambda patch: (test_graphs.stand_in(patch), check(patch)))
+
+    shared = test_graphs.test_layers_that_share_graphs_get_what_is_theirs
+    second = test_graphs.test_the_first_call_goes_as_ever_and_the_second_is_captured
+    other = test_graphs.test_graphs_of_other_memory_or_other_kernels_are_not_replayed
+    yield test_graphs.test_what_travels_in_messages_is_refused
+    yield test_graphs.test_what_a_graph_holds_overlaps
+    yield patched(test_graphs.test_what_graphs_of_ours_read_need_not_stay)
+    yield test_graphs.test_layers_that_drop_otherwise_have_graphs_of_their_own
+    yield on_cpu(lambda _: shared(None, overtaken=True))
+    yield on_cpu(lambda patch: second(None, patch))
+    yield on_cpu(test_graphs.test_the_first_call_makes_what_is_made_for_the_graph)
+    yield on_cpu(lambda _: test_graphs.another_plan_has_no_graphs_of_this_one())
+    yield test_graphs.test_a_gathers_graphs_are_of_the_shelves_at_hand
+    yield patched(test_graphs.batches_alike_share_graphs)
+    yield patched(test_graphs.what_is_changed_on_a_module_counts)
+    yield patched(test_graphs.others_lengths_make_another_kind)
+    yield on_cpu(lambda patch: other(None, patch, "memory"))
+    yield patched(lambda patch: test_graphs.replays_wait_for_those_before(stood_in(patch), patch))
 
 
 def zigzag_is_balanced() -> None:
@@ -1107,63 +1111,72 @@ def gathered_keys_are_few_large_tiles() -> None:
     assert all(len(land(all_segments(layout, 5, 53))[0]) == 1 for layout in LAYOUTS)
 
 
-def prefixes_and_positions_hold() -> None:
+def prefixes_and_positions_hold() -> Iterator[Case]:
     """The features whose masks are no arithmetic of a layout alone."""
     from tests.features import FEATURES, Problem, together
 
+    def holds(feature: Any, *how: Any, **named: Any) -> None:
+        errors = Problem(feature).errors(*how, **named)
+        assert max(errors.values()) < 1e-12, errors
+
     for name in ("prefix", "positions", "sinks", "alibi", "bias of heads", "mask_mod"):
-        errors = Problem(FEATURES[name] | FEATURES["gradient of lse"]).errors(3, "zigzag", "eager")
-        assert max(errors.values()) < 1e-12, (name, errors)
-    of_heads = Problem(together(("sinks", "alibi", "mask_mod"))).errors(4, "zigzag", ulysses=2)
-    assert max(of_heads.values()) < 1e-12, of_heads
-    apart = Problem(FEATURES["mask_mod"] | FEATURES["documents"]).errors(2, "striped", "eager")
-    assert max(apart.values()) < 1e-12, apart
+        wanted = FEATURES[name] | FEATURES["gradient of lse"]
+        yield partial(holds, wanted, 3, "zigzag", "eager")
+    yield partial(holds, together(("sinks", "alibi", "mask_mod")), 4, "zigzag", ulysses=2)
+    yield partial(holds, FEATURES["mask_mod"] | FEATURES["documents"], 2, "striped", "eager")
 
 
-def predicates_are_fused() -> None:
+def predicates_are_fused() -> Iterator[Case]:
     """FlexAttention's adapter, over a stand-in that goes by the cells of masks."""
     from tests.features import Problem, together
     from tests.flex_on_cpu import stood_in
     from tests.kernel_cases import CASES, faults
 
-    with stood_in():
-        for i in (2, 5):
-            assert not (found := faults(CASES[i], "flex", "cpu")), found
+    def alone(number: int) -> None:
+        with stood_in():
+            assert not (found := faults(CASES[number], "flex", "cpu")), found
+
+    def on_a_ring() -> None:
         names = ("mask_mod", "documents", "gradient of lse")
-        errors = Problem(together(names)).errors(2, "striped", "flex")
+        with stood_in():
+            errors = Problem(together(names)).errors(2, "striped", "flex")
         assert max(errors.values()) < 1e-12, errors
 
+    yield from (partial(alone, number) for number in (2, 5))
+    yield on_a_ring
 
-def other_kernels_calls_cover_the_tiles() -> None:
+
+def other_kernels_calls_cover_the_tiles() -> Iterator[Case]:
     """By stand-ins; and of a rank without queries, which has no tiles."""
-    from dataclasses import replace
+    from tests.kernel_cases import KernelCase, faults
+    from tests.test_adapters import ODD, STAND_INS, can
 
-    import pytest
-    import torch
+    def covers(kernel: str, case: KernelCase, patch: pytest.MonkeyPatch) -> None:
+        STAND_INS[kernel](patch)
+        assert not faults(replace(case, dtype=torch.float64), kernel, "cpu"), case
 
+    for kernel in STAND_INS:
+        for case in ODD:
+            if can(kernel, case):
+                yield patched(covers, kernel, case)
+        yield patched(nothing_has_no_gradients, kernel)
+
+
+def nothing_has_no_gradients(kernel: str, patch: pytest.MonkeyPatch) -> None:
     from ring_attention_pytorch.contract import Grads, Keys, Saved, Terms
     from ring_attention_pytorch.kernels import KERNELS
     from ring_attention_pytorch.running import Sum
-    from tests.kernel_cases import faults
-    from tests.test_adapters import ODD, STAND_INS, can
+    from tests.test_adapters import STAND_INS
 
+    STAND_INS[kernel](patch)
     none, keys = torch.zeros(1, 0, 2, 8), torch.zeros(1, 3, 2, 8)
     saved = Saved(none, none, torch.zeros(1, 2, 0), none, torch.zeros(1, 2, 0))
-    with pytest.MonkeyPatch.context() as patch:
-        for kernel, stand_in in STAND_INS.items():
-            stand_in(patch)
-            for case in ODD:
-                if can(kernel, case):
-                    assert not faults(replace(case, dtype=torch.float64), kernel, "cpu"), case
-            grads = Grads(Sum(none), Sum(keys), Sum(keys))
-            seen = Keys(keys, keys, None, ())
-            KERNELS[kernel].backward(saved, seen, (), Terms(1.0, None, 8), grads)
+    grads = Grads(Sum(none), Sum(keys), Sum(keys))
+    KERNELS[kernel].backward(saved, Keys(keys, keys, None, ()), (), Terms(1.0, None, 8), grads)
 
 
 def the_same_is_dropped_everywhere() -> None:
     """Over rings, heads swapped or not, by a seed that one rank drew; not in another layer."""
-    from dataclasses import replace
-
     from ring_attention_pytorch.plan import RingPlan
     from ring_attention_pytorch.ring_flash_attention import ring_attn
     from tests import threads
@@ -1198,8 +1211,6 @@ def the_same_is_dropped_everywhere() -> None:
 
 def a_bias_keeps_its_digits() -> None:
     """Large ones in 16 bits, too."""
-    import torch
-
     from ring_attention_pytorch.scores import with_bias
 
     bias = torch.tensor([[100.5, -3.14159, 17.0]]).bfloat16()
@@ -1223,8 +1234,6 @@ def dealt_layouts_are_even() -> None:
 
 def a_document_ends_where_another_begins() -> None:
     """What its last token would have to predict is not its business."""
-    import torch
-
     from ring_attention_pytorch.documents import last_of_document, of_borders
 
     found = last_of_document((of_borders([0, 2, 2, 5]),), torch.arange(5))
@@ -1233,8 +1242,6 @@ def a_document_ends_where_another_begins() -> None:
 
 def blocks_know_their_tiles() -> None:
     """The Triton kernels' tables: every tile that a block meets is in its range."""
-    import torch
-
     from ring_attention_pytorch.documents import of_borders
     from ring_attention_pytorch.kernels.triton import _table
     from ring_attention_pytorch.layouts import Visible, all_segments, tiles
@@ -1250,8 +1257,6 @@ def blocks_know_their_tiles() -> None:
 
 def calls_are_counted() -> None:
     """Else a kernel would round before the end."""
-    import torch
-
     from ring_attention_pytorch.running import Sum
     from tests.cases import Attention, miscounted
 
@@ -1261,17 +1266,15 @@ def calls_are_counted() -> None:
     assert not miscounted(Attention(29, "zigzag", causal=True, transport="gather"), 3)
 
 
-def calls_go_side_by_side_where_they_may() -> None:
+def calls_go_side_by_side_where_they_may() -> Iterator[Case]:
     from tests.test_transports import test_calls_go_side_by_side_where_keys_stay
 
     for how, at_once, aside in ((dict(), 3, True), (dict(memory=0), 1, False)):
-        test_calls_go_side_by_side_where_keys_stay(how, at_once, aside)
+        yield partial(test_calls_go_side_by_side_where_keys_stay, how, at_once, aside)
 
 
 def sums_of_16_bits_are_kept_in_32() -> None:
     """One rounding at the end: 2 ** -9, however many blocks are summed."""
-    import torch
-
     from tests import threads
     from tests.cases import Attention, errors, oracle, shard
 
@@ -1284,8 +1287,6 @@ def sums_of_16_bits_are_kept_in_32() -> None:
 
 def mismatches_are_errors() -> None:
     """A rank that differs, errs or holds another's tokens: ValueError on all ranks."""
-    import torch
-
     from ring_attention_pytorch.ring_flash_attention import ring_attn
     from tests import threads
 
@@ -1307,8 +1308,6 @@ def mismatches_are_errors() -> None:
 
 def plans_are_checked() -> None:
     """A plan is for tensors of one shape."""
-    import torch
-
     from ring_attention_pytorch.plan import RingPlan
     from ring_attention_pytorch.ring_flash_attention import ring_attn
 
@@ -1320,97 +1319,5 @@ def plans_are_checked() -> None:
     raise AssertionError("a plan for other tensors was used")
 
 
-# --- running it ---
-
-
-# what finds most faults in a file, to be asked before all others
-_SOONEST: dict[str | None, tuple[Callable[[], None], ...]] = {
-    "balance.py": (dealt_layouts_are_even,),
-    "dropout.py": (the_same_is_dropped_everywhere,),
-    "plan.py": (prefixes_and_positions_hold,),
-    "scores.py": (prefixes_and_positions_hold, a_bias_keeps_its_digits),
-    "kernels/flex.py": (predicates_are_fused,),
-    "kernels/triton.py": (blocks_know_their_tiles,),
-    **dict.fromkeys(
-        ("kernels/_packs.py", "kernels/_whole.py", "kernels/flash_attn_4.py"),
-        (other_kernels_calls_cover_the_tiles,),
-    ),
-}
-
-
-def mutate(mutant: Mutant | None, package: Path, folder: Path) -> None:
-    """A copy of a package in the folder, with the fault planted."""
-    copy = folder / PACKAGE.name
-    shutil.copytree(package, copy)  # what is compiled too, but for the file that changes
-    if mutant is not None:
-        file = copy / mutant.file
-        source = file.read_text()
-        assert source.count(mutant.old) == 1, f"{mutant.name}: not once in {mutant.file}"
-        for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
-            compiled.unlink()
-        file.write_text(source.replace(mutant.old, mutant.new))
-
-
-def _battery_over(folder: str, file: str | None, answer: Connection) -> None:
-    """In a process of its own: the first thing found wrong, or None."""
-    import torch
-
-    sys.path.insert(0, folder)
-    sys.dont_write_bytecode = True
-    found = None
-    try:
-        for number, case in enumerate(itertools.chain(_SOONEST.get(file, ()), battery())):
-            found = f"case {number}"
-            torch.manual_seed(0)  # else a fault may show in some runs only
-            case()
-        found = None
-        assert sys.modules[PACKAGE.name].__file__.startswith(folder), "not the copy"
-    except BaseException as error:
-        found = f"{found}: {type(error).__name__}: {error}"[:300]
-    answer.send(found)
-
-
-def verdict(mutant: Mutant | None, package: Path) -> str | None:
-    """What the battery found wrong with the mutant (None: with the package as it is)."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            mutate(mutant, package, Path(folder))
-        except AssertionError:
-            return None
-        context = mp.get_context("fork")
-        ours, theirs = context.Pipe()
-        file = None if mutant is None else mutant.file
-        process = context.Process(target=_battery_over, args=(folder, file, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        try:
-            return ours.recv() if ours.poll(SECONDS) else "no end"
-        except EOFError:
-            return "the process died"
-        finally:
-            process.kill()
-            process.join()
-
-
-def tell(planted: Sequence[Mutant]) -> None:
-    """Print the verdicts on the package as it is, "", and on each mutant."""
-    import beartype  # noqa: F401 - imported before forking, so only once
-    import einops  # noqa: F401
-    import torch.distributed.device_mesh
-    import torch.fx.experimental.symbolic_shapes  # noqa: F401 - which the first Function imports
-
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as two:
-        compiled = Path(folder) / PACKAGE.name  # once for all
-        shutil.copytree(PACKAGE, compiled)
-        compileall.compile_dir(compiled, quiet=2)
-        found = two.map(partial(verdict, package=compiled), itertools.chain([None], planted))
-        print(json.dumps(dict(zip(["", *(m.name for m in planted)], found))))
-
-
-def main() -> None:
-    assert PACKAGE.name not in sys.modules, "must be imported from the copy"
-    tell(MUTANTS)
-
-
 if __name__ == "__main__":
-    main()
+    hunt.main("tests.mutants")

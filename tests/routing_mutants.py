@@ -1,119 +1,127 @@
-"""Faults planted into conditional routing; the machinery is that of `mutants`."""
+"""Faults planted into conditional routing, and a battery that must find each."""
 
 from collections.abc import Callable, Iterable
 
-from tests import mutants
-from tests.mutants import Mutant
+from tests import hunt
+from tests.faults import Mutant
 
 MUTANTS = [
     # soft and hard top-k
     Mutant(
-        "one gate too few at 1", "routing/soft_topk.py", "(top + alpha >= 0).sum(-1).minimum(most)",
+        "one gate too few at 1", "routing/soft_topk.py:fixed_point",
+        "(top + alpha >= 0).sum(-1).minimum(most)",
         "((top + alpha >= 0).sum(-1) - 1).clamp(min=0).minimum(most)",
     ),
     Mutant(
-        "gates above 1", "routing/soft_topk.py", "(x.masked_fill(x >= 0, 0.0) / eps)", "(x / eps)"
+        "gates above 1", "routing/soft_topk.py:gates", "(x.masked_fill(x >= 0, 0.0) / eps)",
+        "(x / eps)",
     ),
     Mutant(
-        "no gradient through a", "routing/soft_topk.py", "return -grad * ctx.by(",
-        "return 0 * grad * ctx.by(",
+        "no gradient through a", "routing/soft_topk.py:_Threshold.backward",
+        "return -grad * ctx.by(", "return 0 * grad * ctx.by(",
     ),
     Mutant(
-        "a's gradient of this rank only", "routing/soft_topk.py",
-        "grad = total_over_ranks(grad, ctx.ring).index_select",
-        "grad = grad.index_select",
+        "a's gradient of this rank only", "routing/soft_topk.py:_Threshold.backward",
+        "grad = total_over_ranks(grad, ctx.ring).index_select", "grad = grad.index_select",
     ),
     Mutant(
-        "a's gradient by all gates", "routing/soft_topk.py", "coef = (1 / (k - m))",
+        "a's gradient by all gates", "routing/soft_topk.py:fixed_point", "coef = (1 / (k - m))",
         "coef = (1 / k)",
     ),
     Mutant(
-        "descent forgets the steps before the last", "routing/soft_topk.py",
+        "descent forgets the steps before the last", "routing/soft_topk.py:descent",
         "weights.append(weights[-1] * share)", "weights.append(weights[-1] * 0)",
     ),
     Mutant(
-        "the last part is taken for the sum", "routing/exchange.py", "total += part", "total = part"
+        "the last part is taken for the sum", "routing/exchange.py:total_over_ranks",
+        "total += part", "total = part",
     ),
     Mutant(
-        "ties to the later token", "routing/selection.py",
+        "ties to the later token", "routing/selection.py:best",
         "found = scores.sort(dim=-1, descending=True, stable=True).indices[..., :most]",
         "found = scores.shape[-1] - 1 - scores.flip(-1).sort(dim=-1, descending=True, "
         "stable=True).indices[..., :most]",
     ),
     Mutant(
-        "a window's own tokens say who of them is chosen", "routing/selection.py",
+        "a window's own tokens say who of them is chosen", "routing/selection.py:causal_choice",
         "torch.cat((torch.full_like(least[..., :1], torch.inf), least[..., :-1]), -1)", "least",
     ),
     Mutant(
-        "gates of a window by its own tokens", "routing/router.py",
+        "gates of a window by its own tokens", "routing/router.py:CoordinateDescentRouter._gates",
         "(at // size - int(causal)).clamp(min=0)", "at // size",
     ),
     Mutant(
-        "soft gates for as many as are routed", "routing/router.py", "count * self.fetch_k_ratio",
-        "count * 1.0",
+        "soft gates for as many as are routed", "routing/router.py:CoordinateDescentRouter.choose",
+        "count * self.fetch_k_ratio", "count * 1.0",
     ),
     Mutant(
-        "masked tokens may be routed", "routing/router.py",
+        "masked tokens may be routed", "routing/router.py:CoordinateDescentRouter.choose",
         ".masked_fill(~real, -torch.inf)", "",
     ),
     Mutant(
-        "ties broken by rounding", "routing/router.py",
+        "ties broken by rounding", "routing/router.py:CoordinateDescentRouter.choose",
         "ranked = rounded(whole, self._toward(scores.dtype, routing_tokens))", "ranked = whole",
     ),
     # who holds what
     Mutant(
-        "scores in the order of ranks", "routing/plan.py", ".index_select(-1, self.order)", ""
+        "scores in the order of ranks", "routing/plan.py:RoutingPlan.whole",
+        ".index_select(-1, self.order)", "",
     ),
-    Mutant("the rank before", "routing/plan.py", "right=True", "right=False"),
+    Mutant("the rank before", "routing/plan.py:RoutingPlan.homes", "right=True", "right=False"),
     Mutant(
-        "all samples get the first one's tokens", "routing/dispatch.py",
+        "all samples get the first one's tokens", "routing/dispatch.py:Dispatch.make",
         "tokens = places + n * torch.arange(b,", "tokens = places + 0 * torch.arange(b,",
     ),
     Mutant(
-        "all routes get the first one's gates", "routing/dispatch.py",
+        "all routes get the first one's gates", "routing/dispatch.py:Dispatch.out",
         "* r + route) * n", "* r) * n",
     ),
     Mutant(
-        "results home to the wrong slots", "routing/dispatch.py",
+        "results home to the wrong slots", "routing/dispatch.py:Dispatch.home",
         "got = all_to_all([flat.index_select(0, land) for land in self.lands]",
         "got = all_to_all([flat.index_select(0, land.flip(0)) for land in self.lands]",
     ),
     # modules
     Mutant(
-        "a window's keys before its queries", "routing/autoregressive.py",
+        "a window's keys before its queries", "routing/autoregressive.py:Turns.make",
         "turn % (queries + keys) < queries", "turn % (queries + keys) >= keys",
     ),
     Mutant(
-        "null key weighed the wrong way", "routing/attention.py", "(score - lse).sigmoid()",
-        "(lse - score).sigmoid()",
+        "null key weighed the wrong way", "routing/attention.py:HeavyAttention.attend",
+        "(score - lse).sigmoid()", "(lse - score).sigmoid()",
     ),
-    Mutant("no gate on values", "routing/attention.py", "v * gates", "v + 0 * gates"),
     Mutant(
-        "no gate on results", "routing/attention.py",
+        "no gate on values", "routing/attention.py:HeavyAttention.keys", "v * gates",
+        "v + 0 * gates",
+    ),
+    Mutant(
+        "no gate on results", "routing/attention.py:Routed.home",
         'gated = y * rearrange(self.gates, "b 1 k -> b k 1").to(y.dtype)', "gated = y",
     ),
     Mutant(
-        "light window of twice the size", "routing/attention.py", "light_window_size // 2,",
+        "light window of twice the size",
+        "routing/attention.py:ConditionalRoutedAttention.__init__", "light_window_size // 2,",
         "light_window_size,",
     ),
     Mutant(
-        "rotary by slots", "routing/attention.py",
+        "rotary by slots", "routing/attention.py:HeavyAttention._rotate",
         "self.rotary_embed(positions.flatten().clamp(min=0))",
         "self.rotary_embed(torch.arange(positions.numel()))",
     ),
     Mutant(
-        "the mean of this rank's tokens", "routing/cross_attention.py",
+        "the mean of this rank's tokens", "routing/cross_attention.py:mean_token",
         "torch.stack(parts).sum(0)", "parts[0]",
     ),
     Mutant(
-        "masked tokens of an image are seen", "routing/image_attention.py",
+        "masked tokens of an image are seen",
+        "routing/image_attention.py:ConditionalRoutedImageAttention._light",
         "seen = (at >= 0) & plan.real.gather(1, at.clamp(min=0))", "seen = at >= 0",
     ),
 ]  # fmt: skip
 
 
 def battery() -> Iterable[Callable[[], None]]:
-    """Tests that fail where something is wrong. The package is imported here, and mutated."""
+    """Cases that fail where something is wrong."""
     import torch
 
     from tests import test_routing as modules
@@ -155,13 +163,5 @@ def rotary_is_by_real_positions() -> None:
     assert moved.abs().max() > 1e-6
 
 
-def main() -> None:
-    import hypothesis  # noqa: F401 - imported before forking, so only once
-    import pytest  # noqa: F401
-
-    mutants.battery = battery
-    mutants.tell(MUTANTS)
-
-
 if __name__ == "__main__":
-    main()
+    hunt.main("tests.routing_mutants")

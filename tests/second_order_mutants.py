@@ -1,77 +1,78 @@
-"""Faults planted into second derivatives and tangents; the machinery is that of `mutants`."""
+"""Faults planted into second derivatives and tangents, and a battery that must find each."""
 
 from collections.abc import Callable, Iterable
 
-from tests import mutants
-from tests.mutants import Mutant
+from tests import hunt
+from tests.faults import Mutant
 
 MUTANTS = [
     Mutant(
-        "probabilities move as if lse stood still", "kernels/eager_tangents.py",
+        "probabilities move as if lse stood still", "kernels/eager_tangents.py:backward",
         "part.p * (part.ts - tlse)", "part.p * part.ts",
     ),
     Mutant(
-        "the softclamp's slope stands still", "kernels/eager_tangents.py",
+        "the softclamp's slope stands still", "kernels/eager_tangents.py:backward",
         "tds * part.slope + ds * part.tslope", "tds * part.slope",
     ),
     Mutant(
-        "keys stand still in the tangent of dq", "kernels/eager_tangents.py",
+        "keys stand still in the tangent of dq", "kernels/eager_tangents.py:backward",
         "_to_rows(tdqk, part.k) + _to_rows(dqk, part.tk)", "_to_rows(tdqk, part.k)",
     ),
     Mutant(
-        "dout stands still in dv", "kernels/eager_tangents.py",
+        "dout stands still in dv", "kernels/eager_tangents.py:backward",
         "_to_cols(tp, dout) + _to_cols(p, tdout)", "_to_cols(tp, dout)",
     ),
     Mutant(
-        "values stand still", "kernels/eager_tangents.py", "einsum(part.less(part.p), part.tv,",
-        "0 * einsum(part.less(part.p), part.tv,",
+        "values stand still", "kernels/eager_tangents.py:forward",
+        "einsum(part.less(part.p), part.tv,", "0 * einsum(part.less(part.p), part.tv,",
     ),
     Mutant(
-        "delta moves with dout only", "contract.py",
-        " + sum_of_products(saved.dout, along.out)", "",
+        "delta moves with dout only", "contract.py:tangent_of_delta",
+        "+ sum_of_products(saved.dout, along.out)", "",
     ),
     Mutant(
-        "sinks stand still", "derivatives.py", "tlse += sink_weights(sinks, lse)",
-        "tlse += 0 * sink_weights(sinks, lse)",
+        "sinks stand still", "derivatives.py:RingTangents.forward",
+        "tlse += sink_weights(sinks, lse)", "tlse += 0 * sink_weights(sinks, lse)",
     ),
     Mutant(
-        "a sink's weight stands still", "derivatives.py",
+        "a sink's weight stands still", "derivatives.py:_of_sinks",
         "found = tp * saved.delta + p *", "found = p *",
     ),
     Mutant(
-        "dlse has no gradient", "derivatives.py", "None if saved[5] is None else tlse, None, None",
-        "None, None, None",
+        "dlse has no gradient", "derivatives.py:RingGradients.backward",
+        "None if saved[5] is None else tlse, None, None", "None, None, None",
     ),
     Mutant(
-        "cotangents stand still in forward over reverse", "derivatives.py",
+        "cotangents stand still in forward over reverse", "derivatives.py:RingGradients.jvp",
         "ctx.saved_tensors, along[:4], *along[4:6])[0]", "ctx.saved_tensors, along[:4])[0]",
     ),
     Mutant(
-        "Ulysses keeps its gradients' gradients", "ulysses.py",
+        "Ulysses keeps its gradients' gradients", "ulysses.py:_ToHeads.backward",
         "*_ToSequence.apply(ctx.ulysses, ctx.spreads, *grads)",
         "*ctx.ulysses.unspread([g.detach() for g in grads], ctx.spreads)",
     ),
     Mutant(
-        "tangents of other ranks' keys stay at home", "derivatives.py",
+        "tangents of other ranks' keys stay at home", "derivatives.py:RingTangents.forward",
         "_beside((k, v), (tk, tv))", "_beside((k, v), (tk.zero_(), tv))",
     ),
     Mutant(
-        "gathering keeps its gradients' gradients", "sharding.py",
+        "gathering keeps its gradients' gradients", "sharding.py:_Gather.backward",
         "list(_AllToAll.apply(ctx.ring, [ctx.shape] * len(others), *others))",
         "_swap(ctx.ring, [ctx.shape] * len(others), others)",
     ),
     Mutant(
-        "ranks may differ in tangents", "transforms.py", "any(forward_ad", "all(forward_ad"
+        "ranks may differ in tangents", "transforms.py:tangents_note", "any(forward_ad",
+        "all(forward_ad",
     ),
     Mutant(
-        "any kernel's tangents are taken for eager's", "derivatives.py",
+        "any kernel's tangents are taken for eager's", "derivatives.py:RingTangents.forward",
         'if {*plan.kernel.name.split("+")} != {"eager"}:', "if False:",
     ),
 ]  # fmt: skip
 
 
 def battery() -> Iterable[Callable[[], None]]:
-    """Cases that fail where something is wrong. The package is imported here, and mutated."""
+    """Cases that fail where something is wrong."""
     import torch
 
     from tests import test_second_order as cases
@@ -104,27 +105,5 @@ def heads_for_sequence_hold() -> None:
     assert max(errors.values()) < 1e-12, errors
 
 
-def warm_up() -> None:
-    """What PyTorch compiles for forward mode when first asked, before forking, so only once."""
-    import torch
-
-    from tests.reference import dense_attention
-
-    def loss(q: torch.Tensor) -> torch.Tensor:
-        out, lse = dense_attention(q, q, q, softclamp=1.0, sinks=q[0, 0, :, 0])
-        return out.sum() + lse.sum()
-
-    q = torch.randn(1, 2, 1, 2)
-    torch.func.jvp(torch.func.grad(loss), (q,), (q,))
-
-
-def main() -> None:
-    import pytest  # noqa: F401 - imported before forking, so only once
-
-    warm_up()
-    mutants.battery = battery
-    mutants.tell(MUTANTS)
-
-
 if __name__ == "__main__":
-    main()
+    hunt.main("tests.second_order_mutants")
