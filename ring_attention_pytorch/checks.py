@@ -161,7 +161,8 @@ def segments_of_two(
 ) -> tuple[tuple[Segments, ...], tuple[Segments, ...]]:
     """Those of queries and of keys that are another sequence, in the order of ranks.
 
-    Without a mask positions decide nothing; where queries are `counted` their layout matters.
+    Positions decide nothing unless queries are `counted`, by dropout, ALiBi or a predicate: then
+    they stand where their layout has them, and keys in the order of ranks.
     """
     if _dealt(layout, counted):
         return all_segments(layout, len(queries), sum(queries)), one_after_another(keys)

@@ -102,7 +102,7 @@ def predict(transport: str, steps: Sequence[Step], job: Job, machine: Machine = 
     the ring, in float32; after each step of a gather, in the dtype of the keys.
     """
     hidden = _ring_time if transport == "ring" else _gather_time
-    grad = job.wide_bytes if transport == "ring" else job.token_bytes
+    grad = job.wide_bytes if transport == "ring" else job.grad_bytes
     forward = hidden(steps, job, machine, 1.0 / machine.forward, 0)
     backward = hidden(steps, job, machine, 2.5 / machine.backward, grad)
     tokens = sum(s.near + s.far for s in steps)

@@ -132,7 +132,7 @@ def of_ids(ids: Tensor) -> Documents:
 
 
 def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Packing:
-    """The documents of each sample of a ring whose ranks hold ids `[b, n]`, by two exchanges."""
+    """The documents of each sample of a ring whose ranks hold ids `[b, n]`, by an exchange."""
     runs = [torch.unique_consecutive(row, return_counts=True) for row in ids.cpu()]
     notes = tell(ring, "ids of documents", [[t.tolist() for t in run] for run in runs])
     whole = torch.empty((len(ids), sum(map(count, segments))), dtype=torch.long)

@@ -38,14 +38,15 @@ def explain_plan(plan: RingPlan) -> str:
         return "\n".join(head)
     cost, swap = predicted(plan)
     steps = _of_gather(plan) if plan.transport_name == "gather" else _of_ring(plan)
-    per_second = 1e3 * (cost.forward + cost.backward + swap)
+    seconds = cost.forward + cost.backward + swap
+    share = f"; {100 * cost.ideal / seconds:.0f} % of the kernel alone" if seconds else ""
     where = "by speeds measured here" if plan.machine.measured else "on H200s"
     tail = [
         f"received: {_bytes(cost.received)} forward and backward; others' keys and gradients take "
         f"at most {_bytes(_held(plan))} here",
         f"predicted {where}: forward {1e3 * cost.forward:.3g} ms, backward "
         f"{1e3 * cost.backward:.3g} ms" + (f", heads swapped {1e3 * swap:.3g} ms" if swap else "")
-        + f"; {100e3 * cost.ideal / per_second:.0f} % of the kernel alone",
+        + share,
     ]  # fmt: skip
     return "\n".join([*head, *steps, *tail])
 
@@ -151,7 +152,8 @@ def _held(plan: RingPlan) -> int:
     if plan.transport_name == "ring":
         return longest * (2 * job.token_bytes + 3 * job.wide_bytes)
     return longest * (
-        4 * job.token_bytes + plan.at_once * (5 * job.token_bytes + 2 * job.wide_bytes)
+        4 * job.token_bytes
+        + plan.at_once * (3 * job.token_bytes + 2 * job.grad_bytes + 2 * job.wide_bytes)
     )
 
 

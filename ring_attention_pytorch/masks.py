@@ -62,7 +62,7 @@ def positions_seen(segments: Segments, visible: Visible) -> Tensor:
 
 
 def gather_positions(ring: Ring, own: Sequence[Tensor]) -> list[tuple[Segments, ...]]:
-    """Positions `[n]` of queries and of keys as every rank's segments, by two exchanges."""
+    """Positions `[n]` of queries and of keys as every rank's segments, by an exchange."""
     notes = tell(ring, "positions", [_runs(t.cpu().long()) for t in own])
     return [tuple(tuple(Segment(*s) for s in note[i]) for note in notes) for i in range(len(own))]
 

@@ -155,7 +155,8 @@ class RingPlan:
         queries, keys = ([own[what] for own in lengths] for what in "nm")
         if cross is None:
             cross = queries != keys or placed
-        visible, counted = Visible(causal, window), dropout > 0
+        visible, dropped = Visible(causal, window), dropout > 0
+        counted = dropped or alibi_slopes is not None or mask_mod is not None
         problem = lengths_problem(
             (queries, keys), layout, visible, cross, packed=packed, placed=placed, counted=counted
         ) or end_problem(cu_seqlens, sum(queries))
@@ -163,7 +164,7 @@ class RingPlan:
         if placed:
             of_both = (query_positions, key_positions)
             query_segments, key_segments = both = gather_positions(ring, of_both)
-            raise_together(ring, "ring attention", repeats_problem(both) if counted else None)
+            raise_together(ring, "ring attention", repeats_problem(both) if dropped else None)
         elif cross:
             query_segments, key_segments = segments_of_two(layout, queries, keys, counted)
         else:

@@ -120,7 +120,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         scale: of the scores; None is d ** -0.5.
         softclamp: c makes a scaled score s into c * tanh(s / c).
         layout: "contiguous", "striped", "zigzag" or what `balanced` made: which tokens a rank
-            holds (`positions`).
+            holds (`positions`). Keys of another sequence stand in the order of ranks.
         group: the ring, a ProcessGroup or a DeviceMesh of one dimension. None is the default
             group, or this process alone if there is none.
         kernel: a kernel of docs/kernels.md, as "sdpa" (PyTorch's own), "triton" (ours),

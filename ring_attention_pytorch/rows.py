@@ -12,6 +12,14 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def sent(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which parts of a gradient travel that are summed elsewhere.
+
+    Of float16 in float32: parts that cancel there may each be larger than float16 holds.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
     """Merge, in place, attention to further keys into `out` [b, n, h, d] and `lse` [b, h, n].
 

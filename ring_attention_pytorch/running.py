@@ -142,8 +142,8 @@ class Sum:
     """A sum of parts that lie along the tokens of a tensor like this one, [b, n, ...].
 
     `calls` of a kernel will bring all that there is, if that is known. `into` is memory of the
-    accumulator's dtype in which the sum has to be; `place` is memory like `like` in which it has to
-    be at the end.
+    accumulator's dtype in which the sum has to be; `place` is memory like `like`, but of that
+    `dtype`, in which it has to be at the end; like's is that of the parts.
     """
 
     def __init__(
@@ -152,8 +152,10 @@ class Sum:
         calls: int | None = None,
         into: Tensor | None = None,
         place: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._like, self._dtype, self._calls = like, accumulator(like.dtype), calls
+        self._end = like.dtype if dtype is None else dtype
         self._whole, self._into = slice(0, like.shape[1]), into
         self._place, self._given = place, place is not None
         self._taken: list[slice] = []  # of the place, by parts
@@ -179,6 +181,8 @@ class Sum:
     def blank(self, at: slice, flat: bool = False) -> Tensor:
         """Memory for a part of these tokens, for a kernel that is told where to make it; in `place`
         if it can be. Flat is with all samples one after another."""
+        if self._end != self._like.dtype:
+            return self._anew(at)
         if self._place is None and self._wide is None and not self._parts and self._into is None:
             self._place = self._anew(self._whole)
         apart = flat and len(self._like) > 1 and at != self._whole
@@ -211,7 +215,7 @@ class Sum:
 
     def room(self) -> tuple[Tensor | None, Tensor]:
         """(before, sum), as `Result.room`."""
-        dtype, self._calls = _dtype_of_call(self._calls, self._like.dtype, self._dtype)
+        dtype, self._calls = _dtype_of_call(self._calls, self._end, self._dtype)
         before = None if self._wide is None and not self._parts else self.running()
         if before is not None and (
             dtype == self._dtype or self._into is not None or not before.is_contiguous()
@@ -239,21 +243,21 @@ class Sum:
         return part
 
     def final(self) -> Tensor:
-        """The sum in the dtype of what it is like."""
+        """The sum in the dtype in which it has to be at the end."""
         self._join()
         if self._crowded:
             wide = self.running()  # which stays: another stream may be reading it
-            return wide.to(self._like.dtype) if self._place is None else self._place.copy_(wide)
+            return wide.to(self._end) if self._place is None else self._place.copy_(wide)
         if self._place is not None:
             if _fill(self._place, self._taken, self._parts):
                 self._parts[: len(self._taken)] = [(self._whole, self._place)]
             return self._written(self._place)
-        if _begins_with(self._parts, self._whole):
+        if _begins_with(self._parts, self._whole) and self._parts[0][1].dtype == self._end:
             whole = self._parts.pop(0)
             self._fold(whole[1])
             self._parts = [whole]
             return whole[1]
-        return self._written(self._empty(self._like.dtype))
+        return self._written(self._empty(self._end))
 
     def _written(self, total: Tensor) -> Tensor:
         """That, with all parts added up in one pass, but one that was made there."""
@@ -280,8 +284,10 @@ class Sum:
     def _empty(self, dtype: torch.dtype) -> Tensor:
         if self._into is not None:
             return self._into
-        if dtype == self._like.dtype:
+        if dtype == self._like.dtype == self._end:
             return self.blank(self._whole)
+        if dtype == self._end and self._place is not None:
+            return self._place
         return torch.empty_like(self._like, dtype=dtype, memory_format=torch.contiguous_format)
 
     def _anew(self, at: slice) -> Tensor:

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from ring_attention_pytorch.contract import Terms
 from ring_attention_pytorch.layouts import Segment, Segments, count
 from ring_attention_pytorch.ring import Places, Ring
-from ring_attention_pytorch.rows import accumulator
+from ring_attention_pytorch.rows import accumulator, sent
 from ring_attention_pytorch.transforms import signature_once
 from ring_attention_pytorch.transports.messages import Part, message_bytes
 from ring_attention_pytorch.transports.pieces import Job
@@ -335,4 +335,5 @@ def job_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> Job:
     (b, _, heads, d), key_heads = q.shape, k.shape[2]
     if swap is not None:
         heads, key_heads = (len(spread.heads[0]) for spread in (swap.queries, swap.keys))
-    return Job(b, heads, key_heads, d, v.shape[3], q.dtype.itemsize)
+    wide = sent(q.dtype) != q.dtype
+    return Job(b, heads, key_heads, d, v.shape[3], q.dtype.itemsize, wide)

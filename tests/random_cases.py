@@ -28,7 +28,7 @@ from ring_attention_pytorch.layouts import Layout, positions
 from ring_attention_pytorch.ring import Ring
 from tests import threads
 from tests.cases import over_shared_memory
-from tests.random_draw import PREDICATES, Case, draw, features, refused
+from tests.random_draw import PREDICATES, Case, draw, features, held, refused
 from tests.random_memory import laid
 from tests.random_oracle import Asked, magnitudes, solve
 from tests.random_smaller import smallest
@@ -49,19 +49,15 @@ def layout_of(case: Case) -> Layout:
 
 def tokens(case: Case, rank: int) -> tuple[Tensor, Tensor]:
     """Which queries and which keys a rank holds."""
-    whole = torch.arange(case.length)
     if case.two:
-        lengths = case.queries, case.keys
-        return tuple(torch.arange(sum(n)).split(n)[rank] for n in lengths)
-    if case.layout == "contiguous":
-        mine = whole.tensor_split(case.size)[rank]
-    elif case.layout == "striped":
-        mine = whole[rank :: case.size]
-    elif case.layout == "zigzag":
-        chunks = whole.tensor_split(2 * case.size)
-        mine = torch.cat((chunks[rank], chunks[-1 - rank]))
-    else:
+        queries, keys = (torch.arange(sum(n)).split(n)[rank] for n in (case.queries, case.keys))
+        if case.counted:
+            queries = held(case.layout, sum(case.queries), rank, case.size)
+        return queries, keys
+    if case.layout == "balanced":
         mine = positions(layout_of(case), rank=rank, ring_size=case.size, length=case.length)
+    else:
+        mine = held(case.layout, case.length, rank, case.size)
     return mine, mine
 
 

@@ -92,6 +92,12 @@ class Case:
         return (sum(self.queries), sum(self.keys)) if self.two else (self.length, self.length)
 
     @property
+    def counted(self) -> bool:
+        """Whether queries of two sequences stand where their layout has them."""
+        asked = self.dropout or self.alibi or self.modded
+        return bool(self.two and not self.placed and not self.decode and asked)
+
+    @property
     def placed(self) -> bool:
         return bool(self.query_at or self.key_at)
 
@@ -229,9 +235,21 @@ def draw(seed: int) -> Case:
     case = replace(case, **two_sequences(r, case) if r.random() < 0.3 else one_sequence(r, case))
     case = replace(case, **seen(r, case), **scores(r), **running(r, case))
     case = case if r.random() < 0.03 else mended(case)
-    if case.two and case.dropout:  # which would count queries as the layout deals them
-        case = replace(case, layout="contiguous")
+    if case.counted:
+        everyone = (held(case.layout, sum(case.queries), i, case.size) for i in range(case.size))
+        case = replace(case, queries=tuple(map(len, everyone)))
     return replace(case, strides=memory(r, case.tensors()))
+
+
+def held(layout: str, length: int, rank: int, size: int) -> Tensor:
+    """The positions that a rank holds in a layout that is named."""
+    whole = torch.arange(length)
+    if layout == "contiguous":
+        return whole.tensor_split(size)[rank]
+    if layout == "striped":
+        return whole[rank::size]
+    chunks = whole.tensor_split(2 * size)
+    return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 
 def maybe(r: random.Random, share: float, value: Any, otherwise: Any = None) -> Any:

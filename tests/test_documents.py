@@ -132,7 +132,7 @@ def test_what_no_query_can_use_is_not_sent():
 def test_layers_that_are_given_a_plan_exchange_keys_only():
     ids = torch.tensor(PACKED["scattered"])
     made, hub = plans(3, "striped", ids, causal=True)
-    assert hub.gathers == [3] * 3  # notes, their lengths, runs
+    assert hub.gathers == [2] * 3  # notes, runs
 
     def main(ring: Ring) -> None:
         plan = replace(made[ring.rank], ring=ring, transport=replace(made[0].transport, ring=ring))

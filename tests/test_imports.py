@@ -49,7 +49,7 @@ ALLOWED = {
     "transports.messages": set(),
     "transports.pieces": {"layouts"},
     "transports.send_recv": {"contract", "layouts", "ring", "rows", "running", "transports"},
-    "transports.gather": {"contract", "layouts", "ring", "running", "transports"},
+    "transports.gather": {"contract", "layouts", "ring", "rows", "running", "transports"},
     "transports.shelves": {"lanes", "ring", "transports"},
     "transports.swap": {"_triton_moves", "lanes", "ring", "rows", "transports"},
     "transports.symmetric": {

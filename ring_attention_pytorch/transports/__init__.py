@@ -47,7 +47,7 @@ def owners_at_once(memory: int | None, blocks: Blocks, job: Job) -> int:
     longest, most = max(map(count, blocks.keys)), max(1, len(blocks.keys) - 1)
     if memory is None or longest * job.token_bytes == 0:
         return most
-    of_each = 5 * job.token_bytes + 2 * job.wide_bytes
+    of_each = 3 * job.token_bytes + 2 * job.grad_bytes + 2 * job.wide_bytes
     fit = (memory // longest - 4 * job.token_bytes - job.wide_bytes) // of_each
     return min(most, max(1, fit))
 

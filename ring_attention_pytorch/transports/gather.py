@@ -1,8 +1,8 @@
 """All the keys that a rank needs at once, straight from their owners, while its own block computes.
 
 What comes is put together so that few large tiles cover it, in the order of positions as a rule. In
-backward each rank sends an owner what it computed for its keys, in the inputs' dtype, and the
-owner sums that in the accumulator's, always in the same order.
+backward each rank sends an owner what it computed for its keys, in the inputs' dtype (float16 as
+float32), and the owner sums that in the accumulator's, always in the same order.
 """
 
 from collections import Counter, deque
@@ -16,6 +16,7 @@ from torch import Tensor
 from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.layouts import Segments, count
 from ring_attention_pytorch.ring import Ring, Transfer
+from ring_attention_pytorch.rows import sent
 from ring_attention_pytorch.running import Sum
 from ring_attention_pytorch.transports.messages import (
     Form,
@@ -184,13 +185,13 @@ class Gather:
 
     def _grads_of(self, keys: Keys) -> tuple[Sum, Sum]:
         """For those of a group, in one call."""
-        return Sum(keys.k, calls=1), Sum(keys.v, calls=1)
+        return tuple(Sum(t, calls=1, dtype=sent(t.dtype)) for t in keys[:2])
 
     def _send_home(
         self, group: Group, own_keys: Keys, grads: tuple[Sum, Sum], own: tuple[Sum, Sum]
     ) -> Callable[[], None]:
         """Post the gradients of a group; what is returned waits and adds what came to `own`."""
-        rank, kinds = self.ring.rank, own_keys[:2]
+        rank, kinds = self.ring.rank, as_sent(own_keys)
         mine, messages = group.pieces[rank], {}
         found = [total.final() for total in grads]
         for owner in self._owners(group.distances):
@@ -222,6 +223,12 @@ class Gather:
     def _users(self, distances: tuple[int, ...]) -> list[int]:
         """To whom this rank's keys go."""
         return [(self.ring.rank + t) % self.ring.size for t in distances]
+
+
+def as_sent(keys: Keys) -> tuple[Tensor, Tensor]:
+    """What gradients of such keys and values are like when they travel, but for their tokens."""
+    k, v = (t if t.dtype == sent(t.dtype) else t[:, :0].to(sent(t.dtype)) for t in keys[:2])
+    return k, v
 
 
 def _some(keys: Keys, at: slice) -> Keys:

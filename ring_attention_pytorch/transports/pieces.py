@@ -74,6 +74,7 @@ class Job(NamedTuple):
     d: int
     d_v: int
     itemsize: int
+    wide: bool = False  # parts of gradients travel in the accumulator's dtype
 
     @property
     def token_bytes(self) -> int:
@@ -84,6 +85,11 @@ class Job(NamedTuple):
     def wide_bytes(self) -> int:
         """Of their gradients in the accumulator's dtype."""
         return self.token_bytes // self.itemsize * max(4, self.itemsize)
+
+    @property
+    def grad_bytes(self) -> int:
+        """Of a part of their gradients that is sent to their owner."""
+        return self.wide_bytes if self.wide else self.token_bytes
 
     @property
     def pair_flops(self) -> int:
@@ -310,7 +316,7 @@ def come_home_aside(
         visible_pairs(tiles(queries, stretch(keys, slice(cut, count(keys))), blocks.visible))
         for queries, keys, cut in zip(blocks.queries, blocks.keys, cuts)
     )
-    moved = _MEANWHILE_BACK * job.token_bytes * (2 * brought + coming / 2)
+    moved = _MEANWHILE_BACK * job.grad_bytes * (2 * brought + coming / 2)
     return 2.5 * job.pair_flops * left >= moved
 
 

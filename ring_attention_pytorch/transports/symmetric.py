@@ -20,9 +20,9 @@ from ring_attention_pytorch.contract import Keys
 from ring_attention_pytorch.lanes import behind
 from ring_attention_pytorch.layouts import count
 from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.rows import accumulator, add_
+from ring_attention_pytorch.rows import accumulator, add_, sent
 from ring_attention_pytorch.running import Sum, stretches
-from ring_attention_pytorch.transports.gather import Gather
+from ring_attention_pytorch.transports.gather import Gather, as_sent
 from ring_attention_pytorch.transports.messages import Form, form_of
 from ring_attention_pytorch.transports.pieces import (
     Blocks,
@@ -96,7 +96,7 @@ class SymmetricGather(Gather):
         widest = max((tokens(p) for g in groups for p in g.pieces), default=0)
         space, group, ranks = shared
         token_bytes = job.token_bytes + job.batch  # and a mask
-        space.make_room(group, keys=max(lengths) * token_bytes, grads=widest * token_bytes)
+        space.make_room(group, keys=max(lengths) * token_bytes, grads=widest * job.grad_bytes)
         overtaken = overtaken and len(groups) == 1  # of several, calls wait for one another
         divided = Gather(ring, groups, lengths)
         cuts = [0 if overtaken else divided._cut(length) for length in lengths]
@@ -172,7 +172,7 @@ class SymmetricGather(Gather):
         """Of so many tokens like these, which are always alike, or of their gradients: k and v
         beside one another, so that one copy brings both, for each takes some time to begin."""
         if (masks, length) not in self.known:
-            k, v, *mask = form_of(keys[: 3 if masks else 2], length)
+            k, v, *mask = form_of(keys[:3] if masks else as_sent(keys), length)
             both = k._replace(shape=(*k.shape[:-1], k.shape[-1] + v.shape[-1]))
             self.known[masks, length] = both, *mask
         return self.known[masks, length]
@@ -181,7 +181,8 @@ class SymmetricGather(Gather):
         """Where their owners read them; kernels that can make them there."""
         (place,) = self.space.grads.own(self._form(keys, keys.k.shape[1]))
         k, v = apart(place, keys)
-        return Sum(keys.k, calls=1, place=k), Sum(keys.v, calls=1, place=v)
+        found = ((keys.k, k), (keys.v, v))
+        return tuple(Sum(t, calls=1, place=at, dtype=sent(t.dtype)) for t, at in found)
 
     def _send_home(
         self, group: Group, own_keys: Keys, grads: tuple[Sum, Sum], own: tuple[Sum, Sum]

@@ -37,7 +37,7 @@ class Together(SymmetricGather):
         """With room for gradients of own keys, too."""
         group = all_together(blocks)
         widest = max(map(tokens, group.pieces))
-        shared.space.make_room(shared.group, grads=widest * (job.token_bytes + job.batch))
+        shared.space.make_room(shared.group, grads=widest * job.grad_bytes)
         return cls(gather.ring, (group,), gather.lengths, shared.space, shared.ranks)
 
     @property
@@ -85,7 +85,8 @@ class Together(SymmetricGather):
             there.append([t[:, piece.cols] for t in theirs])
         for place, parts in zip(whole, zip(*there)):  # by one kernel: nothing else computes
             here = place.split(lengths, dim=1)
-            torch._foreach_copy_(_by_sample(here), _by_sample(parts))
+            if len(own.k):
+                torch._foreach_copy_(_by_sample(here), _by_sample(parts))
         k, v = apart(whole[0], own)
         return Keys(k, v, whole[1] if len(whole) > 1 else None, self._segments)
 
