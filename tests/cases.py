@@ -18,6 +18,7 @@ from ring_attention_pytorch.transports.symmetric import SymmetricGather
 from ring_attention_pytorch.transports.together import Together
 from ring_attention_pytorch.ulysses import most_bytes
 from tests import threads
+from tests.random_memory import laid, uniform
 from tests.ranks import Pool
 from tests.reference import dense_attention, relative_error
 
@@ -79,6 +80,7 @@ class Attention:
     bucket_size: int = 4
     seed: int = 0
     logits: float = 1.0
+    strides: str = "contiguous"  # of q, k, v and cotangents, by `random_memory`
 
     def options(self) -> dict[str, Any]:
         return dict(
@@ -91,7 +93,8 @@ class Attention:
         m = self.length if self.key_lengths is None else sum(self.key_lengths)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=draw, dtype=torch.float64).to(self.dtype)
+            drawn = torch.randn(shape, generator=draw, dtype=torch.float64).to(self.dtype)
+            return uniform(drawn, self.strides)
 
         q = normal(self.batch, self.length, self.heads, self.d) * self.logits
         k = normal(self.batch, m, self.key_heads, self.d)
@@ -195,15 +198,16 @@ def shard(case: Attention, ring: Ring, device: str = "cpu") -> list[Tensor]:
     """The same from one rank's shards."""
     (q, k, v), mask, dout, dlse = case.data()
     queries, keys = case.places(ring.rank, ring.size)
-    parts = (t[:, at].to(device) for t, at in ((q, queries), (k, keys), (v, keys)))
-    tensors = [t.requires_grad_() for t in parts]
+    parts = (t[:, at] for t, at in ((q, queries), (k, keys), (v, keys)))
+    tensors = [laid(t, case.strides).to(device).requires_grad_() for t in parts]
     out, lse = ring_attn(
         *tensors, **case.options(), key_mask=None if mask is None else mask[:, keys].to(device),
         layout=case.layout, kernel=case.kernel, bucket_size=case.bucket_size, group=ring,
         transport=case.transport, ulysses=case.ulysses, memory=case.memory, return_lse=True,
         cross=case.key_lengths is not None, **case.packed(queries),
     )  # fmt: skip
-    return results(tensors, out, lse, dout[:, queries].to(device), dlse[..., queries].to(device))
+    along = (laid(t, case.strides).to(device) for t in (dout[:, queries], dlse[..., queries]))
+    return results(tensors, out, lse, *along)
 
 
 def held(case: Attention, rank: int, size: int, results: list[Tensor]) -> list[Tensor]:
@@ -267,14 +271,15 @@ def check_symmetric(case: Attention, size: int, at_once: int, **how: bool) -> No
     def main(ring: threads.ThreadRing) -> list[Tensor]:
         (q, k, v), mask, dout, dlse = case.data()
         at, _ = case.places(ring.rank, ring.size)
-        mine = [t[:, at].requires_grad_() for t in (q, k, v)]
+        mine = [laid(t[:, at], case.strides).requires_grad_() for t in (q, k, v)]
         plan = RingPlan.make(
             *mine, **case.options(), key_mask=None if mask is None else mask[:, at], group=ring,
             layout=case.layout, kernel=case.kernel, ulysses=case.ulysses, **case.packed(at),
         )  # fmt: skip
         plan = over_shared_memory(plan, mine, ring, at_once, **how)
         out, lse = ring_attn(*mine, plan=plan, return_lse=True)
-        return results(mine, out, lse, dout[:, at], dlse[..., at])
+        along = (laid(t, case.strides) for t in (dout[:, at], dlse[..., at]))
+        return results(mine, out, lse, *along)
 
     with threads.late():
         got, _ = threads.run(size, main)

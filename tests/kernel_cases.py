@@ -11,6 +11,7 @@ from ring_attention_pytorch.contract import Grads, Keys, Saved, Terms
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.layouts import Tile, _trimmed, band
 from ring_attention_pytorch.running import Result, Sum
+from tests.random_memory import laid
 from tests.reference import relative_error
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -87,7 +88,9 @@ def _laid(t: Tensor, how: str) -> Tensor:
         return t.transpose(1, 3).contiguous().transpose(1, 3)
     if how == "sliced":
         return torch.cat((t, t + 1), -1)[..., : t.shape[-1]]
-    return far(t, FAR[how]) if how in FAR else t
+    if how in FAR:
+        return far(t, FAR[how])
+    return t if how == "plain" else laid(t, how)
 
 
 FAR = {"far rows": 1, "far heads": 2, "far columns": 3}
@@ -255,6 +258,10 @@ CASES = [
 ]
 
 
+STRIDED = [  # the last dimension by every second number, by heads, by one number for all
+    KernelCase(70, 80, ((0, 70, 0, 80, None, 10),), d=(64, 64), laid=how, pieces=2, batch=2)
+    for how in ("every other", "last two turned", "one number")
+]
 # what lies where 32 bits don't reach
 FAR_CASES = [
     KernelCase(37, 45, heads=(2, 2), d=(16, 16), dtype=torch.float16, laid=how) for how in FAR

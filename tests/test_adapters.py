@@ -28,7 +28,7 @@ from ring_attention_pytorch.running import Sum
 from tests import threads
 from tests.cases import TOLERANCES, Attention, check_symmetric, results
 from tests.features import FEATURES, LAYOUTS, Problem, refusal, together
-from tests.kernel_cases import CASES, KernelCase, faults, random_cases
+from tests.kernel_cases import CASES, STRIDED, KernelCase, faults, random_cases
 from tests.reference import dense_attention, relative_error
 
 CPU = torch.device("cpu")
@@ -264,7 +264,7 @@ def stood_in(monkeypatch):
     return of
 
 
-ANY = [*CASES, *random_cases(60, torch.float64), *ODD]
+ANY = [*CASES, *STRIDED, *random_cases(60, torch.float64), *ODD]
 
 
 def can(kernel: str, case: KernelCase) -> bool:

@@ -1,5 +1,7 @@
 """The cost model: its bytes are those that are sent, and its words say what will happen."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +18,14 @@ from ring_attention_pytorch.cost import (
     swap_seconds,
 )
 from ring_attention_pytorch.explain import predicted
-from ring_attention_pytorch.layouts import LAYOUTS, Visible, all_segments, tiles, visible_pairs
+from ring_attention_pytorch.layouts import (
+    LAYOUTS,
+    Visible,
+    all_segments,
+    positions,
+    tiles,
+    visible_pairs,
+)
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.pieces import Blocks, Job
 from tests import threads
@@ -166,3 +175,22 @@ def test_the_pairs_of_packed_documents_are_those_that_are_seen():
     q = torch.empty(2, 6, 1, 8)
     apart = explain_plan(RingPlan.make(q, q, q, causal=True, cu_seqlens=[[0, 2, 6], [0, 6]]))
     assert "samples differ: pairs at most" in apart
+
+
+def ranks_without_work_explain_themselves() -> None:
+    """As all ranks do, or the others would wait for them in what comes next."""
+    for layout, ways in product(("contiguous", "zigzag"), ({}, dict(transport="gather"))):
+        for length in (0, 1, 3):
+
+            def main(ring: Ring, layout: str = layout, ways: dict = ways, n: int = length) -> str:
+                at = positions(layout, rank=ring.rank, ring_size=4, length=n)
+                q = torch.empty(1, len(at), 2, 8)
+                return explain_plan(RingPlan.make(q, q, q, layout=layout, group=ring, **ways))
+
+            for rank, text in enumerate(threads.run(4, main)[0]):
+                assert f"rank {rank} of 4: " in text
+                assert "predicted" in text
+
+
+def test_ranks_without_work_explain_themselves():
+    ranks_without_work_explain_themselves()

@@ -4,10 +4,15 @@ from itertools import combinations, product
 
 import pytest
 import torch
+from torch import Tensor
 
 from docs.what_works import COLUMNS, PAGE_AT, measured
+from ring_attention_pytorch import ring_attn
+from ring_attention_pytorch.layouts import positions
 from ring_attention_pytorch.ring import Ring
-from tests.features import FEATURES, LAYOUTS, Problem, refusal, together
+from tests import threads
+from tests.features import FEATURES, LAYOUTS, Problem, drawn, refusal, together
+from tests.reference import relative_error
 
 WAYS = ((1, {}), (2, dict(transport="gather")), (3, {}), (4, dict(ulysses=2)))
 PAIRS = [*((name,) for name in FEATURES), *combinations(FEATURES, 2)]
@@ -78,3 +83,33 @@ def test_the_page_says_what_is_measured(feature):
         if column.kernel != "triton":  # an interpreter is slow
             assert (" / " in written) == (" / " in (now := measured(feature, layout, name)))
             assert " / " in written or written == now
+
+
+def queries_of_two_sequences_stand_where_their_layout_has_them() -> None:
+    """For whatever asks where they are."""
+    q, k = drawn(1, 12, 2, 4, seed=1), drawn(1, 9, 2, 4, seed=2)
+    slopes = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    asked = (
+        dict(alibi_slopes=slopes),
+        dict(mask_mod=lambda b, h, i, j: i >= j),
+        dict(mask_mod=lambda b, h, i, j: i >= j, dropout=0.5, dropout_seed=1),
+    )
+    for layout, given in product(("contiguous", "zigzag", "striped"), asked):
+
+        def main(ring: Ring, layout: str = layout, given: dict = given) -> tuple[Tensor, Tensor]:
+            at = positions(layout, rank=ring.rank, ring_size=2, length=12)
+            keys = k.tensor_split(2, 1)[ring.rank]
+            how = dict(cross=True, layout=layout, group=ring, return_lse=True)
+            _, lse = ring_attn(q[:, at], keys, keys, **how, **given)
+            return lse, at
+
+        want = ring_attn(q, k, k, cross=True, return_lse=True, group=Ring.alone(), **given)[1]
+        for lse, at in threads.run(2, main)[0]:
+            seen = want[..., at]
+            blind = seen == -torch.inf
+            assert torch.equal(blind, lse == -torch.inf)
+            assert relative_error(lse[~blind], seen[~blind]) < 1e-12
+
+
+def test_queries_of_two_sequences_stand_where_their_layout_has_them():
+    queries_of_two_sequences_stand_where_their_layout_has_them()

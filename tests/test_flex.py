@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.contract import Keys, Terms, Tiles
 from ring_attention_pytorch.kernels import flex
 from ring_attention_pytorch.layouts import Visible, all_segments, band, tiles
 from tests.features import Feature, Problem, together
 from tests.flex_on_cpu import cells, in_dense_mathematics, stood_in
 from tests.kernel_cases import CASES, faults, random_cases
+from tests.reference import dense_attention, relative_error
 
 
 @pytest.fixture
@@ -120,3 +122,20 @@ def test_stretches_show_what_tiles_show(layout, window):
         for starts, stops in stretches:
             got += (starts.unsqueeze(1) <= column) & (column < stops.unsqueeze(1))
         assert torch.equal(got, want.long())
+
+
+def masks_of_plans_are_their_own() -> None:
+    """Of plans that share their tiles, as layers of routed tokens do."""
+    q, k, v = torch.randn(3, 2, 20, 2, 8, dtype=torch.float64)
+    masks = [torch.rand(2, 20) < share for share in (0.3, 0.5, 0.8)]
+    first = RingPlan.make(q, k, v, causal=True, key_mask=masks[0], kernel="flex")
+    plans = [first, *(replace(first, key_mask=mask) for mask in masks[1:])]
+    for plan, mask in [*zip(plans, masks), *zip(plans, masks)]:
+        want = dense_attention(q, k, v, causal=True, key_mask=mask)[0]
+        assert relative_error(ring_attn(q, k, v, plan=plan), want) < 1e-12
+    (at,) = {tuple(map(id, plan._tiles)) for plan in plans}  # what is in ints is made once
+    assert len(at) == 1
+
+
+def test_masks_of_plans_are_their_own(dense):
+    masks_of_plans_are_their_own()

@@ -21,10 +21,12 @@ from ring_attention_pytorch import (
     ring_attn,
 )
 from ring_attention_pytorch.graphs import Graphs, with_graphs
+from ring_attention_pytorch.layouts import positions
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.transports.symmetric import SymmetricGather
 from tests import threads
 from tests.cases import Attention, over_shared_memory
+from tests.reference import dense_attention, relative_error
 from tests.test_lanes import Machine, Stream, stood_in
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -410,3 +412,31 @@ def test_modules_whose_calls_can_never_be_captured_are_refused():
     for _ in range(3):
         attn(torch.randn(1, 4, 16))
     assert not attn.kept._plans
+
+
+def layouts_make_another_kind(patch: pytest.MonkeyPatch) -> None:
+    """Where all ranks swap heads each has the whole sequence, whatever the layout; its queries go
+    home to other places."""
+    modules_graphs_on_cpu(patch)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 16, 2, 8, generator=draw) for _ in range(3))
+
+    def main(ring: threads.ThreadRing) -> list[float]:
+        kept, found = graphs.Kept(), []
+        for layout in ("zigzag", "zigzag", "striped", "zigzag", "striped", "contiguous"):
+            at = positions(layout, rank=ring.rank, ring_size=2, length=16)
+            mine = [t[:, at] for t in (q, k, v)]
+            how = dict(causal=True, layout=layout, kernel="eager", transport="gather", ulysses=2)
+            plan = kept.of(RingPlan.make(*mine, group=ring, **how))
+            # graphs of threads would wait for one another
+            out = ring_attn(*mine, plan=replace(plan))
+            want = dense_attention(q, k, v, causal=True)[0][:, at]
+            found.append(relative_error(out, want))
+        return found
+
+    for found in threads.run(2, main)[0]:
+        assert max(found) < 1e-5, found
+
+
+def test_layouts_make_another_kind(monkeypatch):
+    layouts_make_another_kind(monkeypatch)

@@ -3,6 +3,7 @@
 import doctest
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch import RoutingPlan, routing
 from ring_attention_pytorch.layouts import positions
+from ring_attention_pytorch.routing import ConditionalRoutedAttention
 from tests import routing_reference, threads
 from tests.reference import relative_error
 from tests.routing_cases import (
@@ -181,6 +183,38 @@ def test_one_plan_serves_all_layers_and_ranks_compare_notes_only_while_it_is_mad
     for at, out, before, after in threads.run(2, main)[0]:
         assert relative_error(out, want[:, at]) < 1e-12
         assert before == after
+
+
+def layers_that_route_other_numbers_share_a_plan() -> None:
+    """Though the first rank works on as many tokens of either."""
+    x = torch.randn(1, 16, 16, dtype=torch.float64)
+    counts = ((6, 4), (5, 4), (5, 3), (6, 3))
+
+    def layer(of_q: int, of_kv: int, **over: Any) -> nn.Module:
+        return ConditionalRoutedAttention(
+            16, num_heavy_tokens_q=of_q, num_heavy_tokens_kv=of_kv, light_window_size=4,
+            heavy_heads=2, light_heads=2, heavy_dim_head=8, light_dim_head=8, **over,
+        ).double()  # fmt: skip
+
+    alone = [layer(*count) for count in counts]
+    want = [each(x) for each in alone]
+
+    def main(ring: threads.ThreadRing) -> list[Tensor]:
+        mine = x.tensor_split(2, 1)[ring.rank]
+        plan = RoutingPlan.make(mine, group=ring)
+        found = []
+        for other, count in zip(alone, counts):
+            mine_too = layer(*count, ring_attn=True, group=ring)
+            mine_too.load_state_dict(other.state_dict())
+            found.append(mine_too(mine, plan=plan))
+        return found
+
+    for got, whole in zip(zip(*threads.run(2, main)[0]), want):
+        assert relative_error(torch.cat(got, 1), whole) < 1e-12
+
+
+def test_layers_that_route_other_numbers_share_a_plan() -> None:
+    layers_that_route_other_numbers_share_a_plan()
 
 
 def test_activation_checkpointing_on_a_ring() -> None:

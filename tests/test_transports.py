@@ -941,7 +941,9 @@ def repeated(transport: str, ulysses: int) -> tuple[int, int, bool]:
     return early, alive(), same
 
 
-@pytest.mark.parametrize(("transport", "ulysses"), [("ring", 1), ("gather", 2)])
+@pytest.mark.parametrize(
+    ("transport", "ulysses"), [("ring", 1), pytest.param("gather", 2, marks=pytest.mark.thorough)]
+)
 def test_two_hundred_calls_are_equal_in_every_bit_and_leave_nothing(transport, ulysses, pools):
     for early, late, same in pools(2 * ulysses).run(repeated, transport, ulysses):
         assert same
@@ -981,3 +983,12 @@ def test_ranks_that_ask_for_different_ways_are_told(name):
     said, hub = threads.run(2, main)
     assert len(set(said)) == 1
     assert hub.exchanges == [0, 0]
+
+
+def batches_may_be_empty() -> None:
+    for at_once, how in ((3, {}), (1, {}), (9, dict(together=True))):
+        check_symmetric(Attention(13, "zigzag", causal=True, batch=0), 3, at_once, **how)
+
+
+def test_batches_may_be_empty():
+    batches_may_be_empty()

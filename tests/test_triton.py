@@ -26,7 +26,15 @@ from ring_attention_pytorch.running import Result, Sum
 from tests.cases import Attention, errors, oracle, shard
 from tests.features import Problem, drawn, together
 from tests.interpreter import interpreters, needs_triton
-from tests.kernel_cases import CASES, FAR_CASES, disturbed, faults, random_cases, unrepeated
+from tests.kernel_cases import (
+    CASES,
+    FAR_CASES,
+    STRIDED,
+    disturbed,
+    faults,
+    random_cases,
+    unrepeated,
+)
 from tests.reference import relative_error
 
 ON_A_GPU = Case("cuda", torch.bfloat16, False, capability=(9, 0))
@@ -40,7 +48,7 @@ RIGHT += [
     (case, (SMALL, BY_DESCRIPTOR)[i % 2]) for i, case in enumerate(random_cases(14, torch.float32))
 ]
 RIGHT += [(case, {}) for case in CASES[2:4]]
-RIGHT += [(case, SMALL) for case in FAR_CASES]
+RIGHT += [(case, SMALL) for case in (*FAR_CASES, *STRIDED)]
 RIGHT += [
     (replace(case, dtype=torch.float16), (BY_DESCRIPTOR, SMALL)[i % 2])
     for i, case in enumerate(CASES[:5] + random_cases(8, torch.float32)[4:])

@@ -11,7 +11,9 @@ from ring_attention_pytorch.kernels import KERNELS, flex, problem
 from ring_attention_pytorch.kernels.triton import Config, configured
 from tests.kernel_cases import (
     CASES,
+    FAR_CASES,
     NAMES,
+    STRIDED,
     Data,
     KernelCase,
     disturbed,
@@ -91,7 +93,7 @@ EVEN = [  # head sizes that every kernel has
         d=(64, 64),
     ),
 ]  # fmt: skip
-ALL = CASES + LONG + EVEN
+ALL = CASES + LONG + EVEN + STRIDED
 
 
 def asked(case: KernelCase) -> Case:
