@@ -1,11 +1,11 @@
-# `make demo` and `make test` set up all they need in .venv; nothing else is asked of the machine
-# but Python 3.11 or later.
+# `make demo`, `make test` and `make test-all` set up all they need in .venv; nothing else is asked
+# of the machine but Python 3.11 or later.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-gpu sanitize-gpu lint clean
+.PHONY: demo test test-all test-gpu sanitize-gpu lint clean
 
 $(VENV)/ready: requirements.txt setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -17,8 +17,14 @@ $(VENV)/ready: requirements.txt setup.py
 demo: $(VENV)/ready  ## ring attention on 4 processes of this machine, checked and drawn; trains on text
 	$(RUN) -m examples.demo
 
-test: $(VENV)/ready lint  ## everything that CI runs
-	$(RUN) -m pytest -n 2 --dist loadfile
+# whole files go to workers in the order in which tests/conftest.py puts them: long ones first
+PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test: $(VENV)/ready lint  ## what every change must pass; all but the tests marked `thorough`
+	$(PYTEST) -m "not thorough"
+
+test-all: test  ## everything that CI runs: `test`, and then what it leaves out
+	$(PYTEST) -m thorough
 
 test-gpu:  ## the kernels on a CUDA device, with the torch and triton that are installed there
 	$(PYTHON) -m pytest tests/gpu

@@ -10,6 +10,18 @@ from tests.ranks import Pool
 
 torch.set_num_threads(1)
 
+# Files that take longest, which begin first, so that no worker is left with one at the end.
+LONGEST = (
+    "test_mutants", "test_ring_attention", "test_triton", "test_transformer", "test_transports",
+    "test_examples", "test_features", "test_moves", "test_assert", "test_documents",
+    "test_modules", "test_failing_well", "test_bench_ring", "test_docs", "test_original",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
 
 @pytest.fixture(scope="session")
 def pools():

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks import rings
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +50,7 @@ def test_every_transport_is_measured_and_right(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*-ring.md"))
 
 
+@pytest.mark.thorough
 def test_masks_are_measured_and_right() -> None:
     said = run("--tokens", "48", "--window", "16", "--kernels", "sdpa", benchmark="bench_masks")
     table = [line.split(" | ") for line in said.splitlines() if line.startswith("| 48")]
@@ -60,6 +63,7 @@ def test_masks_are_measured_and_right() -> None:
     assert received["window 16, contiguous"] == 16
 
 
+@pytest.mark.thorough
 def test_one_rank_of_many_is_measured() -> None:
     options = "--tokens", "48", "--kernels", "sdpa", "--rounds", "1", "--ranks", "0", "3"
     said = run(*options, benchmark="bench_rank", ranks=1)
@@ -69,12 +73,14 @@ def test_one_rank_of_many_is_measured() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_traces_are_kept(tmp_path: Path) -> None:
     run("--tokens", "16", "--mask", "causal", "--trace", str(tmp_path))
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {f"{t}-sdpa-16-rank{r}.json" for t in ("ring", "gather") for r in (0, 1)}
 
 
+@pytest.mark.thorough
 def test_load_that_lasts_is_measured() -> None:
     options = "--tokens", "48", "--kernels", "sdpa", "--rounds", "1", "--load", "0.01"
     said = run(*options, benchmark="bench_sustained")
@@ -83,6 +89,7 @@ def test_load_that_lasts_is_measured() -> None:
     assert table[0][7] == "100.0%"
 
 
+@pytest.mark.thorough
 def test_few_tokens_are_measured() -> None:
     said = run("--tokens", "48", "--rounds", "1", benchmark="bench_few")
     # backward is both less forward, which one round may have found to take longer

@@ -44,7 +44,10 @@ def launch(*options: str, ranks: int = 4) -> subprocess.CompletedProcess[str]:
     "options",
     [
         ["--data-parallel=ddp", "--layout=zigzag"],
-        ["--data-parallel=fsdp2", "--layout=striped", "--lookback=20"],
+        pytest.param(
+            ["--data-parallel=fsdp2", "--layout=striped", "--lookback=20"],
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_training_under_torchrun_has_one_process_gradients(options):

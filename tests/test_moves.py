@@ -116,6 +116,8 @@ def test_passes_over_rows_reach_beyond_32_bits(interpreted, dim):
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.thorough)]
+)
 def test_parts_are_summed_however_they_lie(interpreted, dtype):
     assert interpreted.submit(wrong_sums, dtype).result() == []

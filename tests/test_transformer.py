@@ -39,7 +39,7 @@ from tests.ranks import alone
 from tests.reference import relative_error
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
-SIZES = (2, 3, 4)
+SIZES = (pytest.param(2, marks=pytest.mark.thorough), 3, 4)
 GOALS = (None, "next", "labels")
 
 
