@@ -602,7 +602,7 @@ MUTANTS = [
     ),
     Mutant(
         "too little room for gradients that come together", "transports/together.py:Together.like",
-        "grads=widest * (job.token_bytes + job.batch)", "grads=1",
+        "grads=widest * job.grad_bytes", "grads=1",
     ),
     Mutant(
         "gradients pulled from the wrong rank", "transports/symmetric.py:SymmetricGather._of_grads",
@@ -882,8 +882,7 @@ MUTANTS = [
     ),
     Mutant(
         "positions that one ring repeats are kept to itself", "plan.py:RingPlan.make",
-        'raise_together(ring, "ring attention", repeats_problem(both) if counted else None)',
-        "pass",
+        "repeats_problem(both) if dropped else None", "None",
     ),
     Mutant(
         "a predicate's error is kept to itself", "masks.py:mask_mod_problem", "except Exception as",
