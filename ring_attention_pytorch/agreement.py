@@ -157,13 +157,9 @@ def _of_this_call(error: BaseException) -> bool:
 
 
 def _in_one_line(error: BaseException, function: Callable[..., Any]) -> str:
+    """What a violation says from where it names the parameter."""
     text = " ".join(str(error).split())
-    place = f"{function.__module__}.{function.__qualname__}()"
-    return (
-        text.removeprefix("Function ")
-        .removeprefix("Method ")
-        .replace(place, f"{function.__name__}()")
-    )
+    return f"{function.__name__}() {text[max(0, text.find('parameter ')) :]}"
 
 
 def _check_same(caller: str, name: str, values: list[Any], first: int) -> None:

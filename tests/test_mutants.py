@@ -8,11 +8,11 @@ from functools import cache
 
 import pytest
 
-from tests import mutants, routing_mutants, second_order_mutants
+from tests import mutants, routing_mutants, second_order_mutants, silent_mutants
 from tests.cases import FIGURES
 from tests.faults import PACKAGE, Sources
 
-MODULES = mutants, routing_mutants, second_order_mutants
+MODULES = mutants, routing_mutants, second_order_mutants, silent_mutants
 BATTERIES = {module.__name__: module.MUTANTS for module in MODULES}
 PLANTED = [(battery, mutant) for battery, planted in BATTERIES.items() for mutant in planted]
 
