@@ -5,15 +5,16 @@ import subprocess
 import sys
 from collections import Counter
 from functools import cache
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
-from tests import mutants, routing_mutants, second_order_mutants, silent_mutants
 from tests.cases import FIGURES
 from tests.faults import PACKAGE, Sources
 
-MODULES = mutants, routing_mutants, second_order_mutants, silent_mutants
-BATTERIES = {module.__name__: module.MUTANTS for module in MODULES}
+LISTS = sorted({*Path(__file__).parent.glob("*mutants.py")} - {Path(__file__)})
+BATTERIES = {f"tests.{at.stem}": import_module(f"tests.{at.stem}").MUTANTS for at in LISTS}
 PLANTED = [(battery, mutant) for battery, planted in BATTERIES.items() for mutant in planted]
 
 

@@ -55,6 +55,7 @@ def test_both_models_have_as_many_flops() -> None:
         train_routed.equal_width(TINY, Routed(light_window=96, heavy_window=2, queries=2, keys=2))
 
 
+@pytest.mark.thorough
 def test_training_over_processes_gives_one_process_losses() -> None:
     options = ["--steps=2", "--length=96", "--dim=16", "--depth=1", "--window=8"]
     alone = CliRunner().invoke(train_routed.main, options)
