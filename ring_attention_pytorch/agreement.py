@@ -125,7 +125,7 @@ def typed(tell: Callable[[dict[str, Any], str], object]) -> Callable[[Function],
     >>> @typed(lambda given, problem: None)
     ... def twice(x: int) -> int:
     ...     return 2 * x
-    >>> twice("two")
+    >>> twice("two")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ValueError: twice() parameter x='two' violates type hint <class 'int'>, ...
     """

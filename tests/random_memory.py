@@ -28,7 +28,7 @@ def kinds(ndim: int) -> list[str]:
 def _room(values: Tensor, *shape: int) -> Tensor:
     """Memory full of what must not be read."""
     fill = torch.nan if values.is_floating_point() else values.dtype == torch.bool or 77
-    return torch.full(shape, fill, dtype=values.dtype)
+    return torch.full(shape, fill, dtype=values.dtype, device=values.device)
 
 
 def _placed(room: Tensor, values: Tensor) -> Tensor:

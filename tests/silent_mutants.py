@@ -5,6 +5,7 @@ as it is told; what is found again for another mask, layout or count; what ranks
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -51,6 +52,10 @@ MUTANTS = [
     Mutant(
         "kernels get memory of the sum's dtype", "running.py:Sum.blank",
         "if self._end != self._like.dtype:", "if False:",
+    ),
+    Mutant(
+        "what was compiled for other strides", "kernels/sdpa_cudnn.py:_as_told_by",
+        "if t.stride() == strides:", "if True:",
     ),
     Mutant(
         "batches of nothing are copied", "transports/together.py:Together._all", "if len(own.k):",
@@ -133,6 +138,7 @@ def battery() -> Iterator[Case]:
         yield partial(test_float16.test_parts_may_cancel_that_float16_does_not_hold, way, "eager")
     yield partial(test_float16.test_parts_may_cancel_that_float16_does_not_hold, "ring", "sdpa")
     yield a_wide_sum_is_wide
+    yield what_is_compiled_fits
     yield test_transports.batches_may_be_empty
     yield test_routing.layers_that_route_other_numbers_share_a_plan
     yield from found_again()
@@ -179,6 +185,17 @@ def a_wide_sum_is_wide() -> None:
         assert found.dtype == torch.float32
         assert place is None or found.data_ptr() == place.data_ptr()
         assert torch.equal(found, part.float())
+
+
+def what_is_compiled_fits() -> None:
+    """Of cuDNN's op, whose stand-in keeps what the op keeps."""
+    from tests.kernel_cases import STRIDED, faults
+    from tests.test_adapters import STAND_INS
+
+    with pytest.MonkeyPatch.context() as patch:
+        STAND_INS["sdpa-cudnn"](patch)
+        for case in STRIDED:
+            assert not faults(replace(case, dtype=torch.float64), "sdpa-cudnn", "cpu"), case
 
 
 def found_again() -> Iterator[Case]:

@@ -64,9 +64,8 @@ def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, gra
                 found = _one_key_backward(*operands, lse, terms)
             else:
                 q, k, v, out, dout = _heads_first(*operands)
+                out, dout = (_as_told_by(q, t) for t in (out, dout))
                 unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's numbers
-                if dout.stride() != out.stride():  # of which the op is silent, and wrong
-                    out, dout = (_anew(t) for t in (out, dout))
                 found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
                     dout, q, k, v, out, lse.unsqueeze(-1).contiguous(), unused, unused, None, None,
                     None, q.shape[2], k.shape[2], 0.0, causal, scale=terms.scale,
@@ -119,6 +118,23 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     took it for that of heads, and gave wrong gradients."""
     laid = [_anew(t) if t.shape[1] == 1 else t for t in tensors]
     return [t.transpose(1, 2) for t in aligned(*laid)]
+
+
+def _as_told_by(q: Tensor, t: Tensor) -> Tensor:
+    """out or dout `[b, h, n, d]`, with strides that follow from those of q.
+
+    The op keeps what it has compiled by the shapes and strides of q, k and v, and runs it for any
+    out and dout beside these, however they lie: silently, and wrong.
+    """
+    b, h, n, d = t.shape
+    strides = n * h * d, d, h * d, 1
+    if b > 1 and q.stride()[1:] == strides[1:]:
+        strides = q.stride()  # some rows of all, as they lie
+    if t.stride() == strides:
+        return t
+    if b == 1 and t.stride()[1:] == strides[1:]:  # that of a single sample is any number
+        return t.as_strided(t.shape, strides)
+    return t.new_empty_strided(t.shape, strides).copy_(t)
 
 
 def _one_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:

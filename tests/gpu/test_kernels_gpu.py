@@ -11,7 +11,6 @@ from ring_attention_pytorch.kernels import KERNELS, flex, problem
 from ring_attention_pytorch.kernels.triton import Config, configured
 from tests.kernel_cases import (
     CASES,
-    FAR_CASES,
     NAMES,
     STRIDED,
     Data,
