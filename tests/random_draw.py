@@ -237,7 +237,8 @@ def draw(seed: int) -> Case:
     case = case if r.random() < 0.03 else mended(case)
     if case.counted:
         everyone = (held(case.layout, sum(case.queries), i, case.size) for i in range(case.size))
-        case = replace(case, queries=tuple(map(len, everyone)))
+        queries = tuple(map(len, everyone))
+        case = replace(case, queries=queries, cross=True if queries == case.keys else case.cross)
     return replace(case, strides=memory(r, case.tensors()))
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 
@@ -164,6 +164,7 @@ def test_over_two_gpus() -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@lru_cache(maxsize=1)
 def shards(kind: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, list[Tensor], Tensor]:
     """This rank's leaves and cotangent, what it has to get, and where its tokens are."""
     draw, rank, size = torch.Generator().manual_seed(0), dist.get_rank(), dist.get_world_size()
@@ -192,8 +193,8 @@ def strided(kernel: str, kind: str, dtype: torch.dtype, how: dict) -> float:
     return max(errors)
 
 
-def cancelling(kernel: str, how: dict) -> bool:
-    """Whether gradients are finite and right whose parts on each rank pass float16."""
+def cancelling(kernel: str, how: dict) -> float:
+    """The worst error of gradients whose parts on each rank pass float16, over the largest part."""
     rank, size = dist.get_rank(), dist.get_world_size()
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 128 * size, h, 64, generator=draw).half() * 0.1 for h in (8, 2, 2))
@@ -201,14 +202,20 @@ def cancelling(kernel: str, how: dict) -> bool:
     dout[:, 64 * size :] *= -1
     exact = [t.cuda().double().requires_grad_() for t in (q, k, v)]
     with torch.device("cuda"):
-        want = torch.autograd.grad(dense_attention(*exact)[0], exact, dout.cuda().double())
-    mine = [t.tensor_split(size, 1)[rank].cuda().requires_grad_() for t in (q, k, v)]
-    plan = plan_for(*mine, kernel=kernel, **how)
-    got = torch.autograd.grad(
-        ring_attn(*mine, plan=plan), mine, dout.tensor_split(size, 1)[rank].cuda()
+        out = dense_attention(*exact)[0]
+    want, parts = (
+        torch.autograd.grad(out, exact, along.cuda().double(), retain_graph=True)
+        for along in (dout, dout.abs())
     )
-    held = (t.tensor_split(size, 1)[rank] for t in want)
-    return all(g.isfinite().all() and relative_error(g, w) < 2e-2 for g, w in zip(got, held))
+    mine = [t.tensor_split(size, 1)[rank].cuda().requires_grad_() for t in (q, k, v)]
+    plan, cotangent = plan_for(*mine, kernel=kernel, **how), dout.tensor_split(size, 1)[rank].cuda()
+    got = torch.autograd.grad(ring_attn(*mine, plan=plan), mine, cotangent)
+    errors = [
+        (g - w.tensor_split(size, 1)[rank]).abs().max() / p.abs().max()
+        for g, w, p in zip(got, want, parts)
+    ]
+    assert parts[2].abs().max() > 65504 > want[2].abs().max()
+    return torch.stack(errors).nan_to_num(torch.inf).max().item()
 
 
 def wrong_types_are_told() -> None:
@@ -225,28 +232,32 @@ def ways() -> Iterator[dict]:
     yield dict(transport="gather", few=True)
 
 
+def kinds_and_ways() -> Iterator[tuple[str, dict]]:
+    """All kinds of strides in one way, and all ways, with another kind each."""
+    for number, kind in enumerate(STRIDES):
+        yield kind, WAYS[1]
+        yield STRIDES[number - 1], (*ways(),)[number % 6]
+    yield STRIDES[0], (*ways(),)[5]
+
+
 def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    for kernel, dtype in product(FUSED, BOUNDS):
-        if not can(kernel, dtype):
-            continue
-        kinds = STRIDES if kernel in BEYOND else STRIDES[::3]
-        worst = max(map(partial(_worst, kernel, dtype), kinds))
-        assert worst < BOUNDS[dtype], (kernel, dtype, worst)
-        say(kernel, dtype, "strided", f"{worst:.1e}")
+    wrong_types_are_told()
     for kernel in (name for name in FUSED if can(name, torch.float16)):
         found = [cancelling(kernel, how) for how in ways()]
-        say(kernel, "parts of float16 that cancel", found)
-        assert all(found) or kernel not in BEYOND, (kernel, found)
-    wrong_types_are_told()
+        say(kernel, "parts of float16 that cancel", [f"{error:.1e}" for error in found])
+        assert max(found) < 1e-2 or kernel not in BEYOND, (kernel, found)
+    for dtype in BOUNDS:
+        worst: dict[str, float] = {}
+        for (kind, how), kernel in product(kinds_and_ways(), FUSED):
+            if can(kernel, dtype):
+                worst[kernel] = max(worst.get(kernel, 0.0), strided(kernel, kind, dtype, how))
+        say(dtype, "strided", {kernel: f"{error:.1e}" for kernel, error in worst.items()})
+        assert max(worst.values()) < BOUNDS[dtype], (dtype, worst)
     say("all right")
     dist.destroy_process_group()
-
-
-def _worst(kernel: str, dtype: torch.dtype, kind: str) -> float:
-    return max(strided(kernel, kind, dtype, how) for how in ways())
 
 
 if __name__ == "__main__":
