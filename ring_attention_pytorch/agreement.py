@@ -15,7 +15,7 @@ from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeCallHintParamViolation
 
 from ring_attention_pytorch.notes import by_value, ranks_of
-from ring_attention_pytorch.ring import Ring, as_ring
+from ring_attention_pytorch.ring import Group, Ring, as_ring
 
 _LONGEST = 2000  # characters of a problem, or of what a note says of one thing
 
@@ -44,6 +44,7 @@ def agree(
         "everywhere": {"ring size": ring.size, **(everywhere or {})},
         "same": {name: _plain(value) for name, value in same.items()},
         "own": dict(own or {}),
+        "step": ring.steps.notes,
         "problem": _shortened(problem or ring.problem or "") or None,
     }
     notes = [
@@ -55,6 +56,7 @@ def agree(
     if problems:
         found = (_at(p, ranks, len(notes)) for p, ranks in problems.items())
         raise ValueError(f"{caller}: {'; '.join(found)}")
+    _check_in_step(ring, caller, [n["step"] for n in notes])
     for name in notes[0]["everywhere"]:
         _check_same(caller, name, [n["everywhere"].get(name) for n in notes], first=0)
     rings = [notes[first : first + ring.size] for first in range(0, len(notes), ring.size)]
@@ -77,22 +79,25 @@ def problem_of(find: Callable[[], str | None]) -> str | None:
     try:
         return find()
     except Exception as error:
-        return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        kind = "" if type(error) is ValueError and str(error) else f"{type(error).__name__}: "
+        return f"{kind}{error}"
 
 
 def told_by_group(
-    caller: str, unless: tuple[str, Any] = ("plan", None)
+    caller: str, agreed: tuple[str, Any] = ("plan", None)
 ) -> Callable[[dict[str, Any], str], None]:
     """For `typed` functions over a `group`, which agree as that caller.
 
-    They do so unless an argument, by name, has another value than this; a plan is agreed already.
+    They agree only if the argument of this name is this value: without a plan, say.
     """
 
     def tell(given: dict[str, Any], problem: str) -> None:
-        name, value = unless
+        given = {**given, **given.get("options", {})}
+        name, value = agreed
         if given.get(name) is value:
-            size = given.get("ring_size")
-            ring = as_ring(given.get("group"), size if isinstance(size, int) else None)
+            group, size = given.get("group"), given.get("ring_size")
+            group = group if isinstance(group, Group) else None
+            ring = as_ring(group, size if isinstance(size, int) else None)
             agree(ring, caller, {}, problem=problem)
 
     return tell
@@ -162,6 +167,18 @@ def _in_one_line(error: BaseException, function: Callable[..., Any]) -> str:
     return f"{function.__name__}() {text[max(0, text.find('parameter ')) :]}"
 
 
+def _check_in_step(ring: Ring, caller: str, steps: list[int]) -> None:
+    """Raise where ranks have compared notes more or less often before; they count on alike."""
+    if len(found := by_value(steps)) == 1:
+        return
+    ring.steps.notes = max(steps) + 1
+    told = ", ".join(f"{n} on {ranks_of(at)}" for n, at in found.items())
+    raise ValueError(
+        f"{caller}: ranks are out of step, some have skipped a call: notes were compared before "
+        f"this {told}; all ranks must make the same calls in the same order"
+    )
+
+
 def _check_same(caller: str, name: str, values: list[Any], first: int) -> None:
     found = by_value([json.dumps(value, ensure_ascii=False) for value in values])
     if len(found) > 1:
@@ -182,9 +199,11 @@ def _read(caller: str, rank: int, told: bytes) -> dict[str, Any]:
         note = json.loads(told)
     except (ValueError, RecursionError) as error:
         raise _unreadable(caller, rank, str(error)) from None
-    kinds = {"everywhere": dict, "same": dict, "own": dict, "problem": (str, type(None))}
+    kinds = {
+        "everywhere": dict, "same": dict, "own": dict, "step": int, "problem": (str, type(None)),
+    }  # fmt: skip
     for name, kind in kinds.items():
-        if not isinstance(note, dict) or not isinstance(note.get(name, 0), kind):
+        if not isinstance(note, dict) or not isinstance(note.get(name, ...), kind):
             raise _unreadable(caller, rank, f"it has no {name}")
     return note
 

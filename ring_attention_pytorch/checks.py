@@ -41,7 +41,11 @@ class Signature(tuple):
 def autocast_dtype(t: Tensor) -> torch.dtype:
     """What autocast makes of attention's inputs: its dtype, for all of them but float64."""
     device = t.device.type
-    if not torch.is_autocast_enabled(device) or t.dtype not in AUTOCAST_FROM:
+    if (
+        not torch.amp.is_autocast_available(device)
+        or not torch.is_autocast_enabled(device)
+        or t.dtype not in AUTOCAST_FROM
+    ):
         return t.dtype
     return torch.get_autocast_dtype(device)
 
@@ -91,6 +95,8 @@ def qkv_problem(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str
         )
     if len({t.device for t in (q, k, v)}) > 1:
         return f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}"
+    if q.is_meta or any(t.layout != torch.strided for t in (q, k, v)):
+        return f"q, k, v must be dense and have values, got {q.layout} on {q.device}"
     if key_mask is None:
         return None
     if key_mask.dtype != torch.bool or key_mask.shape != k.shape[:2]:

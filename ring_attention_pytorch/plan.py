@@ -82,6 +82,8 @@ class RingPlan:
     short: bool  # so little to compute that calls go side by side
     packing: Packing | None = None  # the documents of each sample
     overlapped: Transport | None = None  # the transport that overlaps, if it is another
+    repeats: bool = False  # whether positions of keys were given, which may repeat
+    number: int = field(default=0, compare=False)  # by which its ranks know it
     graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
     # worked out when asked for, and shared with plans that are this one but for dropout
     _tiles: dict[Segments, list] = field(default_factory=dict, compare=False, repr=False)
@@ -217,6 +219,8 @@ class RingPlan:
             short=len(samples) == 1 and (made.overtaken or is_short(blocks, job)),
             packing=packing,
             overlapped=few and made,
+            repeats=placed,
+            number=ring.steps.notes,
         )
 
     def positions(
@@ -266,6 +270,7 @@ class RingPlan:
 
     def run(self, function: Callable[..., Tensors], *given: Tensor | None) -> Tensors:
         """What a function of the plan and of tensors gives, by way of a graph if there are any."""
+        self.ring.steps.call(self.number, function.__name__)
         run = function if self.graphs is None else partial(self.graphs.run, function)
         return run(self, *given)
 
@@ -279,7 +284,7 @@ class RingPlan:
             self._tiles[keys] = [(at, self._of_block(keys, at, seen)) for at, seen in self.samples]
         if self.key_mask is None:
             return self._tiles[keys]
-        if keys not in self._of_mask:  # a plan that was replaced may have another mask
+        if self.repeats or keys not in self._of_mask:  # others' keys, or another plan's mask
             shared = self._tiles[keys]
             self._of_mask[keys] = [(at, found.of_another_mask()) for at, found in shared]
         return self._of_mask[keys]

@@ -4,7 +4,9 @@ import ctypes
 import os
 import warnings
 from collections.abc import Sequence
+from functools import cached_property
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,48 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attention_pytorch.notes import exchange
 
+
+class Steps:
+    """What the ranks of a ring have done together so far: who is out of step has other numbers.
+
+    Messages between two ranks match by these, where the backend compares tags (gloo does, NCCL
+    does not): what belongs to a call that a rank has skipped, or made by another plan, is never
+    taken for what belongs to its next one. All rings of a group compare notes together, and count
+    on from there.
+    """
+
+    def __init__(self, met: list[int] | None = None) -> None:
+        self._met = [0] if met is None else met  # how often notes were compared, one for a group
+        self._since = self.calls = self.messages = 0
+        self.about: tuple[int, str] = (0, "")  # which plan, and what it is used for
+
+    @property
+    def notes(self) -> int:
+        """How often the group has compared notes."""
+        return self._met[0]
+
+    @notes.setter
+    def notes(self, number: int) -> None:
+        self._met[0] = number
+
+    def call(self, plan: int, what: str) -> None:
+        """Begin another call by the plan of that number."""
+        self._count_on()
+        self.calls, self.messages, self.about = self.calls + 1, 0, (plan, what)
+
+    def tag(self) -> int:
+        """Of the next messages, positive and of 31 bits."""
+        self._count_on()
+        self.messages += 1
+        return crc32(repr((self.notes, self.calls, self.messages, self.about)).encode()) >> 1
+
+    def _count_on(self) -> None:
+        if self._since != self.notes:
+            self._since, self.calls, self.messages = self.notes, 0, 0
+
+
+_met: WeakKeyDictionary[ProcessGroup, list[int]] = WeakKeyDictionary()
+_steps: WeakKeyDictionary[ProcessGroup, dict[tuple[int, int], Steps]] = WeakKeyDictionary()
 _host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
@@ -71,6 +115,14 @@ class Ring:
             self.size = total
         self.rank, self.first = place % self.size, place - place % self.size
 
+    @cached_property
+    def steps(self) -> Steps:
+        """Those of these ranks, whichever object stands for them."""
+        if self.group is None:
+            return Steps()
+        met, each = _met.setdefault(self.group, [0]), _steps.setdefault(self.group, {})
+        return each.setdefault((self.first, self.size), Steps(met))
+
     @classmethod
     def alone(cls) -> "Ring":
         """The ring of this process only, whatever groups there are."""
@@ -91,8 +143,9 @@ class Ring:
         Between two ranks messages match in the order given. Tensors must be contiguous.
         """
         sends, receives = ([(self._global(r), t) for r, t in ops] for ops in (sends, receives))
-        ops = [dist.P2POp(dist.isend, t, rank, self.group) for rank, t in sends]
-        ops += [dist.P2POp(dist.irecv, t, rank, self.group) for rank, t in receives]
+        tag = self.steps.tag()
+        ops = [dist.P2POp(dist.isend, t, rank, self.group, tag) for rank, t in sends]
+        ops += [dist.P2POp(dist.irecv, t, rank, self.group, tag) for rank, t in receives]
         works = dist.batch_isend_irecv(ops) if ops else []
         return Transfer([t for _, t in sends], [t for _, t in receives], works)
 
@@ -102,6 +155,7 @@ class Ring:
         Raises:
             ValueError: ranks have different subjects; the same text on all ranks.
         """
+        self.steps.notes += 1
         return exchange(self.gather_bytes, subject, note)
 
     def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
@@ -129,6 +183,10 @@ class Places(Ring):
     def __init__(self, whole: Ring, places: Sequence[int]):
         self.whole, self.places, self.group = whole, tuple(places), None
         self.size, self.rank, self.first = len(self.places), self.places.index(whole.rank), 0
+
+    @property
+    def steps(self) -> Steps:
+        return self.whole.steps
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ring_attention_pytorch.agreement import agree, problem_of, typed
 from ring_attention_pytorch.checks import in_graphs_problem, other_way_problem, over_ring_problem
-from ring_attention_pytorch.documents import Borders, documents_problem, local_packing
+from ring_attention_pytorch.documents import Borders, local_packing
 from ring_attention_pytorch.dropout import dropout_problem
 from ring_attention_pytorch.graphs import Kept
 from ring_attention_pytorch.kernels import KERNELS
@@ -26,7 +26,7 @@ from ring_attention_pytorch.regular_attention import default_attention
 from ring_attention_pytorch.ring import Group, Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
 from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
-from ring_attention_pytorch.sharding import Spread, mask_problem, told_by_module
+from ring_attention_pytorch.sharding import Spread, mask_problem, packed_problem, told_by_module
 from ring_attention_pytorch.transforms import tangents_note
 
 
@@ -194,7 +194,9 @@ class RingAttention(nn.Module):
         """
         packed = {"documents": documents, "cu_seqlens": cu_seqlens}
         problem = problem_of(lambda: self._problem(x, mask, rotary_emb, context, context_mask))
-        problem = problem or problem_of(lambda: self._packed_problem(x, context, **packed))
+        whole = self.spread.auto or not self.spread.ring_attn
+        how = dict(packed, whole=whole, able=context is None and not self.force_regular_attn)
+        problem = problem or problem_of(lambda: packed_problem(x, **how))
         seen = mask if context is None else context_mask
         if plan is not None:
             decided = {"a mask": seen, "ring_size": ring_size, "context": context, **packed}
@@ -207,8 +209,8 @@ class RingAttention(nn.Module):
         if not (on and self.spread.auto):
             ring = self.spread.ring(on, ring_size)
             return self._attend(x, context, seen, rotary_emb, ring, **packed)
-        given = {"mask": seen is not None, "rotary_emb": rotary_emb is not None}
-        given["context"] = context is not None
+        options = {"mask": seen, "rotary_emb": rotary_emb, "context": context}
+        given = {name: t is not None for name, t in options.items()}
         packing = local_packing(documents, cu_seqlens, x)
         shards = self.spread.shard(x, ring_size, given, packing, self.window)
         of_keys = shards
@@ -237,6 +239,8 @@ class RingAttention(nn.Module):
         for name, t in {"x": x, "context": context}.items():
             if t is not None and (t.ndim != 3 or t.shape[2] != dim):
                 return f"{name} must be [batch, tokens, {dim}], got {list(t.shape)}"
+            if t is not None and (t.is_meta or not t.is_floating_point()):
+                return f"{name} must be floating and have values, got {t.dtype} on {t.device}"
         if context is not None and (self.causal or self.window is not None or rotary):
             return (
                 "context is another sequence, whose tokens have no place among these: it needs a "
@@ -252,23 +256,11 @@ class RingAttention(nn.Module):
         each = [] if self.spread.auto else [[x.shape[0], *want]]  # of each sample
         if rotary_emb is not None and list(rotary_emb.shape) not in (want, *each):
             return f"rotary_emb must be {want}, got {list(rotary_emb.shape)}"
+        if rotary_emb is not None and rotary_emb.device != x.device:
+            return f"rotary_emb must be on {x.device} as x is, got {rotary_emb.device}"
         if context is not None:
             return mask_problem("context_mask", context_mask, context)
         return mask_problem("mask", mask, x)
-
-    def _packed_problem(
-        self,
-        x: Tensor,
-        context: Tensor | None,
-        documents: Tensor | None,
-        cu_seqlens: Borders | None,
-    ) -> str | None:
-        if documents is None and cu_seqlens is None:
-            return None
-        if context is not None or self.force_regular_attn:
-            return "documents and cu_seqlens are for tokens among themselves, by a ring's kernels"
-        whole = x.shape[1] if self.spread.auto or not self.spread.ring_attn else None
-        return documents_problem(documents, cu_seqlens, x.shape, whole)
 
     def _check_plan(self, plan: RingPlan, decided: Mapping[str, Any]) -> None:
         if self.spread.auto or self.force_regular_attn:
@@ -296,6 +288,7 @@ class RingAttention(nn.Module):
         if plan.ring.size > 1 and not self.spread.ring_attn:
             raise ValueError("a plan over a ring needs a module with ring_attn=True")
 
+    @typed(told_by_module("ring attention"))
     def plan(
         self,
         x: Tensor,
@@ -323,7 +316,10 @@ class RingAttention(nn.Module):
         >>> for number, attn in enumerate(layers):
         ...     x = x + attn(x, plan=plan.for_layer(number))
         """
-        ring = self.spread.ring(self.spread.on(self.force_regular_attn), ring_size)
+        on = self.spread.on(self.force_regular_attn)
+        problem = problem_of(lambda: self._problem(x, mask, None, None, None))
+        self.spread.check(problem, on, ring_size, "ring attention")
+        ring = self.spread.ring(on, ring_size)
         packed = {"documents": documents, "cu_seqlens": cu_seqlens}
         return self.plan_over(ring, x, mask, layout=layout or self.spread.layout, **packed)
 

@@ -299,7 +299,7 @@ def _check_only_plan(options: dict[str, Any]) -> None:
         )
 
 
-@typed(told_by_group("ring attention", unless=("ring_reduce_col", True)))
+@typed(told_by_group("ring attention", agreed=("ring_reduce_col", True)))
 def ring_flash_attn(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,
@@ -353,7 +353,7 @@ def ring_flash_attn(  # noqa: PLR0913 - a public entry point
     return result
 
 
-@typed(told_by_group("ring attention", unless=("ring_reduce_col", True)))
+@typed(told_by_group("ring attention", agreed=("ring_reduce_col", True)))
 def ring_flash_attn_cuda(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,

@@ -16,7 +16,6 @@ from ring_attention_pytorch.documents import (
     Borders,
     Packing,
     digest,
-    documents_problem,
     end_problem,
     last_of_document,
     local_packing,
@@ -29,7 +28,13 @@ from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 from ring_attention_pytorch.ring_attention import RingAttention
 from ring_attention_pytorch.rotary import RingRotaryEmbedding
-from ring_attention_pytorch.sharding import AutoShard, Spread, mask_problem, told_by_module
+from ring_attention_pytorch.sharding import (
+    AutoShard,
+    Spread,
+    mask_problem,
+    packed_problem,
+    told_by_module,
+)
 
 
 class _Tokens(NamedTuple):
@@ -207,11 +212,11 @@ class RingTransformer(nn.Module):
         on, auto = self.spread.on(off), self.spread.auto
         given = {"mask": mask is not None, "labels": labels is not None, "return_loss": return_loss}
         shift = return_loss and labels is None
-        classes = self.token_emb.num_embeddings
+        classes, able = self.token_emb.num_embeddings, not self.force_regular_attn
         problem = problem_of(
             lambda: (
                 _problem(x, mask, labels, classes, self.ignore_index)
-                or self._packed_problem(x, on, **packed)
+                or packed_problem(x, **packed, able=able, whole=auto or not on)
             )
         )
         self.spread.check(problem, on, ring_size, "RingTransformer")
@@ -262,7 +267,8 @@ class RingTransformer(nn.Module):
     ) -> _Batch:
         """Tokens that come in shards."""
         (x, mask, labels), ring = tokens, self.spread.ring(True, ring_size)
-        given |= {"batch": x.shape[0], "cu_seqlens": digest(packed["cu_seqlens"])}
+        given |= {"batch": x.shape[0], "device": x.device.type}
+        given |= {"cu_seqlens": digest(packed["cu_seqlens"])}
         everywhere = {"documents": "given" if packed["documents"] is not None else None}
         notes = agree(
             ring, "RingTransformer", given, {"n": x.shape[1]}, everywhere=everywhere
@@ -288,16 +294,6 @@ class RingTransformer(nn.Module):
         everyone = as_ring(self.spread.group)
         return _Batch(x, mask, labels, ring, everyone, None, packing, self.spread.layout)
 
-    def _packed_problem(
-        self, x: Tensor, on: bool, documents: Tensor | None, cu_seqlens: Borders | None
-    ) -> str | None:
-        if documents is None and cu_seqlens is None:
-            return None
-        if self.force_regular_attn:
-            return "documents and cu_seqlens are for a ring's kernels, not force_regular_attn"
-        whole = x.shape[1] if self.spread.auto or not on else None
-        return documents_problem(documents, cu_seqlens, x.shape, whole)
-
     def _plans(self, tokens: Tensor, batch: _Batch) -> dict[tuple[int | None, float], RingPlan]:
         """One plan for each window and dropout that occur, made before the first block."""
         if self.force_regular_attn:
@@ -315,8 +311,11 @@ def _problem(
     x: Tensor, mask: Tensor | None, labels: Tensor | None, classes: int, ignored: int
 ) -> str | None:
     """What is wrong with this rank's arguments by themselves."""
-    if x.ndim != 2 or x.dtype not in (torch.int64, torch.int32):
-        return f"x must be int64 or int32 ids [batch, tokens], got {x.dtype} {list(x.shape)}"
+    if x.ndim != 2 or x.dtype not in (torch.int64, torch.int32) or x.is_meta:
+        return (
+            "x must be int64 or int32 ids [batch, tokens] that have values, "
+            f"got {x.dtype} {list(x.shape)} on {x.device}"
+        )
     if labels is not None and (labels.dtype, labels.shape) != (torch.int64, x.shape):
         return f"labels must be int64 {list(x.shape)}, got {labels.dtype} {list(labels.shape)}"
     if x.device.type == "cpu":  # elsewhere a look at the values would wait for the device

@@ -13,9 +13,9 @@ from beartype import beartype
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.agreement import agree, told_by_group, typed
+from ring_attention_pytorch.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.balance import deal
-from ring_attention_pytorch.documents import Packing, gather_packings
+from ring_attention_pytorch.documents import Borders, Packing, documents_problem, gather_packings
 from ring_attention_pytorch.layouts import (
     Layout,
     Segments,
@@ -82,7 +82,8 @@ def unshard_sequence(
     """
     ring = as_ring(group)
     same = {"length": length, "dim": dim, "layout": str(layout), "dtype": x.dtype, **_grad_mode(x)}
-    problem = layout_problem(layout, ring.size, length) or _dim_problem(x, dim)
+    same["device"] = x.device.type
+    problem = problem_of(lambda: layout_problem(layout, ring.size, length) or _dim_problem(x, dim))
     if length < 0:
         problem = f"length must be at least 0, got {length}"
     if problem is None:
@@ -284,6 +285,17 @@ def told_by_module(caller: str) -> Callable[[dict[str, Any], str], None]:
         module.spread.check(problem, on, size, caller)
 
     return tell
+
+
+def packed_problem(
+    x: Tensor, documents: Tensor | None, cu_seqlens: Borders | None, *, able: bool, whole: bool
+) -> str | None:
+    """What is wrong with the documents of a module's tokens, `whole` or not, if it is `able`."""
+    if documents is None and cu_seqlens is None:
+        return None
+    if not able:
+        return "documents and cu_seqlens are for tokens among themselves, by a ring's kernels"
+    return documents_problem(documents, cu_seqlens, x.shape, x.shape[1] if whole else None)
 
 
 def mask_problem(name: str, mask: Tensor | None, x: Tensor) -> str | None:

@@ -105,9 +105,10 @@ def _agreed_width(
     if shard_kv_seq and k is None:
         problem = "shard_kv_seq=True needs the whole k and v on every rank"
     same = {"q": list(q.shape), "dtype": q.dtype, "shard_kv_seq": shard_kv_seq}
+    same["device"] = q.device.type
     if shard_kv_seq and k is not None:
         same |= {"k": list(k.shape), "key_mask": key_mask is not None}
-    own = {} if v is None else {"d_v": v.shape[-1]}
+    own = {} if problem or v is None else {"d_v": v.shape[-1]}
     widths = {n["d_v"] for n in agree(ring, "tree_attn_decode", same, own, problem) if "d_v" in n}
     if len(widths) != 1:
         raise ValueError(
@@ -120,6 +121,9 @@ def _agreed_width(
 def _problem(q: Tensor, k: Tensor | None, v: Tensor | None, key_mask: Tensor | None) -> str | None:
     if (k is None) != (v is None) or (k is None and key_mask is not None):
         return "k and v must be given together, and key_mask with them only"
+    devices = {t.device for t in (q, k, v, key_mask) if t is not None}
+    if len(devices) > 1 or q.is_meta:
+        return f"q, k, v and key_mask must be on one device and have values, got {devices}"
     if k is None or v is None:
         return None if q.ndim == 4 else f"q must be [b, h, t, d], got {list(q.shape)}"
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"

@@ -71,6 +71,10 @@ MUTANTS = [
         "another mask's cells", "contract.py:Tiles.of_another_mask", "found.masked = {}", "pass",
     ),
     Mutant(
+        "cells of another owner's mask", "plan.py:RingPlan.tiles",
+        "if self.repeats or keys not in self._of_mask:", "if keys not in self._of_mask:",
+    ),
+    Mutant(
         "cells of a mask that all plans share", "kernels/flex.py:_calls", "of_mask=True",
         "of_mask=False",
     ),
@@ -94,7 +98,15 @@ MUTANTS = [
     Mutant("notes end where they are exchanged", "notes.py:exchange", "if more > 0", "if False"),
     Mutant(
         "notes of any kind are read", "agreement.py:_read",
-        "not isinstance(note.get(name, 0), kind)", "False",
+        "not isinstance(note.get(name, ...), kind)", "False",
+    ),
+    Mutant(
+        "messages of any plan", "ring.py:Steps.tag", "self.messages, self.about", "self.messages",
+    ),
+    Mutant("messages of any call", "ring.py:Steps.call", "self.calls + 1", "self.calls"),
+    Mutant(
+        "ranks out of step go on", "agreement.py:_check_in_step",
+        "if len(found := by_value(steps)) == 1:", "if found := by_value(steps):",
     ),
     Mutant(
         "what differs late is taken for the same", "agreement.py:_plain",
@@ -123,6 +135,7 @@ def battery() -> Iterator[Case]:
     """Cases that fail where something is wrong."""
     from tests import test_agreement as notes
     from tests import test_cost, test_features, test_float16, test_routing, test_transports, threads
+    from tests import test_steps as steps
     from tests import test_strides as strides
 
     torch.set_num_threads(1)
@@ -150,6 +163,8 @@ def battery() -> Iterator[Case]:
     yield partial(notes.test_notes_that_are_none_are_an_error_that_names_the_rank, "other kinds")
     yield notes.test_a_wrong_type_within_a_call_is_not_taken_for_one_of_its_own
     yield a_wrong_type_is_told
+    yield steps.test_steps_that_differ_have_other_tags
+    yield steps.test_a_skipped_plan_is_an_error_at_once_and_then_all_go_on
     yield partial(notes.test_all_ranks_hear_of_tensors_without_values, "documents")
     yield partial(notes.test_all_ranks_hear_of_tensors_without_values, "cu_seqlens")
 
@@ -206,6 +221,7 @@ def found_again() -> Iterator[Case]:
     def of_masks() -> None:
         with stood_in():
             test_flex.masks_of_plans_are_their_own()
+            test_flex.masks_of_owners_are_their_own()
 
     def of_layouts() -> None:
         with pytest.MonkeyPatch.context() as patch:

@@ -20,7 +20,7 @@ from ring_attention_pytorch import (
     tree_attn_decode,
     ulysses_attn,
 )
-from ring_attention_pytorch.agreement import agree, typed
+from ring_attention_pytorch.agreement import agree, problem_of, typed
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.routing import ConditionalRoutedFeedForward, soft_topk
 from ring_attention_pytorch.routing.plan import RoutingPlan
@@ -251,7 +251,7 @@ FOREIGN = {
     "too deep": b"[" * 200_000,
     "a list": b"[]",
     "no names": b"{}",
-    "other kinds": b'{"everywhere": 1, "same": {}, "own": {}, "problem": null}',
+    "other kinds": b'{"everywhere": 1, "same": {}, "own": {}, "step": 0, "problem": null}',
 }
 
 
@@ -274,6 +274,7 @@ def test_notes_that_are_none_are_an_error_that_names_the_rank(kind):
 
 WRONG_TYPES = {
     "ring_attn": dict(window="four"),
+    "plan of a module": dict(documents=7),
     "ulysses_attn": dict(causal=1.5),
     "ring_flash_attn": dict(bucket_size="large"),
     "RingPlan": dict(memory="much"),
@@ -292,6 +293,7 @@ def called_with(name: str, ring: Ring, wrong: dict[str, Any]) -> None:
     attention = dict(dim=16, dim_head=8, heads=2, ring_attn=True, group=ring, auto_shard_seq=False)
     calls = {
         "ring_attn": lambda: ring_attn(q, q, q, group=ring, **wrong),
+        "plan of a module": lambda: RingAttention(**attention).plan(x, **wrong),
         "ulysses_attn": lambda: ulysses_attn(q, q, q, group=ring, **wrong),
         "ring_flash_attn": lambda: ring_flash_attn(
             q, q, q, ring_reduce_col=True, group=ring, **wrong
@@ -359,3 +361,62 @@ def test_all_ranks_hear_of_tensors_without_values(name):
     (told,) = {*said(3, call)}
     assert told is not None
     assert told.endswith("(on rank 1)")
+
+
+def without_values(name: str, ring: Ring) -> None:
+    """Call that function, or module, on one rank with tensors on meta."""
+    device = "meta" if ring.rank == 1 else "cpu"
+    q, x = torch.zeros(1, 4, 3, 8, device=device), torch.zeros(1, 4, 16, device=device)
+    attention = dict(dim=16, dim_head=8, heads=2, ring_attn=True, group=ring, auto_shard_seq=False)
+    angles = torch.zeros(4, 8, device=device)
+    calls = {
+        "ring_attn": lambda: ring_attn(q, q, q, group=ring),
+        "keys": lambda: tree_attn_decode(
+            torch.zeros(1, 4, 1, 8), q, q, shard_kv_seq=False, group=ring
+        ),
+        "tree_attn_decode": lambda: tree_attn_decode(q, q, q, group=ring),
+        "unshard_sequence": lambda: unshard_sequence(x, length=12, group=ring),
+        "scores": lambda: soft_topk(x, 2, group=ring),
+        "k": lambda: soft_topk(torch.zeros(1, 4, 16), x[..., 0] + 1, group=ring),
+        "RoutingPlan": lambda: RoutingPlan.make(x, group=ring),
+        "no tensor": lambda: RoutingPlan.make(x if ring.rank != 1 else None, group=ring),
+        "RingAttention": lambda: RingAttention(**attention)(x),
+        "plan": lambda: RingAttention(**attention).plan(x),
+        "rotary_emb": lambda: RingAttention(**attention)(torch.zeros(1, 4, 16), rotary_emb=angles),
+        "RingTransformer": lambda: RingTransformer(num_tokens=9, depth=1, **attention)(
+            x[..., 0].long()
+        ),
+    }
+    calls[name]()
+
+
+NO_VALUES = [
+    "ring_attn", "keys", "tree_attn_decode", "unshard_sequence", "scores", "k", "RoutingPlan",
+    "no tensor", "RingAttention", "plan", "rotary_emb", "RingTransformer",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_VALUES)
+def test_all_ranks_hear_of_calls_without_values(name):
+    (told,) = {*said(3, lambda ring: without_values(name, ring))}
+    assert told is not None
+    assert "rank 1" in told
+
+
+def test_a_group_that_is_none_is_named():
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="parameter group='everyone' violates type hint"):
+        ring_attn(q, q, q, group="everyone")
+
+
+def test_numbers_of_each_sample_are_the_same_on_all_ranks():
+    texts = said(2, lambda r: soft_topk(torch.rand(1, 4), torch.tensor([1.0 + r.rank]), group=r))
+    assert texts[0] == texts[1]
+    assert "k must be the same on every rank" in texts[0]
+
+
+def test_a_problem_without_words_is_one():
+    def nothing() -> str:
+        raise ValueError
+
+    assert problem_of(nothing) == "ValueError: "

@@ -11,6 +11,7 @@ from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.contract import Keys, Terms, Tiles
 from ring_attention_pytorch.kernels import flex
 from ring_attention_pytorch.layouts import Visible, all_segments, band, tiles
+from tests import threads
 from tests.features import Feature, Problem, together
 from tests.flex_on_cpu import cells, in_dense_mathematics, stood_in
 from tests.kernel_cases import CASES, faults, random_cases
@@ -139,3 +140,27 @@ def masks_of_plans_are_their_own() -> None:
 
 def test_masks_of_plans_are_their_own(dense):
     masks_of_plans_are_their_own()
+
+
+def masks_of_owners_are_their_own() -> None:
+    """Where keys of two owners stand at the same positions."""
+    q, k, v = torch.randn(3, 2, 8, 2, 8, dtype=torch.float64)
+    at, mask = torch.arange(4).repeat(2), torch.rand(2, 8) < 0.5
+
+    def main(ring: threads.ThreadRing, kernel: str) -> Tensor:
+        mine, here, theirs = ([*t.split(4, d)][ring.rank] for t, d in ((q, 1), (at, 0), (mask, 1)))
+        keys = (t.split(4, 1)[ring.rank] for t in (k, v))
+        return ring_attn(
+            mine, *keys, causal=True, query_positions=here, key_positions=here, key_mask=theirs,
+            kernel=kernel, group=ring,
+        )  # fmt: skip
+
+    got, want = (
+        torch.cat(threads.run(2, lambda ring, kernel=kernel: main(ring, kernel))[0], 1)
+        for kernel in ("flex", "eager")
+    )
+    assert relative_error(got, want) < 1e-12
+
+
+def test_masks_of_owners_are_their_own(dense):
+    masks_of_owners_are_their_own()

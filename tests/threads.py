@@ -6,6 +6,7 @@ only when its receiver waits, so a sender that touches it too early is found out
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, Queue
@@ -28,7 +29,7 @@ class Hub:
 
     def __init__(self, size: int):
         self.size = size
-        self.boxes: dict[tuple[int, int, int], Queue] = {}  # from, to, how many came before
+        self.boxes: dict[tuple[int, int, int, int], Queue] = {}  # from, to, tag, how many before
         self.shelves: dict[tuple[str, int], Tensor] = {}
         self.lock = threading.Lock()
         self.notes: list[bytes] = [b""] * size
@@ -38,10 +39,10 @@ class Hub:
         self.sent_bytes = [0] * size
         self.gathers = [0] * size
 
-    def box(self, sender: int, receiver: int, number: int) -> Queue:
-        """Where one message lies: they match in the order in which they are posted."""
+    def box(self, sender: int, receiver: int, tag: int, number: int) -> Queue:
+        """Where one message lies: they match by tags, and in the order in which they are posted."""
         with self.lock:
-            return self.boxes.setdefault((sender, receiver, number), Queue())
+            return self.boxes.setdefault((sender, receiver, tag, number), Queue())
 
     def fail(self) -> None:
         """Let no rank wait for one that has failed."""
@@ -65,24 +66,24 @@ class ThreadRing(Ring):
 
     def join(self, hub: Hub) -> None:
         """Take part in another run, as this rank."""
-        self.hub, self.sent, self.awaited = hub, [0] * hub.size, [0] * hub.size
+        self.hub, self.sent, self.awaited = hub, Counter(), Counter()
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> "ThreadTransfer":
         self.hub.exchanges[self.rank] += 1
-        taken = []
+        tag, taken = self.steps.tag(), []
         for rank, t in sends:
             assert rank != self.rank, "a message to oneself"
             assert t.is_contiguous()
             taken.append(threading.Event())
-            self.hub.box(self.rank, rank, self.sent[rank]).put((t, taken[-1]))
-            self.sent[rank] += 1
+            self.hub.box(self.rank, rank, tag, self.sent[rank, tag]).put((t, taken[-1]))
+            self.sent[rank, tag] += 1
             self.hub.sent_bytes[self.rank] += t.nbytes
         mail = []
         for rank, t in receives:
-            mail.append((self.hub.box(rank, self.rank, self.awaited[rank]), t))
-            self.awaited[rank] += 1
+            mail.append((self.hub.box(rank, self.rank, tag, self.awaited[rank, tag]), t))
+            self.awaited[rank, tag] += 1
             # bytes of ones are NaN in every floating dtype
             t.fill_(torch.nan if t.is_floating_point() else 255 if t.dtype == torch.uint8 else 1)
         return ThreadTransfer(self.hub, mail, taken)

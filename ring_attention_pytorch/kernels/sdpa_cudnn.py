@@ -128,7 +128,7 @@ def _as_told_by(q: Tensor, t: Tensor) -> Tensor:
     """
     b, h, n, d = t.shape
     strides = n * h * d, d, h * d, 1
-    if b > 1 and q.stride()[1:] == strides[1:]:
+    if b > 1 and q.stride()[1:] == strides[1:] and n * h * d <= q.stride(0) <= 8 * n * h * d:
         strides = q.stride()  # some rows of all, as they lie
     if t.stride() == strides:
         return t

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.agreement import agree, raise_together
+from ring_attention_pytorch.agreement import agree, problem_of, raise_together
 from ring_attention_pytorch.checks import DTYPES, shards_problem
 from ring_attention_pytorch.layouts import (
     Segments,
@@ -28,6 +28,8 @@ class RoutingPlan:
 
     Every rank knows the whole mask and where every token is, so that all of them choose the
     same tokens and know who holds these. Attention's own plans are made once and kept here.
+
+    Layers that are given a plan compare no further notes: they must be the same on all ranks.
     """
 
     ring: Ring
@@ -64,9 +66,7 @@ class RoutingPlan:
         5
         """
         ring = as_ring(group)
-        if problem is None and (x.ndim != 3 or x.dtype not in DTYPES):
-            problem = f"tokens must be floating [batch, tokens, dim], got {x.dtype} {list(x.shape)}"
-        problem = problem or layout_problem(layout) or mask_problem("mask", mask, x)
+        problem = problem or problem_of(lambda: _problem(x, mask, layout))
         grad = torch.is_grad_enabled()
         same = {} if problem else dict(
             also or {}, batch=x.shape[0], dim=x.shape[2], dtype=x.dtype, device=x.device.type,
@@ -146,3 +146,13 @@ class RoutingPlan:
         if key not in self.attention:
             self.attention[key] = make()
         return self.attention[key]
+
+
+def _problem(x: Tensor, mask: Tensor | None, layout: str) -> str | None:
+    """What is wrong with this rank's arguments by themselves."""
+    if x.ndim != 3 or x.dtype not in DTYPES or x.is_meta:
+        return (
+            "tokens must be floating [batch, tokens, dim] and have values, "
+            f"got {x.dtype} {list(x.shape)} on {x.device}"
+        )
+    return layout_problem(layout) or mask_problem("mask", mask, x)

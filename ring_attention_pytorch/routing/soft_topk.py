@@ -205,7 +205,7 @@ def soft_topk(
     grad = torch.is_grad_enabled()
     same = {} if problem else dict(
         rows=list(scores.shape[:-1]), dtype=scores.dtype, eps=eps, mask=mask is not None,
-        k="a tensor" if isinstance(k, Tensor) else k,
+        k=_note_of(k, ring), device=scores.device.type,
         requires_grad=grad and scores.requires_grad,
     )  # fmt: skip
     own = {} if problem else {"n": scores.shape[-1]}
@@ -297,9 +297,19 @@ def count_problem(name: str, k: Count) -> str | None:
     return f"{name} must be at least 1, got {k}" if not isinstance(k, float) and k < 1 else None
 
 
+def _note_of(k: Count, ring: Ring) -> object:
+    """For comparing notes: a tensor by its numbers, which takes a wait for its device."""
+    if not isinstance(k, Tensor):
+        return k
+    return "a tensor" if ring.size == 1 else f"a tensor of {k.flatten().tolist()}"
+
+
 def scores_problem(scores: Tensor, k: Count, mask: Tensor | None) -> str | None:
     if scores.ndim < 1 or not scores.is_floating_point():
         return f"scores must be floating [..., n], got {scores.dtype} {list(scores.shape)}"
+    given = [t for t in (scores, k, mask) if isinstance(t, Tensor)]
+    if scores.is_meta or len({t.device for t in given}) > 1:
+        return f"scores, k and mask must be on one device, with values, got {scores.device}"
     if isinstance(k, Tensor) and k.shape != scores.shape[:-1]:
         return f"k must be {list(scores.shape[:-1])}, one of each sample, got {list(k.shape)}"
     if mask is not None and (mask.dtype, mask.shape) != (torch.bool, scores.shape):
