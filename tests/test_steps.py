@@ -164,6 +164,7 @@ def test_steps_that_differ_have_other_tags():
     assert tags((1, "attend"), (1, "gradients")) == tags((1, "attend"), (1, "gradients"))
     every = tags((1, "attend"), (1, "gradients"), (2, "attend"), (1, "attend"))
     assert len({*every}) == len(every)
+    assert {*tags((1, "attend"))}.isdisjoint(tags((2, "attend")) + tags((1, "gradients")))
     assert all(0 <= tag < 2**31 for tag in every)
 
 
