@@ -99,7 +99,7 @@ def predict(transport: str, steps: Sequence[Step], job: Job, machine: Machine = 
     """The time of these steps: what comes next is under way while a step computes.
 
     Backward the same keys come again, and gradients go the other way: along with the keys of
-    the ring, in float32; after each step of a gather, in the dtype of the keys.
+    the ring, in float32; after each step of a gather, as `rows.sent` says.
     """
     hidden = _ring_time if transport == "ring" else _gather_time
     grad = job.wide_bytes if transport == "ring" else job.grad_bytes

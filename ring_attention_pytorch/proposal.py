@@ -117,7 +117,7 @@ class Proposal:
     def _right(
         cls, q: Tensor, k: Tensor, v: Tensor, asked: Asked, also: Mapping[str, Any]
     ) -> "Proposal":
-        """What is proposed where nothing is wrong but, maybe, the kernel."""
+        """What is proposed where all checks pass; a kernel that can't do it is a ValueError."""
         if asked.key_bias is not None:
             more = columns(q, k, asked.key_bias)
             q, k = widened(q, more), widened(k, more)
