@@ -15,17 +15,36 @@ from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.ring import Ring, Steps
 from tests import threads
 from tests.ranks import Pool
+from tests.reference import dense_attention, relative_error
 
 SIZE, OTHER = 4, 1  # ranks, and which of them does otherwise
 Plans = tuple[RingPlan, RingPlan]
 
 
-def of(plan: RingPlan, seed: int) -> Callable[[], list[Tensor]]:
-    """A layer: forward here and now, and backward when it is asked for."""
-    draw = torch.Generator().manual_seed(100 * seed + plan.ring.rank)
-    mine = [torch.randn(1, 4, 2, 8, generator=draw).requires_grad_() for _ in range(3)]
+def shards(seed: int, rank: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(100 * seed + rank)
+    return [torch.randn(1, 4, 2, 8, generator=draw).requires_grad_() for _ in range(3)]
+
+
+def of(plan: RingPlan, seed: int) -> Callable[[], None]:
+    """A layer: forward here and now, and backward when it is asked for; both are right."""
+    mine, whole = shards(seed, plan.ring.rank), [shards(seed, rank) for rank in range(SIZE)]
     out = ring_attn(*mine, plan=plan)
-    return lambda: [out, *torch.autograd.grad(out.sum(), mine)]
+    q, k, v = (torch.cat(t, dim=1) for t in zip(*whole))
+    want, _ = dense_attention(q, k, v, causal=plan.visible.causal)
+    own = whole[plan.ring.rank]
+    check(plan, "out", out, want.chunk(SIZE, dim=1)[plan.ring.rank])
+
+    def backward() -> None:
+        grads = torch.autograd.grad(out.sum(), mine)
+        for name, got, exact in zip("qkv", grads, torch.autograd.grad(want.sum(), own)):
+            check(plan, f"d{name}", got, exact)
+
+    return backward
+
+
+def check(plan: RingPlan, name: str, got: Tensor, want: Tensor) -> None:
+    assert relative_error(got, want) < 1e-5, f"wrong {name} on rank {plan.ring.rank}"
 
 
 def skips_backward(ring: Ring, plans: Plans) -> None:
@@ -113,7 +132,7 @@ def test_a_rank_out_of_step_gets_nothing_that_is_not_for_it(event, transport):
 
 
 def over_gloo(event: str, transport: str) -> bool:
-    """For a pool: whether this rank hears of it."""
+    """For a pool: whether this rank hears of it; where it does not, all that it has is right."""
     ring = Ring()
     plans = plans_of(ring, transport)
     try:
@@ -130,8 +149,8 @@ def test_over_gloo_that_ends_with_the_timeout(event, transport):
     pool = Pool(SIZE, timeout=60.0, group_timeout=4.0)
     answers = pool.answers(over_gloo, event, transport)
     pool.stop()
-    assert any(kind == "error" or heard for kind, heard in answers), answers
-    assert ("ok", False) not in answers[:OTHER] + answers[OTHER + 1 :], answers
+    assert all(kind == "ok" for kind, _ in answers), answers
+    assert any(heard for _, heard in answers), answers
 
 
 def test_a_skipped_plan_is_an_error_at_once_and_then_all_go_on():
