@@ -2,6 +2,7 @@
 
 from ring_attention_pytorch.balance import balanced
 from ring_attention_pytorch.explain import explain_plan
+from ring_attention_pytorch.failures import RingError, fail_together
 from ring_attention_pytorch.layouts import positions
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.regular_attention import default_attention
@@ -46,6 +47,7 @@ __all__ = [
     "ConditionalRoutedTransformerBlock",
     "CoordinateDescentRouter",
     "RingAttention",
+    "RingError",
     "RingPlan",
     "RingRotaryEmbedding",
     "RingTransformer",
@@ -56,6 +58,7 @@ __all__ = [
     "default_attention",
     "explain_kernel",
     "explain_plan",
+    "fail_together",
     "positions",
     "ring_attn",
     "ring_flash_attn",

@@ -6,7 +6,8 @@ So whoever starts an exchange first compares notes, in one small all-gather over
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeCallHintParamViolation
 
-from ring_attention_pytorch.notes import by_value, ranks_of
+from ring_attention_pytorch.notes import Disagreement, by_value, call_site, exchange, ranks_of
 from ring_attention_pytorch.ring import Group, Ring, as_ring
 
 _LONGEST = 2000  # characters of a problem, or of what a note says of one thing
@@ -55,7 +56,7 @@ def agree(
     problems.pop(None, None)
     if problems:
         found = (_at(p, ranks, len(notes)) for p, ranks in problems.items())
-        raise ValueError(f"{caller}: {'; '.join(found)}")
+        raise Disagreement(f"{caller}: {'; '.join(found)}")
     _check_in_step(ring, caller, [n["step"] for n in notes])
     for name in notes[0]["everywhere"]:
         _check_same(caller, name, [n["everywhere"].get(name) for n in notes], first=0)
@@ -103,6 +104,19 @@ def told_by_group(
     return tell
 
 
+@contextmanager
+def in_the_same_call(ring: Ring, block: AbstractContextManager[None]) -> Iterator[None]:
+    """That block of `Ring.call`, once all ranks are in the same one.
+
+    Raises:
+        ValueError: they are not; the same text on all ranks, with what each is doing, and where
+            it was called.
+    """
+    with block:
+        exchange(ring.gather_bytes, f"{ring.steps.now}\n{call_site()}", b"")
+        yield
+
+
 def raise_together(ring: Ring, caller: str, problem: str | None) -> None:
     """Raise what this ring found wrong with what its ranks said, which all of them know.
 
@@ -115,7 +129,7 @@ def raise_together(ring: Ring, caller: str, problem: str | None) -> None:
     if ring.several:
         agree(ring, caller, {}, problem=problem)
     elif problem is not None:
-        raise ValueError(f"{caller}: {problem}")
+        raise Disagreement(f"{caller}: {problem}")
 
 
 def typed(tell: Callable[[dict[str, Any], str], object]) -> Callable[[Function], Function]:
@@ -173,7 +187,7 @@ def _check_in_step(ring: Ring, caller: str, steps: list[int]) -> None:
         return
     ring.steps.notes = max(steps) + 1
     told = ", ".join(f"{n} on {ranks_of(at)}" for n, at in found.items())
-    raise ValueError(
+    raise Disagreement(
         f"{caller}: ranks are out of step, some have skipped a call: notes were compared before "
         f"this {told}; all ranks must make the same calls in the same order"
     )
@@ -183,7 +197,7 @@ def _check_same(caller: str, name: str, values: list[Any], first: int) -> None:
     found = by_value([json.dumps(value, ensure_ascii=False) for value in values])
     if len(found) > 1:
         got = ", ".join(f"{v} on {ranks_of([first + r for r in at])}" for v, at in found.items())
-        raise ValueError(
+        raise Disagreement(
             f"{caller}: {name} must be the same on every rank, got {got}; pass the same on all"
         )
 
@@ -208,8 +222,8 @@ def _read(caller: str, rank: int, told: bytes) -> dict[str, Any]:
     return note
 
 
-def _unreadable(caller: str, rank: int, why: str) -> ValueError:
-    return ValueError(
+def _unreadable(caller: str, rank: int, why: str) -> Disagreement:
+    return Disagreement(
         f"{caller}: the note of rank {rank} can't be read: {why}; "
         "run the same version of this library on all ranks"
     )

@@ -1,6 +1,7 @@
 """What can be wrong with tensors and options, and what ranks must have the same of them."""
 
 import math
+import os
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
@@ -128,6 +129,18 @@ def option_problem(
     if masked_cross:
         return "cross attention has no causal and no window: two sequences share no positions"
     return layout_problem(layout)
+
+
+def checks_of(check: str | None) -> str | None:
+    """How often ranks compare notes, which the environment says where nothing is given."""
+    return check or os.environ.get("RING_ATTENTION_CHECK") or None
+
+
+def check_problem(check: str | None) -> str | None:
+    """What is wrong with how often ranks shall compare notes; None if nothing."""
+    if check in (None, "always"):
+        return None
+    return f"check, or RING_ATTENTION_CHECK, must be None or 'always', got {check!r}"
 
 
 def lengths_problem(

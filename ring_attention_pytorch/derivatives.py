@@ -55,7 +55,7 @@ class RingGradients(Function):
     @staticmethod
     @signature_once
     def forward(plan: RingPlan, *given: Tensor | None) -> Found:
-        return plan.run(gradients, *given)
+        return plan.run("backward", gradients, *given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Found) -> None:
@@ -86,7 +86,7 @@ class RingTangents(Function):
             )
         tout = torch.zeros_like(out, dtype=accumulator(out.dtype))
         tlse = torch.zeros_like(lse)
-        with torch.autocast(q.device.type, enabled=False):
+        with plan.call("tangents"), torch.autocast(q.device.type, enabled=False):
             pairs = plan.keys(*_beside((k, v), (tk, tv)))
             for keys in plan.transport_of_pairs.stream(pairs):
                 for some, tiles in plan.tiles(keys.segments):
@@ -130,7 +130,7 @@ class RingGradientTangents(Function):
         saved, along = Saved(q, out, lse, dout, dlse), Saved(tq, tout, tlse, tdout, tdlse)
         both = _beside((q, k, v), (tq, tk, tv))
         own = Grads(*map(Sum, both))
-        with torch.autocast(q.device.type, enabled=False):
+        with plan.call("tangents of gradients"), torch.autocast(q.device.type, enabled=False):
             stream = plan.transport_of_pairs.stream_back(plan.keys(*both[1:]), own[1:])
             for keys, of_keys in stream:
                 for some, tiles in plan.tiles(keys.segments):

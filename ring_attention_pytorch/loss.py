@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
@@ -42,7 +41,7 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: 
     real = (labels != ignore_index).sum()
     if ring.size > 1:
         total = _SumOverRanks.apply(total, ring)
-        dist.all_reduce(real, group=ring.group)
+        ring.total(real)
     return total / real.clamp(min=1)
 
 
@@ -53,7 +52,7 @@ class _SumOverRanks(Function):
     def forward(ctx: Any, x: Tensor, ring: Ring) -> Tensor:
         ctx.ring = ring
         total = x.clone()
-        dist.all_reduce(total, group=ring.group)
+        ring.total(total)
         return total
 
     @staticmethod

@@ -5,9 +5,14 @@ where a note is longer do all ranks exchange the rest. Here ranks find out that 
 different calls, for gloo matches messages by their order alone.
 """
 
+import contextlib
+import os
 import struct
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+
+import torch
 
 FIRST = 4096  # bytes that are always exchanged
 _MARK = b"ring-attention-pytorch 2\n"
@@ -17,12 +22,21 @@ _LONGEST_SUBJECT = 200
 # (message, size) -> the message of every rank, filled up to that size
 Gather = Callable[[bytes, int], Sequence[bytes]]
 
+# whose code is nobody's call of this library
+_PASSED_BY = (os.path.dirname(__file__), os.path.dirname(torch.__file__), contextlib.__file__, "<")
+
+
+class Disagreement(ValueError):
+    """What ranks found out together: all of them raise it, in the same words, and can go on."""
+
 
 def exchange(gather: Gather, subject: str, note: bytes) -> list[bytes]:
     """The note of every rank. All of them call this, with the same subject.
 
+    What follows a subject's first line is told where they differ, but may differ itself.
+
     Raises:
-        ValueError: the subjects differ, or what came is no note; the same text on all ranks.
+        Disagreement: the subjects differ, or what came is no note.
 
     >>> exchange(lambda message, size: [message.ljust(size, b"?")] * 2, "lengths", b"13")
     [b'13', b'13']
@@ -31,7 +45,7 @@ def exchange(gather: Gather, subject: str, note: bytes) -> list[bytes]:
     message = _HEAD.pack(_MARK, len(about), len(note)) + about + note
     firsts = gather(message[:FIRST], FIRST)
     found = [_opened(first) for first in firsts]
-    _check_subjects([None if each is None else each[0] for each in found])
+    check_subjects([None if each is None else each[0] for each in found])
     starts = [each[1] for each in found if each is not None]
     ends = [start + each[2] for start, each in zip(starts, found) if each is not None]
     more = max(ends) - FIRST
@@ -49,17 +63,36 @@ def _opened(first: bytes) -> tuple[str, int, int] | None:
     return first[_HEAD.size : start].decode(errors="replace"), start, length
 
 
-def _check_subjects(subjects: Sequence[str | None]) -> None:
-    if len({*subjects}) == 1 and subjects[0] is not None:
+def check_subjects(subjects: Sequence[str | None]) -> None:
+    """Raise Disagreement where ranks are in different calls, or one is in none of this library."""
+    first_lines = [None if subject is None else subject.split("\n")[0] for subject in subjects]
+    if len({*first_lines}) == 1 and first_lines[0] is not None:
         return
     told = "; ".join(
-        f"{ranks_of(at)}: {'something else than this library' if subject is None else subject}"
-        for subject, at in by_value(subjects).items()
+        f"{ranks_of(at)}: {_in_one_line(subjects[at[0]])}" for at in by_value(first_lines).values()
     )
-    raise ValueError(
+    raise Disagreement(
         "ranks are in different calls, all of them must make the same ones in the same order; "
         f"now they are in {told}"
     )
+
+
+def _in_one_line(subject: str | None) -> str:
+    return "something else than this library" if subject is None else subject.replace("\n", " ")
+
+
+def call_site() -> str:
+    """Where this library was called, as "at train.py:31"; empty where nobody's code has called it.
+
+    >>> call_site()
+    ''
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSED_BY):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def by_value(values: Sequence) -> dict[object, list[int]]:

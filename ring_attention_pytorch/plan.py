@@ -1,6 +1,7 @@
 """What a ring attention does, decided before it starts and agreed by all ranks."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -8,9 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.agreement import agree, raise_together, told_by_group, typed
+from ring_attention_pytorch.agreement import (
+    agree,
+    in_the_same_call,
+    raise_together,
+    told_by_group,
+    typed,
+)
 from ring_attention_pytorch.checks import (
     Signature,
+    checks_of,
     lengths_problem,
     qkv_problem,
     segments_of_two,
@@ -83,6 +91,7 @@ class RingPlan:
     packing: Packing | None = None  # the documents of each sample
     overlapped: Transport | None = None  # the transport that overlaps, if it is another
     repeats: bool = False  # whether positions of keys were given, which may repeat
+    always: bool = False  # whether ranks compare notes in each call, and not here only
     number: int = field(default=0, compare=False)  # by which its ranks know it
     graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
     # worked out when asked for, and shared with plans that are this one but for dropout
@@ -125,6 +134,7 @@ class RingPlan:
         key_positions: Tensor | None = None,
         dropout: float | int = 0.0,
         dropout_seed: int | None = None,
+        check: str | None = None,
         also: Mapping[str, Any] | None = None,
     ) -> "RingPlan":
         """The plan for tensors like these; of q, k, v and sinks their values don't matter.
@@ -147,53 +157,39 @@ class RingPlan:
         asked = Asked(
             causal, window, key_mask, scale, softclamp, layout, kernel, transport, ulysses, memory,
             bucket_size, cross, documents, cu_seqlens, sinks, alibi_slopes, key_bias, mask_mod,
-            prefix, query_positions, key_positions, dropout, dropout_seed,
+            prefix, query_positions, key_positions, dropout, dropout_seed, checks_of(check),
         )  # fmt: skip
         mine = Proposal.of(q, k, v, asked, ring.size, also or {})
         lengths = agree(ring, "ring attention", mine.same, mine.own, mine.problem, mine.everywhere)
-        packed, placed = asked.packed, asked.placed
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if scale is None:
+            asked = replace(asked, scale=q.shape[-1] ** -0.5)
+        with ring.call("making a plan"):
+            return cls._agreed(ring, asked, mine, lengths)
+
+    @classmethod
+    def _agreed(
+        cls, ring: Ring, asked: Asked, mine: Proposal, lengths: list[dict[str, int]]
+    ) -> "RingPlan":
+        """The plan for what was asked for, once all ranks know every rank's lengths."""
         (q, k, v), chosen = mine.shaped, mine.kernel
-        queries, keys = ([own[what] for own in lengths] for what in "nm")
-        if cross is None:
-            cross = queries != keys or placed
-        visible, dropped = Visible(causal, window), dropout > 0
-        counted = dropped or alibi_slopes is not None or mask_mod is not None
-        problem = lengths_problem(
-            (queries, keys), layout, visible, cross, packed=packed, placed=placed, counted=counted
-        ) or end_problem(cu_seqlens, sum(queries))
-        raise_together(ring, "ring attention", problem)
-        if placed:
-            of_both = (query_positions, key_positions)
-            query_segments, key_segments = both = gather_positions(ring, of_both)
-            raise_together(ring, "ring attention", repeats_problem(both) if dropped else None)
-        elif cross:
-            query_segments, key_segments = segments_of_two(layout, queries, keys, counted)
-        else:
-            query_segments = key_segments = all_segments(layout, ring.size, sum(queries))
-        packing = whole_packing(ring, documents, cu_seqlens, query_segments, q.shape[0])
-        samples = by_sample(visible, packing, prefix, len(q))
-        seen = seen_by_any(samples, visible, prefix is not None)
+        visible = Visible(asked.causal, asked.window)
+        query_segments, key_segments = _placed(ring, asked, visible, lengths)
+        packing = whole_packing(ring, asked.documents, asked.cu_seqlens, query_segments, q.shape[0])
+        samples = by_sample(visible, packing, asked.prefix, len(q))
+        seen = seen_by_any(samples, visible, asked.prefix is not None)
         blocks, swap, over = Blocks(query_segments, key_segments, *seen), None, ring
-        key_mask = copied(key_mask, torch.bool)
-        terms = Terms(
-            scale,
-            softclamp,
-            bucket_size,
-            copied(alibi_slopes, accumulator(q.dtype)),
-            mask_mod,
-            Dropout(dropout, lengths[0]["seed"]) if dropout else None,
-        )
-        if 1 < ulysses <= ring.size:
-            swap, *landed = Ulysses.make(ring, ulysses, blocks[:2], q, k, v)
+        key_mask = copied(asked.key_mask, torch.bool)
+        terms = _terms(asked, q, lengths[0]["seed"])
+        if 1 < asked.ulysses <= ring.size:
+            swap, *landed = Ulysses.make(ring, asked.ulysses, blocks[:2], q, k, v)
             blocks, over = Blocks(*landed, *seen), swap.ring
             key_mask = None if key_mask is None else swap.whole_mask(key_mask)
             terms = swap.of_heads(terms)
-        job = job_of(q, k, v, swap)
-        if transport is None and memory is None:
+        job, memory = job_of(q, k, v, swap), asked.memory
+        if asked.transport is None and memory is None:
             memory = min(own["room"] for own in lengths)
         at_once = owners_at_once(memory, blocks, job)
-        transport, machine = settle(transport, ring, chosen, blocks, job, at_once, q)
+        transport, machine = settle(asked.transport, ring, chosen, blocks, job, at_once, q)
         yields = len(samples) == 1 and chosen.yields and is_short(blocks, job, undivided=True)
         made = make_transport(transport, over, blocks, at_once, job, q.device, yields)
         few = make_together(made, blocks, job)
@@ -201,7 +197,7 @@ class RingPlan:
             ring=ring,
             query_segments=query_segments,
             visible=visible,
-            layout=layout,
+            layout=asked.layout,
             terms=terms,
             kernel=chosen,
             transport=few or made,
@@ -219,7 +215,8 @@ class RingPlan:
             short=len(samples) == 1 and (made.overtaken or is_short(blocks, job)),
             packing=packing,
             overlapped=few and made,
-            repeats=placed,
+            repeats=asked.placed,
+            always=asked.check is not None,
             number=ring.steps.notes,
         )
 
@@ -268,11 +265,18 @@ class RingPlan:
         """This plan with another transport: other calls, and others of them that may overlap."""
         return replace(self, transport=transport, _tiles={}, _calls={})
 
-    def run(self, function: Callable[..., Tensors], *given: Tensor | None) -> Tensors:
+    def run(
+        self, direction: str, function: Callable[..., Tensors], *given: Tensor | None
+    ) -> Tensors:
         """What a function of the plan and of tensors gives, by way of a graph if there are any."""
-        self.ring.steps.call(self.number, function.__name__)
         run = function if self.graphs is None else partial(self.graphs.run, function)
-        return run(self, *given)
+        with self.call(direction):
+            return run(self, *given)
+
+    def call(self, direction: str) -> AbstractContextManager[None]:
+        """A block that all ranks are in at the same time, or hear that they are not."""
+        block = self.ring.call(f"ring attention, {direction}", self.number)
+        return in_the_same_call(self.ring, block) if self.always else block
 
     def keys(self, k: Tensor, v: Tensor) -> Keys:
         """This rank's keys, heads swapped if they are, as the transport wants them."""
@@ -342,3 +346,44 @@ class RingPlan:
             problem = f"the plan was made for {self.signature!r}; got {given!r}; make one for these"
         if problem is not None:
             raise ValueError(f"ring attention: {problem}")
+
+
+def _placed(
+    ring: Ring, asked: Asked, visible: Visible, lengths: list[dict[str, int]]
+) -> tuple[tuple[Segments, ...], tuple[Segments, ...]]:
+    """Which positions each rank holds of queries and of keys.
+
+    Raises:
+        ValueError: lengths are not the layout's, or positions can't be; on all ranks alike.
+    """
+    queries, keys = ([own[what] for own in lengths] for what in "nm")
+    cross = asked.cross
+    if cross is None:
+        cross = queries != keys or asked.placed
+    dropped = asked.dropout > 0
+    counted = dropped or asked.alibi_slopes is not None or asked.mask_mod is not None
+    problem = lengths_problem(
+        (queries, keys), asked.layout, visible, cross,
+        packed=asked.packed, placed=asked.placed, counted=counted,
+    ) or end_problem(asked.cu_seqlens, sum(queries))  # fmt: skip
+    raise_together(ring, "ring attention", problem)
+    if asked.placed:
+        both = gather_positions(ring, (asked.query_positions, asked.key_positions))
+        raise_together(ring, "ring attention", repeats_problem(both) if dropped else None)
+        return both
+    if cross:
+        return segments_of_two(asked.layout, queries, keys, counted)
+    found = all_segments(asked.layout, ring.size, sum(queries))
+    return found, found
+
+
+def _terms(asked: Asked, q: Tensor, seed: int) -> Terms:
+    """What a score is, and what becomes of it."""
+    return Terms(
+        asked.scale,
+        asked.softclamp,
+        asked.bucket_size,
+        copied(asked.alibi_slopes, accumulator(q.dtype)),
+        asked.mask_mod,
+        Dropout(asked.dropout, seed) if asked.dropout else None,
+    )

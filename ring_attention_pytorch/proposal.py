@@ -13,6 +13,7 @@ from torch import Tensor
 from ring_attention_pytorch.agreement import problem_of
 from ring_attention_pytorch.checks import (
     agreed_shapes,
+    check_problem,
     like_autocast,
     option_problem,
     qkv_problem,
@@ -68,6 +69,7 @@ class Asked:
     key_positions: Tensor | None
     dropout: float
     dropout_seed: int | None
+    check: str | None
 
     @property
     def packed(self) -> bool:
@@ -160,13 +162,14 @@ def _problems(q: Tensor, k: Tensor, v: Tensor, asked: Asked, size: int) -> Itera
     yield positions_problem(asked.query_positions, asked.key_positions, q, k, asked.packed)
     yield dropout_problem(asked.dropout, asked.dropout_seed)
     yield transport_problem(asked.transport, asked.memory)
+    yield check_problem(asked.check)
     yield ulysses_problem(asked.ulysses, size, q.shape[2])
 
 
 def _agreed(asked: Asked) -> dict[str, Any]:
     """What all ranks must have been asked for alike."""
     alike = ("causal", "window", "scale", "softclamp", "kernel", "cross", "transport", "ulysses",
-             "memory", "dropout_seed")  # fmt: skip
+             "memory", "dropout_seed", "check")  # fmt: skip
     given = ("key_mask", "mask_mod", "alibi_slopes")
     bias = asked.key_bias
     return {

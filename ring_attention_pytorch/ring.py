@@ -1,12 +1,13 @@
 """Moving tensors among the ranks of a ring: who takes part, and all point-to-point code."""
 
 import ctypes
+import multiprocessing
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from weakref import WeakKeyDictionary
-from zlib import crc32
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -14,47 +15,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attention_pytorch.notes import exchange
+from ring_attention_pytorch.failures import awaiting, known
+from ring_attention_pytorch.notes import call_site, exchange
+from ring_attention_pytorch.steps import Steps
 
-
-class Steps:
-    """What the ranks of a ring have done together so far: who is out of step has other numbers.
-
-    Messages between two ranks match by these, where the backend compares tags (gloo does, NCCL
-    does not): what belongs to a call that a rank has skipped, or made by another plan, is never
-    taken for what belongs to its next one. All rings of a group compare notes together, and count
-    on from there.
-    """
-
-    def __init__(self, met: list[int] | None = None) -> None:
-        self._met = [0] if met is None else met  # how often notes were compared, one for a group
-        self._since = self.calls = self.messages = 0
-        self.about: tuple[int, str] = (0, "")  # which plan, and what it is used for
-
-    @property
-    def notes(self) -> int:
-        """How often the group has compared notes."""
-        return self._met[0]
-
-    @notes.setter
-    def notes(self, number: int) -> None:
-        self._met[0] = number
-
-    def call(self, plan: int, what: str) -> None:
-        """Begin another call by the plan of that number."""
-        self._count_on()
-        self.calls, self.messages, self.about = self.calls + 1, 0, (plan, what)
-
-    def tag(self) -> int:
-        """Of the next messages, positive and of 31 bits."""
-        self._count_on()
-        self.messages += 1
-        return crc32(repr((self.notes, self.calls, self.messages, self.about)).encode()) >> 1
-
-    def _count_on(self) -> None:
-        if self._since != self.notes:
-            self._since, self.calls, self.messages = self.notes, 0, 0
-
+Messages = Sequence[tuple[int, Tensor]]  # to or from which rank of a ring
 
 _met: WeakKeyDictionary[ProcessGroup, list[int]] = WeakKeyDictionary()
 _steps: WeakKeyDictionary[ProcessGroup, dict[tuple[int, int], Steps]] = WeakKeyDictionary()
@@ -64,13 +29,23 @@ _host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary(
 class Transfer:
     """Messages under way. It keeps what is sent alive, and untouched, until `wait`."""
 
-    def __init__(self, sent: list[Tensor], received: list[Tensor], works: list[dist.Work]):
-        self._sent, self._received, self._works = sent, received, works
+    def __init__(self, ring: "Ring", sends: Messages, receives: Messages, works: list[dist.Work]):
+        self._steps, self._step, self._works = ring.steps, ring.steps.now, works
+        self._sent, self._received = [t for _, t in sends], [t for _, t in receives]
+        self._peers = [ring.first + rank for rank, _ in (*sends, *receives)]
+        self._steps.under_way.append(self)
 
     def wait(self) -> list[Tensor]:
-        """What came, once everything has come and gone."""
-        for work in self._works:
-            work.wait()
+        """What came, once everything has come and gone.
+
+        Raises:
+            RingError: it did not within the group's timeout, or a rank is gone.
+        """
+        for done, work in enumerate(self._works):
+            one_each = len(self._works) == len(self._peers)  # else one stands for all of them
+            with awaiting(self._step, self._peers[done:] if one_each else self._peers):
+                work.wait()
+        self._steps.under_way.remove(self)
         self._sent = []
         return self._received
 
@@ -79,9 +54,9 @@ class Ring:
     """Consecutive ranks of a process group, each with a place `rank` in a ring of `size`.
 
     A group of 8 with `size=4` is two rings, ranks 0 to 3 and 4 to 7. Groups may come and go between
-    calls; one that moves no CPU tensors gets a companion that does, which lasts until
-    `torch.distributed.destroy_process_group()`. Without a group and without an initialised default
-    group the ring is this process alone. `problem` is for the next agreement.
+    calls; one that moves no CPU tensors gets a companion that does, and lasts as long. Without a
+    group and without an initialised default group the ring is this process alone. `problem` is for
+    the next agreement.
     """
 
     problem: str | None = None
@@ -105,6 +80,8 @@ class Ring:
             )
         if group is None:
             _warn_of_missing_group()
+        else:
+            known(group)
         if total == 1:
             size = None  # alone, a ring of any size is this process
         self.group = group
@@ -135,19 +112,54 @@ class Ring:
         """Whether the group has other rings beside this one."""
         return self.group is not None and self.size < dist.get_world_size(self.group)
 
-    def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> Transfer:
+    def exchange(self, sends: Messages, receives: Messages) -> Transfer:
         """Send each tensor to its rank, and receive from each rank into its buffer.
 
         Between two ranks messages match in the order given. Tensors must be contiguous.
+
+        Raises:
+            RingError: the group is of no more use, or a call before this has failed.
         """
-        sends, receives = ([(self._global(r), t) for r, t in ops] for ops in (sends, receives))
-        tag = self.steps.tag()
-        ops = [dist.P2POp(dist.isend, t, rank, self.group, tag) for rank, t in sends]
-        ops += [dist.P2POp(dist.irecv, t, rank, self.group, tag) for rank, t in receives]
-        works = dist.batch_isend_irecv(ops) if ops else []
-        return Transfer([t for _, t in sends], [t for _, t in receives], works)
+        tag, peers = self.steps.tag(), [self.first + rank for rank, _ in (*sends, *receives)]
+        ways = ((dist.isend, sends), (dist.irecv, receives))
+        ops = [
+            dist.P2POp(way, t, self._global(rank), self.group, tag)
+            for way, messages in ways
+            for rank, t in messages
+        ]
+        with awaiting(self.steps.now, peers):
+            works = dist.batch_isend_irecv(ops) if ops else []
+        return Transfer(self, sends, receives, works)
+
+    def total(self, t: Tensor) -> None:
+        """Sum a tensor over the whole group, in place."""
+        self._reduce(t, dist.ReduceOp.SUM)
+
+    def largest(self, t: Tensor) -> None:
+        """Take the most of each element over the whole group, in place."""
+        self._reduce(t, dist.ReduceOp.MAX)
+
+    def _reduce(self, t: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        with self.call("reducing"), awaiting(self.steps.now, self.peers):
+            dist.all_reduce(t, op, group=self.group)
+
+    @property
+    def peers(self) -> list[int]:
+        """All other ranks of the group."""
+        everyone = range(1 if self.group is None else dist.get_world_size(self.group))
+        return [rank for rank in everyone if rank != self.first + self.rank]
+
+    def call(self, operation: str, plan: int = 0) -> AbstractContextManager[None]:
+        """A block in which all ranks of the ring do this together; alone it is any block.
+
+        Raises:
+            RingError: an earlier one has failed on this rank.
+        """
+        if self.size == 1:
+            return nullcontext()
+        if self.group is not None:
+            known(self.group)
+        return self.steps.call(operation, plan)
 
     def gather_notes(self, subject: str, note: bytes) -> list[bytes]:
         """The note of every rank of the group, over the host: no GPU waits.
@@ -155,8 +167,10 @@ class Ring:
         Raises:
             ValueError: ranks have different subjects; the same text on all ranks.
         """
-        self.steps.notes += 1
-        return exchange(self.gather_bytes, subject, note)
+        self.steps.compare(subject)
+        notes = exchange(self.gather_bytes, f"{subject}\n{call_site()}", note)
+        self.steps.mend()
+        return notes
 
     def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
         """The message of every rank of the group, filled up to that size with zeros."""
@@ -164,7 +178,8 @@ class Ring:
             return [message]
         mine = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
         all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(all_of_them, mine, group=_host_group(self.group))
+        with awaiting(self.steps.now, self.peers):
+            dist.all_gather(all_of_them, mine, group=_host_group(self.group))
         return [ctypes.string_at(t.data_ptr(), size) for t in all_of_them]
 
     def shared(self) -> tuple[ProcessGroup, tuple[int, ...]] | None:
@@ -188,9 +203,7 @@ class Places(Ring):
     def steps(self) -> Steps:
         return self.whole.steps
 
-    def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> Transfer:
+    def exchange(self, sends: Messages, receives: Messages) -> Transfer:
         sends, receives = ([(self.places[r], t) for r, t in ops] for ops in (sends, receives))
         return self.whole.exchange(sends, receives)
 
@@ -215,10 +228,16 @@ def as_ring(group: Group, size: int | None = None) -> Ring:
 
 
 def _warn_of_missing_group() -> None:
-    if dist.is_available() and dist.is_torchelastic_launched() and os.environ["WORLD_SIZE"] != "1":
+    if not dist.is_available():
+        return
+    elastic = dist.is_torchelastic_launched() and os.environ["WORLD_SIZE"] != "1"
+    main = getattr(multiprocessing.current_process(), "_target", None)
+    spawned = getattr(main, "__module__", None) == "torch.multiprocessing.spawn"
+    if elastic or spawned:
         warnings.warn(
-            "torchrun started several processes, but there is no process group, so each works "
-            "alone: call torch.distributed.init_process_group() first",
+            f"{'torchrun' if elastic else 'torch.multiprocessing'} started this process as one of "
+            "several, but there is no process group, so each works alone: call "
+            "torch.distributed.init_process_group() first",
             stacklevel=3,
         )
 
@@ -229,5 +248,13 @@ def _host_group(group: ProcessGroup) -> ProcessGroup:
         return group
     if group not in _host_groups:
         ranks = dist.get_process_group_ranks(group)
-        _host_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        companion = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _host_groups[group] = known(companion)
+        finalize(group, _end, ref(companion)).atexit = False
     return _host_groups[group]
+
+
+def _end(companion: "ref[ProcessGroup]") -> None:
+    """Destroy a group whose own group is gone, if it is there still."""
+    if dist.is_initialized() and (group := companion()) is not None:
+        dist.destroy_process_group(group)

@@ -51,7 +51,7 @@ class RingAttentionFunction(Function):
     @staticmethod
     @signature_once
     def forward(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        return plan.run(attend, *given)
+        return plan.run("forward", attend, *given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -101,6 +101,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     key_positions: Tensor | None = None,
     dropout: float | int = 0.0,
     dropout_seed: int | None = None,
+    check: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence that is spread over a ring of processes.
 
@@ -171,6 +172,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             the CPU when the plan is made, and is the first rank's; so torch.manual_seed repeats
             it. Layers that share a plan take `plan.for_layer(i)`, or drop alike; as do steps
             that share one.
+        check: "always" lets ranks compare notes in each call, too, and tells where one is out of
+            step: for debugging. None is what RING_ATTENTION_CHECK says in the environment.
 
     Returns:
         `[b, n, h, d_v]` in q's dtype; with return_lse also lse `[b, h, n]`, natural
@@ -197,7 +200,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         documents=documents, cu_seqlens=cu_seqlens, prefix=prefix,
         alibi_slopes=alibi_slopes, mask_mod=mask_mod,
         query_positions=query_positions, key_positions=key_positions,
-        dropout=dropout, dropout_seed=dropout_seed,
+        dropout=dropout, dropout_seed=dropout_seed, check=check,
     )  # fmt: skip
     if plan is None:
         also = tangents_note(q, k, v, sinks, key_bias)

@@ -385,7 +385,8 @@ def _swap(ring: Ring, shapes: Sequence[Shape], tensors: Sequence[Tensor]) -> lis
     others = [rank for rank in range(ring.size) if rank != ring.rank]
     received = [tensors[0].new_empty(shape) for shape in shapes]
     sends = [(rank, t.contiguous()) for rank, t in zip(others, tensors)]
-    return ring.exchange(sends, list(zip(others, received))).wait()
+    with ring.call("sharding"):
+        return ring.exchange(sends, list(zip(others, received))).wait()
 
 
 def _in_order(x: Tensor, segments: tuple[Segments, ...], dim: int) -> Tensor:

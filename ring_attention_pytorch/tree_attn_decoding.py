@@ -5,7 +5,6 @@ clusters": partial results merge in any order, so an all-reduce does it in log(P
 """
 
 import torch
-import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
@@ -77,12 +76,12 @@ def _merge(out: Tensor, lse: Tensor, eps: float, ring: Ring) -> Tensor:
     if ring.size == 1:
         return out
     largest = lse.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=ring.group)
+    ring.largest(largest)
     # ranks without keys weigh exp(-inf) = 0, also where nobody has any
     weight = (lse - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
     weight = rearrange(weight, "b h t -> b t h 1")
     total = torch.cat((out * weight, weight), dim=-1)
-    dist.all_reduce(total, group=ring.group)
+    ring.total(total)
     return total[..., :-1] / total[..., -1:].clamp(min=eps)
 
 

@@ -571,7 +571,7 @@ MUTANTS = [
         "_calls",
     ),
     Mutant(
-        "few tokens' graphs have calls that wait for one another", "plan.py:RingPlan.make",
+        "few tokens' graphs have calls that wait for one another", "plan.py:RingPlan._agreed",
         "made.overtaken or is_short", "(few or made).overtaken or is_short",
     ),
     Mutant(
@@ -719,7 +719,7 @@ MUTANTS = [
         "torch.arange(sum(s.length for s in side)).to(",
     ),
     Mutant(
-        "each rank drops by its own seed", "plan.py:RingPlan.make", 'lengths[0]["seed"]',
+        "each rank drops by its own seed", "plan.py:RingPlan._agreed", 'lengths[0]["seed"]',
         'lengths[ring.rank]["seed"]',
     ),
     Mutant(
@@ -881,7 +881,7 @@ MUTANTS = [
         "if ring.several:", "if False:",
     ),
     Mutant(
-        "positions that one ring repeats are kept to itself", "plan.py:RingPlan.make",
+        "positions that one ring repeats are kept to itself", "plan.py:_placed",
         "repeats_problem(both) if dropped else None", "None",
     ),
     Mutant(

@@ -83,8 +83,8 @@ MUTANTS = [
         "(swap.queries.lengths, swap.keys.lengths)",
     ),
     Mutant(
-        "queries of two sequences in the order of ranks", "plan.py:RingPlan.make",
-        "dropped or alibi_slopes is not None or mask_mod is not None", "dropped",
+        "queries of two sequences in the order of ranks", "plan.py:_placed",
+        "dropped or asked.alibi_slopes is not None or asked.mask_mod is not None", "dropped",
     ),
     # what ranks tell one another
     Mutant(

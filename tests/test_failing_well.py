@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ring_attention_pytorch.failures import RingError
 from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import ring_attn
@@ -216,20 +217,18 @@ def test_options_that_change_from_call_to_call_do_not_stick(pools):
     check_in_processes(cases * 2, pools(2))
 
 
-# --- violence: nobody waits longer than the group's timeout ---
+# --- violence: nobody waits longer than must be ---
 
 
-def struck(how: str, message: int) -> tuple[str, float]:
-    """For a pool: rank 1 is struck at its so-and-so-many-th message. What a survivor sees."""
+def struck(message: int) -> tuple[str, float]:
+    """For a pool: rank 1 is killed at its so-and-so-many-th message. What a survivor sees."""
     send, sent = dist.batch_isend_irecv, 0
 
     def strike(ops: list[dist.P2POp]) -> list[dist.Work]:
         nonlocal sent
         sent += 1
         if dist.get_rank() == 1 and sent == message:
-            if how == "raise":
-                raise ArithmeticError("struck")
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+            os.kill(os.getpid(), signal.SIGKILL)
         return send(ops)
 
     q = torch.randn(1, 4, 2, 8, requires_grad=True)
@@ -238,29 +237,24 @@ def struck(how: str, message: int) -> tuple[str, float]:
     try:
         with mock.patch.object(dist, "batch_isend_irecv", strike):
             ring_attn(q, q, q, causal=True).sum().backward()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    except RingError as error:
+        return str(error), time.monotonic() - start
     return "nothing", time.monotonic() - start
 
 
-STRIKES = [("kill", 1), ("kill", 2), ("kill", 3), ("kill", 5), ("stop", 3), ("raise", 3)]
-
-
-@pytest.mark.parametrize(("how", "message"), STRIKES)
-def test_survivors_of_a_rank_raise_within_the_groups_timeout(how, message):
-    timeout = 4
-    pool = Pool(3, timeout=2 * timeout, group_timeout=timeout)
+@pytest.mark.parametrize("message", [1, 2, 3, 5])
+def test_survivors_of_a_rank_raise_at_once(message):
+    pool = Pool(3, timeout=30, group_timeout=20)
     try:
-        answers = pool.answers(struck, how, message)
+        answers = pool.answers(struck, message)
     finally:
         pool.stop()
-    said = {"kill": "the process died", "stop": "no answer", "raise": "ArithmeticError: struck"}
-    assert said[how] in str(answers[1])
+    assert "the process died" in str(answers[1])
     for kind, value in (answers[0], answers[2]):
         assert kind == "ok"
         text, seconds = value
-        assert text != "nothing"
-        assert seconds < timeout + 2
+        assert "waited for" in text
+        assert seconds < 10  # there are two in the ring, and one of them was its neighbour
 
 
 def planned_for_other_lengths() -> tuple[str, float]:

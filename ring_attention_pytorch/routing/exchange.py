@@ -14,7 +14,8 @@ def everyones(x: Tensor, shapes: Sequence[Shape], ring: Ring) -> list[Tensor]:
     others = [rank for rank in range(ring.size) if rank != ring.rank]
     parts = [x.new_empty(shapes[rank]) for rank in others]
     x = x.contiguous()
-    parts = ring.exchange([(rank, x) for rank in others], list(zip(others, parts))).wait()
+    with ring.call("routing"):
+        parts = ring.exchange([(rank, x) for rank in others], list(zip(others, parts))).wait()
     parts.insert(ring.rank, x)
     return parts
 

@@ -69,7 +69,8 @@ def by_messages(ring: Ring, tensors: Sequence[Tensor], ways: Sequence[Way]) -> l
         for rank, form in to.items()
     ]
     receives = [(rank, _room(tensors[0], form)) for rank, form in come.items()]
-    messages = ring.exchange(sends, receives).wait()
+    with ring.call("Ulysses swap"):
+        messages = ring.exchange(sends, receives).wait()
     parts = {me: _given(tensors, ways, me, me)}
     parts |= {rank: opened(m, form) for m, (rank, form) in zip(messages, come.items())}
     found = [way.room(t, me) for t, way in zip(tensors, ways)]
