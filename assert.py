@@ -4,23 +4,22 @@ Spawns processes, gives every one its own batch, and compares the output, the lo
 gradient, on every rank, with one process that runs regular attention over all batches.
 """
 
+import signal
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ring_attention_pytorch import RingAttention, RingTransformer
 from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.launch import spawn
 
 DTYPES = {
     "float64": torch.float64,
@@ -113,10 +112,12 @@ def main(world_size: int, batch_size: int, num_sharded_batches: int, **given: An
     except ValueError as error:  # better said once, here, than by every process
         raise click.UsageError(str(error)) from None
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        # a file as meeting point: no port to be taken by somebody else
-        mp.spawn(worker, args=(options, folder), nprocs=world_size)
-        rows = torch.load(Path(folder) / "rows")
+    try:
+        rows, *_ = spawn(
+            worker, world_size, options, backend="nccl" if options.use_cuda else "gloo"
+        )
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     sys.exit(report(rows, options, time.perf_counter() - started))
 
 
@@ -133,31 +134,16 @@ def report(rows: dict[str, tuple[float, float]], options: Options, seconds: floa
     return int(failed > 0)
 
 
-def worker(rank: int, options: Options, folder: str) -> None:
-    # DDP imports it, and its defaults keep the group of that time: a living thread of gloo's may
-    # abort the process as it exits
-    import torch.distributed.nn
-
+def worker(rank: int, options: Options) -> dict[str, tuple[float, float]]:
+    """Compare everything, in one of the processes; what is worst on any rank."""
     torch.set_num_threads(1)
-    backend = "nccl" if options.use_cuda else "gloo"
-    if options.use_cuda:
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        backend, rank=rank, world_size=options.world_size, init_method=f"file://{folder}/store"
-    )
     rows = compare_transformer(rank, options) | compare_attention(rank, options)
     worst = torch.tensor(list(rows.values()), dtype=torch.float64).nan_to_num(torch.inf)
-    worst = worst.to("cuda" if options.use_cuda else "cpu")
+    worst = worst.to(device(options))
     errors, limits = worst[:, 0].contiguous(), worst[:, 1].contiguous()
     dist.all_reduce(errors, dist.ReduceOp.MAX)
     dist.all_reduce(limits, dist.ReduceOp.MIN)
-    if rank == 0:
-        torch.save(
-            dict(zip(rows, zip(errors.tolist(), limits.tolist()), strict=True)),
-            Path(folder) / "rows",
-        )
-    dist.barrier()
-    dist.destroy_process_group()
+    return dict(zip(rows, zip(errors.tolist(), limits.tolist()), strict=True))
 
 
 def compare_transformer(rank: int, options: Options) -> dict[str, tuple[float, float]]:

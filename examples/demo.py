@@ -7,13 +7,12 @@ once over the four processes and once in one. It ends with an error if a compari
 
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
 from itertools import product
 from multiprocessing.connection import Connection
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import click
@@ -29,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from examples import pictures
 from examples.train_text import Config, Step, train
 from ring_attention_pytorch import default_attention, ring_attn, shard_sequence
+from ring_attention_pytorch.launch import started
 from ring_attention_pytorch.layouts import LAYOUTS, Visible, all_segments, needed_distances
 
 RANKS = 4
@@ -43,35 +43,24 @@ TENSORS = ("out", "dq", "dk", "dv")
 def on_ranks(work: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
     """What the generator `work(*args)` yields on the first of four processes, as it comes.
 
-    They meet in a file, so no port is needed. An error in any of them is raised here.
+    An error in any of them is raised here.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["examples.train_text"])
     receiver, sender = context.Pipe(duplex=False)
-    with TemporaryDirectory() as folder:
-        processes = mp.start_processes(
-            _rank, (folder, sender, work, args), RANKS, join=False, daemon=True,
-            start_method="forkserver",
-        )  # fmt: skip
+    with started(_rank, RANKS, sender, work, args, start_method="forkserver") as workers:
         running = True
         while running:
-            running = not processes.join(timeout=0.02)
+            running = not workers.join(timeout=0.02)
             while receiver.poll():
                 yield receiver.recv()
 
 
-def _rank(
-    rank: int, folder: str, sender: Connection, work: Callable[..., Iterator[Any]], args: Any
-) -> None:
+def _rank(rank: int, sender: Connection, work: Callable[..., Iterator[Any]], args: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", rank=rank, world_size=RANKS, init_method=f"file://{folder}/store",
-        timeout=timedelta(seconds=60),
-    )  # fmt: skip
     for value in work(*args):
         if rank == 0:
             sender.send(value)
-    dist.destroy_process_group()
 
 
 class Screen:
@@ -444,7 +433,10 @@ def main(parts: tuple[str, ...]) -> None:
     """Show that ring attention is exact, how it works, and what it costs."""
     torch.set_num_threads(1)  # as in each of the processes
     start, screen = time.perf_counter(), Screen()
-    passed = {name: PARTS[name](screen) for name in parts or PARTS}
+    try:
+        passed = {name: PARTS[name](screen) for name in parts or PARTS}
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
     failed = [name for name, good in passed.items() if not good]
     seconds = time.perf_counter() - start
     screen.say("\n")

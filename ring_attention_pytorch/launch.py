@@ -1,0 +1,307 @@
+"""Processes of one group that end together: when all are done, when one fails, with their parent.
+
+`spawn` starts them, in place of `torch.multiprocessing.spawn`; `torchrun_group` is for scripts that
+torchrun starts.
+"""
+
+import atexit
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from tempfile import TemporaryDirectory
+from threading import Thread, current_thread, main_thread
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+# before there is a group: DDP imports it, and its defaults keep the group of that time, of which a
+# living thread may abort the process as it exits
+import torch.distributed.nn
+from torch import multiprocessing
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+TIMEOUT = 120.0  # seconds that ranks wait for one another
+_START = 300.0  # seconds until all processes run, however busy the machine is
+_END = 30.0  # seconds that a process may take to exit when all is done
+
+
+def spawn(
+    worker: Callable[..., Any],
+    nprocs: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float = TIMEOUT,
+    start_method: str = "spawn",
+) -> list[Any]:
+    """Run `worker(rank, *args)` in `nprocs` processes of one group; return what each rank returned.
+
+    Each process has a default group, and with NCCL the GPU of its rank. They meet in a file, so no
+    port is needed. All of them end when one fails, when this process is interrupted or terminated,
+    and when it is gone, whatever ended it.
+
+    Args:
+        worker: a function of a module, for it is pickled; so are `args` and results, which are
+            on the CPU.
+        timeout: seconds that ranks wait for one another in the default group.
+        start_method: "spawn" or "forkserver".
+
+    Raises:
+        ProcessRaisedException: a rank raised; the text names it and has its traceback.
+        ProcessExitedException: a rank ended otherwise; the text names it and says how.
+    """
+    options = {"backend": backend, "timeout": timeout, "start_method": start_method}
+    with started(worker, nprocs, *args, **options) as workers:
+        workers.join()
+    return workers.results
+
+
+@contextmanager
+def started(
+    worker: Callable[..., Any],
+    nprocs: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float = TIMEOUT,
+    start_method: str = "spawn",
+) -> Iterator["Workers"]:
+    """Start the processes of `spawn`, and end them with this block, however they are."""
+    context = multiprocessing.get_context(start_method)
+    with TemporaryDirectory() as folder, _sigterm_unwinds():
+        workers = Workers(nprocs)
+        atexit.register(workers.kill)  # for a block of a generator that nobody has closed
+        try:
+            for rank in range(nprocs):
+                ours, theirs = context.Pipe()
+                seat = _Seat(rank, nprocs, folder, backend, timeout)
+                process = context.Process(target=_serve, args=(theirs, seat, worker, args))
+                workers.add(process, ours)
+                process.start()
+                theirs.close()
+            yield workers
+        finally:
+            workers.kill()
+            atexit.unregister(workers.kill)
+
+
+class Workers:
+    """The processes that `started` has started.
+
+    Attributes:
+        results: what each rank returned, or None as long as it has not.
+    """
+
+    def __init__(self, nprocs: int):
+        self.results: list[Any] = [None] * nprocs
+        self._processes: list[BaseProcess] = []
+        self._running: dict[Connection, int] = {}
+        self._busy = set(range(nprocs))
+
+    def add(self, process: BaseProcess, pipe: Connection) -> None:
+        """Take in the process of the next rank, and our end of its pipe."""
+        self._running[pipe] = len(self._processes)
+        self._processes.append(process)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until all have ended, or for so many seconds; return whether they have.
+
+        Raises:
+            ProcessRaisedException: a rank raised; the text names it and has its traceback.
+            ProcessExitedException: a rank ended otherwise; the text names it and says how.
+        """
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
+        while self._running:
+            left = None if timeout is None else max(0.0, end - time.monotonic())
+            if not (ready := wait(list(self._running), left)):
+                return False
+            failures = [failure for pipe in ready if (failure := self._listen(pipe)) is not None]
+            if failures:
+                # who died without a word is not one that failed because others did
+                raise min(failures, key=lambda f: isinstance(f, ProcessRaisedException))
+        return True
+
+    def kill(self) -> None:
+        """End those that still run, at once."""
+        started = [process for process in self._processes if process.pid is not None]
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join()
+
+    def _listen(self, pipe: Connection) -> ProcessRaisedException | ProcessExitedException | None:
+        """Take what a rank has to say: its result, its failure, or its end."""
+        rank = self._running[pipe]
+        process, name = self._processes[rank], f"rank {rank} of {len(self._processes)}"
+        try:
+            self.results[rank], error = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            del self._running[pipe]
+            process.join(_END)
+            if process.exitcode != 0:
+                return _ended(name, rank, process)
+            error = None
+        if error is not None:
+            return ProcessRaisedException(f"{name} failed:\n\n{error}", rank, process.pid)
+        self._done(rank)
+        return None
+
+    def _done(self, rank: int) -> None:
+        """Let all end when all are done: until then others may still need their connections."""
+        if rank not in self._busy:
+            return
+        self._busy.remove(rank)
+        if not self._busy:
+            for pipe in self._running:
+                with suppress(OSError):  # it has ended already
+                    pipe.send("end")
+
+
+def _ended(name: str, rank: int, process: BaseProcess) -> ProcessExitedException:
+    """Say how a process has ended."""
+    if (code := process.exitcode) is None:
+        return ProcessExitedException(f"{name} is done but does not exit", rank, process.pid, 0)
+    if code >= 0:
+        text = f"{name} exited with code {code}"
+        return ProcessExitedException(text, rank, process.pid, code)
+    try:
+        how = signal.Signals(-code).name
+    except ValueError:
+        how = f"signal {-code}"
+    return ProcessExitedException(f"{name} was ended by {how}", rank, process.pid, code, how)
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit in this block, unless somebody handles it already."""
+    ours = current_thread() is main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class _Seat(NamedTuple):
+    """A process' place in its group."""
+
+    rank: int
+    size: int
+    folder: str  # where they meet
+    backend: str
+    timeout: float
+
+
+def _serve(pipe: Connection, seat: _Seat, worker: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Be a worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears of it too, and ends us
+    Thread(target=_end_with_parent, args=(seat.folder,), daemon=True).start()
+    try:
+        with _telling(pipe):
+            _take(seat, pipe, worker, args)
+    except (Exception, SystemExit) as error:
+        _exit(error)
+
+
+def _take(seat: _Seat, pipe: Connection, worker: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Take a place in the group, and run the worker's function there."""
+    store = _meet(seat)
+    if "nccl" in seat.backend:
+        torch.cuda.set_device(seat.rank)
+    with _group(seat.backend, seat.timeout, store, seat.rank, seat.size):
+        with _telling(pipe):  # before others fail because this rank does
+            result = worker(seat.rank, *args)
+        pipe.send((result, None))
+        pipe.recv()  # until all are done
+
+
+@contextmanager
+def _telling(pipe: Connection) -> Iterator[None]:
+    """Tell the parent of an error in this block."""
+    try:
+        yield
+    except Exception:
+        with suppress(OSError):  # it is gone
+            pipe.send((None, traceback.format_exc()))
+        raise
+
+
+def _end_with_parent(folder: str) -> None:
+    """Wait until the parent is gone, and end this process, whatever it waits for."""
+    wait([multiprocessing.parent_process().sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _meet(seat: _Seat) -> dist.Store:
+    """Wait until all ranks have started, which takes what it takes, timeout or not."""
+    store = dist.FileStore(f"{seat.folder}/store", seat.size)
+    store.set(f"rank {seat.rank} has started", "yes")
+    everyone = [f"rank {rank} has started" for rank in range(seat.size)]
+    store.wait(everyone, timedelta(seconds=max(_START, seat.timeout)))
+    return dist.PrefixStore("group", store)
+
+
+@contextmanager
+def _group(backend: str, timeout: float, store: dist.Store, rank: int, size: int) -> Iterator[None]:
+    """Be in a default group, which is left as it is if the block fails: to end it may take long."""
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@contextmanager
+def torchrun_group(backend: str = "gloo", timeout: float = TIMEOUT) -> Iterator[None]:
+    """Be in the group of processes that torchrun has started, or in none if it has not.
+
+    Use it around all that a script does. An error in the block ends the process at once, after its
+    traceback, so that torchrun ends or restarts the others. The process ends with torchrun, too.
+    Restarted workers of one machine find one another, though torchrun keeps its store.
+
+    Args:
+        timeout: seconds that ranks wait for one another in the default group.
+    """
+    if not dist.is_torchelastic_launched():
+        yield
+        return
+    Thread(target=_end_with_agent, args=(os.getppid(),), daemon=True).start()
+    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # it has what workers that died said of themselves
+        store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    try:
+        with _group(backend, timeout, store, rank, size):
+            yield
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        if not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+        _exit(error)
+
+
+def _exit(error: BaseException) -> None:
+    """Exit at once: an orderly exit may wait for what the group has under way."""
+    code = error.code if isinstance(error, SystemExit) else 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _end_with_agent(agent: int) -> None:
+    """End this process when its parent is no longer this one."""
+    while os.getppid() == agent:
+        time.sleep(1.0)
+    os._exit(1)
