@@ -47,7 +47,8 @@ class RingError(RuntimeError):
 
     @classmethod
     def waiting(cls, step: Step, ranks: Sequence[int], cause: BaseException) -> "RingError":
-        """For a wait that ended with that cause."""
+        """For a wait for ranks that ended with that cause; in `fail_together` they are told."""
+        tell_peers()
         ranks = sorted({*ranks})
         said = " ".join(str(cause).split()).split(". ")[0][:_LONGEST]
         return cls(
@@ -66,7 +67,6 @@ def awaiting(step: Step, ranks: Sequence[int]) -> Iterator[None]:
     except RingError:
         raise
     except RuntimeError as error:
-        tell_peers()
         raise RingError.waiting(step, ranks, error) from error
 
 

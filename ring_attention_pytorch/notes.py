@@ -82,11 +82,7 @@ def _in_one_line(subject: str | None) -> str:
 
 
 def call_site() -> str:
-    """Where this library was called, as "at train.py:31"; empty where nobody's code has called it.
-
-    >>> call_site()
-    ''
-    """
+    """Where this library was called, as "at train.py:31"; empty where that is nobody's code."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PASSED_BY):
         frame = frame.f_back

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attention_pytorch.failures import awaiting, known
+from ring_attention_pytorch.failures import RingError, awaiting, known
 from ring_attention_pytorch.notes import call_site, exchange
 from ring_attention_pytorch.steps import Steps
 
@@ -41,10 +41,15 @@ class Transfer:
         Raises:
             RingError: it did not within the group's timeout, or a rank is gone.
         """
-        for done, work in enumerate(self._works):
+        waiting = list(self._works)
+        try:
+            while waiting:
+                waiting[0].wait()
+                waiting.pop(0)
+        except RuntimeError as error:
             one_each = len(self._works) == len(self._peers)  # else one stands for all of them
-            with awaiting(self._step, self._peers[done:] if one_each else self._peers):
-                work.wait()
+            peers = self._peers[-len(waiting) :] if one_each else self._peers
+            raise RingError.waiting(self._step, peers, error) from error
         self._steps.under_way.remove(self)
         self._sent = []
         return self._received
@@ -120,15 +125,18 @@ class Ring:
         Raises:
             RingError: the group is of no more use, or a call before this has failed.
         """
-        tag, peers = self.steps.tag(), [self.first + rank for rank, _ in (*sends, *receives)]
+        tag = self.steps.tag()
         ways = ((dist.isend, sends), (dist.irecv, receives))
         ops = [
             dist.P2POp(way, t, self._global(rank), self.group, tag)
             for way, messages in ways
             for rank, t in messages
         ]
-        with awaiting(self.steps.now, peers):
+        try:
             works = dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:
+            peers = [self.first + rank for rank, _ in (*sends, *receives)]
+            raise RingError.waiting(self.steps.now, peers, error) from error
         return Transfer(self, sends, receives, works)
 
     def total(self, t: Tensor) -> None:

@@ -19,7 +19,7 @@ class Steps:
 
     def __init__(self, met: list[int] | None = None) -> None:
         self._met = [0] if met is None else met  # how often notes were compared, one for a group
-        self._since = self.calls = self.hops = 0
+        self._since = self.calls = self.hops = self._base = 0
         self.about: tuple[int, str] = (0, "no call")  # a plan, and what it is for
         self.broken: str | None = None  # by what, until all ranks compare notes again
         self.under_way: list[object] = []  # transfers that nobody has waited for
@@ -51,7 +51,7 @@ class Steps:
         """
         self._check_whole()
         self._count_on()
-        self.calls, self.hops, self.about = self.calls + 1, 0, (plan, operation)
+        self._begin(self.calls + 1, (plan, operation))
         try:
             yield
         except Disagreement:
@@ -66,13 +66,12 @@ class Steps:
         self._check_whole()
         self._count_on()
         self.hops += 1
-        return crc32(repr((self.notes, self.calls, self.hops, self.about)).encode()) >> 1
+        return crc32(self.hops.to_bytes(4, "little"), self._base) >> 1
 
     def compare(self, subject: str) -> None:
         """Begin to compare notes on that."""
         self.notes += 1
-        self._count_on()
-        self.about = (0, f"comparing notes on {subject}")
+        self._begin(0, (0, f"comparing notes on {subject}"))
 
     def mend(self) -> None:
         """Go on after notes were compared: all ranks are together, whatever has failed before."""
@@ -94,5 +93,9 @@ class Steps:
             )
 
     def _count_on(self) -> None:
-        if self._since != self.notes:
-            self._since, self.calls, self.hops = self.notes, 0, 0
+        if self._since != self.notes:  # which another ring of the group has compared
+            self._begin(0, self.about)
+
+    def _begin(self, call: int, about: tuple[int, str]) -> None:
+        self._since, self.calls, self.hops, self.about = self.notes, call, 0, about
+        self._base = crc32(repr((self.notes, call, about)).encode())

@@ -92,8 +92,8 @@ MUTANTS = [
         'if True else ""',
     ),
     Mutant(
-        "any call's notes will do", "notes.py:_check_subjects",
-        "if len({*subjects}) == 1 and subjects[0] is not None:", "if True:",
+        "any call's notes will do", "notes.py:check_subjects",
+        "if len({*first_lines}) == 1 and first_lines[0] is not None:", "if True:",
     ),
     Mutant("notes end where they are exchanged", "notes.py:exchange", "if more > 0", "if False"),
     Mutant(
@@ -101,9 +101,10 @@ MUTANTS = [
         "not isinstance(note.get(name, ...), kind)", "False",
     ),
     Mutant(
-        "messages of any plan", "ring.py:Steps.tag", "self.messages, self.about", "self.messages",
+        "messages of any plan", "steps.py:Steps._begin", "(self.notes, call, about)",
+        "(self.notes, call)",
     ),
-    Mutant("messages of any call", "ring.py:Steps.call", "self.calls + 1", "self.calls"),
+    Mutant("messages of any call", "steps.py:Steps.call", "self.calls + 1", "self.calls"),
     Mutant(
         "ranks out of step go on", "agreement.py:_check_in_step",
         "if len(found := by_value(steps)) == 1:", "if found := by_value(steps):",

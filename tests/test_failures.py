@@ -8,10 +8,12 @@ import runpy
 import select
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
+from weakref import WeakSet, ref
 
 import pytest
 import torch
@@ -20,8 +22,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from ring_attention_pytorch import RingAttention, RingError, RingPlan, fail_together, ring_attn
-from ring_attention_pytorch.failures import Step
+from ring_attention_pytorch.failures import Step, known
+from ring_attention_pytorch.notes import Disagreement
 from ring_attention_pytorch.ring import Ring, _host_group
+from ring_attention_pytorch.steps import Steps
 from tests import threads
 from tests.ranks import Pool
 from tests.reference import dense_attention, relative_error
@@ -118,6 +122,36 @@ def caught_over_gloo(transport: str, places: list[int]) -> tuple[str, bool]:
     return caught_by_all(Ring(), transport, places)
 
 
+@contextmanager
+def failing_once() -> Iterator[None]:
+    """A block in which each rank's first call has no memory, before anything is sent."""
+    tiles, failed = RingPlan.tiles, set()
+
+    def once(plan: RingPlan, *given: object) -> object:
+        if plan.ring.rank not in failed:
+            failed.add(plan.ring.rank)
+            raise MemoryError("none left")
+        return tiles(plan, *given)
+
+    with mock.patch.object(RingPlan, "tiles", once):
+        yield
+
+
+def test_a_broken_ring_says_so_until_the_next_plan():
+    def main(ring: threads.ThreadRing) -> None:
+        mine = shards(ring, 1)
+        plan = RingPlan.make(*mine, group=ring)
+        with pytest.raises(MemoryError):
+            ring_attn(*mine, plan=plan)
+        with pytest.raises(RingError, match="MemoryError: none left"):
+            ring_attn(*mine, plan=plan)
+        assert right(ring, 2)
+        assert ring_attn(*mine, plan=plan).shape == mine[0].shape
+
+    with failing_once():
+        threads.run(2, main)
+
+
 @pytest.mark.parametrize("transport", ["ring", "gather"])
 @pytest.mark.parametrize("places", [[0] * 4, [0, 1, 1, 0]], ids=["alike", "in other hops"])
 def test_what_all_ranks_caught_is_mended_by_their_next_plan(transport, places, pools):
@@ -131,23 +165,14 @@ def test_what_all_ranks_caught_is_mended_by_their_next_plan(transport, places, p
 
 
 def test_modules_mend_the_ring_by_their_next_call():
-    tiles, failed = RingPlan.tiles, set()
-
-    def once(plan: RingPlan, *given: object) -> object:
-        if plan.ring.rank not in failed:
-            failed.add(plan.ring.rank)
-            raise MemoryError
-        return tiles(plan, *given)
-
     def main(ring: threads.ThreadRing) -> None:
         attention = RingAttention(8, dim_head=4, heads=2, ring_attn=True, group=ring)
         x = torch.randn(1, 3, 8)
         with pytest.raises(MemoryError):
             attention(x)
         assert attention(x).shape == x.shape
-        assert right(ring, 1)
 
-    with mock.patch.object(RingPlan, "tiles", once):
+    with failing_once():
         threads.run(2, main)
 
 
@@ -182,14 +207,49 @@ def test_an_error_names_its_step_and_survives_a_pipe():
     assert (str(again), again.step, again.ranks) == (text, step, (1, 3))
 
 
+def test_what_is_under_way_when_a_call_fails_lives_on():
+    """gloo writes into its buffers whoever waits for them; let go they are anybody's memory."""
+
+    class Message:
+        pass
+
+    steps, message = Steps(), Message()
+    lives = ref(message)
+    steps.under_way.append(message)
+    del message
+    with pytest.raises(MemoryError), steps.call("forward"):
+        raise MemoryError
+    gc.collect()
+    assert lives() is not None
+    assert steps.under_way == []
+
+
+def test_peers_are_told_of_what_fails_in_a_call_and_of_nothing_else():
+    with mock.patch("ring_attention_pytorch.steps.tell_peers") as tell:
+        with pytest.raises(Disagreement), Steps().call("forward"):
+            raise Disagreement
+        assert tell.call_count == 0
+        with pytest.raises(MemoryError), Steps().call("forward"):
+            raise MemoryError
+        assert tell.call_count == 1
+
+
+def test_a_group_of_the_process_that_this_one_was_forked_from_is_refused():
+    class Group:
+        pass
+
+    group = Group()
+    inherited = mock.patch("ring_attention_pytorch.failures._inherited", WeakSet([group]))
+    with inherited, pytest.raises(RingError, match="'spawn' or 'forkserver'"):
+        known(group)
+
+
 # --- notes in each call ---
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])
 @pytest.mark.parametrize("event", [name for name in EVENTS if not name.startswith("fails")])
-def test_notes_in_each_call_tell_all_ranks_at_once_who_is_where(event, transport, monkeypatch):
-    monkeypatch.setenv("RING_ATTENTION_CHECK", "always")
-
+def test_notes_in_each_call_tell_all_ranks_at_once_who_is_where(event, transport):
     def main(ring: threads.ThreadRing) -> str:
         def all_that_is_done() -> None:
             EVENTS[event](ring, plans_of(ring, transport))
@@ -199,7 +259,8 @@ def test_notes_in_each_call_tell_all_ranks_at_once_who_is_where(event, transport
             all_that_is_done()
         return str(told.value)
 
-    (told,) = {*threads.run(SIZE, main)[0]}
+    with mock.patch.dict(os.environ, RING_ATTENTION_CHECK="always"):
+        (told,) = {*threads.run(SIZE, main)[0]}
     others = ", ".join(str(rank) for rank in range(SIZE) if rank != OTHER)
     assert re.search(rf"ranks {others}: ring attention.* at test_\w+\.py:\d+", told)
     assert re.search(rf"rank {OTHER}: ring attention.* at test_\w+\.py:\d+", told)

@@ -1,0 +1,66 @@
+"""Faults planted into what becomes of a ring that fails, and a battery that must find each."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from tests import hunt
+from tests.faults import Mutant
+
+MUTANTS = [
+    Mutant(
+        "a ring stays whole whatever fails", "steps.py:Steps._break",
+        "if self.broken is not None:", "if True:",
+    ),
+    Mutant(
+        "a broken ring goes on", "steps.py:Steps._check_whole",
+        "if self.broken is not None:", "if False:",
+    ),
+    Mutant("a broken ring is never mended", "steps.py:Steps.mend", "self.broken = None", "pass"),
+    Mutant(
+        "what is under way is let go", "steps.py:Steps._break",
+        "self._left, self.under_way = self.under_way, []", "self.under_way = []",
+    ),
+    Mutant(
+        "what ranks disagree about breaks their ring", "steps.py:Steps.call",
+        "except Disagreement:", "except ZeroDivisionError:",
+    ),
+    Mutant("peers are told nothing", "steps.py:Steps.call", "tell_peers()", "pass"),
+    Mutant("nobody compares notes in calls", "plan.py:RingPlan.call", "self.always", "False"),
+    Mutant(
+        "any call is the same", "agreement.py:in_the_same_call",
+        'f"{ring.steps.now}\\n{call_site()}"', 'f"a call\\n{call_site()}"',
+    ),
+    Mutant(
+        "errors name no rank", "failures.py:RingError.waiting",
+        "ranks = sorted({*ranks})", "ranks = []",
+    ),
+    Mutant(
+        "groups of another process are used", "failures.py:known",
+        "group in _inherited or _world() in _inherited", "False",
+    ),
+]  # fmt: skip
+
+
+def battery() -> Iterator[Callable[[], object]]:
+    """Cases that fail where something is wrong."""
+    from tests import test_failures as failures
+    from tests import threads
+
+    torch.set_num_threads(1)
+    threads.PATIENCE = 10.0
+    yield failures.test_an_error_names_its_step_and_survives_a_pipe
+    yield failures.test_what_is_under_way_when_a_call_fails_lives_on
+    yield failures.test_peers_are_told_of_what_fails_in_a_call_and_of_nothing_else
+    yield failures.test_a_group_of_the_process_that_this_one_was_forked_from_is_refused
+    yield failures.test_what_ranks_disagree_about_breaks_nothing
+    yield failures.test_a_broken_ring_says_so_until_the_next_plan
+    yield partial(
+        failures.test_notes_in_each_call_tell_all_ranks_at_once_who_is_where,
+        "skips_backward", "gather",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    hunt.main("tests.failure_mutants")
