@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import click
 import torch
-import torch.distributed as dist
 from torch import nn
 
 if __name__ == "__main__":  # torchrun puts this folder on the path, not the one above
@@ -24,8 +23,9 @@ if __name__ == "__main__":  # torchrun puts this folder on the path, not the one
 
 from examples import train_text
 from examples.pictures import curves
-from examples.train_text import Config, loss_of, own_sequences, world_size
+from examples.train_text import Config, is_first, loss_of, own_sequences, world_size
 from ring_attention_pytorch import ConditionalRoutedTransformer
+from ring_attention_pytorch.launch import TIMEOUT, torchrun_group
 from ring_attention_pytorch.layouts import Segment, Visible, tiles, visible_pairs
 
 LIGHT_MULT = 1.0
@@ -137,32 +137,32 @@ def train(config: Config, routed: Routed) -> Iterator[Losses]:
 @click.option("--layout", type=click.Choice(["contiguous", "striped", "zigzag"]), default="zigzag")
 @click.option("--seed", default=0)
 @click.option("--window", default=64, help="Of the light branch, and by which tokens are routed.")
-def main(window: int, **options: int | str) -> None:
+@click.option("--timeout", default=TIMEOUT, help="Seconds that processes wait for one another.")
+def main(window: int, timeout: float, **options: int | str) -> None:
     """Train a routed and a dense byte-level transformer of as many FLOPs, and draw both losses."""
     config = Config(**options, device="cuda" if train_text.on_gpus() else "cpu")
     share = dict(queries=window // 8, keys=window // 8, feed_forward=window // 4)
     routed = Routed(light_window=window, heavy_window=window, **share)
     if config.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if dist.is_torchelastic_launched():
-        dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    with torchrun_group("nccl" if config.device == "cuda" else "gloo", timeout):
+        follow(replace(config, data_parallel="ddp"), routed)
+
+
+def follow(config: Config, routed: Routed) -> None:
+    """Train both, and print how they do."""
     ours, dense = routed_flops(config, routed, equal_width(config, routed)), dense_flops(config)
-    if first:
+    if is_first():
         print(f"MFLOPs a sequence: routed {ours / 1e6:,.1f}, dense {dense / 1e6:,.1f}")
     history: dict[str, list[float]] = {"routed": [], "dense": []}
-    try:
-        for step in train(replace(config, data_parallel="ddp"), routed):
-            history["routed"].append(step.routed)
-            history["dense"].append(step.dense)
-            if first and (step.number % 10 == 0 or step.number == config.steps - 1):
-                text = f"loss, routed {step.routed:.4f}   dense {step.dense:.4f}"
-                print(f"step {step.number:>5}   {text}", flush=True)
-        if first:
-            print(curves(history))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    for step in train(config, routed):
+        history["routed"].append(step.routed)
+        history["dense"].append(step.dense)
+        if is_first() and (step.number % 10 == 0 or step.number == config.steps - 1):
+            text = f"loss, routed {step.routed:.4f}   dense {step.dense:.4f}"
+            print(f"step {step.number:>5}   {text}", flush=True)
+    if is_first():
+        print(curves(history))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,20 @@
 The text is the source code of Python's own standard library, so nothing is downloaded. Every
 process brings whole sequences; the model spreads each of them over all processes. The same
 command without `torchrun` trains the same model in one process, with the same losses.
+
+With `--checkpoint FOLDER` it can be killed at any moment, and goes on from its last checkpoint
+when it is started again, on as many processes or others:
+
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/train_text.py --checkpoint run1
+
+Then torchrun itself starts all processes again if one of them dies. Steps since the checkpoint are
+repeated, with losses that are the same to the bit. On several machines the folder must be one that
+all of them see, and `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` must be set for torchrun on each.
 """
 
 import os
 import re
+import shutil
 import sys
 import sysconfig
 import time
@@ -17,19 +27,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import einx
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ring_attention_pytorch import RingTransformer
+from ring_attention_pytorch.launch import TIMEOUT, torchrun_group
 from ring_attention_pytorch.layouts import LAYOUTS
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,6 +79,11 @@ class Step(NamedTuple):
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_first() -> bool:
+    """Whether this process speaks for all."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def on_gpus() -> bool:
@@ -143,11 +162,72 @@ def loss_of(model: nn.Module, ids: Tensor, config: Config) -> Tensor:
         return model(ids, return_loss=True)
 
 
-def train(config: Config) -> Iterator[Step]:
-    """Train on all processes of the default group, or on this one alone."""
+class Checkpoints:
+    """Models and optimizers in a folder of files, by the number of steps that are done.
+
+    A checkpoint has its name only once it is complete, and the one before it is removed after that:
+    whenever a process dies, there is one to load.
+    """
+
+    def __init__(self, folder: str | Path, every: int = 10):
+        self.folder, self.every = Path(folder), every
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process
+
+    def load(self, model: nn.Module, optimizer: Optimizer) -> int:
+        """Load the newest, if there is any; return how many steps it has done."""
+        found = [self._newest() if is_first() else 0]
+        if world_size() > 1:
+            dist.broadcast_object_list(found)
+        if found[0]:
+            state = _state(model, optimizer)
+            dcp.load(state, checkpoint_id=self._named(found[0]))
+            set_state_dict(
+                model, optimizer,
+                model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+            )  # fmt: skip
+        return found[0]
+
+    def save(self, model: nn.Module, optimizer: Optimizer, done: int) -> None:
+        """Save, on all ranks, what has done so many steps."""
+        partial = self.folder / "partial"
+        # returns once all ranks have written
+        dcp.save(_state(model, optimizer), checkpoint_id=partial)
+        if is_first():
+            os.replace(partial, self._named(done))
+            self._remove_all_but(done)
+        if world_size() > 1:
+            dist.barrier()  # the next one's parts have the same name
+
+    def _named(self, done: int) -> Path:
+        return self.folder / f"step-{done}"
+
+    def _newest(self) -> int:
+        found = max((int(p.name[5:]) for p in self.folder.glob("step-*")), default=0)
+        self._remove_all_but(found)
+        return found
+
+    def _remove_all_but(self, done: int) -> None:
+        for other in {*self.folder.glob("step-*"), self.folder / "partial"} - {self._named(done)}:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Named alike whatever wraps the model."""
+    state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": state, "optimizer": optimizer_state}
+
+
+def train(config: Config, checkpoints: Checkpoints | None = None) -> Iterator[Step]:
+    """Train on all processes of the default group, or on this one alone.
+
+    With checkpoints it begins where the last one ended.
+    """
     model = data_parallel(make_model(config, ring=world_size() > 1), config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
-    for number in range(config.steps):
+    done = 0 if checkpoints is None else checkpoints.load(model, optimizer)
+    if done:  # after its first backward ddp adds in another order, in which it has to go on
+        loss_of(model, own_sequences(config, 0), config).backward()
+    for number in range(done, config.steps):
         start = time.perf_counter()
         loss = loss_of(model, own_sequences(config, number), config)
         optimizer.zero_grad()
@@ -156,6 +236,9 @@ def train(config: Config) -> Iterator[Step]:
         value = loss.item()
         tokens = config.batch * config.length
         yield Step(number, value, tokens / (time.perf_counter() - start))
+        done = number + 1
+        if checkpoints is not None and (done % checkpoints.every == 0 or done == config.steps):
+            checkpoints.save(model, optimizer, done)
 
 
 def gradient_errors(config: Config) -> dict[str, float]:
@@ -207,24 +290,35 @@ def check(config: Config, say: bool) -> bool:
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32")
 @click.option("--seed", default=0)
 @click.option("--check", "checked", is_flag=True, help="First compare gradients, in float64.")
-def main(checked: bool, **options: int | str | None) -> None:
+@click.option("--checkpoint", type=click.Path(file_okay=False), help="Save here, and go on.")
+@click.option("--checkpoint-every", default=10, type=click.IntRange(1), help="Steps between.")
+@click.option("--losses", type=click.Path(dir_okay=False), help="Append steps and exact losses.")
+@click.option("--timeout", default=TIMEOUT, help="Seconds that processes wait for one another.")
+def main(
+    checked: bool, checkpoint: str | None, checkpoint_every: int, losses: str | None,
+    timeout: float, **options: int | str | None,
+) -> None:  # fmt: skip
     """Train a byte-level transformer on Python's standard library."""
     config = Config(**options, device="cuda" if on_gpus() else "cpu")
     if config.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if dist.is_torchelastic_launched():
-        dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    try:
-        if checked and not check(replace(config, dtype="float64"), say=first):
+    checkpoints = None if checkpoint is None else Checkpoints(checkpoint, checkpoint_every)
+    with torchrun_group("nccl" if config.device == "cuda" else "gloo", timeout):
+        if checked and not check(replace(config, dtype="float64"), say=is_first()):
             sys.exit(1)
-        for step in train(config):
-            if first and (step.number % 10 == 0 or step.number == config.steps - 1):
-                speed = f"{step.tokens_per_second:,.0f} tokens/s"
-                print(f"step {step.number:>5}   loss {step.loss:.4f}   {speed}", flush=True)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        for step in train(config, checkpoints):
+            if is_first():
+                report(step, config, losses)
+
+
+def report(step: Step, config: Config, losses: str | None) -> None:
+    """Print every tenth step and the last; append all to the file of losses, to the last bit."""
+    if losses is not None:
+        with open(losses, "a") as file:
+            file.write(f"{step.number} {step.loss.hex()}\n")
+    if step.number % 10 == 0 or step.number == config.steps - 1:
+        speed = f"{step.tokens_per_second:,.0f} tokens/s"
+        print(f"step {step.number:>5}   loss {step.loss:.4f}   {speed}", flush=True)
 
 
 if __name__ == "__main__":
