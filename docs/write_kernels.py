@@ -69,9 +69,14 @@ by token, and not go by values in Python (`if`, `.item()`); `kernel="eager"` tak
 it captures is compiled in, a tensor is not. Each of a forward's calls is computed once more in
 backward. A predicate that looks at samples or heads takes a mask of its own for each.
 
-`pip install ring-attention-pytorch[triton]`, `[flash]` (flash-attn 2, which compiles) or
-`[flash4]` (a wheel) brings what a kernel needs. The two flash-attn share a package folder:
-keep them in environments of their own.
+What kernels need is installed by
+
+```sh
+{commands}
+```
+
+where flash-attn 2 compiles, with the torch that is there. The two flash-attn share a package
+folder: keep them in environments of their own.
 """
 
 
@@ -97,8 +102,14 @@ def row(name: str, can: Can) -> list[str]:
     ]  # fmt: skip
 
 
+def commands() -> str:
+    """What installs each package that a kernel needs."""
+    packages = dict.fromkeys(k.CAN.package for k in KERNELS.values() if k.CAN.package)
+    return "\n".join(package.command for package in packages)
+
+
 def page() -> str:
-    return PAGE.format(table=table())
+    return PAGE.format(table=table(), commands=commands())
 
 
 if __name__ == "__main__":

@@ -200,12 +200,18 @@ class Case(NamedTuple):
 
 
 class Package(NamedTuple):
-    """What must be installed for a kernel, from which version on, and the extra that brings it."""
+    """What must be installed for a kernel, from which version on, and how."""
 
     name: str
     module: str
     oldest: str
-    extra: str
+    built: bool = False  # where it is installed, with the torch that is there
+
+    @property
+    def command(self) -> str:
+        """What installs it."""
+        command = f'pip install "{self.name}>={self.oldest}"'
+        return f"{command} --no-build-isolation" if self.built else command
 
 
 class Can(NamedTuple):

@@ -123,12 +123,12 @@ def test_of_what_is_installed(installed, here, hopper, ampere):
 @pytest.mark.parametrize(
     ("name", "want", "wanted"),
     [
-        ("flash-attn-2", {}, r"flash-attn 2.8 or later .*\[flash\]\), which is not installed"),
+        ("flash-attn-2", {}, r'\(pip install "flash-attn>=2.8" --no-build-isolation\), which'),
         ("flash-attn-2", dict(flash_attn_2="2.7.4"), r"flash-attn 2.8 or later .*got 2.7.4"),
-        ("flash-attn-4", {}, r"flash-attn-4 4.0.0b36 or later .*\[flash4\]\), which is not"),
-        ("triton", {}, r"triton 3.4 or later .*\[triton\]\), which is not installed"),
+        ("flash-attn-4", {}, r'4.0.0b36 or .* "flash-attn-4>=4.0.0b36"\), which is not in'),
+        ("triton", {}, r'triton 3.4 or later \(pip install "triton>=3.4"\), which is not'),
         ("flash-attn", {}, r"'flash-attn-4' needs .*'flash-attn-2' needs"),
-        ("flex", {}, r"triton 3.4 or later .*\[triton\]\), which is not installed"),
+        ("flex", {}, r'triton 3.4 or later \(pip install "triton>=3.4"\), which is not installed'),
         ("triton+flash-attn", dict(triton="3.6.0"), "'flash-attn-4' needs .*'flash-attn-2' needs"),
     ],
 )

@@ -163,16 +163,15 @@ def _shape_problem(can: Can, case: Case) -> str | None:
 @lru_cache(maxsize=16)
 def package_problem(package: Package) -> str | None:
     """What keeps the package from being used; None where it is there and new enough."""
-    name, module, oldest, extra = package
-    wanted = f"needs {name} {oldest} or later (pip install ring-attention-pytorch[{extra}])"
+    wanted = f"needs {package.name} {package.oldest} or later ({package.command})"
     try:
-        found = importlib.import_module(module)
-        version = getattr(found, "__version__", None) or importlib.metadata.version(name)
+        found = importlib.import_module(package.module)
+        version = getattr(found, "__version__", None) or importlib.metadata.version(package.name)
     except ModuleNotFoundError:
         return f"{wanted}, which is not installed"
     except Exception as error:  # a package built for another torch fails in ways of its own
         return f"{wanted}; the one that is installed can't be imported: {error}"
-    return None if TorchVersion(version) >= oldest else f"{wanted}, got {version}"
+    return None if TorchVersion(version) >= package.oldest else f"{wanted}, got {version}"
 
 
 @lru_cache(maxsize=256)

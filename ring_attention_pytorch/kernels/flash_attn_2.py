@@ -22,7 +22,7 @@ CAN = Can(
     multiple=8,
     one_size=True,
     features=FEATURES - {"key_mask", "unusual_scale", "alibi", "mask_mod", "dropout"},
-    package=Package("flash-attn", "flash_attn.flash_attn_interface", "2.8", "flash"),
+    package=Package("flash-attn", "flash_attn.flash_attn_interface", "2.8", built=True),
 )
 
 

@@ -27,7 +27,7 @@ CAN = Can(
     few_calls=True,
     yields=True,
     features=FEATURES - {"key_mask", "unusual_scale", "alibi", "mask_mod", "dropout"},
-    package=Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36", "flash4"),
+    package=Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36"),
 )
 
 

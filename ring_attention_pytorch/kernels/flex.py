@@ -42,7 +42,7 @@ CAN = Can(
     oldest=(8, 0),
     widest=256,
     features=FEATURES - {"unusual_scale", "deterministic", "dropout"},
-    package=Package("triton", "triton", "3.4", "triton"),
+    package=Package("triton", "triton", "3.4"),
 )
 _CELL = 128  # rows and columns of a mask that are skipped, or seen, as one
 _NARROWEST = 16  # head size that a product of matrices can take

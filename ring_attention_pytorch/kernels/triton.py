@@ -31,7 +31,7 @@ CAN = Can(
     few_calls=True,
     merges=True,
     features=FEATURES - {"mask_mod"},
-    package=Package("triton", "triton", "3.4", "triton"),
+    package=Package("triton", "triton", "3.4"),
 )
 
 

@@ -20,7 +20,7 @@ _BLOCK = 1024
 def problem(device: torch.device) -> str | None:
     """Why there is no Triton for scores of that device."""
     if importlib.util.find_spec("triton") is None:
-        return "use_triton needs triton (pip install ring-attention-pytorch[triton])"
+        return 'use_triton needs triton (pip install "triton>=3.4")'
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"use_triton runs on CUDA, the scores are on {device}"
     return None
