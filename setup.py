@@ -1,26 +1,33 @@
 """Packaging. The tested versions are in requirements.txt."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+HERE = Path(__file__).parent
+PACKAGE = (HERE / "ring_attention_pytorch" / "__init__.py").read_text(encoding="utf-8")
+
 setup(
     name="ring-attention-pytorch",
-    version="1.0.0",
+    version=re.search(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE)[1],
     description="Exact attention over a sequence that is spread over many processes",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="MIT",
+    author="The ring_attention_pytorch authors",
+    license_expression="MIT",
+    license_files=["LICENSE"],
     packages=find_packages(include=["ring_attention_pytorch*"]),
     package_data={"ring_attention_pytorch": ["py.typed"]},
     python_requires=">=3.11",
     install_requires=["torch>=2.11", "einops>=0.8", "beartype>=0.18"],
     extras_require={
         "triton": ["triton>=3.4"],
-        "flash": ["flash-attn>=2.8"],
+        "flash": ["flash-attn>=2.8"],  # can't be built in isolation: README, "Install"
         "flash4": ["flash-attn-4>=4.0.0b36"],
         "demo": ["click>=8", "rich>=13", "einx>=0.3"],
         "test": [
+            "build>=1.2",
             "click>=8",
             "einx>=0.3",
             "pytest>=8",
@@ -29,9 +36,17 @@ setup(
             "hypothesis>=6",
             "ruff",
             "rich>=13",
+            "setuptools>=77",
         ],
     },
-    keywords=["artificial intelligence", "attention", "distributed training", "long context"],
+    keywords=[
+        "artificial intelligence",
+        "attention",
+        "context parallelism",
+        "distributed training",
+        "long context",
+        "ring attention",
+    ],
     classifiers=[
         "Development Status :: 5 - Production/Stable",
         "Intended Audience :: Developers",

@@ -30,9 +30,12 @@ import torch.distributed.nn
 from torch import multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
+from ring_attention_pytorch.failures import RingError, fail_together
+
 TIMEOUT = 120.0  # seconds that ranks wait for one another
 _START = 300.0  # seconds until all processes run, however busy the machine is
 _END = 30.0  # seconds that a process may take to exit when all is done
+_FIRST = 0.5  # seconds in which who failed first is heard of, after who failed because of it
 
 
 def spawn(
@@ -104,6 +107,7 @@ class Workers:
         self.results: list[Any] = [None] * nprocs
         self._processes: list[BaseProcess] = []
         self._running: dict[Connection, int] = {}
+        self._failures: dict[int, _Failure] = {}
         self._busy = set(range(nprocs))
 
     def add(self, process: BaseProcess, pipe: Connection) -> None:
@@ -118,16 +122,18 @@ class Workers:
             ProcessRaisedException: a rank raised; the text names it and has its traceback.
             ProcessExitedException: a rank ended otherwise; the text names it and says how.
         """
-        end = time.monotonic() + (math.inf if timeout is None else timeout)
-        while self._running:
-            left = None if timeout is None else max(0.0, end - time.monotonic())
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while self._running and all(failure.doubt for failure in self._failures.values()):
+            if self._failures:
+                end = min(end, time.monotonic() + _FIRST)
+            left = None if end == math.inf else max(0.0, end - time.monotonic())
             if not (ready := wait(list(self._running), left)):
-                return False
-            failures = [failure for pipe in ready if (failure := self._listen(pipe)) is not None]
-            if failures:
-                # who died without a word is not one that failed because others did
-                raise min(failures, key=lambda f: isinstance(f, ProcessRaisedException))
-        return True
+                break
+            for pipe in ready:
+                self._listen(pipe)
+        if self._failures:
+            raise min(self._failures.values(), key=lambda failure: failure.doubt).error
+        return not self._running
 
     def kill(self) -> None:
         """End those that still run, at once."""
@@ -137,22 +143,26 @@ class Workers:
         for process in started:
             process.join()
 
-    def _listen(self, pipe: Connection) -> ProcessRaisedException | ProcessExitedException | None:
+    def _listen(self, pipe: Connection) -> None:
         """Take what a rank has to say: its result, its failure, or its end."""
         rank = self._running[pipe]
         process, name = self._processes[rank], f"rank {rank} of {len(self._processes)}"
+        failure = None
         try:
-            self.results[rank], error = pipe.recv()
+            self.results[rank], raised = pipe.recv()
+            if raised is not None:
+                text = f"{name} failed:\n\n{raised.text}"
+                error = ProcessRaisedException(text, rank, process.pid)
+                failure = _Failure(error, raised.doubt)
         except (EOFError, ConnectionResetError):
             del self._running[pipe]
             process.join(_END)
             if process.exitcode != 0:
-                return _ended(name, rank, process)
-            error = None
-        if error is not None:
-            return ProcessRaisedException(f"{name} failed:\n\n{error}", rank, process.pid)
-        self._done(rank)
-        return None
+                failure = _Failure(_ended(name, rank, process), doubt=0)
+        if failure is None:
+            self._done(rank)
+        else:  # the end of a rank that has failed says nothing new
+            self._failures.setdefault(rank, failure)
 
     def _done(self, rank: int) -> None:
         """Let all end when all are done: until then others may still need their connections."""
@@ -163,6 +173,20 @@ class Workers:
             for pipe in self._running:
                 with suppress(OSError):  # it has ended already
                     pipe.send("end")
+
+
+class _Failure(NamedTuple):
+    """Of one rank."""
+
+    error: ProcessRaisedException | ProcessExitedException
+    doubt: int  # 0 where no other rank can be why, 2 where one certainly is
+
+
+class _Raised(NamedTuple):
+    """What a rank tells of its failure."""
+
+    text: str  # the traceback
+    doubt: int
 
 
 def _ended(name: str, rank: int, process: BaseProcess) -> ProcessExitedException:
@@ -230,9 +254,11 @@ def _telling(pipe: Connection) -> Iterator[None]:
     """Tell the parent of an error in this block."""
     try:
         yield
-    except Exception:
+    except Exception as error:
+        # gloo's own are RuntimeErrors
+        doubt = isinstance(error, RuntimeError) + isinstance(error, RingError)
         with suppress(OSError):  # it is gone
-            pipe.send((None, traceback.format_exc()))
+            pipe.send((None, _Raised(traceback.format_exc(), doubt)))
         raise
 
 
@@ -254,11 +280,15 @@ def _meet(seat: _Seat) -> dist.Store:
 
 @contextmanager
 def _group(backend: str, timeout: float, store: dist.Store, rank: int, size: int) -> Iterator[None]:
-    """Be in a default group, which is left as it is if the block fails: to end it may take long."""
+    """Be in a default group, whose ranks fail together: where one does, nobody waits for it.
+
+    It is left as it is if the block fails: to end it may take long.
+    """
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
-    yield
+    with fail_together():
+        yield
     dist.destroy_process_group()
 
 

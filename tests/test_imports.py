@@ -28,7 +28,7 @@ ALLOWED = {
     "balance": {"documents", "layouts", "segments"},
     "documents": {"layouts", "ring", "segments"},
     "notes": set(),
-    "launch": set(),
+    "launch": {"failures"},
     "failures": {"notes"},
     "steps": {"failures", "notes"},
     "ring": {"failures", "notes", "steps"},

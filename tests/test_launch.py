@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from uuid import uuid4
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
+from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.launch import spawn
 from tests import ranks  # what its server of processes has imported, none has to import here
 
@@ -120,6 +122,31 @@ def test_a_failure_of_one_rank_ends_all_and_names_it(how):
         spawn(work, 3, how, start_method="forkserver")
     assert raised.value.error_index == 1
     assert time.monotonic() - start < 3 * SOON  # not the group's timeout
+
+
+def first_in_a_ring(rank: int, caught: bool) -> None:
+    """Rank 1 has no memory left for a kernel; the others wait for its keys."""
+    q, k, v = (torch.randn(1, 8, 2, 8, requires_grad=True) for _ in range(3))
+    plan = RingPlan.make(q, k, v, group=dist.group.WORLD, transport="ring")
+    if rank == 1:
+        forward = mock.Mock(side_effect=MemoryError("none left"))
+        object.__setattr__(plan, "kernel", plan.kernel._replace(forward=forward))
+    try:
+        ring_attn(q, k, v, plan=plan)
+    except MemoryError:
+        if not caught:
+            time.sleep(0.1)  # the others speak first
+            raise
+        time.sleep(1000)
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_who_failed_first_is_named_and_nobody_waits_for_the_timeout(caught):
+    start = time.monotonic()
+    text = "waited for rank" if caught else r"rank 1 of 3 failed:(?s:.*)MemoryError: none left"
+    with pytest.raises(ProcessRaisedException, match=text):
+        spawn(first_in_a_ring, 3, caught, start_method="forkserver")
+    assert time.monotonic() - start < 3 * SOON
 
 
 def under_way(rank: int) -> None:
