@@ -57,7 +57,7 @@ class Seen(NamedTuple):
 
     @property
     def when(self) -> str:
-        return "at once" if self.seconds < SOON else "after the timeout"
+        return "at once" if self.seconds < SOON else "within the timeout"
 
 
 # agreeing is the same however keys travel
@@ -171,16 +171,6 @@ def outcomes(strikes: list[Strike], at_once: int = 3) -> dict[Strike, list[Seen]
 
 
 def told(seen: list[Seen]) -> str:
-    """In words, of all the others."""
-    kinds = {(each.error, each.when) for each in seen}
-    if len(kinds) == 1:
-        ((error, when),) = kinds
-        return f"`{error}` {when}"
+    """In words, of the one who saw it last."""
     (error,) = {each.error for each in seen}
-    soon = [rank for rank, each in zip(OTHERS, seen) if each.when == "at once"]
-    late = [rank for rank in OTHERS if rank not in soon]
-    return f"`{error}`: {_named(soon)} at once, {_named(late)} after the timeout"
-
-
-def _named(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    return f"`{error}` {max(seen, key=lambda each: each.seconds).when}"
