@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-all test-gpu sanitize-gpu lint clean
+.PHONY: demo test test-all test-install test-gpu sanitize-gpu lint clean
 
 $(VENV)/ready: requirements.txt setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -23,8 +23,11 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/ready lint  ## what every change must pass; all but the tests marked `thorough`
 	$(PYTEST) -m "not thorough"
 
-test-all: test  ## everything that CI runs: `test`, and then what it leaves out
+test-all: test  ## `test`, and then what it leaves out
 	$(PYTEST) -m thorough
+
+test-install: $(VENV)/ready  ## wheel and sdist, installed where there is nothing else, and used
+	$(RUN) -m tests.check_install
 
 test-gpu:  ## the kernels on a CUDA device, with the torch and triton that are installed there
 	$(PYTHON) -m pytest tests/gpu
