@@ -132,15 +132,21 @@ def look_into(sdist: Path, wheel: Path) -> None:
     with tarfile.open(sdist) as archive:
         inside = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
     made = {n for n in inside if n in ("PKG-INFO", "setup.cfg") or ".egg-info/" in n}
-    assert inside - made == {n for n in files if not n.startswith(NOT_IN_SDIST)}, inside ^ files
+    same(inside - made, {name for name in files if not name.startswith(NOT_IN_SDIST)})
     with zipfile.ZipFile(wheel) as archive:
         about = f"{PACKAGE}-{__version__}.dist-info/"
         inside = {name for name in archive.namelist() if not name.startswith(about)}
         metadata = message_from_string(archive.read(f"{about}METADATA").decode())
         licence = archive.read(f"{about}licenses/LICENSE").decode()
-    assert inside == {n for n in files if n.startswith(f"{PACKAGE}/")}, inside ^ files
+    same(inside, {name for name in files if name.startswith(f"{PACKAGE}/")})
     assert licence == (ROOT / "LICENSE").read_text()
     look_at(metadata)
+
+
+def same(files: set[str], expected: set[str]) -> None:
+    """The files are those that are expected."""
+    missing, unexpected = sorted(expected - files), sorted(files - expected)
+    assert files == expected, f"missing {missing}, unexpected {unexpected}"
 
 
 def look_at(metadata: Message) -> None:
