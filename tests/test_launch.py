@@ -187,7 +187,7 @@ def unpicklable(rank: int) -> Any:
 
 
 def test_a_result_that_cant_be_sent_is_an_error_of_its_rank():
-    with pytest.raises(ProcessRaisedException, match=r"(?s)rank \d of 2 failed.*pickle"):
+    with pytest.raises(ProcessRaisedException, match=r"(?s)rank \d of 2 failed.*local object"):
         spawn(unpicklable, 2, start_method="forkserver")
 
 
