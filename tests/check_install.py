@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PACKAGE = "ring_attention_pytorch"
 NOT_IN_SDIST = (".ci/", ".gitignore")
-ABSENT = ("einx", "numpy", "triton")
+ABSENT = ("einx", "numpy", "triton")  # torch for CUDA brings the last
 REQUIRED = ("torch", "einops", "beartype")
 FOR_TESTS = ("pytest", "pytest-timeout", "hypothesis")
 TESTS = ("masks", "rotary", "sharding", "agreement")  # of those that need none of what is absent
@@ -48,7 +48,6 @@ def main() -> None:
         say(f"installs {', '.join(REQUIRED)}")
         base = Environment(folder / "required")
         base.install(*pinned(*REQUIRED))
-        base.python("-m", "pip", "uninstall", "--quiet", "--yes", *ABSENT)  # torch may bring some
         try_wheel(Environment(folder / "from-wheel", base), wheel)
         try_sdist(Environment(folder / "from-sdist", base), sdist)
     say("installs, and works")
@@ -101,11 +100,12 @@ class Environment:
         return run(scripts / "python", *args, folder=folder or self.folder)
 
     def install(self, *what: str | Path) -> None:
-        """Install with pip."""
+        """Install with pip, and remove what came along that the package does not need."""
         self.python("-m", "pip", "install", "--quiet", *what)
+        self.python("-m", "pip", "uninstall", "--quiet", "--yes", *ABSENT)
 
     def check(self) -> None:
-        """The package is this environment's own, and what it does not need is absent."""
+        """The package is this environment's own, and what it does not need is not here."""
         told, _ = self.python("-c", INSIDE)
         name, origin, unwanted = told.splitlines()
         assert name == f"ring-attention-pytorch {__version__}", name
