@@ -1,5 +1,6 @@
 """Exact attention over a sequence that is spread over many processes."""
 
+from ring_attention_pytorch import original as _original  # noqa: F401 - adds names of 0.5
 from ring_attention_pytorch.balance import balanced
 from ring_attention_pytorch.explain import explain_plan
 from ring_attention_pytorch.failures import RingError, fail_together

@@ -141,6 +141,7 @@ class RingAttention(nn.Module):
         self.force_regular_attn, self.bucket_size = force_regular_attn, bucket_size
         self.heads, self.dim_head, self.kernel, self.dropout = heads, dim_head, kernel, dropout
         self.key_heads = heads // num_grouped_query_heads
+        self.qkv_head_breakdown = (heads, self.key_heads, self.key_heads)
         self.kept = Kept() if in_graphs else None
 
         self.rotary_embed = (
