@@ -5,13 +5,14 @@ compared on every rank with dense attention that knows nothing of ranks.
 """
 
 import doctest
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from math import ceil
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from ring_attention_pytorch.distributed import (
     split_by_rank,
 )
 from ring_attention_pytorch.original import batches, exchange, flash, tensor_types, zig_zag
+from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import (
     all_ring_pass,
     circular_index_left,
@@ -241,7 +243,7 @@ def zig_zag_against_dense(
     n: int, rotary: bool, var_len: bool, group: int, pad: bool, gather: bool
 ) -> Errors:
     """assert_zig_zag.py: a layer's projections by hand, around `zig_zag_attn`."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = get_rank(), get_world_size()
     options = dict(num_grouped_query_heads=group, rotary_embed=rotary, causal=True)
     attn, dense = made(RingAttention, options), made(RingAttention, options)
     inputs, cotangents = everyones(var_len, n, 12), [-t for t in everyones(var_len, n, 12)]
@@ -292,7 +294,7 @@ def test_assert_zig_zag(pools: Callable, options: tuple) -> None:
 
 def gathered() -> Errors:
     """Lengths that differ, one of them 0, along any dim, and what comes home backward."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = get_rank(), get_world_size()
     lengths = [(3 * r + 2) % 5 for r in range(size)]
     draw, found = torch.Generator().manual_seed(5), {}
     for dim in (0, -2):
@@ -318,6 +320,14 @@ def gathered() -> Errors:
     return found
 
 
+def sizes_that_are_wrong() -> Errors:
+    x = torch.zeros(2, 3 + get_rank())
+    for sizes in ([3, 3], [3, 4, 5]):
+        with pytest.raises(ValueError, match="sizes must be"):
+            all_gather_variable_dim(x, 1, torch.tensor(sizes))
+    return {"right": relative_error(all_gather_variable_dim(x, 1)[0], torch.zeros(2, 7))}
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_gather_takes_any_sizes_and_brings_every_rank_s_gradient_home(
     pools: Callable, size: int
@@ -325,8 +335,12 @@ def test_all_gather_takes_any_sizes_and_brings_every_rank_s_gradient_home(
     check(pools(size).run(gathered))
 
 
+def test_sizes_are_compared(pools: Callable) -> None:
+    check(pools(2).run(sizes_that_are_wrong))
+
+
 def split() -> Errors:
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = get_rank(), get_world_size()
     draw = torch.Generator().manual_seed(1)
     x, weights = (torch.randn((2, 3, size), generator=draw, dtype=torch.float64) for _ in range(2))
     mine = x.clone().requires_grad_()
@@ -354,7 +368,7 @@ def test_split_by_rank_after_all_gather_counts_each_gradient_once(pools: Callabl
 
 
 def passed(ring_size: int) -> Errors:
-    rank = dist.get_rank()
+    rank = get_rank()
     first, place, found = rank - rank % ring_size, rank % ring_size, {}
     x = torch.full((2, 3), float(rank), dtype=torch.float64).requires_grad_()
     for by in (1, 2, -1, 0, ring_size + 1):
@@ -387,10 +401,10 @@ def test_a_ring_pass_goes_so_far_as_it_says_and_its_gradient_back(
 
 def went_round(ring_size: int, max_iters: int | None) -> Errors:
     """Dense attention from `all_ring_pass`: scores of all owners, whose places say who they are."""
-    rank = dist.get_rank()
+    rank = get_rank()
     first, found = rank - rank % ring_size, {}
     draw = torch.Generator().manual_seed(2)
-    x = torch.randn((dist.get_world_size(), 2, 3), generator=draw, dtype=torch.float64)
+    x = torch.randn((get_world_size(), 2, 3), generator=draw, dtype=torch.float64)
     mine, mask = x[rank].clone().requires_grad_(), x[rank] > 0
     buffers = (torch.empty(2, 3, dtype=torch.float64), None, None)
     hops = all_ring_pass(
@@ -439,7 +453,7 @@ def test_circular_indices() -> None:
 
 def sharded_by_hand(n: int, seq_size: int, rings: int) -> Errors:
     """A ring's attention on what `sharded_batch_to_sharded_seq` gives, and home again."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = get_rank(), get_world_size()
     xs = everyones(rings < size, n, 4, 8)
     cotangents = [-t.flip(0) for t in everyones(rings < size, n, 4, 8)]
     masks = [x[:, :, 0, 0] > -1 for x in xs]
@@ -496,7 +510,6 @@ def refusals() -> list[str]:
     x, q = torch.zeros(2, 3 + rank), torch.zeros(1, 4, 2, 8)
     for call in (
         lambda: all_gather_variable_dim(x, 0),
-        lambda: all_gather_variable_dim(x, 1, torch.tensor([3, 3])),
         lambda: all_gather_variable_dim(x, 2 * rank),
         lambda: ring_pass(1, x),
         lambda: ring_pass(1 + rank, x[:, :3]),
@@ -522,7 +535,7 @@ def test_ranks_that_disagree_all_hear_the_same(pools: Callable) -> None:
     first, second = pools(2).run(refusals)
     assert first == second
     words = (
-        "rest of the shape", "sizes must be", "no dimension 2", "shape must be the same",
+        "rest of the shape", "no dimension 2", "shape must be the same",
         "num_ring_passes must be the same", "receive_buffer must be", "parameter num_ring_passes",
         "who is sent to must receive", "h a multiple of h_kv", "attn_mask must be",
         "rest of the shape", "seq_size times a divisor", "a part for each of 2 ranks",
@@ -544,9 +557,18 @@ def test_without_a_gpu_the_triton_functions_say_what_they_need() -> None:
         flash_attn_forward(q, q, q, bias=torch.zeros(1, 1, 4, 4))
 
 
+def by_kernel(kernel: str) -> Any:
+    """Lets another kernel do what the Triton kernels do on GPUs."""
+
+    def make(*qkv: Tensor, **options: Any) -> RingPlan:
+        assert options["kernel"] == "triton"
+        return RingPlan.make(*qkv, **(options | {"kernel": kernel}))
+
+    return mock.patch.object(flash, "RingPlan", SimpleNamespace(make=make))
+
+
 def striped_blocks(case: dict[str, Any]) -> Errors:
     """A striped ring by hand in one process: blocks of keys one after another, as 0.5 did."""
-    assert os.environ["TRITON_INTERPRET"] == "1"
     torch.manual_seed(0)
     ranks, n, h, h_kv = 2, 5, 2, case.get("h_kv", 2)
     q, k, v = (
@@ -555,6 +577,8 @@ def striped_blocks(case: dict[str, Any]) -> Errors:
     )
     clamp, scale, first = case.get("clamp"), case.get("scale"), case.get("head_first", False)
     mask = torch.rand(1, n * ranks) < 0.7 if case.get("masked") else None
+    if mask is not None:
+        mask[:, 0] = False  # the first query sees nothing
     want, lse_ = dense_attention(q, k, v, causal=True, softclamp=clamp, scale=scale, key_mask=mask)
     cotangent = torch.randn_like(want)
     want.backward(cotangent)
@@ -607,16 +631,23 @@ def striped_blocks(case: dict[str, Any]) -> Errors:
     return found | {"dk": relative_error(dk, k.grad), "dv": relative_error(dv, v.grad)}
 
 
+BLOCKS = [
+    dict(masked=True, remove=True, head_first=True),
+    dict(clamp=2.0, scale=0.3, h_kv=1),
+    dict(masked=True, h_kv=1),
+]
+
+
 @needs_triton
-@pytest.mark.parametrize(
-    "case",
-    [dict(masked=True, remove=True, head_first=True), dict(clamp=2.0, scale=0.3, h_kv=1)],
-    ids=str,
-)
-def test_blocks_of_a_striped_ring_merge_and_sum_to_dense_attention(
-    interpreted: Any, case: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("case", BLOCKS[:2], ids=str)
+def test_blocks_of_a_striped_ring_merge_and_sum_by_triton(interpreted: Any, case: dict) -> None:
     check([interpreted.submit(striped_blocks, case).result()], 1e-5)
+
+
+@pytest.mark.parametrize("case", BLOCKS, ids=str)
+def test_blocks_of_a_striped_ring_merge_and_sum_by_any_kernel(case: dict) -> None:
+    with by_kernel("eager"):
+        check([striped_blocks(case)], 1e-5)
 
 
 # --- hints ---

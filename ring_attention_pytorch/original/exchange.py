@@ -130,10 +130,11 @@ def gather_as(
         dim = dim % t.ndim
         same["the rest of the shape"] = [*t.shape[:dim], *t.shape[dim + 1 :]]
         own["length"] = t.shape[dim]
+    if problem is None and sizes is not None:
+        same["sizes"] = told = sizes.tolist()
+        if len(told) != ring.size or told[ring.rank] != t.shape[dim]:
+            problem = f"sizes must be every rank's length along dim, got {told}"
     found = [each["length"] for each in agree(ring, caller, same, own, problem)]
-    if sizes is not None:
-        wrong = None if sizes.tolist() == found else f"sizes must be {found}, got {sizes.tolist()}"
-        agree(ring, caller, {}, problem=wrong)
     whole = [t]
     if ring.size > 1:
         shapes = [(*t.shape[:dim], n, *t.shape[dim + 1 :]) for n in found]

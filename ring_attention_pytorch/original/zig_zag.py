@@ -111,10 +111,11 @@ def zig_zag_attn(
     wanted = "q [b, h, n, d], k [b, h_kv, m, d], v [b, h_kv, m, d_v] with h a multiple of h_kv"
     problem = None if fits else f"it needs {wanted}, got {shapes}"
     both = torch.cat((k, v), -1) if fits else k
-    both, sizes = gather_as(caller, both, -2 if both.ndim > 1 else 0, problem=problem)
+    both, sizes = gather_as(caller, both, -2, problem=problem)
     want = (q.shape[2], int(sizes.sum()))
-    if attn_mask is not None and tuple(attn_mask.shape[-2:]) != want:
-        problem = f"attn_mask must be {list(want)}, keys of all ranks, got {list(attn_mask.shape)}"
+    given = want if attn_mask is None else attn_mask.shape[-2:]
+    if any(n not in (1, m) for n, m in zip(given, want)):
+        problem = f"attn_mask must be {list(want)}, keys of all ranks, got {list(given)}"
     agree(Ring(), caller, {}, problem=problem)
     k, v = both.repeat_interleave(q.shape[1] // k.shape[1], 1).split((k.shape[3], v.shape[3]), -1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout)
