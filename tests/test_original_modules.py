@@ -482,6 +482,7 @@ def before_and_in_a_group(rank: int, folder: str) -> list[tuple[int, int, bool]]
     told = [(get_rank(), get_world_size(), is_distributed())]
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(folder, 2))
     told.append((get_rank(), get_world_size(), is_distributed()))
+    dist.barrier()  # or the other one may still be connecting
     dist.destroy_process_group()
     return [*told, (get_rank(), get_world_size(), is_distributed())]
 
