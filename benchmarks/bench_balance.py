@@ -8,9 +8,9 @@ import random
 from collections.abc import Callable
 
 from ring_attention_pytorch import balanced
-from ring_attention_pytorch.balance import visible_keys
-from ring_attention_pytorch.documents import of_borders
-from ring_attention_pytorch.layouts import Layout, all_segments, segment_positions
+from ring_attention_pytorch.geometry.balance import visible_keys
+from ring_attention_pytorch.geometry.documents import of_borders
+from ring_attention_pytorch.geometry.layouts import Layout, all_segments, segment_positions
 
 TOKENS, DRAWS = 8192, 5
 KINDS: dict[str, Callable[[random.Random, int, bool], int]] = {

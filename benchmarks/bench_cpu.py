@@ -105,7 +105,8 @@ def time_rows(rounds: dict[str, Any], found: dict[str, str]) -> tuple[list[list[
 
 def work_rows(ranks: int, length: int) -> list[list[str]]:
     """Visible pairs of every rank, and their balance."""
-    from ring_attention_pytorch.layouts import Visible, all_segments, tiles, visible_pairs
+    from ring_attention_pytorch.geometry.layouts import all_segments
+    from ring_attention_pytorch.geometry.tiles import Visible, tiles, visible_pairs
 
     rows = []
     for layout in ("contiguous", "striped", "zigzag"):

@@ -31,9 +31,9 @@ from benchmarks.rings import (
     passes,
 )
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.transports.shelves import shared_by
-from ring_attention_pytorch.transports.symmetric import SymmetricGather
-from ring_attention_pytorch.transports.together import Together
+from ring_attention_pytorch.comm.gather_first import Together
+from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
+from ring_attention_pytorch.comm.symmetric_memory import shared_by
 
 HEAD = (
     "tokens a rank", "documents", "kernel", "", "forward, us", "backward, us", "both, us",

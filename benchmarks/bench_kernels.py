@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from benchmarks.direct import DIRECT, Runs
-from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms, Tiles
+from ring_attention_pytorch.geometry.layouts import Segment
+from ring_attention_pytorch.geometry.tiles import Tile, Visible, tiles, visible_pairs
 from ring_attention_pytorch.kernels import KERNELS, problem
-from ring_attention_pytorch.layouts import Segment, Tile, Visible, tiles, visible_pairs
-from ring_attention_pytorch.running import Result, Sum
+from ring_attention_pytorch.runtime.accumulate import Result, Sum
+from ring_attention_pytorch.runtime.interfaces import Case, Grads, Keys, Saved, Terms, Tiles
 
 WINDOW = 4096
 Row = dict[str, Any]  # a shape, and by kernel and direction TF/s and the share of the direct call

@@ -34,11 +34,11 @@ from benchmarks.rings import (
 )
 from benchmarks.still import ALONE, still
 from ring_attention_pytorch import RingPlan, balanced, ring_attn
-from ring_attention_pytorch.balance import visible_keys
-from ring_attention_pytorch.documents import of_borders
-from ring_attention_pytorch.layouts import Layout
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.transports.pieces import schedule, tokens
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.balance import visible_keys
+from ring_attention_pytorch.geometry.documents import of_borders
+from ring_attention_pytorch.geometry.layouts import Layout
+from ring_attention_pytorch.schedule.pieces import schedule, tokens
 
 
 class Mask(NamedTuple):

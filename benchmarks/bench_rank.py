@@ -30,7 +30,7 @@ from benchmarks.rings import (
 )
 from benchmarks.still import still
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.comm.ring import Ring
 
 HEAD = (
     "tokens a rank", "rank", "kernel", "", "forward, us", "backward, us", "of theory", "host, us",

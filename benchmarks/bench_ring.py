@@ -41,10 +41,10 @@ from benchmarks.rings import (
 )
 from benchmarks.still import ALONE, still
 from ring_attention_pytorch import RingPlan, ring_attn
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.symmetric_memory import shared_by
+from ring_attention_pytorch.comm.transports import TRANSPORTS
 from ring_attention_pytorch.kernels import KERNELS, problem
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.transports import TRANSPORTS
-from ring_attention_pytorch.transports.shelves import shared_by
 
 THEORY = "theory, "
 GRAPH, REPLAYED = ", in a graph", ", replayed"
@@ -284,7 +284,7 @@ def main() -> None:
 
 def _able(device: torch.device, dtype: torch.dtype, d: int) -> list[str]:
     """Kernels that are meant for the device, the slow one that does everything apart."""
-    from ring_attention_pytorch.contract import Case
+    from ring_attention_pytorch.runtime.interfaces import Case
 
     q = torch.empty(1, 0, 1, d, device=device, dtype=dtype)
     case = Case.of(q, q)

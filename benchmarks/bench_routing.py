@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_attention_pytorch import ConditionalRoutedTransformerBlock, RingAttention, RoutingPlan
-from ring_attention_pytorch.ring_transformer import feed_forward
+from ring_attention_pytorch.nn.transformer import feed_forward
 
 LENGTHS = [2**14, 2**15, 2**16, 2**17, 2**18, 2**19, 2**20]
 

@@ -33,7 +33,7 @@ from benchmarks.rings import (
 )
 from benchmarks.still import still
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.transports.symmetric import SymmetricGather
+from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 
 HEAD = (
     "tokens a rank", "mask", "kernel", "", "forward", "backward", "both, TF/s", "of theory",

@@ -56,9 +56,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _ours(work: Work) -> tuple[Attend, Tensor]:
-    from ring_attention_pytorch.layouts import positions
-    from ring_attention_pytorch.ring import Ring, Transfer
-    from ring_attention_pytorch.ring_flash_attention import ring_attn
+    from ring_attention_pytorch.comm.ring import Ring, Transfer
+    from ring_attention_pytorch.functional import ring_attn
+    from ring_attention_pytorch.geometry.layouts import positions
 
     class Mirror(Ring):
         """Hands back what it is given to send: a ring's work without any transport."""
@@ -75,8 +75,8 @@ def _ours(work: Work) -> tuple[Attend, Tensor]:
 
 
 def _original(work: Work) -> tuple[Attend, Tensor]:
-    from ring_attention_pytorch import ring_flash_attention
-    from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
+    from ring_attention_pytorch import functional as ring_flash_attention
+    from ring_attention_pytorch.functional import ring_flash_attn
 
     if not Path(ring_flash_attention.__file__).is_relative_to(Path(work.peers).resolve()):
         raise ModuleNotFoundError("the folder of peers has no ring_attention_pytorch")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.layouts import Tile
+from ring_attention_pytorch.geometry.tiles import Tile
 
 Runs = dict[str, Callable[[], object]]
 Block = tuple[Tensor, Tensor, Tensor, Tensor, Tile]  # q, k, v, dout and the one tile

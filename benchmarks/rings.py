@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch import positions, unshard_sequence
-from ring_attention_pytorch.layouts import Layout
-from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import Layout
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Hidden = Callable[[Tensor, Tensor], Tensor]  # of (positions of rows, of columns)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from benchmarks.rings import Attend
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.contract import Keys
-from ring_attention_pytorch.transports.gather import Gather
-from ring_attention_pytorch.transports.pieces import Group, tokens
-from ring_attention_pytorch.transports.symmetric import apart
+from ring_attention_pytorch.comm.gather import Gather
+from ring_attention_pytorch.comm.gather_symmetric import apart
+from ring_attention_pytorch.runtime.interfaces import Keys
+from ring_attention_pytorch.schedule.pieces import Group, tokens
 
 ALONE = "calls alone, "
 

@@ -14,10 +14,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 import torch
 
 from benchmarks.bench_kernels import Block, Shape, seconds
-from ring_attention_pytorch.contract import Grads, Keys, Saved
 from ring_attention_pytorch.kernels import triton as ours
 from ring_attention_pytorch.kernels.triton import Config
-from ring_attention_pytorch.running import Result, Sum
+from ring_attention_pytorch.runtime.accumulate import Result, Sum
+from ring_attention_pytorch.runtime.interfaces import Grads, Keys, Saved
 
 DIRECTIONS = ("forward", "keys", "queries")
 

@@ -6,7 +6,8 @@ colour of the rank that computes it, so that uneven work is uneven ink.
 
 from pathlib import Path
 
-from ring_attention_pytorch.layouts import LAYOUTS, Visible, all_segments, tiles, visible_pairs
+from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
+from ring_attention_pytorch.geometry.tiles import Visible, tiles, visible_pairs
 
 RANKS, TOKENS, CELL, PANEL = 4, 16, 14, 300
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#3ca951")

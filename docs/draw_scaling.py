@@ -5,7 +5,10 @@ python docs/draw_scaling.py
 
 from pathlib import Path
 
-from ring_attention_pytorch.cost import (
+from ring_attention_pytorch.comm.transports import owners_at_once
+from ring_attention_pytorch.geometry.layouts import all_segments
+from ring_attention_pytorch.geometry.tiles import Visible
+from ring_attention_pytorch.schedule.cost import (
     H200,
     Machine,
     gather_steps,
@@ -13,9 +16,7 @@ from ring_attention_pytorch.cost import (
     ring_steps,
     swap_seconds,
 )
-from ring_attention_pytorch.layouts import Visible, all_segments
-from ring_attention_pytorch.transports import owners_at_once
-from ring_attention_pytorch.transports.pieces import Blocks, Job
+from ring_attention_pytorch.schedule.pieces import Blocks, Job
 
 HERE = Path(__file__).parent
 JOB = Job(batch=1, heads=32, key_heads=8, d=128, d_v=128, itemsize=2)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from ring_attention_pytorch.contract import FEATURES, Can
 from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.runtime.interfaces import FEATURES, Can
 
 WHAT = {
     "flash-attn-4": "flash-attn 4, CuTe DSL",

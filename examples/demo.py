@@ -28,8 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from examples import pictures
 from examples.train_text import Config, Step, train
 from ring_attention_pytorch import default_attention, ring_attn, shard_sequence
+from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
+from ring_attention_pytorch.geometry.tiles import Visible, needed_distances
 from ring_attention_pytorch.launch import started
-from ring_attention_pytorch.layouts import LAYOUTS, Visible, all_segments, needed_distances
 
 RANKS = 4
 MOST_ERROR = 1e-12  # of attention in float64

@@ -9,15 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 import einx
 import torch
 
-from ring_attention_pytorch.layouts import (
-    LAYOUTS,
+from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments, count, positions
+from ring_attention_pytorch.geometry.tiles import (
     Tile,
     Visible,
-    all_segments,
     band,
-    count,
     needed_distances,
-    positions,
     tiles,
     visible_pairs,
 )

@@ -25,8 +25,9 @@ from examples import train_text
 from examples.pictures import curves
 from examples.train_text import Config, is_first, loss_of, own_sequences, world_size
 from ring_attention_pytorch import ConditionalRoutedTransformer
+from ring_attention_pytorch.geometry.layouts import Segment
+from ring_attention_pytorch.geometry.tiles import Visible, tiles, visible_pairs
 from ring_attention_pytorch.launch import TIMEOUT, torchrun_group
-from ring_attention_pytorch.layouts import Segment, Visible, tiles, visible_pairs
 
 LIGHT_MULT = 1.0
 

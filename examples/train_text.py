@@ -43,8 +43,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ring_attention_pytorch import RingTransformer
+from ring_attention_pytorch.geometry.layouts import LAYOUTS
 from ring_attention_pytorch.launch import TIMEOUT, torchrun_group
-from ring_attention_pytorch.layouts import LAYOUTS
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 MOST_GRADIENT_ERROR = 1e-10

@@ -1,24 +1,23 @@
 """Exact attention over a sequence that is spread over many processes."""
 
-from ring_attention_pytorch import original as _original  # noqa: F401 - adds names of 0.5
-from ring_attention_pytorch.balance import balanced
-from ring_attention_pytorch.explain import explain_plan
-from ring_attention_pytorch.failures import RingError, fail_together
-from ring_attention_pytorch.layouts import positions
-from ring_attention_pytorch.plan import RingPlan
-from ring_attention_pytorch.regular_attention import default_attention
-from ring_attention_pytorch.ring_attention import RingAttention
-from ring_attention_pytorch.ring_flash_attention import (
-    explain_kernel,
-    ring_attn,
-    ring_flash_attn,
-    ring_flash_attn_,
+from ring_attention_pytorch import compat as _compat  # noqa: F401 - old module paths
+from ring_attention_pytorch.comm.failures import RingError, fail_together
+from ring_attention_pytorch.decoding import tree_attn_decode
+from ring_attention_pytorch.functional import explain_kernel, ring_attn, ulysses_attn
+from ring_attention_pytorch.geometry.balance import balanced
+from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.reference import default_attention
+from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
+from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
+from ring_attention_pytorch.nn.transformer import RingTransformer
+from ring_attention_pytorch.plan.explain import explain_plan
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ring_flash_attention import ring_flash_attn, ring_flash_attn_
+from ring_attention_pytorch.ring_flash_attention_cuda import (
     ring_flash_attn_cuda,
     ring_flash_attn_cuda_,
-    ulysses_attn,
 )
-from ring_attention_pytorch.ring_transformer import RingTransformer
-from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.routing import (
     ConditionalRoutedAttention,
     ConditionalRoutedAutoregressiveAttention,
@@ -33,8 +32,6 @@ from ring_attention_pytorch.routing import (
     select_topk,
     soft_topk,
 )
-from ring_attention_pytorch.sharding import shard_sequence, unshard_sequence
-from ring_attention_pytorch.tree_attn_decoding import tree_attn_decode
 
 __version__ = "1.0.0"
 

@@ -30,7 +30,7 @@ import torch.distributed.nn
 from torch import multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from ring_attention_pytorch.failures import RingError, fail_together
+from ring_attention_pytorch.comm.failures import RingError, fail_together
 
 TIMEOUT = 120.0  # seconds that ranks wait for one another
 _START = 300.0  # seconds until all processes run, however busy the machine is

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.layouts import positions
-from ring_attention_pytorch.plan import RingPlan
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.ring_flash_attention import ring_attn
-from ring_attention_pytorch.transports.shelves import Shared
-from ring_attention_pytorch.transports.swap import SharedSwap
-from ring_attention_pytorch.transports.symmetric import SymmetricGather
-from ring_attention_pytorch.transports.together import Together
-from ring_attention_pytorch.ulysses import most_bytes
+from ring_attention_pytorch.comm.all_to_all import SharedSwap
+from ring_attention_pytorch.comm.gather_first import Together
+from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.symmetric_memory import Shared
+from ring_attention_pytorch.comm.ulysses import most_bytes
+from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.plan.ring_plan import RingPlan
 from tests import threads
 from tests.random_memory import laid, uniform
 from tests.ranks import Pool

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ring_attention_pytorch import RingPlan, balanced, ring_attn
-from ring_attention_pytorch.layouts import Layout, positions
-from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import Layout, positions
 from tests import threads
 from tests.reference import dense_attention, dropout_weights, relative_error
 

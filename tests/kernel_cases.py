@@ -7,10 +7,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.contract import Grads, Keys, Saved, Terms
+from ring_attention_pytorch.geometry.tiles import Tile, _trimmed, band
 from ring_attention_pytorch.kernels import KERNELS
-from ring_attention_pytorch.layouts import Tile, _trimmed, band
-from ring_attention_pytorch.running import Result, Sum
+from ring_attention_pytorch.runtime.accumulate import Result, Sum
+from ring_attention_pytorch.runtime.interfaces import Grads, Keys, Saved, Terms
 from tests.random_memory import laid
 from tests.reference import relative_error
 

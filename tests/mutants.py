@@ -1085,7 +1085,8 @@ def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
 
 def zigzag_is_balanced() -> None:
     """Causal work is equal on all ranks: what it is for, though any layout gives right results."""
-    from ring_attention_pytorch.layouts import Visible, all_segments, tiles, visible_pairs
+    from ring_attention_pytorch.geometry.layouts import all_segments
+    from ring_attention_pytorch.geometry.tiles import Visible, tiles, visible_pairs
 
     everyone = all_segments("zigzag", 4, 32)
     work = {sum(visible_pairs(tiles(q, k, Visible(True))) for k in everyone) for q in everyone}
@@ -1094,9 +1095,10 @@ def zigzag_is_balanced() -> None:
 
 def gathered_keys_are_few_large_tiles() -> None:
     """At most two calls for all other ranks' keys: what gathering is for."""
-    from ring_attention_pytorch.layouts import LAYOUTS, Visible, all_segments, tiles
-    from ring_attention_pytorch.transports.pieces import Blocks, joined, schedule
-    from ring_attention_pytorch.ulysses import land
+    from ring_attention_pytorch.comm.ulysses import land
+    from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
+    from ring_attention_pytorch.geometry.tiles import Visible, tiles
+    from ring_attention_pytorch.schedule.pieces import Blocks, joined, schedule
 
     for layout, visible in [
         ("zigzag", Visible(causal=True)),
@@ -1162,9 +1164,9 @@ def other_kernels_calls_cover_the_tiles() -> Iterator[Case]:
 
 
 def nothing_has_no_gradients(kernel: str, patch: pytest.MonkeyPatch) -> None:
-    from ring_attention_pytorch.contract import Grads, Keys, Saved, Terms
     from ring_attention_pytorch.kernels import KERNELS
-    from ring_attention_pytorch.running import Sum
+    from ring_attention_pytorch.runtime.accumulate import Sum
+    from ring_attention_pytorch.runtime.interfaces import Grads, Keys, Saved, Terms
     from tests.test_adapters import STAND_INS
 
     STAND_INS[kernel](patch)
@@ -1176,8 +1178,8 @@ def nothing_has_no_gradients(kernel: str, patch: pytest.MonkeyPatch) -> None:
 
 def the_same_is_dropped_everywhere() -> None:
     """Over rings, heads swapped or not, by a seed that one rank drew; not in another layer."""
-    from ring_attention_pytorch.plan import RingPlan
-    from ring_attention_pytorch.ring_flash_attention import ring_attn
+    from ring_attention_pytorch.functional import ring_attn
+    from ring_attention_pytorch.plan.ring_plan import RingPlan
     from tests import threads
     from tests.features import FEATURES, Problem, drawn, refusal
     from tests.reference import relative_error
@@ -1210,7 +1212,7 @@ def the_same_is_dropped_everywhere() -> None:
 
 def a_bias_keeps_its_digits() -> None:
     """Large ones in 16 bits, too."""
-    from ring_attention_pytorch.scores import with_bias
+    from ring_attention_pytorch.runtime.scores import with_bias
 
     bias = torch.tensor([[100.5, -3.14159, 17.0]]).bfloat16()
     q, k = with_bias(*[torch.zeros(1, n, 1, 8).bfloat16() for n in (1, 3)], bias, 128**-0.5)
@@ -1220,9 +1222,9 @@ def a_bias_keeps_its_digits() -> None:
 
 def dealt_layouts_are_even() -> None:
     """As zigzag, but of documents: no rank has much more to do than another."""
-    from ring_attention_pytorch.balance import balanced
-    from ring_attention_pytorch.documents import of_borders
-    from ring_attention_pytorch.layouts import Visible, tiles, visible_pairs
+    from ring_attention_pytorch.geometry.balance import balanced
+    from ring_attention_pytorch.geometry.documents import of_borders
+    from ring_attention_pytorch.geometry.tiles import Visible, tiles, visible_pairs
 
     borders = [0, 700, 720, 1500, 1600, 4096]
     everyone, visible = balanced(borders, 4).segments, Visible(True, None, of_borders(borders))
@@ -1233,7 +1235,7 @@ def dealt_layouts_are_even() -> None:
 
 def a_document_ends_where_another_begins() -> None:
     """What its last token would have to predict is not its business."""
-    from ring_attention_pytorch.documents import last_of_document, of_borders
+    from ring_attention_pytorch.geometry.documents import last_of_document, of_borders
 
     found = last_of_document((of_borders([0, 2, 2, 5]),), torch.arange(5))
     assert found.tolist() == [[False, True, False, False, True]]
@@ -1241,9 +1243,10 @@ def a_document_ends_where_another_begins() -> None:
 
 def blocks_know_their_tiles() -> None:
     """The Triton kernels' tables: every tile that a block meets is in its range."""
-    from ring_attention_pytorch.documents import of_borders
+    from ring_attention_pytorch.geometry.documents import of_borders
+    from ring_attention_pytorch.geometry.layouts import all_segments
+    from ring_attention_pytorch.geometry.tiles import Visible, tiles
     from ring_attention_pytorch.kernels.triton import _table
-    from ring_attention_pytorch.layouts import Visible, all_segments, tiles
 
     (whole,) = all_segments("contiguous", 1, 40)
     found = tiles(whole, whole, Visible(True, None, of_borders(range(0, 41, 5))))
@@ -1256,7 +1259,7 @@ def blocks_know_their_tiles() -> None:
 
 def calls_are_counted() -> None:
     """Else a kernel would round before the end."""
-    from ring_attention_pytorch.running import Sum
+    from ring_attention_pytorch.runtime.accumulate import Sum
     from tests.cases import Attention, miscounted
 
     total = Sum(torch.empty(1, 2, 1, dtype=torch.bfloat16), calls=2)
@@ -1286,7 +1289,7 @@ def sums_of_16_bits_are_kept_in_32() -> None:
 
 def mismatches_are_errors() -> None:
     """A rank that differs, errs or holds another's tokens: ValueError on all ranks."""
-    from ring_attention_pytorch.ring_flash_attention import ring_attn
+    from ring_attention_pytorch.functional import ring_attn
     from tests import threads
 
     def said(n: Callable[[int], int], causal: Callable[[int], bool], window: int | None) -> list:
@@ -1307,8 +1310,8 @@ def mismatches_are_errors() -> None:
 
 def plans_are_checked() -> None:
     """A plan is for tensors of one shape."""
-    from ring_attention_pytorch.plan import RingPlan
-    from ring_attention_pytorch.ring_flash_attention import ring_attn
+    from ring_attention_pytorch.functional import ring_attn
+    from ring_attention_pytorch.plan.ring_plan import RingPlan
 
     q = torch.randn(1, 5, 2, 4)
     try:

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.comm.ring import Ring
 from tests import hunt
 from tests.faults import Mutant
 
@@ -89,7 +89,8 @@ def battery() -> Iterator[Callable[[], object]]:
 
 def over_threads(size: int, case: Callable, *args: object) -> None:
     """A case of the default group's ranks on threads, which are its ranks."""
-    from ring_attention_pytorch.original import exchange, zig_zag
+    from ring_attention_pytorch import distributed, zig_zag_attention
+    from ring_attention_pytorch import ring as ring_module
     from tests import test_original_modules as modules
     from tests import threads
 
@@ -108,7 +109,7 @@ def over_threads(size: int, case: Callable, *args: object) -> None:
 
     modules_made = modules.made
     with ExitStack() as patches:
-        for module in (exchange, zig_zag):
+        for module in (distributed, ring_module, zig_zag_attention):
             patches.enter_context(mock.patch.object(module, "Ring", ring_of))
         patches.enter_context(mock.patch.object(modules, "made", made))
         modules.check(threads.run(size, main)[0])

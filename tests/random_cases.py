@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, balanced, ring_attn, tree_attn_decode
-from ring_attention_pytorch.layouts import Layout, positions
-from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import Layout, positions
 from tests import threads
 from tests.cases import over_shared_memory
 from tests.random_draw import PREDICATES, Case, draw, features, held, refused

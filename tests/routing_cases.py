@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ring_attention_pytorch import routing
-from ring_attention_pytorch.layouts import positions
-from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import positions
 from tests import threads
 from tests.ranks import Pool
 from tests.reference import relative_error

@@ -172,7 +172,7 @@ def battery() -> Iterator[Case]:
 
 def a_wrong_type_is_told() -> None:
     """By whoever is told what is wrong, and then raised."""
-    from ring_attention_pytorch.agreement import typed
+    from ring_attention_pytorch.comm.agreement import typed
 
     told = []
 
@@ -189,7 +189,7 @@ def a_wrong_type_is_told() -> None:
 
 def a_wide_sum_is_wide() -> None:
     """Of parts in a narrower dtype: in memory of its own, and in memory that is given."""
-    from ring_attention_pytorch.running import Sum
+    from ring_attention_pytorch.runtime.accumulate import Sum
 
     part = torch.full((1, 3, 2, 4), 6e4).half()
     for place in (None, torch.empty(1, 3, 2, 4)):

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.failures import RingError, fail_together
-from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.comm.failures import RingError, fail_together
+from ring_attention_pytorch.comm.ring import Ring
 from tests.ranks import Pool
 from tests.reference import dense_attention, relative_error
 
@@ -90,8 +90,8 @@ def struck_in(strike: Strike) -> Iterator[Callable[[RingPlan], None]]:
             object.__setattr__(plan, "kernel", plan.kernel._replace(**direction))
 
     places = {
-        "agreeing": "ring_attention_pytorch.proposal.qkv_problem",
-        "making a plan": "ring_attention_pytorch.plan.make_transport",
+        "agreeing": "ring_attention_pytorch.plan.proposal.qkv_problem",
+        "making a plan": "ring_attention_pytorch.plan.ring_plan.make_transport",
     }
     with ExitStack() as stack:
         if strike.phase in places:

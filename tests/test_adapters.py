@@ -17,14 +17,14 @@ from einops import rearrange
 from torch import Tensor
 
 from ring_attention_pytorch import ring_attn
-from ring_attention_pytorch.contract import Tiles
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.tiles import Tile, _trimmed, band
 from ring_attention_pytorch.kernels import KERNELS
-from ring_attention_pytorch.kernels._packs import packs
-from ring_attention_pytorch.kernels._whole import aligned, from_bottom_right, windows
-from ring_attention_pytorch.layouts import Tile, _trimmed, band
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.rows import accumulator
-from ring_attention_pytorch.running import Sum
+from ring_attention_pytorch.kernels._flash import aligned, from_bottom_right, windows
+from ring_attention_pytorch.kernels._varlen import packs
+from ring_attention_pytorch.runtime.accumulate import Sum
+from ring_attention_pytorch.runtime.interfaces import Tiles
+from ring_attention_pytorch.runtime.rowwise import accumulator
 from tests import threads
 from tests.cases import TOLERANCES, Attention, check_symmetric, results
 from tests.features import FEATURES, LAYOUTS, Problem, refusal, together

@@ -20,11 +20,11 @@ from ring_attention_pytorch import (
     tree_attn_decode,
     ulysses_attn,
 )
-from ring_attention_pytorch.agreement import agree, problem_of, typed
-from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.nn.sharding import unshard_sequence
 from ring_attention_pytorch.routing import ConditionalRoutedFeedForward, soft_topk
 from ring_attention_pytorch.routing.plan import RoutingPlan
-from ring_attention_pytorch.sharding import unshard_sequence
 from tests import threads
 
 values = (

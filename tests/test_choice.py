@@ -14,7 +14,6 @@ from ring_attention_pytorch import (
     ring_flash_attn_cuda,
     ring_flash_attn_cuda_,
 )
-from ring_attention_pytorch.contract import FEATURES, Case
 from ring_attention_pytorch.kernels import (
     _log,
     choose,
@@ -25,6 +24,7 @@ from ring_attention_pytorch.kernels import (
     problem,
 )
 from ring_attention_pytorch.kernels import triton as ours
+from ring_attention_pytorch.runtime.interfaces import FEATURES, Case
 
 HOPPER = Case("cuda", torch.bfloat16, d=128, d_v=128, capability=(9, 0))
 AMPERE = HOPPER._replace(capability=(8, 0))

@@ -8,7 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_attention_pytorch import RingPlan, explain_plan
-from ring_attention_pytorch.cost import (
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments, positions
+from ring_attention_pytorch.geometry.tiles import Visible, tiles, visible_pairs
+from ring_attention_pytorch.plan.explain import predicted
+from ring_attention_pytorch.schedule.cost import (
     H200,
     choose_transport,
     costs,
@@ -17,17 +21,7 @@ from ring_attention_pytorch.cost import (
     ring_steps,
     swap_seconds,
 )
-from ring_attention_pytorch.explain import predicted
-from ring_attention_pytorch.layouts import (
-    LAYOUTS,
-    Visible,
-    all_segments,
-    positions,
-    tiles,
-    visible_pairs,
-)
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.transports.pieces import Blocks, Job
+from ring_attention_pytorch.schedule.pieces import Blocks, Job
 from tests import threads
 from tests.cases import Attention, over_shared_memory
 from tests.test_ring_attention import hops

@@ -11,15 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring_attention_pytorch import RingPlan, layouts, ring_attn, shard_sequence, unshard_sequence
-from ring_attention_pytorch import plan as plan_module
-from ring_attention_pytorch.balance import balanced, visible_keys
-from ring_attention_pytorch.contract import Tiles
-from ring_attention_pytorch.documents import of_borders, of_ids
+from ring_attention_pytorch import RingPlan, ring_attn, shard_sequence, unshard_sequence
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry import layouts
+from ring_attention_pytorch.geometry import tiles as tiles_module
+from ring_attention_pytorch.geometry.balance import balanced, visible_keys
+from ring_attention_pytorch.geometry.documents import of_borders, of_ids
+from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
+from ring_attention_pytorch.geometry.segments import segment_positions
+from ring_attention_pytorch.geometry.tiles import Visible, tiles, visible_pairs
 from ring_attention_pytorch.kernels import triton as ours
-from ring_attention_pytorch.layouts import LAYOUTS, Visible, all_segments, tiles, visible_pairs
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.segments import segment_positions
+from ring_attention_pytorch.plan import ring_plan as plan_module
+from ring_attention_pytorch.runtime.interfaces import Tiles
 from tests import threads
 from tests.cases import CPU_KERNELS, Attention, borders, check_in_processes, check_in_threads
 
@@ -151,7 +154,7 @@ def test_pairing_is_near_linear_in_the_number_of_documents(layout):
     for many in (1000, 4000):
         visible = Visible(True, None, of_borders(range(0, 7 * many + 1, 7)))
         everyone = all_segments(layout, 4, 7 * many)
-        with mock.patch.object(layouts, "_tile", side_effect=layouts._tile) as paired:
+        with mock.patch.object(tiles_module, "_tile", side_effect=tiles_module._tile) as paired:
             found = [tiles(everyone[1], keys, visible) for keys in everyone]
         pieces = sum(len(p) for p in visible.documents.pieces(everyone[1]).values())
         assert paired.call_count <= 4 * pieces

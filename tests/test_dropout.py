@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ring_attention_pytorch import RingAttention, RingPlan, RingTransformer, proposal, ring_attn
-from ring_attention_pytorch.dropout import Dropout
-from ring_attention_pytorch.layouts import positions
-from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch import RingAttention, RingPlan, RingTransformer, ring_attn
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.plan import proposal
+from ring_attention_pytorch.runtime.dropout import Dropout
 from tests import threads
 from tests.features import LAYOUTS, Problem, drawn, refusal, together
 from tests.reference import kept_by_spec, relative_error
@@ -220,7 +221,7 @@ def test_a_layer_may_rest_while_others_drop():
 
 
 def test_each_layer_of_the_model_draws_by_a_seed_of_its_own(monkeypatch):
-    module, seeds = "ring_attention_pytorch.ring_attention.ring_attn", []
+    module, seeds = "ring_attention_pytorch.nn.attention.ring_attn", []
 
     def watched(*args: object, plan: RingPlan) -> Tensor:
         seeds.append(plan.terms.dropout.seed)

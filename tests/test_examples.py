@@ -14,7 +14,7 @@ from torch.multiprocessing import ProcessRaisedException
 
 from examples import demo, pictures, train_text
 from examples.train_text import Config, Step
-from ring_attention_pytorch.layouts import Tile, Visible
+from ring_attention_pytorch.geometry.tiles import Tile, Visible
 
 ROOT = Path(__file__).parents[1]
 TINY = Config(steps=3, length=96, batch=4, dim=16, depth=1, heads=2)

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attention_pytorch.failures import RingError
-from ring_attention_pytorch.plan import RingPlan
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.ring_flash_attention import ring_attn
+from ring_attention_pytorch.comm.failures import RingError
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.plan.ring_plan import RingPlan
 from tests import threads
 from tests.cases import FIGURES, Attention, check_in_processes
 from tests.ranks import Pool

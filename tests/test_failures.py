@@ -22,10 +22,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from ring_attention_pytorch import RingAttention, RingError, RingPlan, fail_together, ring_attn
-from ring_attention_pytorch.failures import Step, known
-from ring_attention_pytorch.notes import Disagreement
-from ring_attention_pytorch.ring import Ring, _host_group
-from ring_attention_pytorch.steps import Steps
+from ring_attention_pytorch.comm.failures import Step, known
+from ring_attention_pytorch.comm.notes import Disagreement
+from ring_attention_pytorch.comm.ring import Ring, _host_group
+from ring_attention_pytorch.comm.steps import Steps
 from tests import threads
 from tests.ranks import Pool
 from tests.reference import dense_attention, relative_error
@@ -235,7 +235,7 @@ def test_what_is_under_way_when_a_call_fails_lives_on():
 
 
 def test_peers_are_told_of_what_fails_in_a_call_and_of_nothing_else():
-    with mock.patch("ring_attention_pytorch.steps.tell_peers") as tell:
+    with mock.patch("ring_attention_pytorch.comm.steps.tell_peers") as tell:
         with pytest.raises(Disagreement), Steps().call("forward"):
             raise Disagreement
         assert tell.call_count == 0
@@ -249,7 +249,7 @@ def test_a_group_of_the_process_that_this_one_was_forked_from_is_refused():
         pass
 
     group = Group()
-    inherited = mock.patch("ring_attention_pytorch.failures._inherited", WeakSet([group]))
+    inherited = mock.patch("ring_attention_pytorch.comm.failures._inherited", WeakSet([group]))
     with inherited, pytest.raises(RingError, match="'spawn' or 'forkserver'"):
         known(group)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from docs.what_works import COLUMNS, PAGE_AT, measured
 from ring_attention_pytorch import ring_attn
-from ring_attention_pytorch.layouts import positions
-from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import positions
 from tests import threads
 from tests.features import FEATURES, LAYOUTS, Problem, drawn, refusal, together
 from tests.reference import relative_error

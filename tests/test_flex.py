@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.contract import Keys, Terms, Tiles
+from ring_attention_pytorch.geometry.layouts import all_segments
+from ring_attention_pytorch.geometry.tiles import Visible, band, tiles
 from ring_attention_pytorch.kernels import flex
-from ring_attention_pytorch.layouts import Visible, all_segments, band, tiles
+from ring_attention_pytorch.runtime.interfaces import Keys, Terms, Tiles
 from tests import threads
 from tests.features import Feature, Problem, together
 from tests.flex_on_cpu import cells, in_dense_mathematics, stood_in

@@ -16,14 +16,14 @@ from ring_attention_pytorch import (
     RingPlan,
     RingTransformer,
     explain_plan,
-    graphs,
-    lanes,
     ring_attn,
 )
-from ring_attention_pytorch.graphs import Graphs, with_graphs
-from ring_attention_pytorch.layouts import positions
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.transports.symmetric import SymmetricGather
+from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.runtime import graphs
+from ring_attention_pytorch.runtime import streams as lanes
+from ring_attention_pytorch.runtime.graphs import Graphs, with_graphs
 from tests import threads
 from tests.cases import Attention, over_shared_memory
 from tests.reference import dense_attention, relative_error

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.geometry.layouts import Segment
+from ring_attention_pytorch.geometry.tiles import Tile, _trimmed, band
 from ring_attention_pytorch.kernels import KERNELS, choose, problem
-from ring_attention_pytorch.layouts import Segment, Tile, _trimmed, band
-from ring_attention_pytorch.ring_flash_attention import ring_attn
-from ring_attention_pytorch.rows import accumulator, merge_
-from ring_attention_pytorch.running import Result, Sum
+from ring_attention_pytorch.runtime.accumulate import Result, Sum
+from ring_attention_pytorch.runtime.interfaces import Case, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.runtime.rowwise import accumulator, merge_
 from tests import threads
 from tests.cases import FIGURES, NAMES, TOLERANCES, Attention, shard
 from tests.reference import dense_attention, relative_error

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from ring_attention_pytorch import lanes
+from ring_attention_pytorch.runtime import streams as lanes
 
 GPU = torch.device("cuda", 0)
 

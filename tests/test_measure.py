@@ -8,14 +8,16 @@ from unittest import mock
 import pytest
 import torch
 
-from ring_attention_pytorch import RingPlan, explain_plan, measure
-from ring_attention_pytorch.contract import Case
-from ring_attention_pytorch.cost import H200, choose_transport
+from ring_attention_pytorch import RingPlan, explain_plan
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import all_segments
+from ring_attention_pytorch.geometry.tiles import Visible
 from ring_attention_pytorch.kernels import choose
-from ring_attention_pytorch.layouts import Visible, all_segments
-from ring_attention_pytorch.measure import machine_from, machine_of, room_left, settle
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.transports.pieces import Blocks, Job
+from ring_attention_pytorch.plan import calibrate as measure
+from ring_attention_pytorch.plan.calibrate import machine_from, machine_of, room_left, settle
+from ring_attention_pytorch.runtime.interfaces import Case
+from ring_attention_pytorch.schedule.cost import H200, choose_transport
+from ring_attention_pytorch.schedule.pieces import Blocks, Job
 
 JOB = Job(1, 2, 1, 16, 16, 4)
 NEAR = {f"near {n}": 1e-4 + n / 100e9 for n in measure._BYTES}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.layouts import all_segments, count
-from ring_attention_pytorch.ulysses import Spread, key_heads, land
+from ring_attention_pytorch.comm.ulysses import Spread, key_heads, land
+from ring_attention_pytorch.geometry.layouts import all_segments, count
 from tests.interpreter import needs_triton
 from tests.kernel_cases import far
 
@@ -20,7 +20,7 @@ def spread_over(layout: str, places: int, length: int, heads: tuple[int, int]) -
 
 def otherwise(spread: Spread, back: bool, dtype: torch.dtype, rest: tuple[int, ...]) -> list[int]:
     """The places at which something else comes than what copies bring."""
-    from ring_attention_pytorch import _triton_moves
+    from ring_attention_pytorch.comm import _triton_copies as _triton_moves
 
     _triton_moves._PROGRAMS = 6  # of which the interpreter makes one after another
     way, found = spread.to_sequence if back else spread.to_heads, []
@@ -66,7 +66,7 @@ def test_all_pieces_come_where_they_go(interpreted, layout, places, length, head
 
 def wrong_sums(dtype: torch.dtype) -> list[tuple]:
     """Of parts that lie in several ways, in several dtypes: those that are not rounded once."""
-    from ring_attention_pytorch import _triton_rows
+    from ring_attention_pytorch.runtime import _triton_rowwise as _triton_rows
 
     _triton_rows._ELEMENTS = 32  # so that heads of some are one row, of others not
     draw, found = torch.Generator().manual_seed(0), []
@@ -87,7 +87,7 @@ def wrong_sums(dtype: torch.dtype) -> list[tuple]:
 
 def wrong_far_away(dim: int) -> list[str]:
     """Of the passes over rows, those that go wrong where indices times strides pass 32 bits."""
-    from ring_attention_pytorch import _triton_rows
+    from ring_attention_pytorch.runtime import _triton_rowwise as _triton_rows
 
     draw = torch.Generator().manual_seed(0)
     x, y, z = (torch.randn(1, 5, 3, 6, generator=draw).half() for _ in range(3))

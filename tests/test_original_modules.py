@@ -18,10 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from einops import rearrange
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-
-from ring_attention_pytorch import RingError, default_attention, ring_flash_attn
 from ring_attention_pytorch.distributed import (
     AllGather,
     AllGatherFunction,
@@ -34,8 +30,6 @@ from ring_attention_pytorch.distributed import (
     is_distributed,
     split_by_rank,
 )
-from ring_attention_pytorch.original import batches, exchange, flash, tensor_types, zig_zag
-from ring_attention_pytorch.plan import RingPlan
 from ring_attention_pytorch.ring import (
     all_ring_pass,
     circular_index_left,
@@ -59,6 +53,21 @@ from ring_attention_pytorch.tensor_typing import Bool, Float, Int
 from ring_attention_pytorch.tree_attn_decoding import tree_attn_decode
 from ring_attention_pytorch.triton_flash_attn import flash_attn_backward, flash_attn_forward
 from ring_attention_pytorch.zig_zag_attention import zig_zag_attn, zig_zag_pad_seq, zig_zag_shard
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ring_attention_pytorch import (
+    RingError,
+    default_attention,
+    distributed,
+    ring_flash_attn,
+    tensor_typing,
+    triton_flash_attn,
+    zig_zag_attention,
+)
+from ring_attention_pytorch import ring as ring_module
+from ring_attention_pytorch import ring_attention as ring_attention_module
+from ring_attention_pytorch.plan.ring_plan import RingPlan
 from tests.interpreter import needs_triton
 from tests.module_cases import gradient_errors, made
 from tests.ranks import alone
@@ -101,7 +110,17 @@ def test_names_of_0_5_are_there_whichever_module_comes_first() -> None:
     subprocess.run([sys.executable, "-c", first], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("module", [batches, exchange, flash, tensor_types, zig_zag])
+@pytest.mark.parametrize(
+    "module",
+    [
+        distributed,
+        ring_module,
+        ring_attention_module,
+        tensor_typing,
+        triton_flash_attn,
+        zig_zag_attention,
+    ],
+)
 def test_the_examples_of_docstrings_run(module: Any) -> None:
     assert doctest.testmod(module, extraglobs={"torch": torch}).failed == 0
 
@@ -565,7 +584,7 @@ def by_kernel(kernel: str) -> Any:
         assert options["kernel"] == "triton"
         return RingPlan.make(*qkv, **(options | {"kernel": kernel}))
 
-    return mock.patch.object(flash, "RingPlan", SimpleNamespace(make=make))
+    return mock.patch.object(triton_flash_attn, "RingPlan", SimpleNamespace(make=make))
 
 
 def striped_blocks(case: dict[str, Any]) -> Errors:

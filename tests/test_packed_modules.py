@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attention_pytorch import RingAttention, RingTransformer, balanced, shard_sequence
-from ring_attention_pytorch import sharding as sharding_module
+from ring_attention_pytorch.nn import sharding as sharding_module
 from tests.module_cases import (
     EXACT,
     TRANSFORMER,

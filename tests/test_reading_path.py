@@ -4,13 +4,13 @@ import torch
 
 from benchmarks.reading_path import profiled
 from ring_attention_pytorch import ring_attn
-from ring_attention_pytorch.segments import Segment, count
+from ring_attention_pytorch.geometry.segments import Segment, count
 
 
 def test_functions_count_once_and_calls_each_time():
     segments = [Segment(0, 2, 1), Segment(4, 2, 1)]
     met = profiled(lambda: [count(segments), count(segments)])
-    assert met.functions[:1] == ["segments.py:count"]
+    assert met.functions[:1] == ["geometry/segments.py:count"]
     assert met.files == 1
     assert met.calls == 2
     assert met.switches == 0

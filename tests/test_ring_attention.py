@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ring_attention_pytorch.contract import Case
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.geometry.layouts import LAYOUTS
 from ring_attention_pytorch.kernels import KERNELS, problem
-from ring_attention_pytorch.layouts import LAYOUTS
-from ring_attention_pytorch.plan import RingPlan
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.ring_flash_attention import ring_attn
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.runtime.interfaces import Case
 from tests import threads
 from tests.cases import (
     CPU_KERNELS,

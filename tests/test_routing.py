@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch import RoutingPlan, routing
-from ring_attention_pytorch.layouts import positions
+from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.routing import ConditionalRoutedAttention
 from tests import routing_reference, threads
 from tests.reference import relative_error

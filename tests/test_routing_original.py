@@ -21,8 +21,8 @@ from ring_attention_pytorch import (
     routing,
     soft_topk,
 )
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.ring_flash_attention import ring_attn
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.routing.attention import Routed, light_attention
 from tests import threads
 from tests.reference import dense_attention, relative_error

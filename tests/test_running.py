@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attention_pytorch.running import Result, Sum
+from ring_attention_pytorch.runtime.accumulate import Result, Sum
 from tests.late import Late
 from tests.reference import relative_error
 

@@ -12,16 +12,16 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from ring_attention_pytorch.derivatives import RingTangents
-from ring_attention_pytorch.loss import mean_cross_entropy
-from ring_attention_pytorch.plan import RingPlan
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.ring_attention import RingAttention
-from ring_attention_pytorch.ring_flash_attention import ring_attn
+from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.symmetric_memory import Shared
+from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.loss import mean_cross_entropy
+from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
+from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.routing import CoordinateDescentRouter, soft_topk
-from ring_attention_pytorch.sharding import shard_sequence, unshard_sequence
-from ring_attention_pytorch.transports.shelves import Shared
-from ring_attention_pytorch.transports.symmetric import SymmetricGather
+from ring_attention_pytorch.second_order import RingTangents
 from tests import threads
 from tests.features import FEATURES, LAYOUTS, together
 from tests.ranks import Pool

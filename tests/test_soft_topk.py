@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attention_pytorch import coordinate_descent, positions, select_topk, soft_topk
-from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.comm.ring import Ring
 from tests import threads
 from tests.routing_reference import soft_gates, top
 

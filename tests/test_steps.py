@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.failures import RingError
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.steps import Steps
+from ring_attention_pytorch.comm.failures import RingError
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.steps import Steps
 from tests import threads
 from tests.ranks import Pool
 from tests.reference import dense_attention, relative_error

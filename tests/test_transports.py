@@ -16,35 +16,42 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attention_pytorch import lanes, rows, transports
-from ring_attention_pytorch import plan as plan_module
-from ring_attention_pytorch.contract import Keys
-from ring_attention_pytorch.documents import of_borders
-from ring_attention_pytorch.layouts import (
+from ring_attention_pytorch.comm import (
+    gather_first as together,
+)
+from ring_attention_pytorch.comm import (
+    gather_symmetric as symmetric,
+)
+from ring_attention_pytorch.comm import (
+    symmetric_memory as shelves,
+)
+from ring_attention_pytorch.comm import transports
+from ring_attention_pytorch.comm.all_to_all import SharedSwap
+from ring_attention_pytorch.comm.gather import Gather
+from ring_attention_pytorch.comm.gather_first import Together
+from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
+from ring_attention_pytorch.comm.messages import form_of, message_bytes, opened, packed
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.symmetric_memory import Shared
+from ring_attention_pytorch.comm.transports import TRANSPORTS, make_transport, owners_at_once
+from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.geometry.documents import of_borders
+from ring_attention_pytorch.geometry.layouts import (
     LAYOUTS,
     Segment,
-    Visible,
     all_segments,
     count,
     segment_positions,
-    tiles,
 )
-from ring_attention_pytorch.plan import RingPlan
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.ring_flash_attention import ring_attn
-from ring_attention_pytorch.running import Sum
-from ring_attention_pytorch.transports import (
-    TRANSPORTS,
-    make_transport,
-    owners_at_once,
-    pieces,
-    shelves,
-    symmetric,
-    together,
-)
-from ring_attention_pytorch.transports.gather import Gather
-from ring_attention_pytorch.transports.messages import form_of, message_bytes, opened, packed
-from ring_attention_pytorch.transports.pieces import (
+from ring_attention_pytorch.geometry.tiles import Visible, tiles
+from ring_attention_pytorch.plan import ring_plan as plan_module
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.runtime import rowwise as rows
+from ring_attention_pytorch.runtime import streams as lanes
+from ring_attention_pytorch.runtime.accumulate import Sum
+from ring_attention_pytorch.runtime.interfaces import Keys
+from ring_attention_pytorch.schedule import pieces
+from ring_attention_pytorch.schedule.pieces import (
     Blocks,
     Job,
     come_home_aside,
@@ -55,10 +62,6 @@ from ring_attention_pytorch.transports.pieces import (
     stretch,
     tokens,
 )
-from ring_attention_pytorch.transports.shelves import Shared
-from ring_attention_pytorch.transports.swap import SharedSwap
-from ring_attention_pytorch.transports.symmetric import SymmetricGather
-from ring_attention_pytorch.transports.together import Together
 from tests import threads
 from tests.cases import (
     Attention,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attention_pytorch import tree_attn_decode
-from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.comm.ring import Ring
 from tests.module_cases import Errors, check, check_refused
 from tests.reference import dense_attention, relative_error
 

@@ -16,13 +16,13 @@ from einops import repeat
 from torch import Tensor
 
 from ring_attention_pytorch import ring_attn
-from ring_attention_pytorch.contract import Case, Grads, Keys, Saved, Terms, Tiles
-from ring_attention_pytorch.dropout import Dropout
+from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels import choose, package_problem, problem
 from ring_attention_pytorch.kernels import triton as ours
 from ring_attention_pytorch.kernels.triton import Config, config_for, configured
-from ring_attention_pytorch.layouts import Tile
-from ring_attention_pytorch.running import Result, Sum
+from ring_attention_pytorch.runtime.accumulate import Result, Sum
+from ring_attention_pytorch.runtime.dropout import Dropout
+from ring_attention_pytorch.runtime.interfaces import Case, Grads, Keys, Saved, Terms, Tiles
 from tests.cases import Attention, errors, oracle, shard
 from tests.features import Problem, drawn, together
 from tests.interpreter import interpreters, needs_triton
@@ -66,7 +66,7 @@ def _with(configs: dict[str, Config], check: Callable, *args: object) -> object:
 
 def _alone() -> dict[str, float]:
     """Through the public function, as a ring of one."""
-    from ring_attention_pytorch.ring import Ring
+    from ring_attention_pytorch.comm.ring import Ring
 
     case = Attention(21, causal=True, masked=True, dtype=torch.float32, kernel="triton", batch=1)
     return errors(case, 0, 1, shard(case, Ring.alone()), oracle(case))

@@ -18,22 +18,16 @@ from ring_attention_pytorch import (
     shard_sequence,
     unshard_sequence,
 )
-from ring_attention_pytorch.layouts import (
-    LAYOUTS,
-    Visible,
-    all_segments,
-    count,
-    segment_positions,
-    tiles,
-)
-from ring_attention_pytorch.plan import RingPlan
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.ring_flash_attention import ring_attn, ulysses_attn
-from ring_attention_pytorch.rows import accumulator
-from ring_attention_pytorch.transports import swap
-from ring_attention_pytorch.transports.messages import message_bytes
-from ring_attention_pytorch.transports.swap import SharedSwap, Way
-from ring_attention_pytorch.ulysses import Spread, key_heads, land, most_bytes
+from ring_attention_pytorch.comm import all_to_all as swap
+from ring_attention_pytorch.comm.all_to_all import SharedSwap, Way
+from ring_attention_pytorch.comm.messages import message_bytes
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.ulysses import Spread, key_heads, land, most_bytes
+from ring_attention_pytorch.functional import ring_attn, ulysses_attn
+from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments, count, segment_positions
+from ring_attention_pytorch.geometry.tiles import Visible, tiles
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.runtime.rowwise import accumulator
 from tests import threads
 from tests.cases import Attention, check_in_processes, check_in_threads, errors, oracle, shard
 from tests.reference import relative_error
@@ -183,7 +177,7 @@ def test_what_a_graph_reads_is_made_before_it_and_stays(monkeypatch):
     monkeypatch.setattr(swap, "current_stream", lambda device: None)
     table = mock.Mock()
     made = SimpleNamespace(Moves=SimpleNamespace(of=lambda *how: SimpleNamespace(table=table)))
-    monkeypatch.setitem(sys.modules, "ring_attention_pytorch._triton_moves", made)
+    monkeypatch.setitem(sys.modules, "ring_attention_pytorch.comm._triton_copies", made)
 
     class Shelf:
         """What tables are of."""

@@ -16,10 +16,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.ring import Places, Ring
-from ring_attention_pytorch.transports import symmetric
-from ring_attention_pytorch.transports.messages import Form, opened
-from ring_attention_pytorch.transports.shelves import Space, rounded
+from ring_attention_pytorch.comm import gather_symmetric as symmetric
+from ring_attention_pytorch.comm.messages import Form, opened
+from ring_attention_pytorch.comm.ring import Places, Ring
+from ring_attention_pytorch.comm.symmetric_memory import Space, rounded
 
 PATIENCE = 30.0  # seconds
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from torch.torch_version import TorchVersion
 
-from ring_attention_pytorch.contract import FEATURES, Can, Case, Kernel, Package
 from ring_attention_pytorch.kernels import (
     eager,
     flash_attn_2,
@@ -26,6 +25,7 @@ from ring_attention_pytorch.kernels import (
     sdpa_flash,
     triton,
 )
+from ring_attention_pytorch.runtime.interfaces import FEATURES, Can, Case, Kernel, Package
 
 logger = logging.getLogger("ring_attention_pytorch")
 

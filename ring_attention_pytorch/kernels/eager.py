@@ -10,11 +10,11 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.contract import Can, Grads, Keys, Saved, Terms, Tiles
-from ring_attention_pytorch.dropout import Dropout
-from ring_attention_pytorch.layouts import Tile, band, buckets
-from ring_attention_pytorch.rows import accumulator, merge_
-from ring_attention_pytorch.running import Result
+from ring_attention_pytorch.geometry.tiles import Tile, band, buckets
+from ring_attention_pytorch.runtime.accumulate import Result
+from ring_attention_pytorch.runtime.dropout import Dropout
+from ring_attention_pytorch.runtime.interfaces import Can, Grads, Keys, Saved, Terms, Tiles
+from ring_attention_pytorch.runtime.rowwise import accumulator, merge_
 
 CAN = Can()
 

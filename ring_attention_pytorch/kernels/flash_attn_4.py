@@ -10,11 +10,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.contract import FEATURES, Can, Grads, Keys, Package, Saved, Terms
-from ring_attention_pytorch.kernels._packs import Pack, packs
-from ring_attention_pytorch.kernels._whole import NO_BOUND, lane, part
-from ring_attention_pytorch.layouts import Tile
-from ring_attention_pytorch.running import Result
+from ring_attention_pytorch.geometry.tiles import Tile
+from ring_attention_pytorch.kernels._flash import NO_BOUND, lane, part
+from ring_attention_pytorch.kernels._varlen import Pack, packs
+from ring_attention_pytorch.runtime.accumulate import Result
+from ring_attention_pytorch.runtime.interfaces import (
+    FEATURES,
+    Can,
+    Grads,
+    Keys,
+    Package,
+    Saved,
+    Terms,
+)
 
 CAN = Can(
     devices=("cuda",),

@@ -21,7 +21,9 @@ from einops import rearrange, reduce
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from ring_attention_pytorch.contract import (
+from ring_attention_pytorch.geometry.tiles import Tile
+from ring_attention_pytorch.runtime.accumulate import Result
+from ring_attention_pytorch.runtime.interfaces import (
     FEATURES,
     Can,
     Grads,
@@ -32,9 +34,7 @@ from ring_attention_pytorch.contract import (
     Terms,
     Tiles,
 )
-from ring_attention_pytorch.layouts import Tile
-from ring_attention_pytorch.rows import sum_of_products
-from ring_attention_pytorch.running import Result
+from ring_attention_pytorch.runtime.rowwise import sum_of_products
 
 CAN = Can(
     devices=("cuda",),

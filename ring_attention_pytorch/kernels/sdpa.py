@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.contract import FEATURES, Can, Grads, Keys, Saved, Terms
-from ring_attention_pytorch.layouts import Tile, band, buckets
-from ring_attention_pytorch.running import Result
+from ring_attention_pytorch.geometry.tiles import Tile, band, buckets
+from ring_attention_pytorch.runtime.accumulate import Result
+from ring_attention_pytorch.runtime.interfaces import FEATURES, Can, Grads, Keys, Saved, Terms
 
 _SMALLEST = 256  # keys of a causal tile that is not worth cutting
 

@@ -10,11 +10,11 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.contract import Can, Grads, Keys, Saved, Terms
-from ring_attention_pytorch.kernels._whole import aligned, lane, part, with_lse_gradient
-from ring_attention_pytorch.layouts import Tile
-from ring_attention_pytorch.rows import accumulator
-from ring_attention_pytorch.running import Result
+from ring_attention_pytorch.geometry.tiles import Tile
+from ring_attention_pytorch.kernels._flash import aligned, lane, part, with_lse_gradient
+from ring_attention_pytorch.runtime.accumulate import Result
+from ring_attention_pytorch.runtime.interfaces import Can, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.runtime.rowwise import accumulator
 
 CAN = Can(
     devices=("cuda",),

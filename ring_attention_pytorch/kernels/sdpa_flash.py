@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.contract import FEATURES, Can, Grads, Keys, Saved, Terms
-from ring_attention_pytorch.kernels._whole import aligned, lane, part, windows, with_lse_gradient
-from ring_attention_pytorch.layouts import Tile
-from ring_attention_pytorch.running import Result
+from ring_attention_pytorch.geometry.tiles import Tile
+from ring_attention_pytorch.kernels._flash import aligned, lane, part, windows, with_lse_gradient
+from ring_attention_pytorch.runtime.accumulate import Result
+from ring_attention_pytorch.runtime.interfaces import FEATURES, Can, Grads, Keys, Saved, Terms
 
 CAN = Can(
     devices=("cuda",),

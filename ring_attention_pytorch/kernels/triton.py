@@ -18,9 +18,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.contract import FEATURES, Can, Grads, Keys, Package, Saved, Terms, Tiles
-from ring_attention_pytorch.layouts import Tile, visible_pairs
-from ring_attention_pytorch.running import Result
+from ring_attention_pytorch.geometry.tiles import Tile, visible_pairs
+from ring_attention_pytorch.runtime.accumulate import Result
+from ring_attention_pytorch.runtime.interfaces import (
+    FEATURES,
+    Can,
+    Grads,
+    Keys,
+    Package,
+    Saved,
+    Terms,
+    Tiles,
+)
 
 _WIDEST = 256
 CAN = Can(

@@ -13,20 +13,20 @@ from beartype import beartype
 from einops import einsum, rearrange, repeat
 from torch import Tensor, nn
 
-from ring_attention_pytorch.agreement import typed
+from ring_attention_pytorch.comm.agreement import typed
+from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.functional import ring_attn as attend
 from ring_attention_pytorch.kernels import KERNELS
-from ring_attention_pytorch.norm import RMSNorm
-from ring_attention_pytorch.plan import RingPlan
-from ring_attention_pytorch.ring import Group
-from ring_attention_pytorch.ring_attention import RingAttention
-from ring_attention_pytorch.ring_flash_attention import ring_attn as attend
-from ring_attention_pytorch.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
+from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.norm import RMSNorm
+from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
+from ring_attention_pytorch.nn.sharding import Spread, told_by_module
+from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Routing, Tokens
 from ring_attention_pytorch.routing.soft_topk import count_problem
-from ring_attention_pytorch.rows import accumulator
-from ring_attention_pytorch.sharding import Spread, told_by_module
+from ring_attention_pytorch.runtime.rowwise import accumulator
 
 
 class Routed(NamedTuple):

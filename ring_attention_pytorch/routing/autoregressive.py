@@ -12,8 +12,9 @@ import torch
 from beartype import beartype
 from torch import Tensor, nn
 
-from ring_attention_pytorch.agreement import typed
-from ring_attention_pytorch.ring import Group
+from ring_attention_pytorch.comm.agreement import typed
+from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.nn.sharding import Spread, told_by_module
 from ring_attention_pytorch.routing.attention import (
     HeavyAttention,
     Routed,
@@ -26,7 +27,6 @@ from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Tokens, refuse_blocks
 from ring_attention_pytorch.routing.selection import slots
 from ring_attention_pytorch.routing.soft_topk import count_problem
-from ring_attention_pytorch.sharding import Spread, told_by_module
 
 
 class Turns(NamedTuple):

@@ -3,14 +3,14 @@
 from beartype import beartype
 from torch import Tensor, nn
 
-from ring_attention_pytorch.agreement import typed
-from ring_attention_pytorch.ring import Group
+from ring_attention_pytorch.comm.agreement import typed
+from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.nn.sharding import Spread, told_by_module
 from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention
 from ring_attention_pytorch.routing.autoregressive import ConditionalRoutedAutoregressiveAttention
 from ring_attention_pytorch.routing.feedforward import ConditionalRoutedFeedForward
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import Tokens
-from ring_attention_pytorch.sharding import Spread, told_by_module
 
 
 class ConditionalRoutedTransformerBlock(nn.Module):

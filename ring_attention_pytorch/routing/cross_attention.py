@@ -5,8 +5,9 @@ from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
 
-from ring_attention_pytorch.agreement import typed
-from ring_attention_pytorch.ring import Group
+from ring_attention_pytorch.comm.agreement import typed
+from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.nn.sharding import Spread, all_to_all, told_by_module
 from ring_attention_pytorch.routing.attention import (
     HeavyAttention,
     Routed,
@@ -16,8 +17,7 @@ from ring_attention_pytorch.routing.attention import (
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Tokens
 from ring_attention_pytorch.routing.soft_topk import count_problem
-from ring_attention_pytorch.rows import accumulator
-from ring_attention_pytorch.sharding import Spread, all_to_all, told_by_module
+from ring_attention_pytorch.runtime.rowwise import accumulator
 
 
 class ConditionalRoutedCrossAttention(nn.Module):

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.layouts import all_segments, count, segment_positions
-from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
+from ring_attention_pytorch.nn.sharding import all_to_all
 from ring_attention_pytorch.routing.plan import RoutingPlan
-from ring_attention_pytorch.sharding import all_to_all
 
 
 def dealt(total: int, ring_size: int, device: torch.device) -> list[Tensor]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ring_attention_pytorch.ring import Ring
+from ring_attention_pytorch.comm.ring import Ring
 
 Shape = tuple[int, ...]
 

@@ -4,14 +4,14 @@ from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
 
-from ring_attention_pytorch.agreement import typed
-from ring_attention_pytorch.ring import Group
-from ring_attention_pytorch.ring_transformer import feed_forward
+from ring_attention_pytorch.comm.agreement import typed
+from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.nn.sharding import Spread, told_by_module
+from ring_attention_pytorch.nn.transformer import feed_forward
 from ring_attention_pytorch.routing.attention import Routed, base_for, sizes_problem
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Tokens, refuse_blocks
 from ring_attention_pytorch.routing.soft_topk import count_problem
-from ring_attention_pytorch.sharding import Spread, told_by_module
 
 
 class ConditionalRoutedFeedForward(nn.Module):

@@ -7,13 +7,13 @@ from beartype import beartype
 from einops import rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.agreement import typed
-from ring_attention_pytorch.ring_attention import RingAttention
+from ring_attention_pytorch.comm.agreement import typed
+from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.sharding import told_by_module
 from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import Tokens
-from ring_attention_pytorch.sharding import told_by_module
 
 Size = tuple[int, int]
 

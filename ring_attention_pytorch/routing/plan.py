@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.agreement import agree, problem_of, raise_together
-from ring_attention_pytorch.checks import DTYPES, shards_problem
-from ring_attention_pytorch.layouts import (
+from ring_attention_pytorch.comm.agreement import agree, problem_of, raise_together
+from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
+from ring_attention_pytorch.geometry.layouts import (
     Segments,
     all_segments,
     count,
     layout_problem,
     segment_positions,
 )
-from ring_attention_pytorch.plan import RingPlan
-from ring_attention_pytorch.ring import Group, Ring, as_ring
+from ring_attention_pytorch.nn.sharding import Spread, mask_problem
+from ring_attention_pytorch.plan.checks import DTYPES, shards_problem
+from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.routing.exchange import everyones
-from ring_attention_pytorch.sharding import Spread, mask_problem
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,9 @@ from einops import einsum
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ring_attention_pytorch.agreement import typed
-from ring_attention_pytorch.ring import Group
+from ring_attention_pytorch.comm.agreement import typed
+from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.nn.sharding import Spread, told_by_module
 from ring_attention_pytorch.routing.descent_triton import TRITON
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
 from ring_attention_pytorch.routing.plan import RoutingPlan
@@ -31,9 +32,8 @@ from ring_attention_pytorch.routing.soft_topk import (
     gates,
     threshold,
 )
-from ring_attention_pytorch.rows import accumulator, has_triton, sum_of_products
-from ring_attention_pytorch.sharding import Spread, told_by_module
-from ring_attention_pytorch.transforms import refuse_second_order
+from ring_attention_pytorch.runtime.rowwise import accumulator, has_triton, sum_of_products
+from ring_attention_pytorch.runtime.torch_func import refuse_second_order
 
 Tokens = int | float
 _AT_ONCE = 65536  # tokens

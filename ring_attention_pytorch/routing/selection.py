@@ -12,7 +12,7 @@ from beartype import beartype
 from einops import rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.ring import Group
+from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.soft_topk import Count, count_problem, counts
 

@@ -22,10 +22,10 @@ from beartype import beartype
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.agreement import agree, problem_of, told_by_group, typed
-from ring_attention_pytorch.ring import Group, Ring, as_ring
+from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.routing.exchange import everyones, total_over_ranks
-from ring_attention_pytorch.transforms import refuse_second_order
+from ring_attention_pytorch.runtime.torch_func import refuse_second_order
 
 Count = int | float | Tensor
 

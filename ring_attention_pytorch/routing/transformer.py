@@ -3,14 +3,14 @@
 from beartype import beartype
 from torch import Tensor, nn
 
-from ring_attention_pytorch.agreement import typed
-from ring_attention_pytorch.loss import mean_cross_entropy
-from ring_attention_pytorch.ring import Group
-from ring_attention_pytorch.ring_transformer import RingTransformer
+from ring_attention_pytorch.comm.agreement import typed
+from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.nn.loss import mean_cross_entropy
+from ring_attention_pytorch.nn.sharding import told_by_module
+from ring_attention_pytorch.nn.transformer import RingTransformer
 from ring_attention_pytorch.routing.block import ConditionalRoutedTransformerBlock
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import Tokens
-from ring_attention_pytorch.sharding import told_by_module
 
 
 class ConditionalRoutedTransformer(RingTransformer):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from ring_attention_pytorch.rows import merge_, sum_of_products
+from ring_attention_pytorch.runtime.rowwise import merge_, sum_of_products
 from tests.kernel_cases import CASES, KernelCase, faults
 
 SMALL = [

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.kernels import KERNELS
-from ring_attention_pytorch.ring import Ring
 from tests.features import FEATURES, N, Problem, together
 from tests.gpu.memory import poison
 from tests.reference import excess

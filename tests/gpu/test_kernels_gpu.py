@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ring_attention_pytorch import explain_kernel, ring_attn
-from ring_attention_pytorch.contract import Case
 from ring_attention_pytorch.kernels import KERNELS, flex, problem
 from ring_attention_pytorch.kernels.triton import Config, configured
+from ring_attention_pytorch.runtime.interfaces import Case
 from tests.kernel_cases import (
     CASES,
     NAMES,

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.contract import Case
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.kernels import KERNELS, problem
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.ring_flash_attention import ring_attn
+from ring_attention_pytorch.runtime.interfaces import Case
 from tests import threads
 from tests.cases import NAMES, Attention, held, results, shard
 from tests.gpu.memory import poison

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, positions, ring_attn, tree_attn_decode
-from ring_attention_pytorch.contract import Case
+from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.kernels import KERNELS, problem
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.rows import add_, merge_, sum_of_products
+from ring_attention_pytorch.runtime.interfaces import Case
+from ring_attention_pytorch.runtime.rowwise import add_, merge_, sum_of_products
 from tests.gpu.test_kernels_gpu import asked
 from tests.gpu.test_transports_gpu import WAYS, plan_for, say
 from tests.kernel_cases import FAR, FAR_CASES, KernelCase, far, faults

@@ -21,23 +21,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attention_pytorch import (
-    RingPlan,
-    RingTransformer,
-    explain_plan,
-    positions,
-    ring_attn,
-    transports,
-)
-from ring_attention_pytorch.contract import Case
-from ring_attention_pytorch.kernels import _whole, problem
-from ring_attention_pytorch.lanes import aside
-from ring_attention_pytorch.ring import Ring
-from ring_attention_pytorch.transports import symmetric
-from ring_attention_pytorch.transports.messages import Form
-from ring_attention_pytorch.transports.shelves import Shelf, shared_by
-from ring_attention_pytorch.transports.symmetric import SymmetricGather
-from ring_attention_pytorch.transports.together import Together
+from ring_attention_pytorch import RingPlan, RingTransformer, explain_plan, positions, ring_attn
+from ring_attention_pytorch.comm import gather_symmetric as symmetric
+from ring_attention_pytorch.comm import transports
+from ring_attention_pytorch.comm.gather_first import Together
+from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
+from ring_attention_pytorch.comm.messages import Form
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.symmetric_memory import Shelf, shared_by
+from ring_attention_pytorch.kernels import _flash as _whole
+from ring_attention_pytorch.kernels import problem
+from ring_attention_pytorch.runtime.interfaces import Case
+from ring_attention_pytorch.runtime.streams import aside
 from tests.reference import dense_attention, relative_error
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}

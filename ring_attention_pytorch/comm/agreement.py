@@ -1,0 +1,248 @@
+"""All ranks agree, or all raise the same error: before any tensor is sent.
+
+A rank that disagrees about a shape makes gloo end the process, hand out wrong data, or hang.
+So whoever starts an exchange first compares notes, in one small all-gather over the host.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from hashlib import sha256
+from typing import Any, TypeVar
+
+from beartype import BeartypeConf, beartype
+from beartype.roar import BeartypeCallHintParamViolation
+
+from ring_attention_pytorch.comm.notes import Disagreement, by_value, call_site, exchange, ranks_of
+from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
+
+_LONGEST = 2000  # characters of a problem, or of what a note says of one thing
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def agree(
+    ring: Ring,
+    caller: str,
+    same: Mapping[str, Any],
+    own: Mapping[str, int] | None = None,
+    problem: str | None = None,
+    everywhere: Mapping[str, Any] | None = None,
+) -> list[dict[str, int]]:
+    """The `own` numbers of each rank of the ring, once `same` is the same on all of them.
+
+    `problem` is what this rank found wrong by itself; it is raised on every rank of the group,
+    so that no rank is left waiting. Ranks in messages are those of the group. `everywhere` is
+    what must be the same in all rings of the group, for it decides what they exchange next.
+
+    Raises:
+        ValueError: ranks are in different calls, one has a problem, or they differ; the same text
+            on all ranks.
+    """
+    note = {
+        "everywhere": {"ring size": ring.size, **(everywhere or {})},
+        "same": {name: _plain(value) for name, value in same.items()},
+        "own": dict(own or {}),
+        "step": ring.steps.notes,
+        "problem": _shortened(problem or ring.problem or "") or None,
+    }
+    notes = [
+        _read(caller, rank, told)
+        for rank, told in enumerate(ring.gather_notes(caller, json.dumps(note).encode()))
+    ]
+    problems = by_value([n["problem"] for n in notes])
+    problems.pop(None, None)
+    if problems:
+        found = (_at(p, ranks, len(notes)) for p, ranks in problems.items())
+        raise Disagreement(f"{caller}: {'; '.join(found)}")
+    _check_in_step(ring, caller, [n["step"] for n in notes])
+    for name in notes[0]["everywhere"]:
+        _check_same(caller, name, [n["everywhere"].get(name) for n in notes], first=0)
+    rings = [notes[first : first + ring.size] for first in range(0, len(notes), ring.size)]
+    for number, members in enumerate(rings):  # all of them: no ring is left alone with a mistake
+        for name in _names(members):
+            values = [n["same"].get(name) for n in members]
+            _check_same(caller, name, values, first=number * ring.size)
+    return [n["own"] for n in rings[ring.first // ring.size]]
+
+
+def problem_of(find: Callable[[], str | None]) -> str | None:
+    """What `find` says is wrong with one rank's arguments, or what goes wrong in it.
+
+    A tensor without values, say, or an object that breaks when it is looked at. All ranks are to be
+    told, whatever it is.
+
+    >>> problem_of(lambda: [][1])
+    'IndexError: list index out of range'
+    """
+    try:
+        return find()
+    except Exception as error:
+        kind = "" if type(error) is ValueError and str(error) else f"{type(error).__name__}: "
+        return f"{kind}{error}"
+
+
+def told_by_group(
+    caller: str, agreed: tuple[str, Any] = ("plan", None)
+) -> Callable[[dict[str, Any], str], None]:
+    """For `typed` functions over a `group`, which agree as that caller.
+
+    They agree only if the argument of this name is this value: without a plan, say.
+    """
+
+    def tell(given: dict[str, Any], problem: str) -> None:
+        given = {**given, **given.get("options", {})}
+        name, value = agreed
+        if given.get(name) is value:
+            group, size = given.get("group"), given.get("ring_size")
+            group = group if isinstance(group, Group) else None
+            ring = as_ring(group, size if isinstance(size, int) else None)
+            agree(ring, caller, {}, problem=problem)
+
+    return tell
+
+
+@contextmanager
+def in_the_same_call(ring: Ring, block: AbstractContextManager[None]) -> Iterator[None]:
+    """That block of `Ring.call`, once all ranks are in the same one.
+
+    Raises:
+        ValueError: they are not; the same text on all ranks, with what each is doing, and where
+            it was called.
+    """
+    with block:
+        exchange(ring.gather_bytes, f"{ring.steps.now}\n{call_site()}", b"")
+        yield
+
+
+def raise_together(ring: Ring, caller: str, problem: str | None) -> None:
+    """Raise what this ring found wrong with what its ranks said, which all of them know.
+
+    Other rings of the group are told, for else they would wait for these in what the whole group
+    exchanges next. All ranks of the group call this, whatever they found.
+
+    Raises:
+        ValueError: a ring has a problem; the same text on all ranks of the group.
+    """
+    if ring.several:
+        agree(ring, caller, {}, problem=problem)
+    elif problem is not None:
+        raise Disagreement(f"{caller}: {problem}")
+
+
+def typed(tell: Callable[[dict[str, Any], str], object]) -> Callable[[Function], Function]:
+    """A decorator: arguments are of their annotated types, or all ranks hear which one is not.
+
+    `tell` is given the arguments by name and what is wrong with them, and raises that on all ranks
+    that will wait for this one; where there are none it returns.
+
+    Raises:
+        ValueError: an argument is of another type; on all ranks alike.
+
+    >>> @typed(lambda given, problem: None)
+    ... def twice(x: int) -> int:
+    ...     return 2 * x
+    >>> twice("two")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: twice() parameter x='two' violates type hint <class 'int'>, ...
+    """
+
+    def decorate(function: Function) -> Function:
+        checked = beartype(function, conf=BeartypeConf(is_color=False))
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return checked(*args, **kwargs)
+            except BeartypeCallHintParamViolation as error:
+                if not _of_this_call(error):
+                    raise
+                problem = _in_one_line(error, function)
+            tell(signature.bind_partial(*args, **kwargs).arguments, problem)
+            raise ValueError(problem)
+
+        return call
+
+    return decorate
+
+
+def _of_this_call(error: BaseException) -> bool:
+    """Whether the function that was called has found it, and none that it has called itself."""
+    trace = error.__traceback__
+    return trace is not None and trace.tb_next is not None and trace.tb_next.tb_next is None
+
+
+def _in_one_line(error: BaseException, function: Callable[..., Any]) -> str:
+    """What a violation says from where it names the parameter."""
+    text = " ".join(str(error).split())
+    return f"{function.__name__}() {text[max(0, text.find('parameter ')) :]}"
+
+
+def _check_in_step(ring: Ring, caller: str, steps: list[int]) -> None:
+    """Raise where ranks have compared notes more or less often before; they count on alike."""
+    if len(found := by_value(steps)) == 1:
+        return
+    ring.steps.notes = max(steps) + 1
+    told = ", ".join(f"{n} on {ranks_of(at)}" for n, at in found.items())
+    raise Disagreement(
+        f"{caller}: ranks are out of step, some have skipped a call: notes were compared before "
+        f"this {told}; all ranks must make the same calls in the same order"
+    )
+
+
+def _check_same(caller: str, name: str, values: list[Any], first: int) -> None:
+    found = by_value([json.dumps(value, ensure_ascii=False) for value in values])
+    if len(found) > 1:
+        got = ", ".join(f"{v} on {ranks_of([first + r for r in at])}" for v, at in found.items())
+        raise Disagreement(
+            f"{caller}: {name} must be the same on every rank, got {got}; pass the same on all"
+        )
+
+
+def _shortened(text: str) -> str:
+    """So much as can be printed."""
+    return text[:_LONGEST].encode(errors="replace").decode()
+
+
+def _read(caller: str, rank: int, told: bytes) -> dict[str, Any]:
+    """The note of a rank, which may be of another version of this library, or of none."""
+    try:
+        note = json.loads(told)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(caller, rank, str(error)) from None
+    kinds = {
+        "everywhere": dict, "same": dict, "own": dict, "step": int, "problem": (str, type(None)),
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        if not isinstance(note, dict) or not isinstance(note.get(name, ...), kind):
+            raise _unreadable(caller, rank, f"it has no {name}")
+    return note
+
+
+def _unreadable(caller: str, rank: int, why: str) -> Disagreement:
+    return Disagreement(
+        f"{caller}: the note of rank {rank} can't be read: {why}; "
+        "run the same version of this library on all ranks"
+    )
+
+
+def _names(notes: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for n in notes for name in n["same"]))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, (bool, int, float, type(None))):
+        return value
+    text = str(value)
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:200]}... ({sha256(text.encode(errors='replace')).hexdigest()[:12]})"
+
+
+def _at(problem: str, ranks: list[int], size: int) -> str:
+    return problem if len(ranks) == size else f"{problem} (on {ranks_of(ranks)})"

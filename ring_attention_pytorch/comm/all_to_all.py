@@ -1,0 +1,184 @@
+"""What neighbours swap for Ulysses: each gets some tokens and heads of what each of them has.
+
+By messages; or out of memory that all of them can read, where a rank writes all that it has, and
+the others take what is theirs and put it in place, at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.messages import Form, Part, message_bytes, opened, packed, room
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.symmetric_memory import Shared, Shelf, Space, shared_by
+from ring_attention_pytorch.runtime.rowwise import has_triton
+from ring_attention_pytorch.runtime.streams import capturing, current_stream
+
+if TYPE_CHECKING:
+    from ring_attention_pytorch.comm._triton_copies import Moves
+
+
+class Move(NamedTuple):
+    """Some tokens and heads of what a place gives `[b, n, h, ...]`, and where they come to be."""
+
+    place: int
+    rows: slice
+    heads: slice
+    to_rows: slice
+    to_heads: slice
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How a tensor gets from all places to all places; in pairs (tokens, heads)."""
+
+    given: tuple[tuple[int, int], ...]  # what each has
+    got: tuple[tuple[int, int], ...]  # what each gets
+    moves: tuple[tuple[Move, ...], ...]  # to each
+
+    def form(self, t: Tensor, place: int) -> Part:
+        """What that place gives, of tensors like this one."""
+        return Part((t.shape[0], *self.given[place], *t.shape[3:]), t.dtype)
+
+    def room(self, t: Tensor, place: int) -> Tensor:
+        """For what that place gets."""
+        return t.new_empty((t.shape[0], *self.got[place], *t.shape[3:]))
+
+
+# --- messages ---
+
+
+def by_messages(ring: Ring, tensors: Sequence[Tensor], ways: Sequence[Way]) -> list[Tensor]:
+    """What comes of tensors that go these ways, each rank's in one message to each other."""
+    me, others = ring.rank, [rank for rank in range(ring.size) if rank != ring.rank]
+    to = {rank: _form(tensors, ways, me, rank) for rank in others}
+    come = {rank: _form(tensors, ways, rank, me) for rank in others}
+    sends = [
+        (rank, packed(_given(tensors, ways, me, rank), form, _room(tensors[0], form)))
+        for rank, form in to.items()
+    ]
+    receives = [(rank, _room(tensors[0], form)) for rank, form in come.items()]
+    with ring.call("Ulysses swap"):
+        messages = ring.exchange(sends, receives).wait()
+    parts = {me: _given(tensors, ways, me, me)}
+    parts |= {rank: opened(m, form) for m, (rank, form) in zip(messages, come.items())}
+    found = [way.room(t, me) for t, way in zip(tensors, ways)]
+    for rank, theirs in parts.items():
+        for place, part in zip(_taken(found, ways, rank, me), theirs):
+            place.copy_(part)
+    return found
+
+
+def _between(ways: Sequence[Way], sender: int, receiver: int) -> Iterator[tuple[int, Move]]:
+    """What one of them gives another, and of which tensor."""
+    for i, way in enumerate(ways):
+        for move in way.moves[receiver]:
+            if move.place == sender:
+                yield i, move
+
+
+def _form(tensors: Sequence[Tensor], ways: Sequence[Way], sender: int, receiver: int) -> Form:
+    parts = []
+    for i, move in _between(ways, sender, receiver):
+        t, rows = tensors[i], move.rows
+        length = len(range(rows.start, rows.stop, rows.step or 1))
+        heads = move.heads.stop - move.heads.start
+        parts.append(Part((t.shape[0], length, heads, *t.shape[3:]), t.dtype))
+    return tuple(parts)
+
+
+def _given(
+    tensors: Sequence[Tensor], ways: Sequence[Way], sender: int, receiver: int
+) -> list[Tensor]:
+    return [tensors[i][:, m.rows, m.heads] for i, m in _between(ways, sender, receiver)]
+
+
+def _taken(
+    tensors: Sequence[Tensor], ways: Sequence[Way], sender: int, receiver: int
+) -> list[Tensor]:
+    return [tensors[i][:, m.to_rows, m.to_heads] for i, m in _between(ways, sender, receiver)]
+
+
+def _room(like: Tensor, form: Form) -> Tensor:
+    return room(like, message_bytes(form))
+
+
+# --- shared memory ---
+
+Key = tuple[tuple[Way, ...], int, Form]  # of tensors' ways, which of them it is, what is written
+
+
+@dataclass(frozen=True, eq=False)
+class SharedSwap:
+    """Each writes what it has, and reads what it gets where the others wrote it."""
+
+    space: Space
+    ranks: tuple[int, ...]  # of the neighbours, in the group that the space is of
+    # worked out when first needed, for as long as there is that shelf
+    moves: WeakKeyDictionary[Shelf, dict[Key, "Moves"]] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )
+
+    @classmethod
+    def among(cls, neighbours: Ring, most: int, device: torch.device) -> "SharedSwap | None":
+        """For tensors of so many bytes together at most, anywhere in the group; None where its
+        ranks can't share memory. All of them call this together.
+        """
+        shared = shared_by(neighbours, device)
+        return None if shared is None else cls.over(shared, most)
+
+    @classmethod
+    def over(cls, shared: Shared, most: int) -> "SharedSwap":
+        """With room for them."""
+        space, group, ranks = shared
+        space.make_room(group, swaps=most)
+        return cls(space, ranks)
+
+    def swap(self, me: int, tensors: Sequence[Tensor], ways: Sequence[Way]) -> list[Tensor]:
+        """What comes of these tensors, which go these ways, at one place."""
+        shelf = self.space.swaps
+        forms = [
+            tuple(way.form(t, place) for t, way in zip(tensors, ways))
+            for place in range(len(self.ranks))
+        ]
+        self.space.follow_stream()
+        shelf.meet()
+        for place, t in zip(shelf.mine(forms[me]), tensors):
+            place.copy_(t)
+        shelf.publish()
+        theirs = [shelf.of(rank, form) for rank, form in zip(self.ranks, forms)]
+        found = []
+        for i, (t, way) in enumerate(zip(tensors, ways)):
+            into, sources, moves = way.room(t, me), [each[i] for each in theirs], way.moves[me]
+            if into.is_cuda and has_triton():
+                self._moves((tuple(ways), i, forms[me]), sources, moves, into).run(into)
+            else:
+                for m in moves:
+                    into[:, m.to_rows, m.to_heads] = sources[m.place][:, m.rows, m.heads]
+            found.append(into)
+        return found
+
+    def _moves(
+        self, key: Key, sources: Sequence[Tensor], moves: Sequence[Move], into: Tensor
+    ) -> "Moves":
+        """Those of the shelf at hand; their table stays for as long as anything reads it."""
+        from ring_attention_pytorch.comm._triton_copies import Moves
+
+        shelf, captured = self.space.swaps, capturing(into.device)
+        known = self.moves.setdefault(shelf, {})
+        if key not in known:
+            if captured:
+                raise ValueError(
+                    "ulysses: before a CUDA graph is captured its plan must have run once, forward "
+                    "and backward, and no other plan been made after that; run it, then capture"
+                )
+            known[key] = Moves.of(sources, moves, into)
+        if captured:
+            shelf.read_by_graphs.add(known[key].table)
+        else:
+            known[key].table.record_stream(current_stream(into.device))
+        return known[key]

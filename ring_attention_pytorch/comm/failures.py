@@ -1,0 +1,149 @@
+"""What becomes of ranks when one of them fails: errors that say who waited, and waits that end."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import NamedTuple
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ring_attention_pytorch.comm.notes import ranks_of
+
+_LONGEST = 300  # characters of what a backend says
+
+
+class Step(NamedTuple):
+    """Where the ranks of a ring are: in which exchange of which call.
+
+    >>> print(Step("ring attention, backward", plan=2, call=7, hop=1))
+    ring attention, backward: call 7 by plan 2, hop 1
+    """
+
+    operation: str  # and its direction
+    plan: int  # its number; 0 without one
+    call: int  # of the ring, since ranks last compared notes
+    hop: int  # exchanges of this call so far
+
+    def __str__(self) -> str:
+        plan = f" by plan {self.plan}" if self.plan else ""
+        return f"{self.operation}: call {self.call}{plan}, hop {self.hop}"
+
+
+class RingError(RuntimeError):
+    """An exchange between ranks has failed; what the transport said is its cause.
+
+    Attributes:
+        step: in which exchange this rank was; None outside of any.
+        ranks: those of the group that it waited for.
+    """
+
+    def __init__(self, text: str, step: Step | None = None, ranks: Sequence[int] = ()):
+        super().__init__(text)
+        self.step, self.ranks = step, tuple(ranks)
+
+    @classmethod
+    def waiting(cls, step: Step, ranks: Sequence[int], cause: BaseException) -> "RingError":
+        """For a wait for ranks that ended with that cause; in `fail_together` they are told."""
+        tell_peers()
+        ranks = sorted({*ranks})
+        said = " ".join(str(cause).split()).split(". ")[0][:_LONGEST]
+        return cls(
+            f"{step}: waited for {ranks_of(ranks)}, and the transport failed: {said}. A rank has "
+            "failed, is late or makes other calls; RING_ATTENTION_CHECK=always tells where",
+            step,
+            ranks,
+        )
+
+
+@contextmanager
+def awaiting(step: Step, ranks: Sequence[int]) -> Iterator[None]:
+    """A block that waits for ranks: its errors are `RingError`s that name them."""
+    try:
+        yield
+    except RingError:
+        raise
+    except RuntimeError as error:
+        raise RingError.waiting(step, ranks, error) from error
+
+
+_groups: WeakSet[ProcessGroup] = WeakSet()  # over which ranks exchange anything
+_inherited: WeakSet[ProcessGroup] = WeakSet()  # from the process that this one was forked from
+_blocks = 0  # of fail_together
+
+
+def known(group: ProcessGroup) -> ProcessGroup:
+    """The group, which takes part from here on in `fail_together`.
+
+    Raises:
+        RingError: the process inherited it when it was forked.
+    """
+    if _inherited and (group in _inherited or _world() in _inherited):
+        raise RingError(
+            "this process was forked from one that had a process group, whose connections it "
+            "can't use: start processes with 'spawn' or 'forkserver', or call this in the parent"
+        )
+    _groups.add(group)
+    return group
+
+
+def _world() -> ProcessGroup | None:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _remember_groups() -> None:
+    _inherited.update(_groups)
+    if (world := _world()) is not None:
+        _inherited.add(world)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_remember_groups)
+
+
+@contextmanager
+def fail_together() -> Iterator[None]:
+    """Let all ranks fail as soon as one does, not when their groups' timeout has passed.
+
+    What fails in this block, or in a ring's call within it, ends all that its process' groups
+    have under way. Ranks that wait for it raise `RingError` at once, and those who wait for them.
+    Such groups are of no more use: a process that lives on makes new ones.
+
+    >>> with fail_together():  # around all that a rank does
+    ...     pass
+    """
+    global _blocks
+    _blocks += 1
+    try:
+        yield
+    except BaseException:
+        tell_peers()
+        raise
+    finally:
+        _blocks -= 1
+
+
+def tell_peers() -> None:
+    """End what is under way in all groups, in a block of `fail_together`; elsewhere do nothing."""
+    if not _blocks:
+        return
+    for group in [*_groups, *([] if (world := _world()) is None else [world])]:
+        config = str(dist.get_backend_config(group))
+        if "gloo" in config:
+            _close(group)
+        if "nccl" in config:
+            group.abort()
+
+
+def _close(group: ProcessGroup) -> None:
+    """Close a gloo group's connections, which ends all waits for them, here and there.
+
+    gloo has no abort. But a message that does not come in time closes all of them.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):  # it did not come, or that one is closed already
+                group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))

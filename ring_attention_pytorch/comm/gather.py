@@ -1,0 +1,258 @@
+"""All the keys that a rank needs at once, straight from their owners, while its own block computes.
+
+What comes is put together so that few large tiles cover it, in the order of positions as a rule. In
+backward each rank sends an owner what it computed for its keys, in the inputs' dtype (float16 as
+float32), and the owner sums that in the accumulator's, always in the same order.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.messages import Form, form_of, message_bytes, opened, packed, room
+from ring_attention_pytorch.comm.ring import Ring, Transfer
+from ring_attention_pytorch.geometry.layouts import Segments, count
+from ring_attention_pytorch.runtime.accumulate import Sum
+from ring_attention_pytorch.runtime.interfaces import Keys
+from ring_attention_pytorch.runtime.rowwise import sent
+from ring_attention_pytorch.schedule.pieces import (
+    Blocks,
+    Group,
+    Pieces,
+    coming_home,
+    joined,
+    of_owner,
+    places,
+    schedule,
+    stretch,
+    tokens,
+)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Owners a group at a time, the next group under way while one computes.
+
+    Messages go point to point, each exactly what its receiver needs, over any group.
+
+    Every rank sends to and receives from every rank of a group, be the message empty: so there
+    is no decision around a message that depends on the rank.
+    """
+
+    ring: Ring
+    groups: tuple[Group, ...]
+    lengths: tuple[int, ...]  # keys that each rank holds
+    overtaken = False
+
+    @classmethod
+    def make(cls, ring: Ring, blocks: Blocks, at_once: int) -> "Gather":
+        return cls(ring, schedule(blocks, at_once), tuple(map(count, blocks.keys)))
+
+    @property
+    def keeps(self) -> bool:
+        """Those of a group go when the next but one comes."""
+        return len(self.groups) == 1
+
+    @property
+    def capturable(self) -> bool:
+        """Only if nothing is sent."""
+        return not self.groups
+
+    def follow_stream(self) -> Hashable:
+        """Nothing is shared."""
+        return None
+
+    def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
+        """The positions of own keys, backward those for the end apart, and of others'."""
+        length = count(own)
+        cut = self._cut(length) if back else length
+        yield stretch(own, slice(0, cut))
+        for group in self._back if back else self.groups:
+            whole = joined(group.pieces[self.ring.rank])
+            yield from (stretch(whole, part) for part in self._parts(group))
+        if cut < length:
+            yield stretch(own, slice(cut, length))
+
+    def stream(self, keys: Keys) -> Iterator[Keys]:
+        """Own keys, then those of the others, stage by stage."""
+        for _, block, parts in self._blocks(keys, self.groups):
+            yield from (_some(block, part) for part in parts)
+
+    def stream_back(
+        self, own_keys: Keys, own: tuple[Sum, Sum]
+    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+        """The same, but in one stage; gradients of a group go home while what comes next computes.
+
+        Where many come home last, half of own keys are kept for the end, to compute on meanwhile.
+        """
+        blocks = self._blocks(own_keys, self._back)
+        next(blocks)
+        if not self.groups:
+            yield own_keys, own
+            return
+        length = own_keys.k.shape[1]
+        cut = self._cut(length)
+        yield from _of_own(own_keys, slice(0, cut), own)
+        if len(self.groups) > 1:
+            for total in own:
+                total.running()  # else what comes of each group would wait to be added
+        going: Callable[[], None] | None = None
+        for group, keys, parts in blocks:
+            deque(parts, maxlen=0)  # all that comes has come
+            grads = self._grads_of(keys)
+            if keys.segments:
+                yield keys, grads
+            if going is not None:
+                going()
+                going = None
+            going = self._send_home(group, own_keys, grads, own)
+            keys = grads = None  # they are sent, or where they are read from
+        if cut < length:
+            yield from _of_own(own_keys, slice(cut, length), own)
+        if going is not None:
+            going()
+
+    def _cut(self, length: int) -> int:
+        """Where own keys are cut in backward: what follows is for the end."""
+        return length - length // 2 if self._much_comes_last else length
+
+    @cached_property
+    def _much_comes_last(self) -> bool:
+        """Whether of the last group some rank waits for gradients of a quarter of its keys.
+
+        Less takes NVLink no longer than a further call of a kernel takes to pass over all queries.
+        All ranks go by the one who waits longest: those who did otherwise would keep it waiting.
+        """
+        coming = coming_home(self.groups[-1]) if self.groups else Counter[int]()
+        return any(4 * coming[owner] >= length > 0 for owner, length in enumerate(self.lengths))
+
+    @cached_property
+    def _back(self) -> tuple[Group, ...]:
+        """The groups backward: each further call would cost more than it hides."""
+        return tuple(group.at_once for group in self.groups)
+
+    def _blocks(
+        self, own: Keys, groups: tuple[Group, ...]
+    ) -> Iterator[tuple[Group | None, Keys, Iterable[slice]]]:
+        """Own keys, and then those of each group, and the tokens that have come, part by part."""
+        pulls = (self._pull(own, group) for group in groups)  # posted when asked for
+        coming = next(pulls, None)
+        yield None, own, (slice(0, own.k.shape[1]),)
+        for group in groups:
+            (k, v, *mask), parts = coming()
+            coming = None  # let go before more is asked for
+            coming = next(pulls, None)
+            mine = joined(group.pieces[self.ring.rank])
+            yield group, Keys(k, v, mask[0] if mask else None, mine), parts
+
+    def _parts(self, group: Group) -> list[slice]:
+        """The tokens that come here of a group, stage by stage."""
+        return [part for part in group.parts[self.ring.rank] if part.start < part.stop]
+
+    def _pull(self, own: Keys, group: Group) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
+        """Post the messages of a group; what is returned waits and puts together what came."""
+        rank, pieces = self.ring.rank, group.pieces[self.ring.rank]
+        tensors = [t for t in own[:3] if t is not None]
+        sends = {user: of_owner(group.pieces[user], rank) for user in self._users(group.distances)}
+        forms = {
+            owner: form_of(tensors, tokens(of_owner(pieces, owner)))
+            for owner in self._owners(group.distances)
+        }
+        taken = {theirs: _taken(tensors, theirs) for theirs in set(sends.values())}
+        messages = {user: taken[theirs] for user, theirs in sends.items()}
+        coming = self._exchange(own.k, messages, forms)
+
+        def wait() -> tuple[list[Tensor], Iterable[slice]]:
+            if not (received := coming.wait()) or not pieces:
+                return [t[:, :0] for t in tensors], ()
+            found = (opened(m, form) for m, form in zip(received, forms.values()))
+            by_owner = {owner: _split(pieces, owner, t) for owner, t in zip(forms, found)}
+            in_order = [next(by_owner[piece.owner]) for piece in pieces]
+            return [torch.cat(parts, dim=1) for parts in zip(*in_order)], self._parts(group)
+
+        return wait
+
+    def _grads_of(self, keys: Keys) -> tuple[Sum, Sum]:
+        """For those of a group, in one call."""
+        return tuple(Sum(t, calls=1, dtype=sent(t.dtype)) for t in keys[:2])
+
+    def _send_home(
+        self, group: Group, own_keys: Keys, grads: tuple[Sum, Sum], own: tuple[Sum, Sum]
+    ) -> Callable[[], None]:
+        """Post the gradients of a group; what is returned waits and adds what came to `own`."""
+        rank, kinds = self.ring.rank, as_sent(own_keys)
+        mine, messages = group.pieces[rank], {}
+        found = [total.final() for total in grads]
+        for owner in self._owners(group.distances):
+            at = [where for _, where in places(mine, owner)]
+            form = form_of(kinds, tokens(of_owner(mine, owner)))
+            parts = [_columns(t, at) for t in found] if at else [t[:, :0] for t in kinds]
+            messages[owner] = packed(parts, form)
+        theirs = {user: of_owner(group.pieces[user], rank) for user in self._users(group.distances)}
+        forms = {user: form_of(kinds, tokens(pieces)) for user, pieces in theirs.items()}
+        coming = self._exchange(own_keys.k, messages, forms)
+
+        def wait() -> None:
+            for message, (user, pieces) in zip(coming.wait(), theirs.items()):
+                for total, part in zip(own, opened(message, forms[user])):
+                    total.add_all((piece.cols, part[:, at]) for piece, at in places(pieces, rank))
+
+        return wait
+
+    def _exchange(
+        self, like: Tensor, messages: dict[int, Tensor], forms: dict[int, Form]
+    ) -> Transfer:
+        received = [(rank, room(like, message_bytes(form))) for rank, form in forms.items()]
+        return self.ring.exchange(list(messages.items()), received)
+
+    def _owners(self, distances: tuple[int, ...]) -> list[int]:
+        """Whose keys come to this rank."""
+        return [(self.ring.rank - t) % self.ring.size for t in distances]
+
+    def _users(self, distances: tuple[int, ...]) -> list[int]:
+        """To whom this rank's keys go."""
+        return [(self.ring.rank + t) % self.ring.size for t in distances]
+
+
+def as_sent(keys: Keys) -> tuple[Tensor, Tensor]:
+    """What gradients of such keys and values are like when they travel, but for their tokens."""
+    k, v = (t if t.dtype == sent(t.dtype) else t[:, :0].to(sent(t.dtype)) for t in keys[:2])
+    return k, v
+
+
+def _some(keys: Keys, at: slice) -> Keys:
+    """Those of some tokens, as they lie."""
+    if at == slice(0, keys.k.shape[1]):
+        return keys
+    k, v, mask = (None if t is None else t[:, at] for t in keys[:3])
+    return keys._replace(k=k, v=v, key_mask=mask, segments=stretch(keys.segments, at))
+
+
+def _of_own(keys: Keys, at: slice, own: tuple[Sum, Sum]) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+    """Some of one's own keys, whose gradients are added to `own` by themselves."""
+    some = _some(keys, at)
+    grads = Sum(some.k), Sum(some.v)
+    yield some, grads
+    for total, part in zip(own, grads):
+        part.move_to(total, at.start)
+
+
+def _columns(t: Tensor, at: list[slice]) -> Tensor:
+    parts = [t[:, cols] for cols in at]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _taken(tensors: list[Tensor], pieces: Pieces) -> Tensor:
+    """A message of these pieces of one's own keys."""
+    chosen = [p.cols for p in pieces] or [slice(0, 0)]
+    return packed([_columns(t, chosen) for t in tensors], form_of(tensors, tokens(pieces)))
+
+
+def _split(pieces: Pieces, owner: int, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Each piece of one owner out of what it sent."""
+    for _, at in places(of_owner(pieces, owner), owner):
+        yield [t[:, at] for t in tensors]

@@ -1,0 +1,109 @@
+"""All keys that a rank needs, its own among them, before it computes on any.
+
+For few tokens whose calls the host launches one by one, which takes longer than a GPU takes to run
+them. Keys lie in the order of positions, in one block, so that there is little to merge; and as
+nothing goes side by side, there are no streams to wait for one another.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather, apart, room_for
+from ring_attention_pytorch.comm.symmetric_memory import Shared
+from ring_attention_pytorch.geometry.layouts import Segments
+from ring_attention_pytorch.runtime.accumulate import Sum
+from ring_attention_pytorch.runtime.interfaces import Keys
+from ring_attention_pytorch.runtime.rowwise import accumulator, add_
+from ring_attention_pytorch.schedule.pieces import (
+    Blocks,
+    Job,
+    Pieces,
+    all_together,
+    joined,
+    tokens,
+)
+
+
+@dataclass(frozen=True)
+class Together(SymmetricGather):
+    """`SymmetricGather` of one group, to which every rank itself belongs."""
+
+    @classmethod
+    def like(cls, gather: SymmetricGather, blocks: Blocks, job: Job, shared: Shared) -> "Together":
+        """With room for gradients of own keys, too."""
+        group = all_together(blocks)
+        widest = max(map(tokens, group.pieces))
+        shared.space.make_room(shared.group, grads=widest * job.grad_bytes)
+        return cls(gather.ring, (group,), gather.lengths, shared.space, shared.ranks)
+
+    @property
+    def keeps(self) -> bool:
+        """There is nothing that could go beside a call."""
+        return False
+
+    def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
+        yield self._segments
+
+    def stream(self, keys: Keys) -> Iterator[Keys]:
+        self.space.begin(turns=1, back=False)
+        yield self._all(keys)
+
+    def stream_back(
+        self, own_keys: Keys, own: tuple[Sum, Sum]
+    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+        self.space.begin(turns=1, back=True)
+        keys = self._all(own_keys)
+        grads = self._grads_of(keys)
+        yield keys, grads
+        for total in grads:
+            total.final()
+        self.space.grads.publish()
+        for total, found in zip(own, self._brought(own_keys)):
+            total.add(slice(0, found.shape[1]), found)
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        return self.groups[0].pieces[self.ring.rank]
+
+    @cached_property
+    def _segments(self) -> Segments:
+        return joined(self._pieces)
+
+    def _all(self, own: Keys) -> Keys:
+        """What this rank needs, in the order of positions."""
+        shelf, lengths = self.space.keys, [piece.segment.length for piece in self._pieces]
+        whole = [room_for(t, sum(lengths)) for t in self._written(own)]
+        shelf.publish()
+        there = []
+        for piece in self._pieces:
+            form = self._form(own, self.lengths[piece.owner], masks=True)
+            theirs = shelf.of(self.ranks[piece.owner], form)
+            there.append([t[:, piece.cols] for t in theirs])
+        for place, parts in zip(whole, zip(*there)):  # by one kernel: nothing else computes
+            here = place.split(lengths, dim=1)
+            if len(own.k):
+                torch._foreach_copy_(_by_sample(here), _by_sample(parts))
+        k, v = apart(whole[0], own)
+        return Keys(k, v, whole[1] if len(whole) > 1 else None, self._segments)
+
+    def _brought(self, own: Keys) -> list[Tensor]:
+        """The gradients of own k and v, added in the accumulator's dtype, each in memory of its
+        own."""
+        found = [*self._coming(self.groups[0], own)]
+        (b, n, h, d), dtype = own.k.shape, own.k.dtype
+        both = own.k.new_empty((b, n, h, d + own.v.shape[-1]), dtype=accumulator(dtype))
+        if sum(here.stop - here.start for here, _ in found) < n:
+            both.zero_()  # nobody sees some of them
+        for here, parts in found:
+            add_(both[:, here], *parts, fresh=True)
+        alone = dict(copy=True, memory_format=torch.contiguous_format)
+        return [t.to(dtype, **alone) for t in apart(both, own)]
+
+
+def _by_sample(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Of several samples each by itself, which is dense."""
+    return tensors if len(tensors[0]) == 1 else [t for each in tensors for t in each.unbind()]

@@ -1,0 +1,328 @@
+"""Gathering out of memory that all ranks of an NVLink domain can read.
+
+A rank writes its keys, or the gradients of others' keys, into its own shelf. The others pull
+keys that they need on a stream of its own, by copies between contiguous memory, which take no
+multiprocessors. An owner adds its gradients on such a stream, in one order: copies of them, or,
+where nothing is left to compute meanwhile, as they lie there.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.gather import Gather, as_sent
+from ring_attention_pytorch.comm.messages import Form, form_of
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.symmetric_memory import Mark, Shared, Space
+from ring_attention_pytorch.geometry.layouts import count
+from ring_attention_pytorch.runtime.accumulate import Sum, stretches
+from ring_attention_pytorch.runtime.interfaces import Keys
+from ring_attention_pytorch.runtime.rowwise import accumulator, add_, sent
+from ring_attention_pytorch.runtime.streams import behind
+from ring_attention_pytorch.schedule.pieces import (
+    Blocks,
+    Group,
+    Job,
+    come_home_aside,
+    in_two_stages,
+    most_in_front,
+    places,
+    schedule,
+    tokens,
+)
+
+
+class Source(NamedTuple):
+    """What this rank takes out of another's message of so many tokens, and where it puts it."""
+
+    rank: int  # in the group that the space is of
+    length: int
+    moves: tuple[tuple[slice, slice], ...]  # from there to here
+
+    def joined(self) -> "Source":
+        """In as few moves as can be: a copy takes some time, however short.
+
+        >>> at = [((0, 2), (4, 6)), ((2, 3), (6, 7)), ((3, 4), (8, 9))]
+        >>> moves = tuple((slice(*there), slice(*here)) for there, here in at)
+        >>> Source(0, 9, moves).joined().moves
+        ((slice(0, 3, None), slice(4, 7, None)), (slice(3, 4, None), slice(8, 9, None)))
+        """
+        found: list[tuple[slice, slice]] = []
+        for there, here in self.moves:
+            if found and (found[-1][0].stop, found[-1][1].stop) == (there.start, here.start):
+                before, after = found.pop()
+                there, here = slice(before.start, there.stop), slice(after.start, here.stop)
+            found.append((there, here))
+        return self._replace(moves=tuple(found))
+
+
+@dataclass(frozen=True)
+class SymmetricGather(Gather):
+    """`Gather` where messages are replaced by pulls.
+
+    `ranks` are those of the ring in the group that the space is of; `known` is what was worked out
+    of what has to move. Where the call of own keys is `overtaken` by those of the others', it is
+    what goes on while gradients come home. If that leaves copy engines time, they bring gradients
+    `aside`; else all multiprocessors read them where they are.
+    """
+
+    space: Space
+    ranks: tuple[int, ...]
+    overtaken: bool = False
+    aside: bool = False
+    known: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def over(
+        cls,
+        ring: Ring,
+        blocks: Blocks,
+        at_once: int,
+        job: Job,
+        shared: Shared,
+        overtaken: bool = False,
+        late: bool = False,
+    ) -> "SymmetricGather":
+        """With room for the keys of that job and their gradients. Keys that come late come in two
+        stages."""
+        groups = (in_two_stages(blocks),) if late else schedule(blocks, at_once)
+        lengths = tuple(map(count, blocks.keys))
+        widest = max((tokens(p) for g in groups for p in g.pieces), default=0)
+        space, group, ranks = shared
+        token_bytes = job.token_bytes + job.batch  # and a mask
+        space.make_room(group, keys=max(lengths) * token_bytes, grads=widest * job.grad_bytes)
+        overtaken = overtaken and len(groups) == 1  # of several, calls wait for one another
+        divided = Gather(ring, groups, lengths)
+        cuts = [0 if overtaken else divided._cut(length) for length in lengths]
+        aside = come_home_aside(blocks, groups, cuts, job, overtaken)
+        return cls(ring, groups, lengths, space, ranks, overtaken, aside)
+
+    @property
+    def capturable(self) -> bool:
+        """Barriers and copies are what graphs are made for."""
+        return True
+
+    def follow_stream(self) -> Hashable:
+        """The shelves that calls before used, on whatever stream."""
+        self.space.follow_stream()
+        return self.space.keys, self.space.grads
+
+    def _cut(self, length: int) -> int:
+        return length if self.overtaken else super()._cut(length)
+
+    def stream(self, keys: Keys) -> Iterator[Keys]:
+        if self.groups:
+            self.space.begin(len(self.groups), back=False)
+        return super().stream(keys)
+
+    def stream_back(
+        self, own_keys: Keys, own: tuple[Sum, Sum]
+    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+        if self.groups:
+            self.space.begin(len(self.groups), back=True)
+        return super().stream_back(own_keys, own)
+
+    def _pull(self, own: Keys, group: Group) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
+        shelf, stages = self.space.keys, self._of_keys(group)
+        written = self._written(own)
+        whole = [room_for(t, tokens(group.pieces[self.ring.rank])) for t in written]
+        # before the kernel that runs beside the copies: else it might have to wait for room there
+        shelf.publish()
+        shelf.follow()
+
+        def pull() -> tuple[list[Tensor], Iterable[slice]]:
+            # told to the device only now, when that kernel has been launched
+            ends = []
+            with shelf.beside():
+                for sources in stages:
+                    for rank, length, moves in sources:  # each rank begins with another one
+                        form = self._form(own, length, masks=True)
+                        for place, t in zip(whole, shelf.of(rank, form)):
+                            for there, here in moves:
+                                _copy(place[:, here], t[:, there])
+                    ends.append(shelf.mark())
+            parts = come(ends)
+            found = [*apart(whole[0], own), *whole[1:]]
+            # of several groups all is read here before the next turn, which says that it was
+            return found, parts if len(self.groups) == 1 else [*parts]
+
+        def come(ends: list[Mark]) -> Iterator[slice]:
+            for part, end in zip(group.parts[self.ring.rank], ends):
+                shelf.join(end)
+                if part.start < part.stop:
+                    yield part
+
+        return pull
+
+    def _written(self, own: Keys) -> list[Tensor]:
+        """Own keys where the others will read them."""
+        places = self.space.keys.own(self._form(own, own.k.shape[1], masks=True))
+        torch.cat((own.k, own.v), dim=-1, out=places[0])
+        if own.key_mask is not None:
+            places[1].copy_(own.key_mask)
+        return places
+
+    def _form(self, keys: Keys, length: int, masks: bool = False) -> Form:
+        """Of so many tokens like these, which are always alike, or of their gradients: k and v
+        beside one another, so that one copy brings both, for each takes some time to begin."""
+        if (masks, length) not in self.known:
+            k, v, *mask = form_of(keys[:3] if masks else as_sent(keys), length)
+            both = k._replace(shape=(*k.shape[:-1], k.shape[-1] + v.shape[-1]))
+            self.known[masks, length] = both, *mask
+        return self.known[masks, length]
+
+    def _grads_of(self, keys: Keys) -> tuple[Sum, Sum]:
+        """Where their owners read them; kernels that can make them there."""
+        (place,) = self.space.grads.own(self._form(keys, keys.k.shape[1]))
+        k, v = apart(place, keys)
+        found = ((keys.k, k), (keys.v, v))
+        return tuple(Sum(t, calls=1, place=at, dtype=sent(t.dtype)) for t, at in found)
+
+    def _send_home(
+        self, group: Group, own_keys: Keys, grads: tuple[Sum, Sum], own: tuple[Sum, Sum]
+    ) -> Callable[[], None]:
+        shelf = self.space.grads
+        coming = [
+            (here, room_for(parts[0], wide=len(parts) > 1), parts)
+            for here, parts in self._coming(group, own_keys)
+        ]
+        with behind(own_keys.k.device) if self.overtaken else nullcontext():
+            for total in grads if group.pieces[self.ring.rank] else ():
+                total.final()
+            shelf.publish()  # it is everyone's turn, be there nothing to write
+            shelf.follow()
+        with shelf.beside():
+            for _, room, parts in coming:
+                _sum(room, parts, self.aside)
+            end = shelf.mark()
+
+        def wait() -> None:
+            if len(self.groups) > 1:
+                shelf.join(end)
+            sums = [(here, apart(room, own_keys)) for here, room, _ in coming]
+            for i, total in enumerate(own):
+                if len(self.groups) == 1:  # dq need not wait for that
+                    total.after(partial(shelf.join, end))
+                total.add_all((here, both[i]) for here, both in sums)
+
+        return wait
+
+    def _coming(self, group: Group, own: Keys) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Stretches of own tokens, and their gradients where others have them."""
+        for here, users in self._of_grads(group):
+            found = (
+                (self.space.grads.of(rank, self._form(own, length))[0], there)
+                for rank, length, there in users
+            )
+            yield here, [theirs[:, there] for theirs, there in found]
+
+    def _of_keys(self, group: Group) -> list[list[Source]]:
+        """Out of each owner's keys, what this rank needs of them, stage by stage."""
+        if ("keys", id(group)) not in self.known:
+            pieces, stages = group.pieces[self.ring.rank], []
+            for stage in group.stages:
+                found = [
+                    Source(
+                        self.ranks[owner],
+                        self.lengths[owner],
+                        tuple((piece.cols, here) for piece, here in places(pieces, owner)),
+                    )
+                    for owner in self._owners(stage)
+                ]
+                if len(group.stages) > 1:
+                    stages.append([source.joined() for source in found])
+                else:
+                    stages.append(_in_rounds(found[::-1] if most_in_front(group) else found))
+            self.known["keys", id(group)] = stages
+        return self.known["keys", id(group)]
+
+    def _of_grads(self, group: Group) -> list[tuple[slice, list[tuple[int, int, slice]]]]:
+        """For stretches of own tokens, who has found gradients of them: the rank, how many it has
+        in all, and where they lie among those."""
+        if ("grads", id(group)) not in self.known:
+            sources = [
+                Source(
+                    self.ranks[user],
+                    tokens(group.pieces[user]),
+                    tuple(
+                        (there, piece.cols)
+                        for piece, there in places(group.pieces[user], self.ring.rank)
+                    ),
+                ).joined()
+                for user in self._users(group.distances)
+            ]
+            self.known["grads", id(group)] = _by_stretch(sources)
+        return self.known["grads", id(group)]
+
+
+def _by_stretch(sources: Sequence[Source]) -> list[tuple[slice, list[tuple[int, int, slice]]]]:
+    """Stretches of what is here, and the ranks that have something for all of each.
+
+    >>> at = {1: (slice(4, 8), slice(0, 4)), 2: (slice(0, 2), slice(2, 4))}
+    >>> for found in _by_stretch([Source(rank, 8, (move,)) for rank, move in at.items()]):
+    ...     print(*found)
+    slice(0, 2, None) [(1, 8, slice(4, 6, None))]
+    slice(2, 4, None) [(1, 8, slice(6, 8, None)), (2, 8, slice(0, 2, None))]
+    """
+    moves = [(source, *move) for source in sources for move in source.moves]
+    found = []
+    for at, which in stretches([here for _, _, here in moves]):
+        users = []
+        for source, there, here in (moves[i] for i in which):
+            by = there.start - here.start
+            users.append((source.rank, source.length, slice(at.start + by, at.stop + by)))
+        found.append((at, users))
+    return found
+
+
+def _in_rounds(sources: list[Source]) -> list[Source]:
+    """One piece of each, then the next of each. Of many of one rank those that join go at once.
+
+    So no two ranks read from the same one at a time, which both would wait for, where pieces are
+    as long and all begin with those of whom they need most: of zigzag's causal chunks each rank
+    needs one of those behind it and two of those in front. (Not so with windows, and striped.)
+
+    >>> [s.rank for s in _in_rounds([Source(i, 4, ((),) * n) for i, n in ((2, 2), (3, 2), (0, 1))])]
+    [2, 3, 0, 2, 3]
+    """
+    few = (source if len(source.moves) <= 2 else source.joined() for source in sources)
+    each = ([source._replace(moves=(move,)) for move in source.moves] for source in few)
+    return [source for some in zip_longest(*each) for source in some if source is not None]
+
+
+def apart(both: Tensor, keys: Keys) -> tuple[Tensor, ...]:
+    """k and v, or their gradients, that lie beside one another."""
+    return both.split((keys.k.shape[-1], keys.v.shape[-1]), dim=-1)
+
+
+def room_for(like: Tensor, tokens: int | None = None, wide: bool = False) -> Tensor:
+    """For so many tokens, or for a sum of such."""
+    b, n, *token = like.shape
+    dtype = accumulator(like.dtype) if wide else like.dtype
+    return like.new_empty((b, n if tokens is None else tokens, *token), dtype=dtype)
+
+
+def _copy(place: Tensor, t: Tensor) -> None:
+    """Sample by sample: what is contiguous goes by copy engine."""
+    pairs = zip(place, t) if len(t) > 1 else [(place, t)]
+    for sample, given in pairs:
+        sample.copy_(given)
+
+
+def _sum(place: Tensor, parts: list[Tensor], aside: bool) -> None:
+    """Of what lies in others' memory, by copy engine if it comes aside, or is one alone."""
+    if len(parts) == 1:
+        _copy(place, parts[0])
+        return
+    if aside:
+        here = [torch.empty_like(part) for part in parts]
+        for room, part in zip(here, parts):
+            _copy(room, part)
+        parts = here
+    add_(place, *parts, fresh=True)

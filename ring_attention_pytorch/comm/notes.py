@@ -1,0 +1,109 @@
+"""Notes that ranks tell one another over the host: of any length, each with its subject.
+
+What comes first is of one fixed size, so that ranks can disagree about anything but that. Only
+where a note is longer do all ranks exchange the rest. Here ranks find out that they are in
+different calls, for gloo matches messages by their order alone.
+"""
+
+import contextlib
+import os
+import struct
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+
+FIRST = 4096  # bytes that are always exchanged
+_MARK = b"ring-attention-pytorch 2\n"
+_HEAD = struct.Struct(f">{len(_MARK)}sHQ")  # mark, bytes of the subject, bytes of the note
+_LONGEST_SUBJECT = 200
+
+# (message, size) -> the message of every rank, filled up to that size
+Gather = Callable[[bytes, int], Sequence[bytes]]
+
+# whose code is nobody's call of this library
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PASSED_BY = (_PACKAGE, os.path.dirname(torch.__file__), contextlib.__file__, "<")
+
+
+class Disagreement(ValueError):
+    """What ranks found out together: all of them raise it, in the same words, and can go on."""
+
+
+def exchange(gather: Gather, subject: str, note: bytes) -> list[bytes]:
+    """The note of every rank. All of them call this, with the same subject.
+
+    What follows a subject's first line is told where they differ, but may differ itself.
+
+    Raises:
+        Disagreement: the subjects differ, or what came is no note.
+
+    >>> exchange(lambda message, size: [message.ljust(size, b"?")] * 2, "lengths", b"13")
+    [b'13', b'13']
+    """
+    about = subject.encode(errors="replace")[:_LONGEST_SUBJECT]
+    message = _HEAD.pack(_MARK, len(about), len(note)) + about + note
+    firsts = gather(message[:FIRST], FIRST)
+    found = [_opened(first) for first in firsts]
+    check_subjects([None if each is None else each[0] for each in found])
+    starts = [each[1] for each in found if each is not None]
+    ends = [start + each[2] for start, each in zip(starts, found) if each is not None]
+    more = max(ends) - FIRST
+    rests = gather(message[FIRST:], more) if more > 0 else [b""] * len(ends)
+    whole = (first + rest for first, rest in zip(firsts, rests))
+    return [text[start:end] for text, start, end in zip(whole, starts, ends)]
+
+
+def _opened(first: bytes) -> tuple[str, int, int] | None:
+    """Of a message its subject, where its note starts and how long that is; None if it is none."""
+    mark, about, length = _HEAD.unpack(first[: _HEAD.size])
+    start = _HEAD.size + about
+    if mark != _MARK or about > _LONGEST_SUBJECT:
+        return None
+    return first[_HEAD.size : start].decode(errors="replace"), start, length
+
+
+def check_subjects(subjects: Sequence[str | None]) -> None:
+    """Raise Disagreement where ranks are in different calls, or one is in none of this library."""
+    first_lines = [None if subject is None else subject.split("\n")[0] for subject in subjects]
+    if len({*first_lines}) == 1 and first_lines[0] is not None:
+        return
+    told = "; ".join(
+        f"{ranks_of(at)}: {_in_one_line(subjects[at[0]])}" for at in by_value(first_lines).values()
+    )
+    raise Disagreement(
+        "ranks are in different calls, all of them must make the same ones in the same order; "
+        f"now they are in {told}"
+    )
+
+
+def _in_one_line(subject: str | None) -> str:
+    return "something else than this library" if subject is None else subject.replace("\n", " ")
+
+
+def call_site() -> str:
+    """Where this library was called, as "at train.py:31"; empty where that is nobody's code."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSED_BY):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def by_value(values: Sequence) -> dict[object, list[int]]:
+    """Which ranks have each value, in order of appearance."""
+    found: dict[object, list[int]] = defaultdict(list)
+    for rank, value in enumerate(values):
+        found[value].append(rank)
+    return found
+
+
+def ranks_of(ranks: Sequence[int]) -> str:
+    """Ranks in words.
+
+    >>> ranks_of([2]), ranks_of([0, 2])
+    ('rank 2', 'ranks 0, 2')
+    """
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,268 @@
+"""Moving tensors among the ranks of a ring: who takes part, and all point-to-point code."""
+
+import ctypes
+import multiprocessing
+import os
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from weakref import WeakKeyDictionary, finalize, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attention_pytorch.comm.failures import RingError, awaiting, known
+from ring_attention_pytorch.comm.notes import call_site, exchange
+from ring_attention_pytorch.comm.steps import Steps
+
+Messages = Sequence[tuple[int, Tensor]]  # to or from which rank of a ring
+
+_met: WeakKeyDictionary[ProcessGroup, list[int]] = WeakKeyDictionary()
+_steps: WeakKeyDictionary[ProcessGroup, dict[tuple[int, int], Steps]] = WeakKeyDictionary()
+_host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+
+
+class Transfer:
+    """Messages under way. It keeps what is sent alive, and untouched, until `wait`."""
+
+    def __init__(self, ring: "Ring", sends: Messages, receives: Messages, works: list[dist.Work]):
+        self._steps, self._step, self._works = ring.steps, ring.steps.now, works
+        self._sent, self._received = [t for _, t in sends], [t for _, t in receives]
+        self._peers = [ring.first + rank for rank, _ in (*sends, *receives)]
+        self._steps.under_way.append(self)
+
+    def wait(self) -> list[Tensor]:
+        """What came, once everything has come and gone.
+
+        Raises:
+            RingError: it did not within the group's timeout, or a rank is gone.
+        """
+        waiting = list(self._works)
+        try:
+            while waiting:
+                waiting[0].wait()
+                waiting.pop(0)
+        except RuntimeError as error:
+            one_each = len(self._works) == len(self._peers)  # else one stands for all of them
+            peers = self._peers[-len(waiting) :] if one_each else self._peers
+            raise RingError.waiting(self._step, peers, error) from error
+        self._steps.under_way.remove(self)
+        self._sent = []
+        return self._received
+
+
+class Ring:
+    """Consecutive ranks of a process group, each with a place `rank` in a ring of `size`.
+
+    A group of 8 with `size=4` is two rings, ranks 0 to 3 and 4 to 7. Groups may come and go between
+    calls; one that moves no CPU tensors gets a companion that does, and lasts as long. Without a
+    group and without an initialised default group the ring is this process alone. `problem` is for
+    the next agreement.
+    """
+
+    problem: str | None = None
+
+    def __init__(self, group: ProcessGroup | DeviceMesh | None = None, size: int | None = None):
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(
+                    f"group must be a DeviceMesh of one dimension, got {group.ndim}; "
+                    'pick one, as in mesh["cp"]'
+                )
+            group = group.get_group()
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        place, total = (
+            (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        )
+        if place < 0:
+            raise ValueError(
+                "this process is no member of the group that it gave; call this on members only"
+            )
+        if group is None:
+            _warn_of_missing_group()
+        else:
+            known(group)
+        if total == 1:
+            size = None  # alone, a ring of any size is this process
+        self.group = group
+        self.size = total if size is None else size
+        if self.size < 1 or total % self.size != 0:
+            # told to all ranks when they next agree; raising here would leave the others waiting
+            self.problem = f"ring_size must divide the group's {total} ranks, got {size}"
+            self.size = total
+        self.rank, self.first = place % self.size, place - place % self.size
+
+    @cached_property
+    def steps(self) -> Steps:
+        """Those of these ranks, whichever object stands for them."""
+        if self.group is None:
+            return Steps()
+        met, each = _met.setdefault(self.group, [0]), _steps.setdefault(self.group, {})
+        return each.setdefault((self.first, self.size), Steps(met))
+
+    @classmethod
+    def alone(cls) -> "Ring":
+        """The ring of this process only, whatever groups there are."""
+        ring = cls.__new__(cls)
+        ring.group, ring.size, ring.rank, ring.first = None, 1, 0, 0
+        return ring
+
+    @property
+    def several(self) -> bool:
+        """Whether the group has other rings beside this one."""
+        return self.group is not None and self.size < dist.get_world_size(self.group)
+
+    def exchange(self, sends: Messages, receives: Messages) -> Transfer:
+        """Send each tensor to its rank, and receive from each rank into its buffer.
+
+        Between two ranks messages match in the order given. Tensors must be contiguous.
+
+        Raises:
+            RingError: the group is of no more use, or a call before this has failed.
+        """
+        tag = self.steps.tag()
+        ways = ((dist.isend, sends), (dist.irecv, receives))
+        ops = [
+            dist.P2POp(way, t, self._global(rank), self.group, tag)
+            for way, messages in ways
+            for rank, t in messages
+        ]
+        try:
+            works = dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:
+            peers = [self.first + rank for rank, _ in (*sends, *receives)]
+            raise RingError.waiting(self.steps.now, peers, error) from error
+        return Transfer(self, sends, receives, works)
+
+    def total(self, t: Tensor) -> None:
+        """Sum a tensor over the whole group, in place."""
+        self._reduce(t, dist.ReduceOp.SUM)
+
+    def largest(self, t: Tensor) -> None:
+        """Take the most of each element over the whole group, in place."""
+        self._reduce(t, dist.ReduceOp.MAX)
+
+    def _reduce(self, t: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        with self.call("reducing"), awaiting(self.steps.now, self.peers):
+            dist.all_reduce(t, op, group=self.group)
+
+    @property
+    def peers(self) -> list[int]:
+        """All other ranks of the group."""
+        everyone = range(1 if self.group is None else dist.get_world_size(self.group))
+        return [rank for rank in everyone if rank != self.first + self.rank]
+
+    def call(self, operation: str, plan: int = 0) -> AbstractContextManager[None]:
+        """A block in which all ranks of the ring do this together; alone it is any block.
+
+        Raises:
+            RingError: an earlier one has failed on this rank.
+        """
+        if self.size == 1:
+            return nullcontext()
+        if self.group is not None:
+            known(self.group)
+        return self.steps.call(operation, plan)
+
+    def gather_notes(self, subject: str, note: bytes) -> list[bytes]:
+        """The note of every rank of the group, over the host: no GPU waits.
+
+        Raises:
+            ValueError: ranks have different subjects; the same text on all ranks.
+        """
+        self.steps.compare(subject)
+        notes = exchange(self.gather_bytes, f"{subject}\n{call_site()}", note)
+        self.steps.mend()
+        return notes
+
+    def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
+        """The message of every rank of the group, filled up to that size with zeros."""
+        if self.group is None:
+            return [message]
+        mine = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
+        all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
+        with awaiting(self.steps.now, self.peers):
+            dist.all_gather(all_of_them, mine, group=_host_group(self.group))
+        return [ctypes.string_at(t.data_ptr(), size) for t in all_of_them]
+
+    def shared(self) -> tuple[ProcessGroup, tuple[int, ...]] | None:
+        """A group all of whose ranks do the same at the same time, and this ring's among them."""
+        if self.group is None or self.several:
+            return None
+        return self.group, tuple(range(self.size))
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, self.first + rank)
+
+
+class Places(Ring):
+    """Some places of a ring as a ring of their own, whose messages go by way of the whole."""
+
+    def __init__(self, whole: Ring, places: Sequence[int]):
+        self.whole, self.places, self.group = whole, tuple(places), None
+        self.size, self.rank, self.first = len(self.places), self.places.index(whole.rank), 0
+
+    @property
+    def steps(self) -> Steps:
+        return self.whole.steps
+
+    def exchange(self, sends: Messages, receives: Messages) -> Transfer:
+        sends, receives = ([(self.places[r], t) for r, t in ops] for ops in (sends, receives))
+        return self.whole.exchange(sends, receives)
+
+    def shared(self) -> tuple[ProcessGroup, tuple[int, ...]] | None:
+        found = self.whole.shared()
+        return None if found is None else (found[0], tuple(found[1][p] for p in self.places))
+
+    def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
+        raise NotImplementedError("the whole ring agrees, not a part of it")
+
+
+Group = ProcessGroup | DeviceMesh | Ring | None
+
+
+def as_ring(group: Group, size: int | None = None) -> Ring:
+    """The ring of a group's ranks, or of consecutive `size` of them."""
+    if not isinstance(group, Ring):
+        return Ring(group, size)
+    if size not in (None, group.size):
+        raise ValueError(f"ring_size={size} was given beside a ring of {group.size}")
+    return group
+
+
+def _warn_of_missing_group() -> None:
+    if not dist.is_available():
+        return
+    elastic = dist.is_torchelastic_launched() and os.environ["WORLD_SIZE"] != "1"
+    main = getattr(multiprocessing.current_process(), "_target", None)
+    spawned = getattr(main, "__module__", None) == "torch.multiprocessing.spawn"
+    if elastic or spawned:
+        warnings.warn(
+            f"{'torchrun' if elastic else 'torch.multiprocessing'} started this process as one of "
+            "several, but there is no process group, so each works alone: call "
+            "torch.distributed.init_process_group() first",
+            stacklevel=3,
+        )
+
+
+def _host_group(group: ProcessGroup) -> ProcessGroup:
+    """A group of the same ranks that moves CPU tensors: the group itself, or a gloo companion."""
+    if "cpu:" in str(dist.get_backend_config(group)):
+        return group
+    if group not in _host_groups:
+        ranks = dist.get_process_group_ranks(group)
+        companion = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _host_groups[group] = known(companion)
+        finalize(group, _end, ref(companion)).atexit = False
+    return _host_groups[group]
+
+
+def _end(companion: "ref[ProcessGroup]") -> None:
+    """Destroy a group whose own group is gone, if it is there still."""
+    if dist.is_initialized() and (group := companion()) is not None:
+        dist.destroy_process_group(group)

@@ -1,0 +1,128 @@
+"""The ring: keys go from neighbour to neighbour, their gradients come home behind them.
+
+Liu et al. 2023, section 3. Memory does not grow with the ring.
+"""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import Tensor
+
+from ring_attention_pytorch.comm.messages import Form, form_of, message_bytes, opened, packed, room
+from ring_attention_pytorch.comm.ring import Ring, Transfer
+from ring_attention_pytorch.geometry.layouts import Segments, count
+from ring_attention_pytorch.runtime.accumulate import Sum
+from ring_attention_pytorch.runtime.interfaces import Keys
+from ring_attention_pytorch.runtime.rowwise import accumulator
+from ring_attention_pytorch.schedule.pieces import Blocks
+
+
+@dataclass(frozen=True)
+class SendRecv:
+    """One neighbour at a time, the next hop under way while one computes.
+
+    `segments` are every rank's keys; `distances` say which owners any rank needs, 0 first.
+    Everyone passes the same distances in the same order, so there are no tags, no barriers
+    and no decision around a message that depends on the rank. All that belongs to an owner is
+    one message, passed on as it came; a message's memory is used again for the one after next.
+    """
+
+    ring: Ring
+    segments: tuple[Segments, ...]
+    distances: tuple[int, ...]
+
+    keeps = overtaken = False
+
+    @property
+    def capturable(self) -> bool:
+        """Only if nothing is sent."""
+        return self.distances == (0,)
+
+    def follow_stream(self) -> Hashable:
+        """Nothing is shared."""
+        return None
+
+    @classmethod
+    def make(cls, ring: Ring, blocks: Blocks, at_once: int) -> "SendRecv":
+        """Owners come one at a time, whatever there is room for."""
+        return cls(ring, blocks.keys, blocks.distances)
+
+    def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
+        """Own keys' positions, and those of each needed distance."""
+        return (self.segments[self._owner(distance)] for distance in self.distances)
+
+    def stream(self, keys: Keys) -> Iterator[Keys]:
+        """Own keys, then those of each needed distance."""
+        if self.distances == (0,):
+            yield keys
+            return
+        forms = self._forms(keys[:3])
+        held, spare = self._rooms(keys.k, forms, 2)
+        packed([t for t in keys[:3] if t is not None], forms[self.ring.rank], into=held)
+        for here, there in pairwise(self.distances):
+            coming = self._pass(held, spare, forms, here, there)
+            yield keys
+            coming.wait()
+            held, spare = spare, held
+            owner = self._owner(there)
+            k, v, *mask = opened(held, forms[owner])
+            keys = Keys(k, v, mask[0] if mask else None, self.segments[owner])
+        yield keys
+
+    def stream_back(
+        self, own_keys: Keys, own: tuple[Sum, Sum]
+    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+        """The same, each with (dk, dv) to add to, `own` being those of own keys.
+
+        Gradients travel one hop behind the keys that they belong to, and one jump home from
+        the last; after that, when the stream ends, `own` has what every rank added.
+        """
+        keys = self.stream(own_keys)
+        yield next(keys), own
+        if self.distances == (0,):
+            return
+        wide = accumulator(own_keys.k.dtype)
+        forms = [tuple(p._replace(dtype=wide) for p in form) for form in self._forms(own_keys[:2])]
+        computed, sent, received = self._rooms(own_keys.k, forms, 3)
+        travelling = None
+        ends = [*self.distances[2:], self.ring.size]
+        for here, there, theirs in zip(self.distances[1:], ends, keys):
+            memory = opened(computed, forms[self._owner(here)])
+            grads = tuple(Sum(t, into=m) for t, m in zip(theirs[:2], memory))
+            yield theirs, grads
+            if travelling is not None:
+                travelling.wait()
+                _add(grads, opened(received, forms[self._owner(here)]))
+            for total in grads:
+                total.running()  # all of it, where it was to be
+            travelling = self._pass(computed, received, forms, here, there)
+            computed, sent = sent, computed
+        travelling.wait()
+        _add(own, opened(received, forms[self.ring.rank]))
+
+    def _forms(self, tensors: tuple[Tensor | None, ...]) -> list[Form]:
+        """The form of each owner's message."""
+        return [form_of(tensors, count(s)) for s in self.segments]
+
+    def _rooms(self, like: Tensor, forms: list[Form], how_many: int) -> list[Tensor]:
+        """Memory for so many messages of any owner."""
+        longest = max(map(message_bytes, forms))
+        return [room(like, longest) for _ in range(how_many)]
+
+    def _pass(
+        self, held: Tensor, spare: Tensor, forms: list[Form], here: int, there: int
+    ) -> Transfer:
+        """What belongs to the owner at distance `here` goes to the rank for which it is `there`."""
+        ring = self.ring
+        target, source = ((ring.rank + step) % ring.size for step in (there - here, here - there))
+        sent, received = (message_bytes(forms[self._owner(at)]) for at in (here, there))
+        return ring.exchange([(target, held[:sent])], [(source, spare[:received])])
+
+    def _owner(self, distance: int) -> int:
+        return (self.ring.rank - distance) % self.ring.size
+
+
+def _add(totals: tuple[Sum, ...], parts: list[Tensor]) -> None:
+    for total, part in zip(totals, parts):
+        total.add(slice(0, part.shape[1]), part)

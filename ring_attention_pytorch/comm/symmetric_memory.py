@@ -1,0 +1,198 @@
+"""Memory that all ranks of an NVLink domain can read, and the order in which they use it."""
+
+import socket
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ring_attention_pytorch.comm.messages import Form, opened
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.runtime.streams import captures_for_good, capturing, current_stream
+
+_VIEWS = 1024  # of a shelf that are kept
+Mark = torch.cuda.Event
+
+
+class Shelf:
+    """Memory of one rank that all others read, as a rule in two halves that are written in turn.
+
+    Each turn is `own`, to write, `publish`, and `of`, to read the others'; all ranks take the
+    same turns, and come to one when they have read what the last one brought. Who passes the
+    barrier of a turn knows that all have written this half, and that nobody reads the other.
+    `start` says which half the next turn is of. One that has no halves is written by `mine` after
+    `meet`, when all have read what it had.
+
+    Memory is looked at as tensors of a form; views are kept, for where tokens are few the host's
+    time counts.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int, halves: int = 2):
+        import torch.distributed._symmetric_memory as symmetric
+
+        self.nbytes, self.turn, self.device, self.captured = nbytes, 0, device, False
+        # else nobody could write it outside of that; of the current device's pool it would be
+        with torch.inference_mode(False), torch.cuda.device(device):
+            self.memory = symmetric.empty((halves, nbytes), dtype=torch.uint8, device=device)
+            self.handle = symmetric.rendezvous(self.memory, group.group_name)
+            self.halves = [
+                self.handle.get_buffer(rank, (halves, nbytes), torch.uint8)
+                for rank in range(group.size())
+            ]
+        self.views: dict[tuple[int, int, Form], list[Tensor]] = {}
+        self.read_by_graphs: set[Tensor] = set()  # beside the memory; stays as long as it does
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """For what goes on beside kernels. It goes first where both could."""
+        return torch.cuda.Stream(self.device, priority=-1)
+
+    def own(self, form: Form) -> list[Tensor]:
+        """The half that is to be written next."""
+        self.turn = 1 - self.turn
+        return self.mine(form)
+
+    def mine(self, form: Form) -> list[Tensor]:
+        """The half at hand, to write."""
+        self.captured = self.captured or captures_for_good(self.device)
+        return self.of(self.handle.rank, form)
+
+    def publish(self) -> None:
+        """Pass when all have come here."""
+        self.handle.barrier(channel=0)
+
+    def of(self, rank: int, form: Form) -> list[Tensor]:
+        """What a rank has written this turn."""
+        asked = self.turn, rank, form
+        if asked not in self.views:
+            if len(self.views) >= _VIEWS:
+                self.views.clear()
+            with torch.inference_mode(False):
+                self.views[asked] = opened(self.halves[rank][self.turn], form)
+        return self.views[asked]
+
+    def follow(self) -> None:
+        """Let the stream wait for what the current one was told so far."""
+        self.stream.wait_stream(current_stream(self.device))
+
+    def beside(self) -> AbstractContextManager[None]:
+        """On the stream."""
+        return torch.cuda.stream(self.stream)
+
+    def mark(self) -> Mark:
+        """The end of what the stream was told so far."""
+        return self.stream.record_event()
+
+    def join(self, end: Mark) -> None:
+        """Let the current stream wait until the stream is there."""
+        current_stream(self.device).wait_event(end)
+
+    def start(self, half: int) -> None:
+        """Let the next turn be of this half."""
+        self.turn = 1 - half
+
+    def meet(self) -> None:
+        """Pass when all have read what they were brought."""
+        self.handle.barrier(channel=1)
+
+
+class Space:
+    """All that the ranks of a group share: a few shelves, for all layers."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device):
+        self.device = device
+        self.keys, self.grads = (Shelf(group, device, 1 << 10) for _ in range(2))
+        self.swaps = Shelf(group, device, 1 << 10, halves=1)
+        self.outgrown: list[Shelf] = []  # which graphs still use that others captured
+        self.stream: torch.cuda.Stream | None = None  # of the last call
+
+    def begin(self, turns: int, back: bool) -> None:
+        """Of a call with so many turns of keys: it writes nothing that may still be read.
+
+        Which half it takes depends on nothing that came before it, for a CUDA graph may be what
+        comes next. Forward ends with the second half and backward begins with the first. After a
+        backward all have read all keys, for its gradients were published after that; and those are
+        read before the keys of the next are published, after which alone others are written.
+        """
+        self.follow_stream()
+        self.keys.start(half=0 if back else turns % 2)
+        self.grads.start(half=0)
+        if not back:
+            self.keys.meet()
+
+    def follow_stream(self) -> None:
+        """Where the call before was on another stream, wait for that."""
+        if (stream := current_stream(self.device)) == self.stream or capturing(self.device):
+            return  # graphs are replayed on the stream on which all other calls are
+        if self.stream is not None:
+            stream.wait_stream(self.stream)
+        self.stream = stream
+
+    def make_room(self, group: ProcessGroup, **wanted: int) -> None:
+        """At least so many bytes on the shelves of these names. All ranks call this together."""
+        for name, nbytes in wanted.items():
+            if (old := getattr(self, name)).nbytes < rounded(nbytes):
+                larger = Shelf(group, self.device, rounded(nbytes), len(old.memory))
+                torch.cuda.synchronize(self.device)
+                Ring(group).gather_notes("larger shelves", b"")  # nobody reads the old one any more
+                if old.captured:
+                    self.outgrown.append(old)
+                setattr(self, name, larger)
+
+
+class Shared(NamedTuple):
+    """The space that some ranks have part in, the group that it is of, and their ranks there."""
+
+    space: Space
+    group: ProcessGroup
+    ranks: tuple[int, ...]
+
+
+_spaces: WeakKeyDictionary[ProcessGroup, Space | None] = WeakKeyDictionary()
+
+
+def shared_by(ring: Ring, device: torch.device) -> Shared | None:
+    """What the ranks of a ring share; None where they can't share memory.
+
+    All ranks of the group call this together.
+    """
+    found = ring.shared() if device.type == "cuda" else None
+    space = None if found is None else space_of(found[0], device)
+    return None if space is None else Shared(space, *found)
+
+
+def space_of(group: ProcessGroup, device: torch.device) -> Space | None:
+    """The space of a group, made when first asked for; None where its ranks can't have one.
+
+    All ranks of the group call this together and get the same answer.
+    """
+    if group not in _spaces:
+        ring, space = Ring(group), None
+        notes = [note.decode() for note in ring.gather_notes("hosts", _place(device).encode())]
+        if "" not in notes and len(set(notes)) == 1:
+            try:
+                space = Space(group, device)
+            except RuntimeError:  # no peer access, or no way to share memory
+                space = None
+            if b"" in ring.gather_notes("space", b"here" if space is not None else b""):
+                space = None
+        _spaces[group] = space
+    return _spaces[group]
+
+
+def _place(device: torch.device) -> str:
+    """The machine, if this process can share memory of this device at all."""
+    try:
+        import torch.distributed._symmetric_memory  # noqa: F401
+    except ImportError:
+        return ""
+    return socket.gethostname() if device.type == "cuda" else ""
+
+
+def rounded(nbytes: int) -> int:
+    """Bytes, with what may lie between tensors: what is next starts at a line, for any dtype."""
+    return -(-(nbytes + 64) // 512) * 512

@@ -1,0 +1,80 @@
+"""The table of transports, and the choice among them.
+
+A transport is one class that satisfies `contract.Transport`, made by `make(ring, blocks, at_once)`,
+and one line in `TRANSPORTS`. It knows what is needed where, and nothing of how it is computed.
+"""
+
+import torch
+
+from ring_attention_pytorch.comm.gather import Gather
+from ring_attention_pytorch.comm.gather_first import Together
+from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.send_recv import SendRecv
+from ring_attention_pytorch.comm.symmetric_memory import shared_by
+from ring_attention_pytorch.geometry.layouts import count
+from ring_attention_pytorch.runtime.interfaces import Transport
+from ring_attention_pytorch.schedule.pieces import Blocks, Job, is_few, keys_come_late
+
+TRANSPORTS: dict[str, type[SendRecv] | type[Gather]] = {"ring": SendRecv, "gather": Gather}
+
+
+def transport_problem(name: str | None, memory: int | None) -> str | None:
+    """What is wrong with the options of a transport; None if nothing."""
+    if name is not None and name not in TRANSPORTS:
+        return f"transport must be None or one of {', '.join(map(repr, TRANSPORTS))}, got {name!r}"
+    if memory is not None and memory < 0:
+        return f"memory must be None or at least 0 bytes, got {memory}"
+    if memory is not None and name == "ring":
+        return "transport='ring' always takes the least memory there is; memory= bounds 'gather'"
+    return None
+
+
+def owners_at_once(memory: int | None, blocks: Blocks, job: Job) -> int:
+    """How many owners' keys may be here at once, at least one.
+
+    Of each owner there are at once, in backward: the block that was computed on last and the
+    one at hand, with their gradients in the accumulator's dtype; the keys that come next;
+    gradients that go out and that come in. Beside that, what is sent of one's own, and the sum of
+    what comes in.
+
+    >>> from ring_attention_pytorch.geometry.layouts import all_segments
+    >>> from ring_attention_pytorch.geometry.tiles import Visible
+    >>> eight = all_segments("zigzag", 8, 80)
+    >>> blocks, job = Blocks(eight, eight, Visible()), Job(1, 2, 1, 2, 3, itemsize=2)
+    >>> [owners_at_once(memory, blocks, job) for memory in (None, 0, 600 + 3 * 900)]
+    [7, 1, 3]
+    """
+    longest, most = max(map(count, blocks.keys)), max(1, len(blocks.keys) - 1)
+    if memory is None or longest * job.token_bytes == 0:
+        return most
+    of_each = 3 * job.token_bytes + 2 * job.grad_bytes + 2 * job.wide_bytes
+    fit = (memory // longest - 4 * job.token_bytes - job.wide_bytes) // of_each
+    return min(most, max(1, fit))
+
+
+def make_transport(
+    name: str,
+    ring: Ring,
+    blocks: Blocks,
+    at_once: int,
+    job: Job,
+    device: torch.device,
+    overtaken: bool = False,
+) -> Transport:
+    """The transport of that name; all ranks of the ring make it together.
+
+    Calls for own keys that are `overtaken` by the others' go on while gradients travel.
+    """
+    if name == "gather" and (shared := shared_by(ring, device)) is not None:
+        late = keys_come_late(blocks, at_once, job)
+        return SymmetricGather.over(ring, blocks, at_once, job, shared, overtaken, late)
+    return TRANSPORTS[name].make(ring, blocks, at_once)
+
+
+def make_together(gather: Transport, blocks: Blocks, job: Job) -> Together | None:
+    """What spares the host where tokens are so few that it takes longer to launch a gather's calls
+    than a GPU to run them; all ranks of the ring make it together."""
+    if not (isinstance(gather, SymmetricGather) and gather.keeps and is_few(blocks, job)):
+        return None
+    return Together.like(gather, blocks, job, shared_by(gather.ring, gather.space.device))

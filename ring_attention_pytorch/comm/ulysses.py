@@ -1,0 +1,339 @@
+"""Ulysses: all-to-all between heads and sequence, around any transport.
+
+Jacobs et al. 2023, "DeepSpeed Ulysses", section 3. Neighbours in a ring swap, so that each has
+all tokens of theirs for some heads; what then goes over the ring are those who have the same
+heads. What arrives lands in the order of positions, so that chunks of neighbours become one.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import gcd
+from typing import Any, NamedTuple
+
+from einops import rearrange
+from torch import Tensor
+from torch.autograd import Function
+
+from ring_attention_pytorch.comm.all_to_all import Move, SharedSwap, Way, by_messages
+from ring_attention_pytorch.comm.messages import Part, message_bytes
+from ring_attention_pytorch.comm.ring import Places, Ring
+from ring_attention_pytorch.geometry.layouts import Segment, Segments, count
+from ring_attention_pytorch.runtime.interfaces import Terms
+from ring_attention_pytorch.runtime.rowwise import accumulator, sent
+from ring_attention_pytorch.runtime.torch_func import signature_once
+from ring_attention_pytorch.schedule.pieces import Job
+
+Heads = tuple[tuple[int, ...], ...]  # of each place, which heads it gets
+
+
+class Landing(NamedTuple):
+    """Where some rows of a place's shard lie among those of all places."""
+
+    place: int
+    rows: slice
+    at: slice
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a tensor `[b, n, h, ...]` is spread: over sequence, or over heads."""
+
+    lengths: tuple[int, ...]  # of each place's shard
+    longest: int  # of any rank's
+    landings: tuple[Landing, ...]
+    heads: Heads
+
+    @cached_property
+    def to_heads(self) -> Way:
+        """From own tokens of all heads to all tokens of own heads."""
+        every = 1 + max(h for theirs in self.heads for h in theirs)
+        return Way(
+            given=tuple((length, every) for length in self.lengths),
+            got=tuple((sum(self.lengths), len(theirs)) for theirs in self.heads),
+            moves=tuple(
+                tuple(
+                    Move(place, rows, which, at, here)
+                    for place, rows, at in self.landings
+                    for which, here in _neighbours(theirs)
+                )
+                for theirs in self.heads
+            ),
+        )
+
+    @cached_property
+    def to_sequence(self) -> Way:
+        """The reverse, the heads of one place behind those of another."""
+        ends = (*accumulate(map(len, self.heads)),)
+        return Way(
+            given=self.to_heads.got,
+            got=tuple((length, ends[-1]) for length in self.lengths),
+            moves=tuple(
+                tuple(
+                    Move(p, at, slice(0, len(theirs)), rows, slice(end - len(theirs), end))
+                    for p, (theirs, end) in enumerate(zip(self.heads, ends))
+                    for whose, rows, at in self.landings
+                    if whose == place
+                )
+                for place in range(len(self.lengths))
+            ),
+        )
+
+
+def ulysses_problem(degree: int, ring_size: int, heads: int) -> str | None:
+    """What is wrong with a degree; None if nothing. Alone, any degree is 1."""
+    if degree < 1 or (ring_size > 1 and ring_size % degree):
+        return f"ulysses must divide the ring's {ring_size} ranks, got {degree}"
+    if ring_size > 1 and heads % degree:
+        return f"ulysses must divide the {heads} heads of q, got {degree}; fewer key heads are fine"
+    return None
+
+
+def key_heads(heads: int, grouped: int, places: int) -> Heads:
+    """The key heads of each place's query heads, replicated as little as equal groups allow.
+
+    >>> key_heads(8, 4, places=2)  # two key heads each, for four query heads
+    ((0, 1), (2, 3))
+    >>> key_heads(8, 2, places=4)  # two places share one
+    ((0,), (0,), (1,), (1,))
+    >>> key_heads(12, 4, places=3)  # a place's four query heads are no whole groups of three
+    ((0, 0, 0, 1), (1, 1, 2, 2), (2, 3, 3, 3))
+    """
+    group, mine = heads // grouped, heads // places
+    together = gcd(group, mine)
+    firsts = range(0, mine, together)
+    return tuple(tuple((p * mine + i) // group for i in firsts) for p in range(places))
+
+
+def land(shards: Sequence[Segments]) -> tuple[Segments, tuple[Landing, ...]]:
+    """The positions of several places' tokens in ascending order, and where each shard goes.
+
+    >>> from ring_attention_pytorch.geometry.layouts import all_segments
+    >>> land(all_segments("zigzag", 4, 16)[2:])[0]  # as one of two ranks would hold them
+    (Segment(start=4, stride=1, length=8),)
+    >>> for place, rows, at in land(all_segments("striped", 2, 5))[1]:
+    ...     print(place, rows, at)
+    0 slice(0, 3, None) slice(0, 5, 2)
+    1 slice(0, 2, None) slice(1, 5, 2)
+    """
+    held = []
+    for place, segments in enumerate(shards):
+        starts = accumulate((s.length for s in segments), initial=0)
+        held += [(s, place, slice(a, a + s.length)) for a, s in zip(starts, segments)]
+    held.sort(key=lambda each: (each[0].start, each[1]))
+    total = sum(s.length for s, _, _ in held)
+    if (whole := _interleaved([s for s, _, _ in held], total)) is not None:
+        return whole, tuple(
+            Landing(place, rows, slice(i, total, len(held)))
+            for i, (_, place, rows) in enumerate(held)
+        )
+    found, landings, start = [], [], 0
+    for s, place, rows in held:
+        if found and s.stride == 1 == found[-1].stride and sum(found[-1][::2]) == s.start:
+            found[-1] = found[-1]._replace(length=found[-1].length + s.length)
+        else:
+            found.append(s)
+        landings.append(Landing(place, rows, slice(start, start + s.length)))
+        start += s.length
+    return tuple(found), tuple(landings)
+
+
+def _interleaved(found: list[Segment], total: int) -> Segments | None:
+    """The one progression that these make token by token in turn, if they do."""
+    turn = len(found)
+    if turn < 2 or found[0].stride == 1 or found[0].stride % turn:
+        return None
+    step = found[0].stride // turn
+    expected = [
+        Segment(found[0].start + i * step, found[0].stride, len(range(i, total, turn)))
+        for i in range(turn)
+    ]
+    return (Segment(found[0].start, step, total),) if found == expected else None
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """`together` are the neighbours who swap, `ring` those who then have the same heads."""
+
+    together: Places
+    ring: Places
+    queries: Spread
+    keys: Spread
+    shared: SharedSwap | None = None  # where neighbours read one another's memory
+
+    @classmethod
+    def make(
+        cls,
+        ring: Ring,
+        degree: int,
+        segments: tuple[Sequence[Segments], Sequence[Segments]],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> tuple["Ulysses", tuple[Segments, ...], tuple[Segments, ...]]:
+        """For `segments` of queries and keys like these; and what then lies where.
+
+        All ranks of the ring call this together.
+        """
+        place = ring.rank % degree
+        first = ring.rank - place
+        heads = q.shape[2], k.shape[2]
+        share = heads[0] // degree
+        of_heads = (
+            tuple(tuple(range(p * share, (p + 1) * share)) for p in range(degree)),
+            key_heads(*heads, degree),
+        )
+        spreads, landed = [], []
+        for shards, theirs in zip(segments, of_heads):
+            found = [land(shards[f : f + degree]) for f in range(0, ring.size, degree)]
+            lengths = tuple(count(s) for s in shards[first : first + degree])
+            longest = max(map(count, shards))
+            spreads.append(Spread(lengths, longest, found[first // degree][1], theirs))
+            landed.append(tuple(s for s, _ in found))
+        together = Places(ring, range(first, first + degree))
+        rest = Places(ring, range(place, ring.size, degree))
+        shared = SharedSwap.among(together, most_bytes((spreads[0], spreads[1]), q, k, v), q.device)
+        return cls(together, rest, *spreads, shared), *landed
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All tokens of these neighbours, for some of the heads. Differentiable."""
+        return _ToHeads.apply(self, (self.queries, self.keys, self.keys), q, k, v)
+
+    def to_sequence(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Their results back to where the tokens live, for all heads. Differentiable."""
+        if lse is None:
+            return *_ToSequence.apply(self, (self.queries,), out), None
+        by_token = rearrange(lse, "b h n -> b n h")
+        out, by_token = _ToSequence.apply(self, (self.queries,) * 2, out, by_token)
+        return out, rearrange(by_token, "b n h -> b h n")
+
+    @property
+    def heads(self) -> slice:
+        """The heads of q that are here once they are swapped; they are neighbours."""
+        mine = self.queries.heads[self.together.rank]
+        return slice(mine[0], mine[-1] + 1)
+
+    def of_heads(self, terms: Terms) -> Terms:
+        """What terms of all heads are for those here, which a kernel counts from 0."""
+        alibi, mask_mod, dropout = terms.alibi, terms.mask_mod, terms.dropout
+        first = self.heads.start
+        return terms._replace(
+            alibi=None if alibi is None else alibi[self.heads],
+            mask_mod=None if mask_mod is None else lambda b, h, i, j: mask_mod(b, h + first, i, j),
+            dropout=None if dropout is None else dropout._replace(first_head=first),
+        )
+
+    def whole_mask(self, mask: Tensor) -> Tensor:
+        """The key mask `[b, m]` of all of these neighbours."""
+        same = replace(self.keys, heads=((0,),) * self.together.size)
+        return self.spread([rearrange(mask, "b m -> b m 1")], [same])[0][..., 0]
+
+    def spread(self, tensors: Sequence[Tensor], spreads: Sequence[Spread]) -> list[Tensor]:
+        """Own tokens of all heads `[b, n, h, ...]` to all tokens of own heads."""
+        return self._swap(tensors, [s.to_heads for s in spreads])
+
+    def unspread(self, tensors: Sequence[Tensor], spreads: Sequence[Spread]) -> list[Tensor]:
+        """The reverse; what several places have of one head is summed, in their order."""
+        found = self._swap(tensors, [s.to_sequence for s in spreads])
+        return [_summed(t, s.heads) for t, s in zip(found, spreads)]
+
+    def _swap(self, tensors: Sequence[Tensor], ways: Sequence[Way]) -> list[Tensor]:
+        if self.shared is None:
+            return by_messages(self.together, tensors, ways)
+        return self.shared.swap(self.together.rank, tensors, ways)
+
+
+class _ToHeads(Function):
+    """Tensors `[b, n, h, ...]` from sequence to heads. As it is linear, its tangents go the same
+    way, and gradients the other."""
+
+    @staticmethod
+    @signature_once
+    def forward(
+        ulysses: Ulysses, spreads: tuple[Spread, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        return tuple(ulysses.spread(tensors, spreads))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.ulysses, ctx.spreads, *_ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_ToSequence.apply(ctx.ulysses, ctx.spreads, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *along: Tensor) -> tuple[Tensor, ...]:
+        return _ToHeads.apply(ctx.ulysses, ctx.spreads, *along)
+
+
+class _ToSequence(Function):
+    """Its inverse."""
+
+    @staticmethod
+    @signature_once
+    def forward(
+        ulysses: Ulysses, spreads: tuple[Spread, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        return tuple(ulysses.unspread(tensors, spreads))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.ulysses, ctx.spreads, *_ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_ToHeads.apply(ctx.ulysses, ctx.spreads, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *along: Tensor) -> tuple[Tensor, ...]:
+        return _ToSequence.apply(ctx.ulysses, ctx.spreads, *along)
+
+
+def _neighbours(heads: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
+    """Heads that follow one another: which they are, and where they are among these."""
+    first = 0
+    for i, head in enumerate(heads, 1):
+        if i == len(heads) or heads[i] != head + 1:
+            yield slice(heads[first], head + 1), slice(first, i)
+            first = i
+
+
+def most_bytes(spreads: tuple[Spread, Spread], q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Of all that any rank gives at once: q, k and v; their gradients; out and lse."""
+    places = len(spreads[0].lengths)
+    (rows, heads), (cols, few) = ((s.longest, max(map(len, s.heads))) for s in spreads)
+
+    def like(t: Tensor, length: int, heads: int) -> Part:
+        return Part((t.shape[0], length, heads, t.shape[3]), t.dtype)
+
+    lse = Part((q.shape[0], places * rows, heads), accumulator(q.dtype))
+    forms = (
+        (like(q, rows, q.shape[2]), *(like(t, cols, t.shape[2]) for t in (k, v))),
+        (like(q, places * rows, heads), *(like(t, places * cols, few) for t in (k, v))),
+        (like(v, places * rows, heads), lse),
+    )
+    return max(map(message_bytes, forms))
+
+
+def _summed(t: Tensor, heads: Heads) -> Tensor:
+    """All heads of what came from one place behind another; replicated ones in the accumulator's
+    dtype."""
+    order = [head for theirs in heads for head in theirs]
+    if len(order) == (count := 1 + max(order)):
+        return t
+    b, n, _, *rest = t.shape
+    total = t.new_zeros((b, n, count, *rest), dtype=accumulator(t.dtype))
+    for i, head in enumerate(order):
+        total[:, :, head] += t[:, :, i]
+    return total.to(t.dtype)
+
+
+def job_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> Job:
+    """What a transport works for, once heads are swapped."""
+    (b, _, heads, d), key_heads = q.shape, k.shape[2]
+    if swap is not None:
+        heads, key_heads = (len(spread.heads[0]) for spread in (swap.queries, swap.keys))
+    wide = sent(q.dtype) != q.dtype
+    return Job(b, heads, key_heads, d, v.shape[3], q.dtype.itemsize, wide)

@@ -1,0 +1,218 @@
+"""Passes of tensors round a ring, as 0.5.20 had them.
+
+Ranks are those of the default group, or this process alone, asked for anew in each call. All
+ranks call the same, and compare notes before they send. Backward differentiates the sum of every
+rank's result, each rank's tensors being separate variables, as everywhere in this library.
+"""
+
+from collections import namedtuple
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ring_attention_pytorch.comm.agreement import agree, raise_together, told_by_group, typed
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.distributed import (
+    get_rank,
+    get_world_size,
+    is_distributed,
+    same_of,
+)
+
+__all__ = [
+    "RingInfo",
+    "all_ring_pass",
+    "circular_index_left",
+    "circular_index_right",
+    "circular_rank_left",
+    "circular_rank_right",
+    "get_rank",
+    "get_world_size",
+    "is_distributed",
+    "null_ring_pass",
+    "one_ring_pass",
+    "ring_pass",
+    "send_and_receive_",
+]
+
+Some = tuple[Tensor | None, ...]
+RingInfo = namedtuple("RingInfo", ["ring_rank", "iter_info"])
+
+
+def circular_index_right(pos: int, ring_size: int, num: int = 1) -> int:
+    """The place so many to the right."""
+    if ring_size < 1:
+        raise ValueError(f"ring_size must be at least 1, got {ring_size}")
+    return (pos + num) % ring_size
+
+
+def circular_index_left(pos: int, ring_size: int, num: int = 1) -> int:
+    """The place so many to the left."""
+    return circular_index_right(pos, ring_size, -num)
+
+
+def circular_rank_right(rank: int | None = None, ring_size: int | None = None, num: int = 1) -> int:
+    """The rank so many to the right of one, or of this, in its ring of consecutive ranks.
+
+    >>> circular_rank_right(7, ring_size=4), circular_rank_left(4, ring_size=4)
+    (4, 7)
+    """
+    rank = get_rank() if rank is None else rank
+    size = get_world_size() if ring_size is None else ring_size
+    place = circular_index_right(rank, size, num)
+    return rank - rank % size + place
+
+
+def circular_rank_left(rank: int | None = None, ring_size: int | None = None, num: int = 1) -> int:
+    """The rank so many to the left."""
+    return circular_rank_right(rank, ring_size, -num)
+
+
+@typed(told_by_group("send_and_receive_"))
+def send_and_receive_(
+    x: Tensor, receive_buffer: Tensor, send_to_rank: int, receive_from_rank: int
+) -> None:
+    """Send x to a rank, and receive another rank's into the buffer. Not differentiable.
+
+    Raises:
+        ValueError: shapes or dtypes differ, or a rank expects what none sends; on all ranks alike.
+        RingError: the exchange has failed.
+    """
+    ring, caller = Ring(), "send_and_receive_"
+    same, problem = {"shape": list(x.shape), "dtype": x.dtype}, _buffer_problem(x, receive_buffer)
+    own = {"to": send_to_rank, "from": receive_from_rank}
+    told = [tuple(each.values()) for each in agree(ring, caller, same, own, problem)]
+    if sorted((at, to) for at, (to, _) in enumerate(told)) != sorted(
+        (source, at) for at, (_, source) in enumerate(told)
+    ):
+        raise_together(ring, caller, f"who is sent to must receive; (to, from) of ranks are {told}")
+    _exchange(ring, caller, x.detach(), receive_buffer, send_to_rank, receive_from_rank)
+
+
+@typed(told_by_group("ring_pass"))
+def ring_pass(
+    num_ring_passes: int,
+    x: Tensor,
+    receive_buffer: Tensor | None = None,
+    ring_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Pass x so many ranks to the right, at once, and get that of the rank so far to the left.
+
+    Args:
+        num_ring_passes: how many (0.5 always went one); to the left where negative.
+        x: of one shape and dtype on all ranks.
+        receive_buffer: where to receive, contiguous; None is new memory.
+        ring_size: consecutive ranks that make one ring; None is all.
+
+    Returns:
+        What came, and x. Gradients of what came go back the way it came, so backward all ranks
+        must have used it, or none.
+
+    Raises:
+        ValueError: what can't be, or differs between ranks, on all ranks alike.
+        RingError: the exchange has failed.
+
+    >>> ring_pass(1, torch.ones(2))
+    (tensor([1., 1.]), tensor([1., 1.]))
+    """
+    ring, x = Ring(None, ring_size), x.contiguous()
+    same = {"shape": list(x.shape), "num_ring_passes": num_ring_passes, **same_of(x)}
+    problem = None if receive_buffer is None else _buffer_problem(x, receive_buffer)
+    agree(ring, "ring_pass", same, problem=problem)
+    return _Pass.apply(x, receive_buffer, ring, num_ring_passes), x
+
+
+one_ring_pass = partial(ring_pass, 1)
+
+
+def null_ring_pass(
+    *tensors: Tensor | None,
+    max_iters: int | None = None,
+    receive_buffers: Some | None = None,
+    ring_size: int | None = None,
+) -> Iterator[tuple[RingInfo, tuple[Some, Some]]]:
+    """`all_ring_pass` of a ring that is this process alone: its own tensors, once."""
+    yield RingInfo(0, (True, True)), (tensors, _for_each(receive_buffers, tensors))
+
+
+def all_ring_pass(
+    *tensors: Tensor | None,
+    max_iters: int | None = None,
+    receive_buffers: Some | None = None,
+    ring_size: int | None = None,
+) -> Iterator[tuple[RingInfo, tuple[Some, Some]]]:
+    """Own tensors, then those of the rank to the left, of the next, and so on round the ring.
+
+    Args:
+        tensors: of one shape and dtype on all ranks, or None on all of them.
+        max_iters: so many ranks' tensors at most, own ones included; None is the whole ring.
+        receive_buffers: where to receive first, one for each tensor. Later passes have new memory,
+            and the caller's tensors are never written (as they were by 0.5).
+        ring_size: consecutive ranks that make one ring; None is all.
+
+    Yields:
+        `(ring_rank, (is_first, is_last)), (tensors, receive_buffers)`: whose they are, as a place
+        in the ring, and buffers for the next pass. Gradients are as `ring_pass` says.
+
+    Raises:
+        ValueError, RingError: as `ring_pass`.
+
+    >>> [(info, mine) for info, ((mine,), _) in all_ring_pass(torch.ones(1))]
+    [(RingInfo(ring_rank=0, iter_info=(True, True)), tensor([1.]))]
+    """
+    ring, buffers = Ring(None, ring_size), _for_each(receive_buffers, tensors)
+    total = max(1, min(ring.size, ring.size if max_iters is None else max_iters))
+    for hop in range(total):
+        place = circular_index_left(ring.rank, ring.size, hop)
+        yield RingInfo(place, (hop == 0, hop == total - 1)), (tensors, buffers)
+        if hop < total - 1:
+            tensors = tuple(
+                None if t is None else one_ring_pass(t, buffer, ring_size)[0]
+                for t, buffer in zip(tensors, buffers, strict=True)
+            )
+            buffers = _for_each(None, tensors)
+
+
+class _Pass(Function):
+    """(x, buffer, ring, by) -> x of the rank so many to the left."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, buffer: Tensor | None, ring: Ring, by: int) -> Tensor:
+        ctx.ring, ctx.by = ring, by
+        if buffer is None:
+            buffer = torch.empty_like(x)
+        else:
+            ctx.mark_dirty(buffer)
+        to, source = ((ring.rank + way) % ring.size for way in (by, -by))
+        _exchange(ring, "ring_pass", x, buffer, to, source)
+        return buffer
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Pass.apply(grad.contiguous(), None, ctx.ring, -ctx.by), None, None, None
+
+
+def _exchange(ring: Ring, call: str, x: Tensor, buffer: Tensor, to: int, source: int) -> None:
+    if to == ring.rank:
+        buffer.copy_(x)
+        return
+    with ring.call(call):
+        ring.exchange([(to, x.contiguous())], [(source, buffer)]).wait()
+
+
+def _buffer_problem(x: Tensor, buffer: Tensor) -> str | None:
+    alike = (buffer.shape, buffer.dtype, buffer.device) == (x.shape, x.dtype, x.device)
+    if alike and buffer.is_contiguous() and buffer.data_ptr() != x.data_ptr():
+        return None
+    return (
+        f"receive_buffer must be other memory, contiguous, of x's {list(x.shape)} {x.dtype} on "
+        f"{x.device}, got {list(buffer.shape)} {buffer.dtype} on {buffer.device}"
+    )
+
+
+def _for_each(buffers: Tensor | Some | None, tensors: Some) -> Some:
+    return tuple(buffers) if isinstance(buffers, (tuple, list)) else (buffers,) * len(tensors)

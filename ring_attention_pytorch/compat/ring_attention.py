@@ -1,0 +1,95 @@
+"""The layer and the model under their path of 0.5.20, and what sharded a batch by hand."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.distributed import (
+    all_gather,
+    all_gather_same_dim,
+    get_world_size,
+    split_by_rank,
+)
+from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.norm import RMSNorm
+from ring_attention_pytorch.nn.reference import default_attention
+from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
+from ring_attention_pytorch.nn.transformer import RingTransformer, feed_forward
+
+__all__ = [
+    "FeedForward",
+    "RMSNorm",
+    "RingAttention",
+    "RingRotaryEmbedding",
+    "RingTransformer",
+    "apply_rotary_pos_emb",
+    "default_attention",
+    "maybe_pad_seq_and_mask",
+    "sharded_batch_to_sharded_seq",
+    "sharded_seq_to_sharded_batch",
+]
+
+FeedForward = partial(feed_forward, mult=4)
+
+
+def maybe_pad_seq_and_mask(
+    x: Tensor, mask: Tensor | None, seq_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Fill x `[b, n, ...]` with zeros to a multiple of seq_size, its mask `[b, n]` with False.
+
+    Without padding the mask stays as it is; with it None becomes True for what was there.
+    """
+    more = -x.shape[1] % seq_size
+    if more == 0:
+        return x, mask
+    mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+    return F.pad(x, (*(0, 0) * (x.ndim - 2), 0, more)), F.pad(mask, (0, more))
+
+
+def sharded_batch_to_sharded_seq(
+    x: Tensor, mask: Tensor | None, seq_size: int
+) -> tuple[tuple[Tensor, Tensor | None], Tensor, int]:
+    """Gather all ranks' samples, and keep seq_size tokens of those of this rank's ring.
+
+    `auto_shard_seq=True` brings ranks no more than they need.
+
+    Args:
+        x: `[b, n, ...]`, n tokens being so many times seq_size as a ring is to have ranks.
+        mask: `[b, n]`.
+
+    Returns:
+        (x, mask) of this rank, every rank's b, and the number of rings. Sample i of all goes to
+        ring i modulo that.
+
+    Raises:
+        ValueError: tokens, ranks or samples don't divide; on all ranks alike.
+    """
+    (whole, sizes), world = all_gather(x), get_world_size()
+    size, rest = divmod(x.shape[1], seq_size)
+    rings = world // max(1, size)
+    if rest or rings * size != world or len(whole) % rings:
+        raise ValueError(
+            f"tokens must be seq_size times a divisor of {world} ranks, and the number of rings "
+            f"divide all samples, got {x.shape[1]} tokens, {seq_size=}, {len(whole)} samples"
+        )
+    ring = Ring(None, size)
+    here = slice(ring.rank * seq_size, (ring.rank + 1) * seq_size)
+    kept = [
+        None if t is None else t[ring.first // size :: rings, here]
+        for t in (whole, None if mask is None else all_gather(mask)[0])
+    ]
+    return (kept[0], kept[1]), sizes, rings
+
+
+def sharded_seq_to_sharded_batch(
+    logits: Tensor, sizes: Tensor, num_sharded_batches: int = 1
+) -> Tensor:
+    """Its inverse: `[b, n, c]` of this rank's tokens to its own samples, whole."""
+    parts = all_gather_same_dim(logits)
+    size = len(parts) // num_sharded_batches
+    rings = [torch.cat(parts[first : first + size], 1) for first in range(0, len(parts), size)]
+    whole = torch.stack(rings, 1).flatten(0, 1)
+    return split_by_rank(whole.split(sizes.tolist()))[0]

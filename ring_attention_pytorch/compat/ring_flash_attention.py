@@ -1,0 +1,69 @@
+"""`ring_flash_attn`, as 0.5.20 had it."""
+
+from types import SimpleNamespace
+
+from torch import Tensor
+
+from ring_attention_pytorch.comm.agreement import told_by_group, typed
+from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
+from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.geometry.layouts import Layout
+
+
+@typed(told_by_group("ring attention", agreed=("ring_reduce_col", True)))
+def ring_flash_attn(  # noqa: PLR0913 - a public entry point
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    bucket_size: int = 1024,
+    ring_reduce_col: bool = False,
+    striped_ring_attn: bool = False,
+    max_lookback_seq_len: int | None = None,
+    ring_size: int | None = None,
+    softclamp_qk_sim: bool = False,
+    softclamp_value: float | int = 50.0,
+    *,
+    layout: Layout | None = None,
+    group: Group = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """`ring_attn` with the parameters of ring-attention-pytorch 0.5.20.
+
+    Args:
+        mask: `key_mask`. max_lookback_seq_len: `window`.
+        ring_reduce_col: whether there is a ring; without, q, k, v are whole sequences.
+        striped_ring_attn: the same as layout="striped".
+        ring_size: consecutive ranks of the group that make one ring; None is all.
+        softclamp_qk_sim, softclamp_value: `softclamp`, if the first is True.
+        The rest: as for `ring_attn`.
+
+    Returns:
+        `[b, n, h, d_v]`.
+
+    Raises:
+        ValueError: as `ring_attn`, and for ring options without ring_reduce_col.
+
+    >>> q, k = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8)
+    >>> ring_flash_attn(q, k, k, causal=True).shape
+    torch.Size([1, 6, 4, 8])
+    """
+    if striped_ring_attn and layout not in (None, "striped"):
+        raise ValueError(f"striped_ring_attn=True is layout='striped', got layout={layout!r} too")
+    layout = "striped" if striped_ring_attn else layout  # an unknown one is for the plan to refuse
+    if not ring_reduce_col and (layout, ring_size, group) != (None, None, None):
+        raise ValueError("layout, striped_ring_attn, ring_size and group need ring_reduce_col=True")
+    result = ring_attn(
+        q, k, v, causal=causal, window=max_lookback_seq_len, key_mask=mask,
+        softclamp=softclamp_value if softclamp_qk_sim else None, layout=layout or "contiguous",
+        group=as_ring(group, ring_size) if ring_reduce_col else Ring.alone(), kernel=kernel,
+        bucket_size=bucket_size,
+    )  # fmt: skip
+    assert isinstance(result, Tensor)
+    return result
+
+
+ring_flash_attn_ = ring_flash_attn
+
+RingFlashAttentionFunction = SimpleNamespace(apply=ring_flash_attn)

@@ -1,0 +1,57 @@
+"""`ring_flash_attn_cuda`, as 0.5.20 had it."""
+
+from types import SimpleNamespace
+
+from torch import Tensor
+
+from ring_attention_pytorch.comm.agreement import told_by_group, typed
+from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.kernels import problem
+from ring_attention_pytorch.plan.checks import like_autocast
+from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
+from ring_attention_pytorch.runtime.interfaces import Case
+
+
+@typed(told_by_group("ring attention", agreed=("ring_reduce_col", True)))
+def ring_flash_attn_cuda(  # noqa: PLR0913 - a public entry point
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    bucket_size: int = 1024,
+    ring_reduce_col: bool = False,
+    striped_ring_attn: bool = False,
+    max_lookback_seq_len: int | None = None,
+    ring_size: int | None = None,
+    softclamp_qk_sim: bool = False,
+    softclamp_value: float | int = 50.0,
+    *,
+    layout: str | None = None,
+    group: Group = None,
+) -> Tensor:
+    """`ring_flash_attn` with our Triton forward, and the backward of flash-attn where that is
+    installed and can do the case; of our Triton kernels where not.
+
+    Args, Returns: as `ring_flash_attn`. No dtype is cast: float32 stays float32.
+
+    Raises:
+        ValueError: as `ring_flash_attn`, and where the Triton kernel can't run: see
+            `explain_kernel(q, k, v, kernel="triton")`.
+    """
+    asked = dict(
+        window=max_lookback_seq_len, key_mask=mask,
+        softclamp=softclamp_value if softclamp_qk_sim else None,
+    )  # fmt: skip
+    case = Case.of(like_autocast(q), like_autocast(v), **asked)
+    flash = any(problem(name, case) is None for name in ("flash-attn-4", "flash-attn-2"))
+    return ring_flash_attn(
+        q, k, v, mask, causal, bucket_size, ring_reduce_col, striped_ring_attn,
+        max_lookback_seq_len, ring_size, softclamp_qk_sim, softclamp_value, layout=layout,
+        group=group, kernel="triton+flash-attn" if flash else "triton",
+    )  # fmt: skip
+
+
+ring_flash_attn_cuda_ = ring_flash_attn_cuda
+
+RingFlashAttentionCUDAFunction = SimpleNamespace(apply=ring_flash_attn_cuda)

@@ -1,0 +1,151 @@
+"""Attention to one block of keys by our Triton kernels, under names of 0.5.20."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.functional import attend
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.runtime.rowwise import accumulator, merge_, sum_of_products
+from ring_attention_pytorch.second_order import gradients
+
+_NOTHING_SEEN = torch.finfo(torch.float32).min  # lse of a row that saw nothing, which is finite
+
+
+@torch.no_grad()
+def flash_attn_forward(  # noqa: PLR0913 - parameters of 0.5
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    o: Tensor | None = None,
+    m: Tensor | None = None,
+    lse: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal_mask_diagonal: bool = False,
+    return_normalized_output: bool = False,
+    load_accumulated: bool = True,
+    softclamp_qk_sim: bool = False,
+    softclamp_value: float | int = 50.0,
+    head_first_dim: bool = False,
+    remove_padding: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention to one block of keys by our Triton kernel, on top of that to blocks before it.
+
+    Args:
+        q, k, v: `[b, n, h, d]`, `[b, m, h_kv, d]`, `[b, m, h_kv, d_v]`, heads before tokens with
+            head_first_dim.
+        bias: 0 for keys that are seen, -inf for others: `[b, m]` or `[b, 1, 1, m]`.
+        causal: query i sees no key after i, nor with causal_mask_diagonal key i.
+        o, m, lse: what this returned for blocks before, where load_accumulated; written in place.
+        return_normalized_output: has no meaning: o is normalised always.
+        softclamp_qk_sim, softclamp_value: scores s become c * tanh(s / c).
+        remove_padding: m and lse have n rows, not n filled up to a multiple of 128.
+
+    Returns:
+        o like q, m and lse `[b, h, rows]` float32. `o * exp(m - lse)` is normalised as ever; here o
+        is itself, and m is lse. No gradients: see `flash_attn_backward`.
+
+    Raises:
+        ValueError: the kernel can't run here, or can't do it, or a bias has other values.
+    """
+    if head_first_dim:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        o = None if o is None else o.transpose(1, 2)
+    n, clamp = q.shape[1], softclamp_value if softclamp_qk_sim else None
+    plan = _block(q, k, v, bias, causal, causal_mask_diagonal, softmax_scale, clamp)
+    found, seen = attend(plan, q, k, v, None)
+    if load_accumulated and o is not None and m is not None and lse is not None:
+        m_, lse_ = m[..., :n], lse[..., :n]
+        before = o.float() * (m_ - lse_).exp().transpose(1, 2).unsqueeze(-1)
+        found = found.to(accumulator(found.dtype))
+        merge_(found, seen, before, _infinite(lse_))
+    seen = seen.masked_fill(seen == -torch.inf, _NOTHING_SEEN)
+    if not remove_padding:
+        seen = F.pad(seen, (0, -n % 128), value=_NOTHING_SEEN)
+    o = found.to(q.dtype) if o is None else o.copy_(found)
+    m, lse = (
+        seen.clone() if t is None or t.shape != seen.shape else t.copy_(seen) for t in (m, lse)
+    )
+    return o.transpose(1, 2) if head_first_dim else o, m, lse
+
+
+@torch.no_grad()
+def flash_attn_backward(  # noqa: PLR0913 - parameters of 0.5
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    delta: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    causal_mask_diagonal: bool = False,
+    softmax_scale: float | None = None,
+    softclamp_qk_sim: bool = False,
+    softclamp_value: float | int = 50.0,
+) -> Tensor:
+    """The gradients of one block of keys by our Triton kernels, written into dq, dk and dv.
+
+    Args:
+        do: the gradient of o, `[b, n, h, d_v]`.
+        q, k, v, bias and options: as for `flash_attn_forward`, heads after tokens.
+        o, lse: normalised, of all blocks of keys, `[b, h, rows]` with or without padding.
+        dq, dk, dv: where to write, in any dtype.
+        delta: what this returned for another block of these queries; None makes it.
+
+    Returns:
+        delta like lse: row sums of do * o.
+
+    Raises:
+        ValueError: as `flash_attn_forward`.
+    """
+    n, clamp = q.shape[1], softclamp_value if softclamp_qk_sim else None
+    plan = _block(q, k, v, bias, causal, causal_mask_diagonal, softmax_scale, clamp)
+    do, own, dlse = do.to(q.dtype), sum_of_products(do, o), None
+    if delta is None:
+        delta = F.pad(own, (0, lse.shape[-1] - n))
+    else:
+        dlse = own - delta[..., :n]
+    found = gradients(plan, q, k, v, None, do, dlse, o, _infinite(lse[..., :n]).contiguous())
+    for place, grad in zip((dq, dk, dv), found):
+        place.copy_(grad)
+    return delta
+
+
+def _block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    diagonal: bool,
+    scale: float | None,
+    softclamp: float | None,
+) -> RingPlan:
+    """The plan of one block of keys on this process alone."""
+    key_mask, options = None, {}
+    if bias is not None:
+        key_mask = bias.expand(q.shape[0], *bias.shape[1:]).flatten(1) > _NOTHING_SEEN
+        if key_mask.shape[1] != k.shape[1] or bool((bias.flatten(1)[key_mask] != 0).any()):
+            raise ValueError(
+                "bias must be [b, m] or [b, 1, 1, m] of 0 and -inf, got another shape or value: "
+                "ring_attn takes others, as key_bias, alibi_slopes or mask_mod"
+            )
+    if causal:
+        at = (torch.arange(q.shape[1]), torch.arange(k.shape[1]) + diagonal)
+        options = dict(causal=True, cross=True, query_positions=at[0], key_positions=at[1])
+    return RingPlan.make(
+        q, k, v, key_mask=key_mask, scale=scale, softclamp=softclamp, group=Ring.alone(),
+        kernel="triton", **options,
+    )  # fmt: skip
+
+
+def _infinite(lse: Tensor) -> Tensor:
+    return lse.masked_fill(lse <= _NOTHING_SEEN, -torch.inf)

@@ -1,0 +1,121 @@
+"""Attention of two chunks of queries a rank to the gathered keys of all, as 0.5.20 had it."""
+
+from collections import namedtuple
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.distributed import (
+    all_gather,
+    gather_as,
+    get_world_size,
+    split_by_rank,
+)
+from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
+
+ShardOutput = namedtuple(
+    "ShardOutput", ["local_sequence", "query_positions", "key_value_positions"]
+)
+
+
+def zig_zag_pad_seq(t: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Fill `[..., n, d]` with zeros up to a multiple of two chunks a rank, and how to undo it.
+
+    `zig_zag_shard` takes any length, so this may be left out.
+
+    >>> padded, remove_padding = zig_zag_pad_seq(torch.ones(1, 3, 2))
+    >>> padded.shape, remove_padding(padded).shape
+    (torch.Size([1, 4, 2]), torch.Size([1, 3, 2]))
+    """
+    n = t.shape[-2]
+    padded = F.pad(t, (0, 0, 0, -n % (2 * get_world_size())))
+    return padded, lambda out: out[..., :n, :]
+
+
+def zig_zag_shard(
+    t: Tensor, all_gather_batch: bool = False
+) -> tuple[ShardOutput, Callable[[Tensor], Tensor]]:
+    """This rank's two chunks of each sequence, by `layout="zigzag"`, and how to undo it.
+
+    Args:
+        t: `[b, n, d]`, of any length: whole sequences, the same on every rank.
+        all_gather_batch: every rank brings sequences of its own, of one length; each rank gets
+            its chunks of all of them, and `inverse` brings a rank's own home.
+
+    Returns:
+        (local_sequence, query_positions, key_value_positions) and inverse. Positions are those of
+        the local tokens, and of all ranks' in their order, as `zig_zag_attn` gathers them.
+        `inverse` makes whole sequences of every rank's `[b, local n, d]`, on every rank. Without
+        all_gather_batch all ranks have the same result, so gradients are those of as many
+        losses; averaged over ranks, as by DDP, they are those of one.
+
+    Raises:
+        ValueError: what differs between ranks, on all ranks alike.
+
+    >>> shard, inverse = zig_zag_shard(torch.arange(3.0).view(1, 3, 1))
+    >>> shard.query_positions.tolist(), inverse(shard.local_sequence).flatten().tolist()
+    ([0, 1, 2], [0.0, 1.0, 2.0])
+    """
+    sizes = None
+    if all_gather_batch:
+        t, sizes = all_gather(t)
+    ring, n = Ring(), t.shape[-2]
+    at = [positions("zigzag", rank=r, ring_size=ring.size, length=n) for r in range(ring.size)]
+    local = shard_sequence(t, dim=-2, layout="zigzag", group=ring)
+
+    def inverse(local: Tensor) -> Tensor:
+        whole = unshard_sequence(local, length=n, dim=-2, layout="zigzag", group=ring)
+        return whole if sizes is None else split_by_rank(whole.split(sizes.tolist()))[0]
+
+    return ShardOutput(local, at[ring.rank].to(t.device), torch.cat(at).to(t.device)), inverse
+
+
+@typed(told_by_group("zig_zag_attn"))
+def zig_zag_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: float | int = 0.0,
+    attn_mask: Tensor | None = None,
+) -> Tensor:
+    """Attention of this rank's queries to all ranks' keys, gathered, by PyTorch's SDPA.
+
+    Heads come first. `ring_attn(layout="zigzag")` does it without N by N / P masks.
+
+    Args:
+        q: `[b, h, n, d]`. k, v: `[b, h_kv, m, d]` and `[b, h_kv, m, d_v]` of this rank; query head
+            i uses key head i // (h / h_kv).
+        dropout: the rate, drawn by each rank for itself.
+        attn_mask: what `[n, all m]` queries see, keys in the order of ranks: bool, or added to
+            scores; it broadcasts to `[b, h, n, all m]`. None is all.
+
+    Returns:
+        `[b, h, n, d_v]`. Gradients of k and v have every rank's share.
+
+    Raises:
+        ValueError: what can't be, or differs between ranks, on all ranks alike.
+
+    >>> q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    >>> zig_zag_attn(q, k, k, attn_mask=torch.ones(3, 3).tril().bool()).shape
+    torch.Size([1, 4, 3, 8])
+    """
+    caller, shapes = "zig_zag_attn", [list(t.shape) for t in (q, k, v)]
+    fits = q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and k.dtype == v.dtype
+    fits = fits and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
+    fits = fits and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+    wanted = "q [b, h, n, d], k [b, h_kv, m, d], v [b, h_kv, m, d_v] with h a multiple of h_kv"
+    problem = None if fits else f"it needs {wanted}, got {shapes}"
+    both = torch.cat((k, v), -1) if fits else k
+    both, sizes = gather_as(caller, both, -2, problem=problem)
+    want = (q.shape[2], int(sizes.sum()))
+    given = want if attn_mask is None else attn_mask.shape[-2:]
+    if any(n not in (1, m) for n, m in zip(given, want)):
+        problem = f"attn_mask must be {list(want)}, keys of all ranks, got {list(given)}"
+    agree(Ring(), caller, {}, problem=problem)
+    k, v = both.repeat_interleave(q.shape[1] // k.shape[1], 1).split((k.shape[3], v.shape[3]), -1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout)

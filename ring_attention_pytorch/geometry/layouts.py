@@ -1,0 +1,152 @@
+"""Where each token lives: arithmetic on ints.
+
+A layout gives every rank the *segments* (arithmetic progressions of global token positions)
+that the rank holds, in the order held. Sharding, rotary angles, labels and masks (`tiles`) all
+follow from positions.
+
+Eight tokens over two ranks; `A` and `B` hold them:
+
+    contiguous  AAAABBBB      striped  ABABABAB      zigzag  AABBBBAA
+
+A new layout is one function here and one line in `LAYOUTS`.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from hashlib import sha256
+from typing import NamedTuple
+
+from beartype import beartype
+from torch import LongTensor
+
+from ring_attention_pytorch.geometry.segments import (
+    Segment,
+    Segments,
+    count,
+    segment_positions,
+)
+
+
+class Dealt(NamedTuple):
+    """A layout made for one sequence and one ring: every rank's segments."""
+
+    segments: tuple[Segments, ...]
+
+    def __repr__(self) -> str:
+        tokens, mark = sum(map(count, self.segments)), sha256(str([*self]).encode()).hexdigest()
+        return f"balanced of {tokens} tokens over {len(self.segments)} ranks, {mark[:12]}"
+
+
+Layout = str | Dealt
+
+
+def contiguous(rank: int, ring_size: int, length: int) -> Segments:
+    """One chunk for each rank, in order: simple, but causal work grows with the rank."""
+    return _chunks([rank], ring_size, length)
+
+
+def striped(rank: int, ring_size: int, length: int) -> Segments:
+    """Token i on rank i mod P (Brandon et al. 2023, "Striped Attention")."""
+    return _held([Segment(rank, ring_size, len(range(rank, length, ring_size)))])
+
+
+def zigzag(rank: int, ring_size: int, length: int) -> Segments:
+    """Of 2P chunks an early one and its mirror image, so that causal work is equal."""
+    return _chunks([rank, 2 * ring_size - 1 - rank], 2 * ring_size, length)
+
+
+LAYOUTS: dict[str, Callable[[int, int, int], Segments]] = {
+    f.__name__: f for f in (contiguous, striped, zigzag)
+}
+
+
+def _chunks(chosen: list[int], count: int, length: int) -> Segments:
+    """Chunks of `count`, as `torch.tensor_split` cuts them: the first ones longer by one."""
+    size, longer = divmod(length, count)
+    return _held([Segment(c * size + min(c, longer), 1, size + (c < longer)) for c in chosen])
+
+
+def _held(segments: list[Segment]) -> Segments:
+    return tuple(s for s in segments if s.length > 0)
+
+
+def all_segments(layout: Layout, ring_size: int, length: int) -> tuple[Segments, ...]:
+    """The segments of every rank.
+
+    Raises:
+        ValueError: there is no such layout, or it was dealt for another length or ring.
+    """
+    if (problem := layout_problem(layout, ring_size, length)) is not None:
+        raise ValueError(problem)
+    return layout.segments if isinstance(layout, Dealt) else _named(layout, ring_size, length)
+
+
+@lru_cache(maxsize=1024)
+def _named(layout: str, ring_size: int, length: int) -> tuple[Segments, ...]:
+    return tuple(LAYOUTS[layout](rank, ring_size, length) for rank in range(ring_size))
+
+
+@beartype
+def positions(layout: Layout, *, rank: int, ring_size: int, length: int) -> LongTensor:
+    """The global positions that a rank holds, in the order in which it holds them.
+
+    Args:
+        layout: "contiguous", "striped", "zigzag" or what `balanced` made.
+        rank: the place in the ring, 0 to `ring_size` - 1.
+        ring_size: how many ranks share the sequence, at least 1.
+        length: tokens of the whole sequence, at least 0; it need not divide.
+
+    Returns:
+        int64 `[n]`, n being what this rank holds.
+
+    Raises:
+        ValueError: an unknown layout, numbers outside of these ranges or not the layout's.
+
+    >>> positions("striped", rank=0, ring_size=4, length=12).tolist()
+    [0, 4, 8]
+    >>> positions("zigzag", rank=0, ring_size=2, length=10).tolist()  # chunks 3, 3, 2, 2
+    [0, 1, 2, 8, 9]
+    """
+    check_layout(layout)
+    if ring_size < 1 or not 0 <= rank < ring_size or length < 0:
+        raise ValueError(
+            "positions needs 0 <= rank < ring_size and length >= 0, "
+            f"got rank={rank}, ring_size={ring_size}, length={length}"
+        )
+    return segment_positions(all_segments(layout, ring_size, length)[rank])
+
+
+def layout_problem(
+    layout: Layout, ring_size: int | None = None, length: int | None = None
+) -> str | None:
+    """What is wrong with a layout, for so many ranks and tokens if given; None if nothing."""
+    if isinstance(layout, Dealt):
+        ranks, tokens = len(layout.segments), sum(map(count, layout.segments))
+        if ring_size in (None, ranks) and length in (None, tokens):
+            return None
+        return (
+            f"the layout was dealt for {tokens} tokens over {ranks} ranks, got {length} over "
+            f"{ring_size}; make it with balanced(cu_seqlens, ring_size) for these"
+        )
+    if layout in LAYOUTS:
+        return None
+    return f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}"
+
+
+def check_layout(layout: Layout) -> None:
+    """Raise ValueError where there is no such layout."""
+    if (problem := layout_problem(layout)) is not None:
+        raise ValueError(problem)
+
+
+def resolve_layout(layout: Layout | None, striped: bool) -> Layout | None:
+    """The layout that was asked for by either name.
+
+    Raises:
+        ValueError: an unknown layout, or one that striped contradicts.
+    """
+    if layout is not None:
+        check_layout(layout)
+    if striped and layout not in (None, "striped"):
+        raise ValueError(f"striped_ring_attn=True is layout='striped', got layout={layout!r} too")
+    return "striped" if striped else layout

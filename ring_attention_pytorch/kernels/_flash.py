@@ -1,0 +1,122 @@
+"""What kernels have in common that return whole parts and have a flash attention's interface."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ring_attention_pytorch.geometry.tiles import Tile
+from ring_attention_pytorch.runtime.accumulate import Sum
+from ring_attention_pytorch.runtime.interfaces import Grads, Keys, Saved, Terms, Tiles
+from ring_attention_pytorch.runtime.streams import aside
+
+NO_BOUND = -1
+_ALIGNMENT = 16  # bytes: what these kernels load at once
+
+
+def from_bottom_right(tile: Tile) -> tuple[int, int]:
+    """A tile's (left, right) as flash attention counts them, from the bottom right corner.
+
+    There -1 is no bound, and no other can be negative: the last row of a tile sees its last
+    column.
+
+    >>> from_bottom_right(Tile(slice(0, 4), slice(0, 6), 1, 2))
+    (3, 0)
+    """
+    rows, cols, left, right = tile
+    shift = (cols.stop - cols.start) - (rows.stop - rows.start)
+    return (
+        NO_BOUND if left is None else left + shift,
+        NO_BOUND if right is None else right - shift,
+    )
+
+
+def windows(tiles: Sequence[Tile]) -> Iterator[tuple[Tile, int, int]]:
+    """Tiles with (left, right) as flash-attn 2 counts them, some of them in parts.
+
+    It takes a bound of as many as there are columns for none, and none beside another for as many
+    as there are columns. Where rows are more than columns neither is true of the first ones.
+
+    >>> [(t.rows, *bounds) for t, *bounds in windows([Tile(slice(0, 9), slice(0, 4), None, 1)])]
+    [(slice(0, 3, None), -1, 0), (slice(3, 9, None), -1, -1)]
+    """
+    for tile in tiles:
+        for part in _apart(tile):
+            yield part, *from_bottom_right(part)
+
+
+def _apart(tile: Tile) -> Iterator[Tile]:
+    """The rows of a tile that see all columns on one side apart from those that do not."""
+    rows, cols, left, right = tile
+    n, m = rows.stop - rows.start, cols.stop - cols.start
+    left = None if left is None or left >= n - 1 else left
+    right = None if right is None or right >= m - 1 else right
+    if right is not None and right + n - m >= m:  # from here on they see the last column
+        cut, first = m - right, (left, right)
+    elif left is not None and right is None and n > m + 1:  # up to here they see the first
+        cut, first = left + 1, (None, None)
+    else:
+        yield Tile(rows, cols, left, right)
+        return
+    yield Tile(slice(rows.start, rows.start + cut), cols, *first)
+    left = None if left is None else left - cut
+    yield from _apart(Tile(slice(rows.start + cut, rows.stop), cols, left, None))
+
+
+def lane(tiles: Sequence[Tile], keys: Keys, *memory: Tensor) -> AbstractContextManager[None]:
+    """For one of the calls that compute these tiles, and write this memory: beside the others, if
+    it may be."""
+    apart = isinstance(tiles, Tiles) and tiles.lanes
+    return aside(keys.k.device, keys.own, *memory) if apart else nullcontext()
+
+
+def part(t: Tensor, at: slice) -> Tensor:
+    """These tokens of `[b, n, ...]`; all of them are the tensor itself, which costs no view."""
+    return t if at == slice(0, t.shape[1]) else t[:, at]
+
+
+def aligned(*tensors: Tensor) -> list[Tensor]:
+    """The tensors where they are if a kernel can read them there, else laid out anew."""
+    return [t if _readable(t) else t.clone(memory_format=torch.contiguous_format) for t in tensors]
+
+
+def _readable(t: Tensor) -> bool:
+    *strides, last = t.stride()
+    return (
+        last == 1
+        and t.data_ptr() % _ALIGNMENT == 0
+        and gcd(*strides) * t.element_size() % _ALIGNMENT == 0
+        and min(strides) > 0
+    )
+
+
+def with_lse_gradient(
+    backward: Callable[[Saved, Keys, Sequence[Tile], Terms, Grads], Any],
+    saved: Saved,
+    keys: Keys,
+    tiles: Sequence[Tile],
+    terms: Terms,
+    grads: Grads,
+) -> None:
+    """The whole backward, by one that knows only of out's gradient.
+
+    A score's share of dlse is p * dlse: what it gets where v is 0 and out * dout is -dlse,
+    which is brought to at most 1 for 16 bits to hold it.
+    """
+    backward(saved, keys, tiles, terms, grads)
+    if saved.dlse is None or not saved.dlse.numel():
+        return
+    size = saved.dlse.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+    out = torch.zeros_like(saved.out)
+    out[..., 0] = 1
+    dout = -out * rearrange(saved.dlse / size, "b h n -> b n h 1").to(out.dtype)
+    nothing = keys._replace(v=torch.zeros_like(keys.v))
+    share = Grads(Sum(saved.q), Sum(keys.k), Sum(keys.v))
+    backward(replace(saved, out=out, dout=dout, dlse=None), nothing, tiles, terms, share)
+    for total, part in zip(grads[:2], share):
+        total.running().addcmul_(part.running(), size)

@@ -1,0 +1,226 @@
+"""Tiles as sequences of one call, for a kernel that takes many of different lengths.
+
+Packed documents make many small tiles. Those of one bound whose rows ascend are one call: each tile
+is a sequence that begins at its own first row and column (`cu_seqlens`) and is as long as the tile
+(`seqused`). What lies between tiles belongs to none: the kernel does not write it. One tile or two
+are calls of their own.
+
+Forward, columns may be in several sequences and come in any order: where lengths are given, the
+kernel reads no more of `cu_seqlens_k` than where each begins. Where each needs a gradient of its
+own they ascend too. A sequence is read to the end of its last block: what is NaN or infinite in
+the first tokens of the next may spoil it.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from ring_attention_pytorch.geometry.tiles import Tile
+from ring_attention_pytorch.kernels._flash import aligned, from_bottom_right
+from ring_attention_pytorch.runtime.accumulate import Result, Sum
+from ring_attention_pytorch.runtime.interfaces import Tiles
+
+_MOST = 256  # sequences of a call: beyond that flash-attn 4 looks them up in another way
+_FEW = 2  # tiles that are calls of their own: with lengths the kernel is a twentieth slower
+_ALIGNED = 4  # numbers of 32 bits: what kernels load at once
+
+
+class Pack(NamedTuple):
+    """The tiles of one call, of all samples.
+
+    `sequences` are as flash attention names them; a single tile needs none. Gaps are the numbers
+    of the rows, and where keys are disjoint of the columns, between tiles; None is no gap.
+    """
+
+    rows: slice
+    cols: slice
+    left: int  # from the bottom right
+    right: int
+    sequences: Mapping[str, Tensor] = MappingProxyType({})
+    row_gaps: Tensor | None = None
+    col_gaps: Tensor | None = None
+
+    def flat(self, *tensors: Tensor) -> list[Tensor]:
+        """Tensors [b, n, h, d] as the call takes them: samples one after another."""
+        tensors = aligned(*tensors)
+        return [t.flatten(0, 1) for t in tensors] if self.sequences else tensors
+
+    def flat_by_head(self, t: Tensor) -> Tensor:
+        """The same of [b, h, n], as lse is."""
+        return (rearrange(t, "b h n -> h (b n)") if self.sequences else t).contiguous()
+
+    def blank(self, total: Sum, at: slice) -> Tensor:
+        """Memory for what the call gives for these rows, or columns."""
+        blank = total.blank(at, flat=bool(self.sequences))
+        return blank.flatten(0, 1) if self.sequences else blank
+
+    def blank_rows(self, result: Result) -> dict[str, Tensor]:
+        """The same for its result; with sequences that lies otherwise."""
+        if self.sequences:
+            return {}
+        out, lse = result.blank(self.rows)
+        return dict(out=out, lse=lse)
+
+    def of_rows(self, t: Tensor, batch: int) -> Tensor:
+        """[b, n, h, d] of what the call gave for rows, 0 between tiles."""
+        return _filled(self._by_sample(t, batch), 1, self.row_gaps, 0.0)
+
+    def of_cols(self, t: Tensor, batch: int) -> Tensor:
+        """[b, m, h_kv, d] of what the call gave for columns, 0 between tiles."""
+        return _filled(self._by_sample(t, batch), 1, self.col_gaps, 0.0)
+
+    def of_lse(self, lse: Tensor, batch: int) -> Tensor:
+        """[b, h, n] of the lse that the call gave, -inf between tiles."""
+        if self.sequences:
+            lse = rearrange(lse, "h (b n) -> b h n", b=batch)
+        return _filled(lse, 2, self.row_gaps, -torch.inf)
+
+    def _by_sample(self, t: Tensor, batch: int) -> Tensor:
+        return t.unflatten(0, (batch, -1)) if self.sequences else t
+
+
+def packs(tiles: Sequence[Tile], like: Tensor, disjoint_keys: bool) -> list[Pack]:
+    """All tiles, in as few packs as come of taking each as soon as it fits, for samples like these.
+
+    With disjoint_keys no column is in two tiles of a pack. Made once for tiles that are used again.
+    """
+    batch, device = len(like), like.device
+
+    def make() -> list[Pack]:
+        runs = in_runs(tiles, disjoint_keys, max(1, _MOST // batch))
+        return [_pack(run, disjoint_keys, batch, device) for run in runs]
+
+    if isinstance(tiles, Tiles):
+        return tiles.once(("packs", disjoint_keys, batch, device), make)
+    return make()
+
+
+def in_runs(
+    tiles: Sequence[Tile], disjoint_keys: bool = False, most: int = _MOST
+) -> list[list[Tile]]:
+    """At most so many tiles of one bound, whose rows ascend; with disjoint_keys columns do too.
+
+    >>> a, b, c = slice(0, 4), slice(4, 7), slice(7, 9)
+    >>> tiles = [Tile(t, t, None, 0) for t in (a, b, c)] + [Tile(b, a, None, None)]
+    >>> for disjoint_keys in (False, True):
+    ...     runs = in_runs(tiles, disjoint_keys)
+    ...     [[(t.rows.start, t.cols.start) for t in run] for run in runs]
+    [[(0, 0), (4, 0), (7, 7)]]
+    [[(0, 0), (7, 7)], [(4, 0)]]
+    """
+    joined = _joined(_cut(tiles))
+    if len(joined) <= _FEW:
+        # whose gradients can take the whole place: the narrower ones' lie upon them
+        widest_first = sorted(joined, key=lambda tile: tile.cols.start - tile.cols.stop)
+        return [[tile] for tile in widest_first]
+    runs: list[list[Tile]] = []
+    unfilled: dict[tuple[int, int], list[list[Tile]]] = defaultdict(list)
+    for tile in joined:
+        alike = unfilled[from_bottom_right(tile)]
+        run = next((run for run in alike if _follows(tile, run[-1], disjoint_keys)), None)
+        if run is None:
+            run = []
+            runs.append(run)
+            alike.append(run)
+        run.append(tile)
+        if len(run) == most:
+            alike.remove(run)
+    return runs
+
+
+def _follows(tile: Tile, last: Tile, disjoint_keys: bool) -> bool:
+    ascends = last.rows.stop <= tile.rows.start
+    return ascends and (not disjoint_keys or last.cols.stop <= tile.cols.start)
+
+
+def _cut(tiles: Sequence[Tile]) -> Iterator[Tile]:
+    """What shows all, in pieces whose rows begin and end where those of other tiles do."""
+    borders = sorted({end for tile in tiles for end in (tile.rows.start, tile.rows.stop)})
+    for tile in tiles:
+        if tile[2:] != (None, None):
+            yield tile
+            continue
+        first, last = bisect_left(borders, tile.rows.start), bisect_right(borders, tile.rows.stop)
+        for start, stop in pairwise(borders[first:last]):
+            yield tile._replace(rows=slice(start, stop))
+
+
+def _joined(tiles: Iterable[Tile]) -> list[Tile]:
+    """In order, and what shows all joined to the tile of the same rows that follows on its right.
+
+    The bounds of that, from its bottom right, are those of both: each of its rows sees something,
+    and so all that lies left of it.
+    """
+    found: list[Tile] = []
+    for tile in sorted(tiles, key=lambda t: (t.rows.start, t.cols.start)):
+        rows, cols, left, right = tile
+        while found and left is None and _shows_all_before(found[-1], rows, cols.start):
+            width = cols.start - found[-1].cols.start
+            cols = slice(found.pop().cols.start, cols.stop)
+            right = None if right is None else right + width
+        found.append(Tile(rows, cols, left, right))
+    return found
+
+
+def _shows_all_before(tile: Tile, rows: slice, col: int) -> bool:
+    """Whether the tile shows these rows all that it has, up to that column."""
+    return (tile.rows, tile.cols.stop, *tile[2:]) == (rows, col, None, None)
+
+
+def _pack(run: list[Tile], disjoint_keys: bool, batch: int, device: torch.device) -> Pack:
+    """One call, its numbers brought to the device together."""
+    rows, cols = [tile.rows for tile in run], [tile.cols for tile in run]
+    pack = Pack(_spanned(rows), _spanned(cols), *from_bottom_right(run[0]))
+    if len(run) == 1:
+        return pack
+    gaps = _gaps(rows), _gaps(cols) if disjoint_keys else []
+    numbers = [*_sequences(rows, batch), *_sequences(cols, batch), *gaps]
+    cu_q, used_q, cu_k, used_k, row_gaps, col_gaps = _on_device(numbers, device)
+    return pack._replace(
+        sequences=dict(cu_seqlens_q=cu_q, seqused_q=used_q, cu_seqlens_k=cu_k, seqused_k=used_k),
+        row_gaps=row_gaps.long() if len(row_gaps) else None,
+        col_gaps=col_gaps.long() if len(col_gaps) else None,
+    )
+
+
+def _spanned(side: list[slice]) -> slice:
+    return slice(min(at.start for at in side), max(at.stop for at in side))
+
+
+def _sequences(side: list[slice], batch: int) -> tuple[list[int], list[int]]:
+    """Where those of all samples start, and the end; and how long they are.
+
+    >>> _sequences([slice(3, 5), slice(6, 9)], batch=2)
+    ([0, 3, 6, 9, 12], [2, 3, 2, 3])
+    """
+    span = _spanned(side)
+    length = span.stop - span.start
+    starts = [i * length + at.start - span.start for i in range(batch) for at in side]
+    return [*starts, batch * length], [at.stop - at.start for at in side] * batch
+
+
+def _gaps(side: list[slice]) -> list[int]:
+    """What is between those that ascend, counted from the first."""
+    first = side[0].start
+    return [i - first for a, b in pairwise(side) for i in range(a.stop, b.start)]
+
+
+def _on_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """int32, each where kernels can load it, by one copy."""
+    each = [torch.tensor(numbers, dtype=torch.int32) for numbers in lists]
+    padded = [F.pad(t, (0, -len(t) % _ALIGNED)) for t in each]
+    # from pageable memory: the copy ends before this returns, so any stream may read it
+    moved = torch.cat(padded).to(device).split([len(t) for t in padded])
+    return [t[: len(numbers)] for t, numbers in zip(moved, lists)]
+
+
+def _filled(t: Tensor, dim: int, at: Tensor | None, value: float) -> Tensor:
+    return t if at is None else t.index_fill_(dim, at, value)

@@ -1,0 +1,132 @@
+"""Tangents of attention on tiles in plain PyTorch: how out, lse and the gradients change as
+q, k and v move along tq, tk and tv.
+
+Keys come as they travel: each beside its tangent along the head size, k | tk and v | tv.
+Probabilities are of the final lse, so all that tiles bring are plain sums. With A and B the sums
+over keys of p * ts and of p * (ts * v + tv), ts being a score's tangent, d(lse) is A and d(out)
+is B - A * out; dropout takes of p where that weighs values. Gradients are those of `eager`,
+differentiated once more.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from einops import einsum, rearrange
+from torch import Tensor, cat, inf
+
+from ring_attention_pytorch.geometry.tiles import Tile
+from ring_attention_pytorch.kernels.eager import (
+    by_key_head,
+    finite,
+    grouped,
+    scores_of,
+    visible_parts,
+)
+from ring_attention_pytorch.runtime.interfaces import Grads, Keys, Saved, Terms, tangent_of_delta
+
+
+class Part(NamedTuple):
+    """Few rows of a tile with the keys that they see, in the accumulator's dtype.
+
+    q, tq [b, i, g, r, d]; k, tk, v, tv [b, j, g, d]; p, the score's tangent ts, its derivative
+    by q.k, the tangent of that, and what dropout leaves of p [b, g, r, i, j].
+    """
+
+    rows: slice
+    cols: slice
+    q: Tensor
+    tq: Tensor
+    k: Tensor
+    tk: Tensor
+    v: Tensor
+    tv: Tensor
+    p: Tensor
+    ts: Tensor
+    slope: Tensor | float
+    tslope: Tensor | float
+    left: Tensor | None
+
+    def less(self, t: Tensor) -> Tensor:
+        """What dropout leaves of t [b, g, r, i, j]."""
+        return t if self.left is None else t * self.left
+
+
+def forward(
+    q: Tensor,
+    tq: Tensor,
+    lse: Tensor,
+    keys: Keys,
+    tiles: Sequence[Tile],
+    terms: Terms,
+    sums: tuple[Tensor, Tensor],
+) -> None:
+    """Add B [b, n, h, d_v] and A [b, h, n] of these tiles to `sums`."""
+    b_sum, a_sum = sums
+    for part in _parts(q, tq, lse, keys, tiles, terms):
+        pts = part.p * part.ts
+        moved = einsum(part.less(pts), part.v, "b g r i j, b j g d -> b i g r d")
+        moved += einsum(part.less(part.p), part.tv, "b g r i j, b j g d -> b i g r d")
+        b_sum[:, part.rows] += rearrange(moved, "b i g r d -> b i (g r) d")
+        a_sum[..., part.rows] += rearrange(pts.sum(-1), "b g r i -> b (g r) i")
+
+
+def backward(
+    saved: Saved, along: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads
+) -> None:
+    """Add each gradient's tangent, and beside it the gradient itself, to `grads`.
+
+    `along` are the tangents of `saved`, and `grads` are as wide as both together.
+    """
+    h_kv, running = keys.k.shape[2], [total.running() for total in grads]
+    delta_along = tangent_of_delta(saved, along)
+    for part in _parts(saved.q, along.q, saved.lse, keys, tiles, terms):
+        dout, tdout = (by_key_head(t.dout[:, part.rows], h_kv) for t in (saved, along))
+        delta, tlse, tdelta = (
+            rearrange(t[..., part.rows], "b (g r) i -> b g r i 1", g=h_kv)
+            for t in (saved.delta, along.lse, delta_along)
+        )
+        p, tp = part.p, part.p * (part.ts - tlse)
+        dp = part.less(_by_pair(dout, part.v)) - delta
+        tdp = part.less(_by_pair(cat((dout, tdout), -1), cat((part.tv, part.v), -1))) - tdelta
+        ds, tds = p * dp, tp * dp + p * tdp
+        # d(q.k) and its tangent
+        dqk, tdqk = ds * part.slope, tds * part.slope + ds * part.tslope
+        dq = cat((_to_rows(tdqk, part.k) + _to_rows(dqk, part.tk), _to_rows(dqk, part.k)), -1)
+        dk = cat((_to_cols(tdqk, part.q) + _to_cols(dqk, part.tq), _to_cols(dqk, part.q)), -1)
+        p, tp = part.less(p), part.less(tp)
+        dv = cat((_to_cols(tp, dout) + _to_cols(p, tdout), _to_cols(p, dout)), -1)
+        for total, at, found in zip(running, (part.rows, part.cols, part.cols), (dq, dk, dv)):
+            total[:, at] += found
+
+
+def _parts(
+    q: Tensor, tq: Tensor, lse: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms
+) -> Iterator[Part]:
+    h_kv = keys.k.shape[2]
+    for rows, cols, hidden, bias, left in visible_parts(keys, tiles, terms, tq.shape[2]):
+        rows_q, both_k, both_v = grouped(q[:, rows], keys.k[:, cols], keys.v[:, cols])
+        (k, tk), (v, tv) = (t.chunk(2, dim=-1) for t in (both_k, both_v))
+        along = by_key_head(tq[:, rows], h_kv)
+        tqk = _by_pair(cat((along, rows_q), -1), both_k)
+        scores, slope = scores_of(rows_q, k, terms, None)
+        tslope: Tensor | float = 0.0
+        if terms.softclamp is not None:
+            # scores are c * t and slope is scale * (1 - t ** 2), of t = tanh(scale * q.k / c)
+            tslope = scores * slope * tqk * (-2 * terms.scale / terms.softclamp**2)
+        scores = scores if bias is None else scores + bias
+        total = rearrange(lse[..., rows], "b (g r) i -> b g r i 1", g=h_kv)
+        p = scores.masked_fill(hidden, -inf).sub_(finite(total)).exp_()
+        yield Part(rows, cols, rows_q, along, k, tk, v, tv, p, slope * tqk, slope, tslope, left)
+
+
+def _by_pair(rows: Tensor, cols: Tensor) -> Tensor:
+    return einsum(rows, cols, "b i g r d, b j g d -> b g r i j")
+
+
+def _to_rows(weights: Tensor, cols: Tensor) -> Tensor:
+    found = einsum(weights, cols, "b g r i j, b j g d -> b i g r d")
+    return rearrange(found, "b i g r d -> b i (g r) d")
+
+
+def _to_cols(weights: Tensor, rows: Tensor) -> Tensor:
+    return einsum(weights, rows, "b g r i j, b i g r d -> b j g d")

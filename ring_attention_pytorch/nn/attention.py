@@ -1,0 +1,403 @@
+"""The attention layer.
+
+Parameter names, defaults and state-dict keys are those of ring-attention-pytorch 0.5.20.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from beartype import beartype
+from einops import rearrange
+from torch import Tensor, nn
+
+from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
+from ring_attention_pytorch.comm.ring import Group, Ring
+from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.geometry.documents import Borders
+from ring_attention_pytorch.geometry.layouts import Layout
+from ring_attention_pytorch.geometry.tiles import Visible
+from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.nn.norm import RMSNorm
+from ring_attention_pytorch.nn.reference import default_attention
+from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
+from ring_attention_pytorch.nn.sharding import Spread, mask_problem, packed_problem, told_by_module
+from ring_attention_pytorch.plan.checks import (
+    in_graphs_problem,
+    other_way_problem,
+    over_ring_problem,
+)
+from ring_attention_pytorch.plan.packing import local_packing
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.runtime.dropout import dropout_problem
+from ring_attention_pytorch.runtime.graphs import Kept
+from ring_attention_pytorch.runtime.torch_func import tangents_note
+
+
+class RingAttention(nn.Module):
+    """Attention over a sequence that may be spread over a ring of processes.
+
+    Args:
+        dim: model width.
+        dim_head, heads: width and number of query heads.
+        num_grouped_query_heads: query heads to each key head; must divide heads.
+        causal: no token sees a later one.
+        eps: has no meaning, here or before; only its default is accepted.
+        bucket_size: kernels that hold scores in memory hold those of so many queries at once.
+        ring_attn: use the ring. Without, or alone, everything works on this process' tokens.
+        ring_seq_size: tokens a rank, by which `auto_shard_seq` sizes the ring.
+        max_lookback_seq_len: the window: a token sees itself and so many tokens before it.
+        striped_ring_attn: the same as layout="striped".
+        auto_shard_seq: every rank brings its own batch of whole sequences, they are spread
+            over the ring, and results come home. None is `ring_attn`.
+        prenorm: RMSNorm first.
+        force_regular_attn: `default_attention` on what is here, taken for a whole sequence.
+        rotary_embed, rotary_embed_theta: rotate queries and keys by their global positions.
+        rotary_restart: by those in their own documents, which keeps angles small and precise.
+        use_cuda_kernel: must not be True; `kernel` chooses, and None takes the fastest.
+        layout: which tokens a rank holds. None is "contiguous", or, for sequences sharded
+            here and causal, "zigzag", and with documents `balanced`.
+        group: the ring's processes: ProcessGroup or DeviceMesh of one dimension; None is the
+            default group.
+        softclamp: c makes scores s into c * tanh(s / c).
+        kernel, transport, ulysses, memory: of `ring_attn`; all but kernel need the ring.
+        dropout: of `ring_attn`, in training only. Layers that share a plan: `plan.for_layer(i)`.
+        in_graphs: `RingPlan.in_graphs` where that can be, for batches without mask and documents of
+            which one alike came before, among those of the last four kinds. Not with dropout.
+
+    Raises:
+        ValueError: arguments that contradict one another.
+
+    >>> attn = RingAttention(32, dim_head=8, heads=4, num_grouped_query_heads=2, causal=True)
+    >>> attn(torch.randn(1, 7, 32)).shape
+    torch.Size([1, 7, 32])
+    """
+
+    @beartype
+    def __init__(  # noqa: PLR0913 - a public entry point
+        self,
+        dim: int,
+        *,
+        dim_head: int = 64,
+        heads: int = 8,
+        num_grouped_query_heads: int = 1,
+        causal: bool = False,
+        eps: float = 1e-10,
+        bucket_size: int = 512,
+        ring_attn: bool = False,
+        ring_seq_size: int = 512,
+        max_lookback_seq_len: int | None = None,
+        striped_ring_attn: bool = False,
+        auto_shard_seq: bool | None = False,
+        prenorm: bool = True,
+        force_regular_attn: bool = False,
+        rotary_embed: bool = False,
+        rotary_embed_theta: int | float = 10000,
+        use_cuda_kernel: bool | None = None,
+        layout: Layout | None = None,
+        group: Group = None,
+        softclamp: float | int | None = None,
+        kernel: str | None = None,
+        transport: str | None = None,
+        ulysses: int = 1,
+        memory: int | None = None,
+        rotary_restart: bool = False,
+        dropout: float | int = 0.0,
+        in_graphs: bool = False,
+    ):
+        super().__init__()
+        auto_shard_seq = ring_attn if auto_shard_seq is None else auto_shard_seq
+        if num_grouped_query_heads < 1 or heads % num_grouped_query_heads != 0:
+            raise ValueError(
+                f"num_grouped_query_heads must divide heads={heads}, got {num_grouped_query_heads}"
+            )
+        if max_lookback_seq_len is not None and max_lookback_seq_len < 0:
+            raise ValueError(
+                f"max_lookback_seq_len must be None or at least 0, got {max_lookback_seq_len}"
+            )
+        if softclamp is not None and not 0 < softclamp < math.inf:
+            raise ValueError(f"softclamp must be None or positive, got {softclamp}")
+        if min(dim, dim_head, bucket_size) < 1:
+            got = f"{dim}, {dim_head} and {bucket_size}"
+            raise ValueError(f"dim, dim_head and bucket_size must be at least 1, got {got}")
+        if kernel not in (None, *KERNELS):
+            raise ValueError(f"kernel must be None or one of {list(KERNELS)}, got {kernel!r}")
+        if eps != 1e-10:
+            raise ValueError(f"eps has no effect, results are normalised exactly; got {eps}")
+        if use_cuda_kernel:
+            raise ValueError("use_cuda_kernel=True: leave it None, and choose with kernel=")
+        if rotary_restart and not rotary_embed:
+            raise ValueError("rotary_restart needs rotary_embed=True: there is nothing to restart")
+        if force_regular_attn and (kernel is not None or dropout > 0):
+            got = f"{kernel!r} and {dropout}"
+            raise ValueError(f"force_regular_attn uses no kernel and no dropout, got {got}")
+        over_ring = dict(transport=transport, ulysses=ulysses, memory=memory)
+        problem = over_ring_problem(ring_attn and not force_regular_attn, heads, **over_ring)
+        if in_graphs:
+            problem = problem or in_graphs_problem(force_regular_attn, dropout, transport)
+        if problem := problem or dropout_problem(dropout, None):
+            raise ValueError(problem)
+        self.over_ring = over_ring
+        self.spread = Spread.make(
+            ring_attn, auto_shard_seq, causal, ring_seq_size, layout, striped_ring_attn, group
+        )
+        self.causal, self.window, self.softclamp = causal, max_lookback_seq_len, softclamp
+        self.force_regular_attn, self.bucket_size = force_regular_attn, bucket_size
+        self.heads, self.dim_head, self.kernel, self.dropout = heads, dim_head, kernel, dropout
+        self.key_heads = heads // num_grouped_query_heads
+        self.qkv_head_breakdown = (heads, self.key_heads, self.key_heads)
+        self.kept = Kept() if in_graphs else None
+
+        self.rotary_embed = (
+            RingRotaryEmbedding(dim_head, theta=rotary_embed_theta) if rotary_embed else None
+        )
+        self.rotary_restart = rotary_restart
+        inner, key_inner = dim_head * heads, dim_head * self.key_heads
+        self.to_qkv = nn.Sequential(
+            RMSNorm(dim) if prenorm else nn.Identity(),
+            nn.Linear(dim, inner + 2 * key_inner, bias=False),
+        )
+        self.to_out = nn.Linear(inner, dim, bias=False)
+
+    @typed(told_by_module("ring attention"))
+    def forward(  # noqa: PLR0913 - a public entry point
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        rotary_emb: Tensor | None = None,
+        force_ring_reduce_off: bool = False,
+        ring_size: int | None = None,
+        *,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        plan: RingPlan | None = None,
+        documents: Tensor | None = None,
+        cu_seqlens: Borders | None = None,
+    ) -> Tensor:
+        """Attention of the tokens x to one another, or to a context.
+
+        Args:
+            x: `[b, n, dim]`: this rank's batch of whole sequences with auto_shard_seq, else
+                this rank's part of the sequence.
+            mask: bool `[b, n]`, True where a token may be seen; causal or not.
+            rotary_emb: angles `[n, dim_head]` of these tokens; `[b, n, dim_head]` where they are
+                sharded by hand.
+            force_ring_reduce_off: for this call x is a whole sequence of this process alone.
+            ring_size: consecutive ranks that make one ring; must divide the group.
+            context: `[b, m, dim]` to attend to instead, whole or a part as x is. Not causal.
+            context_mask: bool `[b, m]`.
+            plan: from `RingAttention.plan`, for tokens that are sharded already.
+            documents: int `[b, n]`, equal where tokens of x may see one another.
+            cu_seqlens: the same by borders, of this rank's own batch with auto_shard_seq, else
+                of the whole sequence; as for `ring_attn`.
+
+        Returns:
+            `[b, n, dim]`, of the same tokens.
+
+        Raises:
+            ValueError: what can't be, or differs between ranks, on all ranks alike.
+        """
+        packed = {"documents": documents, "cu_seqlens": cu_seqlens}
+        problem = problem_of(lambda: self._problem(x, mask, rotary_emb, context, context_mask))
+        whole = self.spread.auto or not self.spread.ring_attn
+        how = dict(packed, whole=whole, able=context is None and not self.force_regular_attn)
+        problem = problem or problem_of(lambda: packed_problem(x, **how))
+        seen = mask if context is None else context_mask
+        if plan is not None:
+            decided = {"a mask": seen, "ring_size": ring_size, "context": context, **packed}
+            decided["force_ring_reduce_off"] = force_ring_reduce_off or None
+            self._check_plan(plan, decided)
+            self.spread.check(problem, False, None, "RingAttention")
+            return self._attend(x, None, None, rotary_emb, plan.ring, plan=plan)
+        on = self.spread.on(force_ring_reduce_off or self.force_regular_attn)
+        self.spread.check(problem, on, ring_size, "ring attention")
+        if not (on and self.spread.auto):
+            ring = self.spread.ring(on, ring_size)
+            return self._attend(x, context, seen, rotary_emb, ring, **packed)
+        options = {"mask": seen, "rotary_emb": rotary_emb, "context": context}
+        given = {name: t is not None for name, t in options.items()}
+        packing = local_packing(documents, cu_seqlens, x)
+        shards = self.spread.shard(x, ring_size, given, packing, self.window)
+        of_keys = shards
+        if context is not None:
+            of_keys = shards.like(context)
+            context = of_keys.shard(context)
+        if rotary_emb is not None:
+            rotary_emb = rotary_emb[shards.positions(rotary_emb.device)]
+        seen = None if seen is None else of_keys.shard(seen)
+        out = self._attend(
+            shards.shard(x), context, seen, rotary_emb, shards.ring,
+            documents=shards.packing, layout=shards.layout,
+        )  # fmt: skip
+        return shards.unshard(out)
+
+    def _problem(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        rotary_emb: Tensor | None,
+        context: Tensor | None,
+        context_mask: Tensor | None,
+    ) -> str | None:
+        """What is wrong with this rank's arguments by themselves."""
+        dim, rotary = self.to_out.out_features, self.rotary_embed or rotary_emb is not None
+        for name, t in {"x": x, "context": context}.items():
+            if t is not None and (t.ndim != 3 or t.shape[2] != dim):
+                return f"{name} must be [batch, tokens, {dim}], got {list(t.shape)}"
+            if t is not None and (t.is_meta or not t.is_floating_point()):
+                return f"{name} must be floating and have values, got {t.dtype} on {t.device}"
+        if context is not None and (self.causal or self.window is not None or rotary):
+            return (
+                "context is another sequence, whose tokens have no place among these: it needs a "
+                "module without causal, max_lookback_seq_len and rotary_embed, and no rotary_emb"
+            )
+        if context is None and context_mask is not None:
+            return "context_mask needs a context; the mask of x is `mask`"
+        if context is not None and mask is not None:
+            return "with a context its own context_mask says what may be seen, not mask"
+        if self.rotary_embed is not None and rotary_emb is not None:
+            return "a module with rotary_embed makes its own angles, rotary_emb would be ignored"
+        want = [x.shape[1], self.dim_head]
+        each = [] if self.spread.auto else [[x.shape[0], *want]]  # of each sample
+        if rotary_emb is not None and list(rotary_emb.shape) not in (want, *each):
+            return f"rotary_emb must be {want}, got {list(rotary_emb.shape)}"
+        if rotary_emb is not None and rotary_emb.device != x.device:
+            return f"rotary_emb must be on {x.device} as x is, got {rotary_emb.device}"
+        if context is not None:
+            return mask_problem("context_mask", context_mask, context)
+        return mask_problem("mask", mask, x)
+
+    def _check_plan(self, plan: RingPlan, decided: Mapping[str, Any]) -> None:
+        if self.spread.auto or self.force_regular_attn:
+            raise ValueError("a plan is for tokens sharded by hand, and for the ring's kernels")
+        if given := [name for name, value in decided.items() if value is not None]:
+            raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
+        mine = (Visible(self.causal, self.window), self.softclamp, self.rate)
+        drops = plan.terms.dropout.rate if plan.terms.dropout else 0.0
+        named = plan.layout if isinstance(plan.layout, str) else self.spread.layout
+        if plan.ring.size > 1 and named != self.spread.layout:
+            raise ValueError(
+                f"the plan has layout={plan.layout!r}, the module {self.spread.layout!r}"
+            )
+        if (plan.visible, plan.terms.softclamp, drops) != mine:
+            raise ValueError(
+                f"the plan shows {plan.visible} with softclamp={plan.terms.softclamp} and "
+                f"dropout={drops}, this module wants {mine[0]} with {mine[1]} and {mine[2]} (in "
+                f"training: {self.training}); make it with RingAttention.plan"
+            )
+        if self.kernel is not None and not f"{plan.kernel.name}-".startswith(f"{self.kernel}-"):
+            raise ValueError(f"the plan uses another kernel than this module's {self.kernel!r}")
+        has = dict(transport=plan.transport_name, ulysses=plan.degree, memory=plan.memory)
+        if plan.ring.size > 1 and (problem := other_way_problem(has, **self.over_ring)):
+            raise ValueError(problem)
+        if plan.ring.size > 1 and not self.spread.ring_attn:
+            raise ValueError("a plan over a ring needs a module with ring_attn=True")
+
+    @typed(told_by_module("ring attention"))
+    def plan(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        ring_size: int | None = None,
+        documents: Tensor | None = None,
+        cu_seqlens: Borders | None = None,
+        layout: Layout | None = None,
+    ) -> RingPlan:
+        """The plan for tokens sharded by hand, to be handed to all layers like this one.
+
+        Args:
+            x: `[b, n, dim]`, tokens like those that come.
+            mask: bool `[b, n]`, True where a token may be seen.
+            ring_size, documents, cu_seqlens: as for `forward`.
+            layout: another than the module's, as `balanced` makes it for one batch.
+
+        Raises:
+            ValueError: what can't be, or differs between ranks, on all ranks alike.
+
+        >>> layers = [RingAttention(16, dim_head=8, heads=2, causal=True) for _ in range(2)]
+        >>> x = torch.randn(1, 5, 16)
+        >>> plan = layers[0].plan(x)
+        >>> for number, attn in enumerate(layers):
+        ...     x = x + attn(x, plan=plan.for_layer(number))
+        """
+        on = self.spread.on(self.force_regular_attn)
+        problem = problem_of(lambda: self._problem(x, mask, None, None, None))
+        self.spread.check(problem, on, ring_size, "ring attention")
+        ring = self.spread.ring(on, ring_size)
+        packed = {"documents": documents, "cu_seqlens": cu_seqlens}
+        return self.plan_over(ring, x, mask, layout=layout or self.spread.layout, **packed)
+
+    def plan_over(self, ring: Ring, x: Tensor, mask: Tensor | None, **options: Any) -> RingPlan:
+        """The same over a ring that is there already."""
+        grad = x.requires_grad or any(p.requires_grad for p in self.parameters())
+        like = torch.empty((), dtype=x.dtype, device=x.device, requires_grad=grad)
+        q, k = (like.expand(*x.shape[:2], h, self.dim_head) for h in (self.heads, self.key_heads))
+        also = {"rotary_emb": False} | tangents_note(x, *self.parameters())
+        options["also"] = also | options.get("also", {})
+        return self._plan(q, k, k, mask, ring, **options)
+
+    def _plan(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, ring: Ring, **options: Any
+    ) -> RingPlan:
+        usual = dict(layout=self.spread.layout, cross=False)
+        plan = RingPlan.make(
+            q, k, v, causal=self.causal, window=self.window, key_mask=seen,
+            softclamp=self.softclamp, group=ring, kernel=self.kernel, dropout=self.rate,
+            bucket_size=self.bucket_size, **self.over_ring, **(usual | options),
+        )  # fmt: skip
+        return plan if self.kept is None else self.kept.of(plan)
+
+    @property
+    def rate(self) -> float:
+        """The dropout of a call now."""
+        return self.dropout if self.training else 0.0
+
+    def _attend(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        seen: Tensor | None,
+        angles: Tensor | None,
+        ring: Ring,
+        *,
+        plan: RingPlan | None = None,
+        **options: Any,
+    ) -> Tensor:
+        try:
+            q, k, v = self._project(x, context)
+        except RuntimeError as error:  # of a dtype, or of memory: tell the ranks that wait
+            agree(ring, "ring attention", {}, problem=str(error))
+        if plan is None and not self.force_regular_attn:
+            also = {"rotary_emb": angles is not None} | tangents_note(q, k, v)
+            options |= dict(cross=context is not None, also=also)
+            plan = self._plan(q, k, v, seen, ring, **options)
+        if self.rotary_embed is not None:
+            at = x.shape[1]
+            if plan is not None:
+                at = plan.positions(x.device, in_documents=self.rotary_restart)
+            angles = self.rotary_embed(at)
+        if angles is not None:
+            q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
+        if plan is not None:
+            out = ring_attn(q, k, v, plan=plan)
+        else:
+            clamp = {} if self.softclamp is None else {"softclamp_value": self.softclamp}
+            out = default_attention(
+                q, k, v, seen, self.causal, self.softclamp is not None, window=self.window, **clamp
+            )
+        return self.to_out(rearrange(out, "b n h d -> b n (h d)"))
+
+    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = [self.heads * self.dim_head, *[self.key_heads * self.dim_head] * 2]
+        if context is None:
+            parts = self.to_qkv(x).split(sizes, dim=-1)
+        else:
+            norm, linear = self.to_qkv
+            of_queries, *of_keys = linear.weight.split(sizes)
+            parts = [F.linear(norm(x), of_queries)]
+            parts += [F.linear(norm(context), weight) for weight in of_keys]
+        q, k, v = (rearrange(t, "b n (h d) -> b n h d", d=self.dim_head) for t in parts)
+        return q, k, v

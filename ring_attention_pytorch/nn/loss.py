@@ -1,0 +1,60 @@
+"""Next-token loss over a sharded sequence: one mean over all real tokens, whatever the sharding."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import Segments, segment_positions
+from ring_attention_pytorch.nn.sharding import all_to_all
+from ring_attention_pytorch.runtime.rowwise import accumulator
+
+
+def next_tokens(ids: Tensor, segments: tuple[Segments, ...], ring: Ring, nothing: int) -> Tensor:
+    """The id at each held position's successor, fetched from who holds it; `nothing` at the end.
+
+    Both sides go through positions in ascending order, in which every layout holds them.
+    """
+    at = [segment_positions(s, ids.device) for s in segments]
+    mine = at[ring.rank]
+    slots = [torch.isin(mine + 1, theirs).nonzero().flatten() for theirs in at]
+    pieces = [ids[:, torch.isin(mine - 1, theirs)] for theirs in at]
+    labels = torch.full_like(ids, nothing)
+    shapes = [(ids.shape[0], len(slot)) for slot in slots]
+    for slot, part in zip(slots, all_to_all(pieces, shapes, ring)):
+        labels[:, slot] = part
+    return labels
+
+
+def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: Ring) -> Tensor:
+    """The mean over all real tokens of all ranks, the same on every rank; 0 if there are none.
+
+    logits `[b, n, classes]`, labels `[b, n]`. Gradients averaged over ranks, as DDP and FSDP
+    do, are those of one process.
+    """
+    logits = logits.to(accumulator(logits.dtype)).flatten(0, 1)
+    labels = labels.flatten()
+    total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
+    real = (labels != ignore_index).sum()
+    if ring.size > 1:
+        total = _SumOverRanks.apply(total, ring)
+        ring.total(real)
+    return total / real.clamp(min=1)
+
+
+class _SumOverRanks(Function):
+    """The sum over ranks, on every rank; backward sums what every rank made of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ring: Ring) -> Tensor:
+        ctx.ring = ring
+        total = x.clone()
+        ring.total(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _SumOverRanks.apply(grad, ctx.ring), None

@@ -1,0 +1,68 @@
+"""Regular attention of one process, all scores at once: what the rest is compared with."""
+
+import torch
+from beartype import beartype
+from einops import einsum, rearrange
+from torch import Tensor
+
+from ring_attention_pytorch.plan.checks import qkv_problem
+from ring_attention_pytorch.runtime.rowwise import accumulator
+
+
+@beartype
+def default_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    softclamp_qk_sim: bool = False,
+    softclamp_value: float | int = 50.0,
+    *,
+    window: int | None = None,
+) -> Tensor:
+    """Regular attention of one process, all scores at once: what the rest is compared with.
+
+    Args:
+        q, k, v: `[b, n, h, d]`, `[b, m, h_kv, d]`, `[b, m, h_kv, d_v]`.
+        mask: bool `[b, m]`, True where a key may be seen, with causal too.
+        causal, window: as for `ring_attn`; both need m = n.
+        softclamp_qk_sim: scores s become c * tanh(s / c), c being softclamp_value.
+
+    Returns:
+        `[b, n, h, d_v]` in q's dtype; 0 where a query sees nothing.
+
+    Raises:
+        ValueError: causal or window with other key than query length, or a number out of range.
+
+    >>> q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
+    >>> default_attention(q, k, k, causal=True).shape
+    torch.Size([1, 5, 4, 8])
+    """
+    if (problem := qkv_problem(q, k, v, mask)) is not None:
+        raise ValueError(f"default_attention: {problem}")
+    n, m, dtype = q.shape[1], k.shape[1], accumulator(q.dtype)
+    if (causal or window is not None) and n != m:
+        raise ValueError(f"causal and window need as many keys as queries, got {m} and {n}")
+    if window is not None and window < 0:
+        raise ValueError(f"window must be None or at least 0, got {window}")
+    if softclamp_qk_sim and not softclamp_value > 0:
+        raise ValueError(f"softclamp_value must be positive, got {softclamp_value}")
+    q_, k, v = (t.to(dtype) for t in (rearrange(q, "b i (g r) d -> b i g r d", g=k.shape[2]), k, v))
+    scores = einsum(q_, k, "b i g r d, b j g d -> b g r i j") * q.shape[-1] ** -0.5
+    if softclamp_qk_sim:
+        scores = (scores / softclamp_value).tanh() * softclamp_value
+    behind = torch.arange(n, device=q.device).unsqueeze(1) - torch.arange(m, device=q.device)
+    hidden = torch.zeros_like(behind, dtype=torch.bool)
+    if causal:
+        hidden = hidden | (behind < 0)
+    if window is not None:
+        hidden = hidden | (behind.abs() > window)
+    if mask is not None:
+        hidden = hidden | ~rearrange(mask, "b j -> b 1 1 1 j")
+    # the least finite number, so that a row that sees nothing is no NaN on its way to 0
+    scores = scores.masked_fill(hidden, torch.finfo(dtype).min)
+    p = scores.softmax(dim=-1).masked_fill(hidden, 0.0)
+    return rearrange(
+        einsum(p, v, "b g r i j, b j g d -> b i g r d"), "b i g r d -> b i (g r) d"
+    ).to(q.dtype)

@@ -1,0 +1,114 @@
+"""Rotary position embedding (Su et al. 2021, "RoFormer") from global positions."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from beartype import beartype
+from einops import rearrange
+from torch import Tensor, nn
+
+from ring_attention_pytorch.comm.ring import Group, Ring
+from ring_attention_pytorch.geometry.layouts import Layout, positions, resolve_layout
+
+
+class RingRotaryEmbedding(nn.Module):
+    """Angles for the tokens that a rank holds.
+
+    Args:
+        dim: of the heads, even.
+        ring: a length given to `forward` is this rank's share of a sequence over the group.
+        striped: its layout is "striped".
+        buckets: must be 1; stripes here are single tokens.
+        theta: the longest wavelength over 2 pi.
+        layout: which tokens a rank holds; None is "striped" if striped, else "contiguous".
+        group: the ring; None is the default group.
+
+    Raises:
+        ValueError: an odd dim, buckets, an unknown or contradicted layout.
+
+    >>> RingRotaryEmbedding(4)(3)[2].tolist()  # position 2: angles 2 and 2 / 100, twice
+    [2.0, 0.019999999552965164, 2.0, 0.019999999552965164]
+    """
+
+    @beartype
+    def __init__(
+        self,
+        dim: int,
+        ring: bool = False,
+        striped: bool = False,
+        buckets: int = 1,
+        theta: int | float = 10000,
+        *,
+        layout: Layout | None = None,
+        group: Group = None,
+    ):
+        super().__init__()
+        if dim < 2 or dim % 2:
+            raise ValueError(f"rotary embedding needs an even dim, got {dim}")
+        if not theta > 0:
+            raise ValueError(f"theta must be positive, got {theta}")
+        if buckets != 1:
+            raise ValueError(
+                f"buckets must be 1, got {buckets}: striped layouts here deal single tokens, "
+                "whatever the tile length"
+            )
+        self.ring, self.layout, self.group = ring, resolve_layout(layout, striped), group
+        if self.layout is not None and not ring:
+            raise ValueError(f"layout={self.layout!r} needs ring=True")
+        # a buffer for the sake of checkpoints; `_apply` keeps it in float32
+        self.register_buffer("inv_freq", theta ** -(torch.arange(0, dim, 2).float() / dim))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Self:
+        """Move with the module, but never lose digits: in bfloat16 positions would collide."""
+        exact = self.inv_freq
+        super()._apply(fn, *args, **kwargs)
+        if self.inv_freq.dtype != exact.dtype:
+            self.inv_freq = exact.to(device=self.inv_freq.device)
+        return self
+
+    @beartype
+    def forward(self, seq: int | Tensor) -> Tensor:
+        """Angles, float32 `[n, dim]`, of positions `[n]`, or of n tokens held by this rank.
+
+        Of positions `[b, n]`, as where each sample has documents of its own, `[b, n, dim]`.
+
+        A length means that every rank of the ring holds as many; else give the positions.
+        """
+        if isinstance(seq, int):
+            ring = Ring(self.group) if self.ring else Ring.alone()
+            layout = self.layout or "contiguous"
+            seq = positions(layout, rank=ring.rank, ring_size=ring.size, length=seq * ring.size)
+        at = seq.to(device=self.inv_freq.device, dtype=torch.float32)
+        with torch.autocast(at.device.type, enabled=False):
+            angles = at.unsqueeze(-1) * self.inv_freq.float()
+            return torch.cat((angles, angles), dim=-1)
+
+
+@beartype
+def apply_rotary_pos_emb(pos: Tensor, t: Tensor, head_dim_first: bool = False) -> Tensor:
+    """Turn each pair (t[i], t[i + d / 2]) of the heads by its angle.
+
+    Args:
+        pos: angles `[n, d]`, or `[b, n, d]`.
+        t: queries or keys `[b, n, h, d]`, or `[b, h, n, d]` with head_dim_first.
+
+    Returns:
+        The same shape and dtype; computed in float32 at least.
+
+    Raises:
+        ValueError: angles of another shape.
+
+    >>> apply_rotary_pos_emb(torch.zeros(3, 8), torch.ones(1, 3, 2, 8)).dtype
+    torch.float32
+    """
+    n = t.shape[-2] if head_dim_first else t.shape[-3]
+    fitting = ([n, t.shape[-1]], [t.shape[0], n, t.shape[-1]])
+    if t.shape[-1] % 2 or list(pos.shape) not in fitting:
+        raise ValueError(
+            f"angles must be [{n}, {t.shape[-1]}] and that last even, got {list(pos.shape)}"
+        )
+    pos = rearrange(pos, "... n d -> ... 1 n d" if head_dim_first else "... n d -> ... n 1 d")
+    wide = t.to(torch.promote_types(t.dtype, torch.float32))
+    a, b = wide.chunk(2, dim=-1)
+    return (wide * pos.cos() + torch.cat((-b, a), dim=-1) * pos.sin()).to(t.dtype)

@@ -1,0 +1,398 @@
+"""Whole sequences to shards and back, differentiably, by exchanging exactly what is needed.
+
+One convention of gradients: backward differentiates the sum of every rank's result, each
+rank's tensors being separate variables.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from beartype import beartype
+from torch import Tensor
+from torch.autograd import Function
+
+from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
+from ring_attention_pytorch.geometry.balance import deal
+from ring_attention_pytorch.geometry.documents import Borders, Packing, documents_problem
+from ring_attention_pytorch.geometry.layouts import (
+    Layout,
+    Segments,
+    all_segments,
+    check_layout,
+    count,
+    layout_problem,
+    resolve_layout,
+    segment_positions,
+)
+from ring_attention_pytorch.plan.packing import gather_packings
+from ring_attention_pytorch.runtime.rowwise import accumulator
+
+Shape = tuple[int, ...]
+
+
+@beartype
+def shard_sequence(
+    x: Tensor, *, dim: int = 1, layout: Layout = "contiguous", group: Group = None
+) -> Tensor:
+    """This rank's part of a sequence that every rank of the ring has whole.
+
+    Args:
+        x: any tensor whose dimension `dim` is the sequence: ids, labels, masks, embeddings.
+        layout: "contiguous", "striped", "zigzag" or what `balanced` made.
+        group: the ring; None is the default group, or this process alone.
+
+    Returns:
+        x at this rank's positions, in the order in which it holds them. Nothing is sent.
+
+    Raises:
+        ValueError: an unknown layout or one dealt for others, or a dim that x doesn't have.
+
+    >>> shard_sequence(torch.arange(4)[None])
+    tensor([[0, 1, 2, 3]])
+    """
+    check_layout(layout)
+    if (problem := _dim_problem(x, dim)) is not None:
+        raise ValueError(f"shard_sequence: {problem}")
+    ring = as_ring(group)
+    segments = all_segments(layout, ring.size, x.shape[dim])[ring.rank]
+    return x.index_select(dim, segment_positions(segments, x.device))
+
+
+@typed(told_by_group("unshard_sequence"))
+def unshard_sequence(
+    x: Tensor, *, length: int, dim: int = 1, layout: Layout = "contiguous", group: Group = None
+) -> Tensor:
+    """The whole sequence, on every rank of the ring, from everyone's part.
+
+    Args:
+        x: this rank's part, as `shard_sequence` or a module gives it.
+        length: of the whole sequence.
+        dim, layout, group: as for `shard_sequence`.
+
+    Returns:
+        The whole. Its backward brings every rank's gradient of my part to me and sums them.
+
+    Raises:
+        ValueError: on all ranks alike, if parts are not the layout's or differ elsewhere.
+
+    >>> unshard_sequence(torch.arange(4)[None], length=4)
+    tensor([[0, 1, 2, 3]])
+    """
+    ring = as_ring(group)
+    same = {"length": length, "dim": dim, "layout": str(layout), "dtype": x.dtype, **_grad_mode(x)}
+    same["device"] = x.device.type
+    problem = problem_of(lambda: layout_problem(layout, ring.size, length) or _dim_problem(x, dim))
+    if length < 0:
+        problem = f"length must be at least 0, got {length}"
+    if problem is None:
+        dim = dim % x.ndim
+        same["the rest of x's shape"] = [*x.shape[:dim], *x.shape[dim + 1 :]]
+        segments = all_segments(layout, ring.size, length)
+        expected = [count(s) for s in segments]
+        if x.shape[dim] != expected[ring.rank]:
+            problem = (
+                f"layout={layout!r} puts {expected} of {length} tokens on the ranks, "
+                f"rank {ring.rank} has {x.shape[dim]}"
+            )
+    agree(ring, "unshard_sequence", same, problem=problem)
+    shapes = [(*x.shape[:dim], count(s), *x.shape[dim + 1 :]) for s in segments]
+    parts = _Gather.apply(x, ring, shapes) if ring.size > 1 else [x]
+    return _in_order(torch.cat(parts, dim), segments, dim)
+
+
+@dataclass(frozen=True)
+class AutoShard:
+    """Every rank's own whole-length batch, spread over rings of consecutive ranks.
+
+    A ring of R ranks works on the batches of its R ranks, one after another, each rank on its
+    positions of all of them.
+    """
+
+    ring: Ring
+    layout: Layout
+    length: int
+    batch_sizes: tuple[int, ...]
+    packing: Packing | None = None  # the documents of all their samples
+
+    @classmethod
+    def make(
+        cls,
+        x: Tensor,
+        *,
+        ring_seq_size: int,
+        layout: Layout,
+        group: Group,
+        ring_size: int | None,
+        same: Mapping[str, Any],
+        packing: Packing | None = None,
+    ) -> "AutoShard":
+        """Agreed by all ranks of the group; x is `[b, n, ...]`, `same` what else must agree.
+
+        `packing` are the documents of this rank's samples.
+
+        Raises:
+            ValueError: lengths differ within a ring, or the rest of x between ranks.
+        """
+        everyone = as_ring(group)
+        problem = None
+        if everyone.size == 1:
+            ring_size = None  # alone, a ring of any size is this process
+        if ring_size is not None and (ring_size < 1 or everyone.size % ring_size):
+            problem = f"ring_size must divide the group's {everyone.size} ranks, got {ring_size}"
+        agreed = dict(same, ring_seq_size=ring_seq_size, ring_size=ring_size, layout=str(layout))
+        agreed.update(dtype=x.dtype, device=x.device.type, width=list(x.shape[2:]), **_grad_mode(x))
+        own = {"b": x.shape[0], "n": x.shape[1]}
+        packed = {"documents": "given" if packing is not None else None}
+        shapes = agree(everyone, "automatic sharding", agreed, own, problem, packed)
+        longest = max(s["n"] for s in shapes)
+        size = ring_size or smallest_ring(longest, ring_seq_size, everyone.size)
+        rings = [shapes[first : first + size] for first in range(0, len(shapes), size)]
+        for members in rings:
+            if len({s["n"] for s in members}) > 1:
+                raise ValueError(
+                    "automatic sharding: the ranks of one ring must bring equal lengths, got "
+                    f"{[s['n'] for s in shapes]} with rings of {size}; pad them and pass a mask"
+                )
+        mine = rings[everyone.rank // size]
+        ring = everyone if size == everyone.size else Ring(everyone.group, size)
+        if packing is not None:
+            packing = gather_packings(ring, packing)
+        return cls(ring, layout, x.shape[1], tuple(s["b"] for s in mine), packing)
+
+    @property
+    def segments(self) -> tuple[Segments, ...]:
+        return all_segments(self.layout, self.ring.size, self.length)
+
+    def positions(self, device: torch.device | None = None) -> Tensor:
+        """The positions that this rank holds."""
+        return segment_positions(self.segments[self.ring.rank], device)
+
+    def like(self, x: Tensor) -> "AutoShard":
+        """The same for another sequence of the same samples, cut into contiguous parts."""
+        b = self.batch_sizes[self.ring.rank]
+        problem = None if len(x) == b else f"context must be of {b} samples as x is, got {len(x)}"
+        same = {"context length": x.shape[1], "dtype": x.dtype, "width": list(x.shape[2:])}
+        same |= _grad_mode(x)
+        agree(self.ring, "automatic sharding of the context", same, problem=problem)
+        return AutoShard(self.ring, "contiguous", x.shape[1], self.batch_sizes)
+
+    def shard(self, x: Tensor) -> Tensor:
+        """`[b, N, ...]` of this rank's batch to `[B, n, ...]`, this rank's part of the ring's."""
+        at = [segment_positions(s, x.device) for s in self.segments]
+        held = len(at[self.ring.rank])
+        shapes = [(b, held, *x.shape[2:]) for b in self.batch_sizes]
+        return torch.cat(all_to_all([x[:, p] for p in at], shapes, self.ring))
+
+    def unshard(self, x: Tensor) -> Tensor:
+        """Its inverse: every sample goes home whole."""
+        b = self.batch_sizes[self.ring.rank]
+        shapes = [(b, count(s), *x.shape[2:]) for s in self.segments]
+        parts = all_to_all(list(x.split(self.batch_sizes)), shapes, self.ring)
+        return _in_order(torch.cat(parts, dim=1), self.segments, dim=1)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a module's tokens are spread: its ring options, checked and resolved."""
+
+    ring_attn: bool
+    auto: bool
+    ring_seq_size: int
+    layout: Layout
+    group: Group
+    causal: bool
+    free: bool  # to take another layout where that is better
+
+    @classmethod
+    def make(
+        cls,
+        ring_attn: bool,
+        auto: bool | None,
+        causal: bool,
+        ring_seq_size: int,
+        layout: Layout | None,
+        striped: bool,
+        group: Group,
+    ) -> "Spread":
+        """Raises ValueError for options that need ring_attn or contradict one another."""
+        auto = ring_attn if auto is None else auto
+        layout = resolve_layout(layout, striped)
+        for name, given in {"auto_shard_seq": auto, "a layout": layout, "a group": group}.items():
+            if given and not ring_attn:
+                raise ValueError(f"{name} needs ring_attn=True: nothing is spread without a ring")
+        if ring_seq_size < 1:
+            raise ValueError(f"ring_seq_size must be at least 1, got {ring_seq_size}")
+        free = auto and layout is None
+        if layout is None:
+            layout = "zigzag" if auto and causal else "contiguous"
+        return cls(ring_attn, auto, ring_seq_size, layout, group, causal, free)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Spread":
+        """Frozen, and process groups can't be copied: copies of a module share it."""
+        return self
+
+    def on(self, off: bool) -> bool:
+        """Whether a call goes over the ring."""
+        return self.ring_attn and not off
+
+    def ring(self, on: bool, ring_size: int | None) -> Ring:
+        """The ring of a call, or this process alone."""
+        if on:
+            return as_ring(self.group, ring_size)
+        if ring_size is not None:
+            raise ValueError(f"ring_size={ring_size} was given while the ring is off")
+        return Ring.alone()
+
+    def check(self, problem: str | None, on: bool, ring_size: int | None, caller: str) -> None:
+        """Raise this rank's problem on all ranks: it takes the place of their next agreement."""
+        if problem is None:
+            return
+        if on and self.auto:
+            agree(as_ring(self.group), "automatic sharding", {}, problem=problem)
+        agree(self.ring(on, ring_size), caller, {}, problem=problem)
+
+    def shard(
+        self,
+        x: Tensor,
+        ring_size: int | None,
+        same: Mapping[str, Any],
+        packing: Packing | None = None,
+        window: int | None = None,
+    ) -> AutoShard:
+        """The automatic sharding of whole sequences x, balanced where documents are packed."""
+        shards = AutoShard.make(
+            x, ring_seq_size=self.ring_seq_size, layout=self.layout, group=self.group,
+            ring_size=ring_size, same=same, packing=packing,
+        )  # fmt: skip
+        if not (self.free and shards.packing):
+            return shards
+        layout = deal(shards.packing, shards.ring.size, self.causal, window)
+        return replace(shards, layout=layout)
+
+
+def told_by_module(caller: str) -> Callable[[dict[str, Any], str], None]:
+    """For `typed` calls of modules that are `Spread`, and agree as that caller without a plan."""
+
+    def tell(given: dict[str, Any], problem: str) -> None:
+        if given.get("plan") is not None:
+            return
+        module, size = given["self"], given.get("ring_size")
+        off = given.get("force_ring_reduce_off") is True
+        on = module.spread.on(off or getattr(module, "force_regular_attn", False))
+        size = size if on and isinstance(size, int) else None
+        module.spread.check(problem, on, size, caller)
+
+    return tell
+
+
+def packed_problem(
+    x: Tensor, documents: Tensor | None, cu_seqlens: Borders | None, *, able: bool, whole: bool
+) -> str | None:
+    """What is wrong with the documents of a module's tokens, `whole` or not, if it is `able`."""
+    if documents is None and cu_seqlens is None:
+        return None
+    if not able:
+        return "documents and cu_seqlens are for tokens among themselves, by a ring's kernels"
+    return documents_problem(documents, cu_seqlens, x.shape, x.shape[1] if whole else None)
+
+
+def mask_problem(name: str, mask: Tensor | None, x: Tensor) -> str | None:
+    """What is wrong with the mask of tokens x `[b, n, ...]`."""
+    want = list(x.shape[:2])
+    if mask is None:
+        return None
+    if mask.device != x.device:
+        return f"{name} must be on {x.device} with its tokens, got {mask.device}"
+    if mask.dtype == torch.bool and list(mask.shape) == want:
+        return None
+    return (
+        f"{name} must be bool {want}, True where a token may be seen, "
+        f"got {mask.dtype} {list(mask.shape)}"
+    )
+
+
+def smallest_ring(length: int, ring_seq_size: int, world: int) -> int:
+    """The least divisor of the world that holds the sequence, or all of the world.
+
+    >>> [smallest_ring(n, ring_seq_size=512, world=12) for n in (0, 512, 513, 2000, 10**6)]
+    [1, 1, 2, 4, 12]
+    """
+    sizes = [size for size in range(1, world + 1) if world % size == 0]
+    return next((size for size in sizes if size * ring_seq_size >= length), world)
+
+
+def _grad_mode(x: Tensor) -> dict[str, Any]:
+    """A rank that goes backward must not find the others gone."""
+    grad = torch.is_grad_enabled()
+    return {"grad mode": grad, "requires_grad": grad and x.requires_grad}
+
+
+def _dim_problem(x: Tensor, dim: int) -> str | None:
+    return None if -x.ndim <= dim < x.ndim else f"x {list(x.shape)} has no dimension {dim}"
+
+
+def all_to_all(pieces: list[Tensor], shapes: list[Shape], ring: Ring) -> list[Tensor]:
+    """Piece i goes to rank i; what comes from rank i has `shapes[i]`. Differentiable."""
+    mine = pieces.pop(ring.rank)
+    if ring.size == 1:
+        return [mine]
+    others = [shape for rank, shape in enumerate(shapes) if rank != ring.rank]
+    received = list(_AllToAll.apply(ring, others, *pieces))
+    received.insert(ring.rank, mine)
+    return received
+
+
+class _AllToAll(Function):
+    """Pieces for, and from, every other rank."""
+
+    @staticmethod
+    def forward(ctx: Any, ring: Ring, shapes: list[Shape], *pieces: Tensor) -> tuple[Tensor, ...]:
+        ctx.ring, ctx.shapes = ring, [tuple(piece.shape) for piece in pieces]
+        return tuple(_swap(ring, shapes, pieces))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_AllToAll.apply(ctx.ring, ctx.shapes, *grads)
+
+
+class _Gather(Function):
+    """Everyone's x, in the order of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ring: Ring, shapes: list[Shape]) -> tuple[Tensor, ...]:
+        ctx.ring, ctx.shape = ring, tuple(x.shape)
+        others = [shape for rank, shape in enumerate(shapes) if rank != ring.rank]
+        parts = _swap(ring, others, [x] * len(others))
+        parts.insert(ring.rank, x.view_as(x))
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rank, dtype = ctx.ring.rank, accumulator(grads[0].dtype)
+        others = [*grads[:rank], *grads[rank + 1 :]]
+        mine = list(_AllToAll.apply(ctx.ring, [ctx.shape] * len(others), *others))
+        mine.insert(rank, grads[rank])
+        total = mine[0].to(dtype, copy=True)
+        for part in mine[1:]:  # always in the order of ranks, so that results repeat
+            total += part
+        return total.to(grads[rank].dtype), None, None
+
+
+def _swap(ring: Ring, shapes: Sequence[Shape], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors to, and from, every other rank in order."""
+    others = [rank for rank in range(ring.size) if rank != ring.rank]
+    received = [tensors[0].new_empty(shape) for shape in shapes]
+    sends = [(rank, t.contiguous()) for rank, t in zip(others, tensors)]
+    with ring.call("sharding"):
+        return ring.exchange(sends, list(zip(others, received))).wait()
+
+
+def _in_order(x: Tensor, segments: tuple[Segments, ...], dim: int) -> Tensor:
+    """From the order of ranks to the order of positions."""
+    held = torch.cat([segment_positions(s) for s in segments])
+    if bool((held.diff() > 0).all()):
+        return x
+    return x.index_select(dim, held.argsort().to(x.device))

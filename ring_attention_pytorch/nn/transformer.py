@@ -1,0 +1,336 @@
+"""A transformer over sequences that may be spread over processes, with its loss.
+
+Parameter names, defaults and state-dict keys are those of ring-attention-pytorch 0.5.20.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from beartype import beartype
+from torch import Tensor, nn
+
+from ring_attention_pytorch.comm.agreement import agree, problem_of, raise_together, typed
+from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
+from ring_attention_pytorch.geometry.documents import (
+    Borders,
+    Packing,
+    digest,
+    end_problem,
+    last_of_document,
+)
+from ring_attention_pytorch.geometry.layouts import Layout, all_segments, segment_positions
+from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.loss import mean_cross_entropy, next_tokens
+from ring_attention_pytorch.nn.norm import RMSNorm
+from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding
+from ring_attention_pytorch.nn.sharding import (
+    AutoShard,
+    Spread,
+    mask_problem,
+    packed_problem,
+    told_by_module,
+)
+from ring_attention_pytorch.plan.checks import shards_problem
+from ring_attention_pytorch.plan.packing import local_packing, whole_packing
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+
+
+class _Tokens(NamedTuple):
+    """A batch, or this rank's part of one."""
+
+    ids: Tensor
+    mask: Tensor | None
+    labels: Tensor | None
+
+
+class _Batch(NamedTuple):
+    """What this rank works on: its part of ids, mask and labels, and how it came to be."""
+
+    ids: Tensor
+    mask: Tensor | None
+    labels: Tensor | None
+    ring: Ring
+    everyone: Ring  # of whose tokens the loss is the mean
+    shards: AutoShard | None
+    packing: Packing | None
+    layout: Layout
+
+
+class RingTransformer(nn.Module):
+    """Token ids to logits or loss: pre-norm attention and GELU feedforward blocks, rotary.
+
+    Args:
+        num_tokens, dim, depth: vocabulary, model width, blocks.
+        ff_mult: width of the feedforward, in dims.
+        ignore_index: the label of a token that has none.
+        max_lookback_seq_len: the window, one for all blocks or one for each.
+        auto_shard_seq: None is ring_attn.
+        rotary_restart: angles by the positions in a document, not in the whole sequence.
+        attn_dropout: of attention's probabilities, in training only.
+        The rest: as for `RingAttention`.
+
+    Raises:
+        ValueError: arguments that contradict one another.
+
+    >>> model = RingTransformer(num_tokens=256, dim=16, depth=2, dim_head=8, heads=2, causal=True)
+    >>> model(torch.randint(0, 256, (1, 9))).shape
+    torch.Size([1, 9, 256])
+    """
+
+    @beartype
+    def __init__(  # noqa: PLR0913 - a public entry point
+        self,
+        *,
+        num_tokens: int,
+        dim: int,
+        depth: int,
+        causal: bool = False,
+        dim_head: int = 64,
+        heads: int = 8,
+        ff_mult: int = 4,
+        num_grouped_query_heads: int = 1,
+        bucket_size: int = 512,
+        ring_attn: bool = False,
+        striped_ring_attn: bool = False,
+        ring_seq_size: int = 512,
+        auto_shard_seq: bool | None = None,
+        max_lookback_seq_len: Sequence[int | None] | int | None = None,
+        rotary_embed_theta: int | float = 10000,
+        ignore_index: int = -1,
+        force_regular_attn: bool = False,
+        use_cuda_kernel: bool | None = None,
+        layout: Layout | None = None,
+        group: Group = None,
+        softclamp: float | int | None = None,
+        kernel: str | None = None,
+        transport: str | None = None,
+        ulysses: int = 1,
+        memory: int | None = None,
+        rotary_restart: bool = False,
+        attn_dropout: float | int = 0.0,
+        in_graphs: bool = False,
+    ):
+        super().__init__()
+        if max_lookback_seq_len is None or isinstance(max_lookback_seq_len, int):
+            max_lookback_seq_len = (max_lookback_seq_len,) * depth
+        if len(max_lookback_seq_len) != depth:
+            raise ValueError(
+                f"max_lookback_seq_len must be one for each of {depth} blocks, "
+                f"got {len(max_lookback_seq_len)}"
+            )
+        self.spread = Spread.make(
+            ring_attn, auto_shard_seq, causal, ring_seq_size, layout, striped_ring_attn, group
+        )
+        self.causal, self.rotary_restart = causal, rotary_restart
+        self.force_regular_attn, self.ignore_index = force_regular_attn, ignore_index
+
+        self.token_emb = nn.Embedding(num_tokens, dim)
+        self.rotary_emb = RingRotaryEmbedding(dim_head, theta=rotary_embed_theta)
+        self.layers = nn.ModuleList()
+        for lookback in max_lookback_seq_len:
+            attn = RingAttention(
+                dim, dim_head=dim_head, heads=heads, causal=causal, bucket_size=bucket_size,
+                num_grouped_query_heads=num_grouped_query_heads, max_lookback_seq_len=lookback,
+                ring_attn=ring_attn, ring_seq_size=ring_seq_size, auto_shard_seq=False,
+                layout=self.spread.layout if ring_attn else None, group=group,
+                force_regular_attn=force_regular_attn, use_cuda_kernel=use_cuda_kernel,
+                softclamp=softclamp, kernel=kernel, transport=transport, ulysses=ulysses,
+                memory=memory, dropout=attn_dropout, in_graphs=in_graphs,
+            )  # fmt: skip
+            self.layers.append(nn.ModuleList([attn, feed_forward(dim, ff_mult)]))
+        self.to_logits = nn.Sequential(RMSNorm(dim), nn.Linear(dim, num_tokens, bias=False))
+
+    @typed(told_by_module("RingTransformer"))
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        return_loss: bool = False,
+        force_ring_reduce_off: bool = False,
+        ring_size: int | None = None,
+        *,
+        documents: Tensor | None = None,
+        cu_seqlens: Borders | None = None,
+    ) -> Tensor:
+        """Logits, or the loss.
+
+        Args:
+            x: ids `[b, n]`: this rank's batch of whole sequences with auto_shard_seq, else this
+                rank's part of the sequence.
+            mask: bool `[b, n]`, True where there is a real token.
+            labels: `[b, n]`, targets as they stand, `ignore_index` where there is none; x is then
+                all inputs. Gives the loss.
+            return_loss: the loss of predicting each next token, wherever it lives.
+            force_ring_reduce_off: for this call x is a whole sequence of this process alone.
+            ring_size: consecutive ranks that make one ring; must divide the group.
+            documents: int `[b, n]`, equal where tokens of x may see one another. What follows a
+                token in another document is not what it has to predict.
+            cu_seqlens: the same by borders, of this rank's own batch with auto_shard_seq, else
+                of the whole sequence; as for `ring_attn`.
+
+        Returns:
+            Logits `[b, n, num_tokens]` of the same tokens as x; or a scalar, the mean cross
+            entropy over all real tokens of all ranks of the group, the same on every rank. Its
+            gradients, averaged over ranks, are those of one process.
+
+        Raises:
+            ValueError: what can't be, or differs between ranks, on all ranks alike.
+        """
+        packed = {"documents": documents, "cu_seqlens": cu_seqlens}
+        off = force_ring_reduce_off or self.force_regular_attn
+        batch = self._prepare(x, mask, labels, return_loss, off, ring_size, packed)
+        tokens = self.token_emb(batch.ids)
+        plans = self._plans(tokens, batch)
+        some_plan = next(iter(plans.values()), None)
+        here = batch.ids.shape[1]
+        if some_plan is not None:
+            here = some_plan.positions(x.device, in_documents=self.rotary_restart)
+        angles = self.rotary_emb(here)
+        for number, (attn, ff) in enumerate(self.layers):
+            plan = plans.get((attn.window, attn.rate))
+            plan = None if plan is None else plan.for_layer(number)
+            tokens = tokens + attn(tokens, batch.mask if plan is None else None, angles, plan=plan)
+            tokens = tokens + ff(tokens)
+        logits = self.to_logits(tokens)
+        if batch.labels is not None:
+            return mean_cross_entropy(logits, batch.labels, self.ignore_index, batch.everyone)
+        return logits if batch.shards is None else batch.shards.unshard(logits)
+
+    def _prepare(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        labels: Tensor | None,
+        return_loss: bool,
+        off: bool,
+        ring_size: int | None,
+        packed: dict[str, Any],
+    ) -> _Batch:
+        on, auto = self.spread.on(off), self.spread.auto
+        given = {"mask": mask is not None, "labels": labels is not None, "return_loss": return_loss}
+        shift = return_loss and labels is None
+        classes, able = self.token_emb.num_embeddings, not self.force_regular_attn
+        problem = problem_of(
+            lambda: (
+                _problem(x, mask, labels, classes, self.ignore_index)
+                or packed_problem(x, **packed, able=able, whole=auto or not on)
+            )
+        )
+        self.spread.check(problem, on, ring_size, "RingTransformer")
+        if labels is not None and mask is not None:
+            labels = labels.masked_fill(~mask, self.ignore_index)
+        if on and not auto:
+            return self._by_hand(_Tokens(x, mask, labels), shift, ring_size, given, packed)
+        packing = local_packing(**packed, x=x)
+        if shift:
+            x, mask, labels, packing = self._shifted(x, mask, packing)
+        if not on:
+            ring = self.spread.ring(on, ring_size)
+            return _Batch(x, mask, labels, ring, ring, None, packing, self.spread.layout)
+        window = None if packing is None else self._widest_window()
+        shards = self.spread.shard(x, ring_size, given, packing, window)
+        x, mask, labels = (t if t is None else shards.shard(t) for t in (x, mask, labels))
+        everyone = as_ring(self.spread.group)
+        return _Batch(
+            x, mask, labels, shards.ring, everyone, shards, shards.packing, shards.layout
+        )  # fmt: skip
+
+    def _widest_window(self) -> int | None:
+        windows = [attn.window for attn, _ in self.layers]
+        return None if None in windows else max(windows, default=None)
+
+    def _shifted(
+        self, x: Tensor, mask: Tensor | None, packing: Packing | None
+    ) -> tuple[Tensor, Tensor | None, Tensor, Packing | None]:
+        """Whole sequences as inputs, less their last tokens, and the tokens that follow them."""
+        labels = x[:, 1:].long()
+        if mask is not None:
+            labels = labels.masked_fill(~mask[:, 1:], self.ignore_index)
+            mask = mask[:, :-1]
+        x = x[:, :-1]
+        if packing is not None:
+            at = torch.arange(x.shape[1], device=x.device)
+            labels = labels.masked_fill(last_of_document(packing, at), self.ignore_index)
+            packing = tuple(documents.head(x.shape[1]) for documents in packing)
+        return x, mask, labels, packing
+
+    def _by_hand(
+        self,
+        tokens: _Tokens,
+        shift: bool,
+        ring_size: int | None,
+        given: dict[str, Any],
+        packed: dict[str, Any],
+    ) -> _Batch:
+        """Tokens that come in shards."""
+        (x, mask, labels), ring = tokens, self.spread.ring(True, ring_size)
+        given |= {"batch": x.shape[0], "device": x.device.type}
+        given |= {"cu_seqlens": digest(packed["cu_seqlens"])}
+        everywhere = {"documents": "given" if packed["documents"] is not None else None}
+        notes = agree(
+            ring, "RingTransformer", given, {"n": x.shape[1]}, everywhere=everywhere
+        )  # fmt: skip
+        lengths, packing, problem = [own["n"] for own in notes], None, None
+        if located := shift or any(value is not None for value in packed.values()):
+            problem = shards_problem(self.spread.layout, lengths)
+            problem = problem or end_problem(packed["cu_seqlens"], sum(lengths))
+        raise_together(ring, "RingTransformer", problem)
+        if located:
+            segments = all_segments(self.spread.layout, ring.size, sum(lengths))
+            packing = whole_packing(ring, **packed, segments=segments, batch=x.shape[0])
+        if shift:
+            ids, at = x.long(), segment_positions(segments[ring.rank], x.device)
+            if mask is not None:
+                ids = ids.masked_fill(~mask, self.ignore_index)
+            labels = next_tokens(ids, segments, ring, self.ignore_index)
+            if packing is not None:
+                labels = labels.masked_fill(last_of_document(packing, at), self.ignore_index)
+            if not self.causal:  # the last token is a target only, so no other may see it
+                here = at < sum(lengths) - 1
+                mask = here.expand(x.shape) if mask is None else mask & here
+        everyone = as_ring(self.spread.group)
+        return _Batch(x, mask, labels, ring, everyone, None, packing, self.spread.layout)
+
+    def _plans(self, tokens: Tensor, batch: _Batch) -> dict[tuple[int | None, float], RingPlan]:
+        """One plan for each window and dropout that occur, made before the first block."""
+        if self.force_regular_attn:
+            return {}
+        some_layer = {(attn.window, attn.rate): attn for attn, _ in self.layers}
+        also = {"dropout of layers": [attn.rate for attn, _ in self.layers]}
+        options = dict(documents=batch.packing, layout=batch.layout, also=also)
+        return {
+            kind: attn.plan_over(batch.ring, tokens, batch.mask, **options)
+            for kind, attn in some_layer.items()
+        }
+
+
+def _problem(
+    x: Tensor, mask: Tensor | None, labels: Tensor | None, classes: int, ignored: int
+) -> str | None:
+    """What is wrong with this rank's arguments by themselves."""
+    if x.ndim != 2 or x.dtype not in (torch.int64, torch.int32) or x.is_meta:
+        return (
+            "x must be int64 or int32 ids [batch, tokens] that have values, "
+            f"got {x.dtype} {list(x.shape)} on {x.device}"
+        )
+    if labels is not None and (labels.dtype, labels.shape) != (torch.int64, x.shape):
+        return f"labels must be int64 {list(x.shape)}, got {labels.dtype} {list(labels.shape)}"
+    if x.device.type == "cpu":  # elsewhere a look at the values would wait for the device
+        if bool(((x < 0) | (x >= classes)).any()):
+            return f"ids must be 0 to {classes - 1}, got {int(x.min())} to {int(x.max())}"
+        if labels is not None:
+            known = labels[labels != ignored]
+            if bool(((known < 0) | (known >= classes)).any()):
+                return (
+                    f"labels must be 0 to {classes - 1}, or ignore_index={ignored} for none, "
+                    f"got {int(known.min())} to {int(known.max())}"
+                )
+    return mask_problem("mask", mask, x)
+
+
+def feed_forward(dim: int, mult: int) -> nn.Sequential:
+    """RMSNorm and two linear layers with a GELU between."""
+    inner = int(dim * mult)
+    return nn.Sequential(RMSNorm(dim), nn.Linear(dim, inner), nn.GELU(), nn.Linear(inner, dim))

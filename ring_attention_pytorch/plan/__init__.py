@@ -1,0 +1,1 @@
+"""What a call does, decided and agreed by all ranks before it starts."""

@@ -1,0 +1,237 @@
+"""How fast a kernel and the links of a group are: measured once for each, for the cost model.
+
+The slowest rank counts, so all ranks get the same figures and choose alike.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Hashable, Sequence
+from statistics import median
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ring_attention_pytorch.comm.messages import form_of, room
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.symmetric_memory import shared_by
+from ring_attention_pytorch.geometry.layouts import Segment
+from ring_attention_pytorch.geometry.tiles import Tile
+from ring_attention_pytorch.kernels import Chosen
+from ring_attention_pytorch.runtime.accumulate import Result, Sum
+from ring_attention_pytorch.runtime.interfaces import Grads, Keys, Saved, Terms
+from ring_attention_pytorch.schedule.cost import H200, Machine, choose_transport
+from ring_attention_pytorch.schedule.pieces import Blocks, Job
+
+Seconds = dict[str, float]
+
+ROOM = 8 << 30  # bytes at most for others' keys where neither transport nor memory is given
+
+_BYTES = (1 << 16, 8 << 20, 64 << 20)  # of messages
+_PULLED = 16 << 20  # bytes, of which shared memory keeps a part
+_FLOPS = 1 << 37  # of the block that a kernel computes: a fraction of a millisecond on an H200
+_ROUNDS = 3
+_known: WeakKeyDictionary[ProcessGroup, dict[Hashable, Seconds]] = WeakKeyDictionary()
+
+
+def measures(like: Tensor, named: str | None) -> bool:
+    """Whether a plan that names this transport measures; a group's ranks must do alike."""
+    return named is None and like.is_cuda and not torch.are_deterministic_algorithms_enabled()
+
+
+def room_left(like: Tensor) -> int:
+    """Bytes that others' keys may take here: where it measures at most half of what nobody has.
+
+    Rounded to a power of two, for it decides in which groups owners come.
+    """
+    if not measures(like, None):
+        return ROOM
+    kept = torch.cuda.memory_reserved(like.device) - torch.cuda.memory_allocated(like.device)
+    half = (torch.cuda.mem_get_info(like.device)[0] + kept) // 2
+    return min(ROOM, 1 << half.bit_length() >> 1)
+
+
+def settle(
+    named: str | None,
+    ring: Ring,
+    kernel: Chosen,
+    blocks: Blocks,
+    job: Job,
+    at_once: int,
+    like: Tensor,
+) -> tuple[str, Machine]:
+    """The transport of a plan, and the machine for which it was chosen.
+
+    All ranks of the group come here together, if they measure.
+    """
+    if not measures(like, named) or ring.size == 1:
+        machine = H200 if like.is_cuda else None
+        return named or choose_transport(blocks, job, at_once, machine), H200
+    degree = ring.size // len(blocks.keys)  # of Ulysses
+    machine = machine_of(ring, degree, kernel, job, like)
+    near = machine._replace(domain=max(1, machine.domain // degree))
+    return choose_transport(blocks, job, at_once, near), machine
+
+
+def machine_of(ring: Ring, degree: int, kernel: Chosen, job: Job, like: Tensor) -> Machine:
+    """What this ring is, as the cost model sees it, each `degree`-th of its ranks being neighbours.
+
+    Asks all ranks of the group what they know, and measures what any of them does not.
+    """
+    known = _known.setdefault(ring.group, {})
+    links = "links", ring.size, degree
+    speeds = kernel.name, job.key_heads, job.heads, job.d, job.d_v, like.dtype
+    note = [socket.gethostname(), links in known, speeds in known]
+    notes = [json.loads(told) for told in ring.gather_notes("measuring", json.dumps(note).encode())]
+    hosts, *knows = zip(*notes)
+    with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
+        if not all(knows[0]):
+            known[links] = _slowest(ring, _links(ring, degree, hosts, like.device))
+        if not all(knows[1]):
+            known[speeds] = _slowest(ring, _kernel(kernel, job, like))
+    return machine_from(known[links] | known[speeds], same_host(hosts, ring.size), job)
+
+
+def machine_from(found: Seconds, domain: int, job: Job) -> Machine:
+    """The machine that takes so many seconds; what was not measured is as on an H200.
+
+    >>> found = {f"near {n}": 1e-4 + n / 100e9 for n in (1 << 16, 8 << 20, 64 << 20)}
+    >>> machine = machine_from(found, domain=4, job=Job(1, 32, 8, 128, 128, 2))
+    >>> [n for n, _ in machine.hops], machine.domain, machine.forward == H200.forward
+    ([0, 65536, 8388608, 67108864], 4, True)
+    """
+    machine, (least, *_, most) = H200._replace(domain=domain, measured=True), _BYTES
+    hops = [(n, found[f"near {n}"]) for n in _BYTES if f"near {n}" in found]
+    if hops:
+        machine = machine._replace(hops=((0, hops[0][1]), *hops))
+    if f"far {most}" in found:
+        hop = found[f"far {least}"]
+        machine = machine._replace(
+            network_hop=hop, network=most / max(found[f"far {most}"] - hop, 1e-9)
+        )
+    if "pull" in found:
+        machine = machine._replace(pull=_PULLED / found["pull"])
+    for name, times in (("forward", 1.0), ("backward", 2.5)):
+        if name in found:
+            flops = times * job._replace(batch=1).pair_flops * _tokens(job) ** 2
+            machine = machine._replace(**{name: flops / found[name]})
+    return machine
+
+
+def same_host(hosts: Sequence[str], ring_size: int) -> int:
+    """How many consecutive ranks of a ring share a machine, the least of all rings.
+
+    >>> same_host("aabb", 4), same_host("aaa", 3), same_host("abb", 3), same_host("aaabbb", 2)
+    (2, 3, 1, 1)
+    """
+    rings = [hosts[i : i + ring_size] for i in range(0, len(hosts), ring_size)]
+    sizes = (n for n in range(ring_size, 0, -1) if ring_size % n == 0)
+    return next(
+        n
+        for n in sizes
+        if all(len({*ring[i : i + n]}) == 1 for ring in rings for i in range(0, ring_size, n))
+    )
+
+
+def _slowest(ring: Ring, mine: Seconds | None) -> Seconds:
+    """The most seconds that any rank of the group took; nothing where one of them could not."""
+    told = [json.loads(note) for note in ring.gather_notes("speeds", json.dumps(mine).encode())]
+    if None in told:
+        return {}
+    names = {name for each in told for name in each}
+    return {name: max(each[name] for each in told if name in each) for name in names}
+
+
+def _links(ring: Ring, degree: int, hosts: Sequence[str], device: torch.device) -> Seconds | None:
+    """Of messages between neighbours, near where both are on this host, and of pulls."""
+    try:  # all of them or none: from here on ranks wait for one another
+        buffers = [room(torch.empty(0, device=device), _BYTES[-1]).zero_() for _ in range(2)]
+    except RuntimeError:  # no memory left: then it is not worth a failure
+        buffers = []
+    if b"" in ring.gather_notes("room to measure", b"here" if buffers else b""):
+        return None
+    sent, received = buffers
+    step = degree % ring.size or 1
+    after, before = ((ring.rank + by) % ring.size for by in (step, -step))
+    mine, *others = (hosts[ring.first + rank] for rank in (ring.rank, after, before))
+    kind, found = "near" if {*others} == {mine} else "far", {}
+    for n in _BYTES:
+
+        def hop(n: int = n) -> None:
+            ring.exchange([(after, sent[:n])], [(before, received[:n])]).wait()
+
+        found[f"{kind} {n}"] = _seconds(hop, device, ring)
+    return found | _pulls(ring, received[:_PULLED])
+
+
+def _pulls(ring: Ring, into: Tensor) -> Seconds:
+    """Of as many bytes as these, out of all others' memory, where that can be."""
+    if (shared := shared_by(ring, into.device)) is None:
+        return {}
+    space, group, ranks = shared
+    parts = into.chunk(ring.size - 1)
+    space.make_room(group, keys=len(parts[0]))
+    others = [ranks[(ring.rank + step) % ring.size] for step in range(1, ring.size)]
+
+    def pull() -> None:
+        for rank, part in zip(others, parts):
+            part.copy_(space.keys.of(rank, form_of([part.unsqueeze(0)], len(part)))[0][0])
+
+    return {"pull": _seconds(pull, into.device, ring)}
+
+
+def _kernel(kernel: Chosen, job: Job, like: Tensor) -> Seconds | None:
+    """Of one plain block that shows everything, but for kernels that hold scores in memory."""
+    if not {"eager", "flex"}.isdisjoint(kernel.name.split("+")):
+        return {}
+    try:
+        return _speeds(kernel, job, like)
+    except RuntimeError:  # no memory left: then it is not worth a failure
+        return None
+
+
+def _speeds(kernel: Chosen, job: Job, like: Tensor) -> Seconds:
+    n = _tokens(job)
+    q = like.new_ones((1, n, job.heads, job.d))
+    k, v = (like.new_ones((1, n, job.key_heads, width)) for width in (job.d, job.d_v))
+    dout = like.new_ones((1, n, job.heads, job.d_v))
+    keys, terms = Keys(k, v, None, (Segment(0, 1, n),)), Terms(job.d**-0.5, None, n)
+    tiles = [Tile(slice(0, n), slice(0, n), None, None)]
+
+    def forward() -> Result:
+        result = Result(q, v)
+        kernel.forward(q, keys, tiles, terms, result)
+        return result
+
+    out, lse = forward().final()
+
+    def backward() -> None:
+        saved = Saved(q, out, lse, dout, None)
+        kernel.backward(saved, keys, tiles, terms, Grads(Sum(q), Sum(k), Sum(v)))
+
+    times = (_seconds(run, like.device) for run in (forward, backward))
+    return dict(zip(("forward", "backward"), times))
+
+
+def _tokens(job: Job) -> int:
+    """Queries and keys of the block that is measured, of one sample."""
+    pairs = _FLOPS / max(1, job._replace(batch=1).pair_flops)
+    return max(128, min(4096, int(pairs**0.5) // 128 * 128))
+
+
+def _seconds(
+    run: Callable[[], object], device: torch.device, together: Ring | None = None
+) -> float:
+    """The median of a few, begun together by all ranks of the group; the first does not count."""
+    found = []
+    for _ in range(1 + _ROUNDS):
+        if together is not None:
+            together.gather_notes("timing", b"")
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - start)
+    return median(found[1:])

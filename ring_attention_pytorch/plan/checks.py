@@ -1,0 +1,251 @@
+"""What can be wrong with tensors and options, and what ranks must have the same of them."""
+
+import math
+import os
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.transports import transport_problem
+from ring_attention_pytorch.geometry.layouts import (
+    Layout,
+    Segment,
+    Segments,
+    all_segments,
+    count,
+    layout_problem,
+)
+from ring_attention_pytorch.geometry.tiles import Visible
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+AUTOCAST_FROM = DTYPES[1:]
+
+
+class Signature(tuple):
+    """Batch, query and key length, heads, key heads, head sizes, dtype and device of one call."""
+
+    NAMES = ("batch", "n", "m", "heads", "key heads", "d", "d_v", "dtype", "device")
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Signature":
+        b, n, h, d = q.shape
+        _, m, h_kv, d_v = v.shape
+        return cls((b, n, m, h, h_kv, d, d_v, str(q.dtype), q.device.type))
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in zip(self.NAMES, self))
+
+
+def autocast_dtype(t: Tensor) -> torch.dtype:
+    """What autocast makes of attention's inputs: its dtype, for all of them but float64."""
+    device = t.device.type
+    if (
+        not torch.amp.is_autocast_available(device)
+        or not torch.is_autocast_enabled(device)
+        or t.dtype not in AUTOCAST_FROM
+    ):
+        return t.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def like_autocast(t: Tensor) -> Tensor:
+    """The tensor, or one without memory that looks as autocast will make it."""
+    if (dtype := autocast_dtype(t)) == t.dtype:
+        return t
+    one = torch.empty((), dtype=dtype, device=t.device, requires_grad=t.requires_grad)
+    return one.expand(t.shape)
+
+
+def agreed_shapes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
+    grad = torch.is_grad_enabled()
+    return {
+        "batch size": q.shape[0],
+        "heads of q": q.shape[2],
+        "heads of k and v": k.shape[2],
+        "head size of q and k": q.shape[3],
+        "head size of v": v.shape[3],
+        "dtype": q.dtype,
+        "device": q.device.type,
+        "grad mode": grad,
+        "requires_grad of q, k, v": [grad and t.requires_grad for t in (q, k, v)],
+    }
+
+
+def qkv_problem(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str | None:
+    """What is wrong with this rank's tensors by themselves."""
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if any(t.ndim != 4 for t in (q, k, v)):
+        return f"q, k, v must be [batch, tokens, heads, head size], got {shapes}"
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        return (
+            "q [b, n, h, d], k [b, m, h_kv, d] and v [b, m, h_kv, d_v] must agree in b, m, h_kv "
+            f"and d, got {shapes}"
+        )
+    if 0 in (*q.shape[2:], *v.shape[2:]) or q.shape[2] % k.shape[2] != 0:
+        return (
+            "heads of q must be a multiple of those of k, and there must be heads and head sizes, "
+            f"got {shapes}"
+        )
+    if len({t.dtype for t in (q, k, v)}) > 1 or q.dtype not in DTYPES:
+        return (
+            "q, k, v must have one floating dtype of 16, 32 or 64 bits, "
+            f"got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or use autocast"
+        )
+    if len({t.device for t in (q, k, v)}) > 1:
+        return f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}"
+    if q.is_meta or any(t.layout != torch.strided for t in (q, k, v)):
+        return f"q, k, v must be dense and have values, got {q.layout} on {q.device}"
+    if key_mask is None:
+        return None
+    if key_mask.dtype != torch.bool or key_mask.shape != k.shape[:2]:
+        return (
+            f"key_mask must be bool {list(k.shape[:2])}, True where a key may be seen, "
+            f"got {key_mask.dtype} {list(key_mask.shape)}"
+        )
+    if key_mask.device != k.device:
+        return f"key_mask must be on the keys' device {k.device}, got {key_mask.device}"
+    return None
+
+
+def option_problem(
+    window: int | None,
+    scale: float | None,
+    softclamp: float | None,
+    layout: Layout,
+    bucket_size: int,
+    masked_cross: bool | None,
+) -> str | None:
+    if window is not None and window < 0:
+        return f"window must be None or at least 0, got {window}"
+    if scale is not None and not math.isfinite(scale):
+        return f"scale must be finite, got {scale}"
+    if softclamp is not None and not (math.isfinite(softclamp) and softclamp > 0):
+        return f"softclamp must be None or positive, got {softclamp}"
+    if bucket_size < 1:
+        return f"bucket_size must be at least 1, got {bucket_size}"
+    if masked_cross:
+        return "cross attention has no causal and no window: two sequences share no positions"
+    return layout_problem(layout)
+
+
+def checks_of(check: str | None) -> str | None:
+    """How often ranks compare notes, which the environment says where nothing is given."""
+    return check or os.environ.get("RING_ATTENTION_CHECK") or None
+
+
+def check_problem(check: str | None) -> str | None:
+    """What is wrong with how often ranks shall compare notes; None if nothing."""
+    if check in (None, "always"):
+        return None
+    return f"check, or RING_ATTENTION_CHECK, must be None or 'always', got {check!r}"
+
+
+def lengths_problem(
+    lengths: tuple[list[int], list[int]],
+    layout: Layout,
+    visible: Visible,
+    cross: bool,
+    *,
+    packed: bool,
+    placed: bool,
+    counted: bool,
+) -> str | None:
+    """What is wrong with how many queries and keys the ranks of a ring hold, together."""
+    queries, keys = lengths
+    found = f"got query lengths {queries} and key lengths {keys}"
+    if not cross and queries != keys:
+        return f"cross=False needs as many keys as queries on every rank, {found}"
+    if placed:
+        return None
+    if cross and packed:
+        return (
+            "documents and cu_seqlens need keys of the same tokens as the queries, "
+            f"{found} of two sequences"
+        )
+    if cross and visible != Visible():
+        return (
+            f"causal and window need as many keys as queries on every rank, {found}; "
+            "cross attention has neither"
+        )
+    if cross and not _dealt(layout, counted):
+        return None
+    return shards_problem(layout, queries)
+
+
+def segments_of_two(
+    layout: Layout, queries: list[int], keys: list[int], counted: bool
+) -> tuple[tuple[Segments, ...], tuple[Segments, ...]]:
+    """Those of queries and of keys that are another sequence, in the order of ranks.
+
+    Positions decide nothing unless queries are `counted`, by dropout, ALiBi or a predicate: then
+    they stand where their layout has them, and keys in the order of ranks.
+    """
+    if _dealt(layout, counted):
+        return all_segments(layout, len(queries), sum(queries)), one_after_another(keys)
+    return one_after_another(queries), one_after_another(keys)
+
+
+def _dealt(layout: Layout, counted: bool) -> bool:
+    """Whether queries of two sequences must be the layout's, and not any, in the order of ranks."""
+    return counted and layout != "contiguous"
+
+
+def one_after_another(lengths: list[int]) -> tuple[Segments, ...]:
+    starts = accumulate(lengths, initial=0)
+    return tuple((Segment(start, 1, n),) if n else () for start, n in zip(starts, lengths))
+
+
+def shards_problem(layout: Layout, lengths: list[int]) -> str | None:
+    """What is wrong with these lengths, if the layout gives the ranks others."""
+    if (problem := layout_problem(layout, len(lengths), sum(lengths))) is not None:
+        return problem
+    expected = [count(s) for s in all_segments(layout, len(lengths), sum(lengths))]
+    if lengths == expected:
+        return None
+    return (
+        f"layout={layout!r} puts {expected} of {sum(lengths)} tokens on the "
+        f"ranks, got {lengths}; shard with shard_sequence(x, layout={layout!r}), or say "
+        "cross=True if the keys are of another sequence"
+    )
+
+
+def over_ring_problem(
+    ring: bool, heads: int, *, transport: str | None, ulysses: int, memory: int | None
+) -> str | None:
+    """What is wrong with options that are for a ring only."""
+    if not ring and (transport, ulysses, memory) != (None, 1, None):
+        return (
+            "transport, ulysses and memory need ring_attn=True, without force_regular_attn; "
+            f"got transport={transport!r}, ulysses={ulysses}, memory={memory}"
+        )
+    if ulysses < 1 or heads % ulysses:
+        return f"ulysses must divide heads={heads}, got {ulysses}"
+    return transport_problem(transport, memory)
+
+
+def in_graphs_problem(regular: bool, dropout: float, transport: str | None) -> str | None:
+    """What keeps a module's calls from ever being captured and replayed."""
+    if not regular and dropout == 0 and transport != "ring":
+        return None
+    return (
+        "in_graphs=True needs force_regular_attn=False, dropout=0 and another transport than "
+        f'"ring"; got {regular}, {dropout} and {transport!r}'
+    )
+
+
+def other_way_problem(
+    has: Mapping[str, Any], *, transport: str | None, ulysses: int, memory: int | None
+) -> str | None:
+    """Where a plan, which has these, does otherwise than a module asks for."""
+    wanted = dict(
+        transport=transport or has["transport"], ulysses=ulysses, memory=memory or has["memory"]
+    )
+    if wanted == has:
+        return None
+    return (
+        f"the plan has transport={has['transport']!r}, ulysses={has['ulysses']} and "
+        f"memory={has['memory']}, the module {transport!r}, {ulysses} and {memory}"
+    )

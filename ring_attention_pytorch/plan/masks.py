@@ -1,0 +1,152 @@
+"""What samples see beside causal and window: their documents, a prefix, positions of two sequences.
+
+All of it comes down to segments and pieces of positions, so that masks stay bands.
+"""
+
+import json
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import groupby, pairwise
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.documents import Packing
+from ring_attention_pytorch.geometry.segments import Segment, Segments, segment_positions
+from ring_attention_pytorch.geometry.tiles import Visible
+from ring_attention_pytorch.plan.packing import tell
+from ring_attention_pytorch.runtime.interfaces import MaskMod
+
+Prefix = int | Sequence[int] | Tensor | None
+
+
+def by_sample(
+    visible: Visible, packing: Packing | None, prefix: Prefix, batch: int
+) -> list[tuple[slice, Visible]]:
+    """Samples that see alike, next to one another, and what they see."""
+    each = [visible._replace(documents=documents) for documents in packing or ()]
+    each = each or [visible._replace(prefix=tokens) for tokens in prefixes(prefix, batch)]
+    if not each:
+        return [(slice(None), visible)]
+    found, start = [], 0
+    for seen, alike in groupby(each):
+        stop = start + len(list(alike))
+        found.append((slice(start, stop), seen))
+        start = stop
+    return found if len(found) > 1 else [(slice(None), each[0])]
+
+
+def copied(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Whoever reuses its memory would change gradients without a word."""
+    return None if t is None else t.to(dtype, copy=True)
+
+
+def seen_by_any(
+    samples: list[tuple[slice, Visible]], visible: Visible, prefixed: bool
+) -> tuple[Visible, tuple[Visible, ...]]:
+    """What covers all that any sample sees, and what each of them sees where they differ.
+
+    Within a document a window may reach farther than as many tokens of the sequence.
+    """
+    each = tuple(dict.fromkeys(seen for _, seen in samples))
+    if len(each) == 1:
+        return each[0], ()
+    return Visible(visible.causal and not prefixed), each
+
+
+def positions_seen(segments: Segments, visible: Visible) -> Tensor:
+    """By which these samples count, of each token held: with documents, in its own."""
+    if visible.documents is not None:
+        return visible.documents.positions(segments)
+    return segment_positions(segments)
+
+
+def gather_positions(ring: Ring, own: Sequence[Tensor]) -> list[tuple[Segments, ...]]:
+    """Positions `[n]` of queries and of keys as every rank's segments, by an exchange."""
+    notes = tell(ring, "positions", [_runs(t.cpu().long()) for t in own])
+    return [tuple(tuple(Segment(*s) for s in note[i]) for note in notes) for i in range(len(own))]
+
+
+def repeats_problem(sequences: Sequence[tuple[Segments, ...]]) -> str | None:
+    """What is wrong where two tokens of a sequence have one position, segments ascending by one."""
+    for everyone in sequences:
+        found = sorted(segment for held in everyone for segment in held)
+        if any(a.start + a.length > b.start for a, b in pairwise(found)):
+            return (
+                "dropout draws by positions, so those of queries must all differ, and those of "
+                "keys; leave out what repeats, or dropout"
+            )
+    return None
+
+
+def _runs(at: Tensor) -> list[tuple[int, int, int]]:
+    """Positions as segments that ascend by one."""
+    offsets, counts = torch.unique_consecutive(at - torch.arange(len(at)), return_counts=True)
+    starts = offsets + counts.cumsum(0) - counts
+    return [(start, 1, n) for start, n in zip(starts.tolist(), counts.tolist())]
+
+
+def mask_mod_problem(mask_mod: MaskMod | None, device: torch.device) -> str | None:
+    """What is wrong with a predicate, by what it says of one pair."""
+    if mask_mod is None:
+        return None
+    try:
+        found = mask_mod(*(torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device),) * 4)
+    except Exception as error:  # whatever it is: the other ranks must be told
+        return f"mask_mod fails, asked of one pair: {type(error).__name__}: {error}"
+    if isinstance(found, Tensor) and found.dtype == torch.bool:
+        return None
+    return f"mask_mod must give a bool tensor, got {getattr(found, 'dtype', type(found))}"
+
+
+def prefixes(prefix: Prefix, batch: int) -> list[int]:
+    """That of each sample; none where there is no prefix at all."""
+    if prefix is None:
+        return []
+    if isinstance(prefix, Tensor):
+        prefix = prefix.tolist()
+    return [prefix] * batch if isinstance(prefix, int) else list(prefix)
+
+
+def prefix_problem(prefix: Prefix, batch: int, fits: bool) -> str | None:
+    if prefix is None:
+        return None
+    if not fits:
+        return "prefix needs causal=True, and no documents and no positions beside it"
+    if isinstance(prefix, Tensor) and (prefix.is_floating_point() or prefix.ndim > 1):
+        return f"prefix must be ints, one or {batch}, got {prefix.dtype} {list(prefix.shape)}"
+    found = prefixes(prefix, batch)
+    if len(found) == batch and all(isinstance(p, int) and p >= 0 for p in found):
+        return None
+    return f"prefix must be one int of at least 0, or {batch} of them, got {found[:8]}"
+
+
+def prefix_digest(prefix: Prefix) -> str | None:
+    """For comparing notes: there may be many samples."""
+    if prefix is None:
+        return None
+    found = json.dumps(prefixes(prefix, 1))
+    return f"{found[:40]}, {sha256(found.encode()).hexdigest()[:12]}"
+
+
+def positions_problem(
+    queries: Tensor | None, keys: Tensor | None, q: Tensor, k: Tensor, packed: bool
+) -> str | None:
+    if queries is None and keys is None:
+        return None
+    if queries is None or keys is None:
+        return "query_positions and key_positions need one another"
+    if packed:
+        return "documents have positions of their own: they and query_positions exclude each other"
+    for name, given, t in (("query", queries, q), ("key", keys, k)):
+        if list(given.shape) != [t.shape[1]] or given.dtype not in (torch.int64, torch.int32):
+            return (
+                f"{name}_positions must be int64 or int32 [{t.shape[1]}], "
+                f"got {given.dtype} {list(given.shape)}"
+            )
+        # slopes, predicates and dropout read them in 32 bits; a difference must fit, too
+        far = max(int(given.max()), -int(given.min())) if len(given) else 0
+        if far >= 2**30:
+            return f"{name}_positions must be less than 2 ** 30 from 0, got {far}; shift them"
+    return None

@@ -1,0 +1,68 @@
+"""Documents of sequences that are spread over ranks: ids travel as runs, over the host."""
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.documents import Borders, Packing, as_lists, of_borders, of_ids
+from ring_attention_pytorch.geometry.segments import (
+    Documents,
+    Run,
+    Segment,
+    Segments,
+    count,
+    segment_positions,
+)
+
+
+def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Packing:
+    """The documents of each sample of a ring whose ranks hold ids `[b, n]`, by an exchange."""
+    runs = [torch.unique_consecutive(row, return_counts=True) for row in ids.cpu()]
+    notes = tell(ring, "ids of documents", [[t.tolist() for t in run] for run in runs])
+    whole = torch.empty((len(ids), sum(map(count, segments))), dtype=torch.long)
+    for held, note in zip(segments, notes):
+        at = segment_positions(held)
+        for row, (values, counts) in zip(whole, note):
+            found, times = (torch.tensor(t, dtype=torch.long) for t in (values, counts))
+            row[at] = found.repeat_interleave(times)
+    return tuple(of_ids(row) for row in whole)
+
+
+def gather_packings(ring: Ring, packing: Packing) -> Packing:
+    """The documents of every rank's samples, where each rank brings samples of its own."""
+    notes = tell(ring, "documents", [documents.runs for documents in packing])
+    return tuple(Documents(tuple(Run(*run) for run in runs)) for note in notes for runs in note)
+
+
+def tell(ring: Ring, subject: str, note: Any) -> list[Any]:
+    """The notes of the ring's ranks. All ranks of the group take part."""
+    notes = ring.gather_notes(subject, json.dumps(note).encode())
+    return [json.loads(text) for text in notes[ring.first : ring.first + ring.size]]
+
+
+def whole_packing(
+    ring: Ring,
+    documents: Tensor | Packing | None,
+    cu_seqlens: Borders | None,
+    segments: tuple[Segments, ...],
+    batch: int,
+) -> Packing | None:
+    """The documents of each sample, once all ranks have agreed on what was given."""
+    if isinstance(documents, Tensor):
+        return gather_ids(ring, documents, segments)
+    if cu_seqlens is None:
+        return documents
+    samples = as_lists(cu_seqlens)
+    packing = tuple(of_borders(borders) for borders in samples)
+    return packing * batch if len(samples) == 1 else packing
+
+
+def local_packing(
+    documents: Tensor | None, cu_seqlens: Borders | None, x: Tensor
+) -> Packing | None:
+    """The documents of each whole sequence x `[b, n, ...]` that this rank has."""
+    whole = ((Segment(0, 1, x.shape[1]),),)
+    return whole_packing(Ring.alone(), documents, cu_seqlens, whole, x.shape[0])

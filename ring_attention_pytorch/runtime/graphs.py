@@ -1,0 +1,167 @@
+"""Calls as CUDA graphs: the host launches each at once, whatever it consists of.
+
+Where tokens are few, Python takes longer to launch the kernels of a ring attention than a GPU
+takes to run them. A graph reads and writes where it did when it was captured, so what a call is
+given is copied there, and its results are copied out: layers may share graphs, and results are like
+any others.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.runtime.streams import capturing, current_stream, passing_capture
+
+Tensors = tuple[Tensor | None, ...]
+_KINDS = 4  # of batches, whose graphs a module keeps
+
+
+class Graphs:
+    """Those of one plan: one for each function of it, and of what is given.
+
+    `follow` is called before each call: the current stream waits for what other streams do with
+    memory that is shared, and which memory that is comes back. Graphs of other memory are dropped,
+    for the other ranks have left it, too.
+    """
+
+    def __init__(self, device: torch.device, follow: Callable[[], Hashable]) -> None:
+        self.device, self.follow = device, follow
+        self._kept: dict[Hashable, _Graph] = {}
+        self._shared: Hashable = None
+        self._last: torch.cuda.Stream | None = None  # that a graph was launched on
+        self._layers: dict[int, Any] = {}
+
+    def run(self, function: Callable[..., Tensors], plan: Any, *given: Tensor | None) -> Tensors:
+        """What the function gives for its plan and tensors that are always like these."""
+        if capturing(self.device):
+            return function(plan, *given)  # a graph holds what others would do, not them
+        self._follow_streams()
+        kind = (
+            function, torch.are_deterministic_algorithms_enabled(),
+            *(None if t is None else t.dtype for t in given),
+        )  # fmt: skip
+        if kind not in self._kept:
+            self._kept[kind] = _Graph(given)
+        return self._kept[kind].run(lambda *at: function(plan, *at), given, self.device)
+
+    def of_layer(self, number: int, make: Callable[[], Any]) -> Any:
+        """The plan of a layer, which has graphs of its own, made when first asked for."""
+        if number not in self._layers:
+            self._layers[number] = make()
+        return self._layers[number]
+
+    def _follow_streams(self) -> None:
+        if (shared := self.follow()) != self._shared:
+            self._kept.clear()
+            self._shared = shared
+        current = current_stream(self.device)
+        if self._last not in (None, current):
+            current.wait_stream(self._last)
+            for graph in self._kept.values():
+                graph.used_on(current)
+        self._last = current
+
+
+def can_be_captured(plan: Any) -> bool:
+    """Whether a plan's calls can be CUDA graphs."""
+    return plan.device.type == "cuda" and plan.transport.capturable
+
+
+def with_graphs(plan: Any) -> Any:
+    """A plan with graphs of its own. Whoever replaces something in it gets one without.
+
+    The host launches a graph at once, so what overlaps costs it nothing there; but kernels that
+    merge by themselves lose by it.
+    """
+    transport = plan.transport if plan.kernel.merges else plan.overlapped or plan.transport
+    found = replace(plan) if transport is plan.transport else plan.by(transport)
+    object.__setattr__(found, "graphs", Graphs(plan.device, found.transport.follow_stream))
+    return found
+
+
+class Kept:
+    """A module's plans with their graphs, for batches alike: those of the last few kinds.
+
+    A kind has graphs from its second batch on, for many lengths come but once. What a mask or
+    documents show is another thing each batch, and so is what is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, Any] = {}
+        self._where: Hashable = None
+
+    def of(self, plan: Any) -> Any:
+        """A plan that does what this one does: one of graphs, if there can be and will be use."""
+        varies = (plan.key_mask, plan.packing, plan.terms.dropout) != (None, None, None)
+        if varies or not can_be_captured(plan):
+            return plan
+        ring, swap = plan.ring, plan.ulysses
+        swapped = None if swap is None else (repr(swap.queries), repr(swap.keys))  # where all land
+        if ring.group is not None and self._where != (where := (ring.group, plan.device)):
+            self._plans, self._where = {}, where  # nobody else may have use for that memory
+        kind = (
+            plan.signature, plan.blocks, swapped, plan.terms, plan.kernel.name,
+            plan.transport_name, plan.at_once, plan.device, ring.group, ring.first, ring.size,
+            torch.is_inference_mode_enabled(),
+        )  # fmt: skip
+        known = kind in self._plans
+        found = self._plans.pop(kind, None) or (plan.in_graphs() if known else None)
+        self._plans[kind] = found
+        if len(self._plans) > _KINDS:
+            del self._plans[next(iter(self._plans))]
+        return found or plan
+
+    def __reduce__(self) -> tuple[type["Kept"], tuple]:
+        """A copy, or what is loaded, makes its own."""
+        return Kept, ()
+
+
+class _Graph:
+    """What a function does with tensors like these, in memory of its own.
+
+    The first call goes as ever, and makes what is made once; the second captures.
+    """
+
+    def __init__(self, given: Tensors) -> None:
+        with torch.inference_mode(False):
+            self._places = [
+                None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
+                for t in given
+            ]
+        self._filled = [t for t in self._places if t is not None]
+        self._warm = False
+        self._replay: Callable[[], None] | None = None
+        self._results: Tensors = ()
+
+    def run(
+        self, function: Callable[..., Tensors], given: Tensors, device: torch.device
+    ) -> Tensors:
+        torch._foreach_copy_(self._filled, [t for t in given if t is not None])
+        if not self._warm:
+            found = function(*self._places)
+            self._warm = True
+            return found
+        if self._replay is None:
+            self._replay, self._results = captured(lambda: function(*self._places), device)
+        self._replay()
+        return tuple(None if t is None else t.clone() for t in self._results)
+
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """Its memory is not used for anything else before that stream is done."""
+        for t in self._filled:
+            t.record_stream(stream)
+
+
+def captured(
+    run: Callable[[], Tensors], device: torch.device
+) -> tuple[Callable[[], None], Tensors]:
+    """What does again what the function tells the device, and where its results are then."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    # other threads' errors don't count: NCCL's ask the device things meanwhile
+    mode = dict(stream=stream, capture_error_mode="thread_local")
+    with passing_capture(), torch.cuda.graph(graph, **mode):
+        results = run()
+    return graph.replay, results

@@ -1,0 +1,1 @@
+"""Which keys come when, and what that costs: arithmetic on ints."""

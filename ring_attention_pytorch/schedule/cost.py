@@ -1,0 +1,202 @@
+"""What a transport would cost: a model of bytes, FLOPs and links, as pure functions on ints.
+
+It is for choosing, explaining and extrapolating. What it was compared with is in
+docs/scaling.md; defaults were measured on H200 GPUs within one NVLink domain, and the network is a
+400 Gb/s link for each GPU, which was not measured.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from ring_attention_pytorch.geometry.tiles import Tile, tiles, visible_pairs
+from ring_attention_pytorch.schedule.pieces import Blocks, Job, joined, needed
+
+# bytes and seconds of one NCCL send/recv hop between H200s, both ways at once
+_HOPS = ((0, 1.0e-4), (8 << 20, 1.71e-4), (32 << 20, 5.13e-4), (128 << 20, 9.68e-4),
+         (512 << 20, 1.68e-3))  # fmt: skip
+
+
+class Machine(NamedTuple):
+    """Speeds of a device and its links: FLOP/s and bytes/s each way, seconds."""
+
+    forward: float = 600e12  # of a kernel on large tiles
+    backward: float = 525e12
+    memory: float = 4.3e12  # read and write together
+    pull: float = 350e9  # by copy engine within a domain
+    swap: float = 280e9  # of heads for sequence within a domain, out of shared memory
+    network: float = 45e9  # between domains, for each GPU
+    network_hop: float = 2e-5
+    call: float = 1e-4  # of a kernel, on top: to launch, ramp up and end
+    domain: int = 8  # GPUs that reach one another by NVLink
+    hops: tuple[tuple[int, float], ...] = _HOPS  # bytes and seconds between neighbours in it
+    measured: bool = False  # on the group at hand
+
+
+H200 = Machine()
+_BESIDE = 0.4  # of what a call takes on top, where others fill what it leaves idle
+
+
+class Step(NamedTuple):
+    """One block of keys: what has to have come for it, and what is computed on it."""
+
+    near: int  # keys from within the domain
+    far: int  # keys from outside
+    pairs: int
+    rows: int
+    calls: int
+
+
+class Cost(NamedTuple):
+    """Of one rank, predicted."""
+
+    forward: float  # seconds
+    backward: float
+    ideal: float  # forward and backward, if there were nothing but the kernel at full speed
+    received: int  # bytes, forward and backward
+    calls: int  # of the kernel, forward
+
+    @property
+    def share(self) -> float:
+        """Of what the kernel alone would reach."""
+        return self.ideal / (self.forward + self.backward)
+
+
+def ring_steps(blocks: Blocks, rank: int, domain: int) -> list[Step]:
+    """Own block, and each hop of the ring: it is as slow as its slowest link."""
+    size = len(blocks.keys)
+    steps = []
+    for here, distance in pairwise((0, *blocks.distances)):
+        owner = (rank - distance) % size
+        found = tiles(blocks.queries[rank], blocks.keys[owner], blocks.visible)
+        tokens = 0 if distance == 0 else sum(s.length for s in blocks.keys[owner])
+        crosses = size > domain or distance - here >= domain
+        steps.append(_step(found, *((0, tokens) if crosses else (tokens, 0))))
+    return steps
+
+
+def gather_steps(blocks: Blocks, rank: int, domain: int, at_once: int) -> list[Step]:
+    """Own block, and each group of owners."""
+    own = tiles(blocks.queries[rank], blocks.keys[rank], blocks.visible)
+    steps = [_step(own, 0, 0)]
+    for chosen in blocks.others(at_once):
+        tokens = [0, 0]  # from within the domain, and from outside
+        pieces = needed(rank, blocks, chosen)
+        for piece in pieces:
+            tokens[piece.owner // domain != rank // domain] += piece.segment.length
+        if pieces:
+            found = tiles(blocks.queries[rank], joined(pieces), blocks.visible)
+            steps.append(_step(found, *tokens))
+    return steps
+
+
+def _step(found: Sequence[Tile], near: int, far: int) -> Step:
+    rows = sum(t.rows.stop - t.rows.start for t in found)
+    return Step(near, far, visible_pairs(found), rows, len(found))
+
+
+def predict(transport: str, steps: Sequence[Step], job: Job, machine: Machine = H200) -> Cost:
+    """The time of these steps: what comes next is under way while a step computes.
+
+    Backward the same keys come again, and gradients go the other way: along with the keys of
+    the ring, in float32; after each step of a gather, as `rows.sent` says.
+    """
+    hidden = _ring_time if transport == "ring" else _gather_time
+    grad = job.wide_bytes if transport == "ring" else job.grad_bytes
+    forward = hidden(steps, job, machine, 1.0 / machine.forward, 0)
+    backward = hidden(steps, job, machine, 2.5 / machine.backward, grad)
+    tokens = sum(s.near + s.far for s in steps)
+    flops = job.pair_flops * sum(s.pairs for s in steps)
+    return Cost(
+        forward, backward, flops / machine.forward + 2.5 * flops / machine.backward,
+        tokens * (2 * job.token_bytes + grad), sum(s.calls for s in steps),
+    )  # fmt: skip
+
+
+def _compute(step: Step, job: Job, machine: Machine, second_a_flop: float) -> float:
+    traffic = step.rows * job.row_bytes / machine.memory
+    return step.pairs * job.pair_flops * second_a_flop + step.calls * machine.call + traffic
+
+
+def _ring_time(
+    steps: Sequence[Step], job: Job, machine: Machine, second_a_flop: float, grad: int
+) -> float:
+    times = [_compute(s, job, machine, second_a_flop) for s in steps]
+    hops = [_hop(s.near, s.far, job.token_bytes, machine) for s in steps[1:]]
+    backs = [_hop(s.near, s.far, grad, machine) if grad else 0.0 for s in steps[1:]]
+    # keys of the next step and gradients of the last one travel while a step computes
+    total = sum(
+        max(time, hop + back) for time, hop, back in zip(times, hops, [0.0, *backs], strict=False)
+    )
+    return total + times[-1] + (backs[-1] if backs else 0.0)
+
+
+def _hop(near: int, far: int, each: int, machine: Machine) -> float:
+    if far:
+        return machine.network_hop + far * each / machine.network
+    return _between_neighbours(near * each, machine.hops) if near else 0.0
+
+
+def _between_neighbours(nbytes: float, hops: Sequence[tuple[int, float]]) -> float:
+    """By what was measured, straight lines between, and on at the last speed."""
+    for (a, start), (b, end) in pairwise(hops):
+        if nbytes <= b:
+            return start + (nbytes - a) * (end - start) / (b - a)
+    return nbytes * hops[-1][1] / hops[-1][0]
+
+
+def _gather_time(
+    steps: Sequence[Step], job: Job, machine: Machine, second_a_flop: float, grad: int
+) -> float:
+    beside = len(steps) == 2  # of one group calls go side by side
+    machine = machine._replace(call=machine.call * (_BESIDE if beside else 1.0))
+    times = [_compute(step, job, machine, second_a_flop) for step in steps]
+    coming = [_pull(s, job.token_bytes, machine) for s in steps[1:]]
+    if beside and grad:  # half of own keys is computed beside the gradients
+        own, others = times
+        return max(own / 2, *coming) + others + max(own / 2, _pull(steps[1], grad, machine))
+    if beside and not steps[1].far:  # half of the others' is computed beside the other half
+        (own, others), (pull,) = times, coming
+        return max(max(own, pull / 2) + others / 2, pull) + others / 2
+    total, home = 0.0, 0.0
+    for step, time, pull in zip(steps, times, [*coming, 0.0]):
+        total += max(time, pull + home)
+        home = _pull(step, grad, machine) if grad else 0.0
+    return total + home
+
+
+def _pull(step: Step, each: int, machine: Machine) -> float:
+    """From both at once, over different links."""
+    wire = machine.network_hop + step.far * each / machine.network if step.far else 0.0
+    return max(step.near * each / machine.pull, wire)
+
+
+def swap_seconds(tokens: int, job: Job, degree: int, machine: Machine = H200) -> float:
+    """Heads for sequence and back, forward and backward, of `tokens` queries and keys a rank."""
+    if degree == 1:
+        return 0.0
+    queries = job.batch * job.heads * (job.d + job.d_v) * job.itemsize
+    one_way = tokens * (queries + job.token_bytes) * (degree - 1) / degree
+    return 2 * one_way / (machine.swap if degree <= machine.domain else machine.network)
+
+
+def costs(blocks: Blocks, job: Job, at_once: int, machine: Machine = H200) -> dict[str, Cost]:
+    """What each transport is predicted to take on a rank in the middle of the ring."""
+    rank = len(blocks.keys) // 2
+    steps = {
+        "ring": ring_steps(blocks, rank, machine.domain),
+        "gather": gather_steps(blocks, rank, machine.domain, at_once),
+    }
+    return {name: predict(name, found, job, machine) for name, found in steps.items()}
+
+
+def choose_transport(blocks: Blocks, job: Job, at_once: int, machine: Machine | None = H200) -> str:
+    """The transport for a plan that names none: a pure function, so the same on all ranks.
+
+    None stands for a CPU, and is "ring": there nothing runs beside the kernels, so fewer, later
+    messages gain nothing.
+    """
+    if machine is None or len(blocks.keys) == 1:
+        return "ring"
+    found = costs(blocks, job, at_once, machine)
+    return min(found, key=lambda name: found[name].forward + found[name].backward)

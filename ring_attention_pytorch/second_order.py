@@ -1,0 +1,211 @@
+"""What is differentiated of ring attention: gradients, tangents, and the gradients of both.
+
+Attention is (out, lse) = F(q, k, v, sinks). Its gradients for cotangents (dout, dlse) are those of
+the number L = <dout, out> + <dlse, lse>, so their derivative is L's Hessian, which is symmetric:
+the gradient of <u, gradients> is the tangent of the gradients along u. So three passes of keys
+serve every second order: gradients, tangents of F, and tangents of the gradients. In the last two
+keys travel beside their tangents, and out and lse are given as F found them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ring_attention_pytorch.kernels import eager_jvp as eager_tangents
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.runtime.accumulate import Sum
+from ring_attention_pytorch.runtime.interfaces import (
+    Grads,
+    Saved,
+    grad_of_sinks,
+    sink_weights,
+    tangent_of_delta,
+)
+from ring_attention_pytorch.runtime.rowwise import accumulator
+from ring_attention_pytorch.runtime.streams import forget
+from ring_attention_pytorch.runtime.torch_func import signature_once
+
+Some = Sequence[Tensor | None]
+Found = tuple[Tensor | None, ...]
+
+
+def gradients(plan: RingPlan, *given: Tensor | None) -> Found:
+    """(dq, dk, dv, dsinks) here: all blocks of keys, one after another."""
+    q, k, v, sinks, dout, dlse, out, lse = given
+    forget(q.device)
+    calls = plan.calls(back=True)
+    own = Grads(Sum(q, calls), *(Sum(t, calls if plan.alone else None) for t in (k, v)))
+    with torch.autocast(q.device.type, enabled=False):
+        saved = Saved(q, out, lse, dout, dlse)
+        for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:]):
+            for some, tiles in plan.tiles(keys.segments):
+                ours, seen = saved.samples(some), keys.samples(some)
+                grads = Grads(own.dq, *of_keys).samples(some)
+                plan.kernel.backward(ours, seen, tiles, plan.terms, grads)
+        dsinks = None if sinks is None else grad_of_sinks(sinks, saved)
+    return *(total.final() for total in own), dsinks
+
+
+class RingGradients(Function):
+    """(plan, q, k, v, sinks, dout, dlse, out, lse) -> (dq, dk, dv, dsinks)."""
+
+    @staticmethod
+    @signature_once
+    def forward(plan: RingPlan, *given: Tensor | None) -> Found:
+        return plan.run("backward", gradients, *given)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Found) -> None:
+        keep(ctx, *inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *along: Tensor | None) -> Found:
+        saved = ctx.saved_tensors  # once: checkpointing allows no second look
+        found, tout, tlse = _second(ctx.plan, saved, along)
+        return None, *found, tout, None if saved[5] is None else tlse, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *along: Tensor | None) -> Found:
+        return _second(ctx.plan, ctx.saved_tensors, along[:4], *along[4:6])[0]
+
+
+class RingTangents(Function):
+    """(plan, q, k, v, sinks, tq, tk, tv, tsinks, out, lse) -> (tout, tlse)."""
+
+    @staticmethod
+    @signature_once
+    def forward(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k, v, sinks, tq, tk, tv, tsinks, out, lse = given
+        if {*plan.kernel.name.split("+")} != {"eager"}:
+            raise NotImplementedError(
+                f"ring attention: kernel={plan.kernel.name!r} has no second derivatives and no "
+                'forward mode; kernel="eager" has both'
+            )
+        tout = torch.zeros_like(out, dtype=accumulator(out.dtype))
+        tlse = torch.zeros_like(lse)
+        with plan.call("tangents"), torch.autocast(q.device.type, enabled=False):
+            pairs = plan.keys(*_beside((k, v), (tk, tv)))
+            for keys in plan.transport_of_pairs.stream(pairs):
+                for some, tiles in plan.tiles(keys.segments):
+                    ours = (t[some] for t in (q, tq, lse))
+                    sums = tout[some], tlse[some]
+                    eager_tangents.forward(*ours, keys.samples(some), tiles, plan.terms, sums)
+        if sinks is not None:
+            tlse += sink_weights(sinks, lse) * tsinks.to(lse.dtype).unsqueeze(1)
+        tout -= tlse.transpose(1, 2).unsqueeze(-1) * out
+        return tout.to(out.dtype), tlse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        keep(ctx, *inputs, *output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Found:
+        *given, out, lse, tout, tlse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        at = *given[:4], dout, dlse, out, lse
+        along = *given[4:], torch.zeros_like(out), None, tout.detach(), tlse.detach()
+        return None, *RingGradientTangents.apply(ctx.plan, *at, *along), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *along: Tensor | None) -> Found:
+        raise NotImplementedError(
+            "ring attention has no third derivatives and no forward mode over forward mode; for "
+            "second derivatives take torch.func.jvp of torch.func.grad, or the reverse"
+        )
+
+
+class RingGradientTangents(Function):
+    """(plan, q, k, v, sinks, dout, dlse, out, lse, the tangents of these) -> the tangents of
+    (dq, dk, dv, dsinks), and those gradients themselves."""
+
+    @staticmethod
+    @signature_once
+    def forward(plan: RingPlan, *given: Tensor | None) -> Found:
+        q, k, v, sinks, dout, dlse, out, lse = given[:8]
+        tq, tk, tv, tsinks, tdout, tdlse, tout, tlse = given[8:]
+        saved, along = Saved(q, out, lse, dout, dlse), Saved(tq, tout, tlse, tdout, tdlse)
+        both = _beside((q, k, v), (tq, tk, tv))
+        own = Grads(*map(Sum, both))
+        with plan.call("tangents of gradients"), torch.autocast(q.device.type, enabled=False):
+            stream = plan.transport_of_pairs.stream_back(plan.keys(*both[1:]), own[1:])
+            for keys, of_keys in stream:
+                for some, tiles in plan.tiles(keys.segments):
+                    ours, seen = (saved.samples(some), along.samples(some)), keys.samples(some)
+                    grads = Grads(own.dq, *of_keys).samples(some)
+                    eager_tangents.backward(*ours, seen, tiles, plan.terms, grads)
+        found, themselves = zip(*(total.final().chunk(2, dim=-1) for total in own))
+        of_sinks = (None, None)
+        if sinks is not None:
+            with torch.autocast(q.device.type, enabled=False):
+                of_sinks = _of_sinks(sinks, tsinks, saved, along), grad_of_sinks(sinks, saved)
+        # copies, for results that are views of one another can't be changed in place
+        return (
+            *(t.clone() for t in found),
+            of_sinks[0],
+            *(t.clone() for t in themselves),
+            of_sinks[1],
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Found) -> None:
+        """Nothing comes after this."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Found:
+        raise NotImplementedError("ring attention can be differentiated twice, not three times")
+
+    jvp = backward
+
+
+def keep(ctx: Any, plan: RingPlan, *tensors: Tensor | None) -> None:
+    """What derivatives need, in either mode."""
+    ctx.plan = plan
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def tangents(plan: RingPlan, given: Some, along: Some, results: Sequence[Tensor]) -> Any:
+    """(tout, tlse) as q, k, v and sinks, which gave these results, move along that."""
+    out, lse = (t.detach() for t in results)
+    return RingTangents.apply(plan, *given, *_filled(along, given), out, lse)
+
+
+def _second(
+    plan: RingPlan,
+    saved: Some,
+    along: Some,
+    tdout: Tensor | None = None,
+    tdlse: Tensor | None = None,
+) -> tuple[Found, Tensor, Tensor]:
+    """How gradients change, and out and lse, as q, k, v, sinks and cotangents move along that."""
+    *given, dout, dlse, out, lse = saved
+    along = _filled(along, given)
+    tout, tlse = tangents(plan, given, along, (out, lse))
+    (tdout,) = _filled((tdout,), (dout,))
+    found = RingGradientTangents.apply(
+        plan, *given, dout, dlse, out, lse, *along, tdout, tdlse, tout, tlse
+    )
+    return found[:4], tout, tlse
+
+
+def _filled(along: Some, given: Some) -> list[Tensor | None]:
+    """Directions, 0 where there is none."""
+    return [torch.zeros_like(t) if d is None and t is not None else d for d, t in zip(along, given)]
+
+
+def _beside(given: Sequence[Tensor], along: Sequence[Tensor]) -> list[Tensor]:
+    """Each tensor with its tangent, along the head size."""
+    return [torch.cat(pair, dim=-1) for pair in zip(given, along)]
+
+
+def _of_sinks(sinks: Tensor, tsinks: Tensor, saved: Saved, along: Saved) -> Tensor:
+    """The tangent of the sinks' gradient, -p * delta."""
+    p = sink_weights(sinks, saved.lse)
+    tp = p * (tsinks.to(p.dtype).unsqueeze(1) - along.lse)
+    found = tp * saved.delta + p * tangent_of_delta(saved, along)
+    return -found.sum(dim=(0, 2)).to(sinks.dtype)
