@@ -1,19 +1,13 @@
-"""Ring attention: every rank keeps its queries while keys and values go round the ring.
-
-Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
-section 3; partial results are merged as in flash attention (Dao et al. 2022). One forward
-loop here and one backward loop in `derivatives` serve every layout, mask, kernel and transport.
-"""
+"""`ring_attn` and `ulysses_attn`: attention of shards, as functions."""
 
 import inspect
 from functools import lru_cache
 from typing import Any
 
-import torch
 from beartype import beartype
 from torch import Tensor
-from torch.autograd import Function
 
+from ring_attention_pytorch.attention import RingAttentionFunction
 from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.geometry.documents import Borders
@@ -22,51 +16,9 @@ from ring_attention_pytorch.kernels import explain
 from ring_attention_pytorch.plan.checks import autocast_dtype, like_autocast
 from ring_attention_pytorch.plan.masks import Prefix
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.accumulate import Result
 from ring_attention_pytorch.runtime.interfaces import Case, MaskMod
 from ring_attention_pytorch.runtime.scores import bias_problem, with_bias
-from ring_attention_pytorch.runtime.streams import forget
-from ring_attention_pytorch.runtime.torch_func import signature_once, tangents_note
-from ring_attention_pytorch.second_order import RingGradients, keep, tangents
-
-
-def attend(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out, lse) of (q, k, v, sinks) here: all blocks of keys, one after another."""
-    q, k, v, sinks = given
-    forget(q.device)
-    result = Result(q, v, plan.calls(back=False) if sinks is None else None)
-    with torch.autocast(q.device.type, enabled=False):
-        for keys in plan.transport.stream(plan.keys(k, v)):
-            for some, tiles in plan.tiles(keys.segments):  # once for all samples that see alike
-                seen, so_far = keys.samples(some), result.samples(some)
-                plan.kernel.forward(q[some], seen, tiles, plan.terms, so_far)
-    if sinks is not None:
-        result.add_sinks(sinks)
-    return result.final()
-
-
-class RingAttentionFunction(Function):
-    """(plan, q, k, v, sinks) -> (out, lse)."""
-
-    @staticmethod
-    @signature_once
-    def forward(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        return plan.run("forward", attend, *given)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        keep(ctx, *inputs, *output)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *given, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        return None, *RingGradients.apply(ctx.plan, *given, dout, dlse, out.detach(), lse.detach())
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *along: Tensor | None) -> tuple[Tensor, Tensor]:
-        *given, out, lse = ctx.saved_tensors
-        return tangents(ctx.plan, given, along, (out, lse))
+from ring_attention_pytorch.runtime.torch_func import tangents_note
 
 
 @typed(told_by_group("ring attention"))

@@ -1,4 +1,4 @@
-"""What is differentiated of ring attention: gradients, tangents, and the gradients of both.
+"""Second derivatives and forward mode: tangents of attention, and tangents of its gradients.
 
 Attention is (out, lse) = F(q, k, v, sinks). Its gradients for cotangents (dout, dlse) are those of
 the number L = <dout, out> + <dlse, lse>, so their derivative is L's Hessian, which is symmetric:
@@ -25,51 +25,10 @@ from ring_attention_pytorch.runtime.interfaces import (
     tangent_of_delta,
 )
 from ring_attention_pytorch.runtime.rowwise import accumulator
-from ring_attention_pytorch.runtime.streams import forget
 from ring_attention_pytorch.runtime.torch_func import signature_once
 
 Some = Sequence[Tensor | None]
 Found = tuple[Tensor | None, ...]
-
-
-def gradients(plan: RingPlan, *given: Tensor | None) -> Found:
-    """(dq, dk, dv, dsinks) here: all blocks of keys, one after another."""
-    q, k, v, sinks, dout, dlse, out, lse = given
-    forget(q.device)
-    calls = plan.calls(back=True)
-    own = Grads(Sum(q, calls), *(Sum(t, calls if plan.alone else None) for t in (k, v)))
-    with torch.autocast(q.device.type, enabled=False):
-        saved = Saved(q, out, lse, dout, dlse)
-        for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:]):
-            for some, tiles in plan.tiles(keys.segments):
-                ours, seen = saved.samples(some), keys.samples(some)
-                grads = Grads(own.dq, *of_keys).samples(some)
-                plan.kernel.backward(ours, seen, tiles, plan.terms, grads)
-        dsinks = None if sinks is None else grad_of_sinks(sinks, saved)
-    return *(total.final() for total in own), dsinks
-
-
-class RingGradients(Function):
-    """(plan, q, k, v, sinks, dout, dlse, out, lse) -> (dq, dk, dv, dsinks)."""
-
-    @staticmethod
-    @signature_once
-    def forward(plan: RingPlan, *given: Tensor | None) -> Found:
-        return plan.run("backward", gradients, *given)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Found) -> None:
-        keep(ctx, *inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *along: Tensor | None) -> Found:
-        saved = ctx.saved_tensors  # once: checkpointing allows no second look
-        found, tout, tlse = _second(ctx.plan, saved, along)
-        return None, *found, tout, None if saved[5] is None else tlse, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *along: Tensor | None) -> Found:
-        return _second(ctx.plan, ctx.saved_tensors, along[:4], *along[4:6])[0]
 
 
 class RingTangents(Function):
@@ -175,7 +134,7 @@ def tangents(plan: RingPlan, given: Some, along: Some, results: Sequence[Tensor]
     return RingTangents.apply(plan, *given, *_filled(along, given), out, lse)
 
 
-def _second(
+def gradient_tangents(
     plan: RingPlan,
     saved: Some,
     along: Some,

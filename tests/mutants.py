@@ -662,15 +662,15 @@ MUTANTS = [
     ),
     # autograd
     Mutant(
-        "gradients divided by the ring", "derivatives.py:gradients", "return *(total.final() for",
+        "gradients divided by the ring", "attention.py:backward", "return *(total.final() for",
         "return *(total.final() / plan.ring.size for",
     ),
     Mutant(
-        "gradients are zero", "derivatives.py:gradients", "return *(total.final() for",
+        "gradients are zero", "attention.py:backward", "return *(total.final() for",
         "return *(total.final() * 0 for",
     ),
     Mutant(
-        "dk and dv swapped", "derivatives.py:gradients", "for total in own), dsinks",
+        "dk and dv swapped", "attention.py:backward", "for total in own), dsinks",
         "for total in (own[0], own[2], own[1])), dsinks",
     ),
     Mutant(

@@ -31,19 +31,19 @@ MUTANTS = [
         "+ sum_of_products(saved.dout, along.out)", "",
     ),
     Mutant(
-        "sinks stand still", "derivatives.py:RingTangents.forward",
+        "sinks stand still", "second_order.py:RingTangents.forward",
         "tlse += sink_weights(sinks, lse)", "tlse += 0 * sink_weights(sinks, lse)",
     ),
     Mutant(
-        "a sink's weight stands still", "derivatives.py:_of_sinks",
+        "a sink's weight stands still", "second_order.py:_of_sinks",
         "found = tp * saved.delta + p *", "found = p *",
     ),
     Mutant(
-        "dlse has no gradient", "derivatives.py:RingGradients.backward",
+        "dlse has no gradient", "attention.py:RingGradients.backward",
         "None if saved[5] is None else tlse, None, None", "None, None, None",
     ),
     Mutant(
-        "cotangents stand still in forward over reverse", "derivatives.py:RingGradients.jvp",
+        "cotangents stand still in forward over reverse", "attention.py:RingGradients.jvp",
         "ctx.saved_tensors, along[:4], *along[4:6])[0]", "ctx.saved_tensors, along[:4])[0]",
     ),
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = [
         "*ctx.ulysses.unspread([g.detach() for g in grads], ctx.spreads)",
     ),
     Mutant(
-        "tangents of other ranks' keys stay at home", "derivatives.py:RingTangents.forward",
+        "tangents of other ranks' keys stay at home", "second_order.py:RingTangents.forward",
         "_beside((k, v), (tk, tv))", "_beside((k, v), (tk.zero_(), tv))",
     ),
     Mutant(
@@ -65,7 +65,7 @@ MUTANTS = [
         "all(forward_ad",
     ),
     Mutant(
-        "any kernel's tangents are taken for eager's", "derivatives.py:RingTangents.forward",
+        "any kernel's tangents are taken for eager's", "second_order.py:RingTangents.forward",
         'if {*plan.kernel.name.split("+")} != {"eager"}:', "if False:",
     ),
 ]  # fmt: skip

@@ -20,6 +20,7 @@ BELOW = {
     "plan": {"geometry", "schedule", "runtime", "comm", "kernels"},
 }
 BELOW["second_order"] = {*BELOW} - {"comm"}
+BELOW["attention"] = {*BELOW} - {"comm"}
 BELOW["functional"] = BELOW["decoding"] = {*BELOW}
 BELOW["nn"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["routing"] = BELOW["nn"] | {"nn"}

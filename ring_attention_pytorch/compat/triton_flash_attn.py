@@ -4,11 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ring_attention_pytorch.attention import backward, forward
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.functional import attend
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.rowwise import accumulator, merge_, sum_of_products
-from ring_attention_pytorch.second_order import gradients
 
 _NOTHING_SEEN = torch.finfo(torch.float32).min  # lse of a row that saw nothing, which is finite
 
@@ -56,7 +55,7 @@ def flash_attn_forward(  # noqa: PLR0913 - parameters of 0.5
         o = None if o is None else o.transpose(1, 2)
     n, clamp = q.shape[1], softclamp_value if softclamp_qk_sim else None
     plan = _block(q, k, v, bias, causal, causal_mask_diagonal, softmax_scale, clamp)
-    found, seen = attend(plan, q, k, v, None)
+    found, seen = forward(plan, q, k, v, None)
     if load_accumulated and o is not None and m is not None and lse is not None:
         m_, lse_ = m[..., :n], lse[..., :n]
         before = o.float() * (m_ - lse_).exp().transpose(1, 2).unsqueeze(-1)
@@ -113,7 +112,7 @@ def flash_attn_backward(  # noqa: PLR0913 - parameters of 0.5
         delta = F.pad(own, (0, lse.shape[-1] - n))
     else:
         dlse = own - delta[..., :n]
-    found = gradients(plan, q, k, v, None, do, dlse, o, _infinite(lse[..., :n]).contiguous())
+    found = backward(plan, q, k, v, None, do, dlse, o, _infinite(lse[..., :n]).contiguous())
     for place, grad in zip((dq, dk, dv), found):
         place.copy_(grad)
     return delta

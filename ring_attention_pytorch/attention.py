@@ -1,0 +1,126 @@
+"""Ring attention: queries stay, keys and values come, one loop forward and one backward.
+
+Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", section 3;
+partial results are merged as in flash attention (Dao et al. 2022). These two loops serve every
+layout, mask, kernel and transport.
+
+    rank 0  | own keys   | keys of 3  | keys of 2  | keys of 1  |    each rank keeps its queries;
+    rank 1  | own keys   | keys of 0  | keys of 3  | keys of 2  |    while it computes with the keys
+    rank 2  | own keys   | keys of 1  | keys of 0  | keys of 3  |    that came, the next ones are
+    rank 3  | own keys   | keys of 2  | keys of 1  | keys of 0  |    under way
+
+Words:
+
+    rank       a place in the ring
+    layout     which tokens each rank holds
+    segment    positions start, start + stride, ... that a rank holds
+    owner      the rank whose keys these are
+    block      my queries and one owner's keys
+    tile       a visible rectangle of a block, with a band: -left <= j - i <= right
+    plan       all that is decided before the call, agreed by all ranks, made once for all layers
+    transport  how keys come and how their gradients go home
+    kernel     attention on the tiles of one block
+    terms      what a score is: scale, clamp, slopes, dropout
+    result     out and lse of the keys so far, in wide numbers, rounded once
+
+Read on in this order: geometry/layouts.py, geometry/tiles.py, comm/send_recv.py, kernels/eager.py,
+runtime/accumulate.py. The rest are variants of these, and what makes the plan (plan/ring_plan.py).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.runtime.accumulate import Result, Sum
+from ring_attention_pytorch.runtime.interfaces import Grads, Saved, grad_of_sinks
+from ring_attention_pytorch.runtime.streams import forget
+from ring_attention_pytorch.runtime.torch_func import signature_once
+from ring_attention_pytorch.second_order import gradient_tangents, keep, tangents
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def forward(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) of this rank's (q, k, v, sinks).
+
+    q `[b, n, h, d]`, k `[b, m, h_kv, d]`, v `[b, m, h_kv, d_v]`, sinks `[h]` or None -> out
+    `[b, n, h, d_v]`, lse `[b, h, n]`.
+    """
+    q, k, v, sinks = given
+    forget(q.device)
+    result = Result(q, v, plan.calls(back=False) if sinks is None else None)
+    with torch.autocast(q.device.type, enabled=False):
+        for keys in plan.transport.stream(plan.keys(k, v)):
+            for samples, tiles in plan.tiles(keys.segments):  # samples that see alike
+                kv, so_far = keys.samples(samples), result.samples(samples)
+                plan.kernel.forward(q[samples], kv, tiles, plan.terms, so_far)
+    if sinks is not None:
+        result.add_sinks(sinks)
+    return result.final()
+
+
+def backward(plan: RingPlan, *given: Tensor | None) -> Gradients:
+    """Compute (dq, dk, dv, dsinks) of this rank's (q, k, v, sinks, dout, dlse, out, lse)."""
+    q, k, v, sinks, dout, dlse, out, lse = given
+    forget(q.device)
+    calls = plan.calls(back=True)
+    own = Grads(Sum(q, calls), *(Sum(t, calls if plan.alone else None) for t in (k, v)))
+    with torch.autocast(q.device.type, enabled=False):
+        saved = Saved(q, out, lse, dout, dlse)
+        for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:]):
+            for samples, tiles in plan.tiles(keys.segments):
+                rows, kv = saved.samples(samples), keys.samples(samples)
+                grads = Grads(own.dq, *of_keys).samples(samples)
+                plan.kernel.backward(rows, kv, tiles, plan.terms, grads)
+        dsinks = None if sinks is None else grad_of_sinks(sinks, saved)
+    return *(total.final() for total in own), dsinks
+
+
+class RingAttentionFunction(Function):
+    """(plan, q, k, v, sinks) -> (out, lse)."""
+
+    @staticmethod
+    @signature_once
+    def forward(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+        return plan.run("forward", forward, *given)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        keep(ctx, *inputs, *output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
+        *given, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        return None, *RingGradients.apply(ctx.plan, *given, dout, dlse, out.detach(), lse.detach())
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *along: Tensor | None) -> tuple[Tensor, Tensor]:
+        *given, out, lse = ctx.saved_tensors
+        return tangents(ctx.plan, given, along, (out, lse))
+
+
+class RingGradients(Function):
+    """(plan, q, k, v, sinks, dout, dlse, out, lse) -> (dq, dk, dv, dsinks)."""
+
+    @staticmethod
+    @signature_once
+    def forward(plan: RingPlan, *given: Tensor | None) -> Gradients:
+        return plan.run("backward", backward, *given)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
+        keep(ctx, *inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *along: Tensor | None) -> Gradients:
+        saved = ctx.saved_tensors  # once: checkpointing allows no second look
+        grads, tout, tlse = gradient_tangents(ctx.plan, saved, along)
+        return None, *grads, tout, None if saved[5] is None else tlse, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *along: Tensor | None) -> Gradients:
+        return gradient_tangents(ctx.plan, ctx.saved_tensors, along[:4], *along[4:6])[0]
