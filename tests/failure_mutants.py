@@ -10,34 +10,40 @@ from tests.faults import Mutant
 
 MUTANTS = [
     Mutant(
-        "a ring stays whole whatever fails", "steps.py:Steps._break",
+        "a ring stays whole whatever fails", "comm/steps.py:Steps._break",
         "if self.broken is not None:", "if True:",
     ),
     Mutant(
-        "a broken ring goes on", "steps.py:Steps._check_whole",
+        "a broken ring goes on", "comm/steps.py:Steps._check_whole",
         "if self.broken is not None:", "if False:",
     ),
-    Mutant("a broken ring is never mended", "steps.py:Steps.mend", "self.broken = None", "pass"),
     Mutant(
-        "what is under way is let go", "steps.py:Steps._break",
+        "a broken ring is never mended", "comm/steps.py:Steps.mend",
+        "self.broken = None", "pass",
+    ),
+    Mutant(
+        "what is under way is let go", "comm/steps.py:Steps._break",
         "self._left, self.under_way = self.under_way, []", "self.under_way = []",
     ),
     Mutant(
-        "what ranks disagree about breaks their ring", "steps.py:Steps.call",
+        "what ranks disagree about breaks their ring", "comm/steps.py:Steps.call",
         "except Disagreement:", "except ZeroDivisionError:",
     ),
-    Mutant("peers are told nothing", "steps.py:Steps.call", "tell_peers()", "pass"),
-    Mutant("nobody compares notes in calls", "plan.py:RingPlan.call", "self.always", "False"),
+    Mutant("peers are told nothing", "comm/steps.py:Steps.call", "tell_peers()", "pass"),
     Mutant(
-        "any call is the same", "agreement.py:in_the_same_call",
+        "nobody compares notes in calls", "plan/ring_plan.py:RingPlan.call",
+        "self.always", "False",
+    ),
+    Mutant(
+        "any call is the same", "comm/agreement.py:in_the_same_call",
         'f"{ring.steps.now}\\n{call_site()}"', 'f"a call\\n{call_site()}"',
     ),
     Mutant(
-        "errors name no rank", "failures.py:RingError.waiting",
+        "errors name no rank", "comm/failures.py:RingError.waiting",
         "ranks = sorted({*ranks})", "ranks = []",
     ),
     Mutant(
-        "groups of another process are used", "failures.py:known",
+        "groups of another process are used", "comm/failures.py:known",
         "group in _inherited or _world() in _inherited", "False",
     ),
 ]  # fmt: skip

@@ -18,99 +18,106 @@ from tests.hunt import Case
 MUTANTS = [
     # layouts
     Mutant(
-        "causal off by one", "layouts.py:_tile", "right = gap // stride",
+        "causal off by one", "geometry/tiles.py:_tile", "right = gap // stride",
         "right = gap // stride - 1",
     ),
     Mutant(
-        "causal off by one in strides", "layouts.py:_tile", "right = gap // stride",
+        "causal off by one in strides", "geometry/tiles.py:_tile", "right = gap // stride",
         "right = -(-gap // stride)",
     ),
     Mutant(
-        "window off by one", "layouts.py:_tile", "left, right = (visible.window - gap) // stride,",
+        "window off by one", "geometry/tiles.py:_tile",
+        "left, right = (visible.window - gap) // stride,",
         "left, right = (visible.window + 1 - gap) // stride,",
     ),
     Mutant(
-        "window forgotten in one direction", "layouts.py:_tile", "(visible.window + gap) // stride",
+        "window forgotten in one direction", "geometry/tiles.py:_tile",
+        "(visible.window + gap) // stride",
         "None",
     ),
     Mutant(
-        "window forgotten under causal", "layouts.py:_tile", "if visible.window is not None: left",
+        "window forgotten under causal", "geometry/tiles.py:_tile",
+        "if visible.window is not None: left",
         "if visible.window is not None and not visible.causal: left",
     ),
     Mutant(
-        "band off by one", "layouts.py:band", "seen &= offset <= right", "seen &= offset < right",
+        "band off by one", "geometry/tiles.py:band",
+        "seen &= offset <= right", "seen &= offset < right",
     ),
     Mutant(
-        "buckets forget how far down they are", "layouts.py:buckets",
+        "buckets forget how far down they are", "geometry/tiles.py:buckets",
         "None if right is None else right + above", "right",
     ),
     Mutant(
-        "staircase joined whatever lies below", "layouts.py:_staircase",
+        "staircase joined whatever lies below", "geometry/tiles.py:_staircase",
         "if not (full_below and beside and", "if not (beside and",
     ),
     Mutant(
-        "a needed distance forgotten", "layouts.py:needed_distances",
+        "a needed distance forgotten", "geometry/tiles.py:needed_distances",
         "for t in range(1, ring_size)", "for t in range(1, ring_size - 1)",
     ),
     Mutant(
-        "zigzag without its mirror", "layouts.py:zigzag", "[rank, 2 * ring_size - 1 - rank]",
+        "zigzag without its mirror", "geometry/layouts.py:zigzag",
+        "[rank, 2 * ring_size - 1 - rank]",
         "[rank, ring_size + rank]",
     ),
     Mutant(
-        "longer chunks counted twice", "layouts.py:_chunks", "c * size + min(c, longer)",
+        "longer chunks counted twice", "geometry/layouts.py:_chunks", "c * size + min(c, longer)",
         "c * size + longer",
     ),
     # documents
     Mutant(
-        "documents see one another", "layouts.py:_by_document", "for k in theirs.get(document, ())",
+        "documents see one another", "geometry/tiles.py:_by_document",
+        "for k in theirs.get(document, ())",
         "for k in sum(theirs.values(), [])",
     ),
     Mutant(
-        "a document's last token left out", "segments.py:Documents._cut",
+        "a document's last token left out", "geometry/segments.py:Documents._cut",
         "-(-(stop - position) // stride)", "(stop - position) // stride",
     ),
     Mutant(
-        "a document that goes on starts anew", "segments.py:Documents.offsets",
+        "a document that goes on starts anew", "geometry/segments.py:Documents.offsets",
         "before = held.get(document, 0)", "before = 0",
     ),
     Mutant(
-        "all samples have the first one's documents", "masks.py:by_sample",
+        "all samples have the first one's documents", "plan/masks.py:by_sample",
         "visible._replace(documents=documents)", "visible._replace(documents=packing[0])",
     ),
     Mutant(
-        "samples that see alike are only the first", "masks.py:by_sample",
+        "samples that see alike are only the first", "plan/masks.py:by_sample",
         "stop = start + len(list(alike))", "stop = start + 1",
     ),
     Mutant(
-        "what only a later sample needs is not sent", "transports/pieces.py:Blocks.distances",
+        "what only a later sample needs is not sent", "schedule/pieces.py:Blocks.distances",
         "self.apart or (self.visible,)", "self.apart[:1] or (self.visible,)",
     ),
     Mutant(
-        "ids taken for another rank's", "documents.py:gather_ids", "in zip(segments, notes):",
+        "ids taken for another rank's", "plan/packing.py:gather_ids", "in zip(segments, notes):",
         "in zip(reversed(segments), notes):",
     ),
     Mutant(
-        "a prefix hides its later tokens", "layouts.py:_tile", "if visible.causal and not within:",
+        "a prefix hides its later tokens", "geometry/tiles.py:_tile",
+        "if visible.causal and not within:",
         "if visible.causal:",
     ),
     Mutant(
-        "later tokens are seen from the prefix", "layouts.py:_tile",
+        "later tokens are seen from the prefix", "geometry/tiles.py:_tile",
         "max(q.start, k.start) < visible.prefix", "q.start < visible.prefix",
     ),
     Mutant(
-        "positions of keys taken for queries'", "masks.py:gather_positions",
+        "positions of keys taken for queries'", "plan/masks.py:gather_positions",
         "note[i]) for note in notes)", "note[0]) for note in notes)",
     ),
     Mutant(
-        "a document's last token predicts the next one's", "documents.py:last_of_document",
+        "a document's last token predicts the next one's", "geometry/documents.py:last_of_document",
         "torch.tensor([run.stop - 1", "torch.tensor([run.stop",
     ),
     Mutant(
-        "the heaviest to who has most", "balance.py:_rounds", "key=loads.__getitem__)",
+        "the heaviest to who has most", "geometry/balance.py:_rounds", "key=loads.__getitem__)",
         "key=loads.__getitem__, reverse=True)",
     ),
     Mutant(
-        "work of the whole sequence, not of documents", "balance.py:visible_keys",
+        "work of the whole sequence, not of documents", "geometry/balance.py:visible_keys",
         "- offsets.repeat_interleave(lengths)", "- 0 * offsets.repeat_interleave(lengths)",
     ),
     Mutant(
@@ -123,541 +130,563 @@ MUTANTS = [
     ),
     # merging and precision
     Mutant(
-        "every call of a kernel rounds as the last", "running.py:_dtype_of_call",
+        "every call of a kernel rounds as the last", "runtime/accumulate.py:_dtype_of_call",
         "return last if calls == 1 else running,", "return last if calls else running,",
     ),
     Mutant(
-        "own keys kept for the end are forgotten", "transports/gather.py:Gather.stream_back",
+        "own keys kept for the end are forgotten", "comm/gather.py:Gather.stream_back",
         "if cut < length: yield from _of_own", "if False: yield from _of_own",
     ),
     Mutant(
-        "own keys kept for the end land first", "transports/gather.py:_of_own",
+        "own keys kept for the end land first", "comm/gather.py:_of_own",
         "part.move_to(total, at.start)", "part.move_to(total, 0)",
     ),
     Mutant(
-        "a call of the kernel is not counted", "transports/gather.py:Gather.comes",
+        "a call of the kernel is not counted", "comm/gather.py:Gather.comes",
         "if cut < length: yield stretch(own, slice(cut, length))", "",
     ),
     Mutant(
-        "merge weights swapped", "rows.py:merge_", "torch.sigmoid(part_lse - lse)",
+        "merge weights swapped", "runtime/rowwise.py:merge_", "torch.sigmoid(part_lse - lse)",
         "torch.sigmoid(lse - part_lse)",
     ),
     Mutant(
-        "merge does not rescale", "rows.py:merge_",
+        "merge does not rescale", "runtime/rowwise.py:merge_",
         "merged.lerp_(part.to(wide), weight.transpose(1, 2).unsqueeze(-1))",
         "merged.add_(part * weight.transpose(1, 2).unsqueeze(-1))",
     ),
     Mutant(
-        "merge of two -inf is NaN", "rows.py:merge_", ".masked_fill_(part_lse == -torch.inf, 0.0)",
+        "merge of two -inf is NaN", "runtime/rowwise.py:merge_",
+        ".masked_fill_(part_lse == -torch.inf, 0.0)",
         "",
     ),
     Mutant(
-        "lse is that of the last block", "rows.py:merge_",
+        "lse is that of the last block", "runtime/rowwise.py:merge_",
         "torch.logaddexp(lse, part_lse, out=lse)", "lse.copy_(part_lse)",
     ),
     Mutant(
-        "running sums in half precision", "rows.py:accumulator",
+        "running sums in half precision", "runtime/rowwise.py:accumulator",
         "torch.promote_types(dtype, torch.float32)",
         "dtype if dtype == torch.float64 else torch.bfloat16",
     ),
     Mutant(
-        "running sums in the inputs' precision", "rows.py:accumulator",
+        "running sums in the inputs' precision", "runtime/rowwise.py:accumulator",
         "torch.promote_types(dtype, torch.float32)", "dtype",
     ),
     Mutant(
-        "sums do not wait for their parts", "running.py:Sum.running",
+        "sums do not wait for their parts", "runtime/accumulate.py:Sum.running",
         '"""The sum as `accumulator(dtype)`, to be added to in place.""" self._join()',
         '"""The sum as `accumulator(dtype)`, to be added to in place."""',
     ),
     Mutant(
-        "a result does not wait for its parts", "running.py:Result.final",
+        "a result does not wait for its parts", "runtime/accumulate.py:Result.final",
         "\"\"\"out in q's dtype, lse in the accumulator's.\"\"\" join(self._q.device)",
         "\"\"\"out in q's dtype, lse in the accumulator's.\"\"\"",
     ),
     # calls side by side
     Mutant(
-        "a call waits for nothing", "lanes.py:_Aside.__enter__",
+        "a call waits for nothing", "runtime/streams.py:_Aside.__enter__",
         "self.stream.wait_event(lanes.begins)", "",
     ),
     Mutant(
-        "memory is used again that a call writes", "lanes.py:_Aside.__enter__",
+        "memory is used again that a call writes", "runtime/streams.py:_Aside.__enter__",
         "t.record_stream(self.stream)", "pass",
     ),
     Mutant(
-        "what is sent last is not waited for", "lanes.py:_returning", "in range(len(_PRIORITIES))",
+        "what is sent last is not waited for", "runtime/streams.py:_returning",
+        "in range(len(_PRIORITIES))",
         "in range(len(_PRIORITIES) - 1)",
     ),
     Mutant(
-        "what is sent does not wait for the last call", "lanes.py:_Behind.__enter__",
+        "what is sent does not wait for the last call", "runtime/streams.py:_Behind.__enter__",
         "for lane in _OTHERS:", "for lane in _OTHERS[:1]:",
     ),
     Mutant(
-        "the others' calls do not go first", "lanes.py:_PRIORITIES", "(0, -1, -1, -1)",
+        "the others' calls do not go first", "runtime/streams.py:_PRIORITIES", "(0, -1, -1, -1)",
         "(0, 0, 0, -1)",
     ),
-    Mutant("own keys' calls are taken for others'", "plan.py:RingPlan.keys", ", own=True)", ")"),
     Mutant(
-        "half of own keys are others'", "transports/gather.py:_some", "keys._replace(k=k,",
+        "own keys' calls are taken for others'", "plan/ring_plan.py:RingPlan.keys",
+        ", own=True)", ")",
+    ),
+    Mutant(
+        "half of own keys are others'", "comm/gather.py:_some", "keys._replace(k=k,",
         "keys._replace(own=False, k=k,",
     ),
     Mutant(
-        "calls side by side whose keys go away", "transports/gather.py:Gather.keeps",
+        "calls side by side whose keys go away", "comm/gather.py:Gather.keeps",
         "return len(self.groups) == 1", "return True",
     ),
     Mutant(
         "own keys wait for the end of one group of several",
-        "transports/symmetric.py:SymmetricGather.over", "overtaken and len(groups) == 1",
+        "comm/gather_symmetric.py:SymmetricGather.over", "overtaken and len(groups) == 1",
         "overtaken",
     ),
     Mutant(
         "keys are computed on before their stage has come",
-        "transports/symmetric.py:SymmetricGather._pull", "shelf.join(end) if part", "if part",
+        "comm/gather_symmetric.py:SymmetricGather._pull", "shelf.join(end) if part", "if part",
     ),
     Mutant(
         "the next of several turns comes before all is read",
-        "transports/symmetric.py:SymmetricGather._pull",
+        "comm/gather_symmetric.py:SymmetricGather._pull",
         "parts if len(self.groups) == 1 else [*parts]", "parts",
     ),
     Mutant(
         "gradients of several turns are not read before the next",
-        "transports/symmetric.py:SymmetricGather._send_home",
+        "comm/gather_symmetric.py:SymmetricGather._send_home",
         "if len(self.groups) > 1: shelf.join(end)", "",
     ),
     Mutant(
-        "dq waits for gradients that come home", "running.py:Sum.add_all",
+        "dq waits for gradients that come home", "runtime/accumulate.py:Sum.add_all",
         "if self._crowded and not self._waits:", "if self._crowded:",
     ),
     Mutant(
-        "what is moved to another sum is read at once", "running.py:Sum.move_to",
+        "what is moved to another sum is read at once", "runtime/accumulate.py:Sum.move_to",
         "whole._waits += self._waits", "",
     ),
     Mutant(
-        "what documents need is kept when they are gone", "transports/pieces.py:_known",
+        "what documents need is kept when they are gone", "schedule/pieces.py:_known",
         "(keeping if blocks.lasting else make)", "(keeping or make)",
     ),
     Mutant(
-        "shelves stay that graphs of ours outgrew", "lanes.py:captures_for_good",
+        "shelves stay that graphs of ours outgrew", "runtime/streams.py:captures_for_good",
         "return capturing(device) and not _captures.passing", "return capturing(device)",
     ),
     Mutant(
-        "graphs of ours are taken for others'", "graphs.py:captured",
+        "graphs of ours are taken for others'", "runtime/graphs.py:captured",
         "with passing_capture(), torch", "with torch",
     ),
     Mutant(
-        "nobody asks for stages", "transports/__init__.py:make_transport",
+        "nobody asks for stages", "comm/transports.py:make_transport",
         "late = keys_come_late(blocks, at_once, job)", "late = False",
     ),
     Mutant(
-        "a graph's tables go away", "transports/swap.py:SharedSwap._moves",
+        "a graph's tables go away", "comm/all_to_all.py:SharedSwap._moves",
         "shelf.read_by_graphs.add(known[key].table)", "pass",
     ),
     Mutant(
-        "tables stay though no graph reads them", "transports/swap.py:SharedSwap._moves",
+        "tables stay though no graph reads them", "comm/all_to_all.py:SharedSwap._moves",
         "if captured: shelf", "if True: shelf",
     ),
     Mutant(
-        "too little room for out and lse", "ulysses.py:most_bytes",
+        "too little room for out and lse", "comm/ulysses.py:most_bytes",
         ", (like(v, places * rows, heads), lse)", "",
     ),
     Mutant(
         "all ranks pull from the last one at a time",
-        "transports/symmetric.py:SymmetricGather._of_keys",
+        "comm/gather_symmetric.py:SymmetricGather._of_keys",
         "_in_rounds(found[::-1] if most_in_front(group) else found)", "_in_rounds(found)",
     ),
     Mutant(
         "all ranks pull from the first one at a time",
-        "transports/symmetric.py:SymmetricGather._of_keys",
+        "comm/gather_symmetric.py:SymmetricGather._of_keys",
         "_in_rounds(found[::-1] if most_in_front(group) else found)", "_in_rounds(found[::-1])",
     ),
     Mutant(
         "gradients wait for copy engines though nothing goes on",
-        "transports/pieces.py:come_home_aside", "(2 * brought + coming / 2)", "(coming / 2)",
+        "schedule/pieces.py:come_home_aside", "(2 * brought + coming / 2)", "(coming / 2)",
     ),
     Mutant(
-        "the first part is added to what was there", "rows.py:add_",
+        "the first part is added to what was there", "runtime/rowwise.py:add_",
         "elif not fresh and len(parts) == 1:", "elif len(parts) == 1:",
     ),
     Mutant(
-        "a part in its place is lost", "running.py:Sum._written",
+        "a part in its place is lost", "runtime/accumulate.py:Sum._written",
         "fresh=len(others) == len(parts))", "fresh=True)",
     ),
     Mutant(
-        "two parts in one place", "running.py:Sum.blank", "or apart or not _free(at, self._taken)",
+        "two parts in one place", "runtime/accumulate.py:Sum.blank",
+        "or apart or not _free(at, self._taken)",
         "or apart",
     ),
     Mutant(
-        "two results in one place", "running.py:Result.blank",
+        "two results in one place", "runtime/accumulate.py:Result.blank",
         "self._place is None or not _free(rows, self._taken)", "self._place is None",
     ),
     Mutant(
-        "parts that lie elsewhere are taken to be in their place", "running.py:_fill",
+        "parts that lie elsewhere are taken to be in their place", "runtime/accumulate.py:_fill",
         "return found == [(at, first + at.start * step) for at in taken]", "return True",
     ),
     Mutant(
-        "a place that is half full is taken to be full", "running.py:_fill",
+        "a place that is half full is taken to be full", "runtime/accumulate.py:_fill",
         "if not taken or sum(at.stop - at.start for at in taken) < place.shape[1]:",
         "if not taken:",
     ),
     Mutant(
-        "the place of a result stays when it was read", "running.py:Result._fold",
+        "the place of a result stays when it was read", "runtime/accumulate.py:Result._fold",
         "self._parts, self._place, self._taken = [], None, []", "self._parts, self._taken = [], []",
     ),
     Mutant(
-        "the place of a sum stays when it was read", "running.py:Sum._fold",
+        "the place of a sum stays when it was read", "runtime/accumulate.py:Sum._fold",
         "self._place, self._taken = None, [] for", "pass for",
     ),
     Mutant(
-        "a running sum does not come to its place", "running.py:Sum.final",
+        "a running sum does not come to its place", "runtime/accumulate.py:Sum.final",
         "self._place.copy_(wide)", "self._place",
     ),
     Mutant(
         "gradients are added before they have come home",
-        "transports/symmetric.py:SymmetricGather._send_home",
+        "comm/gather_symmetric.py:SymmetricGather._send_home",
         "total.after(partial(shelf.join, end))", "pass",
     ),
     Mutant(
-        "a sum is read before what it waits for", "running.py:Sum._join", "self._waits.pop()()",
+        "a sum is read before what it waits for", "runtime/accumulate.py:Sum._join",
+        "self._waits.pop()()",
         "self._waits.pop()",
     ),
     Mutant(
-        "the second stage brings what the first did", "transports/pieces.py:in_two_stages",
+        "the second stage brings what the first did", "schedule/pieces.py:in_two_stages",
         "others[half:]", "others[:half]",
     ),
     Mutant(
-        "keys come in stages where they are in time", "transports/pieces.py:keys_come_late",
+        "keys come in stages where they are in time", "schedule/pieces.py:keys_come_late",
         "mine < others for", "mine > others for",
     ),
     Mutant(
         "keys come in stages where some have none of their own",
-        "transports/pieces.py:keys_come_late", "min(own) > 0 and", "",
+        "schedule/pieces.py:keys_come_late", "min(own) > 0 and", "",
     ),
     # graphs
     Mutant(
-        "a graph reads what it was captured with", "graphs.py:_Graph.run",
+        "a graph reads what it was captured with", "runtime/graphs.py:_Graph.run",
         "torch._foreach_copy_(self._filled, [t for t in given if t is not None])", "pass",
     ),
     Mutant(
-        "a layer's results become the next one's", "graphs.py:_Graph.run",
+        "a layer's results become the next one's", "runtime/graphs.py:_Graph.run",
         "None if t is None else t.clone()", "t",
     ),
     Mutant(
-        "a replay does not wait for those before", "graphs.py:Graphs._follow_streams",
+        "a replay does not wait for those before", "runtime/graphs.py:Graphs._follow_streams",
         "current.wait_stream(self._last)", "pass",
     ),
     Mutant(
-        "graphs of memory that is left", "graphs.py:Graphs._follow_streams", "self._kept.clear()",
+        "graphs of memory that is left", "runtime/graphs.py:Graphs._follow_streams",
+        "self._kept.clear()",
         "",
     ),
     Mutant(
-        "one graph whatever is given", "graphs.py:Graphs.run",
+        "one graph whatever is given", "runtime/graphs.py:Graphs.run",
         ", *(None if t is None else t.dtype for t in given)", "",
     ),
     Mutant(
-        "what is made once is made in a graph", "graphs.py:_Graph.run", "if not self._warm:",
+        "what is made once is made in a graph", "runtime/graphs.py:_Graph.run",
+        "if not self._warm:",
         "if False:",
     ),
     Mutant(
-        "the first call is of tensors that lie otherwise", "graphs.py:_Graph.run",
+        "the first call is of tensors that lie otherwise", "runtime/graphs.py:_Graph.run",
         "found = function(*self._places)", "found = function(*given)",
     ),
     Mutant(
-        "a plan that was replaced keeps graphs", "graphs.py:with_graphs",
+        "a plan that was replaced keeps graphs", "runtime/graphs.py:with_graphs",
         "object.__setattr__(found, ", "type.__setattr__(type(found), ",
     ),
     Mutant(
         "a replay takes shelves as they were",
-        "transports/symmetric.py:SymmetricGather.follow_stream",
+        "comm/gather_symmetric.py:SymmetricGather.follow_stream",
         "self.space.follow_stream() return", "return",
     ),
     Mutant(
-        "graphs of one batch's mask are another's", "graphs.py:Kept.of",
+        "graphs of one batch's mask are another's", "runtime/graphs.py:Kept.of",
         "(plan.key_mask, plan.packing, plan.terms.dropout)", "(None, plan.packing, None)",
     ),
     Mutant(
-        "batches of other lengths share graphs", "graphs.py:Kept.of",
+        "batches of other lengths share graphs", "runtime/graphs.py:Kept.of",
         "plan.signature, plan.blocks, swapped, plan.terms", "swapped, plan.terms",
     ),
     Mutant(
-        "each batch is captured anew", "graphs.py:Kept.of", "self._plans.pop(kind, None) or (plan",
+        "each batch is captured anew", "runtime/graphs.py:Kept.of",
+        "self._plans.pop(kind, None) or (plan",
         "(plan",
     ),
     Mutant(
-        "what comes once is captured", "graphs.py:Kept.of", "(plan.in_graphs() if known else None)",
+        "what comes once is captured", "runtime/graphs.py:Kept.of",
+        "(plan.in_graphs() if known else None)",
         "plan.in_graphs()",
     ),
     Mutant(
-        "neighbours of other lengths share graphs", "graphs.py:Kept.of", "plan.blocks, swapped,",
+        "neighbours of other lengths share graphs", "runtime/graphs.py:Kept.of",
+        "plan.blocks, swapped,",
         "plan.blocks,",
     ),
     Mutant(
-        "graphs go on with what a module was", "graphs.py:Kept.of", "plan.terms, plan.kernel",
+        "graphs go on with what a module was", "runtime/graphs.py:Kept.of",
+        "plan.terms, plan.kernel",
         "plan.kernel",
     ),
-    Mutant("graphs of all batches stay", "graphs.py:Kept.of", "len(self._plans) > _KINDS", "False"),
     Mutant(
-        "layers that drop otherwise have graphs anew each time", "graphs.py:Graphs.of_layer",
+        "graphs of all batches stay", "runtime/graphs.py:Kept.of",
+        "len(self._plans) > _KINDS", "False",
+    ),
+    Mutant(
+        "layers that drop otherwise have graphs anew each time",
+        "runtime/graphs.py:Graphs.of_layer",
         "if number not in self._layers:", "if True:",
     ),
     Mutant(
-        "a ring's messages are captured", "transports/send_recv.py:SendRecv.capturable",
+        "a ring's messages are captured", "comm/send_recv.py:SendRecv.capturable",
         "return self.distances == (0,)", "return True",
     ),
     Mutant(
-        "a gather's messages are captured", "transports/gather.py:Gather.capturable",
+        "a gather's messages are captured", "comm/gather.py:Gather.capturable",
         "return not self.groups", "return True",
     ),
     # the ring
     Mutant(
-        "a gradient hop dropped", "transports/send_recv.py:SendRecv.stream_back",
+        "a gradient hop dropped", "comm/send_recv.py:SendRecv.stream_back",
         "_add(grads, opened(received, forms[self._owner(here)]))", "pass",
     ),
     Mutant(
-        "gradients not brought home", "transports/send_recv.py:SendRecv.stream_back",
+        "gradients not brought home", "comm/send_recv.py:SendRecv.stream_back",
         "_add(own, opened(received, forms[self.ring.rank]))", "pass",
     ),
     Mutant(
-        "gradients home to the wrong rank", "transports/send_recv.py:SendRecv.stream_back",
+        "gradients home to the wrong rank", "comm/send_recv.py:SendRecv.stream_back",
         "ends = [*self.distances[2:], self.ring.size]",
         "ends = [*self.distances[2:], self.ring.size - 1]",
     ),
     Mutant(
-        "keys of the wrong owner", "transports/send_recv.py:SendRecv._owner",
+        "keys of the wrong owner", "comm/send_recv.py:SendRecv._owner",
         "return (self.ring.rank - distance) % self.ring.size",
         "return (self.ring.rank + distance) % self.ring.size",
     ),
     Mutant(
-        "last hop dropped in both directions", "transports/send_recv.py:SendRecv.make",
+        "last hop dropped in both directions", "comm/send_recv.py:SendRecv.make",
         "return cls(ring, blocks.keys, blocks.distances)",
         "return cls(ring, blocks.keys, blocks.distances[: -1 or None] or (0,))",
     ),
     Mutant(
-        "last hop dropped in backward", "transports/send_recv.py:SendRecv.stream_back",
+        "last hop dropped in backward", "comm/send_recv.py:SendRecv.stream_back",
         "ends = [*self.distances[2:], self.ring.size]",
         "ends = [*self.distances[2:-1], self.ring.size]",
     ),
     Mutant(
-        "stale key block", "transports/send_recv.py:SendRecv.stream", "held, spare = spare, held",
+        "stale key block", "comm/send_recv.py:SendRecv.stream", "held, spare = spare, held",
         "",
     ),
     Mutant(
-        "stale key block in backward", "transports/send_recv.py:SendRecv.stream_back",
+        "stale key block in backward", "comm/send_recv.py:SendRecv.stream_back",
         "yield theirs, grads",
         "fresh = theirs.k.shape == own_keys.k.shape; yield (theirs._replace(k=own_keys.k) if "
         "fresh else theirs), grads",
     ),
     Mutant(
-        "stale key mask", "transports/send_recv.py:SendRecv.stream", "mask[0] if mask else None",
+        "stale key mask", "comm/send_recv.py:SendRecv.stream", "mask[0] if mask else None",
         "(keys.key_mask if keys.key_mask.shape == mask[0].shape else mask[0]) if mask else None",
     ),
-    Mutant("transfer not awaited", "transports/send_recv.py:SendRecv.stream", "coming.wait()", ""),
+    Mutant("transfer not awaited", "comm/send_recv.py:SendRecv.stream", "coming.wait()", ""),
     Mutant(
-        "gradients modified in flight", "transports/send_recv.py:SendRecv.stream_back",
+        "gradients modified in flight", "comm/send_recv.py:SendRecv.stream_back",
         "computed, sent = sent, computed", "",
     ),
     Mutant(
-        "one buffer received into twice", "transports/send_recv.py:SendRecv.stream",
+        "one buffer received into twice", "comm/send_recv.py:SendRecv.stream",
         "self._pass(held, spare, forms", "self._pass(held, held, forms",
     ),
     Mutant(
-        "gradients of the hop before last", "running.py:Sum.running",
+        "gradients of the hop before last", "runtime/accumulate.py:Sum.running",
         "self._empty(self._dtype).zero_()", "self._empty(self._dtype)",
     ),
     Mutant(
-        "dk and dv mixed", "transports/send_recv.py:_add", "for total, part in zip(totals, parts):",
+        "dk and dv mixed", "comm/send_recv.py:_add", "for total, part in zip(totals, parts):",
         "for total, part in zip(totals, reversed(parts)):",
     ),
     # gather
     Mutant(
-        "pieces of the wrong owner", "transports/gather.py:Gather._owners",
+        "pieces of the wrong owner", "comm/gather.py:Gather._owners",
         "return [(self.ring.rank - t) % self.ring.size for t in distances]",
         "return [(self.ring.rank + t) % self.ring.size for t in distances]",
     ),
     Mutant(
-        "the last partial is dropped", "transports/gather.py:Gather.stream_back",
+        "the last partial is dropped", "comm/gather.py:Gather.stream_back",
         "own) if going is not None:", "own) if False:",
     ),
     Mutant(
         "partials of all groups but the last are dropped",
-        "transports/gather.py:Gather.stream_back", "going() going = None", "pass",
+        "comm/gather.py:Gather.stream_back", "going() going = None", "pass",
     ),
     Mutant(
-        "a partial overwrites what is there", "transports/gather.py:Gather._send_home",
+        "a partial overwrites what is there", "comm/gather.py:Gather._send_home",
         "total.add_all((piece.cols, part[:, at]) for piece, at in places(pieces, rank))",
         "[total.running()[:, p.cols].copy_(part[:, at]) for p, at in places(pieces, rank)]",
     ),
     Mutant(
-        "a partial lands at the owner's first keys", "transports/gather.py:Gather._send_home",
+        "a partial lands at the owner's first keys", "comm/gather.py:Gather._send_home",
         "((piece.cols, part[", "((slice(0, at.stop - at.start), part[",
     ),
     Mutant(
-        "pieces in no order", "transports/pieces.py:needed",
+        "pieces in no order", "schedule/pieces.py:needed",
         "key=lambda piece: (piece.segment.start, piece.owner)", "key=lambda piece: 0",
     ),
     Mutant(
-        "positions from the owner's first key on", "transports/pieces.py:needed",
+        "positions from the owner's first key on", "schedule/pieces.py:needed",
         "Segment(position + (first - start) * stride,", "Segment(position,",
     ),
     Mutant(
-        "pieces with a gap joined", "transports/pieces.py:_follows",
+        "pieces with a gap joined", "schedule/pieces.py:_follows",
         "b.start == a.start + a.stride * a.length", "b.start >= a.start + a.stride * a.length",
     ),
     Mutant(
-        "a message's tensors overlap", "transports/messages.py:_starts",
+        "a message's tensors overlap", "comm/messages.py:_starts",
         "-(-part.nbytes // _ALIGNED)", "(part.nbytes // _ALIGNED)",
     ),
     # shared memory
     Mutant(
-        "keys pulled from the wrong rank", "transports/symmetric.py:SymmetricGather._of_keys",
+        "keys pulled from the wrong rank", "comm/gather_symmetric.py:SymmetricGather._of_keys",
         "self.ranks[owner]", "self.ranks[self.ring.rank]",
     ),
     Mutant(
-        "values for keys", "transports/symmetric.py:SymmetricGather._written", "cat((own.k, own.v)",
+        "values for keys", "comm/gather_symmetric.py:SymmetricGather._written",
+        "cat((own.k, own.v)",
         "cat((own.v, own.k)",
     ),
     Mutant(
         "gradients of keys for those of values",
-        "transports/symmetric.py:SymmetricGather._grads_of", "k, v = apart(place, keys)",
+        "comm/gather_symmetric.py:SymmetricGather._grads_of", "k, v = apart(place, keys)",
         "v, k = apart(place, keys)",
     ),
     Mutant(
         "gradients of keys come home as those of values",
-        "transports/symmetric.py:SymmetricGather._send_home", "(here, both[i]) for",
+        "comm/gather_symmetric.py:SymmetricGather._send_home", "(here, both[i]) for",
         "(here, both[0]) for",
     ),
     Mutant(
-        "keys and values come by a copy each", "transports/symmetric.py:SymmetricGather._pull",
+        "keys and values come by a copy each", "comm/gather_symmetric.py:SymmetricGather._pull",
         "for place, t in zip(whole, shelf.of(rank, form)):",
         "for place, t in ((a, b) for pair in zip(whole, shelf.of(rank, form)) for a, b in "
         "zip(*(x.split(own.k.shape[-1], -1) for x in pair))):",
     ),
     Mutant(
-        "few tokens have as many calls as others", "transports/pieces.py:is_few",
+        "few tokens have as many calls as others", "schedule/pieces.py:is_few",
         "seen * job.pair_flops <= _FEW", "seen * job.pair_flops < 0",
     ),
     Mutant(
-        "few are counted whatever their keys weigh", "transports/pieces.py:is_few",
+        "few are counted whatever their keys weigh", "schedule/pieces.py:is_few",
         "* job.token_bytes > _SOON_COPIED", "< 0",
     ),
     Mutant(
-        "few are counted without their mask", "transports/pieces.py:is_few",
+        "few are counted without their mask", "schedule/pieces.py:is_few",
         "/ (1 + visible.causal)", "/ 1",
     ),
     Mutant(
-        "few are counted without their window", "transports/pieces.py:is_few",
+        "few are counted without their window", "schedule/pieces.py:is_few",
         "most = min(most, (2 - visible.causal) * visible.window + 1)", "pass",
     ),
     Mutant(
-        "few are counted without their documents", "transports/pieces.py:is_few",
+        "few are counted without their documents", "schedule/pieces.py:is_few",
         "if visible.documents is not None: whole", "if False: whole",
     ),
     Mutant(
-        "keys come together though not all at once", "transports/__init__.py:make_together",
+        "keys come together though not all at once", "comm/transports.py:make_together",
         "gather.keeps and is_few", "is_few",
     ),
     Mutant(
-        "graphs hold what spares the host", "graphs.py:with_graphs",
+        "graphs hold what spares the host", "runtime/graphs.py:with_graphs",
         "plan.overlapped or plan.transport", "plan.transport",
     ),
     Mutant(
-        "calls overlap of what merges by itself", "graphs.py:with_graphs",
+        "calls overlap of what merges by itself", "runtime/graphs.py:with_graphs",
         "plan.transport if plan.kernel.merges else", "",
     ),
     Mutant(
-        "another transport's calls are counted as this one's", "plan.py:RingPlan.by",
+        "another transport's calls are counted as this one's", "plan/ring_plan.py:RingPlan.by",
         ", _calls={})", ")",
     ),
     Mutant(
-        "calls overlap as another transport's", "plan.py:RingPlan.by", "_tiles={}, _calls",
+        "calls overlap as another transport's", "plan/ring_plan.py:RingPlan.by",
+        "_tiles={}, _calls",
         "_calls",
     ),
     Mutant(
-        "few tokens' graphs have calls that wait for one another", "plan.py:RingPlan._agreed",
+        "few tokens' graphs have calls that wait for one another",
+        "plan/ring_plan.py:RingPlan._agreed",
         "made.overtaken or is_short", "(few or made).overtaken or is_short",
     ),
     Mutant(
         "keys that come together are read before all have come",
-        "transports/together.py:Together._all", "shelf.publish()", "",
+        "comm/gather_first.py:Together._all", "shelf.publish()", "",
     ),
     Mutant(
         "keys that come together are written before all have read them",
-        "transports/together.py:Together.stream", "begin(turns=1, back=False)",
+        "comm/gather_first.py:Together.stream", "begin(turns=1, back=False)",
         "begin(turns=2, back=False)",
     ),
     Mutant(
         "gradients are read before all have written them",
-        "transports/together.py:Together.stream_back", "self.space.grads.publish()", "",
+        "comm/gather_first.py:Together.stream_back", "self.space.grads.publish()", "",
     ),
     Mutant(
-        "what nobody has seen has a gradient", "transports/together.py:Together._brought",
+        "what nobody has seen has a gradient", "comm/gather_first.py:Together._brought",
         "both.zero_()", "pass",
     ),
     Mutant(
         "gradients that come together are those of the last",
-        "transports/together.py:Together._brought", "add_(both[:, here], *parts, fresh=True)",
+        "comm/gather_first.py:Together._brought", "add_(both[:, here], *parts, fresh=True)",
         "add_(both[:, here], parts[-1], fresh=True)",
     ),
     Mutant(
         "gradients that come together are added in the inputs' dtype",
-        "transports/together.py:Together._brought", "dtype=accumulator(dtype))", "dtype=dtype)",
+        "comm/gather_first.py:Together._brought", "dtype=accumulator(dtype))", "dtype=dtype)",
     ),
     Mutant(
-        "too little room for gradients that come together", "transports/together.py:Together.like",
+        "too little room for gradients that come together", "comm/gather_first.py:Together.like",
         "grads=widest * job.grad_bytes", "grads=1",
     ),
     Mutant(
-        "gradients pulled from the wrong rank", "transports/symmetric.py:SymmetricGather._of_grads",
+        "gradients pulled from the wrong rank",
+        "comm/gather_symmetric.py:SymmetricGather._of_grads",
         "self.ranks[user]", "self.ranks[self.ring.rank]",
     ),
     Mutant(
-        "keys written while others read", "transports/shelves.py:Space.begin",
+        "keys written while others read", "comm/symmetric_memory.py:Space.begin",
         "if not back: self.keys.meet()", "",
     ),
     Mutant(
-        "heads written while others read", "transports/swap.py:SharedSwap.swap", "shelf.meet()", "",
+        "heads written while others read", "comm/all_to_all.py:SharedSwap.swap", "shelf.meet()", "",
     ),
     Mutant(
-        "all that is swapped comes from one place", "transports/swap.py:SharedSwap.swap",
+        "all that is swapped comes from one place", "comm/all_to_all.py:SharedSwap.swap",
         "sources[m.place][:, m.rows", "sources[0][:, m.rows",
     ),
     Mutant(
-        "heads of another place", "ulysses.py:Spread.to_heads",
+        "heads of another place", "comm/ulysses.py:Spread.to_heads",
         "Move(place, rows, which, at, here)", "Move(place, rows, here, at, here)",
     ),
     Mutant(
-        "backward begins where forward ended", "transports/shelves.py:Space.begin",
+        "backward begins where forward ended", "comm/symmetric_memory.py:Space.begin",
         "half=0 if back else turns % 2", "half=turns % 2",
     ),
     Mutant(
-        "everybody's gradients added by every owner", "transports/pieces.py:places",
+        "everybody's gradients added by every owner", "schedule/pieces.py:places",
         "if piece.owner == owner:", "if True:",
     ),
     # heads and sequence
     Mutant(
-        "key heads of another place", "ulysses.py:key_heads", "(p * mine + i) // group",
+        "key heads of another place", "comm/ulysses.py:key_heads", "(p * mine + i) // group",
         "(p + i) // group",
     ),
     Mutant(
-        "only one of the replicated heads has a gradient", "ulysses.py:_summed",
+        "only one of the replicated heads has a gradient", "comm/ulysses.py:_summed",
         "total[:, :, head] += t[:, :, i]", "total[:, :, head] = t[:, :, i]",
     ),
     Mutant(
-        "sinks of other heads", "ring_flash_attention.py:ring_attn", "sinks[plan.ulysses.heads]",
+        "sinks of other heads", "functional.py:ring_attn", "sinks[plan.ulysses.heads]",
         "sinks[: q.shape[2]]",
     ),
     Mutant(
-        "slopes of other heads", "ulysses.py:Ulysses.of_heads", "alibi[self.heads]",
+        "slopes of other heads", "comm/ulysses.py:Ulysses.of_heads", "alibi[self.heads]",
         "alibi[: len(alibi[self.heads])]",
     ),
     Mutant(
-        "a predicate counts heads from 0", "ulysses.py:Ulysses.of_heads", "mask_mod(b, h + first,",
+        "a predicate counts heads from 0", "comm/ulysses.py:Ulysses.of_heads",
+        "mask_mod(b, h + first,",
         "mask_mod(b, h,",
     ),
     Mutant(
-        "shards land in the order of places", "ulysses.py:land",
+        "shards land in the order of places", "comm/ulysses.py:land",
         "held.sort(key=lambda each: (each[0].start, each[1]))", "pass",
     ),
     Mutant(
-        "progressions taken in turn that are not", "ulysses.py:_interleaved",
+        "progressions taken in turn that are not", "comm/ulysses.py:_interleaved",
         "if found == expected else None", "if expected else None",
     ),
     # autograd
@@ -674,28 +703,30 @@ MUTANTS = [
         "for total in (own[0], own[2], own[1])), dsinks",
     ),
     Mutant(
-        "no delta", "contract.py:Saved.delta",
+        "no delta", "runtime/interfaces.py:Saved.delta",
         "return delta if self.dlse is None else delta - self.dlse",
         "return delta * 0 if self.dlse is None else delta * 0 - self.dlse",
     ),
     Mutant(
-        "dlse forgotten", "contract.py:Saved.delta",
+        "dlse forgotten", "runtime/interfaces.py:Saved.delta",
         "return delta if self.dlse is None else delta - self.dlse", "return delta",
     ),
     Mutant(
-        "dlse with the wrong sign", "contract.py:Saved.delta", "else delta - self.dlse",
+        "dlse with the wrong sign", "runtime/interfaces.py:Saved.delta", "else delta - self.dlse",
         "else delta + self.dlse",
     ),
     Mutant(
-        "the sink's gradient without the lse's", "contract.py:grad_of_sinks", "* saved.delta).sum(",
+        "the sink's gradient without the lse's", "runtime/interfaces.py:grad_of_sinks",
+        "* saved.delta).sum(",
         "* (saved.delta + (0 if saved.dlse is None else saved.dlse))).sum(",
     ),
     Mutant(
-        "a sink that only lse has", "running.py:Result.add_sinks",
+        "a sink that only lse has", "runtime/accumulate.py:Result.add_sinks",
         "out.mul_(weight.transpose(1, 2).unsqueeze(-1))", "pass",
     ),
     Mutant(
-        "ALiBi by the places held", "plan.py:RingPlan._of_block", "positions_seen(side, seen)",
+        "ALiBi by the places held", "plan/ring_plan.py:RingPlan._of_block",
+        "positions_seen(side, seen)",
         "torch.arange(sum(s.length for s in side))",
     ),
     Mutant(
@@ -715,15 +746,17 @@ MUTANTS = [
         "tiles.first, tiles.first + len(keys.k),", "0, len(keys.k),",
     ),
     Mutant(
-        "dropout by the places held", "plan.py:RingPlan._of_block", "segment_positions(side).to(",
+        "dropout by the places held", "plan/ring_plan.py:RingPlan._of_block",
+        "segment_positions(side).to(",
         "torch.arange(sum(s.length for s in side)).to(",
     ),
     Mutant(
-        "each rank drops by its own seed", "plan.py:RingPlan._agreed", 'lengths[0]["seed"]',
+        "each rank drops by its own seed", "plan/ring_plan.py:RingPlan._agreed",
+        'lengths[0]["seed"]',
         'lengths[ring.rank]["seed"]',
     ),
     Mutant(
-        "heads that came by Ulysses drop as the first", "ulysses.py:Ulysses.of_heads",
+        "heads that came by Ulysses drop as the first", "comm/ulysses.py:Ulysses.of_heads",
         "_replace(first_head=first)", "_replace(first_head=0)",
     ),
     Mutant(
@@ -737,32 +770,34 @@ MUTANTS = [
     ),
     Mutant("dropout forgotten in dv", "kernels/eager.py:backward", "p = _less(p, left)", "pass"),
     Mutant(
-        "what is kept is not raised", "dropout.py:Dropout.inverse", "return 1 / (1 - self.rate)",
+        "what is kept is not raised", "runtime/dropout.py:Dropout.inverse",
+        "return 1 / (1 - self.rate)",
         "return 1.0",
     ),
     Mutant(
-        "draws with a sign", "dropout.py:Dropout.kept", "self.numbers[2] ^ -_SIGN",
+        "draws with a sign", "runtime/dropout.py:Dropout.kept", "self.numbers[2] ^ -_SIGN",
         "self.numbers[2]",
     ),
     Mutant(
-        "layers drop alike", "dropout.py:Dropout.for_layer", "self.seed ^ _mixed_seed(number)",
+        "layers drop alike", "runtime/dropout.py:Dropout.for_layer",
+        "self.seed ^ _mixed_seed(number)",
         "self.seed",
     ),
     Mutant(
-        "keys of another sequence start anew on each rank", "checks.py:one_after_another",
+        "keys of another sequence start anew on each rank", "plan/checks.py:one_after_another",
         "(Segment(start, 1, n),)", "(Segment(0, 1, n),)",
     ),
     Mutant(
-        "positions that repeat", "masks.py:repeats_problem", "a.start + a.length > b.start",
+        "positions that repeat", "plan/masks.py:repeats_problem", "a.start + a.length > b.start",
         "a.start > b.start",
     ),
-    Mutant("a bias is scaled", "scores.py:with_bias", "/ (scale * pick)", "/ pick"),
+    Mutant("a bias is scaled", "runtime/scores.py:with_bias", "/ (scale * pick)", "/ pick"),
     Mutant(
-        "a bias of another head", "scores.py:with_bias", '"b m (g r) -> b m g r"',
+        "a bias of another head", "runtime/scores.py:with_bias", '"b m (g r) -> b m g r"',
         '"b m (r g) -> b m g r"',
     ),
     Mutant(
-        "half the digits of a bias in 16 bits", "scores.py:_parts",
+        "half the digits of a bias in 16 bits", "runtime/scores.py:_parts",
         "return 2 if dtype.itemsize == 2 else 1", "return 1",
     ),
     # kernels
@@ -815,23 +850,23 @@ MUTANTS = [
         "if saved.dlse is not None:", "if False:",
     ),
     Mutant(
-        "rows between documents keep what they held", "kernels/_packs.py:Pack.of_lse",
+        "rows between documents keep what they held", "kernels/_varlen.py:Pack.of_lse",
         "return _filled(lse, 2, self.row_gaps, -torch.inf)", "return lse",
     ),
     Mutant(
-        "gradients between documents keep what they held", "kernels/_packs.py:Pack.of_cols",
+        "gradients between documents keep what they held", "kernels/_varlen.py:Pack.of_cols",
         "1, self.col_gaps, 0.0)", "1, None, 0.0)",
     ),
     Mutant(
-        "rows twice in a call", "kernels/_packs.py:_follows",
+        "rows twice in a call", "kernels/_varlen.py:_follows",
         "ascends = last.rows.stop <= tile.rows.start", "ascends = True",
     ),
     Mutant(
-        "keys joined on the left move the diagonal", "kernels/_packs.py:_joined",
+        "keys joined on the left move the diagonal", "kernels/_varlen.py:_joined",
         "None if right is None else right + width", "right",
     ),
     Mutant(
-        "keys of one sample for all", "kernels/_packs.py:_sequences",
+        "keys of one sample for all", "kernels/_varlen.py:_sequences",
         "starts = [i * length + at.start", "starts = [at.start",
     ),
     Mutant(
@@ -839,15 +874,15 @@ MUTANTS = [
         "disjoint_keys=True", "disjoint_keys=False",
     ),
     Mutant(
-        "flash-attn 2's way with wide bounds forgotten", "kernels/_whole.py:windows",
+        "flash-attn 2's way with wide bounds forgotten", "kernels/_flash.py:windows",
         "for part in _apart(tile):", "for part in (tile,):",
     ),
     Mutant(
-        "dlse forgotten by kernels that don't know it", "kernels/_whole.py:with_lse_gradient",
+        "dlse forgotten by kernels that don't know it", "kernels/_flash.py:with_lse_gradient",
         "if saved.dlse is None or not", "if True or not",
     ),
     Mutant(
-        "a rank without queries has a gradient of lse", "kernels/_whole.py:with_lse_gradient",
+        "a rank without queries has a gradient of lse", "kernels/_flash.py:with_lse_gradient",
         "if saved.dlse is None or not saved.dlse.numel():", "if saved.dlse is None:",
     ),
     Mutant(
@@ -875,28 +910,33 @@ MUTANTS = [
         "- saved.delta",
     ),
     # agreement
-    Mutant("ranks may differ", "agreement.py:_check_same", "if len(found) > 1:", "if False:"),
+    Mutant("ranks may differ", "comm/agreement.py:_check_same", "if len(found) > 1:", "if False:"),
     Mutant(
-        "what one ring gets wrong is kept to itself", "agreement.py:raise_together",
+        "what one ring gets wrong is kept to itself", "comm/agreement.py:raise_together",
         "if ring.several:", "if False:",
     ),
     Mutant(
-        "positions that one ring repeats are kept to itself", "plan.py:_placed",
+        "positions that one ring repeats are kept to itself", "plan/ring_plan.py:_placed",
         "repeats_problem(both) if dropped else None", "None",
     ),
     Mutant(
-        "a predicate's error is kept to itself", "masks.py:mask_mod_problem", "except Exception as",
+        "a predicate's error is kept to itself", "plan/masks.py:mask_mod_problem",
+        "except Exception as",
         "except OSError as",
     ),
     Mutant(
-        "a rank's problem is kept to itself", "agreement.py:agree",
+        "a rank's problem is kept to itself", "comm/agreement.py:agree",
         '_shortened(problem or ring.problem or "") or None', "None",
     ),
     Mutant(
-        "lengths need not be the layout's", "checks.py:shards_problem", "if lengths == expected:",
+        "lengths need not be the layout's", "plan/checks.py:shards_problem",
+        "if lengths == expected:",
         "if True:",
     ),
-    Mutant("any plan will do", "plan.py:RingPlan.check", "!= self.signature:", "is None:"),
+    Mutant(
+        "any plan will do", "plan/ring_plan.py:RingPlan.check",
+        "!= self.signature:", "is None:",
+    ),
 ]  # fmt: skip
 
 

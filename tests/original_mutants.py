@@ -14,53 +14,53 @@ from tests.faults import Mutant
 
 MUTANTS = [
     Mutant(
-        "gathered gradients are a rank's own alone", "sharding.py:_Gather.backward",
+        "gathered gradients are a rank's own alone", "nn/sharding.py:_Gather.backward",
         "for part in mine[1:]:", "for part in mine[:0]:",
     ),
     Mutant(
-        "sizes are not compared", "original/exchange.py:gather_as",
+        "sizes are not compared", "compat/distributed.py:gather_as",
         "told[ring.rank] != t.shape[dim]", "False",
     ),
     Mutant(
-        "everyone takes the first part", "original/exchange.py:split_by_rank",
+        "everyone takes the first part", "compat/distributed.py:split_by_rank",
         "mine = x[ring.rank]", "mine = x[0]",
     ),
     Mutant(
-        "a pass goes one rank, however many it should", "original/exchange.py:_Pass.forward",
+        "a pass goes one rank, however many it should", "compat/ring.py:_Pass.forward",
         "for way in (by, -by)", "for way in (1, -1)",
     ),
     Mutant(
-        "gradients go on the way that tensors went", "original/exchange.py:_Pass.backward",
+        "gradients go on the way that tensors went", "compat/ring.py:_Pass.backward",
         "-ctx.by", "ctx.by",
     ),
     Mutant(
-        "owners are taken for neighbours", "original/exchange.py:all_ring_pass",
+        "owners are taken for neighbours", "compat/ring.py:all_ring_pass",
         "circular_index_left(ring.rank, ring.size, hop)",
         "circular_index_left(ring.rank, ring.size, min(hop, 1))",
     ),
     Mutant(
-        "neighbours are those of the first ring", "original/exchange.py:circular_rank_right",
+        "neighbours are those of the first ring", "compat/ring.py:circular_rank_right",
         "return rank - rank % size + place", "return place",
     ),
     Mutant(
-        "key heads go round", "original/zig_zag.py:zig_zag_attn",
+        "key heads go round", "compat/zig_zag_attention.py:zig_zag_attn",
         "both.repeat_interleave(q.shape[1] // k.shape[1], 1)",
         "both.repeat(1, q.shape[1] // k.shape[1], 1, 1)",
     ),
     Mutant(
-        "keys stand in order", "original/zig_zag.py:zig_zag_shard",
+        "keys stand in order", "compat/zig_zag_attention.py:zig_zag_shard",
         "torch.cat(at).to(t.device)", "torch.cat(at).sort().values.to(t.device)",
     ),
     Mutant(
-        "the diagonal is always seen", "original/flash.py:_block",
+        "the diagonal is always seen", "compat/triton_flash_attn.py:_block",
         "torch.arange(k.shape[1]) + diagonal", "torch.arange(k.shape[1])",
     ),
     Mutant(
-        "blocks before are forgotten", "original/flash.py:flash_attn_forward",
+        "blocks before are forgotten", "compat/triton_flash_attn.py:flash_attn_forward",
         "merge_(found, seen, before, _infinite(lse_))", "pass",
     ),
     Mutant(
-        "a row that saw nothing is no number", "original/flash.py:flash_attn_forward",
+        "a row that saw nothing is no number", "compat/triton_flash_attn.py:flash_attn_forward",
         "seen.masked_fill(seen == -torch.inf, _NOTHING_SEEN)", "seen",
     ),
 ]  # fmt: skip

@@ -7,27 +7,27 @@ from tests.faults import Mutant
 
 MUTANTS = [
     Mutant(
-        "probabilities move as if lse stood still", "kernels/eager_tangents.py:backward",
+        "probabilities move as if lse stood still", "kernels/eager_jvp.py:backward",
         "part.p * (part.ts - tlse)", "part.p * part.ts",
     ),
     Mutant(
-        "the softclamp's slope stands still", "kernels/eager_tangents.py:backward",
+        "the softclamp's slope stands still", "kernels/eager_jvp.py:backward",
         "tds * part.slope + ds * part.tslope", "tds * part.slope",
     ),
     Mutant(
-        "keys stand still in the tangent of dq", "kernels/eager_tangents.py:backward",
+        "keys stand still in the tangent of dq", "kernels/eager_jvp.py:backward",
         "_to_rows(tdqk, part.k) + _to_rows(dqk, part.tk)", "_to_rows(tdqk, part.k)",
     ),
     Mutant(
-        "dout stands still in dv", "kernels/eager_tangents.py:backward",
+        "dout stands still in dv", "kernels/eager_jvp.py:backward",
         "_to_cols(tp, dout) + _to_cols(p, tdout)", "_to_cols(tp, dout)",
     ),
     Mutant(
-        "values stand still", "kernels/eager_tangents.py:forward",
+        "values stand still", "kernels/eager_jvp.py:forward",
         "einsum(part.less(part.p), part.tv,", "0 * einsum(part.less(part.p), part.tv,",
     ),
     Mutant(
-        "delta moves with dout only", "contract.py:tangent_of_delta",
+        "delta moves with dout only", "runtime/interfaces.py:tangent_of_delta",
         "+ sum_of_products(saved.dout, along.out)", "",
     ),
     Mutant(
@@ -47,7 +47,7 @@ MUTANTS = [
         "ctx.saved_tensors, along[:4], *along[4:6])[0]", "ctx.saved_tensors, along[:4])[0]",
     ),
     Mutant(
-        "Ulysses keeps its gradients' gradients", "ulysses.py:_ToHeads.backward",
+        "Ulysses keeps its gradients' gradients", "comm/ulysses.py:_ToHeads.backward",
         "*_ToSequence.apply(ctx.ulysses, ctx.spreads, *grads)",
         "*ctx.ulysses.unspread([g.detach() for g in grads], ctx.spreads)",
     ),
@@ -56,12 +56,12 @@ MUTANTS = [
         "_beside((k, v), (tk, tv))", "_beside((k, v), (tk.zero_(), tv))",
     ),
     Mutant(
-        "gathering keeps its gradients' gradients", "sharding.py:_Gather.backward",
+        "gathering keeps its gradients' gradients", "nn/sharding.py:_Gather.backward",
         "list(_AllToAll.apply(ctx.ring, [ctx.shape] * len(others), *others))",
         "_swap(ctx.ring, [ctx.shape] * len(others), others)",
     ),
     Mutant(
-        "ranks may differ in tangents", "transforms.py:tangents_note", "any(forward_ad",
+        "ranks may differ in tangents", "runtime/torch_func.py:tangents_note", "any(forward_ad",
         "all(forward_ad",
     ),
     Mutant(

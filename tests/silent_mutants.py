@@ -26,19 +26,19 @@ MUTANTS = [
         '{"softclamp", "unusual_scale",', '{"softclamp",',
     ),
     Mutant(
-        "a scale that float32 takes for 0", "contract.py:Case.of",
+        "a scale that float32 takes for 0", "runtime/interfaces.py:Case.of",
         "scale < torch.finfo(torch.float32).tiny", "0 >= scale",
     ),
     Mutant(
-        "a bias over its scale is larger than its dtype holds", "scores.py:_undoing",
+        "a bias over its scale is larger than its dtype holds", "runtime/scores.py:_undoing",
         "2.0 ** min(1023, 1 - math.frexp(scale)[1])", "1.0",
     ),
     Mutant(
-        "scales that float16 can't undo", "scores.py:bias_problem",
+        "scales that float16 can't undo", "runtime/scores.py:bias_problem",
         "if not held.tiny <= _undoing(scale) <= held.max:", "if False:",
     ),
     Mutant(
-        "parts of float16 travel as they are", "rows.py:sent",
+        "parts of float16 travel as they are", "runtime/rowwise.py:sent",
         "torch.float32 if dtype == torch.float16 else dtype", "dtype",
     ),
     Mutant(
@@ -46,11 +46,11 @@ MUTANTS = [
         "if q.dtype == torch.float16 or saved.dlse is not None:", "if saved.dlse is not None:",
     ),
     Mutant(
-        "a part is taken for the sum in another dtype", "running.py:Sum.final",
+        "a part is taken for the sum in another dtype", "runtime/accumulate.py:Sum.final",
         "self._parts[0][1].dtype == self._end", "True",
     ),
     Mutant(
-        "kernels get memory of the sum's dtype", "running.py:Sum.blank",
+        "kernels get memory of the sum's dtype", "runtime/accumulate.py:Sum.blank",
         "if self._end != self._like.dtype:", "if False:",
     ),
     Mutant(
@@ -58,7 +58,7 @@ MUTANTS = [
         "if t.stride() == strides:", "if True:",
     ),
     Mutant(
-        "batches of nothing are copied", "transports/together.py:Together._all", "if len(own.k):",
+        "batches of nothing are copied", "comm/gather_first.py:Together._all", "if len(own.k):",
         "if True:",
     ),
     # what is found again
@@ -68,10 +68,11 @@ MUTANTS = [
         "causal, counts, q.shape[2:], k.shape[2:],", "causal, q.shape, k.shape,",
     ),
     Mutant(
-        "another mask's cells", "contract.py:Tiles.of_another_mask", "found.masked = {}", "pass",
+        "another mask's cells", "runtime/interfaces.py:Tiles.of_another_mask",
+        "found.masked = {}", "pass",
     ),
     Mutant(
-        "cells of another owner's mask", "plan.py:RingPlan.tiles",
+        "cells of another owner's mask", "plan/ring_plan.py:RingPlan.tiles",
         "if self.repeats or keys not in self._of_mask:", "if keys not in self._of_mask:",
     ),
     Mutant(
@@ -79,54 +80,59 @@ MUTANTS = [
         "of_mask=False",
     ),
     Mutant(
-        "another layout's graphs", "graphs.py:Kept.of", "(repr(swap.queries), repr(swap.keys))",
+        "another layout's graphs", "runtime/graphs.py:Kept.of",
+        "(repr(swap.queries), repr(swap.keys))",
         "(swap.queries.lengths, swap.keys.lengths)",
     ),
     Mutant(
-        "queries of two sequences in the order of ranks", "plan.py:_placed",
+        "queries of two sequences in the order of ranks", "plan/ring_plan.py:_placed",
         "dropped or asked.alibi_slopes is not None or asked.mask_mod is not None", "dropped",
     ),
     # what ranks tell one another
     Mutant(
-        "a rank without work divides by it", "explain.py:explain_plan", 'if seconds else ""',
+        "a rank without work divides by it", "plan/explain.py:explain_plan", 'if seconds else ""',
         'if True else ""',
     ),
     Mutant(
-        "any call's notes will do", "notes.py:check_subjects",
+        "any call's notes will do", "comm/notes.py:check_subjects",
         "if len({*first_lines}) == 1 and first_lines[0] is not None:", "if True:",
     ),
-    Mutant("notes end where they are exchanged", "notes.py:exchange", "if more > 0", "if False"),
     Mutant(
-        "notes of any kind are read", "agreement.py:_read",
+        "notes end where they are exchanged", "comm/notes.py:exchange",
+        "if more > 0", "if False",
+    ),
+    Mutant(
+        "notes of any kind are read", "comm/agreement.py:_read",
         "not isinstance(note.get(name, ...), kind)", "False",
     ),
     Mutant(
-        "messages of any plan", "steps.py:Steps._begin", "(self.notes, call, about)",
+        "messages of any plan", "comm/steps.py:Steps._begin", "(self.notes, call, about)",
         "(self.notes, call)",
     ),
-    Mutant("messages of any call", "steps.py:Steps.call", "self.calls + 1", "self.calls"),
+    Mutant("messages of any call", "comm/steps.py:Steps.call", "self.calls + 1", "self.calls"),
     Mutant(
-        "ranks out of step go on", "agreement.py:_check_in_step",
+        "ranks out of step go on", "comm/agreement.py:_check_in_step",
         "if len(found := by_value(steps)) == 1:", "if found := by_value(steps):",
     ),
     Mutant(
-        "what differs late is taken for the same", "agreement.py:_plain",
+        "what differs late is taken for the same", "comm/agreement.py:_plain",
         "if len(text) <= _LONGEST: return text", "return text[:_LONGEST]",
     ),
     Mutant(
-        "a wrong type is kept to itself", "agreement.py:typed",
+        "a wrong type is kept to itself", "comm/agreement.py:typed",
         "tell(signature.bind_partial(*args, **kwargs).arguments, problem)", "tell, signature",
     ),
     Mutant(
-        "a wrong type within a call is told as its own", "agreement.py:_of_this_call",
+        "a wrong type within a call is told as its own", "comm/agreement.py:_of_this_call",
         "trace.tb_next.tb_next is None", "True",
     ),
     Mutant(
-        "what breaks is kept to itself", "agreement.py:problem_of", "except Exception as error:",
+        "what breaks is kept to itself", "comm/agreement.py:problem_of",
+        "except Exception as error:",
         "except OSError as error:",
     ),
     Mutant(
-        "documents without values", "documents.py:documents_problem",
+        "documents without values", "geometry/documents.py:documents_problem",
         "if right and not documents.is_meta:", "if right:",
     ),
 ]  # fmt: skip

@@ -5,7 +5,7 @@
     out, dout [b, n, h, d_v]   lse, dlse, delta [b, h, n]
 
 `lse` is the natural logarithm of the sum of exponentials. Results (out, lse, dq, dk, dv) under
-way are kept as `running` says, in float32 at least, in float64 for float64.
+way are kept as `accumulate` says, in float32 at least, in float64 for float64.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -111,7 +111,7 @@ class Tiles(tuple[Tile, ...]):
     `rows_at` and `cols_at` are the positions of its queries and keys, int32 `[n]` and `[m]`,
     where `Terms` need them; `first` is its first sample's number. Dropout draws by
     `row_numbers` and `col_numbers`, int32 too, no two of them alike: documents share positions.
-    `lanes` allows a kernel that returns parts to compute each beside the others.
+    `streams` allows a kernel that returns parts to compute each beside the others.
 
     Plans that differ in nothing but their key mask share `made`; each has a `masked` of its own.
     """
