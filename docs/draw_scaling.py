@@ -128,7 +128,7 @@ def page(found: dict[tuple[int, int, int], list[tuple[float, float]]]) -> str:
 PREFACE = """\
 # How it would scale
 
-Written by `docs/draw_scaling.py` from `ring_attention_pytorch/cost.py`. **What is said here of more
+Written by `docs/draw_scaling.py` from `ring_attention_pytorch/schedule/cost.py`. **What is said here of more
 than 8 GPUs, and of any network, is a prediction**: none of it was measured.
 
 The model adds up, for one rank: the kernel's FLOPs at its measured speed, 0.1 ms for each kernel
