@@ -106,12 +106,12 @@ def time_rows(rounds: dict[str, Any], found: dict[str, str]) -> tuple[list[list[
 def work_rows(ranks: int, length: int) -> list[list[str]]:
     """Visible pairs of every rank, and their balance."""
     from ring_attention_pytorch.geometry.layouts import all_segments
-    from ring_attention_pytorch.geometry.tiles import Visible, tiles, visible_pairs
+    from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
 
     rows = []
     for layout in ("contiguous", "striped", "zigzag"):
         held = all_segments(layout, ranks, length)
-        pairs = [sum(visible_pairs(tiles(q, k, Visible(causal=True))) for k in held) for q in held]
+        pairs = [sum(visible_pairs(tiles(q, k, Mask(causal=True))) for k in held) for q in held]
         assert sum(pairs) == length * (length + 1) // 2
         shown = ", ".join(f"{p / 1e6:.2f}" for p in pairs)
         rows.append([layout, shown, f"{max(pairs) * ranks / sum(pairs):.4f}"])

@@ -31,7 +31,7 @@ from benchmarks.rings import (
     passes,
 )
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.comm.gather_first import Together
+from ring_attention_pytorch.comm.gather_first import GatherFirst
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
 
@@ -47,7 +47,7 @@ def both_ways(plan: RingPlan) -> dict[str, RingPlan]:
     if not isinstance(gather, SymmetricGather):
         return {"gather": plan}
     shared = shared_by(gather.ring, plan.device)
-    together = Together.like(gather, plan.blocks, plan.job, shared)
+    together = GatherFirst.like(gather, plan.blocks, plan.job, shared)
     return {"overlapping": plan.by(gather), "together": plan.by(together)}
 
 

@@ -24,10 +24,17 @@ import torch
 
 from benchmarks.direct import DIRECT, Runs
 from ring_attention_pytorch.geometry.layouts import Segment
-from ring_attention_pytorch.geometry.tiles import Tile, Visible, tiles, visible_pairs
+from ring_attention_pytorch.geometry.tiles import Mask, Tile, tiles, visible_pairs
 from ring_attention_pytorch.kernels import KERNELS, problem
-from ring_attention_pytorch.runtime.accumulate import Result, Sum
-from ring_attention_pytorch.runtime.interfaces import Case, Grads, Keys, Saved, Terms, Tiles
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.interfaces import (
+    Grads,
+    KernelRequest,
+    KVBlock,
+    Residuals,
+    ScoreMods,
+    Tiles,
+)
 
 WINDOW = 4096
 Row = dict[str, Any]  # a shape, and by kernel and direction TF/s and the share of the direct call
@@ -47,7 +54,7 @@ class Shape:
     def tiles(self) -> tuple[Tile, ...]:
         window = min(WINDOW, self.n // 2) if self.mask == "window" else None
         whole = (Segment(0, 1, self.n),)
-        return tiles(whole, whole, Visible(self.mask != "full", window))
+        return tiles(whole, whole, Mask(self.mask != "full", window))
 
     def flops(self) -> float:
         return 4.0 * self.heads * self.d * visible_pairs(self.tiles())
@@ -61,17 +68,19 @@ class Block:
         kinds = dict(device="cuda", dtype=getattr(torch, shape.dtype))
         self.q, self.dout = (torch.randn(1, n, shape.heads, d, **kinds) for _ in range(2))
         self.k, self.v = (torch.randn(1, n, shape.key_heads, d, **kinds) for _ in range(2))
-        self.found, self.terms = Tiles(shape.tiles()), Terms(d**-0.5, None, 1024)
+        self.found, self.terms = Tiles(shape.tiles()), ScoreMods(d**-0.5, None, 1024)
 
     def kernel(self, name: str, more: bool) -> Runs:
         """`more`: one more block for running results, not the only one."""
-        impl, keys = KERNELS[name], Keys(self.k, self.v, None, (Segment(0, 1, self.shape.n),))
+        impl, keys = KERNELS[name], KVBlock(self.k, self.v, None, (Segment(0, 1, self.shape.n),))
 
-        def result() -> Result:
-            return Result(self.q, self.v, calls=None if more else 1)
+        def result() -> OutputAccumulator:
+            return OutputAccumulator(self.q, self.v, calls=None if more else 1)
 
         def grads() -> Grads:
-            return Grads(*(Sum(t, calls=None if more else 1) for t in (self.q, self.k, self.v)))
+            return Grads(
+                *(GradAccumulator(t, calls=None if more else 1) for t in (self.q, self.k, self.v))
+            )
 
         first, sums = result(), grads()
         impl.forward(self.q, keys, self.found, self.terms, first)
@@ -83,7 +92,7 @@ class Block:
             (whole.running if more else whole.final)()
 
         def backward() -> None:
-            saved = Saved(self.q, out, lse, self.dout, None)  # its delta is made anew
+            saved = Residuals(self.q, out, lse, self.dout, None)  # its delta is made anew
             whole = sums if more else grads()
             impl.backward(saved, keys, self.found, self.terms, whole)
             for total in whole:
@@ -118,7 +127,7 @@ def seconds(runs: list[Callable[[], object]], budget: float = 0.02, rounds: int 
 def measured(shape: Shape, names: list[str], more: bool) -> Row:
     """These kernels where they can do the shape, and their share of the direct call's speed."""
     block, row = Block(shape), asdict(shape) | {"kernels": {}}
-    case = Case.of(block.q, block.v, window=WINDOW if shape.mask == "window" else None)
+    case = KernelRequest.of(block.q, block.v, window=WINDOW if shape.mask == "window" else None)
     for name in (n for n in names if problem(n, case) is None):
         ours, theirs = block.kernel(name, more), block.direct(name) if name in DIRECT else {}
         row["kernels"][name] = {}

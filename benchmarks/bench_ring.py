@@ -284,10 +284,10 @@ def main() -> None:
 
 def _able(device: torch.device, dtype: torch.dtype, d: int) -> list[str]:
     """Kernels that are meant for the device, the slow one that does everything apart."""
-    from ring_attention_pytorch.runtime.interfaces import Case
+    from ring_attention_pytorch.runtime.interfaces import KernelRequest
 
     q = torch.empty(1, 0, 1, d, device=device, dtype=dtype)
-    case = Case.of(q, q)
+    case = KernelRequest.of(q, q)
     return [n for n in KERNELS if n != "eager" and problem(n, case) is None]
 
 

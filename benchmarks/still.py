@@ -14,8 +14,8 @@ from benchmarks.rings import Attend
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.comm.gather import Gather
 from ring_attention_pytorch.comm.gather_symmetric import apart
-from ring_attention_pytorch.runtime.interfaces import Keys
-from ring_attention_pytorch.schedule.pieces import Group, tokens
+from ring_attention_pytorch.runtime.interfaces import KVBlock
+from ring_attention_pytorch.schedule.pieces import Round, tokens
 
 ALONE = "calls alone, "
 
@@ -30,7 +30,9 @@ class Still(Gather):
     def _cut(self, length: int) -> int:
         return self.gather._cut(length)
 
-    def _pull(self, own: Keys, group: Group) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
+    def _pull(
+        self, own: KVBlock, group: Round
+    ) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
         if id(group) not in self.standing:
             length = tokens(group.pieces[self.ring.rank])
             rows = torch.cat((own.k, own.v), dim=-1).detach()  # as keys lie that were pulled

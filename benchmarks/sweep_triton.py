@@ -14,10 +14,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 import torch
 
 from benchmarks.bench_kernels import Block, Shape, seconds
-from ring_attention_pytorch.kernels import triton as ours
+from ring_attention_pytorch.kernels import triton
 from ring_attention_pytorch.kernels.triton import Config
-from ring_attention_pytorch.runtime.accumulate import Result, Sum
-from ring_attention_pytorch.runtime.interfaces import Grads, Keys, Saved
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals
 
 DIRECTIONS = ("forward", "keys", "queries")
 
@@ -40,21 +40,21 @@ def warm_all(jobs: list[tuple[Shape, str, Config | None]]) -> None:
 
 def run_direction(block: Block, direction: str, config: Config | None) -> Callable[[], None]:
     """One launch of one kernel with a config."""
-    keys = Keys(block.k, block.v, None, ())
+    keys = KVBlock(block.k, block.v, None, ())
     found, terms = block.found, block.terms
-    result = Result(block.q, block.v)
+    result = OutputAccumulator(block.q, block.v)
     lse = result.running()[1]
-    saved = Saved(block.q, block.dout, torch.full_like(lse, 9.0), block.dout, None)
-    grads = Grads(Sum(block.q), Sum(block.k), Sum(block.v))
+    saved = Residuals(block.q, block.dout, torch.full_like(lse, 9.0), block.dout, None)
+    grads = Grads(GradAccumulator(block.q), GradAccumulator(block.k), GradAccumulator(block.v))
 
     def run() -> None:
-        with ours.configured(**({} if config is None else {direction: config})):
+        with triton.configured(**({} if config is None else {direction: config})):
             if direction == "forward":
-                ours.forward(block.q, keys, found, terms, result)
+                triton.forward(block.q, keys, found, terms, result)
             elif direction == "queries":
-                ours._backward_of_queries(saved, keys, found, terms, grads)
+                triton._backward_of_queries(saved, keys, found, terms, grads)
             else:
-                ours._backward_of_keys(saved, keys, found, terms, grads)
+                triton._backward_of_keys(saved, keys, found, terms, grads)
 
     return run
 

@@ -7,7 +7,7 @@ colour of the rank that computes it, so that uneven work is uneven ink.
 from pathlib import Path
 
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
-from ring_attention_pytorch.geometry.tiles import Visible, tiles, visible_pairs
+from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
 
 RANKS, TOKENS, CELL, PANEL = 4, 16, 14, 300
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#3ca951")
@@ -38,7 +38,7 @@ def panel(layout: str, x: int) -> str:
             colour = COLOURS[owner[query]] if key <= query else FAINT
             parts.append(cell(x + CELL * key, 84 + CELL * query, colour))
     work = [
-        sum(visible_pairs(tiles(mine, keys, Visible(causal=True))) for keys in segments)
+        sum(visible_pairs(tiles(mine, keys, Mask(causal=True))) for keys in segments)
         for mine in segments
     ]
     parts.append(text(x, 330, "visible pairs of each rank:"))

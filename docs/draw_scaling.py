@@ -7,19 +7,19 @@ from pathlib import Path
 
 from ring_attention_pytorch.comm.transports import owners_at_once
 from ring_attention_pytorch.geometry.layouts import all_segments
-from ring_attention_pytorch.geometry.tiles import Visible
+from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.schedule.cost import (
     H200,
-    Machine,
+    Hardware,
     gather_steps,
     predict,
     ring_steps,
     swap_seconds,
 )
-from ring_attention_pytorch.schedule.pieces import Blocks, Job
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 
 HERE = Path(__file__).parent
-JOB = Job(batch=1, heads=32, key_heads=8, d=128, d_v=128, itemsize=2)
+JOB = KVShape(batch=1, heads=32, key_heads=8, d=128, d_v=128, itemsize=2)
 RANKS = (64, 256, 1024, 4096)
 TOKENS = (2048, 8192, 32768)  # of one GPU
 DOMAINS = (8, 72)
@@ -53,12 +53,12 @@ MEASURED = {
 }
 
 
-def share(way: tuple[str, int], ranks: int, tokens: int, machine: Machine) -> tuple[float, float]:
+def share(way: tuple[str, int], ranks: int, tokens: int, machine: Hardware) -> tuple[float, float]:
     """Predicted share of the kernel alone, and seconds, of a rank in the middle."""
     transport, degree = way
     size = ranks // degree
     everyone = all_segments("zigzag", size, ranks * tokens)
-    blocks = Blocks(everyone, everyone, Visible(causal=True))
+    blocks = Workload(everyone, everyone, Mask(causal=True))
     job = JOB._replace(heads=JOB.heads // degree, key_heads=-(-JOB.key_heads // degree))
     inner = machine._replace(domain=max(1, machine.domain // degree))
     if transport == "ring":
@@ -76,7 +76,7 @@ def checked() -> list[tuple[str, int, int, float, float]]:
     found = []
     for (transport, ranks, tokens), measured in MEASURED.items():
         everyone = all_segments("zigzag", ranks, ranks * tokens)
-        blocks = Blocks(everyone, everyone, Visible(causal=True))
+        blocks = Workload(everyone, everyone, Mask(causal=True))
         steps = (
             [ring_steps(blocks, rank, 8) for rank in range(ranks)]
             if transport == "ring"
@@ -128,8 +128,8 @@ def page(found: dict[tuple[int, int, int], list[tuple[float, float]]]) -> str:
 PREFACE = """\
 # How it would scale
 
-Written by `docs/draw_scaling.py` from `ring_attention_pytorch/schedule/cost.py`. **What is said here of more
-than 8 GPUs, and of any network, is a prediction**: none of it was measured.
+Written by `docs/draw_scaling.py` from `ring_attention_pytorch/schedule/cost.py`. **What is said
+here of more than 8 GPUs, and of any network, is a prediction**: none of it was measured.
 
 The model adds up, for one rank: the kernel's FLOPs at its measured speed, 0.1 ms for each kernel
 call (0.04 where all of a gather's go side by side), the traffic of merging, and whatever of the

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from ring_attention_pytorch.kernels import KERNELS
-from ring_attention_pytorch.runtime.interfaces import FEATURES, Can
+from ring_attention_pytorch.runtime.interfaces import FEATURES, Capabilities
 
 WHAT = {
     "flash-attn-4": "flash-attn 4, CuTe DSL",
@@ -86,7 +86,7 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def row(name: str, can: Can) -> list[str]:
+def row(name: str, can: Capabilities) -> list[str]:
     assert set(COLUMNS) == FEATURES
     where = {None: "anywhere"}.get(can.devices) or can.devices[0].upper()
     if can.oldest is not None:

@@ -29,7 +29,7 @@ from examples import pictures
 from examples.train_text import Config, Step, train
 from ring_attention_pytorch import default_attention, ring_attn, shard_sequence
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
-from ring_attention_pytorch.geometry.tiles import Visible, needed_distances
+from ring_attention_pytorch.geometry.tiles import Mask, needed_distances
 from ring_attention_pytorch.launch import started
 
 RANKS = 4
@@ -213,7 +213,7 @@ DRAWN = {
 
 
 def show_pictures(screen: Screen, seconds: float = 0.6) -> bool:
-    causal = Visible(causal=True)
+    causal = Mask(causal=True)
     screen.heading("2. Who has which keys when, and what is skipped")
     screen.say("A layout says which rank holds which token. 32 tokens from left to right:\n")
     screen.say(pictures.layouts(32, RANKS, screen.paint))
@@ -229,7 +229,7 @@ def show_pictures(screen: Screen, seconds: float = 0.6) -> bool:
         "costs nothing. Skipped keys only pass through. Work is the rank's part of all."
     )
     shown = [(name, causal, why) for name, why in DRAWN.items()]
-    window = Visible(causal=True, window=3)
+    window = Mask(causal=True, window=3)
     shown.append(("zigzag", window, "hop 2 has nothing to see and is left out"))
     for layout, visible, why in shown:
         screen.say(f"\n\n{layout}, {mask_name(visible.causal, visible.window)}: {why}\n")
@@ -325,7 +325,7 @@ def measure(
 def formula(layout: str, window: int | None, sizes: Sizes) -> Measured:
     """What `measure` should find."""
     segments = all_segments(layout, RANKS, sizes.length)
-    passes = len(needed_distances(segments, segments, Visible(True, window))) - 1
+    passes = len(needed_distances(segments, segments, Mask(True, window))) - 1
     block = sizes.batch * sizes.length // RANKS * sizes.key_heads * sizes.width * 4
     scores = sizes.batch * sizes.heads * sizes.bucket * sizes.length // RANKS * 4
     return Measured(passes * 2 * block, passes * 4 * block, scores)

@@ -11,8 +11,8 @@ import torch
 
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments, count, positions
 from ring_attention_pytorch.geometry.tiles import (
+    Mask,
     Tile,
-    Visible,
     band,
     needed_distances,
     tiles,
@@ -93,7 +93,7 @@ def hops(
     layout: str,
     length: int,
     ring_size: int,
-    visible: Visible,
+    visible: Mask,
     *,
     shown: int | None = None,
     paint: Paint = plain,
@@ -124,7 +124,7 @@ def hops(
     return _beside(columns, widths)
 
 
-def pairs_by_hop(layout: str, length: int, ring_size: int, visible: Visible) -> list[list[int]]:
+def pairs_by_hop(layout: str, length: int, ring_size: int, visible: Mask) -> list[list[int]]:
     """How many scores each rank computes at each hop, a list for each rank."""
     held = all_segments(layout, ring_size, length)
     return [
@@ -136,10 +136,10 @@ def pairs_by_hop(layout: str, length: int, ring_size: int, visible: Visible) -> 
     ]
 
 
-def imbalance(layout: str, length: int, ring_size: int, visible: Visible) -> float:
+def imbalance(layout: str, length: int, ring_size: int, visible: Mask) -> float:
     """The work of the busiest rank over the average; 1 is perfect.
 
-    >>> imbalance("zigzag", 1024, 4, Visible(causal=True))
+    >>> imbalance("zigzag", 1024, 4, Mask(causal=True))
     1.0
     """
     work = [sum(row) for row in pairs_by_hop(layout, length, ring_size, visible)]

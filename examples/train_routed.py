@@ -26,7 +26,7 @@ from examples.pictures import curves
 from examples.train_text import Config, is_first, loss_of, own_sequences, world_size
 from ring_attention_pytorch import ConditionalRoutedTransformer
 from ring_attention_pytorch.geometry.layouts import Segment
-from ring_attention_pytorch.geometry.tiles import Visible, tiles, visible_pairs
+from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
 from ring_attention_pytorch.launch import TIMEOUT, torchrun_group
 
 LIGHT_MULT = 1.0
@@ -55,7 +55,7 @@ class Losses(NamedTuple):
 def pairs(length: int, window: int | None = None) -> int:
     """Pairs that causal attention looks at."""
     whole = (Segment(0, 1, length),)
-    return visible_pairs(tiles(whole, whole, Visible(causal=True, window=window)))
+    return visible_pairs(tiles(whole, whole, Mask(causal=True, window=window)))
 
 
 def dense_flops(config: Config) -> float:

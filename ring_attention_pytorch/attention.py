@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.accumulate import Result, Sum
-from ring_attention_pytorch.runtime.interfaces import Grads, Saved, grad_of_sinks
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
 from ring_attention_pytorch.runtime.streams import forget
 from ring_attention_pytorch.runtime.torch_func import signature_once
 from ring_attention_pytorch.second_order import gradient_tangents, keep, tangents
@@ -51,7 +51,7 @@ def forward(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
     """
     q, k, v, sinks = given
     forget(q.device)
-    result = Result(q, v, plan.calls(back=False) if sinks is None else None)
+    result = OutputAccumulator(q, v, plan.calls(back=False) if sinks is None else None)
     with torch.autocast(q.device.type, enabled=False):
         for keys in plan.transport.stream(plan.keys(k, v)):
             for samples, tiles in plan.tiles(keys.segments):  # samples that see alike
@@ -67,9 +67,12 @@ def backward(plan: RingPlan, *given: Tensor | None) -> Gradients:
     q, k, v, sinks, dout, dlse, out, lse = given
     forget(q.device)
     calls = plan.calls(back=True)
-    own = Grads(Sum(q, calls), *(Sum(t, calls if plan.alone else None) for t in (k, v)))
+    own = Grads(
+        GradAccumulator(q, calls),
+        *(GradAccumulator(t, calls if plan.alone else None) for t in (k, v)),
+    )
     with torch.autocast(q.device.type, enabled=False):
-        saved = Saved(q, out, lse, dout, dlse)
+        saved = Residuals(q, out, lse, dout, dlse)
         for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:]):
             for samples, tiles in plan.tiles(keys.segments):
                 rows, kv = saved.samples(samples), keys.samples(samples)

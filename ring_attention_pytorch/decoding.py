@@ -12,8 +12,8 @@ from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_gro
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels import choose
-from ring_attention_pytorch.runtime.accumulate import Result
-from ring_attention_pytorch.runtime.interfaces import Case, Keys, Terms
+from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
+from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
 
 
 @typed(told_by_group("tree_attn_decode"))
@@ -61,12 +61,12 @@ def tree_attn_decode(
             key_mask = key_mask.tensor_split(ring.size, dim=1)[ring.rank]
 
     queries = rearrange(q, "b h t d -> b t h d")
-    result = Result(queries, queries[..., :1].expand(*queries.shape[:3], d_v))
+    result = OutputAccumulator(queries, queries[..., :1].expand(*queries.shape[:3], d_v))
     if k is not None and v is not None and 0 not in (k.shape[2], q.shape[2]):
-        keys = Keys(*(rearrange(t, "b h n d -> b n h d") for t in (k, v)), key_mask, ())
-        kernel = choose(None, Case.of(queries, v, key_mask=key_mask))
+        keys = KVBlock(*(rearrange(t, "b h n d -> b n h d") for t in (k, v)), key_mask, ())
+        kernel = choose(None, KernelRequest.of(queries, v, key_mask=key_mask))
         everything = Tile(slice(0, q.shape[2]), slice(0, k.shape[2]), None, None)
-        terms = Terms(q.shape[-1] ** -0.5, None, 1024)
+        terms = ScoreMods(q.shape[-1] ** -0.5, None, 1024)
         with torch.autocast(q.device.type, enabled=False):
             kernel.forward(queries, keys, [everything], terms, result)
     return rearrange(_merge(*result.running(), eps, ring), "b t h d -> b h t d").to(q.dtype)

@@ -16,7 +16,7 @@ from ring_attention_pytorch.kernels import explain
 from ring_attention_pytorch.plan.checks import autocast_dtype, like_autocast
 from ring_attention_pytorch.plan.masks import Prefix
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.interfaces import Case, MaskMod
+from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
 from ring_attention_pytorch.runtime.scores import bias_problem, with_bias
 from ring_attention_pytorch.runtime.torch_func import tangents_note
 
@@ -208,7 +208,7 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
     q, v = like_autocast(q), like_autocast(v)
     asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
     asked |= dict(alibi_slopes=alibi_slopes, mask_mod=mask_mod, dropout=dropout, packed=packed)
-    return explain(Case.of(q, v, **asked), kernel)
+    return explain(KernelRequest.of(q, v, **asked), kernel)
 
 
 @typed(told_by_group("ring attention"))

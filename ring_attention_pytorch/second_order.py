@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.kernels import eager_jvp as eager_tangents
+from ring_attention_pytorch.kernels import eager_jvp
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.accumulate import Sum
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import (
     Grads,
-    Saved,
+    Residuals,
     grad_of_sinks,
     sink_weights,
     tangent_of_delta,
@@ -51,7 +51,7 @@ class RingTangents(Function):
                 for some, tiles in plan.tiles(keys.segments):
                     ours = (t[some] for t in (q, tq, lse))
                     sums = tout[some], tlse[some]
-                    eager_tangents.forward(*ours, keys.samples(some), tiles, plan.terms, sums)
+                    eager_jvp.forward(*ours, keys.samples(some), tiles, plan.terms, sums)
         if sinks is not None:
             tlse += sink_weights(sinks, lse) * tsinks.to(lse.dtype).unsqueeze(1)
         tout -= tlse.transpose(1, 2).unsqueeze(-1) * out
@@ -86,16 +86,16 @@ class RingGradientTangents(Function):
     def forward(plan: RingPlan, *given: Tensor | None) -> Found:
         q, k, v, sinks, dout, dlse, out, lse = given[:8]
         tq, tk, tv, tsinks, tdout, tdlse, tout, tlse = given[8:]
-        saved, along = Saved(q, out, lse, dout, dlse), Saved(tq, tout, tlse, tdout, tdlse)
+        saved, along = Residuals(q, out, lse, dout, dlse), Residuals(tq, tout, tlse, tdout, tdlse)
         both = _beside((q, k, v), (tq, tk, tv))
-        own = Grads(*map(Sum, both))
+        own = Grads(*map(GradAccumulator, both))
         with plan.call("tangents of gradients"), torch.autocast(q.device.type, enabled=False):
             stream = plan.transport_of_pairs.stream_back(plan.keys(*both[1:]), own[1:])
             for keys, of_keys in stream:
                 for some, tiles in plan.tiles(keys.segments):
                     ours, seen = (saved.samples(some), along.samples(some)), keys.samples(some)
                     grads = Grads(own.dq, *of_keys).samples(some)
-                    eager_tangents.backward(*ours, seen, tiles, plan.terms, grads)
+                    eager_jvp.backward(*ours, seen, tiles, plan.terms, grads)
         found, themselves = zip(*(total.final().chunk(2, dim=-1) for total in own))
         of_sinks = (None, None)
         if sinks is not None:
@@ -162,7 +162,7 @@ def _beside(given: Sequence[Tensor], along: Sequence[Tensor]) -> list[Tensor]:
     return [torch.cat(pair, dim=-1) for pair in zip(given, along)]
 
 
-def _of_sinks(sinks: Tensor, tsinks: Tensor, saved: Saved, along: Saved) -> Tensor:
+def _of_sinks(sinks: Tensor, tsinks: Tensor, saved: Residuals, along: Residuals) -> Tensor:
     """The tangent of the sinks' gradient, -p * delta."""
     p = sink_weights(sinks, saved.lse)
     tp = p * (tsinks.to(p.dtype).unsqueeze(1) - along.lse)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.all_to_all import SharedSwap
-from ring_attention_pytorch.comm.gather_first import Together
+from ring_attention_pytorch.comm.gather_first import GatherFirst
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.comm.symmetric_memory import Shared
+from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.comm.ulysses import most_bytes
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import positions
@@ -250,7 +250,7 @@ def over_shared_memory(
     together: bool = False,
 ) -> RingPlan:
     """A gather's plan for q, k and v of ranks that share memory; all of them make it together."""
-    shared = Shared(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
+    shared = PeerGroup(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
     swap, over = plan.ulysses, ring
     if swap is not None:
         most = most_bytes((swap.queries, swap.keys), *tensors)
@@ -261,7 +261,7 @@ def over_shared_memory(
     if aside is not None:
         transport = replace(transport, aside=aside)
     if together:
-        transport = Together.like(transport, plan.blocks, plan.job, shared)
+        transport = GatherFirst.like(transport, plan.blocks, plan.job, shared)
     return replace(plan.by(transport), ulysses=swap)
 
 

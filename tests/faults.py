@@ -22,9 +22,9 @@ _TOKEN = re.compile(
 class Mutant(NamedTuple):
     """One fault: in what `where` names, `old` becomes `new`.
 
-    `where` is a file of the package and a function or method in it, "layouts.py:Visible.whole", or
-    a name that the module assigns. `old` stands exactly once in the function's body, or in what is
-    assigned, token for token: white space, comments and commas before a closing bracket don't
+    `where` is a file of the package and a function or method in it, "geometry/tiles.py:_tile" say,
+    or a name that the module assigns. `old` stands exactly once in the function's body, or in what
+    is assigned, token for token: white space, comments and commas before a closing bracket do not
     count. What `old` and `new` begin and end with alike stays as the source has it.
     """
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import Tile, _trimmed, band
 from ring_attention_pytorch.kernels import KERNELS
-from ring_attention_pytorch.runtime.accumulate import Result, Sum
-from ring_attention_pytorch.runtime.interfaces import Grads, Keys, Saved, Terms
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods
 from tests.random_memory import laid
 from tests.reference import relative_error
 
@@ -47,8 +47,10 @@ class KernelCase:
             for a, b in pairwise(ends)
         ]
 
-    def terms(self) -> Terms:
-        return Terms(self.d[0] ** -0.5 if self.scale is None else self.scale, self.softclamp, 1024)
+    def terms(self) -> ScoreMods:
+        return ScoreMods(
+            self.d[0] ** -0.5 if self.scale is None else self.scale, self.softclamp, 1024
+        )
 
 
 class Data:
@@ -139,20 +141,20 @@ def results(case: KernelCase, data: Data, kernel: str) -> dict[str, Tensor]:
     impl, terms = KERNELS[kernel], case.terms()
     q, k, v, dout = data.given
 
-    def keys(cols: slice) -> Keys:
+    def keys(cols: slice) -> KVBlock:
         mask = None if data.mask is None else data.mask[:, cols]
-        return Keys(k[:, cols], v[:, cols], mask, ())
+        return KVBlock(k[:, cols], v[:, cols], mask, ())
 
     calls = sum(bool(tiles) for _, tiles in case.cut())
-    result = Result(q, v, calls)
+    result = OutputAccumulator(q, v, calls)
     for cols, tiles in case.cut():
         impl.forward(q, keys(cols), tiles, terms, result)
     rounded, lse = result.final()
     dlse = data.dlse.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
-    saved = Saved(q, rounded, lse, dout, dlse)
-    dq, dk, dv = Sum(q, calls), torch.zeros_like(k), torch.zeros_like(v)
+    saved = Residuals(q, rounded, lse, dout, dlse)
+    dq, dk, dv = GradAccumulator(q, calls), torch.zeros_like(k), torch.zeros_like(v)
     for cols, tiles in case.cut():
-        grads = Grads(dq, *(Sum(t[:, cols], calls=1) for t in (k, v)))
+        grads = Grads(dq, *(GradAccumulator(t[:, cols], calls=1) for t in (k, v)))
         impl.backward(saved, keys(cols), tiles, terms, grads)
         dk[:, cols], dv[:, cols] = grads.dk.final(), grads.dv.final()
     return dict(zip(NAMES, (rounded, lse, dq.final(), dk, dv)))
@@ -206,15 +208,18 @@ def disturbed(case: KernelCase, kernel: str, device: str) -> list[str]:
     out = torch.randn(dout.shape, generator=draw).to(device)
     lse = torch.randn(data.dlse.shape, generator=draw).to(device)
     lse[:, :, ::3], out[:, ::3] = -torch.inf, 0.0
-    result, grads = Result(q, v), Grads(Sum(q), Sum(k), Sum(v))
+    result, grads = (
+        OutputAccumulator(q, v),
+        Grads(GradAccumulator(q), GradAccumulator(k), GradAccumulator(v)),
+    )
     result.add(slice(0, case.n), out, lse)
     for total, t in zip(grads, (q, k, v)):
         total.running().copy_(torch.randn(t.shape, generator=draw))
     before = [t.clone() for t in (out, lse, *(total.running() for total in grads))]
-    keys = Keys(k, v, data.mask, ())
+    keys = KVBlock(k, v, data.mask, ())
     KERNELS[kernel].forward(q, keys, case.whole(), case.terms(), result)
     out, lse = result.running()
-    saved = Saved(q, out.to(q.dtype), lse, dout, data.dlse)
+    saved = Residuals(q, out.to(q.dtype), lse, dout, data.dlse)
     KERNELS[kernel].backward(saved, keys, case.whole(), case.terms(), grads)
     after = [out, lse, *(total.running() for total in grads)]
     shown = torch.zeros(case.batch, case.n, case.m, dtype=torch.bool, device=device)

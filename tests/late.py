@@ -26,7 +26,7 @@ class Late:
     @contextmanager
     def waits(self) -> Iterator[None]:
         """Whoever sums or merges calls this `join`."""
-        from ring_attention_pytorch.runtime import accumulate as running
+        from ring_attention_pytorch.runtime import accumulate
 
-        with mock.patch.object(running, "join", self.join):
+        with mock.patch.object(accumulate, "join", self.join):
             yield

@@ -88,7 +88,7 @@ MUTANTS = [
         "stop = start + len(list(alike))", "stop = start + 1",
     ),
     Mutant(
-        "what only a later sample needs is not sent", "schedule/pieces.py:Blocks.distances",
+        "what only a later sample needs is not sent", "schedule/pieces.py:Workload.distances",
         "self.apart or (self.visible,)", "self.apart[:1] or (self.visible,)",
     ),
     Mutant(
@@ -173,12 +173,12 @@ MUTANTS = [
         "torch.promote_types(dtype, torch.float32)", "dtype",
     ),
     Mutant(
-        "sums do not wait for their parts", "runtime/accumulate.py:Sum.running",
+        "sums do not wait for their parts", "runtime/accumulate.py:GradAccumulator.running",
         '"""The sum as `accumulator(dtype)`, to be added to in place.""" self._join()',
         '"""The sum as `accumulator(dtype)`, to be added to in place."""',
     ),
     Mutant(
-        "a result does not wait for its parts", "runtime/accumulate.py:Result.final",
+        "a result does not wait for its parts", "runtime/accumulate.py:OutputAccumulator.final",
         "\"\"\"out in q's dtype, lse in the accumulator's.\"\"\" join(self._q.device)",
         "\"\"\"out in q's dtype, lse in the accumulator's.\"\"\"",
     ),
@@ -236,11 +236,12 @@ MUTANTS = [
         "if len(self.groups) > 1: shelf.join(end)", "",
     ),
     Mutant(
-        "dq waits for gradients that come home", "runtime/accumulate.py:Sum.add_all",
+        "dq waits for gradients that come home", "runtime/accumulate.py:GradAccumulator.add_all",
         "if self._crowded and not self._waits:", "if self._crowded:",
     ),
     Mutant(
-        "what is moved to another sum is read at once", "runtime/accumulate.py:Sum.move_to",
+        "what is moved to another sum is read at once",
+        "runtime/accumulate.py:GradAccumulator.move_to",
         "whole._waits += self._waits", "",
     ),
     Mutant(
@@ -290,16 +291,16 @@ MUTANTS = [
         "elif not fresh and len(parts) == 1:", "elif len(parts) == 1:",
     ),
     Mutant(
-        "a part in its place is lost", "runtime/accumulate.py:Sum._written",
+        "a part in its place is lost", "runtime/accumulate.py:GradAccumulator._written",
         "fresh=len(others) == len(parts))", "fresh=True)",
     ),
     Mutant(
-        "two parts in one place", "runtime/accumulate.py:Sum.blank",
+        "two parts in one place", "runtime/accumulate.py:GradAccumulator.blank",
         "or apart or not _free(at, self._taken)",
         "or apart",
     ),
     Mutant(
-        "two results in one place", "runtime/accumulate.py:Result.blank",
+        "two results in one place", "runtime/accumulate.py:OutputAccumulator.blank",
         "self._place is None or not _free(rows, self._taken)", "self._place is None",
     ),
     Mutant(
@@ -312,15 +313,16 @@ MUTANTS = [
         "if not taken:",
     ),
     Mutant(
-        "the place of a result stays when it was read", "runtime/accumulate.py:Result._fold",
+        "the place of a result stays when it was read",
+        "runtime/accumulate.py:OutputAccumulator._fold",
         "self._parts, self._place, self._taken = [], None, []", "self._parts, self._taken = [], []",
     ),
     Mutant(
-        "the place of a sum stays when it was read", "runtime/accumulate.py:Sum._fold",
+        "the place of a sum stays when it was read", "runtime/accumulate.py:GradAccumulator._fold",
         "self._place, self._taken = None, [] for", "pass for",
     ),
     Mutant(
-        "a running sum does not come to its place", "runtime/accumulate.py:Sum.final",
+        "a running sum does not come to its place", "runtime/accumulate.py:GradAccumulator.final",
         "self._place.copy_(wide)", "self._place",
     ),
     Mutant(
@@ -329,7 +331,7 @@ MUTANTS = [
         "total.after(partial(shelf.join, end))", "pass",
     ),
     Mutant(
-        "a sum is read before what it waits for", "runtime/accumulate.py:Sum._join",
+        "a sum is read before what it waits for", "runtime/accumulate.py:GradAccumulator._join",
         "self._waits.pop()()",
         "self._waits.pop()",
     ),
@@ -386,35 +388,35 @@ MUTANTS = [
         "self.space.follow_stream() return", "return",
     ),
     Mutant(
-        "graphs of one batch's mask are another's", "runtime/graphs.py:Kept.of",
+        "graphs of one batch's mask are another's", "runtime/graphs.py:GraphCache.of",
         "(plan.key_mask, plan.packing, plan.terms.dropout)", "(None, plan.packing, None)",
     ),
     Mutant(
-        "batches of other lengths share graphs", "runtime/graphs.py:Kept.of",
+        "batches of other lengths share graphs", "runtime/graphs.py:GraphCache.of",
         "plan.signature, plan.blocks, swapped, plan.terms", "swapped, plan.terms",
     ),
     Mutant(
-        "each batch is captured anew", "runtime/graphs.py:Kept.of",
+        "each batch is captured anew", "runtime/graphs.py:GraphCache.of",
         "self._plans.pop(kind, None) or (plan",
         "(plan",
     ),
     Mutant(
-        "what comes once is captured", "runtime/graphs.py:Kept.of",
+        "what comes once is captured", "runtime/graphs.py:GraphCache.of",
         "(plan.in_graphs() if known else None)",
         "plan.in_graphs()",
     ),
     Mutant(
-        "neighbours of other lengths share graphs", "runtime/graphs.py:Kept.of",
+        "neighbours of other lengths share graphs", "runtime/graphs.py:GraphCache.of",
         "plan.blocks, swapped,",
         "plan.blocks,",
     ),
     Mutant(
-        "graphs go on with what a module was", "runtime/graphs.py:Kept.of",
+        "graphs go on with what a module was", "runtime/graphs.py:GraphCache.of",
         "plan.terms, plan.kernel",
         "plan.kernel",
     ),
     Mutant(
-        "graphs of all batches stay", "runtime/graphs.py:Kept.of",
+        "graphs of all batches stay", "runtime/graphs.py:GraphCache.of",
         "len(self._plans) > _KINDS", "False",
     ),
     Mutant(
@@ -483,7 +485,7 @@ MUTANTS = [
         "self._pass(held, spare, forms", "self._pass(held, held, forms",
     ),
     Mutant(
-        "gradients of the hop before last", "runtime/accumulate.py:Sum.running",
+        "gradients of the hop before last", "runtime/accumulate.py:GradAccumulator.running",
         "self._empty(self._dtype).zero_()", "self._empty(self._dtype)",
     ),
     Mutant(
@@ -603,32 +605,32 @@ MUTANTS = [
     ),
     Mutant(
         "keys that come together are read before all have come",
-        "comm/gather_first.py:Together._all", "shelf.publish()", "",
+        "comm/gather_first.py:GatherFirst._all", "shelf.publish()", "",
     ),
     Mutant(
         "keys that come together are written before all have read them",
-        "comm/gather_first.py:Together.stream", "begin(turns=1, back=False)",
+        "comm/gather_first.py:GatherFirst.stream", "begin(turns=1, back=False)",
         "begin(turns=2, back=False)",
     ),
     Mutant(
         "gradients are read before all have written them",
-        "comm/gather_first.py:Together.stream_back", "self.space.grads.publish()", "",
+        "comm/gather_first.py:GatherFirst.stream_back", "self.space.grads.publish()", "",
     ),
     Mutant(
-        "what nobody has seen has a gradient", "comm/gather_first.py:Together._brought",
+        "what nobody has seen has a gradient", "comm/gather_first.py:GatherFirst._brought",
         "both.zero_()", "pass",
     ),
     Mutant(
         "gradients that come together are those of the last",
-        "comm/gather_first.py:Together._brought", "add_(both[:, here], *parts, fresh=True)",
+        "comm/gather_first.py:GatherFirst._brought", "add_(both[:, here], *parts, fresh=True)",
         "add_(both[:, here], parts[-1], fresh=True)",
     ),
     Mutant(
         "gradients that come together are added in the inputs' dtype",
-        "comm/gather_first.py:Together._brought", "dtype=accumulator(dtype))", "dtype=dtype)",
+        "comm/gather_first.py:GatherFirst._brought", "dtype=accumulator(dtype))", "dtype=dtype)",
     ),
     Mutant(
-        "too little room for gradients that come together", "comm/gather_first.py:Together.like",
+        "too little room for gradients that come together", "comm/gather_first.py:GatherFirst.like",
         "grads=widest * job.grad_bytes", "grads=1",
     ),
     Mutant(
@@ -637,7 +639,7 @@ MUTANTS = [
         "self.ranks[user]", "self.ranks[self.ring.rank]",
     ),
     Mutant(
-        "keys written while others read", "comm/symmetric_memory.py:Space.begin",
+        "keys written while others read", "comm/symmetric_memory.py:SymmetricWorkspace.begin",
         "if not back: self.keys.meet()", "",
     ),
     Mutant(
@@ -648,11 +650,11 @@ MUTANTS = [
         "sources[m.place][:, m.rows", "sources[0][:, m.rows",
     ),
     Mutant(
-        "heads of another place", "comm/ulysses.py:Spread.to_heads",
+        "heads of another place", "comm/ulysses.py:HeadPartition.to_heads",
         "Move(place, rows, which, at, here)", "Move(place, rows, here, at, here)",
     ),
     Mutant(
-        "backward begins where forward ended", "comm/symmetric_memory.py:Space.begin",
+        "backward begins where forward ended", "comm/symmetric_memory.py:SymmetricWorkspace.begin",
         "half=0 if back else turns % 2", "half=turns % 2",
     ),
     Mutant(
@@ -703,16 +705,17 @@ MUTANTS = [
         "for total in (own[0], own[2], own[1])), dsinks",
     ),
     Mutant(
-        "no delta", "runtime/interfaces.py:Saved.delta",
+        "no delta", "runtime/interfaces.py:Residuals.delta",
         "return delta if self.dlse is None else delta - self.dlse",
         "return delta * 0 if self.dlse is None else delta * 0 - self.dlse",
     ),
     Mutant(
-        "dlse forgotten", "runtime/interfaces.py:Saved.delta",
+        "dlse forgotten", "runtime/interfaces.py:Residuals.delta",
         "return delta if self.dlse is None else delta - self.dlse", "return delta",
     ),
     Mutant(
-        "dlse with the wrong sign", "runtime/interfaces.py:Saved.delta", "else delta - self.dlse",
+        "dlse with the wrong sign", "runtime/interfaces.py:Residuals.delta",
+        "else delta - self.dlse",
         "else delta + self.dlse",
     ),
     Mutant(
@@ -721,7 +724,7 @@ MUTANTS = [
         "* (saved.delta + (0 if saved.dlse is None else saved.dlse))).sum(",
     ),
     Mutant(
-        "a sink that only lse has", "runtime/accumulate.py:Result.add_sinks",
+        "a sink that only lse has", "runtime/accumulate.py:OutputAccumulator.add_sinks",
         "out.mul_(weight.transpose(1, 2).unsqueeze(-1))", "pass",
     ),
     Mutant(
@@ -850,11 +853,11 @@ MUTANTS = [
         "if saved.dlse is not None:", "if False:",
     ),
     Mutant(
-        "rows between documents keep what they held", "kernels/_varlen.py:Pack.of_lse",
+        "rows between documents keep what they held", "kernels/_varlen.py:VarlenCall.of_lse",
         "return _filled(lse, 2, self.row_gaps, -torch.inf)", "return lse",
     ),
     Mutant(
-        "gradients between documents keep what they held", "kernels/_varlen.py:Pack.of_cols",
+        "gradients between documents keep what they held", "kernels/_varlen.py:VarlenCall.of_cols",
         "1, self.col_gaps, 0.0)", "1, None, 0.0)",
     ),
     Mutant(
@@ -1126,10 +1129,10 @@ def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
 def zigzag_is_balanced() -> None:
     """Causal work is equal on all ranks: what it is for, though any layout gives right results."""
     from ring_attention_pytorch.geometry.layouts import all_segments
-    from ring_attention_pytorch.geometry.tiles import Visible, tiles, visible_pairs
+    from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
 
     everyone = all_segments("zigzag", 4, 32)
-    work = {sum(visible_pairs(tiles(q, k, Visible(True))) for k in everyone) for q in everyone}
+    work = {sum(visible_pairs(tiles(q, k, Mask(True))) for k in everyone) for q in everyone}
     assert len(work) == 1
 
 
@@ -1137,16 +1140,16 @@ def gathered_keys_are_few_large_tiles() -> None:
     """At most two calls for all other ranks' keys: what gathering is for."""
     from ring_attention_pytorch.comm.ulysses import land
     from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
-    from ring_attention_pytorch.geometry.tiles import Visible, tiles
-    from ring_attention_pytorch.schedule.pieces import Blocks, joined, schedule
+    from ring_attention_pytorch.geometry.tiles import Mask, tiles
+    from ring_attention_pytorch.schedule.pieces import Workload, joined, schedule
 
     for layout, visible in [
-        ("zigzag", Visible(causal=True)),
-        ("zigzag", Visible()),
-        ("contiguous", Visible(causal=True, window=30)),
+        ("zigzag", Mask(causal=True)),
+        ("zigzag", Mask()),
+        ("contiguous", Mask(causal=True, window=30)),
     ]:
         everyone = all_segments(layout, 5, 53)
-        (group,) = schedule(Blocks(everyone, everyone, visible), at_once=4)
+        (group,) = schedule(Workload(everyone, everyone, visible), at_once=4)
         for rank, mine in enumerate(everyone):
             assert len(tiles(mine, joined(group.pieces[rank]), visible)) <= 2
     assert all(len(land(all_segments(layout, 5, 53))[0]) == 1 for layout in LAYOUTS)
@@ -1205,15 +1208,17 @@ def other_kernels_calls_cover_the_tiles() -> Iterator[Case]:
 
 def nothing_has_no_gradients(kernel: str, patch: pytest.MonkeyPatch) -> None:
     from ring_attention_pytorch.kernels import KERNELS
-    from ring_attention_pytorch.runtime.accumulate import Sum
-    from ring_attention_pytorch.runtime.interfaces import Grads, Keys, Saved, Terms
+    from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+    from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods
     from tests.test_adapters import STAND_INS
 
     STAND_INS[kernel](patch)
     none, keys = torch.zeros(1, 0, 2, 8), torch.zeros(1, 3, 2, 8)
-    saved = Saved(none, none, torch.zeros(1, 2, 0), none, torch.zeros(1, 2, 0))
-    grads = Grads(Sum(none), Sum(keys), Sum(keys))
-    KERNELS[kernel].backward(saved, Keys(keys, keys, None, ()), (), Terms(1.0, None, 8), grads)
+    saved = Residuals(none, none, torch.zeros(1, 2, 0), none, torch.zeros(1, 2, 0))
+    grads = Grads(GradAccumulator(none), GradAccumulator(keys), GradAccumulator(keys))
+    KERNELS[kernel].backward(
+        saved, KVBlock(keys, keys, None, ()), (), ScoreMods(1.0, None, 8), grads
+    )
 
 
 def the_same_is_dropped_everywhere() -> None:
@@ -1264,10 +1269,10 @@ def dealt_layouts_are_even() -> None:
     """As zigzag, but of documents: no rank has much more to do than another."""
     from ring_attention_pytorch.geometry.balance import balanced
     from ring_attention_pytorch.geometry.documents import of_borders
-    from ring_attention_pytorch.geometry.tiles import Visible, tiles, visible_pairs
+    from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
 
     borders = [0, 700, 720, 1500, 1600, 4096]
-    everyone, visible = balanced(borders, 4).segments, Visible(True, None, of_borders(borders))
+    everyone, visible = balanced(borders, 4).segments, Mask(True, None, of_borders(borders))
     work = [sum(visible_pairs(tiles(q, k, visible)) for k in everyone) for q in everyone]
     assert max(work) < 1.05 * sum(work) / 4
     assert max(map(len, balanced([0, 4096], 4).segments)) == 2  # two chunks each are enough
@@ -1285,11 +1290,11 @@ def blocks_know_their_tiles() -> None:
     """The Triton kernels' tables: every tile that a block meets is in its range."""
     from ring_attention_pytorch.geometry.documents import of_borders
     from ring_attention_pytorch.geometry.layouts import all_segments
-    from ring_attention_pytorch.geometry.tiles import Visible, tiles
+    from ring_attention_pytorch.geometry.tiles import Mask, tiles
     from ring_attention_pytorch.kernels.triton import _table
 
     (whole,) = all_segments("contiguous", 1, 40)
-    found = tiles(whole, whole, Visible(True, None, of_borders(range(0, 41, 5))))
+    found = tiles(whole, whole, Mask(True, None, of_borders(range(0, 41, 5))))
     table = _table(found, "rows", 8, torch.empty(1, 40), every=True)
     for number, first, last in table.blocks.tolist():
         here = range(8 * number, 8 * number + 8)
@@ -1299,10 +1304,10 @@ def blocks_know_their_tiles() -> None:
 
 def calls_are_counted() -> None:
     """Else a kernel would round before the end."""
-    from ring_attention_pytorch.runtime.accumulate import Sum
+    from ring_attention_pytorch.runtime.accumulate import GradAccumulator
     from tests.cases import Attention, miscounted
 
-    total = Sum(torch.empty(1, 2, 1, dtype=torch.bfloat16), calls=2)
+    total = GradAccumulator(torch.empty(1, 2, 1, dtype=torch.bfloat16), calls=2)
     assert [total.room()[1].dtype for _ in range(2)] == [torch.float32, torch.bfloat16]
 
     assert not miscounted(Attention(29, "zigzag", causal=True, transport="gather"), 3)

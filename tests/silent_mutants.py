@@ -26,7 +26,7 @@ MUTANTS = [
         '{"softclamp", "unusual_scale",', '{"softclamp",',
     ),
     Mutant(
-        "a scale that float32 takes for 0", "runtime/interfaces.py:Case.of",
+        "a scale that float32 takes for 0", "runtime/interfaces.py:KernelRequest.of",
         "scale < torch.finfo(torch.float32).tiny", "0 >= scale",
     ),
     Mutant(
@@ -46,11 +46,12 @@ MUTANTS = [
         "if q.dtype == torch.float16 or saved.dlse is not None:", "if saved.dlse is not None:",
     ),
     Mutant(
-        "a part is taken for the sum in another dtype", "runtime/accumulate.py:Sum.final",
+        "a part is taken for the sum in another dtype",
+        "runtime/accumulate.py:GradAccumulator.final",
         "self._parts[0][1].dtype == self._end", "True",
     ),
     Mutant(
-        "kernels get memory of the sum's dtype", "runtime/accumulate.py:Sum.blank",
+        "kernels get memory of the sum's dtype", "runtime/accumulate.py:GradAccumulator.blank",
         "if self._end != self._like.dtype:", "if False:",
     ),
     Mutant(
@@ -58,7 +59,7 @@ MUTANTS = [
         "if t.stride() == strides:", "if True:",
     ),
     Mutant(
-        "batches of nothing are copied", "comm/gather_first.py:Together._all", "if len(own.k):",
+        "batches of nothing are copied", "comm/gather_first.py:GatherFirst._all", "if len(own.k):",
         "if True:",
     ),
     # what is found again
@@ -80,7 +81,7 @@ MUTANTS = [
         "of_mask=False",
     ),
     Mutant(
-        "another layout's graphs", "runtime/graphs.py:Kept.of",
+        "another layout's graphs", "runtime/graphs.py:GraphCache.of",
         "(repr(swap.queries), repr(swap.keys))",
         "(swap.queries.lengths, swap.keys.lengths)",
     ),
@@ -195,11 +196,11 @@ def a_wrong_type_is_told() -> None:
 
 def a_wide_sum_is_wide() -> None:
     """Of parts in a narrower dtype: in memory of its own, and in memory that is given."""
-    from ring_attention_pytorch.runtime.accumulate import Sum
+    from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 
     part = torch.full((1, 3, 2, 4), 6e4).half()
     for place in (None, torch.empty(1, 3, 2, 4)):
-        total = Sum(part, calls=1, place=place, dtype=torch.float32)
+        total = GradAccumulator(part, calls=1, place=place, dtype=torch.float32)
         room = total.blank(slice(0, 3))
         assert room.dtype == torch.float16
         total.add(slice(0, 3), part.clone())

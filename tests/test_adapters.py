@@ -22,7 +22,7 @@ from ring_attention_pytorch.geometry.tiles import Tile, _trimmed, band
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.kernels._flash import aligned, from_bottom_right, windows
 from ring_attention_pytorch.kernels._varlen import packs
-from ring_attention_pytorch.runtime.accumulate import Sum
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Tiles
 from ring_attention_pytorch.runtime.rowwise import accumulator
 from tests import threads
@@ -382,14 +382,14 @@ def test_gradients_are_made_where_others_read_them(kernel, dtype, stood_in, monk
     there are gaps."""
     stood_in(kernel)
     monkeypatch.setitem(TOLERANCES, torch.bfloat16, 2e-2)
-    blank, there = Sum.blank, []
+    blank, there = GradAccumulator.blank, []
 
-    def noted(total: Sum, *asked: slice | bool, **how: bool) -> Tensor:
+    def noted(total: GradAccumulator, *asked: slice | bool, **how: bool) -> Tensor:
         made = blank(total, *asked, **how)
         there.append(made is total._place)
         return made
 
-    monkeypatch.setattr(Sum, "blank", noted)
+    monkeypatch.setattr(GradAccumulator, "blank", noted)
     ids = tuple(i // 7 for i in range(40))
     for case in (Attention(40, "zigzag", causal=True), Attention(40, ids=(ids,))):
         there.clear()

@@ -22,11 +22,11 @@ from ring_attention_pytorch.kernels import (
     flash_attn_4,
     package_problem,
     problem,
+    triton,
 )
-from ring_attention_pytorch.kernels import triton as ours
-from ring_attention_pytorch.runtime.interfaces import FEATURES, Case
+from ring_attention_pytorch.runtime.interfaces import FEATURES, KernelRequest
 
-HOPPER = Case("cuda", torch.bfloat16, d=128, d_v=128, capability=(9, 0))
+HOPPER = KernelRequest("cuda", torch.bfloat16, d=128, d_v=128, capability=(9, 0))
 AMPERE = HOPPER._replace(capability=(8, 0))
 
 
@@ -79,7 +79,7 @@ ALL = dict(triton="3.6.0", flash_attn_2="2.8.3.post2", flash_attn_4="4.0.0b36")
         (HOPPER._replace(mask_mod=True, deterministic=True), "eager"),
         (HOPPER._replace(mask_mod=True, unusual_scale=True), "eager"),
         (AMPERE._replace(mask_mod=True, alibi=True, window=True, dtype=torch.float32), "flex"),
-        (Case("cpu", torch.float32, mask_mod=True), "eager"),
+        (KernelRequest("cpu", torch.float32, mask_mod=True), "eager"),
         (HOPPER._replace(packed=True), "flash-attn-4"),
         (HOPPER._replace(packed=True, d=80, d_v=80), "triton"),
         (HOPPER._replace(packed=True, dtype=torch.float64), "eager"),
@@ -87,9 +87,9 @@ ALL = dict(triton="3.6.0", flash_attn_2="2.8.3.post2", flash_attn_4="4.0.0b36")
         (AMPERE, "flash-attn-2"),
         (AMPERE._replace(key_mask=True), "triton"),
         (AMPERE._replace(capability=(7, 5)), "eager"),
-        (Case("cpu", torch.float32), "sdpa"),
-        (Case("cpu", torch.float64, softclamp=True), "eager"),
-        (Case("mps", torch.float32), "eager"),
+        (KernelRequest("cpu", torch.float32), "sdpa"),
+        (KernelRequest("cpu", torch.float64, softclamp=True), "eager"),
+        (KernelRequest("mps", torch.float32), "eager"),
     ],
 )
 def test_the_fastest_that_can(installed, case, want):
@@ -154,7 +154,7 @@ def test_a_name_may_be_the_beginning_of_several(installed):
     assert choose("flash-attn", AMPERE).name == "flash-attn-2"
     assert choose("sdpa", HOPPER).name == "sdpa-cudnn"
     assert choose("sdpa", HOPPER._replace(window=True)).name == "sdpa-flash"
-    assert choose("sdpa", Case("cpu", torch.float32)).name == "sdpa"
+    assert choose("sdpa", KernelRequest("cpu", torch.float32)).name == "sdpa"
     with pytest.raises(ValueError, match=r"one of .*'eager', got 'cudnn'"):
         choose("cudnn", HOPPER)
 
@@ -162,9 +162,9 @@ def test_a_name_may_be_the_beginning_of_several(installed):
 def test_one_forward_and_anothers_backward(installed):
     installed(**ALL)
     pair = choose("triton+flash-attn", HOPPER)
-    assert pair == ("triton+flash-attn-4", ours.forward, flash_attn_4.backward, True, False)
+    assert pair == ("triton+flash-attn-4", triton.forward, flash_attn_4.backward, True, False)
     pair = choose("triton+flash-attn", AMPERE)
-    assert pair == ("triton+flash-attn-2", ours.forward, flash_attn_2.backward, False, False)
+    assert pair == ("triton+flash-attn-2", triton.forward, flash_attn_2.backward, False, False)
     with pytest.raises(ValueError, match=r"got 'triton[+]flash-attn[+]eager'"):
         choose("triton+flash-attn+eager", HOPPER)
 
@@ -174,7 +174,7 @@ def test_every_case_has_a_kernel_and_the_explanation_agrees(installed):
     dtypes = (torch.float64, torch.float32, torch.float16)
     devices = (("cpu", None), ("cuda", (7, 5)), ("cuda", (8, 9)), ("cuda", (9, 0)))
     for (device, capability), dtype, feature in product(devices, dtypes, sorted(FEATURES)):
-        case = Case(device, dtype, capability=capability)._replace(**{feature: True})
+        case = KernelRequest(device, dtype, capability=capability)._replace(**{feature: True})
         lines = explain(case).splitlines()
         assert lines[-1] == f"{choose(None, case).name}: runs"
         for line in lines[:-1]:
@@ -184,7 +184,7 @@ def test_every_case_has_a_kernel_and_the_explanation_agrees(installed):
 
 def test_the_choice_is_logged_once(caplog):
     _log.cache_clear()
-    case = Case("cpu", torch.float32, d=3)
+    case = KernelRequest("cpu", torch.float32, d=3)
     with caplog.at_level(logging.INFO, "ring_attention_pytorch"):
         for _ in range(3):
             choose(None, case)
@@ -215,15 +215,15 @@ def test_the_public_explanation():
 def test_kernels_merge_by_themselves_if_both_ways_do(name, merges, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q = torch.randn(1, 6, 2, 8)
-    assert choose(name, Case.of(q, q)).merges == merges
+    assert choose(name, KernelRequest.of(q, q)).merges == merges
 
 
 def test_deterministic_algorithms_are_a_part_of_the_case():
     q = torch.randn(1, 6, 2, 8)
-    assert not Case.of(q, q).deterministic
+    assert not KernelRequest.of(q, q).deterministic
     torch.use_deterministic_algorithms(True)
     try:
-        assert Case.of(q, q).deterministic
+        assert KernelRequest.of(q, q).deterministic
     finally:
         torch.use_deterministic_algorithms(False)
 

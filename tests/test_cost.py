@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ring_attention_pytorch import RingPlan, explain_plan
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments, positions
-from ring_attention_pytorch.geometry.tiles import Visible, tiles, visible_pairs
+from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
 from ring_attention_pytorch.plan.explain import predicted
 from ring_attention_pytorch.schedule.cost import (
     H200,
@@ -21,17 +21,17 @@ from ring_attention_pytorch.schedule.cost import (
     ring_steps,
     swap_seconds,
 )
-from ring_attention_pytorch.schedule.pieces import Blocks, Job
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 from tests import threads
 from tests.cases import Attention, over_shared_memory
 from tests.test_ring_attention import hops
 
-JOB = Job(1, 32, 8, 128, 128, 2)
+JOB = KVShape(1, 32, 8, 128, 128, 2)
 
 
-def blocks(layout: str, size: int, length: int, visible: Visible) -> Blocks:
+def blocks(layout: str, size: int, length: int, visible: Mask) -> Workload:
     everyone = all_segments(layout, size, length)
-    return Blocks(everyone, everyone, visible)
+    return Workload(everyone, everyone, visible)
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])
@@ -55,7 +55,7 @@ def test_bytes_are_those_that_are_received(transport, layout, window):
 @settings(deadline=None)
 @given(
     st.sampled_from(sorted(LAYOUTS)), st.integers(1, 6), st.integers(0, 60),
-    st.builds(Visible, st.booleans(), st.none() | st.integers(0, 20), st.none(), st.none()),
+    st.builds(Mask, st.booleans(), st.none() | st.integers(0, 20), st.none(), st.none()),
     st.integers(1, 6),
 )  # fmt: skip
 def test_every_visible_pair_is_counted_once(layout, size, length, visible, at_once):
@@ -67,7 +67,7 @@ def test_every_visible_pair_is_counted_once(layout, size, length, visible, at_on
 
 
 def test_more_speed_never_takes_longer():
-    found = blocks("zigzag", 16, 16 * 4096, Visible(causal=True))
+    found = blocks("zigzag", 16, 16 * 4096, Mask(causal=True))
     for transport, cost in costs(found, JOB, 15).items():
         assert 0 < cost.share <= 1
         for faster in ("forward", "backward", "memory", "pull", "network"):
@@ -77,7 +77,7 @@ def test_more_speed_never_takes_longer():
 
 
 def test_one_rank_costs_its_kernel_and_the_call():
-    found = blocks("contiguous", 1, 8192, Visible())
+    found = blocks("contiguous", 1, 8192, Mask())
     cost = predict("gather", gather_steps(found, 0, 8, 1), JOB)
     assert cost.received == 0
     assert cost.share > 0.95
@@ -85,10 +85,10 @@ def test_one_rank_costs_its_kernel_and_the_call():
 
 
 def test_the_choice_is_the_ring_on_a_cpu_and_gather_within_a_domain():
-    found = blocks("zigzag", 4, 4 * 8192, Visible(causal=True))
+    found = blocks("zigzag", 4, 4 * 8192, Mask(causal=True))
     assert choose_transport(found, JOB, 3, None) == "ring"
     assert choose_transport(found, JOB, 3) == "gather"
-    alone = blocks("zigzag", 1, 8192, Visible(causal=True))
+    alone = blocks("zigzag", 1, 8192, Mask(causal=True))
     assert choose_transport(alone, JOB, 1) == "ring"
 
 

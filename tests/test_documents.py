@@ -19,9 +19,9 @@ from ring_attention_pytorch.geometry.balance import balanced, visible_keys
 from ring_attention_pytorch.geometry.documents import of_borders, of_ids
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
 from ring_attention_pytorch.geometry.segments import segment_positions
-from ring_attention_pytorch.geometry.tiles import Visible, tiles, visible_pairs
-from ring_attention_pytorch.kernels import triton as ours
-from ring_attention_pytorch.plan import ring_plan as plan_module
+from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
+from ring_attention_pytorch.kernels import triton
+from ring_attention_pytorch.plan import ring_plan
 from ring_attention_pytorch.runtime.interfaces import Tiles
 from tests import threads
 from tests.cases import CPU_KERNELS, Attention, borders, check_in_processes, check_in_threads
@@ -47,7 +47,7 @@ PACKED: dict[str, tuple[Ids, ...]] = {
 
 
 @lru_cache
-def dealt(ids: tuple[Ids, ...], size: int) -> layouts.Dealt:
+def dealt(ids: tuple[Ids, ...], size: int) -> layouts.AssignedLayout:
     return balanced([borders(tuple(sorted(row))) for row in ids], size)
 
 
@@ -143,7 +143,7 @@ def test_layers_that_are_given_a_plan_exchange_keys_only():
         for _ in range(3):
             ring_attn(q, q, q, plan=plan)
 
-    with mock.patch.object(plan_module, "tiles", side_effect=tiles) as worked_out:
+    with mock.patch.object(ring_plan, "tiles", side_effect=tiles) as worked_out:
         _, hub = threads.run(3, main)
     assert hub.gathers == [0] * 3
     assert worked_out.call_count == 3 * 3 * 2  # of each rank and owner and sample, once
@@ -152,7 +152,7 @@ def test_layers_that_are_given_a_plan_exchange_keys_only():
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_pairing_is_near_linear_in_the_number_of_documents(layout):
     for many in (1000, 4000):
-        visible = Visible(True, None, of_borders(range(0, 7 * many + 1, 7)))
+        visible = Mask(True, None, of_borders(range(0, 7 * many + 1, 7)))
         everyone = all_segments(layout, 4, 7 * many)
         with mock.patch.object(tiles_module, "_tile", side_effect=tiles_module._tile) as paired:
             found = [tiles(everyone[1], keys, visible) for keys in everyone]
@@ -171,22 +171,24 @@ def test_samples_that_see_alike_are_one_call():
 @pytest.mark.parametrize("side", ["rows", "cols"])
 def test_a_block_of_the_triton_kernels_looks_at_its_own_documents_only(side):
     whole = all_segments("contiguous", 1, 7000)[0]
-    found = Tiles(tiles(whole, whole, Visible(True, None, of_borders(range(0, 7001, 7)))))
+    found = Tiles(tiles(whole, whole, Mask(True, None, of_borders(range(0, 7001, 7)))))
     like = torch.empty(1, 7000)
-    table = ours._table(found, side, 64, like, every=False)
+    table = triton._table(found, side, 64, like, every=False)
     assert sorted(table.blocks[:, 0].tolist()) == list(range(-(-7000 // 64)))
     assert (table.blocks[:, 2] - table.blocks[:, 1]).max() <= 64 // 7 + 2
-    assert ours._table(found, side, 64, like, every=False) is table
+    assert triton._table(found, side, 64, like, every=False) is table
 
 
 def test_blocks_look_at_every_tile_that_they_meet_and_are_left_out_if_there_is_none():
     for ids, causal, layout in product(PACKED.values(), (False, True), ("zigzag", "striped")):
-        visible = Visible(causal, 3, of_ids(torch.tensor(ids[-1])))
+        visible = Mask(causal, 3, of_ids(torch.tensor(ids[-1])))
         everyone = all_segments(layout, 2, N)
         found = tiles(everyone[0], everyone[1], visible)
         for side, block in product(("rows", "cols") if found else (), (1, 2, 5, 16)):
             like = torch.empty(1, layouts.count(everyone[0 if side == "rows" else 1]))
-            table, whole = (ours._table(found, side, block, like, every) for every in (False, True))
+            table, whole = (
+                triton._table(found, side, block, like, every) for every in (False, True)
+            )
             assert sorted(whole.blocks[:, 0].tolist()) == list(range(-(-like.shape[1] // block)))
             lines = {number: range(*ends) for number, *ends in table.blocks.tolist()}
             assert lines == {n: range(*e) for n, *e in whole.blocks.tolist() if range(*e)}
@@ -200,9 +202,9 @@ def test_blocks_look_at_every_tile_that_they_meet_and_are_left_out_if_there_is_n
 
 def test_blocks_that_see_the_most_go_first():
     whole = all_segments("contiguous", 1, 96)[0]
-    found = Tiles(tiles(whole, whole, Visible(True, None, of_borders([0, 16, 80, 96]))))
+    found = Tiles(tiles(whole, whole, Mask(True, None, of_borders([0, 16, 80, 96]))))
     for side, order in (("rows", [4, 3, 2]), ("cols", [1, 2, 3])):
-        table = ours._table(found, side, 16, torch.empty(1, 96), every=False)
+        table = triton._table(found, side, 16, torch.empty(1, 96), every=False)
         assert table.blocks[:3, 0].tolist() == order
 
 
@@ -247,7 +249,7 @@ def test_every_token_is_held_once_and_work_is_counted_as_the_tiles_count(ids, si
     layout = balanced(cu, size, causal=causal, window=window)
     held = all_segments(layout, size, n)
     assert sorted(p for s in held for p in segment_positions(s).tolist()) == list(range(n))
-    visible = Visible(causal, window, of_borders(cu))
+    visible = Mask(causal, window, of_borders(cu))
     work = visible_keys(visible.documents, causal, window)
     for mine in held:
         assert [s.start for s in mine] == sorted(s.start for s in mine)

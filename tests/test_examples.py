@@ -14,11 +14,11 @@ from torch.multiprocessing import ProcessRaisedException
 
 from examples import demo, pictures, train_text
 from examples.train_text import Config, Step
-from ring_attention_pytorch.geometry.tiles import Tile, Visible
+from ring_attention_pytorch.geometry.tiles import Mask, Tile
 
 ROOT = Path(__file__).parents[1]
 TINY = Config(steps=3, length=96, batch=4, dim=16, depth=1, heads=2)
-CAUSAL = Visible(causal=True)
+CAUSAL = Mask(causal=True)
 
 
 class Terminal(io.StringIO):
@@ -195,7 +195,7 @@ def test_hops_grows_with_what_is_shown():
 @pytest.mark.parametrize(("length", "ring_size"), [(0, 2), (3, 4), (7, 3), (5, 1), (40, 8)])
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
 def test_pictures_of_any_length_and_ring(layout, length, ring_size):
-    for visible in (CAUSAL, Visible(), Visible(True, 2)):
+    for visible in (CAUSAL, Mask(), Mask(True, 2)):
         work = pictures.pairs_by_hop(layout, length, ring_size, visible)
         assert len(work) == ring_size
         text = pictures.hops(layout, length, ring_size, visible)

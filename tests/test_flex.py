@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.geometry.layouts import all_segments
-from ring_attention_pytorch.geometry.tiles import Visible, band, tiles
+from ring_attention_pytorch.geometry.tiles import Mask, band, tiles
 from ring_attention_pytorch.kernels import flex
-from ring_attention_pytorch.runtime.interfaces import Keys, Terms, Tiles
+from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles
 from tests import threads
 from tests.features import Feature, Problem, together
 from tests.flex_on_cpu import cells, in_dense_mathematics, stood_in
@@ -65,17 +65,17 @@ def test_flex_attention_itself_is_right_and_compiled_once():
     assert counter.frame_count == 3  # cells of the mask, forward, and forward to go back from
 
 
-def block(visible: Visible, n: int, terms: Terms, first_position: int = 0) -> list:
+def block(visible: Mask, n: int, terms: ScoreMods, first_position: int = 0) -> list:
     """The masks of a whole sequence with itself."""
     (whole,) = all_segments("contiguous", 1, n)
     found = Tiles(tiles(whole, whole, visible))
     found.rows_at = found.cols_at = torch.arange(n, dtype=torch.int32) + first_position
     q = torch.zeros(2, n, 4, 16)
-    return flex._block(q, Keys(q, q, None, whole), found, terms)[0]
+    return flex._block(q, KVBlock(q, q, None, whole), found, terms)[0]
 
 
 def test_cells_that_show_nothing_are_skipped_and_full_ones_not_looked_at(dense):
-    (mask,) = block(Visible(causal=True), 400, Terms(1.0, None, 1024))
+    (mask,) = block(Mask(causal=True), 400, ScoreMods(1.0, None, 1024))
     assert mask.shape == (1, 1, 512, 512)  # one for all samples and heads
     some = cells(mask.kv_num_blocks, mask.kv_indices)[0, 0]
     whole = cells(mask.full_kv_num_blocks, mask.full_kv_indices)[0, 0]
@@ -91,7 +91,7 @@ def test_masks_have_heads_only_where_a_predicate_asks_for_them(dense):
         (lambda b, h, i, j: i + h != j, (1, 4)),
         (lambda b, h, i, j: (i + h + b) % 2 == 0, (2, 4)),
     ]:
-        (mask,) = block(Visible(), 9, Terms(1.0, None, 1024, mask_mod=predicate))
+        (mask,) = block(Mask(), 9, ScoreMods(1.0, None, 1024, mask_mod=predicate))
         assert mask.shape[:2] == shape
 
 
@@ -100,7 +100,7 @@ def test_a_predicate_may_square_positions_of_long_sequences(dense):
         assert {t.dtype for t in (b, h, i, j)} == {torch.int64}
         return i * j > 2**32
 
-    (mask,) = block(Visible(), 9, Terms(1.0, None, 1024, mask_mod=odd), first_position=2**16)
+    (mask,) = block(Mask(), 9, ScoreMods(1.0, None, 1024, mask_mod=odd), first_position=2**16)
     local = [torch.arange(9, dtype=torch.int32).view(shape) for shape in ((9, 1), (9,))]
     got = mask.mask_mod(torch.tensor(0), torch.tensor(0), *local)
     want = torch.ones(9, 9, dtype=torch.bool)
@@ -113,7 +113,7 @@ def test_a_predicate_may_square_positions_of_long_sequences(dense):
 def test_stretches_show_what_tiles_show(layout, window):
     everyone = all_segments(layout, 3, 50)
     for theirs in everyone:
-        found = tiles(everyone[1], theirs, Visible(True, window))
+        found = tiles(everyone[1], theirs, Mask(True, window))
         n, m = (sum(s.length for s in held) for held in (everyone[1], theirs))
         want = torch.zeros(n, m, dtype=torch.bool)
         for tile in found:

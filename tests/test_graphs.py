@@ -21,8 +21,7 @@ from ring_attention_pytorch import (
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
-from ring_attention_pytorch.runtime import graphs
-from ring_attention_pytorch.runtime import streams as lanes
+from ring_attention_pytorch.runtime import graphs, streams
 from ring_attention_pytorch.runtime.graphs import Graphs, with_graphs
 from tests import threads
 from tests.cases import Attention, over_shared_memory
@@ -56,9 +55,9 @@ def test_what_graphs_of_ours_read_need_not_stay(monkeypatch):
     for name in ("CUDAGraph", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: SimpleNamespace(replay=None))
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(lanes, "capturing", lambda device: True)
-    assert graphs.captured(lambda: lanes.captures_for_good(CPU), CPU) == (None, False)
-    assert lanes.captures_for_good(CPU)
+    monkeypatch.setattr(streams, "capturing", lambda device: True)
+    assert graphs.captured(lambda: streams.captures_for_good(CPU), CPU) == (None, False)
+    assert streams.captures_for_good(CPU)
 
 
 @pytest.fixture
@@ -363,7 +362,7 @@ def others_lengths_make_another_kind(patch: pytest.MonkeyPatch) -> None:
     modules_graphs_on_cpu(patch)
 
     def main(ring: threads.ThreadRing) -> list[bool]:
-        kept, found = graphs.Kept(), []
+        kept, found = graphs.GraphCache(), []
         for lengths in ((5, 3, 4, 4), (5, 3, 4, 4), (4, 4, 4, 4), (5, 3, 4, 4)):
             q = torch.zeros(1, lengths[ring.rank], 4, 8)
             k = torch.zeros(1, 4, 4, 8)
@@ -384,7 +383,7 @@ def test_others_lengths_make_another_kind(monkeypatch):
 
 def test_graphs_of_another_group_or_device_go(monkeypatch):
     modules_graphs_on_cpu(monkeypatch)
-    kept, q = graphs.Kept(), torch.zeros(1, 4, 2, 8)
+    kept, q = graphs.GraphCache(), torch.zeros(1, 4, 2, 8)
     plan = RingPlan.make(q, q, q, kernel="eager")
     for group, left in (("first", 1), ("first", 1), ("second", 1), (None, 2), ("second", 2)):
         ring = SimpleNamespace(group=group, first=0, size=1, rank=0)
@@ -422,7 +421,7 @@ def layouts_make_another_kind(patch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(1, 16, 2, 8, generator=draw) for _ in range(3))
 
     def main(ring: threads.ThreadRing) -> list[float]:
-        kept, found = graphs.Kept(), []
+        kept, found = graphs.GraphCache(), []
         for layout in ("zigzag", "zigzag", "striped", "zigzag", "striped", "contiguous"):
             at = positions(layout, rank=ring.rank, ring_size=2, length=16)
             mine = [t[:, at] for t in (q, k, v)]

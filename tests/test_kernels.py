@@ -14,8 +14,14 @@ from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import Segment
 from ring_attention_pytorch.geometry.tiles import Tile, _trimmed, band
 from ring_attention_pytorch.kernels import KERNELS, choose, problem
-from ring_attention_pytorch.runtime.accumulate import Result, Sum
-from ring_attention_pytorch.runtime.interfaces import Case, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.interfaces import (
+    Grads,
+    KernelRequest,
+    KVBlock,
+    Residuals,
+    ScoreMods,
+)
 from ring_attention_pytorch.runtime.rowwise import accumulator, merge_
 from tests import threads
 from tests.cases import FIGURES, NAMES, TOLERANCES, Attention, shard
@@ -36,7 +42,7 @@ class Block:
         self.mask = torch.rand(b, self.m) < 0.5 if masked else None
         whole = Tile(slice(0, self.n), slice(0, self.m), None, None)
         self.tiles = [whole] if tile is None else [tile]
-        self.terms = Terms(
+        self.terms = ScoreMods(
             d**-0.5 if scale is None else scale, softclamp, kinds.get("bucket_size", 1024)
         )
 
@@ -49,13 +55,13 @@ class Block:
     def run(self, kernel: str) -> dict[str, Tensor]:
         """What the kernel makes of it, with the gradients for the random cotangents."""
         impl, segments = KERNELS[kernel], (Segment(0, 1, self.m),)
-        keys = Keys(self.k, self.v, self.mask, segments)
-        result = Result(self.q, self.v)
+        keys = KVBlock(self.k, self.v, self.mask, segments)
+        result = OutputAccumulator(self.q, self.v)
         impl.forward(self.q, keys, self.tiles, self.terms, result)
         out, lse = result.final()
         dlse = self.dlse.masked_fill(lse == -torch.inf, 0.0)
-        grads = Grads(Sum(self.q), Sum(self.k), Sum(self.v))
-        saved = Saved(self.q, out, lse, self.dout, dlse)
+        grads = Grads(GradAccumulator(self.q), GradAccumulator(self.k), GradAccumulator(self.v))
+        saved = Residuals(self.q, out, lse, self.dout, dlse)
         impl.backward(saved, keys, self.tiles, self.terms, grads)
         return dict(zip(NAMES, (out, lse, *(total.final() for total in grads))))
 
@@ -87,7 +93,7 @@ class Block:
 
 def each_kernel(**case) -> pytest.MarkDecorator:
     """Every kernel that can do the case here."""
-    asked = Case("cpu", torch.float64, False)._replace(**case)
+    asked = KernelRequest("cpu", torch.float64, False)._replace(**case)
     return pytest.mark.parametrize(
         "kernel", [name for name in KERNELS if problem(name, asked) is None]
     )
@@ -369,15 +375,15 @@ def test_a_nan_in_the_inputs_is_seen_in_the_result(kernel, where, at, masked, dt
 
 
 def test_the_fastest_kernel_that_can_do_it_is_chosen():
-    assert choose(None, Case("cpu", torch.float32, softclamp=False)).name == "sdpa"
-    assert choose(None, Case("cpu", torch.float32, softclamp=True)).name == "eager"
+    assert choose(None, KernelRequest("cpu", torch.float32, softclamp=False)).name == "sdpa"
+    assert choose(None, KernelRequest("cpu", torch.float32, softclamp=True)).name == "eager"
 
 
 def test_a_named_kernel_never_falls_back():
     with pytest.raises(ValueError, match=r"'sdpa' has no softclamp.*kernel=None"):
-        choose("sdpa", Case("cpu", torch.float32, softclamp=True))
+        choose("sdpa", KernelRequest("cpu", torch.float32, softclamp=True))
     with pytest.raises(ValueError, match=r"one of .*'eager', got 'fast'"):
-        choose("fast", Case("cpu", torch.float32, softclamp=False))
+        choose("fast", KernelRequest("cpu", torch.float32, softclamp=False))
 
 
 class Largest(TorchDispatchMode):

@@ -22,8 +22,8 @@ from ring_attention_pytorch.geometry.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.geometry.tiles import (
+    Mask,
     Tile,
-    Visible,
     band,
     buckets,
     needed_distances,
@@ -41,8 +41,8 @@ packed = st.lists(st.integers(0, 5), min_size=70, max_size=70).flatmap(
 )
 documents = st.none() | packed.map(lambda ids: of_ids(torch.tensor(ids)))
 windows = st.none() | st.integers(0, 80)
-visibles = st.builds(Visible, st.booleans(), windows, documents, st.none()) | st.builds(
-    Visible, st.booleans(), windows, st.none(), st.integers(0, 75)
+visibles = st.builds(Mask, st.booleans(), windows, documents, st.none()) | st.builds(
+    Mask, st.booleans(), windows, st.none(), st.integers(0, 75)
 )
 
 
@@ -50,7 +50,7 @@ def held(layout: str, size: int, length: int) -> list[Tensor]:
     return [positions(layout, rank=r, ring_size=size, length=length) for r in range(size)]
 
 
-def seen(queries: Segments, keys: Segments, visible: Visible) -> Tensor:
+def seen(queries: Segments, keys: Segments, visible: Mask) -> Tensor:
     """What is visible, by the definition."""
     i, j = segment_positions(queries)[:, None], segment_positions(keys)
     shown = torch.ones(len(i), len(j), dtype=torch.bool)
@@ -154,7 +154,7 @@ def test_tiles_show_each_visible_pair_once_and_nothing_else(layout, size, length
 def test_two_sequences_without_a_mask_show_everything(layout, size, two):
     queries, keys = (all_segments(layout, size, n) for n in two)
     for mine, theirs in product(queries, keys):
-        times = drawn(tiles(mine, theirs, Visible()), (count(mine), count(theirs)))
+        times = drawn(tiles(mine, theirs, Mask()), (count(mine), count(theirs)))
         assert torch.equal(times, torch.ones_like(times))
 
 
@@ -163,7 +163,7 @@ def test_causal_zigzag_is_one_tile_a_block_where_the_length_divides(size):
     for length in (4 * size, 6 * size, 64 * size):
         everyone = all_segments("zigzag", size, length)
         for queries, keys in product(everyone, repeat=2):
-            assert len(tiles(queries, keys, Visible(causal=True))) == 1
+            assert len(tiles(queries, keys, Mask(causal=True))) == 1
 
 
 @quickly
@@ -171,14 +171,14 @@ def test_causal_zigzag_is_one_tile_a_block_where_the_length_divides(size):
 def test_causal_zigzag_is_at_most_two_tiles_a_block(size, length):
     everyone = all_segments("zigzag", size, length)
     for queries, keys in product(everyone, repeat=2):
-        assert len(tiles(queries, keys, Visible(causal=True))) <= 2
+        assert len(tiles(queries, keys, Mask(causal=True))) <= 2
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped"])
 @pytest.mark.parametrize("length", [1, 7, 24, 61])
 def test_contiguous_and_striped_are_at_most_one_tile_a_block(layout, length):
     everyone = all_segments(layout, 4, length)
-    for visible in (Visible(), Visible(True), Visible(True, 5), Visible(False, 5)):
+    for visible in (Mask(), Mask(True), Mask(True, 5), Mask(False, 5)):
         for queries, keys in product(everyone, repeat=2):
             assert len(tiles(queries, keys, visible)) <= 1
 
@@ -204,7 +204,7 @@ def test_needed_distances_are_those_at_which_somebody_sees_something(layout, siz
 @pytest.mark.parametrize("size", [3, 4, 8])
 def test_zigzag_with_a_short_window_needs_the_neighbours_on_both_sides(size):
     everyone = all_segments("zigzag", size, 16 * size)
-    assert needed_distances(everyone, everyone, Visible(True, 3)) == (0, 1, size - 1)
+    assert needed_distances(everyone, everyone, Mask(True, 3)) == (0, 1, size - 1)
 
 
 @pytest.mark.parametrize("window", [0, 1, 7, 8, 9, 16, 17, 40])
@@ -212,14 +212,14 @@ def test_contiguous_with_a_window_needs_only_as_many_ranks_as_it_reaches(window)
     n, size = 8, 8
     everyone = all_segments("contiguous", size, n * size)
     reach = min(size, 1 + -(-window // n))
-    assert len(needed_distances(everyone, everyone, Visible(True, window))) == reach
+    assert len(needed_distances(everyone, everyone, Mask(True, window))) == reach
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_zigzag_and_striped_balance_causal_work_and_contiguous_does_not(size):
     def spread(layout: str, length: int) -> float:
         everyone = all_segments(layout, size, length)
-        work = [sum(visible_pairs(tiles(q, k, Visible(True))) for k in everyone) for q in everyone]
+        work = [sum(visible_pairs(tiles(q, k, Mask(True))) for k in everyone) for q in everyone]
         assert sum(work) == length * (length + 1) // 2
         mean = sum(work) / size
         return max(abs(w - mean) for w in work) / mean

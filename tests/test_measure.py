@@ -11,17 +11,17 @@ import torch
 from ring_attention_pytorch import RingPlan, explain_plan
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import all_segments
-from ring_attention_pytorch.geometry.tiles import Visible
+from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import choose
-from ring_attention_pytorch.plan import calibrate as measure
+from ring_attention_pytorch.plan import calibrate
 from ring_attention_pytorch.plan.calibrate import machine_from, machine_of, room_left, settle
-from ring_attention_pytorch.runtime.interfaces import Case
+from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.schedule.cost import H200, choose_transport
-from ring_attention_pytorch.schedule.pieces import Blocks, Job
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 
-JOB = Job(1, 2, 1, 16, 16, 4)
-NEAR = {f"near {n}": 1e-4 + n / 100e9 for n in measure._BYTES}
-FAR = {f"far {n}": 1e-3 + n / 1e9 for n in measure._BYTES}
+JOB = KVShape(1, 2, 1, 16, 16, 4)
+NEAR = {f"near {n}": 1e-4 + n / 100e9 for n in calibrate._BYTES}
+FAR = {f"far {n}": 1e-3 + n / 1e9 for n in calibrate._BYTES}
 
 
 def measured(without: int = -1, forgets: int = -1) -> tuple[dict, bool, list[int]]:
@@ -29,25 +29,25 @@ def measured(without: int = -1, forgets: int = -1) -> tuple[dict, bool, list[int
 
     One rank may have no memory to measure with, or have forgotten all by the second time.
     """
-    ring, like, asked = Ring(), torch.empty(0), Case("cpu", torch.float32, d=16, d_v=16)
+    ring, like, asked = Ring(), torch.empty(0), KernelRequest("cpu", torch.float32, d=16, d_v=16)
     kernel, times = choose("sdpa", asked), []
-    counted, seconds, room = mock.Mock(wraps=measure._seconds), [], measure.room
+    counted, seconds, room = mock.Mock(wraps=calibrate._seconds), [], calibrate.room
 
     def no_room(*given: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory left")
 
-    measure._known.pop(ring.group, None)
+    calibrate._known.pop(ring.group, None)
     small = dict(_BYTES=(1 << 10, 1 << 12, 1 << 16), _FLOPS=1 << 22, _seconds=counted)
     small |= dict(room=no_room if ring.rank == without else room)
-    with mock.patch.multiple(measure, **small):
+    with mock.patch.multiple(calibrate, **small):
         for _ in range(2):
             seconds.append(machine_of(ring, 1, kernel, JOB, like))
             times.append(counted.call_count)
             if ring.rank == forgets:
-                measure._known.pop(ring.group)
+                calibrate._known.pop(ring.group)
         seconds.append(machine_of(ring, 1, kernel, JOB, like))
         times.append(counted.call_count)
-    measure._known.pop(ring.group)
+    calibrate._known.pop(ring.group)
     return seconds[-1]._asdict(), seconds[0] == seconds[1], times
 
 
@@ -80,11 +80,11 @@ def test_what_one_rank_has_forgotten_all_measure_again(pools):
 
 def test_slow_links_change_the_choice():
     everyone = all_segments("zigzag", 4, 4 * 8192)
-    blocks, job = Blocks(everyone, everyone, Visible(causal=True)), Job(1, 32, 8, 128, 128, 2)
-    fast = machine_from(NEAR | {"pull": measure._PULLED / 400e9}, 4, job)
+    blocks, job = Workload(everyone, everyone, Mask(causal=True)), KVShape(1, 32, 8, 128, 128, 2)
+    fast = machine_from(NEAR | {"pull": calibrate._PULLED / 400e9}, 4, job)
     assert fast.pull == pytest.approx(400e9)
     assert choose_transport(blocks, job, 3, fast) == "gather"
-    slow = machine_from(NEAR | {"pull": measure._PULLED / 1e9}, 4, job)
+    slow = machine_from(NEAR | {"pull": calibrate._PULLED / 1e9}, 4, job)
     assert choose_transport(blocks, job, 3, slow) == "ring"
 
 
@@ -98,7 +98,7 @@ def test_far_ranks_are_reached_over_the_network():
 def test_a_cpu_measures_nothing_and_a_gpu_gives_at_most_half_of_what_is_left(monkeypatch):
     q = torch.empty(1, 4, 2, 8)
     plan = RingPlan.make(q, q, q)
-    assert plan.memory == measure.ROOM == room_left(q)
+    assert plan.memory == calibrate.ROOM == room_left(q)
     assert plan.machine is H200
     asked = plan.ring, plan.kernel, plan.blocks, plan.job, 1, q
     assert settle(None, *asked) == ("ring", H200)
@@ -110,12 +110,12 @@ def test_a_cpu_measures_nothing_and_a_gpu_gives_at_most_half_of_what_is_left(mon
     assert room_left(on_gpu) == 512  # a power of two up to (1000 + 500 - 300) / 2
     torch.use_deterministic_algorithms(True)
     try:
-        assert room_left(on_gpu) == measure.ROOM
-        assert not measure.measures(on_gpu, None)
+        assert room_left(on_gpu) == calibrate.ROOM
+        assert not calibrate.measures(on_gpu, None)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert measure.measures(on_gpu, None)
-    assert not measure.measures(on_gpu, "ring")
+    assert calibrate.measures(on_gpu, None)
+    assert not calibrate.measures(on_gpu, "ring")
 
 
 def test_explaining_says_whose_speeds_they_are():
@@ -124,6 +124,6 @@ def test_explaining_says_whose_speeds_they_are():
     q = torch.empty(1, 4, 2, 8)
     plan = RingPlan.make(q, q, q, causal=True, transport="gather")
     two = all_segments("contiguous", 2, 8)
-    plan = replace(plan, ring=ring, query_segments=two, blocks=Blocks(two, two, plan.visible))
+    plan = replace(plan, ring=ring, query_segments=two, blocks=Workload(two, two, plan.visible))
     assert "on H200s" in explain_plan(plan)
     assert "measured here" in explain_plan(replace(plan, machine=machine_from(NEAR, 2, JOB)))

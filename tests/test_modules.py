@@ -272,7 +272,7 @@ def test_a_call_that_cannot_be_is_refused(call: Callable[[], Tensor], words: str
         ({}, {"ring_size": 1}, "got ring_size beside it"),
         ({}, {"context": x3}, "got context beside it"),
         ({}, {"force_ring_reduce_off": True}, "got force_ring_reduce_off beside it"),
-        ({"causal": True}, {}, "this module wants Visible(causal=True"),
+        ({"causal": True}, {}, "this module wants Mask(causal=True"),
         ({"max_lookback_seq_len": 2}, {}, "window=2"),
         ({"softclamp": 2.0}, {}, "with 2.0"),
         ({"kernel": "eager"}, {}, "another kernel"),

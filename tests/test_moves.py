@@ -6,23 +6,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.ulysses import Spread, key_heads, land
+from ring_attention_pytorch.comm.ulysses import HeadPartition, key_heads, land
 from ring_attention_pytorch.geometry.layouts import all_segments, count
 from tests.interpreter import needs_triton
 from tests.kernel_cases import far
 
 
-def spread_over(layout: str, places: int, length: int, heads: tuple[int, int]) -> Spread:
+def spread_over(layout: str, places: int, length: int, heads: tuple[int, int]) -> HeadPartition:
     shards = all_segments(layout, places, length)
     lengths = tuple(map(count, shards))
-    return Spread(lengths, max(lengths), land(shards)[1], key_heads(*heads, places))
+    return HeadPartition(lengths, max(lengths), land(shards)[1], key_heads(*heads, places))
 
 
-def otherwise(spread: Spread, back: bool, dtype: torch.dtype, rest: tuple[int, ...]) -> list[int]:
+def otherwise(
+    spread: HeadPartition, back: bool, dtype: torch.dtype, rest: tuple[int, ...]
+) -> list[int]:
     """The places at which something else comes than what copies bring."""
-    from ring_attention_pytorch.comm import _triton_copies as _triton_moves
+    from ring_attention_pytorch.comm import _triton_copies
 
-    _triton_moves._PROGRAMS = 6  # of which the interpreter makes one after another
+    _triton_copies._PROGRAMS = 6  # of which the interpreter makes one after another
     way, found = spread.to_sequence if back else spread.to_heads, []
     draw = torch.Generator().manual_seed(0)
     sources = [
@@ -35,7 +37,7 @@ def otherwise(spread: Spread, back: bool, dtype: torch.dtype, rest: tuple[int, .
         want, got, other = (poisoned(way.room(sources[0], place)) for _ in range(3))
         for m in moves:
             want[:, m.to_rows, m.to_heads] = sources[m.place][:, m.rows, m.heads]
-        table = _triton_moves.Moves.of(sources, moves, got)
+        table = _triton_copies.Moves.of(sources, moves, got)
         for t in (got, other):  # a table is of places, not of one tensor
             table.run(t)
         if not (torch.equal(want, got) and torch.equal(want, other)):
@@ -66,9 +68,9 @@ def test_all_pieces_come_where_they_go(interpreted, layout, places, length, head
 
 def wrong_sums(dtype: torch.dtype) -> list[tuple]:
     """Of parts that lie in several ways, in several dtypes: those that are not rounded once."""
-    from ring_attention_pytorch.runtime import _triton_rowwise as _triton_rows
+    from ring_attention_pytorch.runtime import _triton_rowwise
 
-    _triton_rows._ELEMENTS = 32  # so that heads of some are one row, of others not
+    _triton_rowwise._ELEMENTS = 32  # so that heads of some are one row, of others not
     draw, found = torch.Generator().manual_seed(0), []
     for n, number, fresh, heads in product((0, 1, 7), (1, 9, 17), (False, True), (3, 7)):
         for alike in (True, False):
@@ -79,7 +81,7 @@ def wrong_sums(dtype: torch.dtype) -> list[tuple]:
                 parts[1::3] = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in parts[1::3]]
             total = parts.pop().float()
             want = sum((part.double() for part in parts), total.double() * (not fresh))
-            _triton_rows.fused_add_(total, *parts, fresh=fresh)
+            _triton_rowwise.fused_add_(total, *parts, fresh=fresh)
             if not torch.allclose(total.double(), want, atol=1e-5):
                 found.append((n, number, fresh, heads, alike))
     return found
@@ -87,22 +89,22 @@ def wrong_sums(dtype: torch.dtype) -> list[tuple]:
 
 def wrong_far_away(dim: int) -> list[str]:
     """Of the passes over rows, those that go wrong where indices times strides pass 32 bits."""
-    from ring_attention_pytorch.runtime import _triton_rowwise as _triton_rows
+    from ring_attention_pytorch.runtime import _triton_rowwise
 
     draw = torch.Generator().manual_seed(0)
     x, y, z = (torch.randn(1, 5, 3, 6, generator=draw).half() for _ in range(3))
     lse, lse_x = (torch.randn(1, 3, 5, generator=draw) for _ in range(2))
     at = far(x, dim)
     total, merged = z.clone(), z.float()
-    _triton_rows.fused_add_(total, at, y, fresh=False)
-    _triton_rows.fused_merge_(merged, new := lse.clone(), at, far(lse_x, (0, 2, 1, 1)[dim]))
+    _triton_rowwise.fused_add_(total, at, y, fresh=False)
+    _triton_rowwise.fused_merge_(merged, new := lse.clone(), at, far(lse_x, (0, 2, 1, 1)[dim]))
     weight = torch.sigmoid(lse_x - lse).transpose(1, 2).unsqueeze(-1)
     results = {
         "add_": (total, z + x + y),
         "merge_": (merged, z.float().lerp(x.float(), weight)),
         "merge_'s lse": (new, torch.logaddexp(lse, lse_x)),
         "sum_of_products": (
-            _triton_rows.fused_sum_of_products(y, at),
+            _triton_rowwise.fused_sum_of_products(y, at),
             (x.float() * y.float()).sum(-1).transpose(1, 2),
         ),
     }

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attention_pytorch import RingAttention, RingTransformer, balanced, shard_sequence
-from ring_attention_pytorch.nn import sharding as sharding_module
+from ring_attention_pytorch.nn import sharding
 from tests.module_cases import (
     EXACT,
     TRANSFORMER,
@@ -155,14 +155,14 @@ def dealt_layouts(asked: str | None) -> list[tuple]:
     """For a pool: which layouts a model shards by, without and with documents."""
     model = made(RingTransformer, options("auto", asked, True, None, False))
     seen = []
-    real = sharding_module.all_segments
+    real = sharding.all_segments
 
     def noted(layout: Any, *args: Any) -> Any:
         seen.append(layout)
         return real(layout, *args)
 
     x, found = torch.randint(0, 11, (1, N)), []
-    with mock.patch.object(sharding_module, "all_segments", noted):
+    with mock.patch.object(sharding, "all_segments", noted):
         for packed in ({}, {"cu_seqlens": [0, 20, N]}):
             seen.clear()
             model(x, **packed)

@@ -27,4 +27,4 @@ def test_a_call_meets_the_loop_and_its_kernel():
     )
     assert met.files > 5
     assert met.switches >= met.files - 1
-    assert "Result" in met.classes
+    assert "OutputAccumulator" in met.classes

@@ -19,7 +19,7 @@ from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import LAYOUTS
 from ring_attention_pytorch.kernels import KERNELS, problem
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.interfaces import Case
+from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from tests import threads
 from tests.cases import (
     CPU_KERNELS,
@@ -43,7 +43,7 @@ HEADS = ((4, 4), (4, 2), (3, 1))
 
 
 def kernels(case: Attention) -> list[str]:
-    asked = Case("cpu", case.dtype, case.softclamp is not None)
+    asked = KernelRequest("cpu", case.dtype, case.softclamp is not None)
     return [name for name in KERNELS if problem(name, asked) is None]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attention_pytorch.runtime.accumulate import Result, Sum
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from tests.late import Late
 from tests.reference import relative_error
 
@@ -45,7 +45,7 @@ def test_parts_merge_as_in_float64_and_are_rounded_once(plan, dtype):
 
 def parts_merge(plan, dtype: torch.dtype, late: Late) -> None:
     q = torch.empty(2, N, 3, 5, dtype=dtype)
-    result, made = Result(q, torch.empty(2, 1, 1, 4, dtype=dtype)), parts(plan, dtype)
+    result, made = OutputAccumulator(q, torch.empty(2, 1, 1, 4, dtype=dtype)), parts(plan, dtype)
     weights, total = torch.zeros(2, 3, N).double(), torch.zeros(2, N, 3, 4).double()
     for (_, asks), (rows, out, lse) in zip(plan, made):
         weight = lse.double().exp()
@@ -79,7 +79,7 @@ def parts_are_summed(plan, dtype: torch.dtype, together: bool, placed: bool, lat
     """Placed, in memory that was given, where a part of all tokens may have been made."""
     like = torch.empty(2, N, 3, dtype=dtype)
     place = torch.full_like(like, torch.nan) if placed else None
-    total, want, waiting = Sum(like, place=place), torch.zeros(2, N, 3).double(), []
+    total, want, waiting = GradAccumulator(like, place=place), torch.zeros(2, N, 3).double(), []
     for rows, asks in plan:
         part = total.blank(rows).normal_()
         want[:, rows] += part.double()
@@ -102,7 +102,7 @@ def parts_are_summed(plan, dtype: torch.dtype, together: bool, placed: bool, lat
 
 
 def test_parts_beside_one_another_wait_and_those_upon_one_another_are_few():
-    total = Sum(torch.empty(1, N, 2, dtype=torch.bfloat16))
+    total = GradAccumulator(torch.empty(1, N, 2, dtype=torch.bfloat16))
     part = torch.ones(1, N // 2, 2, dtype=torch.bfloat16)
     halves = (slice(0, N // 2), part), (slice(N // 2, N), part)
     total.add_all(halves * 4)
@@ -116,7 +116,7 @@ def test_parts_beside_one_another_wait_and_those_upon_one_another_are_few():
 def test_a_sum_is_made_where_it_has_to_be(asks):
     """Where parts may be made, too, each beside the others."""
     place = torch.full((1, N, 2), torch.nan, dtype=torch.bfloat16)
-    total, half, parts = Sum(torch.empty_like(place), place=place), slice(0, N // 2), []
+    total, half, parts = GradAccumulator(torch.empty_like(place), place=place), slice(0, N // 2), []
     for at in (half, slice(N // 2, N), WHOLE):
         parts.append((at, total.blank(at).fill_((1.0, 0.5, 4.5)[len(parts)])))
     there = [part.untyped_storage().data_ptr() == place.data_ptr() for _, part in parts]
@@ -129,14 +129,14 @@ def test_a_sum_is_made_where_it_has_to_be(asks):
         assert (place[:, half] == 5.5).all()
         assert (place[:, N // 2 :] == 5).all()
     assert wide is None or total.running() is wide  # for it may still be read
-    assert not Sum(place, place=place).final().any()
+    assert not GradAccumulator(place, place=place).final().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_that_is_all_there_is_is_the_result_itself(dtype):
     q = torch.empty(1, N, 2, 4, dtype=dtype)
     out, lse = torch.randn(1, N, 2, 4).to(dtype), torch.randn(1, 2, N)
-    result, total, late = Result(q, q), Sum(q), Late()
+    result, total, late = OutputAccumulator(q, q), GradAccumulator(q), Late()
     with late.waits():
         made = late(out), late(lse)
         result.add(WHOLE, *made)
@@ -149,10 +149,12 @@ def test_a_part_that_is_all_there_is_is_the_result_itself(dtype):
         assert torch.equal(made, out)
 
 
-def made_in_blank_memory(dtype: torch.dtype, *tokens: slice) -> tuple[Result, Sum, list]:
+def made_in_blank_memory(
+    dtype: torch.dtype, *tokens: slice
+) -> tuple[OutputAccumulator, GradAccumulator, list]:
     """A result and a sum of parts of these tokens, and where each was made."""
     q = torch.empty(2, N, 2, 4, dtype=dtype)
-    result, total, memory = Result(q, q), Sum(q), []
+    result, total, memory = OutputAccumulator(q, q), GradAccumulator(q), []
     for number, at in enumerate(tokens, 1):
         out, lse = result.blank(at)
         part = total.blank(at)
@@ -209,7 +211,7 @@ def test_the_place_of_parts_goes_when_they_were_read():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sum_of_parts_waits_for_them(dtype):
     part = torch.randn(1, N, 2).to(dtype)
-    total, late = Sum(part), Late()
+    total, late = GradAccumulator(part), Late()
     with late.waits():
         for _ in range(2):
             total.add(WHOLE, late(part))
@@ -222,14 +224,14 @@ def test_a_sum_of_parts_waits_for_them(dtype):
 def test_what_is_not_yet_to_be_read_is_not_read(wide, moved):
     """However many parts lie upon one another; then they are rounded once."""
     parts = [torch.full((1, N, 2), torch.nan, dtype=torch.bfloat16) for _ in range(9)]
-    whole = total = Sum(parts[0])
+    whole = total = GradAccumulator(parts[0])
     if wide:
         total.running()
     total.after(lambda: [part.fill_(1 + i / 128) for i, part in enumerate(parts)])
     total.add_all((WHOLE, part) for part in parts)
     assert parts[0].isnan().all()
     if moved:
-        whole = Sum(parts[0])
+        whole = GradAccumulator(parts[0])
         total.move_to(whole, 0)
         assert parts[0].isnan().all()
     assert torch.equal(whole.final(), torch.full((1, N, 2), 9 + 36 / 128).bfloat16())
@@ -238,7 +240,11 @@ def test_what_is_not_yet_to_be_read_is_not_read(wide, moved):
 @pytest.mark.parametrize("calls", [None, 1, 3])
 def test_a_kernel_that_merges_writes_wide_but_in_its_last_call(calls):
     q = torch.empty(1, N, 2, 4, dtype=torch.bfloat16)
-    result, total, want = Result(q, q, calls), Sum(q, calls), torch.zeros(1, N, 2, 4)
+    result, total, want = (
+        OutputAccumulator(q, q, calls),
+        GradAccumulator(q, calls),
+        torch.zeros(1, N, 2, 4),
+    )
     for call in range(1, 1 + (calls or 3)):
         (before, out, lse), (so_far, summed) = result.room(), total.room()
         assert (before is None) == (so_far is None) == (call == 1)
@@ -259,7 +265,7 @@ def test_a_kernel_that_merges_writes_wide_but_in_its_last_call(calls):
 
 def test_running_tensors_are_wide_and_the_same_from_then_on():
     q = torch.empty(1, N, 2, 4, dtype=torch.bfloat16)
-    result, total = Result(q, q), Sum(q)
+    result, total = OutputAccumulator(q, q), GradAccumulator(q)
     out, lse = result.running()
     assert out.dtype == lse.dtype == total.running().dtype == torch.float32
     assert not out.any()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.comm.symmetric_memory import Shared
+from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.loss import mean_cross_entropy
@@ -76,7 +76,7 @@ def test_shared_memory_carries_tangents():
         ring, job = plan.ring, plan.job
         pairs = job._replace(d=2 * job.d, d_v=2 * job.d_v)
         if ring.rank not in made:
-            shared = Shared(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
+            shared = PeerGroup(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
             made[ring.rank] = SymmetricGather.over(ring, plan.blocks, 2, pairs, shared)
         return replace(made[ring.rank], ring=ring)
 

@@ -17,22 +17,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attention_pytorch.comm import (
-    gather_first as together,
+    gather_first,
+    gather_symmetric,
+    symmetric_memory,
+    transports,
 )
-from ring_attention_pytorch.comm import (
-    gather_symmetric as symmetric,
-)
-from ring_attention_pytorch.comm import (
-    symmetric_memory as shelves,
-)
-from ring_attention_pytorch.comm import transports
 from ring_attention_pytorch.comm.all_to_all import SharedSwap
 from ring_attention_pytorch.comm.gather import Gather
-from ring_attention_pytorch.comm.gather_first import Together
+from ring_attention_pytorch.comm.gather_first import GatherFirst
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.messages import form_of, message_bytes, opened, packed
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.comm.symmetric_memory import Shared
+from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.comm.transports import TRANSPORTS, make_transport, owners_at_once
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.documents import of_borders
@@ -43,17 +39,16 @@ from ring_attention_pytorch.geometry.layouts import (
     count,
     segment_positions,
 )
-from ring_attention_pytorch.geometry.tiles import Visible, tiles
-from ring_attention_pytorch.plan import ring_plan as plan_module
+from ring_attention_pytorch.geometry.tiles import Mask, tiles
+from ring_attention_pytorch.plan import ring_plan
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime import rowwise as rows
-from ring_attention_pytorch.runtime import streams as lanes
-from ring_attention_pytorch.runtime.accumulate import Sum
-from ring_attention_pytorch.runtime.interfaces import Keys
+from ring_attention_pytorch.runtime import rowwise, streams
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.schedule import pieces
 from ring_attention_pytorch.schedule.pieces import (
-    Blocks,
-    Job,
+    KVShape,
+    Workload,
     come_home_aside,
     in_two_stages,
     joined,
@@ -250,9 +245,11 @@ def noted(
     threads.run(4, main)
 
 
-def gone_through(transport: SymmetricGather, keys: Keys, wide: bool = False) -> tuple[Sum, Sum]:
+def gone_through(
+    transport: SymmetricGather, keys: KVBlock, wide: bool = False
+) -> tuple[GradAccumulator, GradAccumulator]:
     """Sums of own gradients, when all of backward has brought something, or is still away."""
-    own = Sum(keys.k), Sum(keys.v)
+    own = GradAccumulator(keys.k), GradAccumulator(keys.v)
     for total in own if wide else ():
         total.running()
     for block, sums in transport.stream_back(keys, own):
@@ -263,7 +260,7 @@ def gone_through(transport: SymmetricGather, keys: Keys, wide: bool = False) -> 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_calls_wait_for_the_keys_of_their_own_stage(monkeypatch, late):
-    def visit(transport: SymmetricGather, keys: Keys) -> None:
+    def visit(transport: SymmetricGather, keys: KVBlock) -> None:
         waited = transport.space.keys.waited
         came = [[*waited] for _ in transport.stream(keys)]
         assert came == ([[], [1], [1, 2]] if late else [[], [1]])
@@ -274,8 +271,8 @@ def test_calls_wait_for_the_keys_of_their_own_stage(monkeypatch, late):
 
 
 def test_gradients_are_made_where_their_owners_read_them(monkeypatch):
-    def visit(transport: SymmetricGather, keys: Keys) -> None:
-        own = Sum(keys.k), Sum(keys.v)
+    def visit(transport: SymmetricGather, keys: KVBlock) -> None:
+        own = GradAccumulator(keys.k), GradAccumulator(keys.v)
         for block, sums in transport.stream_back(keys, own):
             whole = slice(0, block.k.shape[1])
             if not block.own:
@@ -294,7 +291,7 @@ def test_rooms_are_there_before_the_stream_follows_that_fills_them(monkeypatch):
         transport.space.grads.told_of.append("rooms")
         return coming(transport, *how)
 
-    def visit(transport: SymmetricGather, keys: Keys) -> None:
+    def visit(transport: SymmetricGather, keys: KVBlock) -> None:
         grads = transport.space.grads
         grads.told_of, grads.follow = [], lambda: grads.told_of.append("follow")
         gone_through(transport, keys)
@@ -317,8 +314,8 @@ ASIDE = [
 @pytest.mark.parametrize(("size", "tokens", "overtaken", "aside"), ASIDE)
 def test_gradients_come_aside_where_that_is_hidden(size, tokens, overtaken, aside):
     held = all_segments("zigzag", size, size * tokens)
-    blocks, cut = Blocks(held, held, Visible(causal=True)), 0 if overtaken else tokens // 2
-    job, groups = Job(1, 32, 8, 128, 128, itemsize=2), schedule(blocks, size)
+    blocks, cut = Workload(held, held, Mask(causal=True)), 0 if overtaken else tokens // 2
+    job, groups = KVShape(1, 32, 8, 128, 128, itemsize=2), schedule(blocks, size)
     assert come_home_aside(blocks, groups, [cut] * size, job, overtaken) == aside
     one_by_one = schedule(blocks, 1)
     assert come_home_aside(blocks, one_by_one, [cut] * size, job, False) == (size > 2 or aside)
@@ -335,7 +332,7 @@ class Place(Ring):
 @pytest.mark.parametrize(("layout", "causal"), [*product(("zigzag", "contiguous"), (False, True))])
 def test_no_two_ranks_pull_from_one_at_a_time(size, layout, causal):
     held = all_segments(layout, size, 8 * size)
-    groups, by_rank = schedule(Blocks(held, held, Visible(causal)), size), []
+    groups, by_rank = schedule(Workload(held, held, Mask(causal)), size), []
     for rank in range(size):
         gather = SymmetricGather(Place(rank, size), groups, (8,) * size, None, tuple(range(size)))
         ((sources,),) = map(gather._of_keys, groups)
@@ -350,7 +347,7 @@ def test_no_two_ranks_pull_from_one_at_a_time(size, layout, causal):
 def test_dq_waits_for_no_gradients_that_come_home(monkeypatch, wide):
     """Which dk and dv wait for, be there running sums or not."""
 
-    def visit(transport: SymmetricGather, keys: Keys) -> None:
+    def visit(transport: SymmetricGather, keys: KVBlock) -> None:
         own, waited = gone_through(transport, keys, wide), transport.space.grads.waited
         for i, total in enumerate(own):
             assert waited == [1] * i
@@ -361,7 +358,7 @@ def test_dq_waits_for_no_gradients_that_come_home(monkeypatch, wide):
 
 
 def test_a_turn_of_several_says_that_the_last_one_was_read(monkeypatch):
-    def visit(transport: SymmetricGather, keys: Keys) -> None:
+    def visit(transport: SymmetricGather, keys: KVBlock) -> None:
         for _ in transport.stream(keys):
             pass
         gone_through(transport, keys)
@@ -387,9 +384,9 @@ LATE = [
 def test_few_tokens_of_many_ranks_come_late(tokens, late, otherwise):
     everyone = all_segments("zigzag", 8, tokens)
     causal, seen = "keys" not in otherwise, {"window", "prefix"} & {*otherwise}
-    visible = Visible(causal, **{name: otherwise[name] for name in seen})
-    blocks = Blocks(everyone, otherwise.get("keys", everyone), visible)
-    job = Job(1, 32, 8, 128, 128, itemsize=2)
+    visible = Mask(causal, **{name: otherwise[name] for name in seen})
+    blocks = Workload(everyone, otherwise.get("keys", everyone), visible)
+    job = KVShape(1, 32, 8, 128, 128, itemsize=2)
     assert keys_come_late(blocks, otherwise.get("at_once", 7), job) == late
 
 
@@ -492,13 +489,13 @@ def test_a_message_holds_its_tensors(lengths, size):
     st.sampled_from(sorted(LAYOUTS)),
     st.integers(1, 6),
     st.integers(0, 40),
-    st.builds(Visible, st.booleans(), st.none() | st.integers(0, 20), st.none(), st.none()),
+    st.builds(Mask, st.booleans(), st.none() | st.integers(0, 20), st.none(), st.none()),
     st.integers(1, 6),
     st.booleans(),
 )
 def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, at_once, staged):
     everyone = all_segments(layout, size, length)
-    blocks = Blocks(everyone, everyone, visible)
+    blocks = Workload(everyone, everyone, visible)
     groups = (in_two_stages(blocks),) if staged else schedule(blocks, at_once)
     assert staged or all(len(group.distances) <= at_once for group in groups)
     for rank, mine in enumerate(everyone):
@@ -530,8 +527,8 @@ def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, a
 @pytest.mark.parametrize("size", [3, 4, 8])
 def test_stages_are_as_few_tiles(size):
     """Backward, all together; forward, each stage."""
-    everyone, visible = all_segments("zigzag", size, 16 * size), Visible(causal=True)
-    group = in_two_stages(Blocks(everyone, everyone, visible))
+    everyone, visible = all_segments("zigzag", size, 16 * size), Mask(causal=True)
+    group = in_two_stages(Workload(everyone, everyone, visible))
     for rank, mine in enumerate(everyone):
         whole = joined(group.pieces[rank])
         for part in (slice(0, count(whole)), *group.parts[rank]):
@@ -541,8 +538,8 @@ def test_stages_are_as_few_tiles(size):
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_a_balanced_causal_layout_takes_two_large_tiles(size):
     everyone = all_segments("zigzag", size, 16 * size)
-    visible = Visible(causal=True)
-    (group,) = schedule(Blocks(everyone, everyone, visible), at_once=size)
+    visible = Mask(causal=True)
+    (group,) = schedule(Workload(everyone, everyone, visible), at_once=size)
     for rank, mine in enumerate(everyone):
         keys = joined(group.pieces[rank])
         assert len(tiles(mine, keys, visible)) == (1 if rank in (0, size - 1) else 2)
@@ -563,7 +560,7 @@ def most_bytes(case: Attention, size: int) -> int:
             q, k, v, causal=case.causal, layout=case.layout, group=ring,
             transport=case.transport, memory=case.memory,
         )  # fmt: skip
-        own = Sum(k), Sum(v)
+        own = GradAccumulator(k), GradAccumulator(v)
         held = [total.running() for total in own]
         with Live() as live:
             for _, of_keys in plan.transport.stream_back(plan.keys(k, v), own):
@@ -588,7 +585,7 @@ def test_all_ranks_divide_own_keys_or_none(layout, window, divided):
     """16 a rank, in backward, if a quarter of them comes home last to any rank."""
     size, case = 4, Attention(64, layout, causal=True, window=window, transport="gather")
     everyone = all_segments(layout, size, case.length)
-    blocks = Blocks(everyone, everyone, Visible(True, window))
+    blocks = Workload(everyone, everyone, Mask(True, window))
     for place, own in enumerate(everyone):
         ring = SimpleNamespace(rank=place, size=size)
         came = [*Gather.make(ring, blocks, at_once=size).comes(own, back=True)]
@@ -616,7 +613,7 @@ def test_keys_and_values_of_a_piece_come_by_one_copy(masked, copies, monkeypatch
         plan = RingPlan.make(*mine, causal=True, layout="zigzag", key_mask=mask, group=ring)
         ring_attn(*mine, plan=over_shared_memory(plan, mine, ring, size))
 
-    monkeypatch.setattr(symmetric, "_copy", lambda place, t: copied.append(place.copy_(t)))
+    monkeypatch.setattr(gather_symmetric, "_copy", lambda place, t: copied.append(place.copy_(t)))
     threads.run(size, main)
     assert len(copied) == copies
 
@@ -647,7 +644,7 @@ def test_calls_go_side_by_side_where_keys_stay(how, at_once, aside):
             shared = over_shared_memory(plan, mine, ring, at_once, yields and plan.short)
             assert shared.transport.overtaken == (yields and aside)
             keys = plan.keys(*mine[1:])
-            own = Sum(keys.k), Sum(keys.v)
+            own = GradAccumulator(keys.k), GradAccumulator(keys.v)
             back = (block for block, _ in shared.transport.stream_back(keys, own))
             for block in chain(shared.transport.stream(keys), back):
                 assert block.own == held.issuperset(segment_positions(block.segments).tolist())
@@ -709,13 +706,13 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
         few = (transports.make_together(each, plan.blocks, plan.job) for each in made)
         return [(type(spares), type(each)) for spares, each in zip(few, made)]
 
-    def shared_by(ring: threads.ThreadRing, _: torch.device) -> Shared:
-        return Shared(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
+    def shared_by(ring: threads.ThreadRing, _: torch.device) -> PeerGroup:
+        return PeerGroup(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
 
     monkeypatch.setattr(transports, "shared_by", shared_by)
-    job = Job(1, 2, 2, 4, 4, itemsize=4)
+    job = KVShape(1, 2, 2, 4, 4, itemsize=4)
     flops, copied = 16 * most * job.pair_flops, 16 * job.token_bytes
-    few, many = (Together, SymmetricGather), (type(None), SymmetricGather)
+    few, many = (GatherFirst, SymmetricGather), (type(None), SymmetricGather)
     for *bounds, found in (
         (flops, copied, few), (flops - 1, copied, many), (flops, copied - 1, many)
     ):  # fmt: skip
@@ -730,7 +727,7 @@ def gradients_that_come_together_are_added_wide() -> None:
 
     def noted(total: Tensor, *parts: Tensor, fresh: bool) -> None:
         dtypes.add(total.dtype)
-        rows.add_(total, *parts, fresh=fresh)
+        rowwise.add_(total, *parts, fresh=fresh)
 
     def main(ring: threads.ThreadRing) -> set[torch.dtype]:
         (q, k, v), _, dout, _ = case.data()
@@ -741,7 +738,7 @@ def gradients_that_come_together_are_added_wide() -> None:
         ring_attn(*mine, plan=plan).backward(dout[:, at])
         return {t.grad.dtype for t in mine}
 
-    with mock.patch.object(together, "add_", noted):
+    with mock.patch.object(gather_first, "add_", noted):
         assert threads.run(2, main)[0] == [{torch.bfloat16}] * 2
     assert dtypes == {torch.float32}
 
@@ -785,8 +782,8 @@ def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pieces, "_SHORT", -1)
     for overtaken in (False, True):
         few, made = (SimpleNamespace(overtaken=on) for on in (False, overtaken))
-        patch.setattr(plan_module, "make_transport", lambda *_, made=made: made)
-        patch.setattr(plan_module, "make_together", lambda *_, few=few: few)
+        patch.setattr(ring_plan, "make_transport", lambda *_, made=made: made)
+        patch.setattr(ring_plan, "make_together", lambda *_, few=few: few)
         assert RingPlan.make(q, q, q, causal=True).short == overtaken
 
 
@@ -800,7 +797,7 @@ def test_long_calls_go_one_after_another(monkeypatch):
         monkeypatch.setattr(pieces, "_SHORT", most)
         assert RingPlan.make(*long, causal=True).short == short
     held = ((Segment(0, 1, 8),),)
-    blocks, job = Blocks(held, held, Visible(causal=True)), Job(1, 2, 2, 4, 4, itemsize=4)
+    blocks, job = Workload(held, held, Mask(causal=True)), KVShape(1, 2, 2, 4, 4, itemsize=4)
     monkeypatch.setattr(pieces, "_UNDIVIDED", 64 * job.pair_flops)
     assert [pieces.is_short(blocks, job, undivided) for undivided in (False, True)] == [False, True]
 
@@ -828,10 +825,10 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
 
     wanted, group = [], Group()
     space = SimpleNamespace(make_room=lambda group, **room: wanted.append({group, *room}))
-    monkeypatch.setattr(shelves, "_spaces", {group: space})
+    monkeypatch.setattr(symmetric_memory, "_spaces", {group: space})
     ring = SimpleNamespace(rank=1, size=2, shared=lambda: (group, (4, 6)))
     everyone, device = all_segments("zigzag", 2, 16), torch.device("cuda", 0)
-    blocks, job = Blocks(everyone, everyone, Visible()), Job(1, 2, 1, 2, 3, itemsize=2)
+    blocks, job = Workload(everyone, everyone, Mask()), KVShape(1, 2, 1, 2, 3, itemsize=2)
     gather = make_transport("gather", ring, blocks, 1, job, device)
     assert isinstance(gather, SymmetricGather)
     assert (gather.space, gather.ranks) == (space, (4, 6))
@@ -839,7 +836,7 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
     assert (swap.space, swap.ranks) == (space, (4, 6))
     assert wanted == [{group, "keys", "grads"}, {group, "swaps"}]
     for length, late in ((64, True), (1 << 22, False)):
-        four = Blocks(*[all_segments("zigzag", 4, length)] * 2, Visible(causal=True))
+        four = Workload(*[all_segments("zigzag", 4, length)] * 2, Mask(causal=True))
         among = SimpleNamespace(rank=1, size=4, shared=lambda: (group, range(4)))
         (found,) = make_transport("gather", among, four, 3, job, device).groups
         assert (len(found.stages) == 2) == late
@@ -849,16 +846,17 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
     ):
         assert not isinstance(other, SymmetricGather)
     assert SharedSwap.among(ring, 100, torch.device("cpu")) is None
-    monkeypatch.setattr(shelves, "_spaces", {group: None})
+    monkeypatch.setattr(symmetric_memory, "_spaces", {group: None})
     assert SharedSwap.among(ring, 100, device) is None
 
 
 def test_both_halves_of_a_shelf_start_where_any_dtype_may(monkeypatch):
-    monkeypatch.setattr(shelves, "Shelf", lambda group, device, nbytes, halves=2: SimpleNamespace(
-        nbytes=nbytes, captured=False, memory=[None] * halves
-    ))  # fmt: skip
+    def buffer(group: None, device: None, nbytes: int, halves: int = 2) -> SimpleNamespace:
+        return SimpleNamespace(nbytes=nbytes, captured=False, memory=[None] * halves)
+
+    monkeypatch.setattr(symmetric_memory, "SymmetricBuffer", buffer)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    space = shelves.Space(None, torch.device("cpu"))
+    space = symmetric_memory.SymmetricWorkspace(None, torch.device("cpu"))
     space.make_room(None, keys=22_369_622, grads=5)
     assert space.keys.nbytes >= 22_369_622
     assert space.keys.nbytes % 512 == space.grads.nbytes % 512 == 0
@@ -868,18 +866,18 @@ def test_shelves_stay_whose_graphs_others_captured(monkeypatch):
     """Graphs of ours go with the memory, so nobody need keep that; nor what no graph has seen."""
     device = torch.device("cpu")
 
-    def written() -> shelves.Shelf:
-        shelf = shelves.Shelf.__new__(shelves.Shelf)
+    def written() -> symmetric_memory.SymmetricBuffer:
+        shelf = symmetric_memory.SymmetricBuffer.__new__(symmetric_memory.SymmetricBuffer)
         shelf.turn, shelf.device, shelf.captured, shelf.views = 0, device, False, {(0, 0, ()): []}
         shelf.handle = SimpleNamespace(rank=0)
         shelf.mine(())
         return shelf
 
-    monkeypatch.setattr(lanes, "capturing", lambda device: False)
+    monkeypatch.setattr(streams, "capturing", lambda device: False)
     assert not written().captured
-    monkeypatch.setattr(lanes, "capturing", lambda device: True)
+    monkeypatch.setattr(streams, "capturing", lambda device: True)
     assert written().captured
-    with lanes.passing_capture():
+    with streams.passing_capture():
         assert not written().captured
     assert written().captured
 
@@ -889,12 +887,12 @@ def test_what_comes_but_once_is_not_kept():
     everyone = all_segments("zigzag", 2, 12)
     halves = of_borders([0, 5, 12])
     for visible, apart in (
-        (Visible(causal=True, window=3), ()),
-        (Visible(causal=True, documents=halves), ()),
-        (Visible(causal=True, prefix=3), ()),
-        (Visible(causal=True), (Visible(causal=True), Visible(causal=True, documents=halves))),
+        (Mask(causal=True, window=3), ()),
+        (Mask(causal=True, documents=halves), ()),
+        (Mask(causal=True, prefix=3), ()),
+        (Mask(causal=True), (Mask(causal=True), Mask(causal=True, documents=halves))),
     ):
-        blocks = Blocks(everyone, everyone, visible, apart)
+        blocks = Workload(everyone, everyone, visible, apart)
         first, again = schedule(blocks, 1), schedule(blocks, 1)
         assert first == again
         assert (first is again) == (visible.window == 3)
@@ -907,8 +905,8 @@ def test_the_memory_of_a_gather_is_bounded_by_its_budget(causal):
     shard_bytes, before = n * case.key_heads * 2 * d * 8, 0
     for at_once in (1, 2, 4):
         memory = shard_bytes * (5 + 7 * at_once)
-        blocks = Blocks(*[all_segments("zigzag", size, n * size)] * 2, Visible(causal))
-        assert owners_at_once(memory, blocks, Job(1, 4, case.key_heads, d, d, 8)) == at_once
+        blocks = Workload(*[all_segments("zigzag", size, n * size)] * 2, Mask(causal))
+        assert owners_at_once(memory, blocks, KVShape(1, 4, case.key_heads, d, d, 8)) == at_once
         taken = most_bytes(replace(case, memory=memory), size)
         assert before < taken <= memory
         before = taken

@@ -17,12 +17,18 @@ from torch import Tensor
 
 from ring_attention_pytorch import ring_attn
 from ring_attention_pytorch.geometry.tiles import Tile
-from ring_attention_pytorch.kernels import choose, package_problem, problem
-from ring_attention_pytorch.kernels import triton as ours
+from ring_attention_pytorch.kernels import choose, package_problem, problem, triton
 from ring_attention_pytorch.kernels.triton import Config, config_for, configured
-from ring_attention_pytorch.runtime.accumulate import Result, Sum
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
-from ring_attention_pytorch.runtime.interfaces import Case, Grads, Keys, Saved, Terms, Tiles
+from ring_attention_pytorch.runtime.interfaces import (
+    Grads,
+    KernelRequest,
+    KVBlock,
+    Residuals,
+    ScoreMods,
+    Tiles,
+)
 from tests.cases import Attention, errors, oracle, shard
 from tests.features import Problem, drawn, together
 from tests.interpreter import interpreters, needs_triton
@@ -37,7 +43,7 @@ from tests.kernel_cases import (
 )
 from tests.reference import relative_error
 
-ON_A_GPU = Case("cuda", torch.bfloat16, False, capability=(9, 0))
+ON_A_GPU = KernelRequest("cuda", torch.bfloat16, False, capability=(9, 0))
 SMALL = dict(
     forward=Config(32, 16, 4, 1), keys=Config(16, 32, 4, 1), queries=Config(32, 16, 4, 1)
 )  # several blocks in a short sequence
@@ -88,13 +94,13 @@ def _dropped(kernel: str) -> Tensor:
 def _dropped_in_halves() -> float:
     """Keys that come in two calls, by the numbers of their tokens: merged as if in one."""
     q, k, v = (drawn(1, 37, 2, 8, seed=s).float() for s in (1, 2, 3))
-    terms, result = Terms(0.3, None, 64, dropout=Dropout(0.4, 5)), Result(q, v)
+    terms, result = ScoreMods(0.3, None, 64, dropout=Dropout(0.4, 5)), OutputAccumulator(q, v)
     numbers = torch.arange(37, dtype=torch.int32)
     for cols in (slice(0, 20), slice(20, 37)):
         tiles = Tiles([Tile(slice(0, 37), slice(0, cols.stop - cols.start), None, None)])
         tiles.row_numbers, tiles.col_numbers = numbers, numbers[cols]
         with configured(**SMALL):
-            ours.forward(q, Keys(k[:, cols], v[:, cols], None, ()), tiles, terms, result)
+            triton.forward(q, KVBlock(k[:, cols], v[:, cols], None, ()), tiles, terms, result)
     want = ring_attn(q, k, v, scale=0.3, dropout=0.4, dropout_seed=5, kernel="eager")
     return relative_error(result.final()[0], want)
 
@@ -172,11 +178,14 @@ def test_blocks_hold_all_that_is_seen_and_start_where_tma_can(found):
 
 def test_without_tiles_nothing_is_launched():
     q, kv = torch.randn(1, 3, 2, 8), torch.randn(1, 5, 1, 8)
-    result, grads = Result(q, kv), Grads(Sum(q), Sum(kv), Sum(kv))
-    keys, terms = Keys(kv, kv, None, ()), Terms(1.0, None, 1)
-    ours.forward(q, keys, [], terms, result)
+    result, grads = (
+        OutputAccumulator(q, kv),
+        Grads(GradAccumulator(q), GradAccumulator(kv), GradAccumulator(kv)),
+    )
+    keys, terms = KVBlock(kv, kv, None, ()), ScoreMods(1.0, None, 1)
+    triton.forward(q, keys, [], terms, result)
     out, lse = result.final()
-    ours.backward(Saved(q, out, lse, q, None), keys, [], terms, grads)
+    triton.backward(Residuals(q, out, lse, q, None), keys, [], terms, grads)
     assert not out.any()
     assert not any(total.final().any() for total in grads)
 
@@ -188,7 +197,9 @@ def test_without_tiles_nothing_is_launched():
 def test_it_runs_on_cuda():
     assert problem("triton", ON_A_GPU) is None
     assert (
-        problem("triton", Case("cuda", torch.float32, True, d=256, d_v=1, capability=(8, 0)))
+        problem(
+            "triton", KernelRequest("cuda", torch.float32, True, d=256, d_v=1, capability=(8, 0))
+        )
         is None
     )
 
@@ -232,11 +243,11 @@ def test_a_missing_or_old_package_is_named_with_how_to_get_it(installed, version
 @pytest.mark.parametrize("version", ["3.4.0", "3.6.0+git1234", "4.0"])
 def test_newer_packages_are_taken(installed, version):
     installed(version)
-    assert choose("triton", ON_A_GPU).forward is ours.forward
+    assert choose("triton", ON_A_GPU).forward is triton.forward
 
 
 def test_on_the_cpu_it_is_never_chosen_and_only_interpreted_by_name(monkeypatch):
-    softclamped = Case("cpu", torch.float32, softclamp=True)
+    softclamped = KernelRequest("cpu", torch.float32, softclamp=True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="kernel='triton' runs on CUDA"):
         choose("triton", softclamped)

@@ -18,14 +18,14 @@ from ring_attention_pytorch import (
     shard_sequence,
     unshard_sequence,
 )
-from ring_attention_pytorch.comm import all_to_all as swap
-from ring_attention_pytorch.comm.all_to_all import SharedSwap, Way
+from ring_attention_pytorch.comm import all_to_all
+from ring_attention_pytorch.comm.all_to_all import CopyPlan, SharedSwap
 from ring_attention_pytorch.comm.messages import message_bytes
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.comm.ulysses import Spread, key_heads, land, most_bytes
+from ring_attention_pytorch.comm.ulysses import HeadPartition, key_heads, land, most_bytes
 from ring_attention_pytorch.functional import ring_attn, ulysses_attn
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments, count, segment_positions
-from ring_attention_pytorch.geometry.tiles import Visible, tiles
+from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.rowwise import accumulator
 from tests import threads
@@ -154,7 +154,7 @@ def test_a_shelf_has_room_for_all_that_is_swapped(
     lse = torch.empty(2, 0, heads[0], dtype=accumulator(dtype))
     for first in range(0, rings * degree, degree):
         queries, keys = (
-            Spread(tuple(map(count, s[first : first + degree])), max(map(count, s)),
+            HeadPartition(tuple(map(count, s[first : first + degree])), max(map(count, s)),
                    land(s[first : first + degree])[1], theirs)
             for s, theirs in zip(shards, of_heads)
         )  # fmt: skip
@@ -173,8 +173,8 @@ def test_a_shelf_has_room_for_all_that_is_swapped(
 def test_what_a_graph_reads_is_made_before_it_and_stays(monkeypatch):
     """And of what no graph reads nothing stays."""
     capturing = False
-    monkeypatch.setattr(swap, "capturing", lambda device: capturing)
-    monkeypatch.setattr(swap, "current_stream", lambda device: None)
+    monkeypatch.setattr(all_to_all, "capturing", lambda device: capturing)
+    monkeypatch.setattr(all_to_all, "current_stream", lambda device: None)
     table = mock.Mock()
     made = SimpleNamespace(Moves=SimpleNamespace(of=lambda *how: SimpleNamespace(table=table)))
     monkeypatch.setitem(sys.modules, "ring_attention_pytorch.comm._triton_copies", made)
@@ -185,7 +185,7 @@ def test_what_a_graph_reads_is_made_before_it_and_stays(monkeypatch):
         read_by_graphs: ClassVar[set] = set()
 
     space, into = SimpleNamespace(swaps=Shelf()), torch.empty(0)
-    among, way = SharedSwap(space, (0, 1)), Way((), (), ())
+    among, way = SharedSwap(space, (0, 1)), CopyPlan((), (), ())
     among._moves(((way,), 0, ()), [], (), into)
     assert not Shelf.read_by_graphs
     capturing = True
@@ -202,7 +202,7 @@ def test_what_a_graph_reads_is_made_before_it_and_stays(monkeypatch):
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_all_ranks_together_make_one_causal_call(layout, size):
     (whole, _) = land(all_segments(layout, size, 16 * size + 3))
-    assert len(tiles(whole, whole, Visible(causal=True))) == 1
+    assert len(tiles(whole, whole, Mask(causal=True))) == 1
 
 
 @settings(deadline=None)

@@ -16,10 +16,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm import gather_symmetric as symmetric
+from ring_attention_pytorch.comm import gather_symmetric
 from ring_attention_pytorch.comm.messages import Form, opened
-from ring_attention_pytorch.comm.ring import Places, Ring
-from ring_attention_pytorch.comm.symmetric_memory import Space, rounded
+from ring_attention_pytorch.comm.ring import Ring, SubRing
+from ring_attention_pytorch.comm.symmetric_memory import SymmetricWorkspace, rounded
 
 PATIENCE = 30.0  # seconds
 
@@ -97,7 +97,7 @@ class ThreadRing(Ring):
         return notes
 
 
-class PartRing(Places):
+class PartRing(SubRing):
     """One of several rings of so many threads each; all of them, one group, agree."""
 
     several = True
@@ -138,7 +138,7 @@ class ThreadTransfer:
 
 
 class ThreadShelf:
-    """A `shelves.Shelf` of threads: what is not written this turn is NaN.
+    """A `SymmetricBuffer` of threads: what is not written this turn is NaN.
 
     What is copied or added beside (`late`) is so when somebody waits for it, and not before.
     """
@@ -199,8 +199,8 @@ _beside = _Beside()
 def late() -> Iterator[None]:
     """Copies and sums beside are as on a stream of its own, that is as late as can be."""
     with (
-        mock.patch.object(symmetric, "_copy", _later(symmetric._copy)),
-        mock.patch.object(symmetric, "add_", _later(symmetric.add_)),
+        mock.patch.object(gather_symmetric, "_copy", _later(gather_symmetric._copy)),
+        mock.patch.object(gather_symmetric, "add_", _later(gather_symmetric.add_)),
     ):
         yield
 
@@ -214,8 +214,8 @@ def _later(do: Callable[..., object]) -> Callable[..., None]:
     return tell
 
 
-class ThreadSpace(Space):
-    """A `shelves.Space` of threads."""
+class ThreadSpace(SymmetricWorkspace):
+    """A `SymmetricWorkspace` of threads."""
 
     def __init__(self, ring: ThreadRing):
         self.hub, self.rank, self.device = ring.hub, ring.rank, torch.device("cpu")

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.messages import Form, Part, message_bytes, opened, packed, room
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.comm.symmetric_memory import Shared, Shelf, Space, shared_by
+from ring_attention_pytorch.comm.symmetric_memory import (
+    PeerGroup,
+    SymmetricBuffer,
+    SymmetricWorkspace,
+    shared_by,
+)
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.streams import capturing, current_stream
 
@@ -33,7 +38,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class CopyPlan:
     """How a tensor gets from all places to all places; in pairs (tokens, heads)."""
 
     given: tuple[tuple[int, int], ...]  # what each has
@@ -52,7 +57,7 @@ class Way:
 # --- messages ---
 
 
-def by_messages(ring: Ring, tensors: Sequence[Tensor], ways: Sequence[Way]) -> list[Tensor]:
+def by_messages(ring: Ring, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
     """What comes of tensors that go these ways, each rank's in one message to each other."""
     me, others = ring.rank, [rank for rank in range(ring.size) if rank != ring.rank]
     to = {rank: _form(tensors, ways, me, rank) for rank in others}
@@ -73,7 +78,7 @@ def by_messages(ring: Ring, tensors: Sequence[Tensor], ways: Sequence[Way]) -> l
     return found
 
 
-def _between(ways: Sequence[Way], sender: int, receiver: int) -> Iterator[tuple[int, Move]]:
+def _between(ways: Sequence[CopyPlan], sender: int, receiver: int) -> Iterator[tuple[int, Move]]:
     """What one of them gives another, and of which tensor."""
     for i, way in enumerate(ways):
         for move in way.moves[receiver]:
@@ -81,7 +86,7 @@ def _between(ways: Sequence[Way], sender: int, receiver: int) -> Iterator[tuple[
                 yield i, move
 
 
-def _form(tensors: Sequence[Tensor], ways: Sequence[Way], sender: int, receiver: int) -> Form:
+def _form(tensors: Sequence[Tensor], ways: Sequence[CopyPlan], sender: int, receiver: int) -> Form:
     parts = []
     for i, move in _between(ways, sender, receiver):
         t, rows = tensors[i], move.rows
@@ -92,13 +97,13 @@ def _form(tensors: Sequence[Tensor], ways: Sequence[Way], sender: int, receiver:
 
 
 def _given(
-    tensors: Sequence[Tensor], ways: Sequence[Way], sender: int, receiver: int
+    tensors: Sequence[Tensor], ways: Sequence[CopyPlan], sender: int, receiver: int
 ) -> list[Tensor]:
     return [tensors[i][:, m.rows, m.heads] for i, m in _between(ways, sender, receiver)]
 
 
 def _taken(
-    tensors: Sequence[Tensor], ways: Sequence[Way], sender: int, receiver: int
+    tensors: Sequence[Tensor], ways: Sequence[CopyPlan], sender: int, receiver: int
 ) -> list[Tensor]:
     return [tensors[i][:, m.to_rows, m.to_heads] for i, m in _between(ways, sender, receiver)]
 
@@ -109,17 +114,19 @@ def _room(like: Tensor, form: Form) -> Tensor:
 
 # --- shared memory ---
 
-Key = tuple[tuple[Way, ...], int, Form]  # of tensors' ways, which of them it is, what is written
+Key = tuple[
+    tuple[CopyPlan, ...], int, Form
+]  # of tensors' ways, which of them it is, what is written
 
 
 @dataclass(frozen=True, eq=False)
 class SharedSwap:
     """Each writes what it has, and reads what it gets where the others wrote it."""
 
-    space: Space
+    space: SymmetricWorkspace
     ranks: tuple[int, ...]  # of the neighbours, in the group that the space is of
     # worked out when first needed, for as long as there is that shelf
-    moves: WeakKeyDictionary[Shelf, dict[Key, "Moves"]] = field(
+    moves: WeakKeyDictionary[SymmetricBuffer, dict[Key, "Moves"]] = field(
         default_factory=WeakKeyDictionary, repr=False
     )
 
@@ -132,13 +139,13 @@ class SharedSwap:
         return None if shared is None else cls.over(shared, most)
 
     @classmethod
-    def over(cls, shared: Shared, most: int) -> "SharedSwap":
+    def over(cls, shared: PeerGroup, most: int) -> "SharedSwap":
         """With room for them."""
         space, group, ranks = shared
         space.make_room(group, swaps=most)
         return cls(space, ranks)
 
-    def swap(self, me: int, tensors: Sequence[Tensor], ways: Sequence[Way]) -> list[Tensor]:
+    def swap(self, me: int, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
         """What comes of these tensors, which go these ways, at one place."""
         shelf = self.space.swaps
         forms = [

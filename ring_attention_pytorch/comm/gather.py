@@ -16,13 +16,13 @@ from torch import Tensor
 from ring_attention_pytorch.comm.messages import Form, form_of, message_bytes, opened, packed, room
 from ring_attention_pytorch.comm.ring import Ring, Transfer
 from ring_attention_pytorch.geometry.layouts import Segments, count
-from ring_attention_pytorch.runtime.accumulate import Sum
-from ring_attention_pytorch.runtime.interfaces import Keys
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import sent
 from ring_attention_pytorch.schedule.pieces import (
-    Blocks,
-    Group,
-    Pieces,
+    Chunks,
+    Round,
+    Workload,
     coming_home,
     joined,
     of_owner,
@@ -44,12 +44,12 @@ class Gather:
     """
 
     ring: Ring
-    groups: tuple[Group, ...]
+    groups: tuple[Round, ...]
     lengths: tuple[int, ...]  # keys that each rank holds
     overtaken = False
 
     @classmethod
-    def make(cls, ring: Ring, blocks: Blocks, at_once: int) -> "Gather":
+    def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "Gather":
         return cls(ring, schedule(blocks, at_once), tuple(map(count, blocks.keys)))
 
     @property
@@ -77,14 +77,14 @@ class Gather:
         if cut < length:
             yield stretch(own, slice(cut, length))
 
-    def stream(self, keys: Keys) -> Iterator[Keys]:
+    def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
         """Own keys, then those of the others, stage by stage."""
         for _, block, parts in self._blocks(keys, self.groups):
             yield from (_some(block, part) for part in parts)
 
     def stream_back(
-        self, own_keys: Keys, own: tuple[Sum, Sum]
-    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+        self, own_keys: KVBlock, own: tuple[GradAccumulator, GradAccumulator]
+    ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
         """The same, but in one stage; gradients of a group go home while what comes next computes.
 
         Where many come home last, half of own keys are kept for the end, to compute on meanwhile.
@@ -131,13 +131,13 @@ class Gather:
         return any(4 * coming[owner] >= length > 0 for owner, length in enumerate(self.lengths))
 
     @cached_property
-    def _back(self) -> tuple[Group, ...]:
+    def _back(self) -> tuple[Round, ...]:
         """The groups backward: each further call would cost more than it hides."""
         return tuple(group.at_once for group in self.groups)
 
     def _blocks(
-        self, own: Keys, groups: tuple[Group, ...]
-    ) -> Iterator[tuple[Group | None, Keys, Iterable[slice]]]:
+        self, own: KVBlock, groups: tuple[Round, ...]
+    ) -> Iterator[tuple[Round | None, KVBlock, Iterable[slice]]]:
         """Own keys, and then those of each group, and the tokens that have come, part by part."""
         pulls = (self._pull(own, group) for group in groups)  # posted when asked for
         coming = next(pulls, None)
@@ -147,13 +147,15 @@ class Gather:
             coming = None  # let go before more is asked for
             coming = next(pulls, None)
             mine = joined(group.pieces[self.ring.rank])
-            yield group, Keys(k, v, mask[0] if mask else None, mine), parts
+            yield group, KVBlock(k, v, mask[0] if mask else None, mine), parts
 
-    def _parts(self, group: Group) -> list[slice]:
+    def _parts(self, group: Round) -> list[slice]:
         """The tokens that come here of a group, stage by stage."""
         return [part for part in group.parts[self.ring.rank] if part.start < part.stop]
 
-    def _pull(self, own: Keys, group: Group) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
+    def _pull(
+        self, own: KVBlock, group: Round
+    ) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
         """Post the messages of a group; what is returned waits and puts together what came."""
         rank, pieces = self.ring.rank, group.pieces[self.ring.rank]
         tensors = [t for t in own[:3] if t is not None]
@@ -176,12 +178,16 @@ class Gather:
 
         return wait
 
-    def _grads_of(self, keys: Keys) -> tuple[Sum, Sum]:
+    def _grads_of(self, keys: KVBlock) -> tuple[GradAccumulator, GradAccumulator]:
         """For those of a group, in one call."""
-        return tuple(Sum(t, calls=1, dtype=sent(t.dtype)) for t in keys[:2])
+        return tuple(GradAccumulator(t, calls=1, dtype=sent(t.dtype)) for t in keys[:2])
 
     def _send_home(
-        self, group: Group, own_keys: Keys, grads: tuple[Sum, Sum], own: tuple[Sum, Sum]
+        self,
+        group: Round,
+        own_keys: KVBlock,
+        grads: tuple[GradAccumulator, GradAccumulator],
+        own: tuple[GradAccumulator, GradAccumulator],
     ) -> Callable[[], None]:
         """Post the gradients of a group; what is returned waits and adds what came to `own`."""
         rank, kinds = self.ring.rank, as_sent(own_keys)
@@ -218,13 +224,13 @@ class Gather:
         return [(self.ring.rank + t) % self.ring.size for t in distances]
 
 
-def as_sent(keys: Keys) -> tuple[Tensor, Tensor]:
+def as_sent(keys: KVBlock) -> tuple[Tensor, Tensor]:
     """What gradients of such keys and values are like when they travel, but for their tokens."""
     k, v = (t if t.dtype == sent(t.dtype) else t[:, :0].to(sent(t.dtype)) for t in keys[:2])
     return k, v
 
 
-def _some(keys: Keys, at: slice) -> Keys:
+def _some(keys: KVBlock, at: slice) -> KVBlock:
     """Those of some tokens, as they lie."""
     if at == slice(0, keys.k.shape[1]):
         return keys
@@ -232,10 +238,12 @@ def _some(keys: Keys, at: slice) -> Keys:
     return keys._replace(k=k, v=v, key_mask=mask, segments=stretch(keys.segments, at))
 
 
-def _of_own(keys: Keys, at: slice, own: tuple[Sum, Sum]) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+def _of_own(
+    keys: KVBlock, at: slice, own: tuple[GradAccumulator, GradAccumulator]
+) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
     """Some of one's own keys, whose gradients are added to `own` by themselves."""
     some = _some(keys, at)
-    grads = Sum(some.k), Sum(some.v)
+    grads = GradAccumulator(some.k), GradAccumulator(some.v)
     yield some, grads
     for total, part in zip(own, grads):
         part.move_to(total, at.start)
@@ -246,13 +254,13 @@ def _columns(t: Tensor, at: list[slice]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _taken(tensors: list[Tensor], pieces: Pieces) -> Tensor:
+def _taken(tensors: list[Tensor], pieces: Chunks) -> Tensor:
     """A message of these pieces of one's own keys."""
     chosen = [p.cols for p in pieces] or [slice(0, 0)]
     return packed([_columns(t, chosen) for t in tensors], form_of(tensors, tokens(pieces)))
 
 
-def _split(pieces: Pieces, owner: int, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+def _split(pieces: Chunks, owner: int, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     """Each piece of one owner out of what it sent."""
     for _, at in places(of_owner(pieces, owner), owner):
         yield [t[:, at] for t in tensors]

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather, apart, room_for
-from ring_attention_pytorch.comm.symmetric_memory import Shared
+from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.geometry.layouts import Segments
-from ring_attention_pytorch.runtime.accumulate import Sum
-from ring_attention_pytorch.runtime.interfaces import Keys
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import accumulator, add_
 from ring_attention_pytorch.schedule.pieces import (
-    Blocks,
-    Job,
-    Pieces,
+    Chunks,
+    KVShape,
+    Workload,
     all_together,
     joined,
     tokens,
@@ -29,11 +29,13 @@ from ring_attention_pytorch.schedule.pieces import (
 
 
 @dataclass(frozen=True)
-class Together(SymmetricGather):
+class GatherFirst(SymmetricGather):
     """`SymmetricGather` of one group, to which every rank itself belongs."""
 
     @classmethod
-    def like(cls, gather: SymmetricGather, blocks: Blocks, job: Job, shared: Shared) -> "Together":
+    def like(
+        cls, gather: SymmetricGather, blocks: Workload, job: KVShape, shared: PeerGroup
+    ) -> "GatherFirst":
         """With room for gradients of own keys, too."""
         group = all_together(blocks)
         widest = max(map(tokens, group.pieces))
@@ -48,13 +50,13 @@ class Together(SymmetricGather):
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
         yield self._segments
 
-    def stream(self, keys: Keys) -> Iterator[Keys]:
+    def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
         self.space.begin(turns=1, back=False)
         yield self._all(keys)
 
     def stream_back(
-        self, own_keys: Keys, own: tuple[Sum, Sum]
-    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+        self, own_keys: KVBlock, own: tuple[GradAccumulator, GradAccumulator]
+    ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
         self.space.begin(turns=1, back=True)
         keys = self._all(own_keys)
         grads = self._grads_of(keys)
@@ -66,14 +68,14 @@ class Together(SymmetricGather):
             total.add(slice(0, found.shape[1]), found)
 
     @cached_property
-    def _pieces(self) -> Pieces:
+    def _pieces(self) -> Chunks:
         return self.groups[0].pieces[self.ring.rank]
 
     @cached_property
     def _segments(self) -> Segments:
         return joined(self._pieces)
 
-    def _all(self, own: Keys) -> Keys:
+    def _all(self, own: KVBlock) -> KVBlock:
         """What this rank needs, in the order of positions."""
         shelf, lengths = self.space.keys, [piece.segment.length for piece in self._pieces]
         whole = [room_for(t, sum(lengths)) for t in self._written(own)]
@@ -88,9 +90,9 @@ class Together(SymmetricGather):
             if len(own.k):
                 torch._foreach_copy_(_by_sample(here), _by_sample(parts))
         k, v = apart(whole[0], own)
-        return Keys(k, v, whole[1] if len(whole) > 1 else None, self._segments)
+        return KVBlock(k, v, whole[1] if len(whole) > 1 else None, self._segments)
 
-    def _brought(self, own: Keys) -> list[Tensor]:
+    def _brought(self, own: KVBlock) -> list[Tensor]:
         """The gradients of own k and v, added in the accumulator's dtype, each in memory of its
         own."""
         found = [*self._coming(self.groups[0], own)]

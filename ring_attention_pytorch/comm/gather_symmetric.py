@@ -19,16 +19,16 @@ from torch import Tensor
 from ring_attention_pytorch.comm.gather import Gather, as_sent
 from ring_attention_pytorch.comm.messages import Form, form_of
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.comm.symmetric_memory import Mark, Shared, Space
+from ring_attention_pytorch.comm.symmetric_memory import Mark, PeerGroup, SymmetricWorkspace
 from ring_attention_pytorch.geometry.layouts import count
-from ring_attention_pytorch.runtime.accumulate import Sum, stretches
-from ring_attention_pytorch.runtime.interfaces import Keys
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, stretches
+from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import accumulator, add_, sent
 from ring_attention_pytorch.runtime.streams import behind
 from ring_attention_pytorch.schedule.pieces import (
-    Blocks,
-    Group,
-    Job,
+    KVShape,
+    Round,
+    Workload,
     come_home_aside,
     in_two_stages,
     most_in_front,
@@ -72,7 +72,7 @@ class SymmetricGather(Gather):
     `aside`; else all multiprocessors read them where they are.
     """
 
-    space: Space
+    space: SymmetricWorkspace
     ranks: tuple[int, ...]
     overtaken: bool = False
     aside: bool = False
@@ -82,10 +82,10 @@ class SymmetricGather(Gather):
     def over(
         cls,
         ring: Ring,
-        blocks: Blocks,
+        blocks: Workload,
         at_once: int,
-        job: Job,
-        shared: Shared,
+        job: KVShape,
+        shared: PeerGroup,
         overtaken: bool = False,
         late: bool = False,
     ) -> "SymmetricGather":
@@ -116,19 +116,21 @@ class SymmetricGather(Gather):
     def _cut(self, length: int) -> int:
         return length if self.overtaken else super()._cut(length)
 
-    def stream(self, keys: Keys) -> Iterator[Keys]:
+    def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
         if self.groups:
             self.space.begin(len(self.groups), back=False)
         return super().stream(keys)
 
     def stream_back(
-        self, own_keys: Keys, own: tuple[Sum, Sum]
-    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+        self, own_keys: KVBlock, own: tuple[GradAccumulator, GradAccumulator]
+    ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
         if self.groups:
             self.space.begin(len(self.groups), back=True)
         return super().stream_back(own_keys, own)
 
-    def _pull(self, own: Keys, group: Group) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
+    def _pull(
+        self, own: KVBlock, group: Round
+    ) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
         shelf, stages = self.space.keys, self._of_keys(group)
         written = self._written(own)
         whole = [room_for(t, tokens(group.pieces[self.ring.rank])) for t in written]
@@ -160,7 +162,7 @@ class SymmetricGather(Gather):
 
         return pull
 
-    def _written(self, own: Keys) -> list[Tensor]:
+    def _written(self, own: KVBlock) -> list[Tensor]:
         """Own keys where the others will read them."""
         places = self.space.keys.own(self._form(own, own.k.shape[1], masks=True))
         torch.cat((own.k, own.v), dim=-1, out=places[0])
@@ -168,7 +170,7 @@ class SymmetricGather(Gather):
             places[1].copy_(own.key_mask)
         return places
 
-    def _form(self, keys: Keys, length: int, masks: bool = False) -> Form:
+    def _form(self, keys: KVBlock, length: int, masks: bool = False) -> Form:
         """Of so many tokens like these, which are always alike, or of their gradients: k and v
         beside one another, so that one copy brings both, for each takes some time to begin."""
         if (masks, length) not in self.known:
@@ -177,15 +179,19 @@ class SymmetricGather(Gather):
             self.known[masks, length] = both, *mask
         return self.known[masks, length]
 
-    def _grads_of(self, keys: Keys) -> tuple[Sum, Sum]:
+    def _grads_of(self, keys: KVBlock) -> tuple[GradAccumulator, GradAccumulator]:
         """Where their owners read them; kernels that can make them there."""
         (place,) = self.space.grads.own(self._form(keys, keys.k.shape[1]))
         k, v = apart(place, keys)
         found = ((keys.k, k), (keys.v, v))
-        return tuple(Sum(t, calls=1, place=at, dtype=sent(t.dtype)) for t, at in found)
+        return tuple(GradAccumulator(t, calls=1, place=at, dtype=sent(t.dtype)) for t, at in found)
 
     def _send_home(
-        self, group: Group, own_keys: Keys, grads: tuple[Sum, Sum], own: tuple[Sum, Sum]
+        self,
+        group: Round,
+        own_keys: KVBlock,
+        grads: tuple[GradAccumulator, GradAccumulator],
+        own: tuple[GradAccumulator, GradAccumulator],
     ) -> Callable[[], None]:
         shelf = self.space.grads
         coming = [
@@ -213,7 +219,7 @@ class SymmetricGather(Gather):
 
         return wait
 
-    def _coming(self, group: Group, own: Keys) -> Iterator[tuple[slice, list[Tensor]]]:
+    def _coming(self, group: Round, own: KVBlock) -> Iterator[tuple[slice, list[Tensor]]]:
         """Stretches of own tokens, and their gradients where others have them."""
         for here, users in self._of_grads(group):
             found = (
@@ -222,7 +228,7 @@ class SymmetricGather(Gather):
             )
             yield here, [theirs[:, there] for theirs, there in found]
 
-    def _of_keys(self, group: Group) -> list[list[Source]]:
+    def _of_keys(self, group: Round) -> list[list[Source]]:
         """Out of each owner's keys, what this rank needs of them, stage by stage."""
         if ("keys", id(group)) not in self.known:
             pieces, stages = group.pieces[self.ring.rank], []
@@ -242,7 +248,7 @@ class SymmetricGather(Gather):
             self.known["keys", id(group)] = stages
         return self.known["keys", id(group)]
 
-    def _of_grads(self, group: Group) -> list[tuple[slice, list[tuple[int, int, slice]]]]:
+    def _of_grads(self, group: Round) -> list[tuple[slice, list[tuple[int, int, slice]]]]:
         """For stretches of own tokens, who has found gradients of them: the rank, how many it has
         in all, and where they lie among those."""
         if ("grads", id(group)) not in self.known:
@@ -296,7 +302,7 @@ def _in_rounds(sources: list[Source]) -> list[Source]:
     return [source for some in zip_longest(*each) for source in some if source is not None]
 
 
-def apart(both: Tensor, keys: Keys) -> tuple[Tensor, ...]:
+def apart(both: Tensor, keys: KVBlock) -> tuple[Tensor, ...]:
     """k and v, or their gradients, that lie beside one another."""
     return both.split((keys.k.shape[-1], keys.v.shape[-1]), dim=-1)
 

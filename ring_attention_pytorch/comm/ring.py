@@ -200,7 +200,7 @@ class Ring:
         return dist.get_global_rank(self.group, self.first + rank)
 
 
-class Places(Ring):
+class SubRing(Ring):
     """Some places of a ring as a ring of their own, whose messages go by way of the whole."""
 
     def __init__(self, whole: Ring, places: Sequence[int]):

@@ -12,10 +12,10 @@ from torch import Tensor
 from ring_attention_pytorch.comm.messages import Form, form_of, message_bytes, opened, packed, room
 from ring_attention_pytorch.comm.ring import Ring, Transfer
 from ring_attention_pytorch.geometry.layouts import Segments, count
-from ring_attention_pytorch.runtime.accumulate import Sum
-from ring_attention_pytorch.runtime.interfaces import Keys
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import accumulator
-from ring_attention_pytorch.schedule.pieces import Blocks
+from ring_attention_pytorch.schedule.pieces import Workload
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SendRecv:
         return None
 
     @classmethod
-    def make(cls, ring: Ring, blocks: Blocks, at_once: int) -> "SendRecv":
+    def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "SendRecv":
         """Owners come one at a time, whatever there is room for."""
         return cls(ring, blocks.keys, blocks.distances)
 
@@ -52,7 +52,7 @@ class SendRecv:
         """Own keys' positions, and those of each needed distance."""
         return (self.segments[self._owner(distance)] for distance in self.distances)
 
-    def stream(self, keys: Keys) -> Iterator[Keys]:
+    def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
         """Own keys, then those of each needed distance."""
         if self.distances == (0,):
             yield keys
@@ -67,12 +67,12 @@ class SendRecv:
             held, spare = spare, held
             owner = self._owner(there)
             k, v, *mask = opened(held, forms[owner])
-            keys = Keys(k, v, mask[0] if mask else None, self.segments[owner])
+            keys = KVBlock(k, v, mask[0] if mask else None, self.segments[owner])
         yield keys
 
     def stream_back(
-        self, own_keys: Keys, own: tuple[Sum, Sum]
-    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+        self, own_keys: KVBlock, own: tuple[GradAccumulator, GradAccumulator]
+    ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
         """The same, each with (dk, dv) to add to, `own` being those of own keys.
 
         Gradients travel one hop behind the keys that they belong to, and one jump home from
@@ -89,7 +89,7 @@ class SendRecv:
         ends = [*self.distances[2:], self.ring.size]
         for here, there, theirs in zip(self.distances[1:], ends, keys):
             memory = opened(computed, forms[self._owner(here)])
-            grads = tuple(Sum(t, into=m) for t, m in zip(theirs[:2], memory))
+            grads = tuple(GradAccumulator(t, into=m) for t, m in zip(theirs[:2], memory))
             yield theirs, grads
             if travelling is not None:
                 travelling.wait()
@@ -123,6 +123,6 @@ class SendRecv:
         return (self.ring.rank - distance) % self.ring.size
 
 
-def _add(totals: tuple[Sum, ...], parts: list[Tensor]) -> None:
+def _add(totals: tuple[GradAccumulator, ...], parts: list[Tensor]) -> None:
     for total, part in zip(totals, parts):
         total.add(slice(0, part.shape[1]), part)

@@ -18,7 +18,7 @@ _VIEWS = 1024  # of a shelf that are kept
 Mark = torch.cuda.Event
 
 
-class Shelf:
+class SymmetricBuffer:
     """Memory of one rank that all others read, as a rule in two halves that are written in turn.
 
     Each turn is `own`, to write, `publish`, and `of`, to read the others'; all ranks take the
@@ -100,14 +100,14 @@ class Shelf:
         self.handle.barrier(channel=1)
 
 
-class Space:
+class SymmetricWorkspace:
     """All that the ranks of a group share: a few shelves, for all layers."""
 
     def __init__(self, group: ProcessGroup, device: torch.device):
         self.device = device
-        self.keys, self.grads = (Shelf(group, device, 1 << 10) for _ in range(2))
-        self.swaps = Shelf(group, device, 1 << 10, halves=1)
-        self.outgrown: list[Shelf] = []  # which graphs still use that others captured
+        self.keys, self.grads = (SymmetricBuffer(group, device, 1 << 10) for _ in range(2))
+        self.swaps = SymmetricBuffer(group, device, 1 << 10, halves=1)
+        self.outgrown: list[SymmetricBuffer] = []  # which graphs still use that others captured
         self.stream: torch.cuda.Stream | None = None  # of the last call
 
     def begin(self, turns: int, back: bool) -> None:
@@ -136,7 +136,7 @@ class Space:
         """At least so many bytes on the shelves of these names. All ranks call this together."""
         for name, nbytes in wanted.items():
             if (old := getattr(self, name)).nbytes < rounded(nbytes):
-                larger = Shelf(group, self.device, rounded(nbytes), len(old.memory))
+                larger = SymmetricBuffer(group, self.device, rounded(nbytes), len(old.memory))
                 torch.cuda.synchronize(self.device)
                 Ring(group).gather_notes("larger shelves", b"")  # nobody reads the old one any more
                 if old.captured:
@@ -144,28 +144,28 @@ class Space:
                 setattr(self, name, larger)
 
 
-class Shared(NamedTuple):
+class PeerGroup(NamedTuple):
     """The space that some ranks have part in, the group that it is of, and their ranks there."""
 
-    space: Space
+    space: SymmetricWorkspace
     group: ProcessGroup
     ranks: tuple[int, ...]
 
 
-_spaces: WeakKeyDictionary[ProcessGroup, Space | None] = WeakKeyDictionary()
+_spaces: WeakKeyDictionary[ProcessGroup, SymmetricWorkspace | None] = WeakKeyDictionary()
 
 
-def shared_by(ring: Ring, device: torch.device) -> Shared | None:
+def shared_by(ring: Ring, device: torch.device) -> PeerGroup | None:
     """What the ranks of a ring share; None where they can't share memory.
 
     All ranks of the group call this together.
     """
     found = ring.shared() if device.type == "cuda" else None
     space = None if found is None else space_of(found[0], device)
-    return None if space is None else Shared(space, *found)
+    return None if space is None else PeerGroup(space, *found)
 
 
-def space_of(group: ProcessGroup, device: torch.device) -> Space | None:
+def space_of(group: ProcessGroup, device: torch.device) -> SymmetricWorkspace | None:
     """The space of a group, made when first asked for; None where its ranks can't have one.
 
     All ranks of the group call this together and get the same answer.
@@ -175,7 +175,7 @@ def space_of(group: ProcessGroup, device: torch.device) -> Space | None:
         notes = [note.decode() for note in ring.gather_notes("hosts", _place(device).encode())]
         if "" not in notes and len(set(notes)) == 1:
             try:
-                space = Space(group, device)
+                space = SymmetricWorkspace(group, device)
             except RuntimeError:  # no peer access, or no way to share memory
                 space = None
             if b"" in ring.gather_notes("space", b"here" if space is not None else b""):

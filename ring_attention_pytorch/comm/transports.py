@@ -7,14 +7,14 @@ and one line in `TRANSPORTS`. It knows what is needed where, and nothing of how 
 import torch
 
 from ring_attention_pytorch.comm.gather import Gather
-from ring_attention_pytorch.comm.gather_first import Together
+from ring_attention_pytorch.comm.gather_first import GatherFirst
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.send_recv import SendRecv
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
 from ring_attention_pytorch.geometry.layouts import count
 from ring_attention_pytorch.runtime.interfaces import Transport
-from ring_attention_pytorch.schedule.pieces import Blocks, Job, is_few, keys_come_late
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload, is_few, keys_come_late
 
 TRANSPORTS: dict[str, type[SendRecv] | type[Gather]] = {"ring": SendRecv, "gather": Gather}
 
@@ -30,7 +30,7 @@ def transport_problem(name: str | None, memory: int | None) -> str | None:
     return None
 
 
-def owners_at_once(memory: int | None, blocks: Blocks, job: Job) -> int:
+def owners_at_once(memory: int | None, blocks: Workload, job: KVShape) -> int:
     """How many owners' keys may be here at once, at least one.
 
     Of each owner there are at once, in backward: the block that was computed on last and the
@@ -39,9 +39,9 @@ def owners_at_once(memory: int | None, blocks: Blocks, job: Job) -> int:
     what comes in.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
-    >>> from ring_attention_pytorch.geometry.tiles import Visible
+    >>> from ring_attention_pytorch.geometry.tiles import Mask
     >>> eight = all_segments("zigzag", 8, 80)
-    >>> blocks, job = Blocks(eight, eight, Visible()), Job(1, 2, 1, 2, 3, itemsize=2)
+    >>> blocks, job = Workload(eight, eight, Mask()), KVShape(1, 2, 1, 2, 3, itemsize=2)
     >>> [owners_at_once(memory, blocks, job) for memory in (None, 0, 600 + 3 * 900)]
     [7, 1, 3]
     """
@@ -56,9 +56,9 @@ def owners_at_once(memory: int | None, blocks: Blocks, job: Job) -> int:
 def make_transport(
     name: str,
     ring: Ring,
-    blocks: Blocks,
+    blocks: Workload,
     at_once: int,
-    job: Job,
+    job: KVShape,
     device: torch.device,
     overtaken: bool = False,
 ) -> Transport:
@@ -72,9 +72,9 @@ def make_transport(
     return TRANSPORTS[name].make(ring, blocks, at_once)
 
 
-def make_together(gather: Transport, blocks: Blocks, job: Job) -> Together | None:
+def make_together(gather: Transport, blocks: Workload, job: KVShape) -> GatherFirst | None:
     """What spares the host where tokens are so few that it takes longer to launch a gather's calls
     than a GPU to run them; all ranks of the ring make it together."""
     if not (isinstance(gather, SymmetricGather) and gather.keeps and is_few(blocks, job)):
         return None
-    return Together.like(gather, blocks, job, shared_by(gather.ring, gather.space.device))
+    return GatherFirst.like(gather, blocks, job, shared_by(gather.ring, gather.space.device))

@@ -16,14 +16,14 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.comm.all_to_all import Move, SharedSwap, Way, by_messages
+from ring_attention_pytorch.comm.all_to_all import CopyPlan, Move, SharedSwap, by_messages
 from ring_attention_pytorch.comm.messages import Part, message_bytes
-from ring_attention_pytorch.comm.ring import Places, Ring
+from ring_attention_pytorch.comm.ring import Ring, SubRing
 from ring_attention_pytorch.geometry.layouts import Segment, Segments, count
-from ring_attention_pytorch.runtime.interfaces import Terms
+from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulator, sent
 from ring_attention_pytorch.runtime.torch_func import signature_once
-from ring_attention_pytorch.schedule.pieces import Job
+from ring_attention_pytorch.schedule.pieces import KVShape
 
 Heads = tuple[tuple[int, ...], ...]  # of each place, which heads it gets
 
@@ -37,7 +37,7 @@ class Landing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spread:
+class HeadPartition:
     """How a tensor `[b, n, h, ...]` is spread: over sequence, or over heads."""
 
     lengths: tuple[int, ...]  # of each place's shard
@@ -46,10 +46,10 @@ class Spread:
     heads: Heads
 
     @cached_property
-    def to_heads(self) -> Way:
+    def to_heads(self) -> CopyPlan:
         """From own tokens of all heads to all tokens of own heads."""
         every = 1 + max(h for theirs in self.heads for h in theirs)
-        return Way(
+        return CopyPlan(
             given=tuple((length, every) for length in self.lengths),
             got=tuple((sum(self.lengths), len(theirs)) for theirs in self.heads),
             moves=tuple(
@@ -63,10 +63,10 @@ class Spread:
         )
 
     @cached_property
-    def to_sequence(self) -> Way:
+    def to_sequence(self) -> CopyPlan:
         """The reverse, the heads of one place behind those of another."""
         ends = (*accumulate(map(len, self.heads)),)
-        return Way(
+        return CopyPlan(
             given=self.to_heads.got,
             got=tuple((length, ends[-1]) for length in self.lengths),
             moves=tuple(
@@ -156,10 +156,10 @@ def _interleaved(found: list[Segment], total: int) -> Segments | None:
 class Ulysses:
     """`together` are the neighbours who swap, `ring` those who then have the same heads."""
 
-    together: Places
-    ring: Places
-    queries: Spread
-    keys: Spread
+    together: SubRing
+    ring: SubRing
+    queries: HeadPartition
+    keys: HeadPartition
     shared: SharedSwap | None = None  # where neighbours read one another's memory
 
     @classmethod
@@ -189,10 +189,10 @@ class Ulysses:
             found = [land(shards[f : f + degree]) for f in range(0, ring.size, degree)]
             lengths = tuple(count(s) for s in shards[first : first + degree])
             longest = max(map(count, shards))
-            spreads.append(Spread(lengths, longest, found[first // degree][1], theirs))
+            spreads.append(HeadPartition(lengths, longest, found[first // degree][1], theirs))
             landed.append(tuple(s for s, _ in found))
-        together = Places(ring, range(first, first + degree))
-        rest = Places(ring, range(place, ring.size, degree))
+        together = SubRing(ring, range(first, first + degree))
+        rest = SubRing(ring, range(place, ring.size, degree))
         shared = SharedSwap.among(together, most_bytes((spreads[0], spreads[1]), q, k, v), q.device)
         return cls(together, rest, *spreads, shared), *landed
 
@@ -214,7 +214,7 @@ class Ulysses:
         mine = self.queries.heads[self.together.rank]
         return slice(mine[0], mine[-1] + 1)
 
-    def of_heads(self, terms: Terms) -> Terms:
+    def of_heads(self, terms: ScoreMods) -> ScoreMods:
         """What terms of all heads are for those here, which a kernel counts from 0."""
         alibi, mask_mod, dropout = terms.alibi, terms.mask_mod, terms.dropout
         first = self.heads.start
@@ -229,16 +229,16 @@ class Ulysses:
         same = replace(self.keys, heads=((0,),) * self.together.size)
         return self.spread([rearrange(mask, "b m -> b m 1")], [same])[0][..., 0]
 
-    def spread(self, tensors: Sequence[Tensor], spreads: Sequence[Spread]) -> list[Tensor]:
+    def spread(self, tensors: Sequence[Tensor], spreads: Sequence[HeadPartition]) -> list[Tensor]:
         """Own tokens of all heads `[b, n, h, ...]` to all tokens of own heads."""
         return self._swap(tensors, [s.to_heads for s in spreads])
 
-    def unspread(self, tensors: Sequence[Tensor], spreads: Sequence[Spread]) -> list[Tensor]:
+    def unspread(self, tensors: Sequence[Tensor], spreads: Sequence[HeadPartition]) -> list[Tensor]:
         """The reverse; what several places have of one head is summed, in their order."""
         found = self._swap(tensors, [s.to_sequence for s in spreads])
         return [_summed(t, s.heads) for t, s in zip(found, spreads)]
 
-    def _swap(self, tensors: Sequence[Tensor], ways: Sequence[Way]) -> list[Tensor]:
+    def _swap(self, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
         if self.shared is None:
             return by_messages(self.together, tensors, ways)
         return self.shared.swap(self.together.rank, tensors, ways)
@@ -251,7 +251,7 @@ class _ToHeads(Function):
     @staticmethod
     @signature_once
     def forward(
-        ulysses: Ulysses, spreads: tuple[Spread, ...], *tensors: Tensor
+        ulysses: Ulysses, spreads: tuple[HeadPartition, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         return tuple(ulysses.spread(tensors, spreads))
 
@@ -274,7 +274,7 @@ class _ToSequence(Function):
     @staticmethod
     @signature_once
     def forward(
-        ulysses: Ulysses, spreads: tuple[Spread, ...], *tensors: Tensor
+        ulysses: Ulysses, spreads: tuple[HeadPartition, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         return tuple(ulysses.unspread(tensors, spreads))
 
@@ -300,7 +300,9 @@ def _neighbours(heads: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
             first = i
 
 
-def most_bytes(spreads: tuple[Spread, Spread], q: Tensor, k: Tensor, v: Tensor) -> int:
+def most_bytes(
+    spreads: tuple[HeadPartition, HeadPartition], q: Tensor, k: Tensor, v: Tensor
+) -> int:
     """Of all that any rank gives at once: q, k and v; their gradients; out and lse."""
     places = len(spreads[0].lengths)
     (rows, heads), (cols, few) = ((s.longest, max(map(len, s.heads))) for s in spreads)
@@ -330,10 +332,10 @@ def _summed(t: Tensor, heads: Heads) -> Tensor:
     return total.to(t.dtype)
 
 
-def job_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> Job:
+def job_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> KVShape:
     """What a transport works for, once heads are swapped."""
     (b, _, heads, d), key_heads = q.shape, k.shape[2]
     if swap is not None:
         heads, key_heads = (len(spread.heads[0]) for spread in (swap.queries, swap.keys))
     wide = sent(q.dtype) != q.dtype
-    return Job(b, heads, key_heads, d, v.shape[3], q.dtype.itemsize, wide)
+    return KVShape(b, heads, key_heads, d, v.shape[3], q.dtype.itemsize, wide)

@@ -9,7 +9,7 @@ from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.kernels import problem
 from ring_attention_pytorch.plan.checks import like_autocast
 from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
-from ring_attention_pytorch.runtime.interfaces import Case
+from ring_attention_pytorch.runtime.interfaces import KernelRequest
 
 
 @typed(told_by_group("ring attention", agreed=("ring_reduce_col", True)))
@@ -43,7 +43,7 @@ def ring_flash_attn_cuda(  # noqa: PLR0913 - a public entry point
         window=max_lookback_seq_len, key_mask=mask,
         softclamp=softclamp_value if softclamp_qk_sim else None,
     )  # fmt: skip
-    case = Case.of(like_autocast(q), like_autocast(v), **asked)
+    case = KernelRequest.of(like_autocast(q), like_autocast(v), **asked)
     flash = any(problem(name, case) is None for name in ("flash-attn-4", "flash-attn-2"))
     return ring_flash_attn(
         q, k, v, mask, causal, bucket_size, ring_reduce_col, striped_ring_attn,

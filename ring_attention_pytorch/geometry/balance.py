@@ -18,7 +18,7 @@ from ring_attention_pytorch.geometry.documents import (
     cu_seqlens_problem,
     of_borders,
 )
-from ring_attention_pytorch.geometry.layouts import Dealt
+from ring_attention_pytorch.geometry.layouts import AssignedLayout
 from ring_attention_pytorch.geometry.segments import Documents, Segment, Segments
 
 _UNEVEN = 0.02  # how much more than the mean the slowest rank may have before chunks get smaller
@@ -28,7 +28,7 @@ _MOST = 32  # chunks a rank
 @beartype
 def balanced(
     cu_seqlens: Borders, ring_size: int, *, causal: bool = True, window: int | None = None
-) -> Dealt:
+) -> AssignedLayout:
     """A layout for packed documents, for every `layout=`: to shard, to attend and to unshard.
 
     Args:
@@ -61,7 +61,9 @@ def balanced(
     return deal(samples, ring_size, causal, window)
 
 
-def deal(samples: Sequence[Documents], ring_size: int, causal: bool, window: int | None) -> Dealt:
+def deal(
+    samples: Sequence[Documents], ring_size: int, causal: bool, window: int | None
+) -> AssignedLayout:
     """The balanced layout of samples of one length."""
     work = torch.stack([visible_keys(d, causal, window) for d in set(samples)]).sum(0)
     before = torch.cat((work.new_zeros(1), work.cumsum(0)))  # the work of all earlier positions
@@ -82,7 +84,7 @@ def deal(samples: Sequence[Documents], ring_size: int, causal: bool, window: int
             break
         chunks *= 2
     borders = _borders(length, len(best)).tolist()
-    return Dealt(tuple(_segments(best, borders, rank) for rank in range(ring_size)))
+    return AssignedLayout(tuple(_segments(best, borders, rank) for rank in range(ring_size)))
 
 
 def visible_keys(documents: Documents, causal: bool, window: int | None) -> Tensor:

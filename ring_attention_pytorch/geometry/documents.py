@@ -19,13 +19,13 @@ from ring_attention_pytorch.geometry.segments import (
 )
 
 Borders = Tensor | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]
-Packing = tuple[Documents, ...]  # one for each sample
+BatchDocuments = tuple[Documents, ...]  # one for each sample
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def documents_problem(
-    documents: Tensor | Packing | None,
+    documents: Tensor | BatchDocuments | None,
     cu_seqlens: Borders | None,
     shape: Sequence[int],
     whole: int | None = None,
@@ -125,7 +125,7 @@ def of_ids(ids: Tensor) -> Documents:
     return Documents(tuple(map(Run, named, [0, *ends[:-1]], ends)))
 
 
-def last_of_document(packing: Packing, at: Tensor) -> Tensor:
+def last_of_document(packing: BatchDocuments, at: Tensor) -> Tensor:
     """Where another document, or nothing, follows the tokens at positions `[n]`: bool `[b, n]`."""
     ends = (torch.tensor([run.stop - 1 for run in d.runs], dtype=torch.long) for d in packing)
     found = [torch.isin(at, end.to(at.device)) for end in ends]

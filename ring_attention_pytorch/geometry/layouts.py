@@ -27,7 +27,7 @@ from ring_attention_pytorch.geometry.segments import (
 )
 
 
-class Dealt(NamedTuple):
+class AssignedLayout(NamedTuple):
     """A layout made for one sequence and one ring: every rank's segments."""
 
     segments: tuple[Segments, ...]
@@ -37,7 +37,7 @@ class Dealt(NamedTuple):
         return f"balanced of {tokens} tokens over {len(self.segments)} ranks, {mark[:12]}"
 
 
-Layout = str | Dealt
+Layout = str | AssignedLayout
 
 
 def contiguous(rank: int, ring_size: int, length: int) -> Segments:
@@ -78,7 +78,9 @@ def all_segments(layout: Layout, ring_size: int, length: int) -> tuple[Segments,
     """
     if (problem := layout_problem(layout, ring_size, length)) is not None:
         raise ValueError(problem)
-    return layout.segments if isinstance(layout, Dealt) else _named(layout, ring_size, length)
+    return (
+        layout.segments if isinstance(layout, AssignedLayout) else _named(layout, ring_size, length)
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -120,7 +122,7 @@ def layout_problem(
     layout: Layout, ring_size: int | None = None, length: int | None = None
 ) -> str | None:
     """What is wrong with a layout, for so many ranks and tokens if given; None if nothing."""
-    if isinstance(layout, Dealt):
+    if isinstance(layout, AssignedLayout):
         ranks, tokens = len(layout.segments), sum(map(count, layout.segments))
         if ring_size in (None, ranks) and length in (None, tokens):
             return None

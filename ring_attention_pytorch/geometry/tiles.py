@@ -35,7 +35,7 @@ class Tile(NamedTuple):
     right: int | None
 
 
-class Visible(NamedTuple):
+class Mask(NamedTuple):
     """Which keys a query sees, by position. A window without `causal` reaches both ways."""
 
     causal: bool = False
@@ -49,21 +49,21 @@ class Visible(NamedTuple):
         return self.documents is None and self.prefix is None
 
 
-def tiles(queries: Segments, keys: Segments, visible: Visible) -> tuple[Tile, ...]:
+def tiles(queries: Segments, keys: Segments, visible: Mask) -> tuple[Tile, ...]:
     """The visible tiles of one block, as few and as large as they can be, in order of rows.
 
     Zigzag, rank 1 of 2, its own keys: triangle, rectangle and triangle are one causal tile.
 
     >>> from ring_attention_pytorch.geometry.layouts import zigzag
     >>> mine = zigzag(rank=1, ring_size=2, length=8)
-    >>> tiles(mine, mine, Visible(causal=True))
+    >>> tiles(mine, mine, Mask(causal=True))
     (Tile(rows=slice(0, 4, None), cols=slice(0, 4, None), left=None, right=0),)
     """
     # whoever wants those that do not last again keeps them
     return (_known if visible.lasting else _tiles)(queries, keys, visible)
 
 
-def _tiles(queries: Segments, keys: Segments, visible: Visible) -> tuple[Tile, ...]:
+def _tiles(queries: Segments, keys: Segments, visible: Mask) -> tuple[Tile, ...]:
     found = [tile for some in _by_document(queries, keys, visible) for tile in _join(some)]
     return tuple(sorted(found, key=lambda t: (t.rows.start, t.cols.start)))
 
@@ -71,7 +71,7 @@ def _tiles(queries: Segments, keys: Segments, visible: Visible) -> tuple[Tile, .
 _known = lru_cache(maxsize=65536)(_tiles)
 
 
-def _by_document(queries: Segments, keys: Segments, visible: Visible) -> Iterator[list[Tile]]:
+def _by_document(queries: Segments, keys: Segments, visible: Mask) -> Iterator[list[Tile]]:
     """The tiles of each document of which there are any."""
     theirs = _pieces(keys, visible)
     for document, mine in _pieces(queries, visible).items():
@@ -81,7 +81,7 @@ def _by_document(queries: Segments, keys: Segments, visible: Visible) -> Iterato
             yield found
 
 
-def _pieces(segments: Segments, visible: Visible) -> Pieces:
+def _pieces(segments: Segments, visible: Mask) -> Pieces:
     if visible.documents is not None:
         return visible.documents.pieces(segments)
     if visible.prefix is not None:
@@ -89,7 +89,7 @@ def _pieces(segments: Segments, visible: Visible) -> Pieces:
     return {0: [Piece(*each) for each in starts_of(segments)]}
 
 
-def _tile(query: Piece, key: Piece, visible: Visible) -> Tile | None:
+def _tile(query: Piece, key: Piece, visible: Mask) -> Tile | None:
     """What one pair of pieces shows."""
     (row, q), (col, k) = query, key
     left = right = None
@@ -239,7 +239,7 @@ def _pairs(n: int, m: int, left: int | None, right: int | None) -> int:
 
 
 def needed_distances(
-    queries: tuple[Segments, ...], keys: tuple[Segments, ...], visible: Visible
+    queries: tuple[Segments, ...], keys: tuple[Segments, ...], visible: Mask
 ) -> tuple[int, ...]:
     """The ring distances t at which some rank r needs the keys of rank r - t; 0 always.
 
@@ -247,7 +247,7 @@ def needed_distances(
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> four = all_segments("zigzag", 4, 64)
-    >>> needed_distances(four, four, Visible(causal=True, window=3))
+    >>> needed_distances(four, four, Mask(causal=True, window=3))
     (0, 1, 3)
     """
     ring_size = len(queries)

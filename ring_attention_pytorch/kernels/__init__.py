@@ -1,7 +1,7 @@
 """The table of kernels, and the choice among them.
 
 A kernel is one module that satisfies `contract.Kernel`, and one line in `KERNELS`. What it can
-do is data (`contract.Can`), so that the choice can be explained and the table in
+do is data (`Capabilities`), so that the choice can be explained and the table in
 `docs/kernels.md` drawn. Kernels know nothing of ranks or layouts and never import one another.
 """
 
@@ -25,7 +25,13 @@ from ring_attention_pytorch.kernels import (
     sdpa_flash,
     triton,
 )
-from ring_attention_pytorch.runtime.interfaces import FEATURES, Can, Case, Kernel, Package
+from ring_attention_pytorch.runtime.interfaces import (
+    FEATURES,
+    Capabilities,
+    Dependency,
+    Kernel,
+    KernelRequest,
+)
 
 logger = logging.getLogger("ring_attention_pytorch")
 
@@ -50,7 +56,7 @@ _WORDS = {
 }
 
 
-class Chosen(NamedTuple):
+class SelectedKernel(NamedTuple):
     """A kernel under its name, or one's forward with another's backward, which `yields` is of."""
 
     name: str
@@ -60,7 +66,7 @@ class Chosen(NamedTuple):
     merges: bool
 
 
-def choose(name: str | None, case: Case) -> Chosen:
+def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
     """The fastest kernel of that name that can do the case; None is any name.
 
     "flash-attn" is any whose name begins so; "triton+flash-attn" is forward by one and backward
@@ -73,7 +79,7 @@ def choose(name: str | None, case: Case) -> Chosen:
         first, second = (choose(part, case) for part in name.split("+"))
         both = f"{first.name}+{second.name}"
         merges = first.merges and second.merges
-        return Chosen(both, first.forward, second.backward, second.yields, merges)
+        return SelectedKernel(both, first.forward, second.backward, second.yields, merges)
     problems = {}
     for each in _named(name, case):
         problems[each] = problem(each, case._replace(named=name is not None))
@@ -81,12 +87,14 @@ def choose(name: str | None, case: Case) -> Chosen:
             if name is None:
                 _log(each, case)
             found = KERNELS[each]
-            return Chosen(each, found.forward, found.backward, found.CAN.yields, found.CAN.merges)
+            return SelectedKernel(
+                each, found.forward, found.backward, found.CAN.yields, found.CAN.merges
+            )
     told = "; ".join(f"kernel={each!r} {why}" for each, why in problems.items())
     raise ValueError(f"{told}; leave kernel=None to have one chosen that can")
 
 
-def explain(case: Case, name: str | None = None) -> str:
+def explain(case: KernelRequest, name: str | None = None) -> str:
     """Which kernel does the case, and why the faster ones can't, a line each."""
     if name is not None and name.count("+") == 1:
         first, second = (explain(case, part) for part in name.split("+"))
@@ -100,7 +108,7 @@ def explain(case: Case, name: str | None = None) -> str:
     return "\n".join([*lines, "none of these can do it"])
 
 
-def problem(name: str, case: Case) -> str | None:
+def problem(name: str, case: KernelRequest) -> str | None:
     """Why the kernel of this name can't do the case; None where it can."""
     can = KERNELS[name].CAN
     return (
@@ -118,7 +126,7 @@ def problem(name: str, case: Case) -> str | None:
     )
 
 
-def _named(name: str | None, case: Case) -> list[str]:
+def _named(name: str | None, case: KernelRequest) -> list[str]:
     old = case.capability is not None and case.capability < (9, 0)
     order = dict.fromkeys((*(_BEFORE_HOPPER if old else ()), *KERNELS))
     if case.packed:  # many short calls take longer than one of a kernel that is slower by itself
@@ -131,7 +139,7 @@ def _named(name: str | None, case: Case) -> list[str]:
     return found
 
 
-def _device_problem(can: Can, case: Case) -> str | None:
+def _device_problem(can: Capabilities, case: KernelRequest) -> str | None:
     if can.devices is not None and case.device not in can.devices:
         interpreted = case.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
         if not ("interpreter" in can.devices and interpreted and case.named):
@@ -147,7 +155,7 @@ def _device_problem(can: Can, case: Case) -> str | None:
     return None
 
 
-def _shape_problem(can: Can, case: Case) -> str | None:
+def _shape_problem(can: Capabilities, case: KernelRequest) -> str | None:
     sizes = f"got {case.d} and {case.d_v}"
     if can.dtypes is not None and case.dtype not in can.dtypes:
         return f"has no {case.dtype}"
@@ -161,7 +169,7 @@ def _shape_problem(can: Can, case: Case) -> str | None:
 
 
 @lru_cache(maxsize=16)
-def package_problem(package: Package) -> str | None:
+def package_problem(package: Dependency) -> str | None:
     """What keeps the package from being used; None where it is there and new enough."""
     wanted = f"needs {package.name} {package.oldest} or later ({package.command})"
     try:
@@ -175,6 +183,6 @@ def package_problem(package: Package) -> str | None:
 
 
 @lru_cache(maxsize=256)
-def _log(name: str, case: Case) -> None:
+def _log(name: str, case: KernelRequest) -> None:
     """Once for each case."""
     logger.info("kernel %s for %s", name, case)

@@ -11,8 +11,8 @@ from einops import rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import Tile
-from ring_attention_pytorch.runtime.accumulate import Sum
-from ring_attention_pytorch.runtime.interfaces import Grads, Keys, Saved, Terms, Tiles
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods, Tiles
 from ring_attention_pytorch.runtime.streams import aside
 
 NO_BOUND = -1
@@ -68,7 +68,7 @@ def _apart(tile: Tile) -> Iterator[Tile]:
     yield from _apart(Tile(slice(rows.start + cut, rows.stop), cols, left, None))
 
 
-def lane(tiles: Sequence[Tile], keys: Keys, *memory: Tensor) -> AbstractContextManager[None]:
+def lane(tiles: Sequence[Tile], keys: KVBlock, *memory: Tensor) -> AbstractContextManager[None]:
     """For one of the calls that compute these tiles, and write this memory: beside the others, if
     it may be."""
     apart = isinstance(tiles, Tiles) and tiles.lanes
@@ -96,11 +96,11 @@ def _readable(t: Tensor) -> bool:
 
 
 def with_lse_gradient(
-    backward: Callable[[Saved, Keys, Sequence[Tile], Terms, Grads], Any],
-    saved: Saved,
-    keys: Keys,
+    backward: Callable[[Residuals, KVBlock, Sequence[Tile], ScoreMods, Grads], Any],
+    saved: Residuals,
+    keys: KVBlock,
     tiles: Sequence[Tile],
-    terms: Terms,
+    terms: ScoreMods,
     grads: Grads,
 ) -> None:
     """The whole backward, by one that knows only of out's gradient.
@@ -116,7 +116,7 @@ def with_lse_gradient(
     out[..., 0] = 1
     dout = -out * rearrange(saved.dlse / size, "b h n -> b n h 1").to(out.dtype)
     nothing = keys._replace(v=torch.zeros_like(keys.v))
-    share = Grads(Sum(saved.q), Sum(keys.k), Sum(keys.v))
+    share = Grads(GradAccumulator(saved.q), GradAccumulator(keys.k), GradAccumulator(keys.v))
     backward(replace(saved, out=out, dout=dout, dlse=None), nothing, tiles, terms, share)
     for total, part in zip(grads[:2], share):
         total.running().addcmul_(part.running(), size)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels._flash import aligned, from_bottom_right
-from ring_attention_pytorch.runtime.accumulate import Result, Sum
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Tiles
 
 _MOST = 256  # sequences of a call: beyond that flash-attn 4 looks them up in another way
@@ -33,7 +33,7 @@ _FEW = 2  # tiles that are calls of their own: with lengths the kernel is a twen
 _ALIGNED = 4  # numbers of 32 bits: what kernels load at once
 
 
-class Pack(NamedTuple):
+class VarlenCall(NamedTuple):
     """The tiles of one call, of all samples.
 
     `sequences` are as flash attention names them; a single tile needs none. Gaps are the numbers
@@ -57,12 +57,12 @@ class Pack(NamedTuple):
         """The same of [b, h, n], as lse is."""
         return (rearrange(t, "b h n -> h (b n)") if self.sequences else t).contiguous()
 
-    def blank(self, total: Sum, at: slice) -> Tensor:
+    def blank(self, total: GradAccumulator, at: slice) -> Tensor:
         """Memory for what the call gives for these rows, or columns."""
         blank = total.blank(at, flat=bool(self.sequences))
         return blank.flatten(0, 1) if self.sequences else blank
 
-    def blank_rows(self, result: Result) -> dict[str, Tensor]:
+    def blank_rows(self, result: OutputAccumulator) -> dict[str, Tensor]:
         """The same for its result; with sequences that lies otherwise."""
         if self.sequences:
             return {}
@@ -87,14 +87,14 @@ class Pack(NamedTuple):
         return t.unflatten(0, (batch, -1)) if self.sequences else t
 
 
-def packs(tiles: Sequence[Tile], like: Tensor, disjoint_keys: bool) -> list[Pack]:
+def packs(tiles: Sequence[Tile], like: Tensor, disjoint_keys: bool) -> list[VarlenCall]:
     """All tiles, in as few packs as come of taking each as soon as it fits, for samples like these.
 
     With disjoint_keys no column is in two tiles of a pack. Made once for tiles that are used again.
     """
     batch, device = len(like), like.device
 
-    def make() -> list[Pack]:
+    def make() -> list[VarlenCall]:
         runs = in_runs(tiles, disjoint_keys, max(1, _MOST // batch))
         return [_pack(run, disjoint_keys, batch, device) for run in runs]
 
@@ -175,10 +175,10 @@ def _shows_all_before(tile: Tile, rows: slice, col: int) -> bool:
     return (tile.rows, tile.cols.stop, *tile[2:]) == (rows, col, None, None)
 
 
-def _pack(run: list[Tile], disjoint_keys: bool, batch: int, device: torch.device) -> Pack:
+def _pack(run: list[Tile], disjoint_keys: bool, batch: int, device: torch.device) -> VarlenCall:
     """One call, its numbers brought to the device together."""
     rows, cols = [tile.rows for tile in run], [tile.cols for tile in run]
-    pack = Pack(_spanned(rows), _spanned(cols), *from_bottom_right(run[0]))
+    pack = VarlenCall(_spanned(rows), _spanned(cols), *from_bottom_right(run[0]))
     if len(run) == 1:
         return pack
     gaps = _gaps(rows), _gaps(cols) if disjoint_keys else []

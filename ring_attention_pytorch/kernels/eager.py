@@ -11,15 +11,24 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import Tile, band, buckets
-from ring_attention_pytorch.runtime.accumulate import Result
+from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
-from ring_attention_pytorch.runtime.interfaces import Can, Grads, Keys, Saved, Terms, Tiles
+from ring_attention_pytorch.runtime.interfaces import (
+    Capabilities,
+    Grads,
+    KVBlock,
+    Residuals,
+    ScoreMods,
+    Tiles,
+)
 from ring_attention_pytorch.runtime.rowwise import accumulator, merge_
 
-CAN = Can()
+CAN = Capabilities()
 
 
-def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
+def forward(
+    q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
+) -> None:
     out, lse = result.running()
     for rows, cols, hidden, bias, left in visible_parts(keys, tiles, terms, q.shape[2]):
         q_, k, v = grouped(q[:, rows], keys.k[:, cols], keys.v[:, cols])
@@ -31,7 +40,9 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
         merge_(out[:, rows], lse[..., rows], part, rearrange(part_lse, "b g r i -> b (g r) i"))
 
 
-def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+def backward(
+    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
+) -> None:
     h_kv, running = keys.k.shape[2], [total.running() for total in grads]
     for rows, cols, hidden, bias, left in visible_parts(keys, tiles, terms, saved.q.shape[2]):
         q, k, v = grouped(saved.q[:, rows], keys.k[:, cols], keys.v[:, cols])
@@ -52,7 +63,7 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
 
 
 def visible_parts(
-    keys: Keys, tiles: Sequence[Tile], terms: Terms, h: int
+    keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, h: int
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None, Tensor | None]]:
     """The tiles, few rows at a time with the keys that those see, what is hidden in each, what
     is added to scores [b, g, r, i, j] and what of probabilities is left by dropout."""
@@ -76,7 +87,7 @@ def visible_parts(
             yield part.rows, part.cols, hidden, bias, left
 
 
-def _marks(keys: Keys, tiles: Tiles, dropout: Dropout, h: int) -> tuple[Tensor, Tensor]:
+def _marks(keys: KVBlock, tiles: Tiles, dropout: Dropout, h: int) -> tuple[Tensor, Tensor]:
     """By what dropout draws for each query, int32 [b, g, r, n, 1]."""
     heads = torch.arange(h, dtype=torch.int32, device=keys.k.device)
     return dropout.marks(
@@ -91,7 +102,7 @@ def _less(t: Tensor, left: Tensor | None) -> Tensor:
     return t if left is None else t.mul_(left)
 
 
-def _allowed(keys: Keys, tiles: Tiles, part: Tile, terms: Terms, h: int) -> Tensor:
+def _allowed(keys: KVBlock, tiles: Tiles, part: Tile, terms: ScoreMods, h: int) -> Tensor:
     """What the predicate lets be seen, bool [b, g, r, i, j]."""
     b, _, h_kv, _ = keys.k.shape
     seen = terms.mask_mod(
@@ -104,13 +115,13 @@ def _allowed(keys: Keys, tiles: Tiles, part: Tile, terms: Terms, h: int) -> Tens
     return rearrange(seen.expand(shape), "b (g r) i j -> b g r i j", g=h_kv)
 
 
-def _samples(keys: Keys, tiles: Tiles) -> Tensor:
+def _samples(keys: KVBlock, tiles: Tiles) -> Tensor:
     """Their numbers in the batch."""
     return torch.arange(tiles.first, tiles.first + len(keys.k), device=keys.k.device)
 
 
 def scores_of(
-    q: Tensor, k: Tensor, terms: Terms, bias: Tensor | None
+    q: Tensor, k: Tensor, terms: ScoreMods, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | float]:
     """Scores [b, g, r, i, j], and the derivative of each by its q.k."""
     scores = einsum(q, k, "b i g r d, b j g d -> b g r i j").mul_(terms.scale)

@@ -22,7 +22,13 @@ from ring_attention_pytorch.kernels.eager import (
     scores_of,
     visible_parts,
 )
-from ring_attention_pytorch.runtime.interfaces import Grads, Keys, Saved, Terms, tangent_of_delta
+from ring_attention_pytorch.runtime.interfaces import (
+    Grads,
+    KVBlock,
+    Residuals,
+    ScoreMods,
+    tangent_of_delta,
+)
 
 
 class Part(NamedTuple):
@@ -55,9 +61,9 @@ def forward(
     q: Tensor,
     tq: Tensor,
     lse: Tensor,
-    keys: Keys,
+    keys: KVBlock,
     tiles: Sequence[Tile],
-    terms: Terms,
+    terms: ScoreMods,
     sums: tuple[Tensor, Tensor],
 ) -> None:
     """Add B [b, n, h, d_v] and A [b, h, n] of these tiles to `sums`."""
@@ -71,7 +77,12 @@ def forward(
 
 
 def backward(
-    saved: Saved, along: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads
+    saved: Residuals,
+    along: Residuals,
+    keys: KVBlock,
+    tiles: Sequence[Tile],
+    terms: ScoreMods,
+    grads: Grads,
 ) -> None:
     """Add each gradient's tangent, and beside it the gradient itself, to `grads`.
 
@@ -100,7 +111,7 @@ def backward(
 
 
 def _parts(
-    q: Tensor, tq: Tensor, lse: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms
+    q: Tensor, tq: Tensor, lse: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods
 ) -> Iterator[Part]:
     h_kv = keys.k.shape[2]
     for rows, cols, hidden, bias, left in visible_parts(keys, tiles, terms, tq.shape[2]):

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels._flash import aligned, lane, part, windows, with_lse_gradient
-from ring_attention_pytorch.runtime.accumulate import Result
+from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import (
     FEATURES,
-    Can,
+    Capabilities,
+    Dependency,
     Grads,
-    Keys,
-    Package,
-    Saved,
-    Terms,
+    KVBlock,
+    Residuals,
+    ScoreMods,
 )
 
-CAN = Can(
+CAN = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
     oldest=(8, 0),
@@ -30,11 +30,13 @@ CAN = Can(
     multiple=8,
     one_size=True,
     features=FEATURES - {"key_mask", "unusual_scale", "alibi", "mask_mod", "dropout"},
-    package=Package("flash-attn", "flash_attn.flash_attn_interface", "2.8", built=True),
+    package=Dependency("flash-attn", "flash_attn.flash_attn_interface", "2.8", built=True),
 )
 
 
-def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
+def forward(
+    q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
+) -> None:
     from flash_attn.flash_attn_interface import _flash_attn_forward
 
     for tile, left, right in windows(tiles) if q.numel() else ():
@@ -48,11 +50,15 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
         result.add(tile.rows, out, lse)
 
 
-def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+def backward(
+    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
+) -> None:
     with_lse_gradient(_backward, saved, keys, tiles, terms, grads)
 
 
-def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+def _backward(
+    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
+) -> None:
     from flash_attn.flash_attn_interface import _flash_attn_backward
 
     for tile, left, right in windows(tiles) if saved.q.numel() else ():

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels._flash import NO_BOUND, lane, part
-from ring_attention_pytorch.kernels._varlen import Pack, packs
-from ring_attention_pytorch.runtime.accumulate import Result
+from ring_attention_pytorch.kernels._varlen import VarlenCall, packs
+from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import (
     FEATURES,
-    Can,
+    Capabilities,
+    Dependency,
     Grads,
-    Keys,
-    Package,
-    Saved,
-    Terms,
+    KVBlock,
+    Residuals,
+    ScoreMods,
 )
 
-CAN = Can(
+CAN = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
     oldest=(9, 0),
@@ -35,11 +35,13 @@ CAN = Can(
     few_calls=True,
     yields=True,
     features=FEATURES - {"key_mask", "unusual_scale", "alibi", "mask_mod", "dropout"},
-    package=Package("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36"),
+    package=Dependency("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36"),
 )
 
 
-def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
+def forward(
+    q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
+) -> None:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     for pack in packs(tiles, q, disjoint_keys=False) if q.numel() else ():
@@ -54,7 +56,9 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
         result.add(pack.rows, out, lse)
 
 
-def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+def backward(
+    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
+) -> None:
     from flash_attn.cute.interface import _flash_attn_bwd
 
     for pack in packs(tiles, saved.q, disjoint_keys=True) if saved.q.numel() else ():
@@ -81,7 +85,7 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
             total.add(at, t)
 
 
-def _window(pack: Pack) -> dict[str, int | bool | None]:
+def _window(pack: VarlenCall) -> dict[str, int | bool | None]:
     left, right = (None if x == NO_BOUND else x for x in (pack.left, pack.right))
     if (left, right) == (None, 0):
         return dict(causal=True)

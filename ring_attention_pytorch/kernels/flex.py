@@ -22,27 +22,27 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ring_attention_pytorch.geometry.tiles import Tile
-from ring_attention_pytorch.runtime.accumulate import Result
+from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import (
     FEATURES,
-    Can,
+    Capabilities,
+    Dependency,
     Grads,
-    Keys,
+    KVBlock,
     MaskMod,
-    Package,
-    Saved,
-    Terms,
+    Residuals,
+    ScoreMods,
     Tiles,
 )
 from ring_attention_pytorch.runtime.rowwise import sum_of_products
 
-CAN = Can(
+CAN = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
     oldest=(8, 0),
     widest=256,
     features=FEATURES - {"unusual_scale", "deterministic", "dropout"},
-    package=Package("triton", "triton", "3.4"),
+    package=Dependency("triton", "triton", "3.4"),
 )
 _CELL = 128  # rows and columns of a mask that are skipped, or seen, as one
 _NARROWEST = 16  # head size that a product of matrices can take
@@ -51,14 +51,18 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Block = tuple[list[BlockMask], ScoreMod | None]
 
 
-def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
+def forward(
+    q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
+) -> None:
     for mask, score_mod in _calls(q, keys, tiles, terms):
         given = (t.detach() for t in (q, keys.k, keys.v))  # else there were a variant of each kind
         part, lse = _attention(*given, mask, score_mod, terms.scale)
         result.add(slice(0, q.shape[1]), part, lse)
 
 
-def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+def backward(
+    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
+) -> None:
     for mask, score_mod in _calls(saved.q, keys, tiles, terms):
         leaves = [t.detach().requires_grad_() for t in (saved.q, keys.k, keys.v)]
         with torch.enable_grad():
@@ -72,7 +76,7 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
 
 
 def _calls(
-    q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms
+    q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods
 ) -> Iterator[tuple[BlockMask, ScoreMod | None]]:
     if not tiles or not q.numel():
         return
@@ -102,7 +106,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, score_mod: Any, scale: f
     return out, more.lse
 
 
-def _block(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms) -> Block:
+def _block(q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods) -> Block:
     """The masks of a block, one for each stretch, and what is done to its scores."""
     (b, n, h, _), m = q.shape, keys.k.shape[1]
     sizes = b, h, _room(n), _room(m)

@@ -17,8 +17,15 @@ from einops import rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import Tile, band, buckets
-from ring_attention_pytorch.runtime.accumulate import Result
-from ring_attention_pytorch.runtime.interfaces import FEATURES, Can, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
+from ring_attention_pytorch.runtime.interfaces import (
+    FEATURES,
+    Capabilities,
+    Grads,
+    KVBlock,
+    Residuals,
+    ScoreMods,
+)
 
 _SMALLEST = 256  # keys of a causal tile that is not worth cutting
 
@@ -33,14 +40,16 @@ class _Call(NamedTuple):
     unseen: Tensor | None
 
 
-CAN = Can(
+CAN = Capabilities(
     devices=("cpu",),
     dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
     features=FEATURES - {"softclamp", "unusual_scale", "alibi", "mask_mod", "dropout"},
 )
 
 
-def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
+def forward(
+    q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
+) -> None:
     d_v = keys.v.shape[-1]
     q, k, v = map(_dense, (q, keys.k, keys.v))
     for call in _calls(q, keys, tiles, terms):
@@ -58,7 +67,9 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
         result.add(call.rows, part, part_lse)
 
 
-def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+def backward(
+    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
+) -> None:
     q, k, v, out, dout = map(_dense, (saved.q, keys.k, keys.v, saved.out, saved.dout))
     d, d_v = k.shape[-1], v.shape[-1]
     if q.dtype == torch.float16 or saved.dlse is not None:
@@ -97,7 +108,7 @@ def _lost(q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:
     return nothing & (q.isnan().any(-1) | k.isnan().any()) if nothing.any() else None
 
 
-def _calls(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms) -> Iterator[_Call]:
+def _calls(q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods) -> Iterator[_Call]:
     for tile in tiles:
         simple = tile.left is None and tile.right in (None, 0)
         cut = _pieces if simple else buckets

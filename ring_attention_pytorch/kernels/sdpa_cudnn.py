@@ -12,11 +12,17 @@ from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels._flash import aligned, lane, part, with_lse_gradient
-from ring_attention_pytorch.runtime.accumulate import Result
-from ring_attention_pytorch.runtime.interfaces import Can, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
+from ring_attention_pytorch.runtime.interfaces import (
+    Capabilities,
+    Grads,
+    KVBlock,
+    Residuals,
+    ScoreMods,
+)
 from ring_attention_pytorch.runtime.rowwise import accumulator
 
-CAN = Can(
+CAN = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
     oldest=(9, 0),
@@ -34,7 +40,9 @@ class _Call(NamedTuple):
     by_hand: bool  # there is one key only, which the op refuses, or gets wrong
 
 
-def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
+def forward(
+    q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
+) -> None:
     for rows, cols, causal, by_hand in _calls(q, tiles):
         operands = part(q, rows), part(keys.k, cols), part(keys.v, cols)
         with lane(tiles, keys):
@@ -48,11 +56,15 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
         result.add(rows, *found)
 
 
-def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+def backward(
+    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
+) -> None:
     with_lse_gradient(_backward, saved, keys, tiles, terms, grads)
 
 
-def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+def _backward(
+    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
+) -> None:
     for rows, cols, causal, by_hand in _calls(saved.q, tiles):
         operands = (
             part(saved.q, rows), part(keys.k, cols), part(keys.v, cols), part(saved.out, rows),
@@ -137,7 +149,7 @@ def _as_told_by(q: Tensor, t: Tensor) -> Tensor:
     return t.new_empty_strided(t.shape, strides).copy_(t)
 
 
-def _one_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+def _one_key(q: Tensor, k: Tensor, v: Tensor, terms: ScoreMods) -> tuple[Tensor, Tensor]:
     q, k, v = _by_key_head(q, k, v)
     lse = terms.scale * einsum(q, k, "b n g r d, b g d -> b g r n")
     out = rearrange(v, "b g d -> b 1 g 1 d").expand(*q.shape[:-1], -1)
@@ -147,7 +159,7 @@ def _one_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Ten
 
 
 def _one_key_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, terms: Terms
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, terms: ScoreMods
 ) -> list[Tensor]:
     """dq, dk and dv of rows and a column, which may be of wider ones: lse is of the rows."""
     lse = rearrange(lse, "b (g r) n -> b n g r", g=k.shape[2])

@@ -7,10 +7,17 @@ from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels._flash import aligned, lane, part, windows, with_lse_gradient
-from ring_attention_pytorch.runtime.accumulate import Result
-from ring_attention_pytorch.runtime.interfaces import FEATURES, Can, Grads, Keys, Saved, Terms
+from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
+from ring_attention_pytorch.runtime.interfaces import (
+    FEATURES,
+    Capabilities,
+    Grads,
+    KVBlock,
+    Residuals,
+    ScoreMods,
+)
 
-CAN = Can(
+CAN = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
     oldest=(8, 0),
@@ -21,7 +28,9 @@ CAN = Can(
 )
 
 
-def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
+def forward(
+    q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
+) -> None:
     for tile, left, right in windows(tiles) if q.numel() else ():
         with lane(tiles, keys):
             q_, k, v = aligned(part(q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols))
@@ -32,11 +41,15 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
         result.add(tile.rows, out, lse)
 
 
-def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+def backward(
+    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
+) -> None:
     with_lse_gradient(_backward, saved, keys, tiles, terms, grads)
 
 
-def _backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+def _backward(
+    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
+) -> None:
     for tile, left, right in windows(tiles) if saved.q.numel() else ():
         with lane(tiles, keys):
             q, k, v, out, dout = aligned(

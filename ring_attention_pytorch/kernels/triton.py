@@ -19,20 +19,20 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import Tile, visible_pairs
-from ring_attention_pytorch.runtime.accumulate import Result
+from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import (
     FEATURES,
-    Can,
+    Capabilities,
+    Dependency,
     Grads,
-    Keys,
-    Package,
-    Saved,
-    Terms,
+    KVBlock,
+    Residuals,
+    ScoreMods,
     Tiles,
 )
 
 _WIDEST = 256
-CAN = Can(
+CAN = Capabilities(
     devices=("cuda", "interpreter"),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
     oldest=(8, 0),
@@ -40,7 +40,7 @@ CAN = Can(
     few_calls=True,
     merges=True,
     features=FEATURES - {"mask_mod"},
-    package=Package("triton", "triton", "3.4"),
+    package=Dependency("triton", "triton", "3.4"),
 )
 
 
@@ -129,7 +129,9 @@ def configured(**configs: Config) -> Iterator[None]:
         _overrides = before
 
 
-def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result) -> None:
+def forward(
+    q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
+) -> None:
     if not tiles:
         return
     from ring_attention_pytorch.kernels._triton_forward import forward_kernel
@@ -151,7 +153,9 @@ def forward(q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: 
         )  # fmt: skip
 
 
-def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads) -> None:
+def backward(
+    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
+) -> None:
     if not tiles:
         return
     with _on(saved.q):
@@ -160,7 +164,7 @@ def backward(saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grad
 
 
 def _backward_of_keys(
-    saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads
+    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
 ) -> None:
     from ring_attention_pytorch.kernels._triton_backward import keys_kernel
 
@@ -188,7 +192,7 @@ def _backward_of_keys(
 
 
 def _backward_of_queries(
-    saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads
+    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
 ) -> None:
     from ring_attention_pytorch.kernels._triton_backward import queries_kernel
 
@@ -212,7 +216,7 @@ def _backward_of_queries(
     )  # fmt: skip
 
 
-def _config(direction: str, q: Tensor, keys: Keys, tiles: Sequence[Tile]) -> Config:
+def _config(direction: str, q: Tensor, keys: KVBlock, tiles: Sequence[Tile]) -> Config:
     def make() -> Config:
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
         rows = max(t.rows.stop for t in tiles) - min(t.rows.start for t in tiles)
@@ -226,8 +230,8 @@ def _config(direction: str, q: Tensor, keys: Keys, tiles: Sequence[Tile]) -> Con
 
 def _options(
     config: Config,
-    terms: Terms,
-    keys: Keys,
+    terms: ScoreMods,
+    keys: KVBlock,
     moved: Sequence[Tensor],
     written: Sequence[Tensor] = (),
 ) -> dict[str, Any]:
@@ -293,7 +297,7 @@ def _operands(tma: bool, *blocks: tuple[Tensor, int]) -> list[Any]:
     return [descriptor(*block) for block in blocks]
 
 
-def _factors(terms: Terms) -> tuple[float, float]:
+def _factors(terms: ScoreMods) -> tuple[float, float]:
     """What goes into tanh, if anything, and what makes of the result a score in base 2."""
     scale = max(abs(terms.scale), 1e-35)  # 0 times the -inf of a hidden score would be NaN
     if terms.softclamp is None:
@@ -301,7 +305,7 @@ def _factors(terms: Terms) -> tuple[float, float]:
     return scale / terms.softclamp, terms.softclamp * math.log2(math.e)
 
 
-def _places(tiles: Sequence[Tile], terms: Terms) -> tuple[Tensor | None, ...]:
+def _places(tiles: Sequence[Tile], terms: ScoreMods) -> tuple[Tensor | None, ...]:
     """Slopes of ALiBi, and the positions that it compares."""
     if terms.alibi is None:
         return None, None, None
@@ -309,7 +313,7 @@ def _places(tiles: Sequence[Tile], terms: Terms) -> tuple[Tensor | None, ...]:
 
 
 def _draws(
-    tiles: Sequence[Tile], terms: Terms
+    tiles: Sequence[Tile], terms: ScoreMods
 ) -> tuple[Tensor | None, Tensor | None, int, int, int, float, int, int]:
     """The numbers by which dropout draws, and what its kept probabilities are multiplied by."""
     dropout = terms.dropout
@@ -319,11 +323,11 @@ def _draws(
     return *numbers, dropout.inverse, tiles.first, dropout.first_head
 
 
-def _mask(keys: Keys) -> Tensor | None:
+def _mask(keys: KVBlock) -> Tensor | None:
     return None if keys.key_mask is None else keys.key_mask.view(torch.uint8)
 
 
-def _mask_strides(keys: Keys) -> tuple[int, ...]:
+def _mask_strides(keys: KVBlock) -> tuple[int, ...]:
     return (0, 0) if keys.key_mask is None else keys.key_mask.stride()
 
 

@@ -18,12 +18,17 @@ from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.documents import Borders
 from ring_attention_pytorch.geometry.layouts import Layout
-from ring_attention_pytorch.geometry.tiles import Visible
+from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
-from ring_attention_pytorch.nn.sharding import Spread, mask_problem, packed_problem, told_by_module
+from ring_attention_pytorch.nn.sharding import (
+    ShardConfig,
+    mask_problem,
+    packed_problem,
+    told_by_module,
+)
 from ring_attention_pytorch.plan.checks import (
     in_graphs_problem,
     other_way_problem,
@@ -32,7 +37,7 @@ from ring_attention_pytorch.plan.checks import (
 from ring_attention_pytorch.plan.packing import local_packing
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.dropout import dropout_problem
-from ring_attention_pytorch.runtime.graphs import Kept
+from ring_attention_pytorch.runtime.graphs import GraphCache
 from ring_attention_pytorch.runtime.torch_func import tangents_note
 
 
@@ -140,7 +145,7 @@ class RingAttention(nn.Module):
         if problem := problem or dropout_problem(dropout, None):
             raise ValueError(problem)
         self.over_ring = over_ring
-        self.spread = Spread.make(
+        self.spread = ShardConfig.make(
             ring_attn, auto_shard_seq, causal, ring_seq_size, layout, striped_ring_attn, group
         )
         self.causal, self.window, self.softclamp = causal, max_lookback_seq_len, softclamp
@@ -148,7 +153,7 @@ class RingAttention(nn.Module):
         self.heads, self.dim_head, self.kernel, self.dropout = heads, dim_head, kernel, dropout
         self.key_heads = heads // num_grouped_query_heads
         self.qkv_head_breakdown = (heads, self.key_heads, self.key_heads)
-        self.kept = Kept() if in_graphs else None
+        self.kept = GraphCache() if in_graphs else None
 
         self.rotary_embed = (
             RingRotaryEmbedding(dim_head, theta=rotary_embed_theta) if rotary_embed else None
@@ -274,7 +279,7 @@ class RingAttention(nn.Module):
             raise ValueError("a plan is for tokens sharded by hand, and for the ring's kernels")
         if given := [name for name, value in decided.items() if value is not None]:
             raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
-        mine = (Visible(self.causal, self.window), self.softclamp, self.rate)
+        mine = (Mask(self.causal, self.window), self.softclamp, self.rate)
         drops = plan.terms.dropout.rate if plan.terms.dropout else 0.0
         named = plan.layout if isinstance(plan.layout, str) else self.spread.layout
         if plan.ring.size > 1 and named != self.spread.layout:

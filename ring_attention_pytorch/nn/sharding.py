@@ -16,7 +16,7 @@ from torch.autograd import Function
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.balance import deal
-from ring_attention_pytorch.geometry.documents import Borders, Packing, documents_problem
+from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders, documents_problem
 from ring_attention_pytorch.geometry.layouts import (
     Layout,
     Segments,
@@ -115,7 +115,7 @@ class AutoShard:
     layout: Layout
     length: int
     batch_sizes: tuple[int, ...]
-    packing: Packing | None = None  # the documents of all their samples
+    packing: BatchDocuments | None = None  # the documents of all their samples
 
     @classmethod
     def make(
@@ -127,7 +127,7 @@ class AutoShard:
         group: Group,
         ring_size: int | None,
         same: Mapping[str, Any],
-        packing: Packing | None = None,
+        packing: BatchDocuments | None = None,
     ) -> "AutoShard":
         """Agreed by all ranks of the group; x is `[b, n, ...]`, `same` what else must agree.
 
@@ -195,7 +195,7 @@ class AutoShard:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardConfig:
     """How a module's tokens are spread: its ring options, checked and resolved."""
 
     ring_attn: bool
@@ -216,7 +216,7 @@ class Spread:
         layout: Layout | None,
         striped: bool,
         group: Group,
-    ) -> "Spread":
+    ) -> "ShardConfig":
         """Raises ValueError for options that need ring_attn or contradict one another."""
         auto = ring_attn if auto is None else auto
         layout = resolve_layout(layout, striped)
@@ -230,7 +230,7 @@ class Spread:
             layout = "zigzag" if auto and causal else "contiguous"
         return cls(ring_attn, auto, ring_seq_size, layout, group, causal, free)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Spread":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardConfig":
         """Frozen, and process groups can't be copied: copies of a module share it."""
         return self
 
@@ -259,7 +259,7 @@ class Spread:
         x: Tensor,
         ring_size: int | None,
         same: Mapping[str, Any],
-        packing: Packing | None = None,
+        packing: BatchDocuments | None = None,
         window: int | None = None,
     ) -> AutoShard:
         """The automatic sharding of whole sequences x, balanced where documents are packed."""
@@ -274,7 +274,7 @@ class Spread:
 
 
 def told_by_module(caller: str) -> Callable[[dict[str, Any], str], None]:
-    """For `typed` calls of modules that are `Spread`, and agree as that caller without a plan."""
+    """For `typed` calls of modules with a `ShardConfig`, which agree as that caller."""
 
     def tell(given: dict[str, Any], problem: str) -> None:
         if given.get("plan") is not None:

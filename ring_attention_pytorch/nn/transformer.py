@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ring_attention_pytorch.comm.agreement import agree, problem_of, raise_together, typed
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.documents import (
+    BatchDocuments,
     Borders,
-    Packing,
     digest,
     end_problem,
     last_of_document,
@@ -26,7 +26,7 @@ from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding
 from ring_attention_pytorch.nn.sharding import (
     AutoShard,
-    Spread,
+    ShardConfig,
     mask_problem,
     packed_problem,
     told_by_module,
@@ -53,7 +53,7 @@ class _Batch(NamedTuple):
     ring: Ring
     everyone: Ring  # of whose tokens the loss is the mean
     shards: AutoShard | None
-    packing: Packing | None
+    packing: BatchDocuments | None
     layout: Layout
 
 
@@ -119,7 +119,7 @@ class RingTransformer(nn.Module):
                 f"max_lookback_seq_len must be one for each of {depth} blocks, "
                 f"got {len(max_lookback_seq_len)}"
             )
-        self.spread = Spread.make(
+        self.spread = ShardConfig.make(
             ring_attn, auto_shard_seq, causal, ring_seq_size, layout, striped_ring_attn, group
         )
         self.causal, self.rotary_restart = causal, rotary_restart
@@ -242,8 +242,8 @@ class RingTransformer(nn.Module):
         return None if None in windows else max(windows, default=None)
 
     def _shifted(
-        self, x: Tensor, mask: Tensor | None, packing: Packing | None
-    ) -> tuple[Tensor, Tensor | None, Tensor, Packing | None]:
+        self, x: Tensor, mask: Tensor | None, packing: BatchDocuments | None
+    ) -> tuple[Tensor, Tensor | None, Tensor, BatchDocuments | None]:
         """Whole sequences as inputs, less their last tokens, and the tokens that follow them."""
         labels = x[:, 1:].long()
         if mask is not None:

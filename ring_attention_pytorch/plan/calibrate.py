@@ -19,11 +19,11 @@ from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
 from ring_attention_pytorch.geometry.layouts import Segment
 from ring_attention_pytorch.geometry.tiles import Tile
-from ring_attention_pytorch.kernels import Chosen
-from ring_attention_pytorch.runtime.accumulate import Result, Sum
-from ring_attention_pytorch.runtime.interfaces import Grads, Keys, Saved, Terms
-from ring_attention_pytorch.schedule.cost import H200, Machine, choose_transport
-from ring_attention_pytorch.schedule.pieces import Blocks, Job
+from ring_attention_pytorch.kernels import SelectedKernel
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods
+from ring_attention_pytorch.schedule.cost import H200, Hardware, choose_transport
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 
 Seconds = dict[str, float]
 
@@ -56,12 +56,12 @@ def room_left(like: Tensor) -> int:
 def settle(
     named: str | None,
     ring: Ring,
-    kernel: Chosen,
-    blocks: Blocks,
-    job: Job,
+    kernel: SelectedKernel,
+    blocks: Workload,
+    job: KVShape,
     at_once: int,
     like: Tensor,
-) -> tuple[str, Machine]:
+) -> tuple[str, Hardware]:
     """The transport of a plan, and the machine for which it was chosen.
 
     All ranks of the group come here together, if they measure.
@@ -75,7 +75,9 @@ def settle(
     return choose_transport(blocks, job, at_once, near), machine
 
 
-def machine_of(ring: Ring, degree: int, kernel: Chosen, job: Job, like: Tensor) -> Machine:
+def machine_of(
+    ring: Ring, degree: int, kernel: SelectedKernel, job: KVShape, like: Tensor
+) -> Hardware:
     """What this ring is, as the cost model sees it, each `degree`-th of its ranks being neighbours.
 
     Asks all ranks of the group what they know, and measures what any of them does not.
@@ -94,11 +96,11 @@ def machine_of(ring: Ring, degree: int, kernel: Chosen, job: Job, like: Tensor) 
     return machine_from(known[links] | known[speeds], same_host(hosts, ring.size), job)
 
 
-def machine_from(found: Seconds, domain: int, job: Job) -> Machine:
+def machine_from(found: Seconds, domain: int, job: KVShape) -> Hardware:
     """The machine that takes so many seconds; what was not measured is as on an H200.
 
     >>> found = {f"near {n}": 1e-4 + n / 100e9 for n in (1 << 16, 8 << 20, 64 << 20)}
-    >>> machine = machine_from(found, domain=4, job=Job(1, 32, 8, 128, 128, 2))
+    >>> machine = machine_from(found, domain=4, job=KVShape(1, 32, 8, 128, 128, 2))
     >>> [n for n, _ in machine.hops], machine.domain, machine.forward == H200.forward
     ([0, 65536, 8388608, 67108864], 4, True)
     """
@@ -182,7 +184,7 @@ def _pulls(ring: Ring, into: Tensor) -> Seconds:
     return {"pull": _seconds(pull, into.device, ring)}
 
 
-def _kernel(kernel: Chosen, job: Job, like: Tensor) -> Seconds | None:
+def _kernel(kernel: SelectedKernel, job: KVShape, like: Tensor) -> Seconds | None:
     """Of one plain block that shows everything, but for kernels that hold scores in memory."""
     if not {"eager", "flex"}.isdisjoint(kernel.name.split("+")):
         return {}
@@ -192,30 +194,36 @@ def _kernel(kernel: Chosen, job: Job, like: Tensor) -> Seconds | None:
         return None
 
 
-def _speeds(kernel: Chosen, job: Job, like: Tensor) -> Seconds:
+def _speeds(kernel: SelectedKernel, job: KVShape, like: Tensor) -> Seconds:
     n = _tokens(job)
     q = like.new_ones((1, n, job.heads, job.d))
     k, v = (like.new_ones((1, n, job.key_heads, width)) for width in (job.d, job.d_v))
     dout = like.new_ones((1, n, job.heads, job.d_v))
-    keys, terms = Keys(k, v, None, (Segment(0, 1, n),)), Terms(job.d**-0.5, None, n)
+    keys, terms = KVBlock(k, v, None, (Segment(0, 1, n),)), ScoreMods(job.d**-0.5, None, n)
     tiles = [Tile(slice(0, n), slice(0, n), None, None)]
 
-    def forward() -> Result:
-        result = Result(q, v)
+    def forward() -> OutputAccumulator:
+        result = OutputAccumulator(q, v)
         kernel.forward(q, keys, tiles, terms, result)
         return result
 
     out, lse = forward().final()
 
     def backward() -> None:
-        saved = Saved(q, out, lse, dout, None)
-        kernel.backward(saved, keys, tiles, terms, Grads(Sum(q), Sum(k), Sum(v)))
+        saved = Residuals(q, out, lse, dout, None)
+        kernel.backward(
+            saved,
+            keys,
+            tiles,
+            terms,
+            Grads(GradAccumulator(q), GradAccumulator(k), GradAccumulator(v)),
+        )
 
     times = (_seconds(run, like.device) for run in (forward, backward))
     return dict(zip(("forward", "backward"), times))
 
 
-def _tokens(job: Job) -> int:
+def _tokens(job: KVShape) -> int:
     """Queries and keys of the block that is measured, of one sample."""
     pairs = _FLOPS / max(1, job._replace(batch=1).pair_flops)
     return max(128, min(4096, int(pairs**0.5) // 128 * 128))

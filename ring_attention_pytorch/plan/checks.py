@@ -18,7 +18,7 @@ from ring_attention_pytorch.geometry.layouts import (
     count,
     layout_problem,
 )
-from ring_attention_pytorch.geometry.tiles import Visible
+from ring_attention_pytorch.geometry.tiles import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AUTOCAST_FROM = DTYPES[1:]
@@ -146,7 +146,7 @@ def check_problem(check: str | None) -> str | None:
 def lengths_problem(
     lengths: tuple[list[int], list[int]],
     layout: Layout,
-    visible: Visible,
+    visible: Mask,
     cross: bool,
     *,
     packed: bool,
@@ -165,7 +165,7 @@ def lengths_problem(
             "documents and cu_seqlens need keys of the same tokens as the queries, "
             f"{found} of two sequences"
         )
-    if cross and visible != Visible():
+    if cross and visible != Mask():
         return (
             f"causal and window need as many keys as queries on every rank, {found}; "
             "cross attention has neither"

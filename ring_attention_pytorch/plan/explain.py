@@ -2,7 +2,7 @@
 
 from beartype import beartype
 
-from ring_attention_pytorch.comm.gather_first import Together
+from ring_attention_pytorch.comm.gather_first import GatherFirst
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.geometry.layouts import count
 from ring_attention_pytorch.geometry.tiles import tiles, visible_pairs
@@ -113,7 +113,7 @@ def _of_ring(plan: RingPlan) -> list[str]:
 
 def _of_gather(plan: RingPlan) -> list[str]:
     place = plan.place
-    if isinstance(plan.transport, Together):
+    if isinstance(plan.transport, GatherFirst):
         return [_of_all_together(plan, plan.transport)]
     pulled = isinstance(plan.transport, SymmetricGather)
     lines = [f"gather: {'pulled out of shared memory' if pulled else 'sent point to point'}"]
@@ -137,7 +137,7 @@ def _of_gather(plan: RingPlan) -> list[str]:
     return lines
 
 
-def _of_all_together(plan: RingPlan, transport: Together) -> str:
+def _of_all_together(plan: RingPlan, transport: GatherFirst) -> str:
     pieces = transport.groups[0].pieces[plan.place]
     found = tiles(plan.blocks.queries[plan.place], joined(pieces), plan.blocks.visible)
     return (

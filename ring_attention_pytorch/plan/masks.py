@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.geometry.documents import Packing
+from ring_attention_pytorch.geometry.documents import BatchDocuments
 from ring_attention_pytorch.geometry.segments import Segment, Segments, segment_positions
-from ring_attention_pytorch.geometry.tiles import Visible
+from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.plan.packing import tell
 from ring_attention_pytorch.runtime.interfaces import MaskMod
 
@@ -22,8 +22,8 @@ Prefix = int | Sequence[int] | Tensor | None
 
 
 def by_sample(
-    visible: Visible, packing: Packing | None, prefix: Prefix, batch: int
-) -> list[tuple[slice, Visible]]:
+    visible: Mask, packing: BatchDocuments | None, prefix: Prefix, batch: int
+) -> list[tuple[slice, Mask]]:
     """Samples that see alike, next to one another, and what they see."""
     each = [visible._replace(documents=documents) for documents in packing or ()]
     each = each or [visible._replace(prefix=tokens) for tokens in prefixes(prefix, batch)]
@@ -43,8 +43,8 @@ def copied(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def seen_by_any(
-    samples: list[tuple[slice, Visible]], visible: Visible, prefixed: bool
-) -> tuple[Visible, tuple[Visible, ...]]:
+    samples: list[tuple[slice, Mask]], visible: Mask, prefixed: bool
+) -> tuple[Mask, tuple[Mask, ...]]:
     """What covers all that any sample sees, and what each of them sees where they differ.
 
     Within a document a window may reach farther than as many tokens of the sequence.
@@ -52,10 +52,10 @@ def seen_by_any(
     each = tuple(dict.fromkeys(seen for _, seen in samples))
     if len(each) == 1:
         return each[0], ()
-    return Visible(visible.causal and not prefixed), each
+    return Mask(visible.causal and not prefixed), each
 
 
-def positions_seen(segments: Segments, visible: Visible) -> Tensor:
+def positions_seen(segments: Segments, visible: Mask) -> Tensor:
     """By which these samples count, of each token held: with documents, in its own."""
     if visible.documents is not None:
         return visible.documents.positions(segments)

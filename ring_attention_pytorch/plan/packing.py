@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.geometry.documents import Borders, Packing, as_lists, of_borders, of_ids
+from ring_attention_pytorch.geometry.documents import (
+    BatchDocuments,
+    Borders,
+    as_lists,
+    of_borders,
+    of_ids,
+)
 from ring_attention_pytorch.geometry.segments import (
     Documents,
     Run,
@@ -18,7 +24,7 @@ from ring_attention_pytorch.geometry.segments import (
 )
 
 
-def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Packing:
+def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> BatchDocuments:
     """The documents of each sample of a ring whose ranks hold ids `[b, n]`, by an exchange."""
     runs = [torch.unique_consecutive(row, return_counts=True) for row in ids.cpu()]
     notes = tell(ring, "ids of documents", [[t.tolist() for t in run] for run in runs])
@@ -31,7 +37,7 @@ def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Packi
     return tuple(of_ids(row) for row in whole)
 
 
-def gather_packings(ring: Ring, packing: Packing) -> Packing:
+def gather_packings(ring: Ring, packing: BatchDocuments) -> BatchDocuments:
     """The documents of every rank's samples, where each rank brings samples of its own."""
     notes = tell(ring, "documents", [documents.runs for documents in packing])
     return tuple(Documents(tuple(Run(*run) for run in runs)) for note in notes for runs in note)
@@ -45,11 +51,11 @@ def tell(ring: Ring, subject: str, note: Any) -> list[Any]:
 
 def whole_packing(
     ring: Ring,
-    documents: Tensor | Packing | None,
+    documents: Tensor | BatchDocuments | None,
     cu_seqlens: Borders | None,
     segments: tuple[Segments, ...],
     batch: int,
-) -> Packing | None:
+) -> BatchDocuments | None:
     """The documents of each sample, once all ranks have agreed on what was given."""
     if isinstance(documents, Tensor):
         return gather_ids(ring, documents, segments)
@@ -62,7 +68,7 @@ def whole_packing(
 
 def local_packing(
     documents: Tensor | None, cu_seqlens: Borders | None, x: Tensor
-) -> Packing | None:
+) -> BatchDocuments | None:
     """The documents of each whole sequence x `[b, n, ...]` that this rank has."""
     whole = ((Segment(0, 1, x.shape[1]),),)
     return whole_packing(Ring.alone(), documents, cu_seqlens, whole, x.shape[0])

@@ -13,9 +13,14 @@ from torch import Tensor
 from ring_attention_pytorch.comm.agreement import problem_of
 from ring_attention_pytorch.comm.transports import transport_problem
 from ring_attention_pytorch.comm.ulysses import ulysses_problem
-from ring_attention_pytorch.geometry.documents import Borders, Packing, digest, documents_problem
+from ring_attention_pytorch.geometry.documents import (
+    BatchDocuments,
+    Borders,
+    digest,
+    documents_problem,
+)
 from ring_attention_pytorch.geometry.layouts import Layout
-from ring_attention_pytorch.kernels import Chosen, choose
+from ring_attention_pytorch.kernels import SelectedKernel, choose
 from ring_attention_pytorch.plan.calibrate import measures, room_left
 from ring_attention_pytorch.plan.checks import (
     agreed_shapes,
@@ -32,7 +37,7 @@ from ring_attention_pytorch.plan.masks import (
     prefix_problem,
 )
 from ring_attention_pytorch.runtime.dropout import dropout_problem, own_seed
-from ring_attention_pytorch.runtime.interfaces import Case, MaskMod
+from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
 from ring_attention_pytorch.runtime.scores import (
     bias_problem,
     columns,
@@ -58,7 +63,7 @@ class Asked:
     memory: int | None
     bucket_size: int
     cross: bool | None
-    documents: Tensor | Packing | None
+    documents: Tensor | BatchDocuments | None
     cu_seqlens: Borders | None
     sinks: Tensor | None
     alibi_slopes: Tensor | None
@@ -94,7 +99,7 @@ class Proposal:
     own: Mapping[str, int] = field(default_factory=dict)
     everywhere: Mapping[str, Any] = field(default_factory=dict)
     problem: str | None = None
-    kernel: Chosen | None = None
+    kernel: SelectedKernel | None = None
     shaped: tuple[Tensor, ...] = ()
 
     @classmethod
@@ -184,11 +189,11 @@ def _agreed(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _case(q: Tensor, v: Tensor, asked: Asked) -> Case:
+def _case(q: Tensor, v: Tensor, asked: Asked) -> KernelRequest:
     """What is asked of a kernel."""
     of_kernels = ("window", "key_mask", "scale", "softclamp", "alibi_slopes", "mask_mod", "dropout")
     options = {name: getattr(asked, name) for name in of_kernels}
-    return Case.of(q, v, **options, packed=asked.packed)
+    return KernelRequest.of(q, v, **options, packed=asked.packed)
 
 
 def _presence(value: object) -> str | None:

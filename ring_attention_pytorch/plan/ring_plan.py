@@ -19,15 +19,15 @@ from ring_attention_pytorch.comm.agreement import (
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.comm.transports import make_together, make_transport, owners_at_once
 from ring_attention_pytorch.comm.ulysses import Ulysses, job_of
-from ring_attention_pytorch.geometry.documents import Borders, Packing, end_problem
+from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders, end_problem
 from ring_attention_pytorch.geometry.layouts import (
     Layout,
     Segments,
     all_segments,
     segment_positions,
 )
-from ring_attention_pytorch.geometry.tiles import Visible, tiles
-from ring_attention_pytorch.kernels import Chosen
+from ring_attention_pytorch.geometry.tiles import Mask, tiles
+from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.calibrate import settle
 from ring_attention_pytorch.plan.checks import (
     Signature,
@@ -49,12 +49,12 @@ from ring_attention_pytorch.plan.packing import whole_packing
 from ring_attention_pytorch.plan.proposal import Asked, Proposal
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.graphs import Graphs, Tensors, can_be_captured, with_graphs
-from ring_attention_pytorch.runtime.interfaces import Keys, MaskMod, Terms, Tiles, Transport
+from ring_attention_pytorch.runtime.interfaces import KVBlock, MaskMod, ScoreMods, Tiles, Transport
 from ring_attention_pytorch.runtime.rowwise import accumulator
 from ring_attention_pytorch.runtime.scores import per_head_problem
 from ring_attention_pytorch.runtime.torch_func import outside_transforms
-from ring_attention_pytorch.schedule.cost import Machine
-from ring_attention_pytorch.schedule.pieces import Blocks, Job, is_short
+from ring_attention_pytorch.schedule.cost import Hardware
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload, is_short
 
 
 @dataclass(frozen=True)
@@ -67,24 +67,24 @@ class RingPlan:
 
     ring: Ring
     query_segments: tuple[Segments, ...]
-    visible: Visible
+    visible: Mask
     layout: Layout
-    terms: Terms
-    kernel: Chosen
+    terms: ScoreMods
+    kernel: SelectedKernel
     transport: Transport
     transport_name: str
     memory: int | None
     at_once: int  # owners whose keys a gather brings together
-    job: Job
-    machine: Machine  # what was measured, where that decided
-    blocks: Blocks  # of the ranks that the transport connects
+    job: KVShape
+    machine: Hardware  # what was measured, where that decided
+    blocks: Workload  # of the ranks that the transport connects
     ulysses: Ulysses | None
     key_mask: Tensor | None
     signature: Signature
     device: torch.device
-    samples: list[tuple[slice, Visible]]  # that see alike
+    samples: list[tuple[slice, Mask]]  # that see alike
     short: bool  # so little to compute that calls go side by side
-    packing: Packing | None = None  # the documents of each sample
+    packing: BatchDocuments | None = None  # the documents of each sample
     overlapped: Transport | None = None  # the transport that overlaps, if it is another
     repeats: bool = False  # whether positions of keys were given, which may repeat
     always: bool = False  # whether ranks compare notes in each call, and not here only
@@ -119,7 +119,7 @@ class RingPlan:
         memory: int | None = None,
         bucket_size: int = 1024,
         cross: bool | None = None,
-        documents: Tensor | Packing | None = None,
+        documents: Tensor | BatchDocuments | None = None,
         cu_seqlens: Borders | None = None,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
@@ -168,17 +168,17 @@ class RingPlan:
     ) -> "RingPlan":
         """The plan for what was asked for, once all ranks know every rank's lengths."""
         (q, k, v), chosen = mine.shaped, mine.kernel
-        visible = Visible(asked.causal, asked.window)
+        visible = Mask(asked.causal, asked.window)
         query_segments, key_segments = _placed(ring, asked, visible, lengths)
         packing = whole_packing(ring, asked.documents, asked.cu_seqlens, query_segments, q.shape[0])
         samples = by_sample(visible, packing, asked.prefix, len(q))
         seen = seen_by_any(samples, visible, asked.prefix is not None)
-        blocks, swap, over = Blocks(query_segments, key_segments, *seen), None, ring
+        blocks, swap, over = Workload(query_segments, key_segments, *seen), None, ring
         key_mask = copied(asked.key_mask, torch.bool)
         terms = _terms(asked, q, lengths[0]["seed"])
         if 1 < asked.ulysses <= ring.size:
             swap, *landed = Ulysses.make(ring, asked.ulysses, blocks[:2], q, k, v)
-            blocks, over = Blocks(*landed, *seen), swap.ring
+            blocks, over = Workload(*landed, *seen), swap.ring
             key_mask = None if key_mask is None else swap.whole_mask(key_mask)
             terms = swap.of_heads(terms)
         job, memory = job_of(q, k, v, swap), asked.memory
@@ -274,9 +274,9 @@ class RingPlan:
         block = self.ring.call(f"ring attention, {direction}", self.number)
         return in_the_same_call(self.ring, block) if self.always else block
 
-    def keys(self, k: Tensor, v: Tensor) -> Keys:
+    def keys(self, k: Tensor, v: Tensor) -> KVBlock:
         """This rank's keys, heads swapped if they are, as the transport wants them."""
-        return Keys(k, v, self.key_mask, self.blocks.keys[self.place], own=True)
+        return KVBlock(k, v, self.key_mask, self.blocks.keys[self.place], own=True)
 
     def tiles(self, keys: Segments) -> list[tuple[slice, Tiles]]:
         """Samples that see alike, and the tiles that their queries here see of these keys."""
@@ -320,7 +320,7 @@ class RingPlan:
         """This rank's among those that the transport connects, the rows of `blocks`."""
         return (self.ring if self.ulysses is None else self.ulysses.ring).rank
 
-    def _of_block(self, keys: Segments, some: slice, seen: Visible) -> Tiles:
+    def _of_block(self, keys: Segments, some: slice, seen: Mask) -> Tiles:
         sides = self.blocks.queries[self.place], keys
         found = Tiles(tiles(*sides, seen))
         found.first = some.start or 0
@@ -345,7 +345,7 @@ class RingPlan:
 
 
 def _placed(
-    ring: Ring, asked: Asked, visible: Visible, lengths: list[dict[str, int]]
+    ring: Ring, asked: Asked, visible: Mask, lengths: list[dict[str, int]]
 ) -> tuple[tuple[Segments, ...], tuple[Segments, ...]]:
     """Which positions each rank holds of queries and of keys.
 
@@ -373,9 +373,9 @@ def _placed(
     return found, found
 
 
-def _terms(asked: Asked, q: Tensor, seed: int) -> Terms:
+def _terms(asked: Asked, q: Tensor, seed: int) -> ScoreMods:
     """What a score is, and what becomes of it."""
-    return Terms(
+    return ScoreMods(
         asked.scale,
         asked.softclamp,
         asked.bucket_size,

@@ -20,7 +20,7 @@ from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
-from ring_attention_pytorch.nn.sharding import Spread, told_by_module
+from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
 from ring_attention_pytorch.routing.plan import RoutingPlan
@@ -241,7 +241,7 @@ class ConditionalRoutedAttention(nn.Module):
             heavy_dim_head=heavy_dim_head, light_window_size=light_window_size,
         )  # fmt: skip
         self.num_heavy_tokens_q, self.num_heavy_tokens_kv = num_heavy_tokens_q, num_heavy_tokens_kv
-        self.spread = Spread.make(ring_attn, False, False, 1, layout, False, group)
+        self.spread = ShardConfig.make(ring_attn, False, False, 1, layout, False, group)
         over = dict(ring_attn=ring_attn, layout=layout, group=group)
         self.light_attn = light_branch(
             dim, dim_head=light_dim_head, heads=light_heads, rotary_embed=rotary_emb,

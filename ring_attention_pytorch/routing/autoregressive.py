@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
-from ring_attention_pytorch.nn.sharding import Spread, told_by_module
+from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.routing.attention import (
     HeavyAttention,
     Routed,
@@ -121,7 +121,7 @@ class ConditionalRoutedAutoregressiveAttention(nn.Module):
             heavy_window_size=self.window,
         )  # fmt: skip
         self.num_heavy_tokens_q, self.num_heavy_tokens_kv = num_heavy_tokens_q, num_heavy_tokens_kv
-        self.spread = Spread.make(ring_attn, False, False, 1, layout, False, group)
+        self.spread = ShardConfig.make(ring_attn, False, False, 1, layout, False, group)
         over = dict(ring_attn=ring_attn, layout=layout, group=group)
         self.light_attn = light_branch(
             dim, dim_head=light_dim_head, heads=light_heads, rotary_embed=rotary_emb, causal=True,

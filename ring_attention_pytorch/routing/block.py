@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
-from ring_attention_pytorch.nn.sharding import Spread, told_by_module
+from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention
 from ring_attention_pytorch.routing.autoregressive import ConditionalRoutedAutoregressiveAttention
 from ring_attention_pytorch.routing.feedforward import ConditionalRoutedFeedForward
@@ -77,7 +77,7 @@ class ConditionalRoutedTransformerBlock(nn.Module):
         attention = (
             ConditionalRoutedAutoregressiveAttention if causal else ConditionalRoutedAttention
         )
-        self.spread = Spread.make(ring_attn, False, causal, 1, layout, False, group)
+        self.spread = ShardConfig.make(ring_attn, False, causal, 1, layout, False, group)
         self.conditional_attn = attention(
             dim, num_heavy_tokens_q=num_heavy_attn_tokens_q, num_routed_kv=num_routed_kv,
             num_heavy_tokens_kv=num_heavy_attn_tokens_kv, light_dim_head=light_dim_head,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
-from ring_attention_pytorch.nn.sharding import Spread, all_to_all, told_by_module
+from ring_attention_pytorch.nn.sharding import ShardConfig, all_to_all, told_by_module
 from ring_attention_pytorch.routing.attention import (
     HeavyAttention,
     Routed,
@@ -84,7 +84,7 @@ class ConditionalRoutedCrossAttention(nn.Module):
                 f"num_sets_kv must be 1 or kv_routing_tokens={kv_routing_tokens}, got {num_sets_kv}"
             )
         self.num_tokens_q, self.num_tokens_kv = num_tokens_q, num_tokens_kv
-        self.spread = Spread.make(ring_attn, False, False, 1, layout, False, group)
+        self.spread = ShardConfig.make(ring_attn, False, False, 1, layout, False, group)
         options = dict(router_kwargs or {}, straight_through=router_straight_through)
         options |= dict(ring_attn=ring_attn, layout=layout, group=group)
         if use_triton:

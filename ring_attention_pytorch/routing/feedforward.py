@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
-from ring_attention_pytorch.nn.sharding import Spread, told_by_module
+from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.nn.transformer import feed_forward
 from ring_attention_pytorch.routing.attention import Routed, base_for, sizes_problem
 from ring_attention_pytorch.routing.plan import RoutingPlan
@@ -60,7 +60,7 @@ class ConditionalRoutedFeedForward(nn.Module):
         if problem is not None:
             raise ValueError(problem)
         self.num_heavy_tokens, self.window = num_heavy_tokens, heavy_window_size
-        self.spread = Spread.make(ring_attn, False, False, 1, layout, False, group)
+        self.spread = ShardConfig.make(ring_attn, False, False, 1, layout, False, group)
         options = dict(router_kwargs or {}, straight_through=router_straight_through)
         if use_triton:
             options["use_triton"] = True

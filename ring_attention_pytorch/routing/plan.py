@@ -16,7 +16,7 @@ from ring_attention_pytorch.geometry.layouts import (
     layout_problem,
     segment_positions,
 )
-from ring_attention_pytorch.nn.sharding import Spread, mask_problem
+from ring_attention_pytorch.nn.sharding import ShardConfig, mask_problem
 from ring_attention_pytorch.plan.checks import DTYPES, shards_problem
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.routing.exchange import everyones
@@ -91,7 +91,7 @@ class RoutingPlan:
         plan: "RoutingPlan | None",
         x: Tensor,
         mask: Tensor | None,
-        spread: Spread,
+        spread: ShardConfig,
         caller: str,
         also: Mapping[str, Any],
         problem: str | None,

@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
-from ring_attention_pytorch.nn.sharding import Spread, told_by_module
+from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.routing.descent_triton import TRITON
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
 from ring_attention_pytorch.routing.plan import RoutingPlan
@@ -166,7 +166,7 @@ class CoordinateDescentRouter(nn.Module):
         self.steps = None if n_iters is None else (n_iters, float(eps), eps_init, float(decay))
         self.cosine_scale = cosine_sim_scale if cosine_sim_routing else None
         self.route_block_size = route_block_size
-        self.spread = Spread.make(ring_attn, False, False, 1, layout, False, group)
+        self.spread = ShardConfig.make(ring_attn, False, False, 1, layout, False, group)
         self.routing_token = (
             None if learned_routing_tokens else nn.Parameter(torch.randn(num_routing_tokens, dim))
         )

@@ -20,7 +20,7 @@ from ring_attention_pytorch.runtime.streams import hand_over, join
 _MOST = 4  # parts that wait to be merged at once
 
 
-class Result:
+class OutputAccumulator:
     """The (out, lse) of queries like q and values like v, which have seen nothing yet.
 
     `calls` of a kernel will bring all that there is, if that is known.
@@ -87,19 +87,19 @@ class Result:
         self.add(self._whole, out, lse)
         return before, out, lse
 
-    def samples(self, which: slice) -> "Result":
+    def samples(self, which: slice) -> "OutputAccumulator":
         """That of some samples, in the same memory."""
         if which == slice(None):
             return self
         out, lse = self.running()
-        part = Result(self._q[which], out)
+        part = OutputAccumulator(self._q[which], out)
         part._wide = out[which], lse[which]
         return part
 
     def add_sinks(self, sinks: Tensor) -> None:
         """Merge a key that every query sees, of score `sinks` [h] and value 0.
 
-        >>> result = Result(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+        >>> result = OutputAccumulator(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
         >>> result.add(slice(0, 1), torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
         >>> result.add_sinks(torch.zeros(1))
         >>> [t.flatten().tolist() for t in result.final()]
@@ -138,7 +138,7 @@ class Result:
             merge_(out[:, rows], lse[..., rows], *others)
 
 
-class Sum:
+class GradAccumulator:
     """A sum of parts that lie along the tokens of a tensor like this one, [b, n, ...].
 
     `calls` of a kernel will bring all that there is, if that is known. `into` is memory of the
@@ -214,7 +214,7 @@ class Sum:
         return self._wide
 
     def room(self) -> tuple[Tensor | None, Tensor]:
-        """(before, sum), as `Result.room`."""
+        """(before, sum), as `OutputAccumulator.room`."""
         dtype, self._calls = _dtype_of_call(self._calls, self._end, self._dtype)
         before = None if self._wide is None and not self._parts else self.running()
         if before is not None and (
@@ -226,7 +226,7 @@ class Sum:
         self._parts = [] if self._wide is not None else [(self._whole, total)]
         return before, total
 
-    def move_to(self, whole: "Sum", first: int) -> None:
+    def move_to(self, whole: "GradAccumulator", first: int) -> None:
         """Add all that there is to another sum, whose token `first` is the first one here."""
         wide = [] if self._wide is None else [(self._whole, self._wide)]
         parts = [*wide, *self._parts]
@@ -234,11 +234,11 @@ class Sum:
         whole.add_all((slice(first + at.start, first + at.stop), part) for at, part in parts)
         self._parts, self._wide, self._waits = [], None, []
 
-    def samples(self, which: slice) -> "Sum":
+    def samples(self, which: slice) -> "GradAccumulator":
         """That of some samples, in the same memory."""
         if which == slice(None):
             return self
-        part = Sum(self._like[which])
+        part = GradAccumulator(self._like[which])
         part._wide = self.running()[which]
         return part
 

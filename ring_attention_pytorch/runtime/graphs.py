@@ -82,7 +82,7 @@ def with_graphs(plan: Any) -> Any:
     return found
 
 
-class Kept:
+class GraphCache:
     """A module's plans with their graphs, for batches alike: those of the last few kinds.
 
     A kind has graphs from its second batch on, for many lengths come but once. What a mask or
@@ -114,9 +114,9 @@ class Kept:
             del self._plans[next(iter(self._plans))]
         return found or plan
 
-    def __reduce__(self) -> tuple[type["Kept"], tuple]:
+    def __reduce__(self) -> tuple[type["GraphCache"], tuple]:
         """A copy, or what is loaded, makes its own."""
-        return Kept, ()
+        return GraphCache, ()
 
 
 class _Graph:

@@ -19,20 +19,20 @@ from torch import Tensor
 
 from ring_attention_pytorch.geometry.layouts import Segments
 from ring_attention_pytorch.geometry.tiles import Tile
-from ring_attention_pytorch.runtime.accumulate import Result, Sum
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.rowwise import sum_of_products
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# what a kernel may lack; each is a field of `Case`
+# what a kernel may lack; each is a field of `KernelRequest`
 FEATURES = frozenset({
     "window", "key_mask", "softclamp", "unusual_scale", "deterministic", "alibi", "mask_mod",
     "dropout",
 })  # fmt: skip
 
 
-class Keys(NamedTuple):
+class KVBlock(NamedTuple):
     """All that travels together, and whose positions it has. `own` are this rank's."""
 
     k: Tensor
@@ -41,14 +41,14 @@ class Keys(NamedTuple):
     segments: Segments
     own: bool = False
 
-    def samples(self, which: slice) -> "Keys":
+    def samples(self, which: slice) -> "KVBlock":
         """Those of some samples."""
         if which == slice(None):
             return self
-        return Keys(*(_of(t, which) for t in self[:3]), *self[3:])
+        return KVBlock(*(_of(t, which) for t in self[:3]), *self[3:])
 
 
-class Terms(NamedTuple):
+class ScoreMods(NamedTuple):
     """What a score is: `scale * q.k`, then `c * tanh(score / c)` if softclamp is c.
 
     Less `alibi` [h] times the distance of the positions in `Tiles`, where there is alibi; and
@@ -66,7 +66,7 @@ class Terms(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Saved:
+class Residuals:
     """The queries' side of a backward pass; dlse is None where nothing came through lse."""
 
     q: Tensor
@@ -85,20 +85,20 @@ class Saved:
         delta = sum_of_products(self.dout, self.out)
         return delta if self.dlse is None else delta - self.dlse
 
-    def samples(self, which: slice) -> "Saved":
+    def samples(self, which: slice) -> "Residuals":
         """Those of some samples."""
         if which == slice(None):
             return self
         given = (self.q, self.out, self.lse, self.dout, self.dlse)
-        return Saved(*(_of(t, which) for t in given))
+        return Residuals(*(_of(t, which) for t in given))
 
 
 class Grads(NamedTuple):
     """What the gradients of this rank's queries, and of these keys, sum to so far."""
 
-    dq: Sum
-    dk: Sum
-    dv: Sum
+    dq: GradAccumulator
+    dk: GradAccumulator
+    dv: GradAccumulator
 
     def samples(self, which: slice) -> "Grads":
         """Those of some samples, in the same memory."""
@@ -109,7 +109,7 @@ class Tiles(tuple[Tile, ...]):
     """The tiles of a block, with room for what a kernel makes of them once.
 
     `rows_at` and `cols_at` are the positions of its queries and keys, int32 `[n]` and `[m]`,
-    where `Terms` need them; `first` is its first sample's number. Dropout draws by
+    where `ScoreMods` need them; `first` is its first sample's number. Dropout draws by
     `row_numbers` and `col_numbers`, int32 too, no two of them alike: documents share positions.
     `streams` allows a kernel that returns parts to compute each beside the others.
 
@@ -150,7 +150,7 @@ class Tiles(tuple[Tile, ...]):
         return found
 
 
-class Case(NamedTuple):
+class KernelRequest(NamedTuple):
     """What is asked of a kernel: all that decides whether it can do it.
 
     `capability` is that of a CUDA device; `packed` says that there are documents, of which some
@@ -185,7 +185,7 @@ class Case(NamedTuple):
         dropout: float = 0.0,
         packed: bool = False,
         **others: object,
-    ) -> "Case":
+    ) -> "KernelRequest":
         """What tensors like these and options ask for, torch.use_deterministic_algorithms too.
 
         `others` are window, key_mask, softclamp and mask_mod, None where they are not given.
@@ -200,7 +200,7 @@ class Case(NamedTuple):
         )  # fmt: skip
 
 
-class Package(NamedTuple):
+class Dependency(NamedTuple):
     """What must be installed for a kernel, from which version on, and how."""
 
     name: str
@@ -215,7 +215,7 @@ class Package(NamedTuple):
         return f"{command} --no-build-isolation" if self.built else command
 
 
-class Can(NamedTuple):
+class Capabilities(NamedTuple):
     """What a kernel can do. None stands for everything."""
 
     devices: tuple[str, ...] | None = None
@@ -229,7 +229,7 @@ class Can(NamedTuple):
     yields: bool = False  # backward, a call that has begun gives way to one of higher priority
     merges: bool = False  # by itself: for few tokens one call of all keys is faster than several
     features: frozenset[str] = FEATURES
-    package: Package | None = None
+    package: Dependency | None = None
 
 
 class Kernel(Protocol):
@@ -238,15 +238,20 @@ class Kernel(Protocol):
     A row that sees no key leaves its out and lse as they were, and has no gradient.
     """
 
-    CAN: Can
+    CAN: Capabilities
 
     def forward(
-        self, q: Tensor, keys: Keys, tiles: Sequence[Tile], terms: Terms, result: Result
+        self,
+        q: Tensor,
+        keys: KVBlock,
+        tiles: Sequence[Tile],
+        terms: ScoreMods,
+        result: OutputAccumulator,
     ) -> None:
         """Merge attention to these keys into `result`."""
 
     def backward(
-        self, saved: Saved, keys: Keys, tiles: Sequence[Tile], terms: Terms, grads: Grads
+        self, saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
     ) -> None:
         """Add the gradients of these tiles to `grads`."""
 
@@ -276,12 +281,12 @@ class Transport(Protocol):
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
         """The positions of what `stream`, or `stream_back`, brings."""
 
-    def stream(self, keys: Keys) -> Iterator[Keys]:
+    def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
         """Own keys, then all others that anyone needs, those that come next under way."""
 
     def stream_back(
-        self, own_keys: Keys, own: tuple[Sum, Sum]
-    ) -> Iterator[tuple[Keys, tuple[Sum, Sum]]]:
+        self, own_keys: KVBlock, own: tuple[GradAccumulator, GradAccumulator]
+    ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
         """The same, each with (dk, dv) to add to; the owner's own get what every rank added.
 
         `own` are those of own keys, complete when the stream has ended.
@@ -298,12 +303,12 @@ def sink_weights(sinks: Tensor, lse: Tensor) -> Tensor:
     return p.masked_fill_(lse == -torch.inf, 0.0)
 
 
-def grad_of_sinks(sinks: Tensor, saved: Saved) -> Tensor:
+def grad_of_sinks(sinks: Tensor, saved: Residuals) -> Tensor:
     """[h], from the queries here. A sink has no value, so its d(score) is -p * delta."""
     return -(sink_weights(sinks, saved.lse) * saved.delta).sum(dim=(0, 2)).to(sinks.dtype)
 
 
-def tangent_of_delta(saved: Saved, along: Saved) -> Tensor:
+def tangent_of_delta(saved: Residuals, along: Residuals) -> Tensor:
     """[b, h, n], `along` being the tangents of what was saved."""
     found = sum_of_products(along.dout, saved.out) + sum_of_products(saved.dout, along.out)
     return found if along.dlse is None else found - along.dlse

@@ -10,14 +10,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ring_attention_pytorch.geometry.tiles import Tile, tiles, visible_pairs
-from ring_attention_pytorch.schedule.pieces import Blocks, Job, joined, needed
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload, joined, needed
 
 # bytes and seconds of one NCCL send/recv hop between H200s, both ways at once
 _HOPS = ((0, 1.0e-4), (8 << 20, 1.71e-4), (32 << 20, 5.13e-4), (128 << 20, 9.68e-4),
          (512 << 20, 1.68e-3))  # fmt: skip
 
 
-class Machine(NamedTuple):
+class Hardware(NamedTuple):
     """Speeds of a device and its links: FLOP/s and bytes/s each way, seconds."""
 
     forward: float = 600e12  # of a kernel on large tiles
@@ -33,7 +33,7 @@ class Machine(NamedTuple):
     measured: bool = False  # on the group at hand
 
 
-H200 = Machine()
+H200 = Hardware()
 _BESIDE = 0.4  # of what a call takes on top, where others fill what it leaves idle
 
 
@@ -62,7 +62,7 @@ class Cost(NamedTuple):
         return self.ideal / (self.forward + self.backward)
 
 
-def ring_steps(blocks: Blocks, rank: int, domain: int) -> list[Step]:
+def ring_steps(blocks: Workload, rank: int, domain: int) -> list[Step]:
     """Own block, and each hop of the ring: it is as slow as its slowest link."""
     size = len(blocks.keys)
     steps = []
@@ -75,7 +75,7 @@ def ring_steps(blocks: Blocks, rank: int, domain: int) -> list[Step]:
     return steps
 
 
-def gather_steps(blocks: Blocks, rank: int, domain: int, at_once: int) -> list[Step]:
+def gather_steps(blocks: Workload, rank: int, domain: int, at_once: int) -> list[Step]:
     """Own block, and each group of owners."""
     own = tiles(blocks.queries[rank], blocks.keys[rank], blocks.visible)
     steps = [_step(own, 0, 0)]
@@ -95,7 +95,7 @@ def _step(found: Sequence[Tile], near: int, far: int) -> Step:
     return Step(near, far, visible_pairs(found), rows, len(found))
 
 
-def predict(transport: str, steps: Sequence[Step], job: Job, machine: Machine = H200) -> Cost:
+def predict(transport: str, steps: Sequence[Step], job: KVShape, machine: Hardware = H200) -> Cost:
     """The time of these steps: what comes next is under way while a step computes.
 
     Backward the same keys come again, and gradients go the other way: along with the keys of
@@ -113,13 +113,13 @@ def predict(transport: str, steps: Sequence[Step], job: Job, machine: Machine = 
     )  # fmt: skip
 
 
-def _compute(step: Step, job: Job, machine: Machine, second_a_flop: float) -> float:
+def _compute(step: Step, job: KVShape, machine: Hardware, second_a_flop: float) -> float:
     traffic = step.rows * job.row_bytes / machine.memory
     return step.pairs * job.pair_flops * second_a_flop + step.calls * machine.call + traffic
 
 
 def _ring_time(
-    steps: Sequence[Step], job: Job, machine: Machine, second_a_flop: float, grad: int
+    steps: Sequence[Step], job: KVShape, machine: Hardware, second_a_flop: float, grad: int
 ) -> float:
     times = [_compute(s, job, machine, second_a_flop) for s in steps]
     hops = [_hop(s.near, s.far, job.token_bytes, machine) for s in steps[1:]]
@@ -131,7 +131,7 @@ def _ring_time(
     return total + times[-1] + (backs[-1] if backs else 0.0)
 
 
-def _hop(near: int, far: int, each: int, machine: Machine) -> float:
+def _hop(near: int, far: int, each: int, machine: Hardware) -> float:
     if far:
         return machine.network_hop + far * each / machine.network
     return _between_neighbours(near * each, machine.hops) if near else 0.0
@@ -146,7 +146,7 @@ def _between_neighbours(nbytes: float, hops: Sequence[tuple[int, float]]) -> flo
 
 
 def _gather_time(
-    steps: Sequence[Step], job: Job, machine: Machine, second_a_flop: float, grad: int
+    steps: Sequence[Step], job: KVShape, machine: Hardware, second_a_flop: float, grad: int
 ) -> float:
     beside = len(steps) == 2  # of one group calls go side by side
     machine = machine._replace(call=machine.call * (_BESIDE if beside else 1.0))
@@ -165,13 +165,13 @@ def _gather_time(
     return total + home
 
 
-def _pull(step: Step, each: int, machine: Machine) -> float:
+def _pull(step: Step, each: int, machine: Hardware) -> float:
     """From both at once, over different links."""
     wire = machine.network_hop + step.far * each / machine.network if step.far else 0.0
     return max(step.near * each / machine.pull, wire)
 
 
-def swap_seconds(tokens: int, job: Job, degree: int, machine: Machine = H200) -> float:
+def swap_seconds(tokens: int, job: KVShape, degree: int, machine: Hardware = H200) -> float:
     """Heads for sequence and back, forward and backward, of `tokens` queries and keys a rank."""
     if degree == 1:
         return 0.0
@@ -180,7 +180,9 @@ def swap_seconds(tokens: int, job: Job, degree: int, machine: Machine = H200) ->
     return 2 * one_way / (machine.swap if degree <= machine.domain else machine.network)
 
 
-def costs(blocks: Blocks, job: Job, at_once: int, machine: Machine = H200) -> dict[str, Cost]:
+def costs(
+    blocks: Workload, job: KVShape, at_once: int, machine: Hardware = H200
+) -> dict[str, Cost]:
     """What each transport is predicted to take on a rank in the middle of the ring."""
     rank = len(blocks.keys) // 2
     steps = {
@@ -190,7 +192,9 @@ def costs(blocks: Blocks, job: Job, at_once: int, machine: Machine = H200) -> di
     return {name: predict(name, found, job, machine) for name, found in steps.items()}
 
 
-def choose_transport(blocks: Blocks, job: Job, at_once: int, machine: Machine | None = H200) -> str:
+def choose_transport(
+    blocks: Workload, job: KVShape, at_once: int, machine: Hardware | None = H200
+) -> str:
     """The transport for a plan that names none: a pure function, so the same on all ranks.
 
     None stands for a CPU, and is "ring": there nothing runs beside the kernels, so fewer, later

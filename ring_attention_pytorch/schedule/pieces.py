@@ -7,7 +7,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from ring_attention_pytorch.geometry.layouts import Segment, Segments, count
-from ring_attention_pytorch.geometry.tiles import Visible, needed_distances, tiles, visible_pairs
+from ring_attention_pytorch.geometry.tiles import Mask, needed_distances, tiles, visible_pairs
 
 _T = TypeVar("_T")
 _SHORT, _UNDIVIDED = 2e13, 2e14  # FLOPs forward, were nothing hidden
@@ -17,7 +17,7 @@ _MEANWHILE = 1800  # FLOPs of a kernel while a byte comes: an H200's 600 TFLOP/s
 _MEANWHILE_BACK = 1600  # the same backward, by 525 TFLOP/s
 
 
-class Blocks(NamedTuple):
+class Workload(NamedTuple):
     """Every rank's queries and keys, and what is visible: what there is to compute.
 
     Where samples see differently, `visible` covers all that any of them sees, and `apart` is
@@ -26,8 +26,8 @@ class Blocks(NamedTuple):
 
     queries: tuple[Segments, ...]
     keys: tuple[Segments, ...]
-    visible: Visible
-    apart: tuple[Visible, ...] = ()
+    visible: Mask
+    apart: tuple[Mask, ...] = ()
 
     @property
     def lasting(self) -> bool:
@@ -52,13 +52,13 @@ def _known(make: Callable[..., _T]) -> Callable[..., _T]:
     keeping = lru_cache(maxsize=1024)(make)
 
     @wraps(make)
-    def found(blocks: Blocks, *how: Any, **named: Any) -> _T:
+    def found(blocks: Workload, *how: Any, **named: Any) -> _T:
         return (keeping if blocks.lasting else make)(blocks, *how, **named)
 
     return found
 
 
-class Job(NamedTuple):
+class KVShape(NamedTuple):
     """What tensors a transport works for, heads being those of one rank."""
 
     batch: int
@@ -95,7 +95,7 @@ class Job(NamedTuple):
         return self.batch * self.heads * self.d_v * (2 * 4 + self.itemsize)
 
 
-def is_short(blocks: Blocks, job: Job, undivided: bool = False) -> bool:
+def is_short(blocks: Workload, job: KVShape, undivided: bool = False) -> bool:
     """Whether ranks have so little to compute that the ends of calls are much of it.
 
     At most 16384 queries a rank, of 32 heads of size 128, over four ranks: 10 ms of an H200. Ten
@@ -105,7 +105,7 @@ def is_short(blocks: Blocks, job: Job, undivided: bool = False) -> bool:
     return pairs * job.pair_flops <= (_UNDIVIDED if undivided else _SHORT)
 
 
-def is_few(blocks: Blocks, job: Job) -> bool:
+def is_few(blocks: Workload, job: KVShape) -> bool:
     """Whether a GPU computes no longer than the host takes to launch calls that overlap, and own
     keys are soon copied.
 
@@ -126,7 +126,7 @@ def is_few(blocks: Blocks, job: Job) -> bool:
     return seen * job.pair_flops <= _FEW
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Some of an owner's keys, from its own index `first` on; `segment` are their positions."""
 
     owner: int
@@ -139,10 +139,10 @@ class Piece(NamedTuple):
         return slice(self.first, self.first + self.segment.length)
 
 
-Pieces = tuple[Piece, ...]
+Chunks = tuple[Chunk, ...]
 
 
-class Group(NamedTuple):
+class Round(NamedTuple):
     """Owners at some distances behind each rank, whose keys come at once, stage by stage.
 
     `pieces` are what comes to each rank; `parts` are the tokens of them, one after another, that
@@ -150,7 +150,7 @@ class Group(NamedTuple):
     """
 
     stages: tuple[tuple[int, ...], ...]
-    pieces: tuple[Pieces, ...]
+    pieces: tuple[Chunks, ...]
     parts: tuple[tuple[slice, ...], ...]
 
     @property
@@ -159,10 +159,10 @@ class Group(NamedTuple):
         return tuple(chain.from_iterable(self.stages))
 
     @property
-    def at_once(self) -> "Group":
+    def at_once(self) -> "Round":
         """The same in one stage."""
         parts = tuple((slice(0, tokens(coming)),) for coming in self.pieces)
-        return Group((self.distances,), self.pieces, parts)
+        return Round((self.distances,), self.pieces, parts)
 
 
 def stretch(segments: Segments, at: slice) -> Segments:
@@ -180,12 +180,12 @@ def stretch(segments: Segments, at: slice) -> Segments:
     return tuple(found)
 
 
-def of_owner(pieces: Pieces, owner: int) -> Pieces:
+def of_owner(pieces: Chunks, owner: int) -> Chunks:
     """Those of one owner."""
     return tuple(p for p in pieces if p.owner == owner)
 
 
-def places(pieces: Pieces, owner: int) -> Iterator[tuple[Piece, slice]]:
+def places(pieces: Chunks, owner: int) -> Iterator[tuple[Chunk, slice]]:
     """Those of one owner, and where they lie among all of these one after another."""
     starts = accumulate((piece.segment.length for piece in pieces), initial=0)
     for start, piece in zip(starts, pieces):
@@ -193,13 +193,13 @@ def places(pieces: Pieces, owner: int) -> Iterator[tuple[Piece, slice]]:
             yield piece, slice(start, start + piece.segment.length)
 
 
-def tokens(pieces: Pieces) -> int:
+def tokens(pieces: Chunks) -> int:
     """How many keys they are."""
     return sum(p.segment.length for p in pieces)
 
 
 @_known
-def schedule(blocks: Blocks, at_once: int) -> tuple[Group, ...]:
+def schedule(blocks: Workload, at_once: int) -> tuple[Round, ...]:
     """The groups of `at_once` owners that bring everyone what is needed.
 
     Zigzag, four ranks: rank 1 sees chunk 0 with all of its queries, and chunks 2 to 5 with
@@ -207,7 +207,7 @@ def schedule(blocks: Blocks, at_once: int) -> tuple[Group, ...]:
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> four = all_segments("zigzag", 4, 16)
-    >>> (group,) = schedule(Blocks(four, four, Visible(causal=True)), at_once=3)
+    >>> (group,) = schedule(Workload(four, four, Mask(causal=True)), at_once=3)
     >>> joined(group.pieces[1])
     (Segment(start=0, stride=1, length=2), Segment(start=4, stride=1, length=8))
     """
@@ -215,13 +215,13 @@ def schedule(blocks: Blocks, at_once: int) -> tuple[Group, ...]:
 
 
 @_known
-def in_two_stages(blocks: Blocks) -> Group:
+def in_two_stages(blocks: Workload) -> Round:
     """The group of all owners, those nearest behind each rank first, and owner by owner: so that
     most of an owner's keys come in one copy.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> four = all_segments("zigzag", 4, 16)
-    >>> group = in_two_stages(Blocks(four, four, Visible(causal=True)))
+    >>> group = in_two_stages(Workload(four, four, Mask(causal=True)))
     >>> group.stages, [piece.owner for piece in group.pieces[1]], group.parts[1]
     (((1,), (2, 3)), [0, 3, 3, 2, 2], (slice(0, 2, None), slice(2, 10, None)))
     """
@@ -233,19 +233,19 @@ def in_two_stages(blocks: Blocks) -> Group:
 
 
 @_known
-def all_together(blocks: Blocks) -> Group:
+def all_together(blocks: Workload) -> Round:
     """The group of all owners, each rank one of its own."""
     return _group(blocks, ((blocks.distances,),))
 
 
-def _group(blocks: Blocks, stages: tuple[tuple[tuple[int, ...], ...], ...]) -> Group:
+def _group(blocks: Workload, stages: tuple[tuple[tuple[int, ...], ...], ...]) -> Round:
     """Stage by stage what comes from some distances at once, those in the order of positions."""
     found = [
         [[p for chosen in stage for p in needed(rank, blocks, chosen)] for stage in stages]
         for rank in range(len(blocks.queries))
     ]
     ends = ([*accumulate(map(tokens, coming), initial=0)] for coming in found)
-    return Group(
+    return Round(
         tuple(tuple(chain(*stage)) for stage in stages),
         tuple(tuple(chain(*coming)) for coming in found),
         tuple(tuple(slice(*cut) for cut in pairwise(each)) for each in ends),
@@ -253,11 +253,11 @@ def _group(blocks: Blocks, stages: tuple[tuple[tuple[int, ...], ...], ...]) -> G
 
 
 @_known
-def keys_come_late(blocks: Blocks, at_once: int, job: Job) -> bool:
+def keys_come_late(blocks: Workload, at_once: int, job: KVShape) -> bool:
     """Whether some rank has computed on its own keys, which all have, before those of several
     others have come, together."""
     visible = blocks.visible
-    if visible != Visible(visible.causal) or blocks.apart:
+    if visible != Mask(visible.causal) or blocks.apart:
         return False  # they are few, or large tiles only in the order of positions
     groups = schedule(blocks, at_once)
     if len(groups) != 1 or len(groups[0].distances) < 2:
@@ -270,13 +270,13 @@ def keys_come_late(blocks: Blocks, at_once: int, job: Job) -> bool:
     return min(own) > 0 and any(mine < others for mine, others in zip(own, coming))
 
 
-def most_in_front(group: Group) -> bool:
+def most_in_front(group: Round) -> bool:
     """Whether ranks need more pieces, all together, of those in front of them than of those behind.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> for layout in ("zigzag", "contiguous"):
     ...     four = all_segments(layout, 4, 16)
-    ...     most_in_front(*schedule(Blocks(four, four, Visible(causal=True)), at_once=3))
+    ...     most_in_front(*schedule(Workload(four, four, Mask(causal=True)), at_once=3))
     True
     False
     """
@@ -284,7 +284,7 @@ def most_in_front(group: Group) -> bool:
     return sum(1 if rank < owner else -1 for rank, owner in owners) >= 0
 
 
-def coming_home(group: Group) -> Counter[int]:
+def coming_home(group: Round) -> Counter[int]:
     """Of how many keys gradients come home to each owner, each as often as somebody has some."""
     found = Counter[int]()
     for piece in chain.from_iterable(group.pieces):
@@ -293,7 +293,7 @@ def coming_home(group: Group) -> Counter[int]:
 
 
 def come_home_aside(
-    blocks: Blocks, groups: Sequence[Group], cuts: Sequence[int], job: Job, overtaken: bool
+    blocks: Workload, groups: Sequence[Round], cuts: Sequence[int], job: KVShape, overtaken: bool
 ) -> bool:
     """Whether ranks compute on while at least half of their gradients come home from others.
 
@@ -313,7 +313,7 @@ def come_home_aside(
     return 2.5 * job.pair_flops * left >= moved
 
 
-def needed(rank: int, blocks: Blocks, distances: Sequence[int]) -> Pieces:
+def needed(rank: int, blocks: Workload, distances: Sequence[int]) -> Chunks:
     """The keys of owners at these distances that a rank's queries see, in order of positions."""
     (queries, keys, visible, _), found = blocks, []
     for distance in distances:
@@ -326,11 +326,11 @@ def needed(rank: int, blocks: Blocks, distances: Sequence[int]) -> Pieces:
             if seen:
                 first, last = min(f for f, _ in seen), max(s for _, s in seen)
                 at = Segment(position + (first - start) * stride, stride, last - first)
-                found.append(Piece(owner, first, at))
+                found.append(Chunk(owner, first, at))
     return tuple(sorted(found, key=lambda piece: (piece.segment.start, piece.owner)))
 
 
-def joined(pieces: Pieces) -> Segments:
+def joined(pieces: Chunks) -> Segments:
     """The positions of the pieces one after another, as few segments as can be."""
     found: list[Segment] = []
     for _, _, segment in pieces:

@@ -8,7 +8,7 @@ import torch
 from ring_attention_pytorch import explain_kernel, ring_attn
 from ring_attention_pytorch.kernels import KERNELS, flex, problem
 from ring_attention_pytorch.kernels.triton import Config, configured
-from ring_attention_pytorch.runtime.interfaces import Case
+from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from tests.kernel_cases import (
     CASES,
     NAMES,
@@ -95,8 +95,8 @@ EVEN = [  # head sizes that every kernel has
 ALL = CASES + LONG + EVEN + STRIDED
 
 
-def asked(case: KernelCase) -> Case:
-    return Case(
+def asked(case: KernelCase) -> KernelRequest:
+    return KernelRequest(
         "cuda", case.dtype, case.softclamp is not None, d=case.d[0], d_v=case.d[1],
         capability=torch.cuda.get_device_capability(),
         window=any(t.left is not None for t in case.whole()), key_mask=case.masked,

@@ -16,7 +16,7 @@ from torch import Tensor
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.kernels import KERNELS, problem
-from ring_attention_pytorch.runtime.interfaces import Case
+from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from tests import threads
 from tests.cases import NAMES, Attention, held, results, shard
 from tests.gpu.memory import poison
@@ -43,7 +43,7 @@ KINDS += [
 
 
 def able(kernel: str, case: Attention) -> bool:
-    asked = Case(
+    asked = KernelRequest(
         "cuda", case.dtype, case.softclamp is not None, case.d, case.d_v,
         torch.cuda.get_device_capability(), window=case.window is not None, key_mask=case.masked,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from torch import Tensor
 from ring_attention_pytorch import RingPlan, positions, ring_attn, tree_attn_decode
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.kernels import KERNELS, problem
-from ring_attention_pytorch.runtime.interfaces import Case
+from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.rowwise import add_, merge_, sum_of_products
 from tests.gpu.test_kernels_gpu import asked
 from tests.gpu.test_transports_gpu import WAYS, plan_for, say
@@ -39,7 +39,7 @@ BEYOND = ["eager", "triton"]  # kernels of which parts of float16 are kept in fl
 
 def can(kernel: str, dtype: torch.dtype) -> bool:
     like = torch.empty(1, 0, 1, 64, device="cuda", dtype=dtype)
-    return problem(kernel, Case.of(like, like)) is None
+    return problem(kernel, KernelRequest.of(like, like)) is None
 
 
 # --- one GPU ---
@@ -125,7 +125,7 @@ def test_any_scale_under_a_causal_mask(kernel, scale):
 @pytest.mark.parametrize("kernel", FUSED)
 def test_a_bias_of_any_size_is_added_in_float16(kernel, d):
     like = torch.empty(1, 1, 1, d + 2, device="cuda", dtype=torch.half)
-    if problem(kernel, Case.of(like, like[..., :d])) is not None:
+    if problem(kernel, KernelRequest.of(like, like[..., :d])) is not None:
         pytest.skip("it can't")
     q, k, v, dout = torch.randn(4, 1, 100, 2, d).half()
     bias = torch.zeros(1, 100).half()

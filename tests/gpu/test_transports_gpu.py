@@ -22,16 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, RingTransformer, explain_plan, positions, ring_attn
-from ring_attention_pytorch.comm import gather_symmetric as symmetric
-from ring_attention_pytorch.comm import transports
-from ring_attention_pytorch.comm.gather_first import Together
+from ring_attention_pytorch.comm import gather_symmetric, transports
+from ring_attention_pytorch.comm.gather_first import GatherFirst
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.comm.symmetric_memory import Shelf, shared_by
-from ring_attention_pytorch.kernels import _flash as _whole
-from ring_attention_pytorch.kernels import problem
-from ring_attention_pytorch.runtime.interfaces import Case
+from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer, shared_by
+from ring_attention_pytorch.kernels import _flash, problem
+from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.streams import aside
 from tests.reference import dense_attention, relative_error
 
@@ -87,7 +85,7 @@ def plan_for(
     engine, or not, whatever hides them; as for few tokens, which come together, or many."""
     without = mock.patch.object(Ring, "shared", return_value=None)
     in_time = mock.patch.object(transports, "keys_come_late", return_value=False)
-    coming = mock.patch.object(symmetric, "come_home_aside", return_value=aside)
+    coming = mock.patch.object(gather_symmetric, "come_home_aside", return_value=aside)
     with (
         without if apart else nullcontext(),
         in_time if soon else nullcontext(),
@@ -103,23 +101,28 @@ def delays() -> Iterator[None]:
 
     So are calls of kernels that run side by side.
     """
-    own, publish, follow, meet = Shelf.own, Shelf.publish, Shelf.follow, Shelf.meet
+    own, publish, follow, meet = (
+        SymmetricBuffer.own,
+        SymmetricBuffer.publish,
+        SymmetricBuffer.follow,
+        SymmetricBuffer.meet,
+    )
 
-    def poisoned(shelf: Shelf, form: Form) -> list[Tensor]:
+    def poisoned(shelf: SymmetricBuffer, form: Form) -> list[Tensor]:
         views = own(shelf, form)
         shelf.memory[shelf.turn].fill_(255)
         return views
 
-    def publish_late(shelf: Shelf) -> None:
+    def publish_late(shelf: SymmetricBuffer) -> None:
         _sleep()
         publish(shelf)
         _sleep()
 
-    def follow_late(shelf: Shelf) -> None:
+    def follow_late(shelf: SymmetricBuffer) -> None:
         _sleep()  # on the stream that computes
         follow(shelf)
 
-    def meet_late(shelf: Shelf) -> None:
+    def meet_late(shelf: SymmetricBuffer) -> None:
         _sleep()
         meet(shelf)
         if len(shelf.memory) == 1:  # written next
@@ -132,13 +135,22 @@ def delays() -> Iterator[None]:
             yield
             _sleep()
 
-    Shelf.own, Shelf.publish, Shelf.follow = poisoned, publish_late, follow_late
-    Shelf.meet = meet_late
+    SymmetricBuffer.own, SymmetricBuffer.publish, SymmetricBuffer.follow = (
+        poisoned,
+        publish_late,
+        follow_late,
+    )
+    SymmetricBuffer.meet = meet_late
     try:
-        with mock.patch.object(_whole, "aside", aside_late):
+        with mock.patch.object(_flash, "aside", aside_late):
             yield
     finally:
-        Shelf.own, Shelf.publish, Shelf.follow, Shelf.meet = own, publish, follow, meet
+        (
+            SymmetricBuffer.own,
+            SymmetricBuffer.publish,
+            SymmetricBuffer.follow,
+            SymmetricBuffer.meet,
+        ) = own, publish, follow, meet
 
 
 def _sleep() -> None:
@@ -188,7 +200,7 @@ def one(
     if plan.transport_name == "gather" and shared:
         assert isinstance(plan.transport, SymmetricGather) != how.get("apart", False)
         others = len(plan.blocks.keys) > 1
-        assert isinstance(plan.transport, Together) == (others and how.get("few", False))
+        assert isinstance(plan.transport, GatherFirst) == (others and how.get("few", False))
 
     def run(plan: RingPlan = plan) -> list[Tensor]:
         out = ring_attn(*mine, plan=plan)
@@ -501,7 +513,7 @@ def main() -> None:
     every_way()
     like = torch.empty(1, 0, 1, 64, device=device, dtype=torch.bfloat16)
     kernels = ("flash-attn-4", "sdpa-cudnn", "flash-attn-2", "sdpa-flash")
-    able = [name for name in kernels if problem(name, Case.of(like, like)) is None]
+    able = [name for name in kernels if problem(name, KernelRequest.of(like, like)) is None]
     every_kernel(able)
     for ulysses in (1, 2):
         graphs_outlive_larger_shelves(ulysses)
