@@ -84,19 +84,19 @@ class Block:
 
         first, sums = result(), grads()
         impl.forward(self.q, keys, self.found, self.terms, first)
-        out, lse = (t.clone() for t in first.final())
+        out, lse = (t.clone() for t in first.finalize())
 
         def forward() -> None:
             whole = first if more else result()
             impl.forward(self.q, keys, self.found, self.terms, whole)
-            (whole.running if more else whole.final)()
+            (whole.begin_update if more else whole.finalize)()
 
         def backward() -> None:
             saved = Residuals(self.q, out, lse, self.dout, None)  # its delta is made anew
             whole = sums if more else grads()
             impl.backward(saved, keys, self.found, self.terms, whole)
             for total in whole:
-                (total.running if more else total.final)()
+                (total.begin_update if more else total.finalize)()
 
         return {"forward": forward, "backward": backward}
 

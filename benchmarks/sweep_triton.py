@@ -43,7 +43,7 @@ def run_direction(block: Block, direction: str, config: Config | None) -> Callab
     keys = KVBlock(block.k, block.v, None, ())
     found, terms = block.found, block.terms
     result = OutputAccumulator(block.q, block.v)
-    lse = result.running()[1]
+    lse = result.begin_update()[1]
     saved = Residuals(block.q, block.dout, torch.full_like(lse, 9.0), block.dout, None)
     grads = Grads(GradAccumulator(block.q), GradAccumulator(block.k), GradAccumulator(block.v))
 

@@ -89,15 +89,15 @@ def table() -> str:
 def row(name: str, can: Capabilities) -> list[str]:
     assert set(COLUMNS) == FEATURES
     where = {None: "anywhere"}.get(can.devices) or can.devices[0].upper()
-    if can.oldest is not None:
-        where += f" >= {'.'.join(map(str, can.oldest))}"
-    sizes = "any" if can.widest is None else f"<= {can.widest}"
-    if can.multiple > 1:
-        sizes = f"multiples of {can.multiple} {sizes}"
+    if can.min_capability is not None:
+        where += f" >= {'.'.join(map(str, can.min_capability))}"
+    sizes = "any" if can.max_head_dim is None else f"<= {can.max_head_dim}"
+    if can.head_dim_multiple > 1:
+        sizes = f"multiples of {can.head_dim_multiple} {sizes}"
     dtypes = "any" if can.dtypes is None else ", ".join(SHORT[d] for d in can.dtypes)
-    package = "-" if can.package is None else f"{can.package.name} >= {can.package.oldest}"
+    package = "-" if can.package is None else f"{can.package.name} >= {can.package.min_version}"
     return [
-        f"`{name}`", WHAT[name], where, dtypes, sizes + (", d = d_v" if can.one_size else ""),
+        f"`{name}`", WHAT[name], where, dtypes, sizes + (", d = d_v" if can.one_head_dim else ""),
         *("yes" if feature in can.features else "-" for feature in COLUMNS), package,
     ]  # fmt: skip
 

@@ -36,7 +36,7 @@ from torch.autograd import Function
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
-from ring_attention_pytorch.runtime.streams import forget
+from ring_attention_pytorch.runtime.streams import reset_side_streams
 from ring_attention_pytorch.runtime.torch_func import signature_once
 from ring_attention_pytorch.second_order import gradient_tangents, keep, tangents
 
@@ -50,7 +50,7 @@ def forward(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
     `[b, n, h, d_v]`, lse `[b, h, n]`.
     """
     q, k, v, sinks = given
-    forget(q.device)
+    reset_side_streams(q.device)
     result = OutputAccumulator(q, v, plan.calls(back=False) if sinks is None else None)
     with torch.autocast(q.device.type, enabled=False):
         for keys in plan.transport.stream(plan.keys(k, v)):
@@ -59,13 +59,13 @@ def forward(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
                 plan.kernel.forward(q[samples], kv, tiles, plan.terms, so_far)
     if sinks is not None:
         result.add_sinks(sinks)
-    return result.final()
+    return result.finalize()
 
 
 def backward(plan: RingPlan, *given: Tensor | None) -> Gradients:
     """Compute (dq, dk, dv, dsinks) of this rank's (q, k, v, sinks, dout, dlse, out, lse)."""
     q, k, v, sinks, dout, dlse, out, lse = given
-    forget(q.device)
+    reset_side_streams(q.device)
     calls = plan.calls(back=True)
     own = Grads(
         GradAccumulator(q, calls),
@@ -79,7 +79,7 @@ def backward(plan: RingPlan, *given: Tensor | None) -> Gradients:
                 grads = Grads(own.dq, *of_keys).samples(samples)
                 plan.kernel.backward(rows, kv, tiles, plan.terms, grads)
         dsinks = None if sinks is None else grad_of_sinks(sinks, saved)
-    return *(total.final() for total in own), dsinks
+    return *(total.finalize() for total in own), dsinks
 
 
 class RingAttentionFunction(Function):

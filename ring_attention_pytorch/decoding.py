@@ -69,7 +69,7 @@ def tree_attn_decode(
         terms = ScoreMods(q.shape[-1] ** -0.5, None, 1024)
         with torch.autocast(q.device.type, enabled=False):
             kernel.forward(queries, keys, [everything], terms, result)
-    return rearrange(_merge(*result.running(), eps, ring), "b t h d -> b h t d").to(q.dtype)
+    return rearrange(_merge(*result.begin_update(), eps, ring), "b t h d -> b h t d").to(q.dtype)
 
 
 def _merge(out: Tensor, lse: Tensor, eps: float, ring: Ring) -> Tensor:

@@ -24,7 +24,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     sink_weights,
     tangent_of_delta,
 )
-from ring_attention_pytorch.runtime.rowwise import accumulator
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.torch_func import signature_once
 
 Some = Sequence[Tensor | None]
@@ -43,7 +43,7 @@ class RingTangents(Function):
                 f"ring attention: kernel={plan.kernel.name!r} has no second derivatives and no "
                 'forward mode; kernel="eager" has both'
             )
-        tout = torch.zeros_like(out, dtype=accumulator(out.dtype))
+        tout = torch.zeros_like(out, dtype=accumulation_dtype(out.dtype))
         tlse = torch.zeros_like(lse)
         with plan.call("tangents"), torch.autocast(q.device.type, enabled=False):
             pairs = plan.keys(*_beside((k, v), (tk, tv)))
@@ -96,7 +96,7 @@ class RingGradientTangents(Function):
                     ours, seen = (saved.samples(some), along.samples(some)), keys.samples(some)
                     grads = Grads(own.dq, *of_keys).samples(some)
                     eager_jvp.backward(*ours, seen, tiles, plan.terms, grads)
-        found, themselves = zip(*(total.final().chunk(2, dim=-1) for total in own))
+        found, themselves = zip(*(total.finalize().chunk(2, dim=-1) for total in own))
         of_sinks = (None, None)
         if sinks is not None:
             with torch.autocast(q.device.type, enabled=False):

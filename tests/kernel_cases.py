@@ -149,15 +149,15 @@ def results(case: KernelCase, data: Data, kernel: str) -> dict[str, Tensor]:
     result = OutputAccumulator(q, v, calls)
     for cols, tiles in case.cut():
         impl.forward(q, keys(cols), tiles, terms, result)
-    rounded, lse = result.final()
+    rounded, lse = result.finalize()
     dlse = data.dlse.to(lse.dtype).masked_fill(lse == -torch.inf, 0.0)
     saved = Residuals(q, rounded, lse, dout, dlse)
     dq, dk, dv = GradAccumulator(q, calls), torch.zeros_like(k), torch.zeros_like(v)
     for cols, tiles in case.cut():
         grads = Grads(dq, *(GradAccumulator(t[:, cols], calls=1) for t in (k, v)))
         impl.backward(saved, keys(cols), tiles, terms, grads)
-        dk[:, cols], dv[:, cols] = grads.dk.final(), grads.dv.final()
-    return dict(zip(NAMES, (rounded, lse, dq.final(), dk, dv)))
+        dk[:, cols], dv[:, cols] = grads.dk.finalize(), grads.dv.finalize()
+    return dict(zip(NAMES, (rounded, lse, dq.finalize(), dk, dv)))
 
 
 def worst(got: Tensor, want: Tensor) -> float:
@@ -214,14 +214,14 @@ def disturbed(case: KernelCase, kernel: str, device: str) -> list[str]:
     )
     result.add(slice(0, case.n), out, lse)
     for total, t in zip(grads, (q, k, v)):
-        total.running().copy_(torch.randn(t.shape, generator=draw))
-    before = [t.clone() for t in (out, lse, *(total.running() for total in grads))]
+        total.begin_update().copy_(torch.randn(t.shape, generator=draw))
+    before = [t.clone() for t in (out, lse, *(total.begin_update() for total in grads))]
     keys = KVBlock(k, v, data.mask, ())
     KERNELS[kernel].forward(q, keys, case.whole(), case.terms(), result)
-    out, lse = result.running()
+    out, lse = result.begin_update()
     saved = Residuals(q, out.to(q.dtype), lse, dout, data.dlse)
     KERNELS[kernel].backward(saved, keys, case.whole(), case.terms(), grads)
-    after = [out, lse, *(total.running() for total in grads)]
+    after = [out, lse, *(total.begin_update() for total in grads)]
     shown = torch.zeros(case.batch, case.n, case.m, dtype=torch.bool, device=device)
     for tile in case.whole():
         shown[:, tile.rows, tile.cols] |= band(tile, shown.device)

@@ -28,5 +28,5 @@ class Late:
         """Whoever sums or merges calls this `join`."""
         from ring_attention_pytorch.runtime import accumulate
 
-        with mock.patch.object(accumulate, "join", self.join):
+        with mock.patch.object(accumulate, "wait_side_streams", self.join):
             yield

@@ -143,7 +143,7 @@ MUTANTS = [
     ),
     Mutant(
         "a call of the kernel is not counted", "comm/gather.py:Gather.comes",
-        "if cut < length: yield stretch(own, slice(cut, length))", "",
+        "if cut < length: yield slice_segments(own, slice(cut, length))", "",
     ),
     Mutant(
         "merge weights swapped", "runtime/rowwise.py:merge_", "torch.sigmoid(part_lse - lse)",
@@ -164,31 +164,31 @@ MUTANTS = [
         "torch.logaddexp(lse, part_lse, out=lse)", "lse.copy_(part_lse)",
     ),
     Mutant(
-        "running sums in half precision", "runtime/rowwise.py:accumulator",
+        "running sums in half precision", "runtime/rowwise.py:accumulation_dtype",
         "torch.promote_types(dtype, torch.float32)",
         "dtype if dtype == torch.float64 else torch.bfloat16",
     ),
     Mutant(
-        "running sums in the inputs' precision", "runtime/rowwise.py:accumulator",
+        "running sums in the inputs' precision", "runtime/rowwise.py:accumulation_dtype",
         "torch.promote_types(dtype, torch.float32)", "dtype",
     ),
     Mutant(
-        "sums do not wait for their parts", "runtime/accumulate.py:GradAccumulator.running",
-        '"""The sum as `accumulator(dtype)`, to be added to in place.""" self._join()',
-        '"""The sum as `accumulator(dtype)`, to be added to in place."""',
+        "sums do not wait for their parts", "runtime/accumulate.py:GradAccumulator.begin_update",
+        '"""The sum as `accumulation_dtype(dtype)`, to be added to in place.""" self._join()',
+        '"""The sum as `accumulation_dtype(dtype)`, to be added to in place."""',
     ),
     Mutant(
-        "a result does not wait for its parts", "runtime/accumulate.py:OutputAccumulator.final",
-        "\"\"\"out in q's dtype, lse in the accumulator's.\"\"\" join(self._q.device)",
+        "a result does not wait for its parts", "runtime/accumulate.py:OutputAccumulator.finalize",
+        "\"\"\"out in q's dtype, lse in the accumulator's.\"\"\" wait_side_streams(self._q.device)",
         "\"\"\"out in q's dtype, lse in the accumulator's.\"\"\"",
     ),
     # calls side by side
     Mutant(
-        "a call waits for nothing", "runtime/streams.py:_Aside.__enter__",
-        "self.stream.wait_event(lanes.begins)", "",
+        "a call waits for nothing", "runtime/streams.py:_SideStream.__enter__",
+        "self.stream.wait_event(side.begins)", "",
     ),
     Mutant(
-        "memory is used again that a call writes", "runtime/streams.py:_Aside.__enter__",
+        "memory is used again that a call writes", "runtime/streams.py:_SideStream.__enter__",
         "t.record_stream(self.stream)", "pass",
     ),
     Mutant(
@@ -197,7 +197,8 @@ MUTANTS = [
         "in range(len(_PRIORITIES) - 1)",
     ),
     Mutant(
-        "what is sent does not wait for the last call", "runtime/streams.py:_Behind.__enter__",
+        "what is sent does not wait for the last call",
+        "runtime/streams.py:_SideStreamAfterOthers.__enter__",
         "for lane in _OTHERS:", "for lane in _OTHERS[:1]:",
     ),
     Mutant(
@@ -295,12 +296,12 @@ MUTANTS = [
         "fresh=len(others) == len(parts))", "fresh=True)",
     ),
     Mutant(
-        "two parts in one place", "runtime/accumulate.py:GradAccumulator.blank",
+        "two parts in one place", "runtime/accumulate.py:GradAccumulator.alloc",
         "or apart or not _free(at, self._taken)",
         "or apart",
     ),
     Mutant(
-        "two results in one place", "runtime/accumulate.py:OutputAccumulator.blank",
+        "two results in one place", "runtime/accumulate.py:OutputAccumulator.alloc",
         "self._place is None or not _free(rows, self._taken)", "self._place is None",
     ),
     Mutant(
@@ -322,7 +323,8 @@ MUTANTS = [
         "self._place, self._taken = None, [] for", "pass for",
     ),
     Mutant(
-        "a running sum does not come to its place", "runtime/accumulate.py:GradAccumulator.final",
+        "a running sum does not come to its place",
+        "runtime/accumulate.py:GradAccumulator.finalize",
         "self._place.copy_(wide)", "self._place",
     ),
     Mutant(
@@ -485,7 +487,7 @@ MUTANTS = [
         "self._pass(held, spare, forms", "self._pass(held, held, forms",
     ),
     Mutant(
-        "gradients of the hop before last", "runtime/accumulate.py:GradAccumulator.running",
+        "gradients of the hop before last", "runtime/accumulate.py:GradAccumulator.begin_update",
         "self._empty(self._dtype).zero_()", "self._empty(self._dtype)",
     ),
     Mutant(
@@ -509,7 +511,7 @@ MUTANTS = [
     Mutant(
         "a partial overwrites what is there", "comm/gather.py:Gather._send_home",
         "total.add_all((piece.cols, part[:, at]) for piece, at in places(pieces, rank))",
-        "[total.running()[:, p.cols].copy_(part[:, at]) for p, at in places(pieces, rank)]",
+        "[total.begin_update()[:, p.cols].copy_(part[:, at]) for p, at in places(pieces, rank)]",
     ),
     Mutant(
         "a partial lands at the owner's first keys", "comm/gather.py:Gather._send_home",
@@ -587,7 +589,7 @@ MUTANTS = [
     ),
     Mutant(
         "calls overlap of what merges by itself", "runtime/graphs.py:with_graphs",
-        "plan.transport if plan.kernel.merges else", "",
+        "plan.transport if plan.kernel.fuses_merge else", "",
     ),
     Mutant(
         "another transport's calls are counted as this one's", "plan/ring_plan.py:RingPlan.by",
@@ -627,7 +629,8 @@ MUTANTS = [
     ),
     Mutant(
         "gradients that come together are added in the inputs' dtype",
-        "comm/gather_first.py:GatherFirst._brought", "dtype=accumulator(dtype))", "dtype=dtype)",
+        "comm/gather_first.py:GatherFirst._brought",
+        "dtype=accumulation_dtype(dtype))", "dtype=dtype)",
     ),
     Mutant(
         "too little room for gradients that come together", "comm/gather_first.py:GatherFirst.like",
@@ -693,12 +696,12 @@ MUTANTS = [
     ),
     # autograd
     Mutant(
-        "gradients divided by the ring", "attention.py:backward", "return *(total.final() for",
-        "return *(total.final() / plan.ring.size for",
+        "gradients divided by the ring", "attention.py:backward", "return *(total.finalize() for",
+        "return *(total.finalize() / plan.ring.size for",
     ),
     Mutant(
-        "gradients are zero", "attention.py:backward", "return *(total.final() for",
-        "return *(total.final() * 0 for",
+        "gradients are zero", "attention.py:backward", "return *(total.finalize() for",
+        "return *(total.finalize() * 0 for",
     ),
     Mutant(
         "dk and dv swapped", "attention.py:backward", "for total in own), dsinks",
@@ -1084,7 +1087,7 @@ def no_ring_is_left_alone() -> Iterator[Case]:
 
 def streams_wait_for_one_another() -> Iterator[Case]:
     """And whoever reads what is made on other streams waits for them."""
-    from tests import test_lanes, test_running
+    from tests import test_running, test_streams
 
     for name in ("a_call_waits_for_what_was_before_and_nothing_waits_for_it_until_joined",
                  "calls_for_own_keys_give_way_to_the_others",
@@ -1092,8 +1095,8 @@ def streams_wait_for_one_another() -> Iterator[Case]:
                  "what_is_behind_does_not_wait_for_own_keys",
                  "what_is_written_is_not_used_again_before_that",
                  "what_is_read_is_not_used_again_before_that"):  # fmt: skip
-        check = getattr(test_lanes, f"test_{name}")
-        yield patched(lambda patch, check=check: check(test_lanes.stood_in(patch)))
+        check = getattr(test_streams, f"test_{name}")
+        yield patched(lambda patch, check=check: check(test_streams.stood_in(patch)))
     for dtype in (torch.float32, torch.bfloat16):
         yield partial(test_running.test_a_part_that_is_all_there_is_is_the_result_itself, dtype)
         yield partial(test_running.test_a_sum_of_parts_waits_for_them, dtype)
@@ -1102,7 +1105,7 @@ def streams_wait_for_one_another() -> Iterator[Case]:
 def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     """Those that can be."""
     from tests import test_graphs
-    from tests.test_lanes import stood_in
+    from tests.test_streams import stood_in
 
     def on_cpu(check: Callable[[pytest.MonkeyPatch], None]) -> Case:
         return patched(lambda patch: (test_graphs.stand_in(patch), check(patch)))

@@ -38,7 +38,7 @@ MUTANTS = [
         "if not held.tiny <= _undoing(scale) <= held.max:", "if False:",
     ),
     Mutant(
-        "parts of float16 travel as they are", "runtime/rowwise.py:sent",
+        "parts of float16 travel as they are", "runtime/rowwise.py:wire_dtype",
         "torch.float32 if dtype == torch.float16 else dtype", "dtype",
     ),
     Mutant(
@@ -47,11 +47,11 @@ MUTANTS = [
     ),
     Mutant(
         "a part is taken for the sum in another dtype",
-        "runtime/accumulate.py:GradAccumulator.final",
+        "runtime/accumulate.py:GradAccumulator.finalize",
         "self._parts[0][1].dtype == self._end", "True",
     ),
     Mutant(
-        "kernels get memory of the sum's dtype", "runtime/accumulate.py:GradAccumulator.blank",
+        "kernels get memory of the sum's dtype", "runtime/accumulate.py:GradAccumulator.alloc",
         "if self._end != self._like.dtype:", "if False:",
     ),
     Mutant(
@@ -201,10 +201,10 @@ def a_wide_sum_is_wide() -> None:
     part = torch.full((1, 3, 2, 4), 6e4).half()
     for place in (None, torch.empty(1, 3, 2, 4)):
         total = GradAccumulator(part, calls=1, place=place, dtype=torch.float32)
-        room = total.blank(slice(0, 3))
+        room = total.alloc(slice(0, 3))
         assert room.dtype == torch.float16
         total.add(slice(0, 3), part.clone())
-        found = total.final()
+        found = total.finalize()
         assert found.dtype == torch.float32
         assert place is None or found.data_ptr() == place.data_ptr()
         assert torch.equal(found, part.float())

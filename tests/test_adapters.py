@@ -24,7 +24,7 @@ from ring_attention_pytorch.kernels._flash import aligned, from_bottom_right, wi
 from ring_attention_pytorch.kernels._varlen import packs
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Tiles
-from ring_attention_pytorch.runtime.rowwise import accumulator
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from tests import threads
 from tests.cases import TOLERANCES, Attention, check_symmetric, results
 from tests.features import FEATURES, LAYOUTS, Problem, refusal, together
@@ -56,7 +56,7 @@ def shown_2(n: int, m: int, left: int, right: int) -> Tensor:
 def attend(q, k, v, seen, scale, softcap):
     """out, lse, and the derivative of each score by scale * q.k. Only out is rounded."""
     group, dtype = q.shape[2] // k.shape[2], q.dtype
-    q, k, v = (t.to(accumulator(dtype)) for t in (q, k, v))
+    q, k, v = (t.to(accumulation_dtype(dtype)) for t in (q, k, v))
     k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
     scores, slope = torch.einsum("bihd,bjhd->bhij", q, k) * scale, 1.0
     if softcap:
@@ -71,7 +71,7 @@ def attend(q, k, v, seen, scale, softcap):
 def differentiate(dout, q, k, v, out, lse, seen, scale, softcap, dlse=None):
     """dq, dk, dv from a global lse, as all flash attentions do it."""
     h_kv, dtype = k.shape[2], q.dtype
-    dout, q, k, v, out = (t.to(accumulator(dtype)) for t in (dout, q, k, v, out))
+    dout, q, k, v, out = (t.to(accumulation_dtype(dtype)) for t in (dout, q, k, v, out))
     wide_k, wide_v = (t.repeat_interleave(q.shape[2] // h_kv, dim=2) for t in (k, v))
     scores, slope = torch.einsum("bihd,bjhd->bhij", q, wide_k) * scale, 1.0
     if softcap:
@@ -139,7 +139,7 @@ def stand_in_4(monkeypatch: pytest.MonkeyPatch) -> None:
             return out.copy_(found[0]), lse.copy_(found[1]), None
         assert out is lse is None
         out = q.new_full((*q.shape[:2], v.shape[-1]), torch.nan)
-        lse = q.new_full((q.shape[1], len(q)), torch.nan, dtype=accumulator(q.dtype))
+        lse = q.new_full((q.shape[1], len(q)), torch.nan, dtype=accumulation_dtype(q.dtype))
         # keys are only read, so those of several sequences may be the same
         keys = places(cu_seqlens_k, seqused_k, ascend=False)
         for rows, cols in zip(places(cu_seqlens_q, seqused_q), keys):
@@ -260,7 +260,9 @@ def stood_in(monkeypatch):
 
     def of(kernel: str) -> None:
         STAND_INS[kernel](monkeypatch)
-        can = KERNELS[kernel].CAN._replace(devices=None, dtypes=None, multiple=1, package=None)
+        can = KERNELS[kernel].CAN._replace(
+            devices=None, dtypes=None, head_dim_multiple=1, package=None
+        )
         monkeypatch.setattr(KERNELS[kernel], "CAN", can)
 
     return of
@@ -382,14 +384,14 @@ def test_gradients_are_made_where_others_read_them(kernel, dtype, stood_in, monk
     there are gaps."""
     stood_in(kernel)
     monkeypatch.setitem(TOLERANCES, torch.bfloat16, 2e-2)
-    blank, there = GradAccumulator.blank, []
+    blank, there = GradAccumulator.alloc, []
 
     def noted(total: GradAccumulator, *asked: slice | bool, **how: bool) -> Tensor:
         made = blank(total, *asked, **how)
         there.append(made is total._place)
         return made
 
-    monkeypatch.setattr(GradAccumulator, "blank", noted)
+    monkeypatch.setattr(GradAccumulator, "alloc", noted)
     ids = tuple(i // 7 for i in range(40))
     for case in (Attention(40, "zigzag", causal=True), Attention(40, ids=(ids,))):
         there.clear()

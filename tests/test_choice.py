@@ -10,7 +10,6 @@ import torch
 
 from ring_attention_pytorch import (
     explain_kernel,
-    ring_flash_attn,
     ring_flash_attn_cuda,
     ring_flash_attn_cuda_,
 )
@@ -215,7 +214,7 @@ def test_the_public_explanation():
 def test_kernels_merge_by_themselves_if_both_ways_do(name, merges, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q = torch.randn(1, 6, 2, 8)
-    assert choose(name, KernelRequest.of(q, q)).merges == merges
+    assert choose(name, KernelRequest.of(q, q)).fuses_merge == merges
 
 
 def test_deterministic_algorithms_are_a_part_of_the_case():
@@ -237,7 +236,7 @@ def test_the_function_for_cuda_says_what_it_needs(monkeypatch):
 
 
 def test_the_function_for_cuda_takes_flash_attn_s_backward_where_it_can(monkeypatch):
-    module = sys.modules[ring_flash_attn.__module__]
+    module = sys.modules[ring_flash_attn_cuda.__module__]
     asked = []
     monkeypatch.setattr(
         module, "ring_flash_attn", lambda *a, **k: asked.append(k["kernel"]) or a[0]

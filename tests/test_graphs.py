@@ -26,7 +26,7 @@ from ring_attention_pytorch.runtime.graphs import Graphs, with_graphs
 from tests import threads
 from tests.cases import Attention, over_shared_memory
 from tests.reference import dense_attention, relative_error
-from tests.test_lanes import Machine, Stream, stood_in
+from tests.test_streams import Machine, Stream, stood_in
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -262,7 +262,7 @@ def test_what_a_graph_holds_overlaps():
     two = replace(plan, overlapped=other)
     assert two.in_graphs().transport is two.in_graphs().in_graphs().transport is other
     assert not two.in_graphs()._calls
-    merging = replace(two, kernel=plan.kernel._replace(merges=True))
+    merging = replace(two, kernel=plan.kernel._replace(fuses_merge=True))
     assert merging.in_graphs().transport is plan.in_graphs().transport is plan.transport
 
 

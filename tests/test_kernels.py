@@ -22,7 +22,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     Residuals,
     ScoreMods,
 )
-from ring_attention_pytorch.runtime.rowwise import accumulator, merge_
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, merge_
 from tests import threads
 from tests.cases import FIGURES, NAMES, TOLERANCES, Attention, shard
 from tests.reference import dense_attention, relative_error
@@ -38,7 +38,7 @@ class Block:
         dtype = kinds.get("dtype", torch.float64)
         self.q, self.dout = (torch.randn(b, self.n, h, x, dtype=dtype) for x in (d, d_v))
         self.k, self.v = (torch.randn(b, self.m, h_kv, x, dtype=dtype) for x in (d, d_v))
-        self.dlse = torch.randn(b, h, self.n, dtype=accumulator(dtype))
+        self.dlse = torch.randn(b, h, self.n, dtype=accumulation_dtype(dtype))
         self.mask = torch.rand(b, self.m) < 0.5 if masked else None
         whole = Tile(slice(0, self.n), slice(0, self.m), None, None)
         self.tiles = [whole] if tile is None else [tile]
@@ -58,12 +58,12 @@ class Block:
         keys = KVBlock(self.k, self.v, self.mask, segments)
         result = OutputAccumulator(self.q, self.v)
         impl.forward(self.q, keys, self.tiles, self.terms, result)
-        out, lse = result.final()
+        out, lse = result.finalize()
         dlse = self.dlse.masked_fill(lse == -torch.inf, 0.0)
         grads = Grads(GradAccumulator(self.q), GradAccumulator(self.k), GradAccumulator(self.v))
         saved = Residuals(self.q, out, lse, self.dout, dlse)
         impl.backward(saved, keys, self.tiles, self.terms, grads)
-        return dict(zip(NAMES, (out, lse, *(total.final() for total in grads))))
+        return dict(zip(NAMES, (out, lse, *(total.finalize() for total in grads))))
 
     def want(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         """The same by plain PyTorch in a dtype, from autograd."""

@@ -14,7 +14,12 @@ from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.plan import calibrate
-from ring_attention_pytorch.plan.calibrate import machine_from, machine_of, room_left, settle
+from ring_attention_pytorch.plan.calibrate import (
+    hardware_from,
+    hardware_of,
+    room_left,
+    select_transport,
+)
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.schedule.cost import H200, choose_transport
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
@@ -41,11 +46,11 @@ def measured(without: int = -1, forgets: int = -1) -> tuple[dict, bool, list[int
     small |= dict(room=no_room if ring.rank == without else room)
     with mock.patch.multiple(calibrate, **small):
         for _ in range(2):
-            seconds.append(machine_of(ring, 1, kernel, JOB, like))
+            seconds.append(hardware_of(ring, 1, kernel, JOB, like))
             times.append(counted.call_count)
             if ring.rank == forgets:
                 calibrate._known.pop(ring.group)
-        seconds.append(machine_of(ring, 1, kernel, JOB, like))
+        seconds.append(hardware_of(ring, 1, kernel, JOB, like))
         times.append(counted.call_count)
     calibrate._known.pop(ring.group)
     return seconds[-1]._asdict(), seconds[0] == seconds[1], times
@@ -81,15 +86,15 @@ def test_what_one_rank_has_forgotten_all_measure_again(pools):
 def test_slow_links_change_the_choice():
     everyone = all_segments("zigzag", 4, 4 * 8192)
     blocks, job = Workload(everyone, everyone, Mask(causal=True)), KVShape(1, 32, 8, 128, 128, 2)
-    fast = machine_from(NEAR | {"pull": calibrate._PULLED / 400e9}, 4, job)
+    fast = hardware_from(NEAR | {"pull": calibrate._PULLED / 400e9}, 4, job)
     assert fast.pull == pytest.approx(400e9)
     assert choose_transport(blocks, job, 3, fast) == "gather"
-    slow = machine_from(NEAR | {"pull": calibrate._PULLED / 1e9}, 4, job)
+    slow = hardware_from(NEAR | {"pull": calibrate._PULLED / 1e9}, 4, job)
     assert choose_transport(blocks, job, 3, slow) == "ring"
 
 
 def test_far_ranks_are_reached_over_the_network():
-    machine = machine_from(FAR, 1, JOB)
+    machine = hardware_from(FAR, 1, JOB)
     assert machine.network == pytest.approx(1e9, rel=0.01)
     assert machine.network_hop == pytest.approx(1e-3, rel=0.1)
     assert machine.hops == H200.hops
@@ -101,8 +106,8 @@ def test_a_cpu_measures_nothing_and_a_gpu_gives_at_most_half_of_what_is_left(mon
     assert plan.memory == calibrate.ROOM == room_left(q)
     assert plan.machine is H200
     asked = plan.ring, plan.kernel, plan.blocks, plan.job, 1, q
-    assert settle(None, *asked) == ("ring", H200)
-    assert settle("gather", *asked) == ("gather", H200)
+    assert select_transport(None, *asked) == ("ring", H200)
+    assert select_transport("gather", *asked) == ("gather", H200)
     on_gpu = SimpleNamespace(is_cuda=True, device="cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
@@ -126,4 +131,4 @@ def test_explaining_says_whose_speeds_they_are():
     two = all_segments("contiguous", 2, 8)
     plan = replace(plan, ring=ring, query_segments=two, blocks=Workload(two, two, plan.visible))
     assert "on H200s" in explain_plan(plan)
-    assert "measured here" in explain_plan(replace(plan, machine=machine_from(NEAR, 2, JOB)))
+    assert "measured here" in explain_plan(replace(plan, machine=hardware_from(NEAR, 2, JOB)))

@@ -53,8 +53,8 @@ def parts_merge(plan, dtype: torch.dtype, late: Late) -> None:
         total[:, rows] += out.double() * weight.transpose(1, 2)[..., None]
         result.add(rows, late(out), late(lse))
         if asks:
-            result.running()
-    out, lse = result.final()
+            result.begin_update()
+    out, lse = result.finalize()
     want = total / weights.clamp(min=1e-300).transpose(1, 2)[..., None]
     eps = torch.finfo(dtype).eps
     assert out.dtype == dtype
@@ -81,7 +81,7 @@ def parts_are_summed(plan, dtype: torch.dtype, together: bool, placed: bool, lat
     place = torch.full_like(like, torch.nan) if placed else None
     total, want, waiting = GradAccumulator(like, place=place), torch.zeros(2, N, 3).double(), []
     for rows, asks in plan:
-        part = total.blank(rows).normal_()
+        part = total.alloc(rows).normal_()
         want[:, rows] += part.double()
         if together:
             waiting.append((rows, late(part)))
@@ -90,12 +90,12 @@ def parts_are_summed(plan, dtype: torch.dtype, together: bool, placed: bool, lat
         if asks:
             total.add_all(waiting)
             waiting.clear()
-            total.running()
+            total.begin_update()
     if together:
         total.add_all(waiting)
     exact = want.to(torch.promote_types(dtype, torch.float32)).to(dtype)
     for _ in range(2):
-        got = total.final()
+        got = total.finalize()
         assert got.dtype == dtype
         assert place is None or got.data_ptr() == place.data_ptr()
         assert relative_error(got, exact) < 1e-6
@@ -106,10 +106,10 @@ def test_parts_beside_one_another_wait_and_those_upon_one_another_are_few():
     part = torch.ones(1, N // 2, 2, dtype=torch.bfloat16)
     halves = (slice(0, N // 2), part), (slice(N // 2, N), part)
     total.add_all(halves * 4)
-    assert total.final().dtype == torch.bfloat16
-    assert (total.final() == 4).all()
+    assert total.finalize().dtype == torch.bfloat16
+    assert (total.finalize() == 4).all()
     total.add_all(halves)
-    assert (total.running() == 5).all()
+    assert (total.begin_update() == 5).all()
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -118,18 +118,18 @@ def test_a_sum_is_made_where_it_has_to_be(asks):
     place = torch.full((1, N, 2), torch.nan, dtype=torch.bfloat16)
     total, half, parts = GradAccumulator(torch.empty_like(place), place=place), slice(0, N // 2), []
     for at in (half, slice(N // 2, N), WHOLE):
-        parts.append((at, total.blank(at).fill_((1.0, 0.5, 4.5)[len(parts)])))
+        parts.append((at, total.alloc(at).fill_((1.0, 0.5, 4.5)[len(parts)])))
     there = [part.untyped_storage().data_ptr() == place.data_ptr() for _, part in parts]
     assert there == [True, True, False]
     total.add_all(parts)
-    wide = total.running() if asks else None
+    wide = total.begin_update() if asks else None
     assert wide is None or (wide[:, half] == 5.5).all()
     for _ in range(2):
-        assert total.final() is place
+        assert total.finalize() is place
         assert (place[:, half] == 5.5).all()
         assert (place[:, N // 2 :] == 5).all()
-    assert wide is None or total.running() is wide  # for it may still be read
-    assert not GradAccumulator(place, place=place).final().any()
+    assert wide is None or total.begin_update() is wide  # for it may still be read
+    assert not GradAccumulator(place, place=place).finalize().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -140,12 +140,12 @@ def test_a_part_that_is_all_there_is_is_the_result_itself(dtype):
     with late.waits():
         made = late(out), late(lse)
         result.add(WHOLE, *made)
-        found = result.final()
+        found = result.finalize()
         assert found[0] is made[0]
         assert found[1].data_ptr() == made[1].data_ptr()
         assert torch.equal(found[0], out)
         total.add(WHOLE, made := late(out))
-        assert total.final() is made
+        assert total.finalize() is made
         assert torch.equal(made, out)
 
 
@@ -156,8 +156,8 @@ def made_in_blank_memory(
     q = torch.empty(2, N, 2, 4, dtype=dtype)
     result, total, memory = OutputAccumulator(q, q), GradAccumulator(q), []
     for number, at in enumerate(tokens, 1):
-        out, lse = result.blank(at)
-        part = total.blank(at)
+        out, lse = result.alloc(at)
+        part = total.alloc(at)
         result.add(at, out.fill_(number), lse.zero_())
         total.add(at, part.fill_(number))
         memory.append([t.untyped_storage().data_ptr() for t in (out, lse, part)])
@@ -170,41 +170,41 @@ def test_parts_that_fill_their_place_are_the_result(dtype):
     for tokens in ((WHOLE,), (slice(2, N), slice(0, 2))):
         result, total, memory = made_in_blank_memory(dtype, *tokens)
         assert all(where == memory[0] for where in memory)
-        (out, lse), sum_ = result.final(), total.final()
+        (out, lse), sum_ = result.finalize(), total.finalize()
         assert [t.data_ptr() for t in (out, lse, sum_)] == memory[0]
         assert torch.equal(out, sum_)
         assert out[0, :, 0, 0].tolist() == ([1] * N if len(tokens) == 1 else [2, 2, *[1] * (N - 2)])
     result, total, _ = made_in_blank_memory(dtype, slice(2, N), slice(0, 2), WHOLE)
-    assert result.final()[0][0, :, 0, 0].tolist() == [2.5, 2.5, *[2] * (N - 2)]
-    assert total.final()[0, :, 0, 0].tolist() == [5, 5, *[4] * (N - 2)]
+    assert result.finalize()[0][0, :, 0, 0].tolist() == [2.5, 2.5, *[2] * (N - 2)]
+    assert total.finalize()[0, :, 0, 0].tolist() == [5, 5, *[4] * (N - 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_that_do_not_are_put_together(dtype):
     """Those that leave some tokens out, or lie upon others, or elsewhere."""
     result, total, _ = made_in_blank_memory(dtype, slice(0, 2), slice(3, N))
-    out, lse = result.final()
-    assert out[0, :, 0, 0].tolist() == total.final()[0, :, 0, 0].tolist() == [1, 1, 0, 2, 2, 2]
+    out, lse = result.finalize()
+    assert out[0, :, 0, 0].tolist() == total.finalize()[0, :, 0, 0].tolist() == [1, 1, 0, 2, 2, 2]
     assert (lse[0, 0] == -torch.inf).tolist() == [i == 2 for i in range(N)]
     result, total, memory = made_in_blank_memory(dtype, slice(0, 4), slice(2, N))
     assert not {*memory[0]} & {*memory[1]}
-    assert result.final()[0][0, :, 0, 0].tolist() == [1, 1, 1.5, 1.5, 2, 2]
-    assert total.final()[0, :, 0, 0].tolist() == [1, 1, 3, 3, 2, 2]
+    assert result.finalize()[0][0, :, 0, 0].tolist() == [1, 1, 1.5, 1.5, 2, 2]
+    assert total.finalize()[0, :, 0, 0].tolist() == [1, 1, 3, 3, 2, 2]
     result, total, _ = made_in_blank_memory(dtype)
     for at in (slice(0, 2), slice(2, N)):
-        out, lse = (t.clone() for t in result.blank(at))
+        out, lse = (t.clone() for t in result.alloc(at))
         result.add(at, out.fill_(1), lse.zero_())
-        total.add(at, total.blank(at).clone().fill_(1))
-    assert (result.final()[0] == 1).all()
-    assert (total.final() == 1).all()
+        total.add(at, total.alloc(at).clone().fill_(1))
+    assert (result.finalize()[0] == 1).all()
+    assert (total.finalize() == 1).all()
 
 
 def test_the_place_of_parts_goes_when_they_were_read():
     """Into wide numbers: a ring has but few parts at a time."""
     result, total, _ = made_in_blank_memory(torch.bfloat16, WHOLE)
     places = [weakref.ref(result._place[0]), weakref.ref(total._place)]
-    result.running()
-    total.running()
+    result.begin_update()
+    total.begin_update()
     assert [place() for place in places] == [None, None]
 
 
@@ -215,8 +215,8 @@ def test_a_sum_of_parts_waits_for_them(dtype):
     with late.waits():
         for _ in range(2):
             total.add(WHOLE, late(part))
-            assert not total.running().isnan().any()
-    assert relative_error(total.final(), 2 * part) < 1e-6
+            assert not total.begin_update().isnan().any()
+    assert relative_error(total.finalize(), 2 * part) < 1e-6
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -226,7 +226,7 @@ def test_what_is_not_yet_to_be_read_is_not_read(wide, moved):
     parts = [torch.full((1, N, 2), torch.nan, dtype=torch.bfloat16) for _ in range(9)]
     whole = total = GradAccumulator(parts[0])
     if wide:
-        total.running()
+        total.begin_update()
     total.after(lambda: [part.fill_(1 + i / 128) for i, part in enumerate(parts)])
     total.add_all((WHOLE, part) for part in parts)
     assert parts[0].isnan().all()
@@ -234,7 +234,7 @@ def test_what_is_not_yet_to_be_read_is_not_read(wide, moved):
         whole = GradAccumulator(parts[0])
         total.move_to(whole, 0)
         assert parts[0].isnan().all()
-    assert torch.equal(whole.final(), torch.full((1, N, 2), 9 + 36 / 128).bfloat16())
+    assert torch.equal(whole.finalize(), torch.full((1, N, 2), 9 + 36 / 128).bfloat16())
 
 
 @pytest.mark.parametrize("calls", [None, 1, 3])
@@ -257,19 +257,19 @@ def test_a_kernel_that_merges_writes_wide_but_in_its_last_call(calls):
         out.copy_(part if before is None else before + part)
         summed.copy_(part if before is None else so_far + part)
         lse.fill_(call)
-    for found in (result.final()[0], total.final()):
+    for found in (result.finalize()[0], total.finalize()):
         assert found.dtype == torch.bfloat16
         assert torch.equal(found, want.bfloat16())
-    assert (result.final()[1] == call).all()
+    assert (result.finalize()[1] == call).all()
 
 
 def test_running_tensors_are_wide_and_the_same_from_then_on():
     q = torch.empty(1, N, 2, 4, dtype=torch.bfloat16)
     result, total = OutputAccumulator(q, q), GradAccumulator(q)
-    out, lse = result.running()
-    assert out.dtype == lse.dtype == total.running().dtype == torch.float32
+    out, lse = result.begin_update()
+    assert out.dtype == lse.dtype == total.begin_update().dtype == torch.float32
     assert not out.any()
     assert (lse == -torch.inf).all()
-    assert result.running()[0] is out
-    assert total.running() is total.running()
-    assert not total.final().any()
+    assert result.begin_update()[0] is out
+    assert total.begin_update() is total.begin_update()
+    assert not total.finalize().any()

@@ -54,7 +54,7 @@ from ring_attention_pytorch.schedule.pieces import (
     joined,
     keys_come_late,
     schedule,
-    stretch,
+    slice_segments,
     tokens,
 )
 from tests import threads
@@ -251,7 +251,7 @@ def gone_through(
     """Sums of own gradients, when all of backward has brought something, or is still away."""
     own = GradAccumulator(keys.k), GradAccumulator(keys.v)
     for total in own if wide else ():
-        total.running()
+        total.begin_update()
     for block, sums in transport.stream_back(keys, own):
         for total in sums:
             total.add(slice(0, block.k.shape[1]), torch.zeros_like(block.k))
@@ -276,7 +276,7 @@ def test_gradients_are_made_where_their_owners_read_them(monkeypatch):
         for block, sums in transport.stream_back(keys, own):
             whole = slice(0, block.k.shape[1])
             if not block.own:
-                place, grads = sums[0].blank(whole), transport.space.grads
+                place, grads = sums[0].alloc(whole), transport.space.grads
                 at = grads.hub.shelves["grads", grads.rank][grads.turn]
                 assert place.data_ptr() == at.data_ptr()
 
@@ -351,7 +351,7 @@ def test_dq_waits_for_no_gradients_that_come_home(monkeypatch, wide):
         own, waited = gone_through(transport, keys, wide), transport.space.grads.waited
         for i, total in enumerate(own):
             assert waited == [1] * i
-            total.final()
+            total.finalize()
         assert waited == [1, 1]
 
     noted(monkeypatch, 9, False, visit)
@@ -520,7 +520,7 @@ def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, a
             for stage, part in zip(group.stages, group.parts[rank], strict=True):
                 owners = {(rank - t) % size for t in stage}
                 theirs = tuple(p for p in group.pieces[rank] if p.owner in owners)
-                some = segment_positions(stretch(whole, part))
+                some = segment_positions(slice_segments(whole, part))
                 assert torch.equal(some, segment_positions(joined(theirs)))
 
 
@@ -532,7 +532,7 @@ def test_stages_are_as_few_tiles(size):
     for rank, mine in enumerate(everyone):
         whole = joined(group.pieces[rank])
         for part in (slice(0, count(whole)), *group.parts[rank]):
-            assert len(tiles(mine, stretch(whole, part), visible)) <= 2
+            assert len(tiles(mine, slice_segments(whole, part), visible)) <= 2
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -561,12 +561,12 @@ def most_bytes(case: Attention, size: int) -> int:
             transport=case.transport, memory=case.memory,
         )  # fmt: skip
         own = GradAccumulator(k), GradAccumulator(v)
-        held = [total.running() for total in own]
+        held = [total.begin_update() for total in own]
         with Live() as live:
             for _, of_keys in plan.transport.stream_back(plan.keys(k, v), own):
                 for total in of_keys:
-                    total.running()
-        assert all(total.running() is memory for total, memory in zip(own, held))
+                    total.begin_update()
+        assert all(total.begin_update() is memory for total, memory in zip(own, held))
         return live.most
 
     return max(threads.run(size, main)[0])
@@ -590,7 +590,10 @@ def test_all_ranks_divide_own_keys_or_none(layout, window, divided):
         ring = SimpleNamespace(rank=place, size=size)
         came = [*Gather.make(ring, blocks, at_once=size).comes(own, back=True)]
         if divided:
-            assert (came[0], came[-1]) == (stretch(own, slice(0, 8)), stretch(own, slice(8, 16)))
+            assert (came[0], came[-1]) == (
+                slice_segments(own, slice(0, 8)),
+                slice_segments(own, slice(8, 16)),
+            )
         else:
             assert came[0] == own
     check_in_threads(case, size)
@@ -648,7 +651,7 @@ def test_calls_go_side_by_side_where_keys_stay(how, at_once, aside):
             back = (block for block, _ in shared.transport.stream_back(keys, own))
             for block in chain(shared.transport.stream(keys), back):
                 assert block.own == held.issuperset(segment_positions(block.segments).tolist())
-                assert all(t.lanes == aside for _, t in shared.tiles(block.segments))
+                assert all(t.concurrent == aside for _, t in shared.tiles(block.segments))
 
     threads.run(size, main)
 
@@ -761,7 +764,7 @@ def plans_know_their_own_transport() -> None:
             plans = [first.by(first.transport), first.by(first.transport).by(second.transport)]
             found.append([
                 [p.calls(back) for back in (False, True)]
-                + [p.tiles(p.blocks.keys[ring.rank])[0][1].lanes]
+                + [p.tiles(p.blocks.keys[ring.rank])[0][1].concurrent]
                 for p in plans
             ])  # fmt: skip
         assert found[0] == found[1][::-1]

@@ -102,7 +102,7 @@ def _dropped_in_halves() -> float:
         with configured(**SMALL):
             triton.forward(q, KVBlock(k[:, cols], v[:, cols], None, ()), tiles, terms, result)
     want = ring_attn(q, k, v, scale=0.3, dropout=0.4, dropout_seed=5, kernel="eager")
-    return relative_error(result.final()[0], want)
+    return relative_error(result.finalize()[0], want)
 
 
 def _wrong_spans() -> list[tuple[int, ...]]:
@@ -184,10 +184,10 @@ def test_without_tiles_nothing_is_launched():
     )
     keys, terms = KVBlock(kv, kv, None, ()), ScoreMods(1.0, None, 1)
     triton.forward(q, keys, [], terms, result)
-    out, lse = result.final()
+    out, lse = result.finalize()
     triton.backward(Residuals(q, out, lse, q, None), keys, [], terms, grads)
     assert not out.any()
-    assert not any(total.final().any() for total in grads)
+    assert not any(total.finalize().any() for total in grads)
 
 
 # --- what it can't do ---

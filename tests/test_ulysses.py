@@ -27,7 +27,7 @@ from ring_attention_pytorch.functional import ring_attn, ulysses_attn
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments, count, segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.rowwise import accumulator
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from tests import threads
 from tests.cases import Attention, check_in_processes, check_in_threads, errors, oracle, shard
 from tests.reference import relative_error
@@ -151,7 +151,7 @@ def test_a_shelf_has_room_for_all_that_is_swapped(
         for h, width in ((heads[0], d), (heads[1], d), (heads[1], d_v))
     )
     out = torch.empty(2, 0, heads[0], d_v, dtype=dtype)
-    lse = torch.empty(2, 0, heads[0], dtype=accumulator(dtype))
+    lse = torch.empty(2, 0, heads[0], dtype=accumulation_dtype(dtype))
     for first in range(0, rings * degree, degree):
         queries, keys = (
             HeadPartition(tuple(map(count, s[first : first + degree])), max(map(count, s)),

@@ -18,7 +18,7 @@ from ring_attention_pytorch.comm.ring import Ring, Transfer
 from ring_attention_pytorch.geometry.layouts import Segments, count
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.runtime.rowwise import sent
+from ring_attention_pytorch.runtime.rowwise import wire_dtype
 from ring_attention_pytorch.schedule.pieces import (
     Chunks,
     Round,
@@ -28,7 +28,7 @@ from ring_attention_pytorch.schedule.pieces import (
     of_owner,
     places,
     schedule,
-    stretch,
+    slice_segments,
     tokens,
 )
 
@@ -70,12 +70,12 @@ class Gather:
         """The positions of own keys, backward those for the end apart, and of others'."""
         length = count(own)
         cut = self._cut(length) if back else length
-        yield stretch(own, slice(0, cut))
+        yield slice_segments(own, slice(0, cut))
         for group in self._back if back else self.groups:
             whole = joined(group.pieces[self.ring.rank])
-            yield from (stretch(whole, part) for part in self._parts(group))
+            yield from (slice_segments(whole, part) for part in self._parts(group))
         if cut < length:
-            yield stretch(own, slice(cut, length))
+            yield slice_segments(own, slice(cut, length))
 
     def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
         """Own keys, then those of the others, stage by stage."""
@@ -99,7 +99,7 @@ class Gather:
         yield from _of_own(own_keys, slice(0, cut), own)
         if len(self.groups) > 1:
             for total in own:
-                total.running()  # else what comes of each group would wait to be added
+                total.begin_update()  # else what comes of each group would wait to be added
         going: Callable[[], None] | None = None
         for group, keys, parts in blocks:
             deque(parts, maxlen=0)  # all that comes has come
@@ -180,7 +180,7 @@ class Gather:
 
     def _grads_of(self, keys: KVBlock) -> tuple[GradAccumulator, GradAccumulator]:
         """For those of a group, in one call."""
-        return tuple(GradAccumulator(t, calls=1, dtype=sent(t.dtype)) for t in keys[:2])
+        return tuple(GradAccumulator(t, calls=1, dtype=wire_dtype(t.dtype)) for t in keys[:2])
 
     def _send_home(
         self,
@@ -192,7 +192,7 @@ class Gather:
         """Post the gradients of a group; what is returned waits and adds what came to `own`."""
         rank, kinds = self.ring.rank, as_sent(own_keys)
         mine, messages = group.pieces[rank], {}
-        found = [total.final() for total in grads]
+        found = [total.finalize() for total in grads]
         for owner in self._owners(group.distances):
             at = [where for _, where in places(mine, owner)]
             form = form_of(kinds, tokens(of_owner(mine, owner)))
@@ -226,7 +226,9 @@ class Gather:
 
 def as_sent(keys: KVBlock) -> tuple[Tensor, Tensor]:
     """What gradients of such keys and values are like when they travel, but for their tokens."""
-    k, v = (t if t.dtype == sent(t.dtype) else t[:, :0].to(sent(t.dtype)) for t in keys[:2])
+    k, v = (
+        t if t.dtype == wire_dtype(t.dtype) else t[:, :0].to(wire_dtype(t.dtype)) for t in keys[:2]
+    )
     return k, v
 
 
@@ -235,7 +237,7 @@ def _some(keys: KVBlock, at: slice) -> KVBlock:
     if at == slice(0, keys.k.shape[1]):
         return keys
     k, v, mask = (None if t is None else t[:, at] for t in keys[:3])
-    return keys._replace(k=k, v=v, key_mask=mask, segments=stretch(keys.segments, at))
+    return keys._replace(k=k, v=v, key_mask=mask, segments=slice_segments(keys.segments, at))
 
 
 def _of_own(

@@ -17,7 +17,7 @@ from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.geometry.layouts import Segments
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.runtime.rowwise import accumulator, add_
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_
 from ring_attention_pytorch.schedule.pieces import (
     Chunks,
     KVShape,
@@ -62,7 +62,7 @@ class GatherFirst(SymmetricGather):
         grads = self._grads_of(keys)
         yield keys, grads
         for total in grads:
-            total.final()
+            total.finalize()
         self.space.grads.publish()
         for total, found in zip(own, self._brought(own_keys)):
             total.add(slice(0, found.shape[1]), found)
@@ -97,7 +97,7 @@ class GatherFirst(SymmetricGather):
         own."""
         found = [*self._coming(self.groups[0], own)]
         (b, n, h, d), dtype = own.k.shape, own.k.dtype
-        both = own.k.new_empty((b, n, h, d + own.v.shape[-1]), dtype=accumulator(dtype))
+        both = own.k.new_empty((b, n, h, d + own.v.shape[-1]), dtype=accumulation_dtype(dtype))
         if sum(here.stop - here.start for here, _ in found) < n:
             both.zero_()  # nobody sees some of them
         for here, parts in found:

@@ -21,10 +21,10 @@ from ring_attention_pytorch.comm.messages import Form, form_of
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import Mark, PeerGroup, SymmetricWorkspace
 from ring_attention_pytorch.geometry.layouts import count
-from ring_attention_pytorch.runtime.accumulate import GradAccumulator, stretches
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, disjoint_spans
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.runtime.rowwise import accumulator, add_, sent
-from ring_attention_pytorch.runtime.streams import behind
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, wire_dtype
+from ring_attention_pytorch.runtime.streams import side_stream_after_others
 from ring_attention_pytorch.schedule.pieces import (
     KVShape,
     Round,
@@ -184,7 +184,9 @@ class SymmetricGather(Gather):
         (place,) = self.space.grads.own(self._form(keys, keys.k.shape[1]))
         k, v = apart(place, keys)
         found = ((keys.k, k), (keys.v, v))
-        return tuple(GradAccumulator(t, calls=1, place=at, dtype=sent(t.dtype)) for t, at in found)
+        return tuple(
+            GradAccumulator(t, calls=1, place=at, dtype=wire_dtype(t.dtype)) for t, at in found
+        )
 
     def _send_home(
         self,
@@ -198,9 +200,9 @@ class SymmetricGather(Gather):
             (here, room_for(parts[0], wide=len(parts) > 1), parts)
             for here, parts in self._coming(group, own_keys)
         ]
-        with behind(own_keys.k.device) if self.overtaken else nullcontext():
+        with side_stream_after_others(own_keys.k.device) if self.overtaken else nullcontext():
             for total in grads if group.pieces[self.ring.rank] else ():
-                total.final()
+                total.finalize()
             shelf.publish()  # it is everyone's turn, be there nothing to write
             shelf.follow()
         with shelf.beside():
@@ -278,7 +280,7 @@ def _by_stretch(sources: Sequence[Source]) -> list[tuple[slice, list[tuple[int, 
     """
     moves = [(source, *move) for source in sources for move in source.moves]
     found = []
-    for at, which in stretches([here for _, _, here in moves]):
+    for at, which in disjoint_spans([here for _, _, here in moves]):
         users = []
         for source, there, here in (moves[i] for i in which):
             by = there.start - here.start
@@ -310,7 +312,7 @@ def apart(both: Tensor, keys: KVBlock) -> tuple[Tensor, ...]:
 def room_for(like: Tensor, tokens: int | None = None, wide: bool = False) -> Tensor:
     """For so many tokens, or for a sum of such."""
     b, n, *token = like.shape
-    dtype = accumulator(like.dtype) if wide else like.dtype
+    dtype = accumulation_dtype(like.dtype) if wide else like.dtype
     return like.new_empty((b, n if tokens is None else tokens, *token), dtype=dtype)
 
 

@@ -14,7 +14,7 @@ from ring_attention_pytorch.comm.ring import Ring, Transfer
 from ring_attention_pytorch.geometry.layouts import Segments, count
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.runtime.rowwise import accumulator
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.schedule.pieces import Workload
 
 
@@ -82,7 +82,7 @@ class SendRecv:
         yield next(keys), own
         if self.distances == (0,):
             return
-        wide = accumulator(own_keys.k.dtype)
+        wide = accumulation_dtype(own_keys.k.dtype)
         forms = [tuple(p._replace(dtype=wide) for p in form) for form in self._forms(own_keys[:2])]
         computed, sent, received = self._rooms(own_keys.k, forms, 3)
         travelling = None
@@ -95,7 +95,7 @@ class SendRecv:
                 travelling.wait()
                 _add(grads, opened(received, forms[self._owner(here)]))
             for total in grads:
-                total.running()  # all of it, where it was to be
+                total.begin_update()  # all of it, where it was to be
             travelling = self._pass(computed, received, forms, here, there)
             computed, sent = sent, computed
         travelling.wait()

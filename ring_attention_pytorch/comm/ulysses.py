@@ -21,7 +21,7 @@ from ring_attention_pytorch.comm.messages import Part, message_bytes
 from ring_attention_pytorch.comm.ring import Ring, SubRing
 from ring_attention_pytorch.geometry.layouts import Segment, Segments, count
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
-from ring_attention_pytorch.runtime.rowwise import accumulator, sent
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
 from ring_attention_pytorch.runtime.torch_func import signature_once
 from ring_attention_pytorch.schedule.pieces import KVShape
 
@@ -310,7 +310,7 @@ def most_bytes(
     def like(t: Tensor, length: int, heads: int) -> Part:
         return Part((t.shape[0], length, heads, t.shape[3]), t.dtype)
 
-    lse = Part((q.shape[0], places * rows, heads), accumulator(q.dtype))
+    lse = Part((q.shape[0], places * rows, heads), accumulation_dtype(q.dtype))
     forms = (
         (like(q, rows, q.shape[2]), *(like(t, cols, t.shape[2]) for t in (k, v))),
         (like(q, places * rows, heads), *(like(t, places * cols, few) for t in (k, v))),
@@ -326,7 +326,7 @@ def _summed(t: Tensor, heads: Heads) -> Tensor:
     if len(order) == (count := 1 + max(order)):
         return t
     b, n, _, *rest = t.shape
-    total = t.new_zeros((b, n, count, *rest), dtype=accumulator(t.dtype))
+    total = t.new_zeros((b, n, count, *rest), dtype=accumulation_dtype(t.dtype))
     for i, head in enumerate(order):
         total[:, :, head] += t[:, :, i]
     return total.to(t.dtype)
@@ -337,5 +337,5 @@ def job_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> KVShape:
     (b, _, heads, d), key_heads = q.shape, k.shape[2]
     if swap is not None:
         heads, key_heads = (len(spread.heads[0]) for spread in (swap.queries, swap.keys))
-    wide = sent(q.dtype) != q.dtype
+    wide = wire_dtype(q.dtype) != q.dtype
     return KVShape(b, heads, key_heads, d, v.shape[3], q.dtype.itemsize, wide)

@@ -7,7 +7,7 @@ from torch import Tensor
 from ring_attention_pytorch.attention import backward, forward
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.rowwise import accumulator, merge_, sum_of_products
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, merge_, sum_of_products
 
 _NOTHING_SEEN = torch.finfo(torch.float32).min  # lse of a row that saw nothing, which is finite
 
@@ -59,7 +59,7 @@ def flash_attn_forward(  # noqa: PLR0913 - parameters of 0.5
     if load_accumulated and o is not None and m is not None and lse is not None:
         m_, lse_ = m[..., :n], lse[..., :n]
         before = o.float() * (m_ - lse_).exp().transpose(1, 2).unsqueeze(-1)
-        found = found.to(accumulator(found.dtype))
+        found = found.to(accumulation_dtype(found.dtype))
         merge_(found, seen, before, _infinite(lse_))
     seen = seen.masked_fill(seen == -torch.inf, _NOTHING_SEEN)
     if not remove_padding:

@@ -62,8 +62,8 @@ class SelectedKernel(NamedTuple):
     name: str
     forward: Callable[..., None]
     backward: Callable[..., None]
-    yields: bool
-    merges: bool
+    preemptible: bool
+    fuses_merge: bool
 
 
 def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
@@ -78,8 +78,8 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
     if name is not None and name.count("+") == 1:
         first, second = (choose(part, case) for part in name.split("+"))
         both = f"{first.name}+{second.name}"
-        merges = first.merges and second.merges
-        return SelectedKernel(both, first.forward, second.backward, second.yields, merges)
+        merges = first.fuses_merge and second.fuses_merge
+        return SelectedKernel(both, first.forward, second.backward, second.preemptible, merges)
     problems = {}
     for each in _named(name, case):
         problems[each] = problem(each, case._replace(named=name is not None))
@@ -88,7 +88,7 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
                 _log(each, case)
             found = KERNELS[each]
             return SelectedKernel(
-                each, found.forward, found.backward, found.CAN.yields, found.CAN.merges
+                each, found.forward, found.backward, found.CAN.preemptible, found.CAN.fuses_merge
             )
     told = "; ".join(f"kernel={each!r} {why}" for each, why in problems.items())
     raise ValueError(f"{told}; leave kernel=None to have one chosen that can")
@@ -130,7 +130,7 @@ def _named(name: str | None, case: KernelRequest) -> list[str]:
     old = case.capability is not None and case.capability < (9, 0)
     order = dict.fromkeys((*(_BEFORE_HOPPER if old else ()), *KERNELS))
     if case.packed:  # many short calls take longer than one of a kernel that is slower by itself
-        order = sorted(order, key=lambda n: not KERNELS[n].CAN.few_calls)
+        order = sorted(order, key=lambda n: not KERNELS[n].CAN.varlen)
     found = [n for n in order if name is None or n == name or n.startswith(f"{name}-")]
     if not found:
         raise ValueError(
@@ -147,11 +147,14 @@ def _device_problem(can: Capabilities, case: KernelRequest) -> str | None:
             return f"runs on {where}, the tensors are on {case.device}"
     if case.capability is None:
         return None
-    got = ".".join(map(str, case.capability))
-    if can.oldest is not None and case.capability < can.oldest:
-        return f"needs compute capability {'.'.join(map(str, can.oldest))} or later, got {got}"
-    if can.newest is not None and case.capability > can.newest:
-        return f"needs compute capability {'.'.join(map(str, can.newest))} or earlier, got {got}"
+    got, oldest, newest = (
+        ".".join(map(str, version or ()))
+        for version in (case.capability, can.min_capability, can.max_capability)
+    )
+    if can.min_capability is not None and case.capability < can.min_capability:
+        return f"needs compute capability {oldest} or later, got {got}"
+    if can.max_capability is not None and case.capability > can.max_capability:
+        return f"needs compute capability {newest} or earlier, got {got}"
     return None
 
 
@@ -159,11 +162,11 @@ def _shape_problem(can: Capabilities, case: KernelRequest) -> str | None:
     sizes = f"got {case.d} and {case.d_v}"
     if can.dtypes is not None and case.dtype not in can.dtypes:
         return f"has no {case.dtype}"
-    if can.widest is not None and max(case.d, case.d_v) > can.widest:
-        return f"has no head size above {can.widest}, {sizes}"
-    if case.d % can.multiple or case.d_v % can.multiple:
-        return f"needs head sizes that are multiples of {can.multiple}, {sizes}"
-    if can.one_size and case.d != case.d_v:
+    if can.max_head_dim is not None and max(case.d, case.d_v) > can.max_head_dim:
+        return f"has no head size above {can.max_head_dim}, {sizes}"
+    if case.d % can.head_dim_multiple or case.d_v % can.head_dim_multiple:
+        return f"needs head sizes that are multiples of {can.head_dim_multiple}, {sizes}"
+    if can.one_head_dim and case.d != case.d_v:
         return f"needs one head size for q, k and v, {sizes}"
     return None
 
@@ -171,7 +174,7 @@ def _shape_problem(can: Capabilities, case: KernelRequest) -> str | None:
 @lru_cache(maxsize=16)
 def package_problem(package: Dependency) -> str | None:
     """What keeps the package from being used; None where it is there and new enough."""
-    wanted = f"needs {package.name} {package.oldest} or later ({package.command})"
+    wanted = f"needs {package.name} {package.min_version} or later ({package.command})"
     try:
         found = importlib.import_module(package.module)
         version = getattr(found, "__version__", None) or importlib.metadata.version(package.name)
@@ -179,7 +182,7 @@ def package_problem(package: Dependency) -> str | None:
         return f"{wanted}, which is not installed"
     except Exception as error:  # a package built for another torch fails in ways of its own
         return f"{wanted}; the one that is installed can't be imported: {error}"
-    return None if TorchVersion(version) >= package.oldest else f"{wanted}, got {version}"
+    return None if TorchVersion(version) >= package.min_version else f"{wanted}, got {version}"
 
 
 @lru_cache(maxsize=256)

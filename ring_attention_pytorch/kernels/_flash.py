@@ -13,7 +13,7 @@ from torch import Tensor
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods, Tiles
-from ring_attention_pytorch.runtime.streams import aside
+from ring_attention_pytorch.runtime.streams import side_stream
 
 NO_BOUND = -1
 _ALIGNMENT = 16  # bytes: what these kernels load at once
@@ -71,8 +71,8 @@ def _apart(tile: Tile) -> Iterator[Tile]:
 def lane(tiles: Sequence[Tile], keys: KVBlock, *memory: Tensor) -> AbstractContextManager[None]:
     """For one of the calls that compute these tiles, and write this memory: beside the others, if
     it may be."""
-    apart = isinstance(tiles, Tiles) and tiles.lanes
-    return aside(keys.k.device, keys.own, *memory) if apart else nullcontext()
+    apart = isinstance(tiles, Tiles) and tiles.concurrent
+    return side_stream(keys.k.device, keys.own, *memory) if apart else nullcontext()
 
 
 def part(t: Tensor, at: slice) -> Tensor:
@@ -119,4 +119,4 @@ def with_lse_gradient(
     share = Grads(GradAccumulator(saved.q), GradAccumulator(keys.k), GradAccumulator(keys.v))
     backward(replace(saved, out=out, dout=dout, dlse=None), nothing, tiles, terms, share)
     for total, part in zip(grads[:2], share):
-        total.running().addcmul_(part.running(), size)
+        total.begin_update().addcmul_(part.begin_update(), size)

@@ -57,16 +57,16 @@ class VarlenCall(NamedTuple):
         """The same of [b, h, n], as lse is."""
         return (rearrange(t, "b h n -> h (b n)") if self.sequences else t).contiguous()
 
-    def blank(self, total: GradAccumulator, at: slice) -> Tensor:
+    def alloc(self, total: GradAccumulator, at: slice) -> Tensor:
         """Memory for what the call gives for these rows, or columns."""
-        blank = total.blank(at, flat=bool(self.sequences))
+        blank = total.alloc(at, flat=bool(self.sequences))
         return blank.flatten(0, 1) if self.sequences else blank
 
     def blank_rows(self, result: OutputAccumulator) -> dict[str, Tensor]:
         """The same for its result; with sequences that lies otherwise."""
         if self.sequences:
             return {}
-        out, lse = result.blank(self.rows)
+        out, lse = result.alloc(self.rows)
         return dict(out=out, lse=lse)
 
     def of_rows(self, t: Tensor, batch: int) -> Tensor:

@@ -21,7 +21,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Tiles,
 )
-from ring_attention_pytorch.runtime.rowwise import accumulator, merge_
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, merge_
 
 CAN = Capabilities()
 
@@ -29,7 +29,7 @@ CAN = Capabilities()
 def forward(
     q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
 ) -> None:
-    out, lse = result.running()
+    out, lse = result.begin_update()
     for rows, cols, hidden, bias, left in visible_parts(keys, tiles, terms, q.shape[2]):
         q_, k, v = grouped(q[:, rows], keys.k[:, cols], keys.v[:, cols])
         scores = scores_of(q_, k, terms, bias)[0].masked_fill_(hidden, -torch.inf)
@@ -43,7 +43,7 @@ def forward(
 def backward(
     saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
 ) -> None:
-    h_kv, running = keys.k.shape[2], [total.running() for total in grads]
+    h_kv, running = keys.k.shape[2], [total.begin_update() for total in grads]
     for rows, cols, hidden, bias, left in visible_parts(keys, tiles, terms, saved.q.shape[2]):
         q, k, v = grouped(saved.q[:, rows], keys.k[:, cols], keys.v[:, cols])
         dout = by_key_head(saved.dout[:, rows], h_kv)
@@ -83,7 +83,7 @@ def visible_parts(
             if marks is not None:
                 by_row = (t[..., part.rows, :] for t in marks)
                 kept = terms.dropout.kept(*by_row, tiles.col_numbers[part.cols])
-                left = kept.to(accumulator(keys.k.dtype)).mul_(terms.dropout.inverse)
+                left = kept.to(accumulation_dtype(keys.k.dtype)).mul_(terms.dropout.inverse)
             yield part.rows, part.cols, hidden, bias, left
 
 
@@ -134,12 +134,12 @@ def scores_of(
 
 def grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """In the accumulator's dtype; query head i beside its key head i // (h / h_kv)."""
-    k, v = (t.to(accumulator(t.dtype)) for t in (k, v))
+    k, v = (t.to(accumulation_dtype(t.dtype)) for t in (k, v))
     return by_key_head(q, k.shape[2]), k, v
 
 
 def by_key_head(t: Tensor, h_kv: int) -> Tensor:
-    return rearrange(t.to(accumulator(t.dtype)), "b i (g r) d -> b i g r d", g=h_kv)
+    return rearrange(t.to(accumulation_dtype(t.dtype)), "b i (g r) d -> b i g r d", g=h_kv)
 
 
 def finite(lse: Tensor) -> Tensor:

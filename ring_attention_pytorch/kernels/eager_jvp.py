@@ -88,7 +88,7 @@ def backward(
 
     `along` are the tangents of `saved`, and `grads` are as wide as both together.
     """
-    h_kv, running = keys.k.shape[2], [total.running() for total in grads]
+    h_kv, running = keys.k.shape[2], [total.begin_update() for total in grads]
     delta_along = tangent_of_delta(saved, along)
     for part in _parts(saved.q, along.q, saved.lse, keys, tiles, terms):
         dout, tdout = (by_key_head(t.dout[:, part.rows], h_kv) for t in (saved, along))

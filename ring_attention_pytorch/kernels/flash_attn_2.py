@@ -25,10 +25,10 @@ from ring_attention_pytorch.runtime.interfaces import (
 CAN = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
-    oldest=(8, 0),
-    widest=256,
-    multiple=8,
-    one_size=True,
+    min_capability=(8, 0),
+    max_head_dim=256,
+    head_dim_multiple=8,
+    one_head_dim=True,
     features=FEATURES - {"key_mask", "unusual_scale", "alibi", "mask_mod", "dropout"},
     package=Dependency("flash-attn", "flash_attn.flash_attn_interface", "2.8", built=True),
 )
@@ -63,7 +63,7 @@ def _backward(
 
     for tile, left, right in windows(tiles) if saved.q.numel() else ():
         places = tile.rows, tile.cols, tile.cols
-        dq, dk, dv = found = [total.blank(at) for total, at in zip(grads, places)]
+        dq, dk, dv = found = [total.alloc(at) for total, at in zip(grads, places)]
         with lane(tiles, keys, *found):
             q, k, v, out, dout = aligned(
                 part(saved.q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols),

@@ -27,13 +27,13 @@ from ring_attention_pytorch.runtime.interfaces import (
 CAN = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
-    oldest=(9, 0),
-    newest=(11, 9),
-    widest=128,
-    multiple=64,  # 4.0.0b36 gives wrong gradients, without a word, for head sizes 16 and 80
-    one_size=True,
-    few_calls=True,
-    yields=True,
+    min_capability=(9, 0),
+    max_capability=(11, 9),
+    max_head_dim=128,
+    head_dim_multiple=64,  # for 16 and 80 4.0.0b36 gives wrong gradients without a word
+    one_head_dim=True,
+    varlen=True,
+    preemptible=True,
     features=FEATURES - {"key_mask", "unusual_scale", "alibi", "mask_mod", "dropout"},
     package=Dependency("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36"),
 )
@@ -64,9 +64,9 @@ def backward(
     for pack in packs(tiles, saved.q, disjoint_keys=True) if saved.q.numel() else ():
         rows, cols, batch = pack.rows, pack.cols, len(saved.q)
         room = dict(
-            dq=pack.blank(grads.dq, rows),
-            dk=pack.blank(grads.dk, cols),
-            dv=pack.blank(grads.dv, cols),
+            dq=pack.alloc(grads.dq, rows),
+            dk=pack.alloc(grads.dk, cols),
+            dv=pack.alloc(grads.dv, cols),
         )
         with lane(tiles, keys, *room.values()):
             dq, dk, dv = _flash_attn_bwd(

@@ -39,8 +39,8 @@ from ring_attention_pytorch.runtime.rowwise import sum_of_products
 CAN = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
-    oldest=(8, 0),
-    widest=256,
+    min_capability=(8, 0),
+    max_head_dim=256,
     features=FEATURES - {"unusual_scale", "deterministic", "dropout"},
     package=Dependency("triton", "triton", "3.4"),
 )

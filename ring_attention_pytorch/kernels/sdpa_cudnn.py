@@ -20,15 +20,15 @@ from ring_attention_pytorch.runtime.interfaces import (
     Residuals,
     ScoreMods,
 )
-from ring_attention_pytorch.runtime.rowwise import accumulator
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 CAN = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
-    oldest=(9, 0),
-    widest=256,
-    multiple=8,
-    one_size=True,
+    min_capability=(9, 0),
+    max_head_dim=256,
+    head_dim_multiple=8,
+    one_head_dim=True,
     features=frozenset(),
 )
 
@@ -165,7 +165,7 @@ def _one_key_backward(
     lse = rearrange(lse, "b (g r) n -> b n g r", g=k.shape[2])
     q, k, v = _by_key_head(q, k, v)
     out, dout = (
-        rearrange(t.to(accumulator(t.dtype)), "b n (g r) d -> b n g r d", g=k.shape[1])
+        rearrange(t.to(accumulation_dtype(t.dtype)), "b n (g r) d -> b n g r d", g=k.shape[1])
         for t in (out, dout)
     )
     p = (terms.scale * einsum(q, k, "b n g r d, b g d -> b n g r") - lse).exp()
@@ -179,5 +179,5 @@ def _one_key_backward(
 
 
 def _by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (t.to(accumulator(t.dtype)) for t in (q, k, v))
+    q, k, v = (t.to(accumulation_dtype(t.dtype)) for t in (q, k, v))
     return rearrange(q, "b n (g r) d -> b n g r d", g=k.shape[2]), k.squeeze(1), v.squeeze(1)

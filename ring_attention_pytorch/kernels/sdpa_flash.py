@@ -20,10 +20,10 @@ from ring_attention_pytorch.runtime.interfaces import (
 CAN = Capabilities(
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
-    oldest=(8, 0),
-    widest=256,
-    multiple=8,
-    one_size=True,
+    min_capability=(8, 0),
+    max_head_dim=256,
+    head_dim_multiple=8,
+    one_head_dim=True,
     features=FEATURES - {"key_mask", "softclamp", "unusual_scale", "alibi", "mask_mod", "dropout"},
 )
 

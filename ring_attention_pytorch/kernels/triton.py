@@ -35,10 +35,10 @@ _WIDEST = 256
 CAN = Capabilities(
     devices=("cuda", "interpreter"),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
-    oldest=(8, 0),
-    widest=_WIDEST,
-    few_calls=True,
-    merges=True,
+    min_capability=(8, 0),
+    max_head_dim=_WIDEST,
+    varlen=True,
+    fuses_merge=True,
     features=FEATURES - {"mask_mod"},
     package=Dependency("triton", "triton", "3.4"),
 )

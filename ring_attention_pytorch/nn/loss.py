@@ -10,7 +10,7 @@ from torch.autograd import Function
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import Segments, segment_positions
 from ring_attention_pytorch.nn.sharding import all_to_all
-from ring_attention_pytorch.runtime.rowwise import accumulator
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
 def next_tokens(ids: Tensor, segments: tuple[Segments, ...], ring: Ring, nothing: int) -> Tensor:
@@ -35,7 +35,7 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: 
     logits `[b, n, classes]`, labels `[b, n]`. Gradients averaged over ranks, as DDP and FSDP
     do, are those of one process.
     """
-    logits = logits.to(accumulator(logits.dtype)).flatten(0, 1)
+    logits = logits.to(accumulation_dtype(logits.dtype)).flatten(0, 1)
     labels = labels.flatten()
     total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
     real = (labels != ignore_index).sum()

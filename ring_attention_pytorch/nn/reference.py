@@ -6,7 +6,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.plan.checks import qkv_problem
-from ring_attention_pytorch.runtime.rowwise import accumulator
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
 @beartype
@@ -41,7 +41,7 @@ def default_attention(
     """
     if (problem := qkv_problem(q, k, v, mask)) is not None:
         raise ValueError(f"default_attention: {problem}")
-    n, m, dtype = q.shape[1], k.shape[1], accumulator(q.dtype)
+    n, m, dtype = q.shape[1], k.shape[1], accumulation_dtype(q.dtype)
     if (causal or window is not None) and n != m:
         raise ValueError(f"causal and window need as many keys as queries, got {m} and {n}")
     if window is not None and window < 0:

@@ -28,7 +28,7 @@ from ring_attention_pytorch.geometry.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.plan.packing import gather_packings
-from ring_attention_pytorch.runtime.rowwise import accumulator
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 Shape = tuple[int, ...]
 
@@ -371,7 +371,7 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rank, dtype = ctx.ring.rank, accumulator(grads[0].dtype)
+        rank, dtype = ctx.ring.rank, accumulation_dtype(grads[0].dtype)
         others = [*grads[:rank], *grads[rank + 1 :]]
         mine = list(_AllToAll.apply(ctx.ring, [ctx.shape] * len(others), *others))
         mine.insert(rank, grads[rank])

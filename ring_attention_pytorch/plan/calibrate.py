@@ -53,7 +53,7 @@ def room_left(like: Tensor) -> int:
     return min(ROOM, 1 << half.bit_length() >> 1)
 
 
-def settle(
+def select_transport(
     named: str | None,
     ring: Ring,
     kernel: SelectedKernel,
@@ -70,12 +70,12 @@ def settle(
         machine = H200 if like.is_cuda else None
         return named or choose_transport(blocks, job, at_once, machine), H200
     degree = ring.size // len(blocks.keys)  # of Ulysses
-    machine = machine_of(ring, degree, kernel, job, like)
+    machine = hardware_of(ring, degree, kernel, job, like)
     near = machine._replace(domain=max(1, machine.domain // degree))
     return choose_transport(blocks, job, at_once, near), machine
 
 
-def machine_of(
+def hardware_of(
     ring: Ring, degree: int, kernel: SelectedKernel, job: KVShape, like: Tensor
 ) -> Hardware:
     """What this ring is, as the cost model sees it, each `degree`-th of its ranks being neighbours.
@@ -93,14 +93,14 @@ def machine_of(
             known[links] = _slowest(ring, _links(ring, degree, hosts, like.device))
         if not all(knows[1]):
             known[speeds] = _slowest(ring, _kernel(kernel, job, like))
-    return machine_from(known[links] | known[speeds], same_host(hosts, ring.size), job)
+    return hardware_from(known[links] | known[speeds], same_host(hosts, ring.size), job)
 
 
-def machine_from(found: Seconds, domain: int, job: KVShape) -> Hardware:
+def hardware_from(found: Seconds, domain: int, job: KVShape) -> Hardware:
     """The machine that takes so many seconds; what was not measured is as on an H200.
 
     >>> found = {f"near {n}": 1e-4 + n / 100e9 for n in (1 << 16, 8 << 20, 64 << 20)}
-    >>> machine = machine_from(found, domain=4, job=KVShape(1, 32, 8, 128, 128, 2))
+    >>> machine = hardware_from(found, domain=4, job=KVShape(1, 32, 8, 128, 128, 2))
     >>> [n for n, _ in machine.hops], machine.domain, machine.forward == H200.forward
     ([0, 65536, 8388608, 67108864], 4, True)
     """
@@ -207,7 +207,7 @@ def _speeds(kernel: SelectedKernel, job: KVShape, like: Tensor) -> Seconds:
         kernel.forward(q, keys, tiles, terms, result)
         return result
 
-    out, lse = forward().final()
+    out, lse = forward().finalize()
 
     def backward() -> None:
         saved = Residuals(q, out, lse, dout, None)

@@ -28,7 +28,7 @@ from ring_attention_pytorch.geometry.layouts import (
 )
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel
-from ring_attention_pytorch.plan.calibrate import settle
+from ring_attention_pytorch.plan.calibrate import select_transport
 from ring_attention_pytorch.plan.checks import (
     Signature,
     checks_of,
@@ -50,7 +50,7 @@ from ring_attention_pytorch.plan.proposal import Asked, Proposal
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.graphs import Graphs, Tensors, can_be_captured, with_graphs
 from ring_attention_pytorch.runtime.interfaces import KVBlock, MaskMod, ScoreMods, Tiles, Transport
-from ring_attention_pytorch.runtime.rowwise import accumulator
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.scores import per_head_problem
 from ring_attention_pytorch.runtime.torch_func import outside_transforms
 from ring_attention_pytorch.schedule.cost import Hardware
@@ -185,8 +185,10 @@ class RingPlan:
         if asked.transport is None and memory is None:
             memory = min(own["room"] for own in lengths)
         at_once = owners_at_once(memory, blocks, job)
-        transport, machine = settle(asked.transport, ring, chosen, blocks, job, at_once, q)
-        yields = len(samples) == 1 and chosen.yields and is_short(blocks, job, undivided=True)
+        transport, machine = select_transport(
+            asked.transport, ring, chosen, blocks, job, at_once, q
+        )
+        yields = len(samples) == 1 and chosen.preemptible and is_short(blocks, job, undivided=True)
         made = make_transport(transport, over, blocks, at_once, job, q.device, yields)
         few = make_together(made, blocks, job)
         return cls(
@@ -324,7 +326,7 @@ class RingPlan:
         sides = self.blocks.queries[self.place], keys
         found = Tiles(tiles(*sides, seen))
         found.first = some.start or 0
-        found.lanes = self.short and self.transport.keeps
+        found.concurrent = self.short and self.transport.keeps
         if self.terms.alibi is not None or self.terms.mask_mod is not None:
             found.rows_at, found.cols_at = (
                 positions_seen(side, seen).to(self.device, torch.int32) for side in sides
@@ -379,7 +381,7 @@ def _terms(asked: Asked, q: Tensor, seed: int) -> ScoreMods:
         asked.scale,
         asked.softclamp,
         asked.bucket_size,
-        copied(asked.alibi_slopes, accumulator(q.dtype)),
+        copied(asked.alibi_slopes, accumulation_dtype(q.dtype)),
         asked.mask_mod,
         Dropout(asked.dropout, seed) if asked.dropout else None,
     )

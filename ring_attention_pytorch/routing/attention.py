@@ -26,7 +26,7 @@ from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Routing, Tokens
 from ring_attention_pytorch.routing.soft_topk import count_problem
-from ring_attention_pytorch.runtime.rowwise import accumulator
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
 class Routed(NamedTuple):
@@ -114,7 +114,7 @@ class HeavyAttention(nn.Module):
             kernel=self.kernel, cross=not causal,
         ))  # fmt: skip
         out, lse = attend(q, k, v, plan=replace(made, key_mask=seen), return_lse=True)
-        dtype = accumulator(q.dtype)
+        dtype = accumulation_dtype(q.dtype)
         null_k, null_v = self.null_kv.to(dtype)
         score = einsum(q.to(dtype), null_k, "b k h d, h d -> b h k") * self.dim_head**-0.5
         weight = rearrange((score - lse).sigmoid(), "b h k -> b k h 1")

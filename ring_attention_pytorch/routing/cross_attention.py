@@ -17,7 +17,7 @@ from ring_attention_pytorch.routing.attention import (
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Tokens
 from ring_attention_pytorch.routing.soft_topk import count_problem
-from ring_attention_pytorch.runtime.rowwise import accumulator
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
 class ConditionalRoutedCrossAttention(nn.Module):
@@ -188,7 +188,7 @@ class ConditionalRoutedCrossAttention(nn.Module):
 
 def mean_token(x: Tensor, plan: RoutingPlan) -> Tensor:
     """The mean of each sample's real tokens `[b, dim]`, on every rank; 0 where there are none."""
-    mine = x.to(accumulator(x.dtype))
+    mine = x.to(accumulation_dtype(x.dtype))
     if plan.mask is not None:
         mine = mine.masked_fill(~plan.mask.unsqueeze(-1), 0.0)
     mine = mine.sum(1)

@@ -32,7 +32,7 @@ from ring_attention_pytorch.routing.soft_topk import (
     gates,
     threshold,
 )
-from ring_attention_pytorch.runtime.rowwise import accumulator, has_triton, sum_of_products
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, has_triton, sum_of_products
 from ring_attention_pytorch.runtime.torch_func import refuse_second_order
 
 Tokens = int | float
@@ -281,7 +281,7 @@ class CoordinateDescentRouter(nn.Module):
 
         Products are summed token by token, so that equal tokens have equal scores on any ring.
         """
-        toward = self._toward(accumulator(x.dtype), routing_tokens)
+        toward = self._toward(accumulation_dtype(x.dtype), routing_tokens)
         if self.cosine_scale is not None:
             x = F.normalize(x.to(toward.dtype), dim=-1) * self.dim**0.5
         return _Scores.apply(x, toward.squeeze(-2))

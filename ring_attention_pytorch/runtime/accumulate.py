@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.runtime.rowwise import accumulator, add_, merge_
-from ring_attention_pytorch.runtime.streams import hand_over, join
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, merge_
+from ring_attention_pytorch.runtime.streams import record_use, wait_side_streams
 
 _MOST = 4  # parts that wait to be merged at once
 
@@ -27,14 +27,19 @@ class OutputAccumulator:
     """
 
     def __init__(self, q: Tensor, v: Tensor, calls: int | None = None) -> None:
-        self._q, self._d_v, self._dtype, self._calls = q, v.shape[-1], accumulator(q.dtype), calls
+        self._q, self._d_v, self._dtype, self._calls = (
+            q,
+            v.shape[-1],
+            accumulation_dtype(q.dtype),
+            calls,
+        )
         self._whole = slice(0, q.shape[1])
         self._wide: tuple[Tensor, Tensor] | None = None
         self._parts: list[tuple[slice, Tensor, Tensor]] = []
         self._place: tuple[Tensor, Tensor] | None = None
         self._taken: list[slice] = []  # of the place, by parts
 
-    def blank(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def alloc(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Memory for out and lse of these rows, for a kernel that is told where to make them."""
         if self._wide is None and not self._parts:
             self._place, self._taken = self._empty(self._q.dtype, self._whole), []
@@ -46,18 +51,18 @@ class OutputAccumulator:
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge what these rows saw. Both tensors become this result's own."""
-        hand_over(out, lse)
+        record_use(out, lse)
         first = self._wide is None and not self._parts
         if first and rows == self._whole and out.dtype == self._dtype:
             self._wide = out, lse
             return
         self._parts.append((rows, out, lse))
         if self._wide is not None or len(self._parts) > _MOST:
-            self.running()
+            self.begin_update()
 
-    def running(self) -> tuple[Tensor, Tensor]:
-        """Both as `accumulator(dtype)`, to be merged into in place."""
-        join(self._q.device)
+    def begin_update(self) -> tuple[Tensor, Tensor]:
+        """Both as `accumulation_dtype(dtype)`, to be merged into in place."""
+        wait_side_streams(self._q.device)
         if self._wide is None and _begins_with(self._parts, self._whole):
             _, out, lse = self._parts.pop(0)
             self._wide = out.to(self._dtype), lse
@@ -79,7 +84,7 @@ class OutputAccumulator:
             out, lse = self._empty(dtype, self._whole)
             self.add(self._whole, out, lse)
             return None, out, lse
-        before, lse = self.running()
+        before, lse = self.begin_update()
         if dtype == self._dtype or not before.is_contiguous():
             return before, before, lse
         out = torch.empty_like(before, dtype=dtype)
@@ -91,7 +96,7 @@ class OutputAccumulator:
         """That of some samples, in the same memory."""
         if which == slice(None):
             return self
-        out, lse = self.running()
+        out, lse = self.begin_update()
         part = OutputAccumulator(self._q[which], out)
         part._wide = out[which], lse[which]
         return part
@@ -102,18 +107,18 @@ class OutputAccumulator:
         >>> result = OutputAccumulator(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
         >>> result.add(slice(0, 1), torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
         >>> result.add_sinks(torch.zeros(1))
-        >>> [t.flatten().tolist() for t in result.final()]
+        >>> [t.flatten().tolist() for t in result.finalize()]
         [[0.5, 0.5], [0.6931471824645996]]
         """
-        out, lse = self.running()
+        out, lse = self.begin_update()
         sinks = sinks.to(lse.dtype).unsqueeze(1)
         weight = torch.sigmoid(lse - sinks).masked_fill_(lse == -torch.inf, 0.0)
         out.mul_(weight.transpose(1, 2).unsqueeze(-1))
         torch.logaddexp(lse, sinks, out=lse)
 
-    def final(self) -> tuple[Tensor, Tensor]:
+    def finalize(self) -> tuple[Tensor, Tensor]:
         """out in q's dtype, lse in the accumulator's."""
-        join(self._q.device)
+        wait_side_streams(self._q.device)
         if self._place is not None and _fill(self._place[0], self._taken, self._parts):
             self._parts[: len(self._taken)] = [(self._whole, *self._place)]
         if self._wide is None and _begins_with(self._parts, self._whole):
@@ -121,7 +126,7 @@ class OutputAccumulator:
             self._fold(*whole[1:])
             self._parts = [whole]
             return whole[1:]
-        out, lse = self.running()
+        out, lse = self.begin_update()
         return out.to(self._q.dtype), lse
 
     def _empty(self, dtype: torch.dtype, rows: slice) -> tuple[Tensor, Tensor]:
@@ -133,7 +138,7 @@ class OutputAccumulator:
     def _fold(self, out: Tensor, lse: Tensor) -> None:
         parts = [(rows, o, x.transpose(1, 2)) for rows, o, x in self._parts]
         self._parts, self._place, self._taken = [], None, []
-        for rows, found in covered(parts):
+        for rows, found in overlaps(parts):
             others = (t for o, x in found for t in (o, x.transpose(1, 2)))
             merge_(out[:, rows], lse[..., rows], *others)
 
@@ -154,7 +159,7 @@ class GradAccumulator:
         place: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._like, self._dtype, self._calls = like, accumulator(like.dtype), calls
+        self._like, self._dtype, self._calls = like, accumulation_dtype(like.dtype), calls
         self._end = like.dtype if dtype is None else dtype
         self._whole, self._into = slice(0, like.shape[1]), into
         self._place, self._given = place, place is not None
@@ -169,16 +174,16 @@ class GradAccumulator:
 
     def add(self, at: slice, part: Tensor) -> None:
         """Add a part of these tokens. The tensor becomes this sum's own."""
-        hand_over(part)
+        record_use(part)
         first = self._wide is None and not self._parts
         if first and at == self._whole and self._into is None and part.dtype == self._dtype:
             self._wide = part
             return
         self._parts.append((at, part))
         if self._wide is not None or len(self._parts) > _MOST:
-            self.running()
+            self.begin_update()
 
-    def blank(self, at: slice, flat: bool = False) -> Tensor:
+    def alloc(self, at: slice, flat: bool = False) -> Tensor:
         """Memory for a part of these tokens, for a kernel that is told where to make it; in `place`
         if it can be. Flat is with all samples one after another."""
         if self._end != self._like.dtype:
@@ -200,10 +205,10 @@ class GradAccumulator:
             else:
                 self._parts.append((at, part))
         if self._crowded and not self._waits:
-            self.running()
+            self.begin_update()
 
-    def running(self) -> Tensor:
-        """The sum as `accumulator(dtype)`, to be added to in place."""
+    def begin_update(self) -> Tensor:
+        """The sum as `accumulation_dtype(dtype)`, to be added to in place."""
         self._join()
         if self._wide is None and _begins_with(self._parts, self._whole):
             part = self._parts.pop(0)[1]
@@ -216,7 +221,7 @@ class GradAccumulator:
     def room(self) -> tuple[Tensor | None, Tensor]:
         """(before, sum), as `OutputAccumulator.room`."""
         dtype, self._calls = _dtype_of_call(self._calls, self._end, self._dtype)
-        before = None if self._wide is None and not self._parts else self.running()
+        before = None if self._wide is None and not self._parts else self.begin_update()
         if before is not None and (
             dtype == self._dtype or self._into is not None or not before.is_contiguous()
         ):
@@ -239,14 +244,14 @@ class GradAccumulator:
         if which == slice(None):
             return self
         part = GradAccumulator(self._like[which])
-        part._wide = self.running()[which]
+        part._wide = self.begin_update()[which]
         return part
 
-    def final(self) -> Tensor:
+    def finalize(self) -> Tensor:
         """The sum in the dtype in which it has to be at the end."""
         self._join()
         if self._crowded:
-            wide = self.running()  # which stays: another stream may be reading it
+            wide = self.begin_update()  # which stays: another stream may be reading it
             return wide.to(self._end) if self._place is None else self._place.copy_(wide)
         if self._place is not None:
             if _fill(self._place, self._taken, self._parts):
@@ -261,7 +266,7 @@ class GradAccumulator:
 
     def _written(self, total: Tensor) -> Tensor:
         """That, with all parts added up in one pass, but one that was made there."""
-        for at, found in covered([(self._whole,), *self._parts]):
+        for at, found in overlaps([(self._whole,), *self._parts]):
             there, parts = total[:, at], [part for (part,) in found[1:]]
             others = [part for part in parts if part.data_ptr() != there.data_ptr()]
             if others or not parts:
@@ -277,7 +282,7 @@ class GradAccumulator:
 
     def _join(self) -> None:
         """Let the current stream wait for all parts."""
-        join(self._like.device)
+        wait_side_streams(self._like.device)
         while self._waits:
             self._waits.pop()()
 
@@ -285,7 +290,7 @@ class GradAccumulator:
         if self._into is not None:
             return self._into
         if dtype == self._like.dtype == self._end:
-            return self.blank(self._whole)
+            return self.alloc(self._whole)
         if dtype == self._end and self._place is not None:
             return self._place
         return torch.empty_like(self._like, dtype=dtype, memory_format=torch.contiguous_format)
@@ -298,7 +303,7 @@ class GradAccumulator:
         parts, self._parts = self._parts, []
         if not self._given:
             self._place, self._taken = None, []
-        for at, found in covered(parts):
+        for at, found in overlaps(parts):
             add_(total[:, at], *(part for (part,) in found))
 
 
@@ -334,12 +339,12 @@ def _deepest(parts: Sequence[tuple[slice, Tensor]]) -> int:
     return max(accumulate((by for _, by in ends), initial=0))
 
 
-def covered(parts: Sequence[tuple[slice, ...]]) -> Iterator[tuple[slice, list[list[Tensor]]]]:
+def overlaps(parts: Sequence[tuple[slice, ...]]) -> Iterator[tuple[slice, list[list[Tensor]]]]:
     """Stretches of tokens, and what the parts that cover each of them have there.
 
     A part is (tokens, tensors...); the tensors' tokens are their second dimension.
     """
-    for at, which in stretches([part[0] for part in parts]):
+    for at, which in disjoint_spans([part[0] for part in parts]):
         found = []
         for i in which:
             here, *tensors = parts[i]
@@ -347,10 +352,10 @@ def covered(parts: Sequence[tuple[slice, ...]]) -> Iterator[tuple[slice, list[li
         yield at, found
 
 
-def stretches(spans: Sequence[slice]) -> Iterator[tuple[slice, list[int]]]:
+def disjoint_spans(spans: Sequence[slice]) -> Iterator[tuple[slice, list[int]]]:
     """What spans cover, cut where any begins or ends, and which of them cover each stretch.
 
-    >>> list(stretches([slice(0, 4), slice(2, 4)]))
+    >>> list(disjoint_spans([slice(0, 4), slice(2, 4)]))
     [(slice(0, 2, None), [0]), (slice(2, 4, None), [0, 1])]
     """
     cuts = sorted({end for at in spans for end in (at.start, at.stop)})

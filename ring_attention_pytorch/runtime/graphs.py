@@ -76,7 +76,7 @@ def with_graphs(plan: Any) -> Any:
     The host launches a graph at once, so what overlaps costs it nothing there; but kernels that
     merge by themselves lose by it.
     """
-    transport = plan.transport if plan.kernel.merges else plan.overlapped or plan.transport
+    transport = plan.transport if plan.kernel.fuses_merge else plan.overlapped or plan.transport
     found = replace(plan) if transport is plan.transport else plan.by(transport)
     object.__setattr__(found, "graphs", Graphs(plan.device, found.transport.follow_stream))
     return found

@@ -111,13 +111,13 @@ class Tiles(tuple[Tile, ...]):
     `rows_at` and `cols_at` are the positions of its queries and keys, int32 `[n]` and `[m]`,
     where `ScoreMods` need them; `first` is its first sample's number. Dropout draws by
     `row_numbers` and `col_numbers`, int32 too, no two of them alike: documents share positions.
-    `streams` allows a kernel that returns parts to compute each beside the others.
+    `concurrent` allows a kernel that returns parts to compute them on side streams.
 
     Plans that differ in nothing but their key mask share `made`; each has a `masked` of its own.
     """
 
     first: int = 0
-    lanes: bool = False
+    concurrent: bool = False
 
     rows_at: Tensor | None = None
     cols_at: Tensor | None = None
@@ -205,13 +205,13 @@ class Dependency(NamedTuple):
 
     name: str
     module: str
-    oldest: str
+    min_version: str
     built: bool = False  # where it is installed, with the torch that is there
 
     @property
     def command(self) -> str:
         """What installs it."""
-        command = f'pip install "{self.name}>={self.oldest}"'
+        command = f'pip install "{self.name}>={self.min_version}"'
         return f"{command} --no-build-isolation" if self.built else command
 
 
@@ -220,14 +220,16 @@ class Capabilities(NamedTuple):
 
     devices: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
-    oldest: tuple[int, int] | None = None  # compute capability
-    newest: tuple[int, int] | None = None
-    widest: int | None = None  # head size
-    multiple: int = 1  # of which head sizes must be
-    one_size: bool = False  # d and d_v are the same
-    few_calls: bool = False  # does many tiles in a few calls: the first choice for documents
-    yields: bool = False  # backward, a call that has begun gives way to one of higher priority
-    merges: bool = False  # by itself: for few tokens one call of all keys is faster than several
+    min_capability: tuple[int, int] | None = None  # compute capability
+    max_capability: tuple[int, int] | None = None
+    max_head_dim: int | None = None  # head size
+    head_dim_multiple: int = 1  # of which head sizes must be
+    one_head_dim: bool = False  # d and d_v are the same
+    varlen: bool = False  # does many tiles in a few calls: the first choice for documents
+    preemptible: bool = False  # backward, a call that has begun gives way to one of higher priority
+    fuses_merge: bool = (
+        False  # by itself: for few tokens one call of all keys is faster than several
+    )
     features: frozenset[str] = FEATURES
     package: Dependency | None = None
 

@@ -7,12 +7,12 @@ from einops import einsum
 from torch import Tensor
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which running sums of tensors of `dtype` are kept."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def sent(dtype: torch.dtype) -> torch.dtype:
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which parts of a gradient travel that are summed elsewhere.
 
     Of float16 in float32: parts that cancel there may each be larger than float16 holds.
@@ -38,7 +38,7 @@ def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
 
         fused_merge_(out, lse, *parts)
         return
-    merged, wide = out.to(accumulator(out.dtype)), accumulator(out.dtype)
+    merged, wide = out.to(accumulation_dtype(out.dtype)), accumulation_dtype(out.dtype)
     for part, part_lse in zip(parts[::2], parts[1::2]):
         weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
         merged.lerp_(part.to(wide), weight.transpose(1, 2).unsqueeze(-1))
@@ -63,7 +63,7 @@ def add_(total: Tensor, *parts: Tensor, fresh: bool = False) -> None:
     elif fresh and len(parts) == 1:
         total.copy_(parts[0])
     else:
-        wide = (parts[0] if fresh else total).to(accumulator(total.dtype), copy=fresh)
+        wide = (parts[0] if fresh else total).to(accumulation_dtype(total.dtype), copy=fresh)
         for part in parts[fresh:]:
             wide += part
         if wide is not total:
@@ -76,7 +76,7 @@ def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
         from ring_attention_pytorch.runtime._triton_rowwise import fused_sum_of_products
 
         return fused_sum_of_products(a, b)
-    wide = accumulator(a.dtype)
+    wide = accumulation_dtype(a.dtype)
     return einsum(a.to(wide), b.to(wide), "b n h d, b n h d -> b h n")
 
 

@@ -2,7 +2,7 @@
 
 Where the last blocks of one call leave multiprocessors idle, the next one begins: for short calls
 that is much of their time. What a call reads must stay where it is, and what it makes is read by
-nobody, until the current stream has waited for it: `join`.
+nobody, until the current stream has waited for it: `wait_side_streams`.
 
 Calls for own keys give way to the others', as far as their kernel can: other ranks wait for what
 those make, and while they read it there is something left to compute.
@@ -19,8 +19,8 @@ _OWN, _OTHERS, _LAST = 0, (1, 2), 3
 _PRIORITIES = (0, -1, -1, -1)
 
 
-class _Lanes:
-    """The streams beside one stream."""
+class _SideStreams:
+    """The side streams of one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.streams = [torch.cuda.Stream(device, priority=p) for p in _PRIORITIES]
@@ -29,44 +29,46 @@ class _Lanes:
         self.turn = 0
 
 
-class _Away(threading.local):
-    """What this thread told a lane of a stream, and nobody waited for yet."""
+class _Pending(threading.local):
+    """Ends of side-stream work that this thread has recorded and not yet waited for."""
 
     def __init__(self) -> None:
         self.ends: dict[tuple[torch.cuda.Stream, int], torch.cuda.Event] = {}
 
 
 class _Captures(threading.local):
-    """Of whom the graph is that this thread captures."""
+    """Whether the graph that this thread captures may go when shared memory does."""
 
     passing = False
 
 
-_lanes: dict[torch.cuda.Stream, _Lanes] = {}
+_side_streams: dict[torch.cuda.Stream, _SideStreams] = {}
 _captures = _Captures()
-_away = _Away()
+_away = _Pending()
 _nowhere = nullcontext()
 
 
-def aside(device: torch.device, own: bool, *memory: Tensor) -> AbstractContextManager[None]:
-    """What a GPU is told here waits for all that the current stream was told before.
+def side_stream(device: torch.device, own: bool, *memory: Tensor) -> AbstractContextManager[None]:
+    """Launch what is in this block on a side stream, after all that the current stream has so far.
 
-    Nothing waits for it, until somebody joins. `own` are calls for this rank's own keys. They write
-    this `memory`, which is not used again before they have, even should they fail midway.
+    Nothing waits for it before `wait_side_streams`.
+
+    Args:
+        own: calls for this rank's own keys, which give way to the others'.
+        memory: what they write. It is not used again before they have, even should they fail.
     """
-    return _Aside(device, own, *memory) if device.type == "cuda" else _nowhere
+    return _SideStream(device, own, *memory) if device.type == "cuda" else _nowhere
 
 
-def behind(device: torch.device) -> AbstractContextManager[None]:
-    """The same, but it waits for the others' calls, too."""
-    return _Behind(device) if device.type == "cuda" else _nowhere
+def side_stream_after_others(device: torch.device) -> AbstractContextManager[None]:
+    """Launch on a side stream as `side_stream`, after the calls for others' keys, too."""
+    return _SideStreamAfterOthers(device) if device.type == "cuda" else _nowhere
 
 
-def hand_over(*tensors: Tensor) -> None:
-    """What went aside made these, on one device, and the current stream will read them.
+def record_use(*tensors: Tensor) -> None:
+    """Keep the memory of tensors that side streams made until the current stream has read them.
 
-    So their memory is not used again, on whatever stream, before it has. While a CUDA graph is
-    captured nothing else uses it.
+    While a CUDA graph is captured nothing else uses it.
     """
     if _away.ends and tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
         current = current_stream(tensors[0].device)
@@ -74,31 +76,31 @@ def hand_over(*tensors: Tensor) -> None:
             t.record_stream(current)
 
 
-def join(device: torch.device) -> None:
-    """Let the current stream wait for all that went aside from it."""
+def wait_side_streams(device: torch.device) -> None:
+    """Let the current stream wait for its side streams."""
     for end in _returning(device):
         current_stream(device).wait_event(end)
 
 
-def forget(device: torch.device) -> None:
-    """Let nobody wait for what a call of this thread left that failed."""
+def reset_side_streams(device: torch.device) -> None:
+    """Drop what a call of this thread that failed has left for others to wait for."""
     _returning(device)
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """By the number of the device, which takes the host less time."""
+    """Return the current stream; asked by the device's number, which takes the host less time."""
     return torch.cuda.current_stream(device.index)
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured there, whichever device is the current one."""
+    """Tell whether a CUDA graph is being captured on the device, current or not."""
     with torch.cuda.device(device.index):
         return torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager
 def passing_capture() -> Iterator[None]:
-    """What this thread captures goes when memory does that is shared: nobody need keep that."""
+    """Let what this thread captures in this block go when shared memory goes: nobody keeps that."""
     _captures.passing = True
     try:
         yield
@@ -107,7 +109,7 @@ def passing_capture() -> Iterator[None]:
 
 
 def captures_for_good(device: torch.device) -> bool:
-    """Whether a graph is being captured that may be replayed for as long as there are ranks."""
+    """Tell whether a graph is being captured that may be replayed as long as there are ranks."""
     return capturing(device) and not _captures.passing
 
 
@@ -119,8 +121,8 @@ def _returning(device: torch.device) -> list[torch.cuda.Event]:
     return [end for end in found if end is not None]
 
 
-class _Aside:
-    """By the streams' own methods, which take the host a third of torch.cuda.stream's time."""
+class _SideStream:
+    """A block on a side stream, by streams' own methods: a third of torch.cuda.stream's time."""
 
     def __init__(self, device: torch.device, own: bool = False, *memory: Tensor) -> None:
         self.device, self.own, self.memory = device, own, memory
@@ -128,22 +130,22 @@ class _Aside:
     def __enter__(self) -> None:
         self.before = torch.cuda.current_device()
         self.current = current = current_stream(self.device)
-        if (lanes := _lanes.get(current)) is None:
-            lanes = _lanes[current] = _Lanes(self.device)
-        self.lane = self.choose(lanes)
-        self.stream, self.end = lanes.streams[self.lane], lanes.ends[self.lane]
-        lanes.begins.record(current)
-        self.stream.wait_event(lanes.begins)
+        if (side := _side_streams.get(current)) is None:
+            side = _side_streams[current] = _SideStreams(self.device)
+        self.lane = self.choose(side)
+        self.stream, self.end = side.streams[self.lane], side.ends[self.lane]
+        side.begins.record(current)
+        self.stream.wait_event(side.begins)
         torch.cuda.set_stream(self.stream)  # and its device
         if self.memory and not torch.cuda.is_current_stream_capturing():
             for t in self.memory:
                 t.record_stream(self.stream)
 
-    def choose(self, lanes: _Lanes) -> int:
+    def choose(self, side: _SideStreams) -> int:
         if self.own:
             return _OWN
-        lanes.turn = 1 - lanes.turn
-        return _OTHERS[lanes.turn]
+        side.turn = 1 - side.turn
+        return _OTHERS[side.turn]
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.set_stream(self.current)
@@ -153,12 +155,12 @@ class _Aside:
         _away.ends[self.current, self.lane] = self.end
 
 
-class _Behind(_Aside):
+class _SideStreamAfterOthers(_SideStream):
     def __enter__(self) -> None:
         super().__enter__()
         for lane in _OTHERS:
             if (end := _away.ends.get((self.current, lane))) is not None:
                 self.stream.wait_event(end)
 
-    def choose(self, lanes: _Lanes) -> int:
+    def choose(self, side: _SideStreams) -> int:
         return _LAST

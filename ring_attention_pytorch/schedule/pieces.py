@@ -165,10 +165,10 @@ class Round(NamedTuple):
         return Round((self.distances,), self.pieces, parts)
 
 
-def stretch(segments: Segments, at: slice) -> Segments:
+def slice_segments(segments: Segments, at: slice) -> Segments:
     """The positions of some tokens of those held, one after another.
 
-    >>> stretch((Segment(0, 1, 4), Segment(12, 1, 4)), slice(3, 6))
+    >>> slice_segments((Segment(0, 1, 4), Segment(12, 1, 4)), slice(3, 6))
     (Segment(start=3, stride=1, length=1), Segment(start=12, stride=1, length=2))
     """
     found, start = [], 0
@@ -306,7 +306,7 @@ def come_home_aside(
     coming = max(coming_home(groups[0]).values(), default=0)
     brought = max(map(tokens, groups[0].pieces)) if overtaken else 0
     left = min(
-        visible_pairs(tiles(queries, stretch(keys, slice(cut, count(keys))), blocks.visible))
+        visible_pairs(tiles(queries, slice_segments(keys, slice(cut, count(keys))), blocks.visible))
         for queries, keys, cut in zip(blocks.queries, blocks.keys, cuts)
     )
     moved = _MEANWHILE_BACK * job.grad_bytes * (2 * brought + coming / 2)

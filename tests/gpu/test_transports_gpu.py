@@ -30,7 +30,7 @@ from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer, shared_by
 from ring_attention_pytorch.kernels import _flash, problem
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
-from ring_attention_pytorch.runtime.streams import aside
+from ring_attention_pytorch.runtime.streams import side_stream
 from tests.reference import dense_attention, relative_error
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -40,7 +40,7 @@ WAYS = [
     dict(transport="gather", soon=True),
     dict(transport="ring", ulysses=2), dict(transport="gather", ulysses=2),
     dict(transport="ring", ulysses=2, apart=True), dict(),
-    dict(transport="gather", aside=True), dict(transport="gather", aside=False),
+    dict(transport="gather", side_stream=True), dict(transport="gather", side_stream=False),
 ]  # fmt: skip
 FEW = [dict(transport="gather", few=True), dict(transport="gather", ulysses=2, few=True)]
 
@@ -76,7 +76,7 @@ def plan_for(
     *tensors: Tensor,
     apart: bool = False,
     soon: bool = False,
-    aside: bool | None = None,
+    side_stream: bool | None = None,
     few: bool = False,
     **options: object,
 ) -> RingPlan:
@@ -85,12 +85,12 @@ def plan_for(
     engine, or not, whatever hides them; as for few tokens, which come together, or many."""
     without = mock.patch.object(Ring, "shared", return_value=None)
     in_time = mock.patch.object(transports, "keys_come_late", return_value=False)
-    coming = mock.patch.object(gather_symmetric, "come_home_aside", return_value=aside)
+    coming = mock.patch.object(gather_symmetric, "come_home_aside", return_value=side_stream)
     with (
         without if apart else nullcontext(),
         in_time if soon else nullcontext(),
         mock.patch.object(transports, "is_few", return_value=few),
-        nullcontext() if aside is None else coming,
+        nullcontext() if side_stream is None else coming,
     ):
         return RingPlan.make(*tensors, **options)
 
@@ -130,7 +130,7 @@ def delays() -> Iterator[None]:
 
     @contextmanager
     def aside_late(*how: object) -> Iterator[None]:
-        with aside(*how):
+        with side_stream(*how):
             _sleep()
             yield
             _sleep()
@@ -142,7 +142,7 @@ def delays() -> Iterator[None]:
     )
     SymmetricBuffer.meet = meet_late
     try:
-        with mock.patch.object(_flash, "aside", aside_late):
+        with mock.patch.object(_flash, "side_stream", aside_late):
             yield
     finally:
         (

@@ -48,8 +48,8 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> Machine:
     )  # fmt: skip
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(streams, "_lanes", {})
-    monkeypatch.setattr(streams, "_away", streams._Away())
+    monkeypatch.setattr(streams, "_side_streams", {})
+    monkeypatch.setattr(streams, "_away", streams._Pending())
     return found
 
 
@@ -59,7 +59,7 @@ def machine(monkeypatch):
 
 
 def call(machine: Machine, name: str) -> Stream:
-    with streams.aside(GPU, own=name.startswith("own")):
+    with streams.side_stream(GPU, own=name.startswith("own")):
         return machine.does(name)
 
 
@@ -69,7 +69,7 @@ def test_a_call_waits_for_what_was_before_and_nothing_waits_for_it_until_joined(
     assert machine.stream is main
     assert (first.before, second.before) == ({"q", "own"}, {"q", "others"})
     assert main.before == {"q"}
-    streams.join(GPU)
+    streams.wait_side_streams(GPU)
     assert main.before == {"q", "own", "others"}
 
 
@@ -79,13 +79,13 @@ def test_calls_for_own_keys_give_way_to_the_others(machine):
         assert [stream.priority for stream in found] == [0, -1, -1, -1, 0]
         assert len(set(found)) == 3
         assert found[1] is not found[2]
-        streams.join(GPU)
+        streams.wait_side_streams(GPU)
 
 
 def test_what_is_behind_waits_for_all_others_whether_there_are_own_keys_or_not(machine):
     for name in ("one", "other"):
         call(machine, name)
-    with streams.behind(GPU):
+    with streams.side_stream_after_others(GPU):
         assert machine.does("sent").before == {"one", "other", "sent"}
 
 
@@ -94,11 +94,11 @@ def test_what_is_behind_does_not_wait_for_own_keys(machine):
     for name in ("own", "one", "own again", "other"):
         call(machine, name)
     machine.does("room")
-    with streams.behind(GPU):
+    with streams.side_stream_after_others(GPU):
         sent = machine.does("sent")
     assert sent.before == {"q", "one", "other", "room", "sent"}
     assert main.before == {"q", "room"}
-    streams.join(GPU)
+    streams.wait_side_streams(GPU)
     assert main.before == {"q", "own", "own again", "one", "other", "room", "sent"}
 
 
@@ -107,16 +107,16 @@ def test_streams_have_lanes_of_their_own(machine):
     call(machine, "here")
     machine.set_stream(there)
     call(machine, "there")
-    streams.join(GPU)
+    streams.wait_side_streams(GPU)
     assert there.before == {"there"}
     machine.set_stream(here)
-    streams.join(GPU)
+    streams.wait_side_streams(GPU)
     assert here.before == {"here"}
 
 
 def test_an_error_leaves_the_streams_and_the_device_as_they_were(machine):
     main, machine.device = machine.stream, 1
-    with pytest.raises(ValueError, match="no"), streams.aside(GPU, own=True):  # noqa: PT012
+    with pytest.raises(ValueError, match="no"), streams.side_stream(GPU, own=True):  # noqa: PT012
         assert machine.device == 0
         raise ValueError("no")
     assert (machine.stream, machine.device) == (main, 1)
@@ -127,11 +127,11 @@ def test_what_a_call_left_that_failed_is_forgotten_by_its_thread_alone(machine):
     others.start()
     others.join()
     call(machine, "failed")
-    streams.forget(GPU)
-    streams.join(GPU)
+    streams.reset_side_streams(GPU)
+    streams.wait_side_streams(GPU)
     assert main.before == set()
     call(machine, "own")
-    streams.join(GPU)
+    streams.wait_side_streams(GPU)
     assert main.before == {"own"}
 
 
@@ -143,12 +143,12 @@ def test_what_is_read_is_not_used_again_before_that(machine):
             self.read_by += (stream,)
 
     before, after, captured = Made(), Made(), Made()
-    streams.hand_over(before)
+    streams.record_use(before)
     call(machine, "own")
-    streams.hand_over(after)
-    streams.hand_over(torch.empty(1))
+    streams.record_use(after)
+    streams.record_use(torch.empty(1))
     machine.capturing = True
-    streams.hand_over(captured)
+    streams.record_use(captured)
     assert [made.read_by for made in (before, after, captured)] == [(), (machine.stream,), ()]
 
 
@@ -162,15 +162,18 @@ def test_what_is_written_is_not_used_again_before_that(machine):
             self.written_by += (stream,)
 
     before, memory, captured = machine.stream, Told(), Told()
-    with pytest.raises(ValueError, match="no"), streams.aside(GPU, True, memory):
+    with pytest.raises(ValueError, match="no"), streams.side_stream(GPU, True, memory):
         raise ValueError("no")
     machine.capturing = True
-    with streams.aside(GPU, True, captured):
+    with streams.side_stream(GPU, True, captured):
         pass
     assert [stream is before for stream in memory.written_by] == [False]
     assert captured.written_by == ()
 
 
 def test_elsewhere_nothing_goes_aside():
-    with streams.aside(torch.device("cpu"), own=True), streams.behind(torch.device("cpu")):
-        streams.join(torch.device("cpu"))
+    with (
+        streams.side_stream(torch.device("cpu"), own=True),
+        streams.side_stream_after_others(torch.device("cpu")),
+    ):
+        streams.wait_side_streams(torch.device("cpu"))
