@@ -1,7 +1,5 @@
 """`ring_attn` and `ulysses_attn`: attention of shards, as functions."""
 
-import inspect
-from functools import lru_cache
 from typing import Any
 
 from beartype import beartype
@@ -15,6 +13,7 @@ from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.kernels import explain
 from ring_attention_pytorch.plan.checks import autocast_dtype, like_autocast
 from ring_attention_pytorch.plan.masks import Prefix
+from ring_attention_pytorch.plan.options import not_default, rows
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
 from ring_attention_pytorch.runtime.scores import bias_problem, with_bias
@@ -143,22 +142,16 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     >>> ring_attn(q, k, v, causal=True).shape
     torch.Size([1, 6, 4, 8])
     """
+    given = dict(locals())
     q, k, v = (t.to(autocast_dtype(t)) for t in (q, k, v))
-    key_bias = None if key_bias is None else key_bias.to(autocast_dtype(key_bias))
-    options = dict(
-        causal=causal, window=window, key_mask=key_mask, scale=scale, softclamp=softclamp,
-        layout=layout, group=group, kernel=kernel, transport=transport, ulysses=ulysses,
-        memory=memory, bucket_size=bucket_size, cross=cross,
-        documents=documents, cu_seqlens=cu_seqlens, prefix=prefix,
-        alibi_slopes=alibi_slopes, mask_mod=mask_mod,
-        query_positions=query_positions, key_positions=key_positions,
-        dropout=dropout, dropout_seed=dropout_seed, check=check,
-    )  # fmt: skip
+    if key_bias is not None:
+        given["key_bias"] = key_bias = key_bias.to(autocast_dtype(key_bias))
+    options = {name: given[name] for name in rows()}
     if plan is None:
         also = tangents_note(q, k, v, sinks, key_bias)
-        plan = RingPlan.make(q, k, v, **options, sinks=sinks, key_bias=key_bias, also=also)
+        plan = RingPlan.make(q, k, v, group=group, also=also, **options)
     else:
-        _check_only_plan(options)
+        _check_only_plan(group, options)
         if (why := bias_problem(key_bias, q, k, *plan.terms[:2])) is not None:
             raise ValueError(f"ring attention: {why}")
     if key_bias is not None:
@@ -236,18 +229,12 @@ def ulysses_attn(
     return ring_attn(q, k, v, group=ring, ulysses=ring.size, **options)
 
 
-@lru_cache(maxsize=1)
-def _defaults() -> dict[str, Any]:
-    return {n: p.default for n, p in inspect.signature(ring_attn).parameters.items()}
-
-
-def _check_only_plan(options: dict[str, Any]) -> None:
-    defaults = _defaults()
-    given = [
-        name
-        for name, value in options.items()
-        if value is not defaults[name] and (isinstance(value, Tensor) or value != defaults[name])
-    ]
+def _check_only_plan(group: Group, options: dict[str, Any]) -> None:
+    """Raise ValueError where options are given beside a plan, which has some already."""
+    of_call = ("sinks", "key_bias")  # of which a plan knows that they come
+    given = not_default({n: value for n, value in options.items() if n not in of_call})
+    if group is not None:
+        given.append("group")
     if given:
         raise ValueError(
             f"ring_attn: the plan already decides {', '.join(given)}; pass one or the other"

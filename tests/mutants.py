@@ -602,7 +602,7 @@ MUTANTS = [
     ),
     Mutant(
         "few tokens' graphs have calls that wait for one another",
-        "plan/ring_plan.py:RingPlan._agreed",
+        "plan/ring_plan.py:_coming",
         "made.overtaken or is_short", "(few or made).overtaken or is_short",
     ),
     Mutant(

@@ -87,7 +87,7 @@ MUTANTS = [
     ),
     Mutant(
         "queries of two sequences in the order of ranks", "plan/ring_plan.py:_placed",
-        "dropped or asked.alibi_slopes is not None or asked.mask_mod is not None", "dropped",
+        "dropped or options.alibi_slopes is not None or options.mask_mod is not None", "dropped",
     ),
     # what ranks tell one another
     Mutant(
@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     Mutant(
         "a wrong type is kept to itself", "comm/agreement.py:typed",
-        "tell(signature.bind_partial(*args, **kwargs).arguments, problem)", "tell, signature",
+        "tell(given, problem)", "tell, signature",
     ),
     Mutant(
         "a wrong type within a call is told as its own", "comm/agreement.py:_of_this_call",

@@ -133,13 +133,13 @@ def raise_together(ring: Ring, caller: str, problem: str | None) -> None:
 
 
 def typed(tell: Callable[[dict[str, Any], str], object]) -> Callable[[Function], Function]:
-    """A decorator: arguments are of their annotated types, or all ranks hear which one is not.
+    """A decorator: arguments are parameters and of their annotated types, or all ranks hear of it.
 
     `tell` is given the arguments by name and what is wrong with them, and raises that on all ranks
     that will wait for this one; where there are none it returns.
 
     Raises:
-        ValueError: an argument is of another type; on all ranks alike.
+        ValueError: an argument is of another type, or is no parameter; on all ranks alike.
 
     >>> @typed(lambda given, problem: None)
     ... def twice(x: int) -> int:
@@ -160,8 +160,13 @@ def typed(tell: Callable[[dict[str, Any], str], object]) -> Callable[[Function],
             except BeartypeCallHintParamViolation as error:
                 if not _of_this_call(error):
                     raise
-                problem = _in_one_line(error, function)
-            tell(signature.bind_partial(*args, **kwargs).arguments, problem)
+                problem = in_one_line(error, function.__name__)
+                given = signature.bind_partial(*args, **kwargs).arguments
+            except TypeError:
+                if (why := _unfit(signature, args, kwargs)) is None:
+                    raise
+                problem, given = f"{function.__name__}() {why}", kwargs
+            tell(given, problem)
             raise ValueError(problem)
 
         return call
@@ -175,10 +180,19 @@ def _of_this_call(error: BaseException) -> bool:
     return trace is not None and trace.tb_next is not None and trace.tb_next.tb_next is None
 
 
-def _in_one_line(error: BaseException, function: Callable[..., Any]) -> str:
-    """What a violation says from where it names the parameter."""
+def _unfit(signature: inspect.Signature, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
+    """Say which argument is no parameter or which parameter is missing; None if all fit."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def in_one_line(error: BaseException, name: str) -> str:
+    """Shorten what beartype says to the parameter and its type, and name the function."""
     text = " ".join(str(error).split())
-    return f"{function.__name__}() {text[max(0, text.find('parameter ')) :]}"
+    return f"{name}() {text[max(0, text.find('parameter ')) :]}"
 
 
 def _check_in_step(ring: Ring, caller: str, steps: list[int]) -> None:

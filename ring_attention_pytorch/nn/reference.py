@@ -5,7 +5,7 @@ from beartype import beartype
 from einops import einsum, rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.plan.checks import qkv_problem
+from ring_attention_pytorch.plan.checks import key_mask_problem, qkv_problem
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
@@ -39,7 +39,7 @@ def default_attention(
     >>> default_attention(q, k, k, causal=True).shape
     torch.Size([1, 5, 4, 8])
     """
-    if (problem := qkv_problem(q, k, v, mask)) is not None:
+    if (problem := qkv_problem(q, k, v) or key_mask_problem(mask, k)) is not None:
         raise ValueError(f"default_attention: {problem}")
     n, m, dtype = q.shape[1], k.shape[1], accumulation_dtype(q.dtype)
     if (causal or window is not None) and n != m:

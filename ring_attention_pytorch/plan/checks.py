@@ -1,7 +1,5 @@
 """What can be wrong with tensors and options, and what ranks must have the same of them."""
 
-import math
-import os
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
@@ -74,7 +72,7 @@ def agreed_shapes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
     }
 
 
-def qkv_problem(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str | None:
+def qkv_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """What is wrong with this rank's tensors by themselves."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if any(t.ndim != 4 for t in (q, k, v)):
@@ -98,6 +96,11 @@ def qkv_problem(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str
         return f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}"
     if q.is_meta or any(t.layout != torch.strided for t in (q, k, v)):
         return f"q, k, v must be dense and have values, got {q.layout} on {q.device}"
+    return None
+
+
+def key_mask_problem(key_mask: Tensor | None, k: Tensor) -> str | None:
+    """What is wrong with a mask of keys like these."""
     if key_mask is None:
         return None
     if key_mask.dtype != torch.bool or key_mask.shape != k.shape[:2]:
@@ -108,32 +111,6 @@ def qkv_problem(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> str
     if key_mask.device != k.device:
         return f"key_mask must be on the keys' device {k.device}, got {key_mask.device}"
     return None
-
-
-def option_problem(
-    window: int | None,
-    scale: float | None,
-    softclamp: float | None,
-    layout: Layout,
-    bucket_size: int,
-    masked_cross: bool | None,
-) -> str | None:
-    if window is not None and window < 0:
-        return f"window must be None or at least 0, got {window}"
-    if scale is not None and not math.isfinite(scale):
-        return f"scale must be finite, got {scale}"
-    if softclamp is not None and not (math.isfinite(softclamp) and softclamp > 0):
-        return f"softclamp must be None or positive, got {softclamp}"
-    if bucket_size < 1:
-        return f"bucket_size must be at least 1, got {bucket_size}"
-    if masked_cross:
-        return "cross attention has no causal and no window: two sequences share no positions"
-    return layout_problem(layout)
-
-
-def checks_of(check: str | None) -> str | None:
-    """How often ranks compare notes, which the environment says where nothing is given."""
-    return check or os.environ.get("RING_ATTENTION_CHECK") or None
 
 
 def check_problem(check: str | None) -> str | None:

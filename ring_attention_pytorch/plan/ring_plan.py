@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ring_attention_pytorch.comm.agreement import (
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.comm.transports import make_together, make_transport, owners_at_once
 from ring_attention_pytorch.comm.ulysses import Ulysses, job_of
-from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders, end_problem
+from ring_attention_pytorch.geometry.documents import BatchDocuments, end_problem
 from ring_attention_pytorch.geometry.layouts import (
     Layout,
     Segments,
@@ -31,13 +31,11 @@ from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.calibrate import select_transport
 from ring_attention_pytorch.plan.checks import (
     Signature,
-    checks_of,
     lengths_problem,
     qkv_problem,
     segments_of_two,
 )
 from ring_attention_pytorch.plan.masks import (
-    Prefix,
     by_sample,
     copied,
     gather_positions,
@@ -45,11 +43,12 @@ from ring_attention_pytorch.plan.masks import (
     repeats_problem,
     seen_by_any,
 )
+from ring_attention_pytorch.plan.options import Call, Options
 from ring_attention_pytorch.plan.packing import whole_packing
-from ring_attention_pytorch.plan.proposal import Asked, Proposal
+from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.graphs import Graphs, Tensors, can_be_captured, with_graphs
-from ring_attention_pytorch.runtime.interfaces import KVBlock, MaskMod, ScoreMods, Tiles, Transport
+from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles, Transport
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.scores import per_head_problem
 from ring_attention_pytorch.runtime.torch_func import outside_transforms
@@ -100,43 +99,24 @@ class RingPlan:
     @classmethod
     @outside_transforms
     @typed(told_by_group("ring attention"))
-    def make(  # noqa: PLR0913 - a public entry point
+    def make(
         cls,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *,
-        causal: bool = False,
-        window: int | None = None,
-        key_mask: Tensor | None = None,
-        scale: float | int | None = None,
-        softclamp: float | int | None = None,
-        layout: Layout = "contiguous",
         group: Group = None,
-        kernel: str | None = None,
-        transport: str | None = None,
-        ulysses: int = 1,
-        memory: int | None = None,
-        bucket_size: int = 1024,
-        cross: bool | None = None,
-        documents: Tensor | BatchDocuments | None = None,
-        cu_seqlens: Borders | None = None,
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        key_bias: Tensor | None = None,
-        mask_mod: MaskMod | None = None,
-        prefix: Prefix = None,
-        query_positions: Tensor | None = None,
-        key_positions: Tensor | None = None,
-        dropout: float | int = 0.0,
-        dropout_seed: int | None = None,
-        check: str | None = None,
         also: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> "RingPlan":
-        """The plan for tensors like these; of q, k, v and sinks their values don't matter.
+        """Make a plan for tensors like these; values of q, k, v and sinks don't matter.
 
-        Parameters are those of `ring_attn`, and `also`: what else all ranks must have the same,
-        by name. All ranks of the ring must call this together.
+        All ranks of the ring must call this together.
+
+        Args:
+            q, k, v, group: as for `ring_attn`.
+            also: what else all ranks must have the same, by name.
+            options: those of `ring_attn`, by name (`plan.options.Options`).
 
         Returns:
             A plan for any number of calls with tensors of these shapes, dtype and device.
@@ -150,72 +130,39 @@ class RingPlan:
         [0, 1, 2, 3, 4, 5]
         """
         ring = as_ring(group)
-        asked = Asked(
-            causal, window, key_mask, scale, softclamp, layout, kernel, transport, ulysses, memory,
-            bucket_size, cross, documents, cu_seqlens, sinks, alibi_slopes, key_bias, mask_mod,
-            prefix, query_positions, key_positions, dropout, dropout_seed, checks_of(check),
-        )  # fmt: skip
-        mine = Proposal.of(q, k, v, asked, ring.size, also or {})
+        mine = Proposal.of(Call(q, k, v, ring.size), options, also or {})
         lengths = agree(ring, "ring attention", mine.same, mine.own, mine.problem, mine.everywhere)
-        if scale is None:
-            asked = replace(asked, scale=q.shape[-1] ** -0.5)
         with ring.call("making a plan"):
-            return cls._agreed(ring, asked, mine, lengths)
+            return cls._agreed(ring, mine, lengths)
 
     @classmethod
-    def _agreed(
-        cls, ring: Ring, asked: Asked, mine: Proposal, lengths: list[dict[str, int]]
-    ) -> "RingPlan":
-        """The plan for what was asked for, once all ranks know every rank's lengths."""
-        (q, k, v), chosen = mine.shaped, mine.kernel
-        visible = Mask(asked.causal, asked.window)
-        query_segments, key_segments = _placed(ring, asked, visible, lengths)
-        packing = whole_packing(ring, asked.documents, asked.cu_seqlens, query_segments, q.shape[0])
-        samples = by_sample(visible, packing, asked.prefix, len(q))
-        seen = seen_by_any(samples, visible, asked.prefix is not None)
-        blocks, swap, over = Workload(query_segments, key_segments, *seen), None, ring
-        key_mask = copied(asked.key_mask, torch.bool)
-        terms = _terms(asked, q, lengths[0]["seed"])
-        if 1 < asked.ulysses <= ring.size:
-            swap, *landed = Ulysses.make(ring, asked.ulysses, blocks[:2], q, k, v)
-            blocks, over = Workload(*landed, *seen), swap.ring
-            key_mask = None if key_mask is None else swap.whole_mask(key_mask)
-            terms = swap.of_heads(terms)
-        job, memory = job_of(q, k, v, swap), asked.memory
-        if asked.transport is None and memory is None:
-            memory = min(own["room"] for own in lengths)
-        at_once = owners_at_once(memory, blocks, job)
-        transport, machine = select_transport(
-            asked.transport, ring, chosen, blocks, job, at_once, q
+    def _agreed(cls, ring: Ring, mine: Proposal, lengths: list[dict[str, int]]) -> "RingPlan":
+        """Make the plan that all ranks agreed on, who know every rank's lengths."""
+        (q, k, v), options, kernel = mine.shaped, mine.options, mine.kernel
+        visible = Mask(options.causal, options.window)
+        segments = _placed(ring, options, visible, lengths)
+        packing = whole_packing(
+            ring, options.documents, options.cu_seqlens, segments[0], q.shape[0]
         )
-        yields = len(samples) == 1 and chosen.preemptible and is_short(blocks, job, undivided=True)
-        made = make_transport(transport, over, blocks, at_once, job, q.device, yields)
-        few = make_together(made, blocks, job)
+        samples = by_sample(visible, packing, options.prefix, len(q))
+        seen = seen_by_any(samples, visible, options.prefix is not None)
+        heads = _swapped(ring, mine, Workload(*segments, *seen), lengths[0]["seed"])
+        keys = _coming(ring, mine, heads, lengths, alike=len(samples) == 1)
         return cls(
             ring=ring,
-            query_segments=query_segments,
+            query_segments=segments[0],
             visible=visible,
-            layout=asked.layout,
-            terms=terms,
-            kernel=chosen,
-            transport=few or made,
-            transport_name=transport,
-            at_once=at_once,
-            job=job,
-            memory=memory,
-            blocks=blocks,
-            ulysses=swap,
-            key_mask=key_mask,
-            machine=machine,
+            layout=options.layout,
+            kernel=kernel,
             signature=Signature.of(q, k, v),
             device=q.device,
             samples=samples,
-            short=len(samples) == 1 and (made.overtaken or is_short(blocks, job)),
             packing=packing,
-            overlapped=few and made,
-            repeats=asked.placed,
-            always=asked.check is not None,
+            repeats=options.placed,
+            always=options.check is not None,
             number=ring.steps.notes,
+            **heads._asdict(),
+            **keys._asdict(),
         )
 
     def positions(
@@ -339,7 +286,7 @@ class RingPlan:
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
-        problem = qkv_problem(q, k, v, None) or per_head_problem("sinks", q, sinks)
+        problem = qkv_problem(q, k, v) or per_head_problem("sinks", q, sinks)
         if problem is None and (given := Signature.of(q, k, v)) != self.signature:
             problem = f"the plan was made for {self.signature!r}; got {given!r}; make one for these"
         if problem is not None:
@@ -347,7 +294,7 @@ class RingPlan:
 
 
 def _placed(
-    ring: Ring, asked: Asked, visible: Mask, lengths: list[dict[str, int]]
+    ring: Ring, options: Options, visible: Mask, lengths: list[dict[str, int]]
 ) -> tuple[tuple[Segments, ...], tuple[Segments, ...]]:
     """Which positions each rank holds of queries and of keys.
 
@@ -355,33 +302,80 @@ def _placed(
         ValueError: lengths are not the layout's, or positions can't be; on all ranks alike.
     """
     queries, keys = ([own[what] for own in lengths] for what in "nm")
-    cross = asked.cross
+    cross = options.cross
     if cross is None:
-        cross = queries != keys or asked.placed
-    dropped = asked.dropout > 0
-    counted = dropped or asked.alibi_slopes is not None or asked.mask_mod is not None
+        cross = queries != keys or options.placed
+    dropped = options.dropout > 0
+    counted = dropped or options.alibi_slopes is not None or options.mask_mod is not None
     problem = lengths_problem(
-        (queries, keys), asked.layout, visible, cross,
-        packed=asked.packed, placed=asked.placed, counted=counted,
-    ) or end_problem(asked.cu_seqlens, sum(queries))  # fmt: skip
+        (queries, keys), options.layout, visible, cross,
+        packed=options.packed, placed=options.placed, counted=counted,
+    ) or end_problem(options.cu_seqlens, sum(queries))  # fmt: skip
     raise_together(ring, "ring attention", problem)
-    if asked.placed:
-        both = gather_positions(ring, (asked.query_positions, asked.key_positions))
+    if options.placed:
+        both = gather_positions(ring, (options.query_positions, options.key_positions))
         raise_together(ring, "ring attention", repeats_problem(both) if dropped else None)
         return both
     if cross:
-        return segments_of_two(asked.layout, queries, keys, counted)
-    found = all_segments(asked.layout, ring.size, sum(queries))
+        return segments_of_two(options.layout, queries, keys, counted)
+    found = all_segments(options.layout, ring.size, sum(queries))
     return found, found
 
 
-def _terms(asked: Asked, q: Tensor, seed: int) -> ScoreMods:
-    """What a score is, and what becomes of it."""
-    return ScoreMods(
-        asked.scale,
-        asked.softclamp,
-        asked.bucket_size,
-        copied(asked.alibi_slopes, accumulation_dtype(q.dtype)),
-        asked.mask_mod,
-        Dropout(asked.dropout, seed) if asked.dropout else None,
+class _Heads(NamedTuple):
+    """What ranks work on once heads are swapped for sequence, if they are."""
+
+    blocks: Workload
+    terms: ScoreMods
+    key_mask: Tensor | None
+    ulysses: Ulysses | None
+
+
+def _swapped(ring: Ring, mine: Proposal, blocks: Workload, seed: int) -> _Heads:
+    """Swap heads for sequence in what the plan is of: tokens, heads and mask."""
+    options, (q, k, v) = mine.options, mine.shaped
+    terms = ScoreMods(
+        mine.scale,
+        options.softclamp,
+        options.bucket_size,
+        copied(options.alibi_slopes, accumulation_dtype(q.dtype)),
+        options.mask_mod,
+        Dropout(options.dropout, seed) if options.dropout else None,
     )
+    key_mask = copied(options.key_mask, torch.bool)
+    if not 1 < options.ulysses <= ring.size:
+        return _Heads(blocks, terms, key_mask, None)
+    swap, *landed = Ulysses.make(ring, options.ulysses, blocks[:2], q, k, v)
+    key_mask = None if key_mask is None else swap.whole_mask(key_mask)
+    return _Heads(Workload(*landed, *blocks[2:]), swap.of_heads(terms), key_mask, swap)
+
+
+class _Coming(NamedTuple):
+    """How keys come."""
+
+    transport: Transport
+    overlapped: Transport | None
+    transport_name: str
+    machine: Hardware
+    memory: int | None
+    at_once: int
+    job: KVShape
+    short: bool
+
+
+def _coming(
+    ring: Ring, mine: Proposal, heads: _Heads, lengths: list[dict[str, int]], alike: bool
+) -> _Coming:
+    """Choose and make the transport; `alike` is whether all samples see alike."""
+    options, (q, k, v), (blocks, _, _, swap) = mine.options, mine.shaped, heads
+    job, memory = job_of(q, k, v, swap), options.memory
+    if options.transport is None and memory is None:
+        memory = min(own["room"] for own in lengths)
+    at_once = owners_at_once(memory, blocks, job)
+    name, machine = select_transport(options.transport, ring, mine.kernel, blocks, job, at_once, q)
+    over = ring if swap is None else swap.ring
+    yields = alike and mine.kernel.preemptible and is_short(blocks, job, undivided=True)
+    made = make_transport(name, over, blocks, at_once, job, q.device, yields)
+    few = make_together(made, blocks, job)
+    short = alike and (made.overtaken or is_short(blocks, job))
+    return _Coming(few or made, few and made, name, machine, memory, at_once, job, short)

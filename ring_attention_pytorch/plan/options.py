@@ -1,0 +1,284 @@
+"""The options of ring attention, a row each: all that the library must know of one.
+
+A row is a field of `Options`: name, type and default, and in a `Row` what is checked, what ranks
+must have alike of it, and whether it takes a kernel that can do it. Checking, agreeing and the
+choice of kernels are loops over the rows.
+
+A new option is a row here, a parameter and some lines of docs in `ring_attn`, and the code that
+computes it; if kernels differ in it, a name in `interfaces.FEATURES` and in those that can.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+from beartype import BeartypeConf, beartype
+from beartype.roar import BeartypeCallHintParamViolation
+from torch import Tensor
+
+from ring_attention_pytorch.comm.agreement import in_one_line
+from ring_attention_pytorch.comm.transports import transport_problem
+from ring_attention_pytorch.comm.ulysses import ulysses_problem
+from ring_attention_pytorch.geometry.documents import (
+    BatchDocuments,
+    Borders,
+    digest,
+    documents_problem,
+)
+from ring_attention_pytorch.geometry.layouts import Layout, layout_problem
+from ring_attention_pytorch.plan.checks import check_problem, key_mask_problem
+from ring_attention_pytorch.plan.masks import (
+    Prefix,
+    mask_mod_problem,
+    positions_problem,
+    prefix_digest,
+    prefix_problem,
+)
+from ring_attention_pytorch.runtime.dropout import dropout_problem
+from ring_attention_pytorch.runtime.interfaces import MaskMod
+from ring_attention_pytorch.runtime.scores import bias_problem, per_head_problem, sinks_note
+
+
+class Call(NamedTuple):
+    """What options are for: tensors, of which values don't matter, and a ring of so many ranks."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ring_size: int
+
+
+Check = Callable[["Options", Call], str | None]
+
+
+class Row(NamedTuple):
+    """All of an option but its name, type and default.
+
+    Attributes:
+        check: says what is wrong with it, None if nothing; it may look at other options, too.
+        agree: what ranks compare of its value; None is nothing, for it is each rank's own.
+        everywhere: rings of one group compare it, too: it decides what the whole group exchanges.
+        feature: whether not all kernels can do it (`KernelRequest.of` takes it).
+    """
+
+    check: Check | None = None
+    agree: Callable[[Any], Any] | None = None
+    everywhere: bool = False
+    feature: bool = False
+
+
+def itself(value: Any) -> Any:
+    """The value, where ranks compare all of it."""
+    return value
+
+
+def presence(value: object) -> str | None:
+    """Whether it is given, where values are each rank's own."""
+    return None if value is None else "given"
+
+
+def _window_problem(o: "Options", call: Call) -> str | None:
+    if o.window is not None and o.window < 0:
+        return f"window must be None or at least 0, got {o.window}"
+    return None
+
+
+def _scale_problem(o: "Options", call: Call) -> str | None:
+    if o.scale is not None and not math.isfinite(o.scale):
+        return f"scale must be finite, got {o.scale}"
+    return None
+
+
+def _softclamp_problem(o: "Options", call: Call) -> str | None:
+    if o.softclamp is not None and not (math.isfinite(o.softclamp) and o.softclamp > 0):
+        return f"softclamp must be None or positive, got {o.softclamp}"
+    return None
+
+
+def _cross_problem(o: "Options", call: Call) -> str | None:
+    if o.cross and not o.placed and (o.causal or o.window is not None):
+        return "cross attention has no causal and no window: two sequences share no positions"
+    return None
+
+
+def _alibi_problem(o: "Options", call: Call) -> str | None:
+    problem = per_head_problem("alibi_slopes", call.q, o.alibi_slopes)
+    if problem is None and o.alibi_slopes is not None and o.alibi_slopes.requires_grad:
+        return "alibi_slopes have no gradient; detach them"
+    return problem
+
+
+def _bucket_size_problem(o: "Options", call: Call) -> str | None:
+    return None if o.bucket_size >= 1 else f"bucket_size must be at least 1, got {o.bucket_size}"
+
+
+def _key_mask_problem(o: "Options", call: Call) -> str | None:
+    return key_mask_problem(o.key_mask, call.k)
+
+
+def _documents_problem(o: "Options", call: Call) -> str | None:
+    return documents_problem(o.documents, o.cu_seqlens, call.q.shape)
+
+
+def _prefix_problem(o: "Options", call: Call) -> str | None:
+    return prefix_problem(o.prefix, len(call.q), o.causal and not o.packed and not o.placed)
+
+
+def _mask_mod_problem(o: "Options", call: Call) -> str | None:
+    return mask_mod_problem(o.mask_mod, call.q.device)
+
+
+def _positions_problem(o: "Options", call: Call) -> str | None:
+    return positions_problem(o.query_positions, o.key_positions, call.q, call.k, o.packed)
+
+
+def _sinks_problem(o: "Options", call: Call) -> str | None:
+    return per_head_problem("sinks", call.q, o.sinks)
+
+
+def _bias_problem(o: "Options", call: Call) -> str | None:
+    return bias_problem(o.key_bias, call.q, call.k, o.scale, o.softclamp)
+
+
+def _heads_of_bias(bias: Tensor | None) -> list[int] | None:
+    return None if bias is None else list(bias.shape[2:])
+
+
+def _dropout_problem(o: "Options", call: Call) -> str | None:
+    return dropout_problem(o.dropout, o.dropout_seed)
+
+
+def _layout_problem(o: "Options", call: Call) -> str | None:
+    return layout_problem(o.layout)
+
+
+def _transport_problem(o: "Options", call: Call) -> str | None:
+    return transport_problem(o.transport, o.memory)
+
+
+def _ulysses_problem(o: "Options", call: Call) -> str | None:
+    return ulysses_problem(o.ulysses, call.ring_size, call.q.shape[2])
+
+
+def _notes_problem(o: "Options", call: Call) -> str | None:
+    return check_problem(o.check)
+
+
+@beartype(conf=BeartypeConf(is_color=False))
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is asked of a ring attention; `ring_attn` says what each option means."""
+
+    # which keys a query sees
+    causal: Annotated[bool, Row(agree=itself)] = False
+    window: Annotated[int | None, Row(_window_problem, itself, feature=True)] = None
+    key_mask: Annotated[Tensor | None, Row(_key_mask_problem, presence, feature=True)] = None
+    documents: Annotated[
+        Tensor | BatchDocuments | None, Row(_documents_problem, presence, everywhere=True)
+    ] = None
+    cu_seqlens: Annotated[Borders | None, Row(agree=digest)] = None
+    prefix: Annotated[Prefix, Row(_prefix_problem, prefix_digest)] = None
+    mask_mod: Annotated[MaskMod | None, Row(_mask_mod_problem, presence, feature=True)] = None
+    cross: Annotated[bool | None, Row(_cross_problem, itself)] = None
+    query_positions: Annotated[Tensor | None, Row(_positions_problem)] = None
+    key_positions: Annotated[Tensor | None, Row()] = None
+
+    # what a score is
+    scale: Annotated[float | int | None, Row(_scale_problem, itself, feature=True)] = None
+    softclamp: Annotated[float | int | None, Row(_softclamp_problem, itself, feature=True)] = None
+    sinks: Annotated[Tensor | None, Row(_sinks_problem, sinks_note)] = None
+    alibi_slopes: Annotated[Tensor | None, Row(_alibi_problem, presence, feature=True)] = None
+    key_bias: Annotated[Tensor | None, Row(_bias_problem, _heads_of_bias)] = None
+    dropout: Annotated[float | int, Row(_dropout_problem, float, feature=True)] = 0.0
+    dropout_seed: Annotated[int | None, Row(agree=itself)] = None
+
+    # how it is computed
+    layout: Annotated[Layout, Row(_layout_problem, str)] = "contiguous"
+    kernel: Annotated[str | None, Row(agree=itself)] = None
+    transport: Annotated[str | None, Row(_transport_problem, itself)] = None
+    ulysses: Annotated[int, Row(_ulysses_problem, itself)] = 1
+    memory: Annotated[int | None, Row(agree=itself)] = None
+    bucket_size: Annotated[int, Row(_bucket_size_problem)] = 1024
+    check: Annotated[str | None, Row(_notes_problem, itself)] = None
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> "Options":
+        """Make options of arguments by name.
+
+        Raises:
+            ValueError: there is no such option, or one is of another type.
+        """
+        if (problem := unknown_problem(given)) is not None:
+            raise ValueError(problem)
+        check = given.get("check") or os.environ.get("RING_ATTENTION_CHECK") or None
+        try:
+            return cls(**{**given, "check": check})
+        except BeartypeCallHintParamViolation as error:
+            raise ValueError(in_one_line(error, "make")) from None
+
+    @property
+    def packed(self) -> bool:
+        """Whether there are documents."""
+        return self.documents is not None or self.cu_seqlens is not None
+
+    @property
+    def placed(self) -> bool:
+        """Whether positions are given."""
+        return self.query_positions is not None or self.key_positions is not None
+
+    def problems(self, call: Call) -> Iterator[str | None]:
+        """Check the options of one rank, one after another."""
+        for row in rows().values():
+            if row.check is not None:
+                yield row.check(self, call)
+
+    def agreed(self, everywhere: bool = False) -> dict[str, Any]:
+        """What ranks compare, by name: those of a ring, or those of all rings of its group."""
+        return {
+            name: row.agree(getattr(self, name))
+            for name, row in rows().items()
+            if row.agree is not None and row.everywhere == everywhere
+        }
+
+    def features(self) -> dict[str, Any]:
+        """The options that not all kernels can do, by name."""
+        return {name: getattr(self, name) for name, row in rows().items() if row.feature}
+
+
+@cache
+def rows() -> dict[str, Row]:
+    """All rows by name.
+
+    >>> rows()["window"].feature
+    True
+    """
+    hints = get_type_hints(Options, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+def unknown_problem(given: Mapping[str, Any]) -> str | None:
+    """Say which of these are no options, and what may have been meant.
+
+    >>> unknown_problem({"windw": 3})
+    'there is no option windw (did you mean window?)'
+    """
+    told = []
+    for name in given:
+        if name not in rows():
+            close = get_close_matches(name, rows(), n=1)
+            told.append(f"{name} (did you mean {close[0]}?)" if close else name)
+    return f"there is no option {', '.join(told)}" if told else None
+
+
+def not_default(given: Mapping[str, Any]) -> list[str]:
+    """The names of those options that are not their defaults."""
+    found = []
+    for name, value in given.items():
+        default = getattr(Options, name)
+        if value is not default and (isinstance(value, Tensor) or value != default):
+            found.append(name)
+    return found
