@@ -142,16 +142,16 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     >>> ring_attn(q, k, v, causal=True).shape
     torch.Size([1, 6, 4, 8])
     """
-    given = dict(locals())
+    given = locals()
     q, k, v = (t.to(autocast_dtype(t)) for t in (q, k, v))
     if key_bias is not None:
         given["key_bias"] = key_bias = key_bias.to(autocast_dtype(key_bias))
-    options = {name: given[name] for name in rows()}
     if plan is None:
         also = tangents_note(q, k, v, sinks, key_bias)
+        options = {name: given[name] for name in rows()}
         plan = RingPlan.make(q, k, v, group=group, also=also, **options)
     else:
-        _check_only_plan(group, options)
+        _check_only_plan(given)
         if (why := bias_problem(key_bias, q, k, *plan.terms[:2])) is not None:
             raise ValueError(f"ring attention: {why}")
     if key_bias is not None:
@@ -229,13 +229,13 @@ def ulysses_attn(
     return ring_attn(q, k, v, group=ring, ulysses=ring.size, **options)
 
 
-def _check_only_plan(group: Group, options: dict[str, Any]) -> None:
+def _check_only_plan(given: dict[str, Any]) -> None:
     """Raise ValueError where options are given beside a plan, which has some already."""
     of_call = ("sinks", "key_bias")  # of which a plan knows that they come
-    given = not_default({n: value for n, value in options.items() if n not in of_call})
-    if group is not None:
-        given.append("group")
-    if given:
+    beside = [name for name in not_default(given) if name not in of_call]
+    if given["group"] is not None:
+        beside.append("group")
+    if beside:
         raise ValueError(
-            f"ring_attn: the plan already decides {', '.join(given)}; pass one or the other"
+            f"ring_attn: the plan already decides {', '.join(beside)}; pass one or the other"
         )

@@ -168,7 +168,6 @@ def _notes_problem(o: "Options", call: Call) -> str | None:
     return check_problem(o.check)
 
 
-@beartype(conf=BeartypeConf(is_color=False))
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What is asked of a ring attention; `ring_attn` says what each option means."""
@@ -232,21 +231,20 @@ class Options:
 
     def problems(self, call: Call) -> Iterator[str | None]:
         """Check the options of one rank, one after another."""
-        for row in rows().values():
-            if row.check is not None:
-                yield row.check(self, call)
+        for check in _checks():
+            yield check(self, call)
 
     def agreed(self, everywhere: bool = False) -> dict[str, Any]:
         """What ranks compare, by name: those of a ring, or those of all rings of its group."""
-        return {
-            name: row.agree(getattr(self, name))
-            for name, row in rows().items()
-            if row.agree is not None and row.everywhere == everywhere
-        }
+        return {name: agree(getattr(self, name)) for name, agree in _agreements(everywhere)}
 
     def features(self) -> dict[str, Any]:
         """The options that not all kernels can do, by name."""
-        return {name: getattr(self, name) for name, row in rows().items() if row.feature}
+        return {name: getattr(self, name) for name in _features()}
+
+
+# methods are not checked: plans are made often, and each check takes host time
+Options.__init__ = beartype(Options.__init__, conf=BeartypeConf(is_color=False))  # type: ignore
 
 
 @cache
@@ -258,6 +256,25 @@ def rows() -> dict[str, Row]:
     """
     hints = get_type_hints(Options, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+@cache
+def _checks() -> tuple[Check, ...]:
+    return tuple(row.check for row in rows().values() if row.check is not None)
+
+
+@cache
+def _agreements(everywhere: bool) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+    return tuple(
+        (name, row.agree)
+        for name, row in rows().items()
+        if row.agree is not None and row.everywhere == everywhere
+    )
+
+
+@cache
+def _features() -> tuple[str, ...]:
+    return tuple(name for name, row in rows().items() if row.feature)
 
 
 def unknown_problem(given: Mapping[str, Any]) -> str | None:
@@ -275,10 +292,15 @@ def unknown_problem(given: Mapping[str, Any]) -> str | None:
 
 
 def not_default(given: Mapping[str, Any]) -> list[str]:
-    """The names of those options that are not their defaults."""
-    found = []
-    for name, value in given.items():
-        default = getattr(Options, name)
-        if value is not default and (isinstance(value, Tensor) or value != default):
-            found.append(name)
-    return found
+    """List the names of those options that are not their defaults; all of them are given."""
+    return [
+        name
+        for name, default in _defaults()
+        if given[name] is not default
+        and (isinstance(given[name], Tensor) or given[name] != default)
+    ]
+
+
+@cache
+def _defaults() -> tuple[tuple[str, Any], ...]:
+    return tuple((name, getattr(Options, name)) for name in rows())

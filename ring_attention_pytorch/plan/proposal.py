@@ -51,7 +51,7 @@ class Proposal:
 
         def find() -> str | None:
             options = Options.read(given)
-            like = call._replace(**{name: like_autocast(getattr(call, name)) for name in "qkv"})
+            like = Call(*map(like_autocast, call[:3]), call.ring_size)
             problem = next((p for p in _problems(like, options) if p is not None), None)
             if problem is None:
                 found.append(cls._right(like, options, also))
