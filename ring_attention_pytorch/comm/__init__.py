@@ -1,1 +1,1 @@
-"""All that talks to other processes: rings, agreement, and the transports of keys."""
+"""Everything that talks to other processes: rings, agreement, and the transports of keys."""

@@ -1,5 +1,7 @@
-"""Rows copied from many places to one, in one kernel: over NVLink as fast as by copy engine, with
-no pause between one piece and the next."""
+"""A kernel that copies rows from many tensors into one, in a single launch.
+
+Over NVLink it is as fast as copy engines, with no pause between one piece and the next.
+"""
 
 from collections.abc import Sequence
 from math import gcd, prod
@@ -10,16 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 128  # are enough to fill the links
-_ELEMENTS = 2048  # words of one program at a time
-_WIDTH = 1024  # of a row, at most
+_PROGRAMS = 128  # programs: enough to fill the links
+_ELEMENTS = 2048  # words that one program copies at a time
+_WIDTH = 1024  # words of a row that one program copies, at most
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
-Move = tuple[int, slice, slice, slice, slice]  # whose rows and heads, and where they go
+Move = tuple[int, slice, slice, slice, slice]  # place, its rows and heads, where they go
 
 
 @triton.jit
 def _move_kernel(table, into, WORD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """One line of the table for each program_id(0): address, place, both strides, rows, width."""
+    """Copy the piece in line program_id(0) of the table.
+
+    A line is: address, offset in `into`, strides of rows there and here, rows, width of a row.
+    """
     line = table + tl.program_id(0).to(tl.int64) * 6
     source = tl.load(line).to(tl.pointer_type(WORD))
     place = into.to(tl.pointer_type(WORD), bitcast=True) + tl.load(line + 1)
@@ -35,15 +40,15 @@ def _move_kernel(table, into, WORD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.
 
 
 class Moves(NamedTuple):
-    """Pieces of memory that stays, and where they go in any tensor of one shape and dtype."""
+    """A table of pieces of lasting memory, and where they go in tensors of one shape and dtype."""
 
     table: Tensor
-    word: int  # bytes that are moved at once
+    word: int  # bytes that are copied at once
     width: int  # words of the longest row
 
     @classmethod
     def of(cls, sources: Sequence[Tensor], moves: Sequence[Move], into: Tensor) -> "Moves":
-        """For what places have, contiguous `[b, n, h, ...]`, and tensors like `into`."""
+        """Make the table for contiguous `sources` `[b, n, h, ...]` and tensors like `into`."""
         heads, token = into.shape[2], prod(into.shape[3:]) * into.element_size()
         lines = []
         for sample in range(len(into)):
@@ -62,12 +67,12 @@ class Moves(NamedTuple):
             for address, *places, width, rows in lines
         ]
         table = torch.tensor(lines, dtype=torch.int64)
-        if into.is_cuda:  # the host waits for nothing
+        if into.is_cuda:  # so that the host waits for nothing
             table = table.pin_memory().to(into.device, non_blocking=True)
         return cls(table, word, max((line[-1] for line in lines), default=0))
 
     def run(self, into: Tensor) -> None:
-        """Bring all pieces to where they go."""
+        """Copy all pieces to where they go in `into`."""
         if not self.width:
             return
         width = min(_WIDTH, triton.next_power_of_2(self.width))

@@ -1,7 +1,7 @@
-"""All ranks agree, or all raise the same error: before any tensor is sent.
+"""An agreement before any tensor is sent: all ranks agree, or all raise the same error.
 
-A rank that disagrees about a shape makes gloo end the process, hand out wrong data, or hang.
-So whoever starts an exchange first compares notes, in one small all-gather over the host.
+A rank that disagrees about a shape makes gloo end the process, return wrong data, or hang.
+So ranks first compare notes, in one small all-gather over the host.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from beartype.roar import BeartypeCallHintParamViolation
 from ring_attention_pytorch.comm.notes import Disagreement, by_value, call_site, exchange, ranks_of
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 
-_LONGEST = 2000  # characters of a problem, or of what a note says of one thing
+_LONGEST = 2000  # characters of a problem, or of one value in a note
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -31,11 +31,11 @@ def agree(
     problem: str | None = None,
     everywhere: Mapping[str, Any] | None = None,
 ) -> list[dict[str, int]]:
-    """The `own` numbers of each rank of the ring, once `same` is the same on all of them.
+    """Return the `own` numbers of each rank of the ring, once `same` is the same on all of them.
 
-    `problem` is what this rank found wrong by itself; it is raised on every rank of the group,
-    so that no rank is left waiting. Ranks in messages are those of the group. `everywhere` is
-    what must be the same in all rings of the group, for it decides what they exchange next.
+    `problem` is what this rank found wrong by itself. It is raised on every rank of the group,
+    so that no rank is left waiting. Messages number ranks by the group. `everywhere` must be the
+    same in all rings of the group, because it decides what they exchange next.
 
     Raises:
         ValueError: ranks are in different calls, one has a problem, or they differ; the same text
@@ -61,7 +61,7 @@ def agree(
     for name in notes[0]["everywhere"]:
         _check_same(caller, name, [n["everywhere"].get(name) for n in notes], first=0)
     rings = [notes[first : first + ring.size] for first in range(0, len(notes), ring.size)]
-    for number, members in enumerate(rings):  # all of them: no ring is left alone with a mistake
+    for number, members in enumerate(rings):  # all rings are checked, so that no rank misses an error
         for name in _names(members):
             values = [n["same"].get(name) for n in members]
             _check_same(caller, name, values, first=number * ring.size)
@@ -69,10 +69,10 @@ def agree(
 
 
 def problem_of(find: Callable[[], str | None]) -> str | None:
-    """What `find` says is wrong with one rank's arguments, or what goes wrong in it.
+    """Return what `find` says is wrong with one rank's arguments, or the error that it raises.
 
-    A tensor without values, say, or an object that breaks when it is looked at. All ranks are to be
-    told, whatever it is.
+    It may raise for a tensor without values, or for an object that breaks when it is looked at.
+    All ranks must be told, whatever it is.
 
     >>> problem_of(lambda: [][1])
     'IndexError: list index out of range'
@@ -87,9 +87,9 @@ def problem_of(find: Callable[[], str | None]) -> str | None:
 def told_by_group(
     caller: str, agreed: tuple[str, Any] = ("plan", None)
 ) -> Callable[[dict[str, Any], str], None]:
-    """For `typed` functions over a `group`, which agree as that caller.
+    """Make the `tell` of `typed`, for functions with a `group` that agree under the name `caller`.
 
-    They agree only if the argument of this name is this value: without a plan, say.
+    They agree only if the argument `agreed[0]` is `agreed[1]`: by default, only without a plan.
     """
 
     def tell(given: dict[str, Any], problem: str) -> None:
@@ -106,7 +106,7 @@ def told_by_group(
 
 @contextmanager
 def in_the_same_call(ring: Ring, block: AbstractContextManager[None]) -> Iterator[None]:
-    """That block of `Ring.call`, once all ranks are in the same one.
+    """Enter `block`, made by `Ring.call`, once all ranks are in the same call.
 
     Raises:
         ValueError: they are not; the same text on all ranks, with what each is doing, and where
@@ -118,10 +118,10 @@ def in_the_same_call(ring: Ring, block: AbstractContextManager[None]) -> Iterato
 
 
 def raise_together(ring: Ring, caller: str, problem: str | None) -> None:
-    """Raise what this ring found wrong with what its ranks said, which all of them know.
+    """Raise a problem that all ranks of this ring have found in what its ranks said.
 
-    Other rings of the group are told, for else they would wait for these in what the whole group
-    exchanges next. All ranks of the group call this, whatever they found.
+    Other rings of the group are told, too: else they would wait for these ranks in the next
+    exchange of the whole group. All ranks of the group call this, with a problem or without.
 
     Raises:
         ValueError: a ring has a problem; the same text on all ranks of the group.
@@ -133,13 +133,13 @@ def raise_together(ring: Ring, caller: str, problem: str | None) -> None:
 
 
 def typed(tell: Callable[[dict[str, Any], str], object]) -> Callable[[Function], Function]:
-    """A decorator: arguments are parameters and of their annotated types, or all ranks hear of it.
+    """Decorate a function: arguments must be parameters of the annotated types, or all are told.
 
-    `tell` is given the arguments by name and what is wrong with them, and raises that on all ranks
-    that will wait for this one; where there are none it returns.
+    `tell` is given the arguments by name and what is wrong with them. It raises that on all ranks
+    that will wait for this one. Where there are none, it returns.
 
     Raises:
-        ValueError: an argument is of another type, or is no parameter; on all ranks alike.
+        ValueError: an argument has another type, or is no parameter; on all ranks alike.
 
     >>> @typed(lambda given, problem: None)
     ... def twice(x: int) -> int:
@@ -175,7 +175,7 @@ def typed(tell: Callable[[dict[str, Any], str], object]) -> Callable[[Function],
 
 
 def _of_this_call(error: BaseException) -> bool:
-    """Whether the function that was called has found it, and none that it has called itself."""
+    """Tell whether the decorated call itself raised this, and not a call within it."""
     trace = error.__traceback__
     return trace is not None and trace.tb_next is not None and trace.tb_next.tb_next is None
 
@@ -196,7 +196,7 @@ def in_one_line(error: BaseException, name: str) -> str:
 
 
 def _check_in_step(ring: Ring, caller: str, steps: list[int]) -> None:
-    """Raise where ranks have compared notes more or less often before; they count on alike."""
+    """Raise if ranks have not compared notes equally often; after that all count alike."""
     if len(found := by_value(steps)) == 1:
         return
     ring.steps.notes = max(steps) + 1
@@ -217,12 +217,12 @@ def _check_same(caller: str, name: str, values: list[Any], first: int) -> None:
 
 
 def _shortened(text: str) -> str:
-    """So much as can be printed."""
+    """Cut a text to a length, and replace what can't be encoded."""
     return text[:_LONGEST].encode(errors="replace").decode()
 
 
 def _read(caller: str, rank: int, told: bytes) -> dict[str, Any]:
-    """The note of a rank, which may be of another version of this library, or of none."""
+    """Read a rank's note, which another version of this library may have made, or no version."""
     try:
         note = json.loads(told)
     except (ValueError, RecursionError) as error:

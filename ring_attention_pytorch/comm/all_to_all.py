@@ -1,7 +1,7 @@
-"""What neighbours swap for Ulysses: each gets some tokens and heads of what each of them has.
+"""The all-to-all of Ulysses: each rank gets some tokens and heads of what each neighbour has.
 
-By messages; or out of memory that all of them can read, where a rank writes all that it has, and
-the others take what is theirs and put it in place, at once.
+It goes by messages, or through symmetric memory: there a rank writes all that it has, and the
+others read what is theirs and put it in place, at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Move(NamedTuple):
-    """Some tokens and heads of what a place gives `[b, n, h, ...]`, and where they come to be."""
+    """Some tokens and heads of a place's tensor `[b, n, h, ...]`, and where they go."""
 
     place: int
     rows: slice
@@ -39,18 +39,18 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CopyPlan:
-    """How a tensor gets from all places to all places; in pairs (tokens, heads)."""
+    """The all-to-all of one tensor: which sizes (tokens, heads) and moves it has."""
 
-    given: tuple[tuple[int, int], ...]  # what each has
-    got: tuple[tuple[int, int], ...]  # what each gets
-    moves: tuple[tuple[Move, ...], ...]  # to each
+    given: tuple[tuple[int, int], ...]  # what each place has
+    got: tuple[tuple[int, int], ...]  # what each place gets
+    moves: tuple[tuple[Move, ...], ...]  # to each place
 
     def form(self, t: Tensor, place: int) -> Part:
-        """What that place gives, of tensors like this one."""
+        """Return the shape and dtype of what that place gives, for tensors like this one."""
         return Part((t.shape[0], *self.given[place], *t.shape[3:]), t.dtype)
 
     def room(self, t: Tensor, place: int) -> Tensor:
-        """For what that place gets."""
+        """Return empty memory for what that place gets."""
         return t.new_empty((t.shape[0], *self.got[place], *t.shape[3:]))
 
 
@@ -58,7 +58,7 @@ class CopyPlan:
 
 
 def by_messages(ring: Ring, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
-    """What comes of tensors that go these ways, each rank's in one message to each other."""
+    """Exchange tensors by their plans, in one message to each rank; return what arrives here."""
     me, others = ring.rank, [rank for rank in range(ring.size) if rank != ring.rank]
     to = {rank: _form(tensors, ways, me, rank) for rank in others}
     come = {rank: _form(tensors, ways, rank, me) for rank in others}
@@ -79,7 +79,7 @@ def by_messages(ring: Ring, tensors: Sequence[Tensor], ways: Sequence[CopyPlan])
 
 
 def _between(ways: Sequence[CopyPlan], sender: int, receiver: int) -> Iterator[tuple[int, Move]]:
-    """What one of them gives another, and of which tensor."""
+    """Yield the moves from one rank to another, each with the index of its tensor."""
     for i, way in enumerate(ways):
         for move in way.moves[receiver]:
             if move.place == sender:
@@ -116,37 +116,38 @@ def _room(like: Tensor, form: Form) -> Tensor:
 
 Key = tuple[
     tuple[CopyPlan, ...], int, Form
-]  # of tensors' ways, which of them it is, what is written
+]  # all tensors' plans, the index of one, what is written
 
 
 @dataclass(frozen=True, eq=False)
 class SharedSwap:
-    """Each writes what it has, and reads what it gets where the others wrote it."""
+    """An all-to-all through symmetric memory: each rank reads where the others wrote."""
 
     space: SymmetricWorkspace
-    ranks: tuple[int, ...]  # of the neighbours, in the group that the space is of
-    # worked out when first needed, for as long as there is that shelf
+    ranks: tuple[int, ...]  # of the neighbours, in the workspace's group
+    # made when first needed, and kept as long as their buffer
     moves: WeakKeyDictionary[SymmetricBuffer, dict[Key, "Moves"]] = field(
         default_factory=WeakKeyDictionary, repr=False
     )
 
     @classmethod
     def among(cls, neighbours: Ring, most: int, device: torch.device) -> "SharedSwap | None":
-        """For tensors of so many bytes together at most, anywhere in the group; None where its
-        ranks can't share memory. All of them call this together.
+        """Make one for tensors of at most `most` bytes together, on any rank of the group.
+
+        It is None where ranks can't share memory. All ranks of the group call this together.
         """
         shared = shared_by(neighbours, device)
         return None if shared is None else cls.over(shared, most)
 
     @classmethod
     def over(cls, shared: PeerGroup, most: int) -> "SharedSwap":
-        """With room for them."""
+        """Make one in this workspace, with room for `most` bytes."""
         space, group, ranks = shared
         space.make_room(group, swaps=most)
         return cls(space, ranks)
 
     def swap(self, me: int, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
-        """What comes of these tensors, which go these ways, at one place."""
+        """Exchange tensors by their plans; return what arrives at place `me`."""
         shelf = self.space.swaps
         forms = [
             tuple(way.form(t, place) for t, way in zip(tensors, ways))
@@ -172,7 +173,7 @@ class SharedSwap:
     def _moves(
         self, key: Key, sources: Sequence[Tensor], moves: Sequence[Move], into: Tensor
     ) -> "Moves":
-        """Those of the shelf at hand; their table stays for as long as anything reads it."""
+        """Return the copies from the buffer in use; their table stays while anything reads it."""
         from ring_attention_pytorch.comm._triton_copies import Moves
 
         shelf, captured = self.space.swaps, capturing(into.device)

@@ -1,4 +1,4 @@
-"""What becomes of ranks when one of them fails: errors that say who waited, and waits that end."""
+"""Failures of a rank, as the others see them: errors that say who waited, and waits that end."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ _LONGEST = 300  # characters of what a backend says
 
 
 class Step(NamedTuple):
-    """Where the ranks of a ring are: in which exchange of which call.
+    """A point in the work of a ring's ranks: an exchange of a call.
 
     >>> print(Step("ring attention, backward", plan=2, call=7, hop=1))
     ring attention, backward: call 7 by plan 2, hop 1
@@ -34,11 +34,11 @@ class Step(NamedTuple):
 
 
 class RingError(RuntimeError):
-    """An exchange between ranks has failed; what the transport said is its cause.
+    """A failed exchange between ranks; what the transport said is its cause.
 
     Attributes:
-        step: in which exchange this rank was; None outside of any.
-        ranks: those of the group that it waited for.
+        step: the exchange that this rank was in; None outside of any.
+        ranks: the ranks of the group that it waited for.
     """
 
     def __init__(self, text: str, step: Step | None = None, ranks: Sequence[int] = ()):
@@ -47,7 +47,7 @@ class RingError(RuntimeError):
 
     @classmethod
     def waiting(cls, step: Step, ranks: Sequence[int], cause: BaseException) -> "RingError":
-        """For a wait for ranks that ended with that cause; in `fail_together` they are told."""
+        """Make the error of a wait that ended with `cause`; tell the ranks, in `fail_together`."""
         tell_peers()
         ranks = sorted({*ranks})
         said = " ".join(str(cause).split()).split(". ")[0][:_LONGEST]
@@ -61,7 +61,7 @@ class RingError(RuntimeError):
 
 @contextmanager
 def awaiting(step: Step, ranks: Sequence[int]) -> Iterator[None]:
-    """A block that waits for ranks: its errors are `RingError`s that name them."""
+    """Turn errors of a block that waits for ranks into `RingError`s that name them."""
     try:
         yield
     except RingError:
@@ -70,13 +70,13 @@ def awaiting(step: Step, ranks: Sequence[int]) -> Iterator[None]:
         raise RingError.waiting(step, ranks, error) from error
 
 
-_groups: WeakSet[ProcessGroup] = WeakSet()  # over which ranks exchange anything
-_inherited: WeakSet[ProcessGroup] = WeakSet()  # from the process that this one was forked from
-_blocks = 0  # of fail_together
+_groups: WeakSet[ProcessGroup] = WeakSet()  # groups over which ranks exchange anything
+_inherited: WeakSet[ProcessGroup] = WeakSet()  # groups of the process that this one was forked from
+_blocks = 0  # blocks of fail_together that are open
 
 
 def known(group: ProcessGroup) -> ProcessGroup:
-    """The group, which takes part from here on in `fail_together`.
+    """Return the group, which takes part in `fail_together` from here on.
 
     Raises:
         RingError: the process inherited it when it was forked.
@@ -108,9 +108,9 @@ if hasattr(os, "register_at_fork"):
 def fail_together() -> Iterator[None]:
     """Let all ranks fail as soon as one does, not when their groups' timeout has passed.
 
-    What fails in this block, or in a ring's call within it, ends all that its process' groups
-    have under way. Ranks that wait for it raise `RingError` at once, and those who wait for them.
-    Such groups are of no more use: a process that lives on makes new ones.
+    An error in this block, or in a ring's call within it, ends all that the process's groups have
+    under way. Ranks that wait for it raise `RingError` at once, and so do ranks that wait for
+    those. Such groups can't be used any more: a process that lives on makes new ones.
 
     >>> with fail_together():  # around all that a rank does
     ...     pass
@@ -139,11 +139,11 @@ def tell_peers() -> None:
 
 
 def _close(group: ProcessGroup) -> None:
-    """Close a gloo group's connections, which ends all waits for them, here and there.
+    """Close a gloo group's connections, which ends all waits for them, here and on other ranks.
 
-    gloo has no abort. But a message that does not come in time closes all of them.
+    gloo has no abort. But a message that does not come in time closes all connections.
     """
     for peer in range(group.size()):
         if peer != group.rank():
-            with suppress(RuntimeError):  # it did not come, or that one is closed already
+            with suppress(RuntimeError):  # no message came, or the connection is closed already
                 group.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))

@@ -1,8 +1,9 @@
-"""All the keys that a rank needs at once, straight from their owners, while its own block computes.
+"""A transport that brings all keys a rank needs at once, straight from their owners.
 
-What comes is put together so that few large tiles cover it, in the order of positions as a rule. In
-backward each rank sends an owner what it computed for its keys, in the inputs' dtype (float16 as
-float32), and the owner sums that in the accumulator's, always in the same order.
+They come while the rank's own block computes. They are put together so that few large tiles cover
+them, as a rule in the order of positions. In backward each rank sends an owner the gradients that
+it computed for the owner's keys, in the inputs' dtype (float16 as float32). The owner sums them in
+the accumulator's dtype, always in the same order.
 """
 
 from collections import Counter, deque
@@ -35,12 +36,12 @@ from ring_attention_pytorch.schedule.pieces import (
 
 @dataclass(frozen=True)
 class Gather:
-    """Owners a group at a time, the next group under way while one computes.
+    """A transport of one group of owners at a time; the next group comes while one computes.
 
-    Messages go point to point, each exactly what its receiver needs, over any group.
+    Messages go point to point, over any process group, each exactly what its receiver needs.
 
-    Every rank sends to and receives from every rank of a group, be the message empty: so there
-    is no decision around a message that depends on the rank.
+    Every rank sends to and receives from every rank of a group, even if the message is empty: so
+    whether there is a message never depends on the rank.
     """
 
     ring: Ring
@@ -54,20 +55,20 @@ class Gather:
 
     @property
     def keeps(self) -> bool:
-        """Those of a group go when the next but one comes."""
+        """Tell whether keys stay: of several groups, one's keys go when the next but one comes."""
         return len(self.groups) == 1
 
     @property
     def capturable(self) -> bool:
-        """Only if nothing is sent."""
+        """Tell whether a CUDA graph can hold the calls: only if nothing is sent."""
         return not self.groups
 
     def follow_stream(self) -> Hashable:
-        """Nothing is shared."""
+        """Return None: no memory is shared, so no stream waits."""
         return None
 
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
-        """The positions of own keys, backward those for the end apart, and of others'."""
+        """Yield positions of own keys, then of others'; in backward some own ones are for the end."""
         length = count(own)
         cut = self._cut(length) if back else length
         yield slice_segments(own, slice(0, cut))
@@ -78,16 +79,17 @@ class Gather:
             yield slice_segments(own, slice(cut, length))
 
     def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
-        """Own keys, then those of the others, stage by stage."""
+        """Yield own keys, then those of the others, stage by stage."""
         for _, block, parts in self._blocks(keys, self.groups):
             yield from (_some(block, part) for part in parts)
 
     def stream_back(
         self, own_keys: KVBlock, own: tuple[GradAccumulator, GradAccumulator]
     ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
-        """The same, but in one stage; gradients of a group go home while what comes next computes.
+        """Yield blocks as `stream`, but a group in one stage, each with (dk, dv) to add to.
 
-        Where many come home last, half of own keys are kept for the end, to compute on meanwhile.
+        Gradients of a group go home while the next block computes. Where many come home last,
+        half of own keys are kept for the end, to compute on meanwhile.
         """
         blocks = self._blocks(own_keys, self._back)
         next(blocks)
@@ -99,10 +101,10 @@ class Gather:
         yield from _of_own(own_keys, slice(0, cut), own)
         if len(self.groups) > 1:
             for total in own:
-                total.begin_update()  # else what comes of each group would wait to be added
+                total.begin_update()  # else each group's gradients would wait to be added
         going: Callable[[], None] | None = None
         for group, keys, parts in blocks:
-            deque(parts, maxlen=0)  # all that comes has come
+            deque(parts, maxlen=0)  # until the whole group has come
             grads = self._grads_of(keys)
             if keys.segments:
                 yield keys, grads
@@ -110,53 +112,53 @@ class Gather:
                 going()
                 going = None
             going = self._send_home(group, own_keys, grads, own)
-            keys = grads = None  # they are sent, or where they are read from
+            keys = grads = None  # they are sent, or lie where owners read them
         if cut < length:
             yield from _of_own(own_keys, slice(cut, length), own)
         if going is not None:
             going()
 
     def _cut(self, length: int) -> int:
-        """Where own keys are cut in backward: what follows is for the end."""
+        """Return where own keys are cut in backward: those that follow are for the end."""
         return length - length // 2 if self._much_comes_last else length
 
     @cached_property
     def _much_comes_last(self) -> bool:
-        """Whether of the last group some rank waits for gradients of a quarter of its keys.
+        """Tell whether the last group keeps some rank waiting for a quarter of its gradients.
 
         Less takes NVLink no longer than a further call of a kernel takes to pass over all queries.
-        All ranks go by the one who waits longest: those who did otherwise would keep it waiting.
+        All ranks go by the one that waits longest: any that did otherwise would keep it waiting.
         """
         coming = coming_home(self.groups[-1]) if self.groups else Counter[int]()
         return any(4 * coming[owner] >= length > 0 for owner, length in enumerate(self.lengths))
 
     @cached_property
     def _back(self) -> tuple[Round, ...]:
-        """The groups backward: each further call would cost more than it hides."""
+        """The groups in backward, each in one stage: more calls would cost more than they hide."""
         return tuple(group.at_once for group in self.groups)
 
     def _blocks(
         self, own: KVBlock, groups: tuple[Round, ...]
     ) -> Iterator[tuple[Round | None, KVBlock, Iterable[slice]]]:
-        """Own keys, and then those of each group, and the tokens that have come, part by part."""
-        pulls = (self._pull(own, group) for group in groups)  # posted when asked for
+        """Yield own keys, then each group and its keys, with slices of tokens as they come."""
+        pulls = (self._pull(own, group) for group in groups)  # each is posted when asked for
         coming = next(pulls, None)
         yield None, own, (slice(0, own.k.shape[1]),)
         for group in groups:
             (k, v, *mask), parts = coming()
-            coming = None  # let go before more is asked for
+            coming = None  # freed before more is asked for
             coming = next(pulls, None)
             mine = joined(group.pieces[self.ring.rank])
             yield group, KVBlock(k, v, mask[0] if mask else None, mine), parts
 
     def _parts(self, group: Round) -> list[slice]:
-        """The tokens that come here of a group, stage by stage."""
+        """List the tokens of a group that come here, one slice for each stage."""
         return [part for part in group.parts[self.ring.rank] if part.start < part.stop]
 
     def _pull(
         self, own: KVBlock, group: Round
     ) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
-        """Post the messages of a group; what is returned waits and puts together what came."""
+        """Post the messages of a group; return a function that waits and puts together what came."""
         rank, pieces = self.ring.rank, group.pieces[self.ring.rank]
         tensors = [t for t in own[:3] if t is not None]
         sends = {user: of_owner(group.pieces[user], rank) for user in self._users(group.distances)}
@@ -179,7 +181,7 @@ class Gather:
         return wait
 
     def _grads_of(self, keys: KVBlock) -> tuple[GradAccumulator, GradAccumulator]:
-        """For those of a group, in one call."""
+        """Make the (dk, dv) accumulators of a group's keys, for one call."""
         return tuple(GradAccumulator(t, calls=1, dtype=wire_dtype(t.dtype)) for t in keys[:2])
 
     def _send_home(
@@ -189,7 +191,7 @@ class Gather:
         grads: tuple[GradAccumulator, GradAccumulator],
         own: tuple[GradAccumulator, GradAccumulator],
     ) -> Callable[[], None]:
-        """Post the gradients of a group; what is returned waits and adds what came to `own`."""
+        """Post the gradients of a group; return a function that waits and adds what came to `own`."""
         rank, kinds = self.ring.rank, as_sent(own_keys)
         mine, messages = group.pieces[rank], {}
         found = [total.finalize() for total in grads]
@@ -216,16 +218,16 @@ class Gather:
         return self.ring.exchange(list(messages.items()), received)
 
     def _owners(self, distances: tuple[int, ...]) -> list[int]:
-        """Whose keys come to this rank."""
+        """List the ranks whose keys come to this rank from these distances."""
         return [(self.ring.rank - t) % self.ring.size for t in distances]
 
     def _users(self, distances: tuple[int, ...]) -> list[int]:
-        """To whom this rank's keys go."""
+        """List the ranks to which this rank's keys go over these distances."""
         return [(self.ring.rank + t) % self.ring.size for t in distances]
 
 
 def as_sent(keys: KVBlock) -> tuple[Tensor, Tensor]:
-    """What gradients of such keys and values are like when they travel, but for their tokens."""
+    """Return tensors like the gradients of k and v that travel, but for the number of tokens."""
     k, v = (
         t if t.dtype == wire_dtype(t.dtype) else t[:, :0].to(wire_dtype(t.dtype)) for t in keys[:2]
     )
@@ -233,7 +235,7 @@ def as_sent(keys: KVBlock) -> tuple[Tensor, Tensor]:
 
 
 def _some(keys: KVBlock, at: slice) -> KVBlock:
-    """Those of some tokens, as they lie."""
+    """Return the keys of some tokens, as views."""
     if at == slice(0, keys.k.shape[1]):
         return keys
     k, v, mask = (None if t is None else t[:, at] for t in keys[:3])
@@ -243,7 +245,7 @@ def _some(keys: KVBlock, at: slice) -> KVBlock:
 def _of_own(
     keys: KVBlock, at: slice, own: tuple[GradAccumulator, GradAccumulator]
 ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
-    """Some of one's own keys, whose gradients are added to `own` by themselves."""
+    """Yield some own keys and accumulators for them; then add those gradients to `own`."""
     some = _some(keys, at)
     grads = GradAccumulator(some.k), GradAccumulator(some.v)
     yield some, grads
@@ -257,12 +259,12 @@ def _columns(t: Tensor, at: list[slice]) -> Tensor:
 
 
 def _taken(tensors: list[Tensor], pieces: Chunks) -> Tensor:
-    """A message of these pieces of one's own keys."""
+    """Pack these pieces of own keys into a message."""
     chosen = [p.cols for p in pieces] or [slice(0, 0)]
     return packed([_columns(t, chosen) for t in tensors], form_of(tensors, tokens(pieces)))
 
 
 def _split(pieces: Chunks, owner: int, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Each piece of one owner out of what it sent."""
+    """Yield each piece of one owner, out of the tensors that it sent."""
     for _, at in places(of_owner(pieces, owner), owner):
         yield [t[:, at] for t in tensors]

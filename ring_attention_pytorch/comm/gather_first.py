@@ -1,8 +1,8 @@
-"""All keys that a rank needs, its own among them, before it computes on any.
+"""A gather of all keys that a rank needs, its own among them, before it computes on any.
 
-For few tokens whose calls the host launches one by one, which takes longer than a GPU takes to run
-them. Keys lie in the order of positions, in one block, so that there is little to merge; and as
-nothing goes side by side, there are no streams to wait for one another.
+It is for few tokens, where the host takes longer to launch calls one by one than a GPU takes to run
+them. Keys lie in one block, in the order of positions, so that there is little to merge. Nothing
+runs side by side, so no stream waits for another.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,13 +30,13 @@ from ring_attention_pytorch.schedule.pieces import (
 
 @dataclass(frozen=True)
 class GatherFirst(SymmetricGather):
-    """`SymmetricGather` of one group, to which every rank itself belongs."""
+    """A `SymmetricGather` of one group, to which each rank's own keys belong, too."""
 
     @classmethod
     def like(
         cls, gather: SymmetricGather, blocks: Workload, job: KVShape, shared: PeerGroup
     ) -> "GatherFirst":
-        """With room for gradients of own keys, too."""
+        """Make one like a gather, in the same memory, with room for own keys' gradients, too."""
         group = all_together(blocks)
         widest = max(map(tokens, group.pieces))
         shared.space.make_room(shared.group, grads=widest * job.grad_bytes)
@@ -44,7 +44,7 @@ class GatherFirst(SymmetricGather):
 
     @property
     def keeps(self) -> bool:
-        """There is nothing that could go beside a call."""
+        """False: there is nothing that could run beside a call."""
         return False
 
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
@@ -76,7 +76,7 @@ class GatherFirst(SymmetricGather):
         return joined(self._pieces)
 
     def _all(self, own: KVBlock) -> KVBlock:
-        """What this rank needs, in the order of positions."""
+        """Pull all keys that this rank needs, in the order of positions."""
         shelf, lengths = self.space.keys, [piece.segment.length for piece in self._pieces]
         whole = [room_for(t, sum(lengths)) for t in self._written(own)]
         shelf.publish()
@@ -93,13 +93,15 @@ class GatherFirst(SymmetricGather):
         return KVBlock(k, v, whole[1] if len(whole) > 1 else None, self._segments)
 
     def _brought(self, own: KVBlock) -> list[Tensor]:
-        """The gradients of own k and v, added in the accumulator's dtype, each in memory of its
-        own."""
+        """Return the gradients of own k and v, each in memory of its own.
+
+        They are summed in the accumulator's dtype.
+        """
         found = [*self._coming(self.groups[0], own)]
         (b, n, h, d), dtype = own.k.shape, own.k.dtype
         both = own.k.new_empty((b, n, h, d + own.v.shape[-1]), dtype=accumulation_dtype(dtype))
         if sum(here.stop - here.start for here, _ in found) < n:
-            both.zero_()  # nobody sees some of them
+            both.zero_()  # some own keys are seen by no query
         for here, parts in found:
             add_(both[:, here], *parts, fresh=True)
         alone = dict(copy=True, memory_format=torch.contiguous_format)
@@ -107,5 +109,5 @@ class GatherFirst(SymmetricGather):
 
 
 def _by_sample(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Of several samples each by itself, which is dense."""
+    """Split tensors of several samples into single samples, which are dense."""
     return tensors if len(tensors[0]) == 1 else [t for each in tensors for t in each.unbind()]

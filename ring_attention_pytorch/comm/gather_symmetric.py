@@ -1,9 +1,9 @@
-"""Gathering out of memory that all ranks of an NVLink domain can read.
+"""A gather through symmetric memory, which all ranks of an NVLink domain can read.
 
-A rank writes its keys, or the gradients of others' keys, into its own shelf. The others pull
-keys that they need on a stream of its own, by copies between contiguous memory, which take no
-multiprocessors. An owner adds its gradients on such a stream, in one order: copies of them, or,
-where nothing is left to compute meanwhile, as they lie there.
+A rank writes its keys, or the gradients of others' keys, into its own buffer. The others pull the
+keys that they need on a side stream, by copies between contiguous memory, which take no
+multiprocessors. An owner sums its gradients on such a stream, in one order. It sums copies of them
+or, where nothing is left to compute meanwhile, reads them where they lie.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -39,14 +39,14 @@ from ring_attention_pytorch.schedule.pieces import (
 
 
 class Source(NamedTuple):
-    """What this rank takes out of another's message of so many tokens, and where it puts it."""
+    """The parts that this rank takes of another's `length` tokens, and where it puts them."""
 
-    rank: int  # in the group that the space is of
+    rank: int  # in the workspace's group
     length: int
     moves: tuple[tuple[slice, slice], ...]  # from there to here
 
     def joined(self) -> "Source":
-        """In as few moves as can be: a copy takes some time, however short.
+        """Join moves to as few as can be: a copy takes some time, however short.
 
         >>> at = [((0, 2), (4, 6)), ((2, 3), (6, 7)), ((3, 4), (8, 9))]
         >>> moves = tuple((slice(*there), slice(*here)) for there, here in at)
@@ -64,12 +64,12 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class SymmetricGather(Gather):
-    """`Gather` where messages are replaced by pulls.
+    """A `Gather` in which pulls replace messages.
 
-    `ranks` are those of the ring in the group that the space is of; `known` is what was worked out
-    of what has to move. Where the call of own keys is `overtaken` by those of the others', it is
-    what goes on while gradients come home. If that leaves copy engines time, they bring gradients
-    `aside`; else all multiprocessors read them where they are.
+    `ranks` are the ring's ranks in the workspace's group. `known` keeps what was worked out about
+    moves. If the call for own keys is `overtaken` by those for others' keys, it runs on while
+    gradients come home. If that leaves copy engines time, they bring gradients `aside`; else all
+    multiprocessors read them where they are.
     """
 
     space: SymmetricWorkspace
@@ -89,15 +89,17 @@ class SymmetricGather(Gather):
         overtaken: bool = False,
         late: bool = False,
     ) -> "SymmetricGather":
-        """With room for the keys of that job and their gradients. Keys that come late come in two
-        stages."""
+        """Make one, with room for the keys of `job` and their gradients.
+
+        Keys that come `late` come in two stages.
+        """
         groups = (in_two_stages(blocks),) if late else schedule(blocks, at_once)
         lengths = tuple(map(count, blocks.keys))
         widest = max((tokens(p) for g in groups for p in g.pieces), default=0)
         space, group, ranks = shared
-        token_bytes = job.token_bytes + job.batch  # and a mask
+        token_bytes = job.token_bytes + job.batch  # with a key mask
         space.make_room(group, keys=max(lengths) * token_bytes, grads=widest * job.grad_bytes)
-        overtaken = overtaken and len(groups) == 1  # of several, calls wait for one another
+        overtaken = overtaken and len(groups) == 1  # of several groups, calls wait for one another
         divided = Gather(ring, groups, lengths)
         cuts = [0 if overtaken else divided._cut(length) for length in lengths]
         aside = come_home_aside(blocks, groups, cuts, job, overtaken)
@@ -105,11 +107,11 @@ class SymmetricGather(Gather):
 
     @property
     def capturable(self) -> bool:
-        """Barriers and copies are what graphs are made for."""
+        """True: a CUDA graph can hold barriers and copies."""
         return True
 
     def follow_stream(self) -> Hashable:
-        """The shelves that calls before used, on whatever stream."""
+        """Wait for earlier calls on other streams; return the buffers in use now."""
         self.space.follow_stream()
         return self.space.keys, self.space.grads
 
@@ -134,16 +136,16 @@ class SymmetricGather(Gather):
         shelf, stages = self.space.keys, self._of_keys(group)
         written = self._written(own)
         whole = [room_for(t, tokens(group.pieces[self.ring.rank])) for t in written]
-        # before the kernel that runs beside the copies: else it might have to wait for room there
+        # before the kernel that runs beside the copies: else the barrier might wait for room there
         shelf.publish()
         shelf.follow()
 
         def pull() -> tuple[list[Tensor], Iterable[slice]]:
-            # told to the device only now, when that kernel has been launched
+            # launched only now, after that kernel
             ends = []
             with shelf.beside():
                 for sources in stages:
-                    for rank, length, moves in sources:  # each rank begins with another one
+                    for rank, length, moves in sources:  # each rank begins with another owner
                         form = self._form(own, length, masks=True)
                         for place, t in zip(whole, shelf.of(rank, form)):
                             for there, here in moves:
@@ -151,7 +153,7 @@ class SymmetricGather(Gather):
                     ends.append(shelf.mark())
             parts = come(ends)
             found = [*apart(whole[0], own), *whole[1:]]
-            # of several groups all is read here before the next turn, which says that it was
+            # with several groups all is read before the next turn, which tells others that it was
             return found, parts if len(self.groups) == 1 else [*parts]
 
         def come(ends: list[Mark]) -> Iterator[slice]:
@@ -163,7 +165,7 @@ class SymmetricGather(Gather):
         return pull
 
     def _written(self, own: KVBlock) -> list[Tensor]:
-        """Own keys where the others will read them."""
+        """Write own keys where the others will read them; return that memory."""
         places = self.space.keys.own(self._form(own, own.k.shape[1], masks=True))
         torch.cat((own.k, own.v), dim=-1, out=places[0])
         if own.key_mask is not None:
@@ -171,8 +173,11 @@ class SymmetricGather(Gather):
         return places
 
     def _form(self, keys: KVBlock, length: int, masks: bool = False) -> Form:
-        """Of so many tokens like these, which are always alike, or of their gradients: k and v
-        beside one another, so that one copy brings both, for each takes some time to begin."""
+        """Return the form of `length` keys with `masks`, or else of their gradients.
+
+        k and v lie beside one another, so that one copy brings both: each takes some time to begin.
+        Forms are kept, because keys are always alike.
+        """
         if (masks, length) not in self.known:
             k, v, *mask = form_of(keys[:3] if masks else as_sent(keys), length)
             both = k._replace(shape=(*k.shape[:-1], k.shape[-1] + v.shape[-1]))
@@ -180,7 +185,7 @@ class SymmetricGather(Gather):
         return self.known[masks, length]
 
     def _grads_of(self, keys: KVBlock) -> tuple[GradAccumulator, GradAccumulator]:
-        """Where their owners read them; kernels that can make them there."""
+        """Make (dk, dv) accumulators where owners read them; kernels that can write there."""
         (place,) = self.space.grads.own(self._form(keys, keys.k.shape[1]))
         k, v = apart(place, keys)
         found = ((keys.k, k), (keys.v, v))
@@ -203,7 +208,7 @@ class SymmetricGather(Gather):
         with side_stream_after_others(own_keys.k.device) if self.overtaken else nullcontext():
             for total in grads if group.pieces[self.ring.rank] else ():
                 total.finalize()
-            shelf.publish()  # it is everyone's turn, be there nothing to write
+            shelf.publish()  # every rank takes the turn, even with nothing to write
             shelf.follow()
         with shelf.beside():
             for _, room, parts in coming:
@@ -215,14 +220,14 @@ class SymmetricGather(Gather):
                 shelf.join(end)
             sums = [(here, apart(room, own_keys)) for here, room, _ in coming]
             for i, total in enumerate(own):
-                if len(self.groups) == 1:  # dq need not wait for that
+                if len(self.groups) == 1:  # dq need not wait for it
                     total.after(partial(shelf.join, end))
                 total.add_all((here, both[i]) for here, both in sums)
 
         return wait
 
     def _coming(self, group: Round, own: KVBlock) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Stretches of own tokens, and their gradients where others have them."""
+        """Yield stretches of own tokens, and their gradients in the memory of ranks that have some."""
         for here, users in self._of_grads(group):
             found = (
                 (self.space.grads.of(rank, self._form(own, length))[0], there)
@@ -231,7 +236,7 @@ class SymmetricGather(Gather):
             yield here, [theirs[:, there] for theirs, there in found]
 
     def _of_keys(self, group: Round) -> list[list[Source]]:
-        """Out of each owner's keys, what this rank needs of them, stage by stage."""
+        """List what this rank needs of each owner's keys, stage by stage."""
         if ("keys", id(group)) not in self.known:
             pieces, stages = group.pieces[self.ring.rank], []
             for stage in group.stages:
@@ -251,8 +256,10 @@ class SymmetricGather(Gather):
         return self.known["keys", id(group)]
 
     def _of_grads(self, group: Round) -> list[tuple[slice, list[tuple[int, int, slice]]]]:
-        """For stretches of own tokens, who has found gradients of them: the rank, how many it has
-        in all, and where they lie among those."""
+        """List stretches of own tokens, each with the ranks that have gradients of them.
+
+        A rank comes with the number of tokens it has in all, and where these lie among them.
+        """
         if ("grads", id(group)) not in self.known:
             sources = [
                 Source(
@@ -270,7 +277,7 @@ class SymmetricGather(Gather):
 
 
 def _by_stretch(sources: Sequence[Source]) -> list[tuple[slice, list[tuple[int, int, slice]]]]:
-    """Stretches of what is here, and the ranks that have something for all of each.
+    """List stretches of what is here, each with the ranks that have something for all of it.
 
     >>> at = {1: (slice(4, 8), slice(0, 4)), 2: (slice(0, 2), slice(2, 4))}
     >>> for found in _by_stretch([Source(rank, 8, (move,)) for rank, move in at.items()]):
@@ -290,11 +297,14 @@ def _by_stretch(sources: Sequence[Source]) -> list[tuple[slice, list[tuple[int, 
 
 
 def _in_rounds(sources: list[Source]) -> list[Source]:
-    """One piece of each, then the next of each. Of many of one rank those that join go at once.
+    """Order pulls in rounds: one piece of each source, then the next of each.
 
-    So no two ranks read from the same one at a time, which both would wait for, where pieces are
-    as long and all begin with those of whom they need most: of zigzag's causal chunks each rank
-    needs one of those behind it and two of those in front. (Not so with windows, and striped.)
+    If a rank has more than two pieces, those that join go at once.
+
+    So no two ranks read from the same one at a time, which would make both wait. That holds where
+    pieces are equally long and ranks begin with the side of which they need most: of zigzag's
+    causal chunks a rank needs one of each rank behind it and two of each in front. (It does not
+    hold with windows, nor for striped.)
 
     >>> [s.rank for s in _in_rounds([Source(i, 4, ((),) * n) for i, n in ((2, 2), (3, 2), (0, 1))])]
     [2, 3, 0, 2, 3]
@@ -305,26 +315,26 @@ def _in_rounds(sources: list[Source]) -> list[Source]:
 
 
 def apart(both: Tensor, keys: KVBlock) -> tuple[Tensor, ...]:
-    """k and v, or their gradients, that lie beside one another."""
+    """Split k and v, or their gradients, which lie beside one another."""
     return both.split((keys.k.shape[-1], keys.v.shape[-1]), dim=-1)
 
 
 def room_for(like: Tensor, tokens: int | None = None, wide: bool = False) -> Tensor:
-    """For so many tokens, or for a sum of such."""
+    """Return empty memory for so many tokens; if `wide`, for a sum in the accumulator's dtype."""
     b, n, *token = like.shape
     dtype = accumulation_dtype(like.dtype) if wide else like.dtype
     return like.new_empty((b, n if tokens is None else tokens, *token), dtype=dtype)
 
 
 def _copy(place: Tensor, t: Tensor) -> None:
-    """Sample by sample: what is contiguous goes by copy engine."""
+    """Copy sample by sample: what is contiguous goes by copy engine."""
     pairs = zip(place, t) if len(t) > 1 else [(place, t)]
     for sample, given in pairs:
         sample.copy_(given)
 
 
 def _sum(place: Tensor, parts: list[Tensor], aside: bool) -> None:
-    """Of what lies in others' memory, by copy engine if it comes aside, or is one alone."""
+    """Sum parts in others' memory; copy engines bring them if `aside`, or a single one."""
     if len(parts) == 1:
         _copy(place, parts[0])
         return

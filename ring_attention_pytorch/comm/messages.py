@@ -1,4 +1,4 @@
-"""Several tensors in one message: the bytes of one after another's, each start aligned."""
+"""Several tensors in one message: their bytes one after another, each start aligned."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ALIGNED = 16  # bytes: what tensor memory accelerators and vector loads ask of an address
+_ALIGNED = 16  # bytes: what tensor memory accelerators and vector loads need of an address
 
 
 class Part(NamedTuple):
-    """What one tensor of a message is like."""
+    """The shape and dtype of one tensor of a message."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,7 +29,7 @@ Form = tuple[Part, ...]
 
 
 def form_of(tensors: Sequence[Tensor | None], length: int) -> Form:
-    """The form of tensors like these `[b, n, ...]` with `length` tokens; None takes no room.
+    """Return the form of tensors like these `[b, n, ...]` with `length` tokens; None takes no room.
 
     >>> form_of([torch.empty(1, 2, 3), None], length=5)
     (Part(shape=(1, 5, 3), dtype=torch.float32),)
@@ -40,24 +40,24 @@ def form_of(tensors: Sequence[Tensor | None], length: int) -> Form:
 
 @lru_cache(maxsize=1024)
 def _starts(form: Form) -> list[int]:
-    """Where each part starts, and where the message ends, which is not padded."""
+    """List where each part starts, and where the message ends, which is not padded."""
     padded = (-(-part.nbytes // _ALIGNED) * _ALIGNED for part in form[:-1])
     starts = list(accumulate(padded, initial=0)) if form else []
     return [*starts, starts[-1] + form[-1].nbytes if form else 0]
 
 
 def message_bytes(form: Form) -> int:
-    """How long a message of this form is."""
+    """Return the bytes of a message of this form."""
     return _starts(form)[-1]
 
 
 def room(like: Tensor, length: int) -> Tensor:
-    """Memory for a message of so many bytes where `like` is."""
+    """Return empty memory for a message of `length` bytes, on the device of `like`."""
     return torch.empty(length, dtype=torch.uint8, device=like.device)
 
 
 def opened(message: Tensor, form: Form) -> list[Tensor]:
-    """The tensors of a message, as views into it."""
+    """Return the tensors of a message, as views into it."""
     return [
         message[start : start + part.nbytes].view(part.dtype).view(part.shape)
         for start, part in zip(_starts(form), form)
@@ -65,7 +65,7 @@ def opened(message: Tensor, form: Form) -> list[Tensor]:
 
 
 def packed(tensors: Sequence[Tensor], form: Form, into: Tensor | None = None) -> Tensor:
-    """One message of tensors of this form, rounded to its dtypes; written `into` if given."""
+    """Pack tensors into one message of this form, rounded to its dtypes; `into` it, if given."""
     message = room(tensors[0], message_bytes(form)) if into is None else into
     for place, t in zip(opened(message, form), tensors):
         place.copy_(t)

@@ -1,8 +1,8 @@
 """Notes that ranks tell one another over the host: of any length, each with its subject.
 
-What comes first is of one fixed size, so that ranks can disagree about anything but that. Only
+The first message has one fixed size, so that ranks can disagree about anything but that. Only
 where a note is longer do all ranks exchange the rest. Here ranks find out that they are in
-different calls, for gloo matches messages by their order alone.
+different calls, because gloo matches messages by their order alone.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ _LONGEST_SUBJECT = 200
 # (message, size) -> the message of every rank, filled up to that size
 Gather = Callable[[bytes, int], Sequence[bytes]]
 
-# whose code is nobody's call of this library
+# files that start with these are no callers of this library
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _PASSED_BY = (_PACKAGE, os.path.dirname(torch.__file__), contextlib.__file__, "<")
 
 
 class Disagreement(ValueError):
-    """What ranks found out together: all of them raise it, in the same words, and can go on."""
+    """An error that ranks found together: all raise it, in the same words, and can go on."""
 
 
 def exchange(gather: Gather, subject: str, note: bytes) -> list[bytes]:
-    """The note of every rank. All of them call this, with the same subject.
+    """Exchange notes; return that of every rank. All ranks call this, with the same subject.
 
-    What follows a subject's first line is told where they differ, but may differ itself.
+    Only first lines of subjects are compared. What follows may differ; errors tell it, too.
 
     Raises:
         Disagreement: the subjects differ, or what came is no note.
@@ -56,7 +56,7 @@ def exchange(gather: Gather, subject: str, note: bytes) -> list[bytes]:
 
 
 def _opened(first: bytes) -> tuple[str, int, int] | None:
-    """Of a message its subject, where its note starts and how long that is; None if it is none."""
+    """Return a message's subject, and start and length of its note; None if it is no note."""
     mark, about, length = _HEAD.unpack(first[: _HEAD.size])
     start = _HEAD.size + about
     if mark != _MARK or about > _LONGEST_SUBJECT:
@@ -83,7 +83,7 @@ def _in_one_line(subject: str | None) -> str:
 
 
 def call_site() -> str:
-    """Where this library was called, as "at train.py:31"; empty where that is nobody's code."""
+    """Return where this library was called, as "at train.py:31"; empty if by no other code."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PASSED_BY):
         frame = frame.f_back
@@ -93,7 +93,7 @@ def call_site() -> str:
 
 
 def by_value(values: Sequence) -> dict[object, list[int]]:
-    """Which ranks have each value, in order of appearance."""
+    """List the ranks that have each value, in order of appearance."""
     found: dict[object, list[int]] = defaultdict(list)
     for rank, value in enumerate(values):
         found[value].append(rank)
@@ -101,7 +101,7 @@ def by_value(values: Sequence) -> dict[object, list[int]]:
 
 
 def ranks_of(ranks: Sequence[int]) -> str:
-    """Ranks in words.
+    """Name ranks in words.
 
     >>> ranks_of([2]), ranks_of([0, 2])
     ('rank 2', 'ranks 0, 2')

@@ -1,4 +1,4 @@
-"""Moving tensors among the ranks of a ring: who takes part, and all point-to-point code."""
+"""A ring of ranks that exchange tensors: who takes part, and all point-to-point code."""
 
 import ctypes
 import multiprocessing
@@ -19,7 +19,7 @@ from ring_attention_pytorch.comm.failures import RingError, awaiting, known
 from ring_attention_pytorch.comm.notes import call_site, exchange
 from ring_attention_pytorch.comm.steps import Steps
 
-Messages = Sequence[tuple[int, Tensor]]  # to or from which rank of a ring
+Messages = Sequence[tuple[int, Tensor]]  # rank of a ring, and what is sent to it or received
 
 _met: WeakKeyDictionary[ProcessGroup, list[int]] = WeakKeyDictionary()
 _steps: WeakKeyDictionary[ProcessGroup, dict[tuple[int, int], Steps]] = WeakKeyDictionary()
@@ -27,7 +27,7 @@ _host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary(
 
 
 class Transfer:
-    """Messages under way. It keeps what is sent alive, and untouched, until `wait`."""
+    """Messages under way. Until `wait` it keeps what is sent alive, so that it stays as it is."""
 
     def __init__(self, ring: "Ring", sends: Messages, receives: Messages, works: list[dist.Work]):
         self._steps, self._step, self._works = ring.steps, ring.steps.now, works
@@ -36,10 +36,10 @@ class Transfer:
         self._steps.under_way.append(self)
 
     def wait(self) -> list[Tensor]:
-        """What came, once everything has come and gone.
+        """Wait until everything has come and gone; return what came.
 
         Raises:
-            RingError: it did not within the group's timeout, or a rank is gone.
+            RingError: that took longer than the group's timeout, or a rank is gone.
         """
         waiting = list(self._works)
         try:
@@ -47,7 +47,7 @@ class Transfer:
                 waiting[0].wait()
                 waiting.pop(0)
         except RuntimeError as error:
-            one_each = len(self._works) == len(self._peers)  # else one stands for all of them
+            one_each = len(self._works) == len(self._peers)  # else one work stands for all messages
             peers = self._peers[-len(waiting) :] if one_each else self._peers
             raise RingError.waiting(self._step, peers, error) from error
         self._steps.under_way.remove(self)
@@ -59,9 +59,9 @@ class Ring:
     """Consecutive ranks of a process group, each with a place `rank` in a ring of `size`.
 
     A group of 8 with `size=4` is two rings, ranks 0 to 3 and 4 to 7. Groups may come and go between
-    calls; one that moves no CPU tensors gets a companion that does, and lasts as long. Without a
-    group and without an initialised default group the ring is this process alone. `problem` is for
-    the next agreement.
+    calls. One that moves no CPU tensors gets a companion that does, which lasts as long. Without a
+    group and without an initialised default group the ring is this process alone. `problem` is told
+    at the next agreement.
     """
 
     problem: str | None = None
@@ -99,7 +99,7 @@ class Ring:
 
     @cached_property
     def steps(self) -> Steps:
-        """Those of these ranks, whichever object stands for them."""
+        """The steps of these ranks, the same for each `Ring` object of them."""
         if self.group is None:
             return Steps()
         met, each = _met.setdefault(self.group, [0]), _steps.setdefault(self.group, {})
@@ -107,14 +107,14 @@ class Ring:
 
     @classmethod
     def alone(cls) -> "Ring":
-        """The ring of this process only, whatever groups there are."""
+        """Return the ring of this process only, whatever groups there are."""
         ring = cls.__new__(cls)
         ring.group, ring.size, ring.rank, ring.first = None, 1, 0, 0
         return ring
 
     @property
     def several(self) -> bool:
-        """Whether the group has other rings beside this one."""
+        """Tell whether the group has other rings beside this one."""
         return self.group is not None and self.size < dist.get_world_size(self.group)
 
     def exchange(self, sends: Messages, receives: Messages) -> Transfer:
@@ -123,7 +123,7 @@ class Ring:
         Between two ranks messages match in the order given. Tensors must be contiguous.
 
         Raises:
-            RingError: the group is of no more use, or a call before this has failed.
+            RingError: the group can't be used any more, or an earlier call has failed.
         """
         tag = self.steps.tag()
         ways = ((dist.isend, sends), (dist.irecv, receives))
@@ -144,7 +144,7 @@ class Ring:
         self._reduce(t, dist.ReduceOp.SUM)
 
     def largest(self, t: Tensor) -> None:
-        """Take the most of each element over the whole group, in place."""
+        """Take the maximum of each element over the whole group, in place."""
         self._reduce(t, dist.ReduceOp.MAX)
 
     def _reduce(self, t: Tensor, op: dist.ReduceOp.RedOpType) -> None:
@@ -158,10 +158,10 @@ class Ring:
         return [rank for rank in everyone if rank != self.first + self.rank]
 
     def call(self, operation: str, plan: int = 0) -> AbstractContextManager[None]:
-        """A block in which all ranks of the ring do this together; alone it is any block.
+        """Return a block in which all ranks of the ring do this together; alone it does nothing.
 
         Raises:
-            RingError: an earlier one has failed on this rank.
+            RingError: an earlier call has failed on this rank.
         """
         if self.size == 1:
             return nullcontext()
@@ -170,7 +170,7 @@ class Ring:
         return self.steps.call(operation, plan)
 
     def gather_notes(self, subject: str, note: bytes) -> list[bytes]:
-        """The note of every rank of the group, over the host: no GPU waits.
+        """Return the note of every rank of the group, told over the host: no GPU waits.
 
         Raises:
             ValueError: ranks have different subjects; the same text on all ranks.
@@ -181,7 +181,7 @@ class Ring:
         return notes
 
     def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
-        """The message of every rank of the group, filled up to that size with zeros."""
+        """Return the message of every rank of the group, filled up to that size with zeros."""
         if self.group is None:
             return [message]
         mine = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
@@ -191,7 +191,7 @@ class Ring:
         return [ctypes.string_at(t.data_ptr(), size) for t in all_of_them]
 
     def shared(self) -> tuple[ProcessGroup, tuple[int, ...]] | None:
-        """A group all of whose ranks do the same at the same time, and this ring's among them."""
+        """Return a group whose ranks all do the same at the same time, and this ring's ranks in it."""
         if self.group is None or self.several:
             return None
         return self.group, tuple(range(self.size))
@@ -201,7 +201,7 @@ class Ring:
 
 
 class SubRing(Ring):
-    """Some places of a ring as a ring of their own, whose messages go by way of the whole."""
+    """A ring of some places of a whole ring, whose messages go by way of the whole."""
 
     def __init__(self, whole: Ring, places: Sequence[int]):
         self.whole, self.places, self.group = whole, tuple(places), None
@@ -227,7 +227,7 @@ Group = ProcessGroup | DeviceMesh | Ring | None
 
 
 def as_ring(group: Group, size: int | None = None) -> Ring:
-    """The ring of a group's ranks, or of consecutive `size` of them."""
+    """Return the ring of a group's ranks, or of `size` consecutive ones."""
     if not isinstance(group, Ring):
         return Ring(group, size)
     if size not in (None, group.size):
@@ -251,7 +251,7 @@ def _warn_of_missing_group() -> None:
 
 
 def _host_group(group: ProcessGroup) -> ProcessGroup:
-    """A group of the same ranks that moves CPU tensors: the group itself, or a gloo companion."""
+    """Return a group of these ranks that moves CPU tensors: the group, or a gloo companion."""
     if "cpu:" in str(dist.get_backend_config(group)):
         return group
     if group not in _host_groups:
@@ -263,6 +263,6 @@ def _host_group(group: ProcessGroup) -> ProcessGroup:
 
 
 def _end(companion: "ref[ProcessGroup]") -> None:
-    """Destroy a group whose own group is gone, if it is there still."""
+    """Destroy a companion whose group is gone, if it still exists."""
     if dist.is_initialized() and (group := companion()) is not None:
         dist.destroy_process_group(group)

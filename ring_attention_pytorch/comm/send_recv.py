@@ -1,4 +1,4 @@
-"""The ring: keys go from neighbour to neighbour, their gradients come home behind them.
+"""A ring transport: keys go from neighbour to neighbour, their gradients come home behind them.
 
 Liu et al. 2023, section 3. Memory does not grow with the ring.
 """
@@ -20,12 +20,12 @@ from ring_attention_pytorch.schedule.pieces import Workload
 
 @dataclass(frozen=True)
 class SendRecv:
-    """One neighbour at a time, the next hop under way while one computes.
+    """A transport of one neighbour's keys at a time; the next hop is under way while one computes.
 
     `segments` are every rank's keys; `distances` say which owners any rank needs, 0 first.
-    Everyone passes the same distances in the same order, so there are no tags, no barriers
-    and no decision around a message that depends on the rank. All that belongs to an owner is
-    one message, passed on as it came; a message's memory is used again for the one after next.
+    All ranks pass the same distances in the same order. So there are no tags and no barriers, and
+    whether there is a message never depends on the rank. All that belongs to an owner is one
+    message, passed on as it came. A message's memory is used again for the one after next.
     """
 
     ring: Ring
@@ -36,24 +36,24 @@ class SendRecv:
 
     @property
     def capturable(self) -> bool:
-        """Only if nothing is sent."""
+        """Tell whether a CUDA graph can hold the calls: only if nothing is sent."""
         return self.distances == (0,)
 
     def follow_stream(self) -> Hashable:
-        """Nothing is shared."""
+        """Return None: no memory is shared, so no stream waits."""
         return None
 
     @classmethod
     def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "SendRecv":
-        """Owners come one at a time, whatever there is room for."""
+        """Make one; owners come one at a time, whatever `at_once` there is room for."""
         return cls(ring, blocks.keys, blocks.distances)
 
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
-        """Own keys' positions, and those of each needed distance."""
+        """Yield the positions of own keys, and of those at each needed distance."""
         return (self.segments[self._owner(distance)] for distance in self.distances)
 
     def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
-        """Own keys, then those of each needed distance."""
+        """Yield own keys, then those at each needed distance."""
         if self.distances == (0,):
             yield keys
             return
@@ -73,10 +73,10 @@ class SendRecv:
     def stream_back(
         self, own_keys: KVBlock, own: tuple[GradAccumulator, GradAccumulator]
     ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
-        """The same, each with (dk, dv) to add to, `own` being those of own keys.
+        """Yield keys as `stream`, each with (dk, dv) to add to; `own` are those of own keys.
 
         Gradients travel one hop behind the keys that they belong to, and one jump home from
-        the last; after that, when the stream ends, `own` has what every rank added.
+        the last rank. When the stream ends, `own` has what every rank added.
         """
         keys = self.stream(own_keys)
         yield next(keys), own
@@ -95,25 +95,25 @@ class SendRecv:
                 travelling.wait()
                 _add(grads, opened(received, forms[self._owner(here)]))
             for total in grads:
-                total.begin_update()  # all of it, where it was to be
+                total.begin_update()  # the whole sum, in `computed`
             travelling = self._pass(computed, received, forms, here, there)
             computed, sent = sent, computed
         travelling.wait()
         _add(own, opened(received, forms[self.ring.rank]))
 
     def _forms(self, tensors: tuple[Tensor | None, ...]) -> list[Form]:
-        """The form of each owner's message."""
+        """List the form of each owner's message."""
         return [form_of(tensors, count(s)) for s in self.segments]
 
     def _rooms(self, like: Tensor, forms: list[Form], how_many: int) -> list[Tensor]:
-        """Memory for so many messages of any owner."""
+        """Return memory for so many messages of any owner."""
         longest = max(map(message_bytes, forms))
         return [room(like, longest) for _ in range(how_many)]
 
     def _pass(
         self, held: Tensor, spare: Tensor, forms: list[Form], here: int, there: int
     ) -> Transfer:
-        """What belongs to the owner at distance `here` goes to the rank for which it is `there`."""
+        """Send what is of the owner at distance `here` to the rank for which it is at `there`."""
         ring = self.ring
         target, source = ((ring.rank + step) % ring.size for step in (there - here, here - there))
         sent, received = (message_bytes(forms[self._owner(at)]) for at in (here, there))

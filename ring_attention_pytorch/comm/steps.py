@@ -1,4 +1,4 @@
-"""What the ranks of a ring have done together: who is out of step has other numbers."""
+"""Numbers of what a ring's ranks have done together: a rank out of step has other ones."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,25 +9,25 @@ from ring_attention_pytorch.comm.notes import Disagreement
 
 
 class Steps:
-    """Numbers of a ring's calls and exchanges, and what becomes of them when one fails.
+    """The numbers of a ring's calls and exchanges, and what becomes of them when one fails.
 
     Messages between two ranks match by these numbers where the backend compares tags (gloo does,
-    NCCL does not): what belongs to a call that a rank has skipped, or made by another plan, is
-    never taken for what belongs to its next one. All rings of a group compare notes together, and
-    count on from there.
+    NCCL does not). So a message of a call that a rank has skipped, or made by another plan, is
+    never taken for one of its next call. All rings of a group compare notes together, and count on
+    from there.
     """
 
     def __init__(self, met: list[int] | None = None) -> None:
-        self._met = [0] if met is None else met  # how often notes were compared, one for a group
+        self._met = [0] if met is None else met  # how often notes were compared: one list for a group
         self._since = self.calls = self.hops = self._base = 0
-        self.about: tuple[int, str] = (0, "no call")  # a plan, and what it is for
-        self.broken: str | None = None  # by what, until all ranks compare notes again
+        self.about: tuple[int, str] = (0, "no call")  # number of a plan, and what is done
+        self.broken: str | None = None  # what broke it, until all ranks compare notes again
         self.under_way: list[object] = []  # transfers that nobody has waited for
-        self._left: list[object] = []  # of a call that failed
+        self._left: list[object] = []  # transfers of a call that failed
 
     @property
     def notes(self) -> int:
-        """How often the group has compared notes."""
+        """The number of times that the group has compared notes."""
         return self._met[0]
 
     @notes.setter
@@ -36,18 +36,18 @@ class Steps:
 
     @property
     def now(self) -> Step:
-        """Where this rank is."""
+        """The exchange and call that this rank is in."""
         plan, operation = self.about
         return Step(operation, plan, self.calls, self.hops)
 
     @contextmanager
     def call(self, operation: str, plan: int = 0) -> Iterator[None]:
-        """A block that is another call; if it fails, this ring is broken on this rank.
+        """Begin another call, which is this block; if it fails, this ring is broken on this rank.
 
-        Not if ranks disagree: then all of them know it, and are where they were.
+        It is not broken if ranks disagree: then all of them know it, and are where they were.
 
         Raises:
-            RingError: a call before it has failed, so the others' messages are not for this one.
+            RingError: an earlier call has failed, so the others' messages are not for this one.
         """
         self._check_whole()
         self._count_on()
@@ -62,14 +62,14 @@ class Steps:
             raise
 
     def tag(self) -> int:
-        """Of the next messages, positive and of 31 bits."""
+        """Return the tag of the next messages, positive and of 31 bits."""
         self._check_whole()
         self._count_on()
         self.hops += 1
         return crc32(self.hops.to_bytes(4, "little"), self._base) >> 1
 
     def compare(self, subject: str) -> None:
-        """Begin to compare notes on that."""
+        """Begin to compare notes on `subject`."""
         self.notes += 1
         self._begin(0, (0, f"comparing notes on {subject}"))
 
@@ -93,7 +93,7 @@ class Steps:
             )
 
     def _count_on(self) -> None:
-        if self._since != self.notes:  # which another ring of the group has compared
+        if self._since != self.notes:  # another ring of the group has compared notes
             self._begin(0, self.about)
 
     def _begin(self, call: int, about: tuple[int, str]) -> None:

@@ -1,4 +1,4 @@
-"""Memory that all ranks of an NVLink domain can read, and the order in which they use it."""
+"""Symmetric memory: all ranks of an NVLink domain can read it, in a fixed order of use."""
 
 import socket
 from contextlib import AbstractContextManager
@@ -14,28 +14,29 @@ from ring_attention_pytorch.comm.messages import Form, opened
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.runtime.streams import captures_for_good, capturing, current_stream
 
-_VIEWS = 1024  # of a shelf that are kept
+_VIEWS = 1024  # views of a buffer that are kept
 Mark = torch.cuda.Event
 
 
 class SymmetricBuffer:
-    """Memory of one rank that all others read, as a rule in two halves that are written in turn.
+    """A buffer of one rank that all others read, as a rule in two halves that are written in turn.
 
-    Each turn is `own`, to write, `publish`, and `of`, to read the others'; all ranks take the
-    same turns, and come to one when they have read what the last one brought. Who passes the
-    barrier of a turn knows that all have written this half, and that nobody reads the other.
-    `start` says which half the next turn is of. One that has no halves is written by `mine` after
+    Each turn is `own`, to write, `publish`, and `of`, to read the others'. All ranks take the
+    same turns, and come to one when they have read what the last one brought. A rank that passes
+    the barrier of a turn knows that all have written this half, and that nobody reads the other.
+    `start` says which half the next turn is of. A buffer without halves is written by `mine` after
     `meet`, when all have read what it had.
 
-    Memory is looked at as tensors of a form; views are kept, for where tokens are few the host's
-    time counts.
+    Memory is viewed as tensors of a form. Views are kept, because the host's time counts where
+    tokens are few.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int, halves: int = 2):
         import torch.distributed._symmetric_memory as symmetric
 
         self.nbytes, self.turn, self.device, self.captured = nbytes, 0, device, False
-        # else nobody could write it outside of that; of the current device's pool it would be
+        # made in inference mode, nobody could write it outside of that; made with another current
+        # device, it would be of that one's pool
         with torch.inference_mode(False), torch.cuda.device(device):
             self.memory = symmetric.empty((halves, nbytes), dtype=torch.uint8, device=device)
             self.handle = symmetric.rendezvous(self.memory, group.group_name)
@@ -44,29 +45,29 @@ class SymmetricBuffer:
                 for rank in range(group.size())
             ]
         self.views: dict[tuple[int, int, Form], list[Tensor]] = {}
-        self.read_by_graphs: set[Tensor] = set()  # beside the memory; stays as long as it does
+        self.read_by_graphs: set[Tensor] = set()  # beside the memory; kept as long as it is
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
-        """For what goes on beside kernels. It goes first where both could."""
+        """The side stream of copies beside kernels. It goes first where both could."""
         return torch.cuda.Stream(self.device, priority=-1)
 
     def own(self, form: Form) -> list[Tensor]:
-        """The half that is to be written next."""
+        """Begin a turn; return tensors in the half that is to be written next."""
         self.turn = 1 - self.turn
         return self.mine(form)
 
     def mine(self, form: Form) -> list[Tensor]:
-        """The half at hand, to write."""
+        """Return tensors in the half of this turn, to write."""
         self.captured = self.captured or captures_for_good(self.device)
         return self.of(self.handle.rank, form)
 
     def publish(self) -> None:
-        """Pass when all have come here."""
+        """Let the current stream wait until all ranks have published this turn."""
         self.handle.barrier(channel=0)
 
     def of(self, rank: int, form: Form) -> list[Tensor]:
-        """What a rank has written this turn."""
+        """Return the tensors that a rank has written this turn."""
         asked = self.turn, rank, form
         if asked not in self.views:
             if len(self.views) >= _VIEWS:
@@ -76,47 +77,47 @@ class SymmetricBuffer:
         return self.views[asked]
 
     def follow(self) -> None:
-        """Let the stream wait for what the current one was told so far."""
+        """Let the side stream wait for what the current one was told so far."""
         self.stream.wait_stream(current_stream(self.device))
 
     def beside(self) -> AbstractContextManager[None]:
-        """On the stream."""
+        """Return a block whose calls go to the side stream."""
         return torch.cuda.stream(self.stream)
 
     def mark(self) -> Mark:
-        """The end of what the stream was told so far."""
+        """Record the end of what the side stream was told so far."""
         return self.stream.record_event()
 
     def join(self, end: Mark) -> None:
-        """Let the current stream wait until the stream is there."""
+        """Let the current stream wait until the side stream has come to `end`."""
         current_stream(self.device).wait_event(end)
 
     def start(self, half: int) -> None:
-        """Let the next turn be of this half."""
+        """Choose the half of the next turn."""
         self.turn = 1 - half
 
     def meet(self) -> None:
-        """Pass when all have read what they were brought."""
+        """Let the current stream wait until all ranks have read what they were brought."""
         self.handle.barrier(channel=1)
 
 
 class SymmetricWorkspace:
-    """All that the ranks of a group share: a few shelves, for all layers."""
+    """The buffers that the ranks of a group share, for all layers: keys, gradients, all-to-all."""
 
     def __init__(self, group: ProcessGroup, device: torch.device):
         self.device = device
         self.keys, self.grads = (SymmetricBuffer(group, device, 1 << 10) for _ in range(2))
         self.swaps = SymmetricBuffer(group, device, 1 << 10, halves=1)
-        self.outgrown: list[SymmetricBuffer] = []  # which graphs still use that others captured
+        self.outgrown: list[SymmetricBuffer] = []  # still used by graphs that were captured
         self.stream: torch.cuda.Stream | None = None  # of the last call
 
     def begin(self, turns: int, back: bool) -> None:
-        """Of a call with so many turns of keys: it writes nothing that may still be read.
+        """Begin a call with so many turns of keys, which writes nothing that may still be read.
 
-        Which half it takes depends on nothing that came before it, for a CUDA graph may be what
-        comes next. Forward ends with the second half and backward begins with the first. After a
-        backward all have read all keys, for its gradients were published after that; and those are
-        read before the keys of the next are published, after which alone others are written.
+        Which half it takes depends on nothing that came before it, because a CUDA graph may come
+        next. Forward ends with the second half and backward begins with the first. After a backward
+        all ranks have read all keys, because its gradients were published after that. Those are
+        read before the keys of the next call are published, and only then are others written.
         """
         self.follow_stream()
         self.keys.start(half=0 if back else turns % 2)
@@ -125,15 +126,15 @@ class SymmetricWorkspace:
             self.keys.meet()
 
     def follow_stream(self) -> None:
-        """Where the call before was on another stream, wait for that."""
+        """Wait for the call before, if it was on another stream."""
         if (stream := current_stream(self.device)) == self.stream or capturing(self.device):
-            return  # graphs are replayed on the stream on which all other calls are
+            return  # graphs are replayed on the stream of all other calls
         if self.stream is not None:
             stream.wait_stream(self.stream)
         self.stream = stream
 
     def make_room(self, group: ProcessGroup, **wanted: int) -> None:
-        """At least so many bytes on the shelves of these names. All ranks call this together."""
+        """Grow the named buffers to at least so many bytes. All ranks call this together."""
         for name, nbytes in wanted.items():
             if (old := getattr(self, name)).nbytes < rounded(nbytes):
                 larger = SymmetricBuffer(group, self.device, rounded(nbytes), len(old.memory))
@@ -145,7 +146,7 @@ class SymmetricWorkspace:
 
 
 class PeerGroup(NamedTuple):
-    """The space that some ranks have part in, the group that it is of, and their ranks there."""
+    """A workspace that some ranks share, the group that has it, and their ranks there."""
 
     space: SymmetricWorkspace
     group: ProcessGroup
@@ -156,7 +157,7 @@ _spaces: WeakKeyDictionary[ProcessGroup, SymmetricWorkspace | None] = WeakKeyDic
 
 
 def shared_by(ring: Ring, device: torch.device) -> PeerGroup | None:
-    """What the ranks of a ring share; None where they can't share memory.
+    """Return what the ranks of a ring share; None where they can't share memory.
 
     All ranks of the group call this together.
     """
@@ -166,7 +167,7 @@ def shared_by(ring: Ring, device: torch.device) -> PeerGroup | None:
 
 
 def space_of(group: ProcessGroup, device: torch.device) -> SymmetricWorkspace | None:
-    """The space of a group, made when first asked for; None where its ranks can't have one.
+    """Return a group's workspace, made when first asked for; None where its ranks can't have one.
 
     All ranks of the group call this together and get the same answer.
     """
@@ -185,7 +186,7 @@ def space_of(group: ProcessGroup, device: torch.device) -> SymmetricWorkspace | 
 
 
 def _place(device: torch.device) -> str:
-    """The machine, if this process can share memory of this device at all."""
+    """Name the host, if this process can share memory of this device at all; else "" is returned."""
     try:
         import torch.distributed._symmetric_memory  # noqa: F401
     except ImportError:
@@ -194,5 +195,5 @@ def _place(device: torch.device) -> str:
 
 
 def rounded(nbytes: int) -> int:
-    """Bytes, with what may lie between tensors: what is next starts at a line, for any dtype."""
+    """Round bytes up, with gaps between tensors: what is next starts at a line, for any dtype."""
     return -(-(nbytes + 64) // 512) * 512

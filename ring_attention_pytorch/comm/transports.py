@@ -1,7 +1,8 @@
 """The table of transports, and the choice among them.
 
-A transport is one class that satisfies `contract.Transport`, made by `make(ring, blocks, at_once)`,
-and one line in `TRANSPORTS`. It knows what is needed where, and nothing of how it is computed.
+A transport is a class that satisfies `interfaces.Transport`, made by `make(ring, blocks, at_once)`,
+and one line in `TRANSPORTS`. It knows which keys are needed where, and nothing of how attention is
+computed.
 """
 
 import torch
@@ -20,7 +21,7 @@ TRANSPORTS: dict[str, type[SendRecv] | type[Gather]] = {"ring": SendRecv, "gathe
 
 
 def transport_problem(name: str | None, memory: int | None) -> str | None:
-    """What is wrong with the options of a transport; None if nothing."""
+    """Say what is wrong with the options of a transport; None if nothing."""
     if name is not None and name not in TRANSPORTS:
         return f"transport must be None or one of {', '.join(map(repr, TRANSPORTS))}, got {name!r}"
     if memory is not None and memory < 0:
@@ -31,12 +32,12 @@ def transport_problem(name: str | None, memory: int | None) -> str | None:
 
 
 def owners_at_once(memory: int | None, blocks: Workload, job: KVShape) -> int:
-    """How many owners' keys may be here at once, at least one.
+    """Return how many owners' keys may be here at once within `memory` bytes, at least one.
 
     Of each owner there are at once, in backward: the block that was computed on last and the
     one at hand, with their gradients in the accumulator's dtype; the keys that come next;
-    gradients that go out and that come in. Beside that, what is sent of one's own, and the sum of
-    what comes in.
+    gradients that go out and that come in. Beside that, there is what a rank sends of its own, and
+    the sum of what comes in.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> from ring_attention_pytorch.geometry.tiles import Mask
@@ -62,9 +63,9 @@ def make_transport(
     device: torch.device,
     overtaken: bool = False,
 ) -> Transport:
-    """The transport of that name; all ranks of the ring make it together.
+    """Make the transport of that name; all ranks of the ring call this together.
 
-    Calls for own keys that are `overtaken` by the others' go on while gradients travel.
+    Calls for own keys that are `overtaken` by the others' run on while gradients travel.
     """
     if name == "gather" and (shared := shared_by(ring, device)) is not None:
         late = keys_come_late(blocks, at_once, job)
@@ -73,8 +74,11 @@ def make_transport(
 
 
 def make_together(gather: Transport, blocks: Workload, job: KVShape) -> GatherFirst | None:
-    """What spares the host where tokens are so few that it takes longer to launch a gather's calls
-    than a GPU to run them; all ranks of the ring make it together."""
+    """Make a gather that spares the host, if tokens are few; else return None.
+
+    With few tokens the host takes longer to launch a gather's calls than a GPU to run them. All
+    ranks of the ring call this together.
+    """
     if not (isinstance(gather, SymmetricGather) and gather.keeps and is_few(blocks, job)):
         return None
     return GatherFirst.like(gather, blocks, job, shared_by(gather.ring, gather.space.device))

@@ -1,8 +1,8 @@
 """Ulysses: all-to-all between heads and sequence, around any transport.
 
-Jacobs et al. 2023, "DeepSpeed Ulysses", section 3. Neighbours in a ring swap, so that each has
-all tokens of theirs for some heads; what then goes over the ring are those who have the same
-heads. What arrives lands in the order of positions, so that chunks of neighbours become one.
+Jacobs et al. 2023, "DeepSpeed Ulysses", section 3. Neighbours in a ring make an all-to-all, so
+that each has all their tokens for some heads. Keys then travel among the ranks that have the same
+heads. What arrives is put in the order of positions, so that chunks of neighbours become one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,11 +25,11 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtyp
 from ring_attention_pytorch.runtime.torch_func import signature_once
 from ring_attention_pytorch.schedule.pieces import KVShape
 
-Heads = tuple[tuple[int, ...], ...]  # of each place, which heads it gets
+Heads = tuple[tuple[int, ...], ...]  # which heads each place gets
 
 
 class Landing(NamedTuple):
-    """Where some rows of a place's shard lie among those of all places."""
+    """Some rows of a place's shard, and where they lie among those of all places."""
 
     place: int
     rows: slice
@@ -38,16 +38,16 @@ class Landing(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadPartition:
-    """How a tensor `[b, n, h, ...]` is spread: over sequence, or over heads."""
+    """A tensor `[b, n, h, ...]` split over sequence, or over heads, and both ways between."""
 
-    lengths: tuple[int, ...]  # of each place's shard
-    longest: int  # of any rank's
+    lengths: tuple[int, ...]  # tokens of each place's shard
+    longest: int  # tokens of the longest shard of any rank
     landings: tuple[Landing, ...]
     heads: Heads
 
     @cached_property
     def to_heads(self) -> CopyPlan:
-        """From own tokens of all heads to all tokens of own heads."""
+        """The all-to-all from own tokens of all heads to all tokens of own heads."""
         every = 1 + max(h for theirs in self.heads for h in theirs)
         return CopyPlan(
             given=tuple((length, every) for length in self.lengths),
@@ -64,7 +64,7 @@ class HeadPartition:
 
     @cached_property
     def to_sequence(self) -> CopyPlan:
-        """The reverse, the heads of one place behind those of another."""
+        """The all-to-all back to sequence, the heads of one place behind those of another."""
         ends = (*accumulate(map(len, self.heads)),)
         return CopyPlan(
             given=self.to_heads.got,
@@ -82,7 +82,7 @@ class HeadPartition:
 
 
 def ulysses_problem(degree: int, ring_size: int, heads: int) -> str | None:
-    """What is wrong with a degree; None if nothing. Alone, any degree is 1."""
+    """Say what is wrong with a degree; None if nothing. Alone, any degree is 1."""
     if degree < 1 or (ring_size > 1 and ring_size % degree):
         return f"ulysses must divide the ring's {ring_size} ranks, got {degree}"
     if ring_size > 1 and heads % degree:
@@ -91,7 +91,7 @@ def ulysses_problem(degree: int, ring_size: int, heads: int) -> str | None:
 
 
 def key_heads(heads: int, grouped: int, places: int) -> Heads:
-    """The key heads of each place's query heads, replicated as little as equal groups allow.
+    """List the key heads of each place's query heads, replicated as little as equal groups allow.
 
     >>> key_heads(8, 4, places=2)  # two key heads each, for four query heads
     ((0, 1), (2, 3))
@@ -107,7 +107,7 @@ def key_heads(heads: int, grouped: int, places: int) -> Heads:
 
 
 def land(shards: Sequence[Segments]) -> tuple[Segments, tuple[Landing, ...]]:
-    """The positions of several places' tokens in ascending order, and where each shard goes.
+    """Sort the positions of several places' tokens; return them, and where each shard goes.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> land(all_segments("zigzag", 4, 16)[2:])[0]  # as one of two ranks would hold them
@@ -140,7 +140,7 @@ def land(shards: Sequence[Segments]) -> tuple[Segments, tuple[Landing, ...]]:
 
 
 def _interleaved(found: list[Segment], total: int) -> Segments | None:
-    """The one progression that these make token by token in turn, if they do."""
+    """Return the one segment that these make token by token in turn; None if they make none."""
     turn = len(found)
     if turn < 2 or found[0].stride == 1 or found[0].stride % turn:
         return None
@@ -154,7 +154,10 @@ def _interleaved(found: list[Segment], total: int) -> Segments | None:
 
 @dataclass(frozen=True)
 class Ulysses:
-    """`together` are the neighbours who swap, `ring` those who then have the same heads."""
+    """The ranks of a ring under Ulysses.
+
+    `together` are the neighbours of the all-to-all, `ring` the ranks that then have the same heads.
+    """
 
     together: SubRing
     ring: SubRing
@@ -172,9 +175,10 @@ class Ulysses:
         k: Tensor,
         v: Tensor,
     ) -> tuple["Ulysses", tuple[Segments, ...], tuple[Segments, ...]]:
-        """For `segments` of queries and keys like these; and what then lies where.
+        """Make it for `segments` of queries and keys like these; and say what then lies where.
 
-        All ranks of the ring call this together.
+        Each place of the new ring has one item in both lists of segments that are returned. All
+        ranks of the ring call this together.
         """
         place = ring.rank % degree
         first = ring.rank - place
@@ -197,11 +201,11 @@ class Ulysses:
         return cls(together, rest, *spreads, shared), *landed
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All tokens of these neighbours, for some of the heads. Differentiable."""
+        """Bring all tokens of these neighbours here, for some of the heads. Differentiable."""
         return _ToHeads.apply(self, (self.queries, self.keys, self.keys), q, k, v)
 
     def to_sequence(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Their results back to where the tokens live, for all heads. Differentiable."""
+        """Bring results back to where their tokens live, for all heads. Differentiable."""
         if lse is None:
             return *_ToSequence.apply(self, (self.queries,), out), None
         by_token = rearrange(lse, "b h n -> b n h")
@@ -210,12 +214,12 @@ class Ulysses:
 
     @property
     def heads(self) -> slice:
-        """The heads of q that are here once they are swapped; they are neighbours."""
+        """The heads of q that are here after the all-to-all; they follow one another."""
         mine = self.queries.heads[self.together.rank]
         return slice(mine[0], mine[-1] + 1)
 
     def of_heads(self, terms: ScoreMods) -> ScoreMods:
-        """What terms of all heads are for those here, which a kernel counts from 0."""
+        """Cut terms of all heads to those here, which a kernel counts from 0."""
         alibi, mask_mod, dropout = terms.alibi, terms.mask_mod, terms.dropout
         first = self.heads.start
         return terms._replace(
@@ -225,16 +229,16 @@ class Ulysses:
         )
 
     def whole_mask(self, mask: Tensor) -> Tensor:
-        """The key mask `[b, m]` of all of these neighbours."""
+        """Gather the key mask `[b, m]` of all these neighbours."""
         same = replace(self.keys, heads=((0,),) * self.together.size)
         return self.spread([rearrange(mask, "b m -> b m 1")], [same])[0][..., 0]
 
     def spread(self, tensors: Sequence[Tensor], spreads: Sequence[HeadPartition]) -> list[Tensor]:
-        """Own tokens of all heads `[b, n, h, ...]` to all tokens of own heads."""
+        """Exchange own tokens of all heads `[b, n, h, ...]` for all tokens of own heads."""
         return self._swap(tensors, [s.to_heads for s in spreads])
 
     def unspread(self, tensors: Sequence[Tensor], spreads: Sequence[HeadPartition]) -> list[Tensor]:
-        """The reverse; what several places have of one head is summed, in their order."""
+        """Undo `spread`; what several places have of one head is summed, in their order."""
         found = self._swap(tensors, [s.to_sequence for s in spreads])
         return [_summed(t, s.heads) for t, s in zip(found, spreads)]
 
@@ -245,8 +249,10 @@ class Ulysses:
 
 
 class _ToHeads(Function):
-    """Tensors `[b, n, h, ...]` from sequence to heads. As it is linear, its tangents go the same
-    way, and gradients the other."""
+    """The all-to-all of tensors `[b, n, h, ...]` from sequence to heads.
+
+    It is linear: tangents go the same way, and gradients the other.
+    """
 
     @staticmethod
     @signature_once
@@ -269,7 +275,7 @@ class _ToHeads(Function):
 
 
 class _ToSequence(Function):
-    """Its inverse."""
+    """The all-to-all of tensors from heads back to sequence."""
 
     @staticmethod
     @signature_once
@@ -292,7 +298,7 @@ class _ToSequence(Function):
 
 
 def _neighbours(heads: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
-    """Heads that follow one another: which they are, and where they are among these."""
+    """Yield runs of heads that follow one another: which they are, and where among these."""
     first = 0
     for i, head in enumerate(heads, 1):
         if i == len(heads) or heads[i] != head + 1:
@@ -303,7 +309,7 @@ def _neighbours(heads: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
 def most_bytes(
     spreads: tuple[HeadPartition, HeadPartition], q: Tensor, k: Tensor, v: Tensor
 ) -> int:
-    """Of all that any rank gives at once: q, k and v; their gradients; out and lse."""
+    """Return the most bytes any rank gives at once: q, k and v; their gradients; out and lse."""
     places = len(spreads[0].lengths)
     (rows, heads), (cols, few) = ((s.longest, max(map(len, s.heads))) for s in spreads)
 
@@ -320,8 +326,10 @@ def most_bytes(
 
 
 def _summed(t: Tensor, heads: Heads) -> Tensor:
-    """All heads of what came from one place behind another; replicated ones in the accumulator's
-    dtype."""
+    """Return all heads, in order, of what came one place behind another.
+
+    Replicated heads are summed in the accumulator's dtype.
+    """
     order = [head for theirs in heads for head in theirs]
     if len(order) == (count := 1 + max(order)):
         return t
@@ -333,7 +341,7 @@ def _summed(t: Tensor, heads: Heads) -> Tensor:
 
 
 def job_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> KVShape:
-    """What a transport works for, once heads are swapped."""
+    """Return the shapes that a transport works for, after the all-to-all if there is one."""
     (b, _, heads, d), key_heads = q.shape, k.shape[2]
     if swap is not None:
         heads, key_heads = (len(spread.heads[0]) for spread in (swap.queries, swap.keys))
