@@ -61,7 +61,7 @@ def agree(
     for name in notes[0]["everywhere"]:
         _check_same(caller, name, [n["everywhere"].get(name) for n in notes], first=0)
     rings = [notes[first : first + ring.size] for first in range(0, len(notes), ring.size)]
-    for number, members in enumerate(rings):  # all rings are checked, so that no rank misses an error
+    for number, members in enumerate(rings):  # all of them: every rank raises
         for name in _names(members):
             values = [n["same"].get(name) for n in members]
             _check_same(caller, name, values, first=number * ring.size)

@@ -68,7 +68,7 @@ class Gather:
         return None
 
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
-        """Yield positions of own keys, then of others'; in backward some own ones are for the end."""
+        """Yield positions of own keys, then of others'; in backward some own ones come last."""
         length = count(own)
         cut = self._cut(length) if back else length
         yield slice_segments(own, slice(0, cut))
@@ -158,7 +158,7 @@ class Gather:
     def _pull(
         self, own: KVBlock, group: Round
     ) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
-        """Post the messages of a group; return a function that waits and puts together what came."""
+        """Post the messages of a group; return a function that waits and joins what came."""
         rank, pieces = self.ring.rank, group.pieces[self.ring.rank]
         tensors = [t for t in own[:3] if t is not None]
         sends = {user: of_owner(group.pieces[user], rank) for user in self._users(group.distances)}
@@ -191,7 +191,7 @@ class Gather:
         grads: tuple[GradAccumulator, GradAccumulator],
         own: tuple[GradAccumulator, GradAccumulator],
     ) -> Callable[[], None]:
-        """Post the gradients of a group; return a function that waits and adds what came to `own`."""
+        """Post a group's gradients; return a function that waits and adds what came to `own`."""
         rank, kinds = self.ring.rank, as_sent(own_keys)
         mine, messages = group.pieces[rank], {}
         found = [total.finalize() for total in grads]

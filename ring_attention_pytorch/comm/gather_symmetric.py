@@ -227,7 +227,7 @@ class SymmetricGather(Gather):
         return wait
 
     def _coming(self, group: Round, own: KVBlock) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Yield stretches of own tokens, and their gradients in the memory of ranks that have some."""
+        """Yield stretches of own tokens, and their gradients in other ranks' memory."""
         for here, users in self._of_grads(group):
             found = (
                 (self.space.grads.of(rank, self._form(own, length))[0], there)

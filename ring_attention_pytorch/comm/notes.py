@@ -83,7 +83,7 @@ def _in_one_line(subject: str | None) -> str:
 
 
 def call_site() -> str:
-    """Return where this library was called, as "at train.py:31"; empty if by no other code."""
+    """Return where this library was called, as "at train.py:31"; empty if no caller is found."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PASSED_BY):
         frame = frame.f_back

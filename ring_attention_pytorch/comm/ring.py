@@ -27,7 +27,7 @@ _host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary(
 
 
 class Transfer:
-    """Messages under way. Until `wait` it keeps what is sent alive, so that it stays as it is."""
+    """Messages under way. Until `wait` it holds what is sent, so that its memory is not reused."""
 
     def __init__(self, ring: "Ring", sends: Messages, receives: Messages, works: list[dist.Work]):
         self._steps, self._step, self._works = ring.steps, ring.steps.now, works
@@ -191,7 +191,7 @@ class Ring:
         return [ctypes.string_at(t.data_ptr(), size) for t in all_of_them]
 
     def shared(self) -> tuple[ProcessGroup, tuple[int, ...]] | None:
-        """Return a group whose ranks all do the same at the same time, and this ring's ranks in it."""
+        """Return a group whose ranks all do the same at the same time, and this ring's there."""
         if self.group is None or self.several:
             return None
         return self.group, tuple(range(self.size))

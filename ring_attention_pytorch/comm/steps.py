@@ -18,7 +18,7 @@ class Steps:
     """
 
     def __init__(self, met: list[int] | None = None) -> None:
-        self._met = [0] if met is None else met  # how often notes were compared: one list for a group
+        self._met = [0] if met is None else met  # notes compared so far, in all rings of a group
         self._since = self.calls = self.hops = self._base = 0
         self.about: tuple[int, str] = (0, "no call")  # number of a plan, and what is done
         self.broken: str | None = None  # what broke it, until all ranks compare notes again

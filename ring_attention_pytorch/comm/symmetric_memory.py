@@ -186,7 +186,7 @@ def space_of(group: ProcessGroup, device: torch.device) -> SymmetricWorkspace | 
 
 
 def _place(device: torch.device) -> str:
-    """Name the host, if this process can share memory of this device at all; else "" is returned."""
+    """Return the host's name, or "" if this process can't share memory of this device."""
     try:
         import torch.distributed._symmetric_memory  # noqa: F401
     except ImportError:

@@ -175,10 +175,9 @@ class Ulysses:
         k: Tensor,
         v: Tensor,
     ) -> tuple["Ulysses", tuple[Segments, ...], tuple[Segments, ...]]:
-        """Make it for `segments` of queries and keys like these; and say what then lies where.
+        """Make it for `segments` of queries and keys like these, which all ranks do together.
 
-        Each place of the new ring has one item in both lists of segments that are returned. All
-        ranks of the ring call this together.
+        The segments of queries and of keys are returned, too, that each rank of `ring` then holds.
         """
         place = ring.rank % degree
         first = ring.rank - place
