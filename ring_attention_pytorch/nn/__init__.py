@@ -1,1 +1,1 @@
-"""Layers and models, and the sharding of whole sequences."""
+"""Layers and models that run over a ring, and functions that shard whole sequences."""

@@ -1,4 +1,4 @@
-"""The attention layer.
+"""An attention layer that may run over a ring of processes.
 
 Parameter names, defaults and state-dict keys are those of ring-attention-pytorch 0.5.20.
 """
@@ -42,38 +42,43 @@ from ring_attention_pytorch.runtime.torch_func import tangents_note
 
 
 class RingAttention(nn.Module):
-    """Attention over a sequence that may be spread over a ring of processes.
+    """An attention layer for a sequence that may be spread over a ring of processes.
 
     Args:
         dim: model width.
-        dim_head, heads: width and number of query heads.
-        num_grouped_query_heads: query heads to each key head; must divide heads.
+        dim_head, heads: size and number of the query heads.
+        num_grouped_query_heads: query heads that share a key head; must divide heads.
         causal: no token sees a later one.
-        eps: has no meaning, here or before; only its default is accepted.
-        bucket_size: kernels that hold scores in memory hold those of so many queries at once.
-        ring_attn: use the ring. Without, or alone, everything works on this process' tokens.
-        ring_seq_size: tokens a rank, by which `auto_shard_seq` sizes the ring.
-        max_lookback_seq_len: the window: a token sees itself and so many tokens before it.
+        eps: has no effect, as in 0.5.20; only its default is accepted.
+        bucket_size: queries whose scores are in memory at once, in kernels that store scores.
+        ring_attn: use the ring. If False, or with one process, attention is among the tokens of
+            this process.
+        ring_seq_size: tokens per rank; `auto_shard_seq` chooses the ring size by it.
+        max_lookback_seq_len: the window: a token sees itself and this many tokens before it.
         striped_ring_attn: the same as layout="striped".
-        auto_shard_seq: every rank brings its own batch of whole sequences, they are spread
-            over the ring, and results come home. None is `ring_attn`.
-        prenorm: RMSNorm first.
-        force_regular_attn: `default_attention` on what is here, taken for a whole sequence.
+        auto_shard_seq: every rank passes its own batch of whole sequences. The layer shards them
+            over the ring and returns each rank the results of its batch. None is `ring_attn`.
+        prenorm: apply RMSNorm to the input first.
+        force_regular_attn: use `default_attention` on this process' tokens, taken for a whole
+            sequence.
         rotary_embed, rotary_embed_theta: rotate queries and keys by their global positions.
-        rotary_restart: by those in their own documents, which keeps angles small and precise.
-        use_cuda_kernel: must not be True; `kernel` chooses, and None takes the fastest.
-        layout: which tokens a rank holds. None is "contiguous", or, for sequences sharded
-            here and causal, "zigzag", and with documents `balanced`.
-        group: the ring's processes: ProcessGroup or DeviceMesh of one dimension; None is the
+        rotary_restart: rotate by positions within each document instead, which keeps angles small
+            and precise.
+        use_cuda_kernel: must not be True; choose with `kernel`, where None takes the fastest.
+        layout: which tokens a rank holds. None is "contiguous"; with auto_shard_seq it is
+            "zigzag" if causal, and as `balanced` deals them if there are documents.
+        group: the ring's processes, a ProcessGroup or a DeviceMesh of one dimension; None is the
             default group.
-        softclamp: c makes scores s into c * tanh(s / c).
-        kernel, transport, ulysses, memory: of `ring_attn`; all but kernel need the ring.
-        dropout: of `ring_attn`, in training only. Layers that share a plan: `plan.for_layer(i)`.
-        in_graphs: `RingPlan.in_graphs` where that can be, for batches without mask and documents of
-            which one alike came before, among those of the last four kinds. Not with dropout.
+        softclamp: c replaces scores s by c * tanh(s / c).
+        kernel, transport, ulysses, memory: as for `ring_attn`; all but kernel need the ring.
+        dropout: as for `ring_attn`, in training only. Layers that share a plan drop differently if
+            each takes `plan.for_layer(i)`.
+        in_graphs: use CUDA graphs (`RingPlan.in_graphs`) where possible: for batches without mask
+            and documents, from the second one of its kind on. Graphs of the last four kinds are
+            kept. Not with dropout.
 
     Raises:
-        ValueError: arguments that contradict one another.
+        ValueError: arguments are invalid or contradict one another.
 
     >>> attn = RingAttention(32, dim_head=8, heads=4, num_grouped_query_heads=2, causal=True)
     >>> attn(torch.randn(1, 7, 32)).shape
@@ -181,28 +186,29 @@ class RingAttention(nn.Module):
         documents: Tensor | None = None,
         cu_seqlens: Borders | None = None,
     ) -> Tensor:
-        """Attention of the tokens x to one another, or to a context.
+        """Compute attention of the tokens x to one another, or to a context.
 
         Args:
-            x: `[b, n, dim]`: this rank's batch of whole sequences with auto_shard_seq, else
+            x: `[b, n, dim]`: with auto_shard_seq this rank's batch of whole sequences, else
                 this rank's part of the sequence.
-            mask: bool `[b, n]`, True where a token may be seen; causal or not.
-            rotary_emb: angles `[n, dim_head]` of these tokens; `[b, n, dim_head]` where they are
-                sharded by hand.
-            force_ring_reduce_off: for this call x is a whole sequence of this process alone.
-            ring_size: consecutive ranks that make one ring; must divide the group.
-            context: `[b, m, dim]` to attend to instead, whole or a part as x is. Not causal.
-            context_mask: bool `[b, m]`.
+            mask: bool `[b, n]`, True where a token may be seen; with causal, too.
+            rotary_emb: angles `[n, dim_head]` of the tokens x; without auto_shard_seq also
+                `[b, n, dim_head]`.
+            force_ring_reduce_off: in this call x is a whole sequence of this process alone.
+            ring_size: number of consecutive ranks that make one ring; must divide the group.
+            context: `[b, m, dim]`, tokens to attend to instead of x: whole sequences or a part, as
+                x is. Needs a module that is not causal.
+            context_mask: bool `[b, m]`, True where a token of the context may be seen.
             plan: from `RingAttention.plan`, for tokens that are sharded already.
             documents: int `[b, n]`, equal where tokens of x may see one another.
-            cu_seqlens: the same by borders, of this rank's own batch with auto_shard_seq, else
-                of the whole sequence; as for `ring_attn`.
+            cu_seqlens: documents by their borders, as for `ring_attn`: with auto_shard_seq those of
+                this rank's own batch, else those of the whole sequence.
 
         Returns:
-            `[b, n, dim]`, of the same tokens.
+            `[b, n, dim]`, of the tokens x.
 
         Raises:
-            ValueError: what can't be, or differs between ranks, on all ranks alike.
+            ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         packed = {"documents": documents, "cu_seqlens": cu_seqlens}
         problem = problem_of(lambda: self._problem(x, mask, rotary_emb, context, context_mask))
@@ -246,7 +252,7 @@ class RingAttention(nn.Module):
         context: Tensor | None,
         context_mask: Tensor | None,
     ) -> str | None:
-        """What is wrong with this rank's arguments by themselves."""
+        """Say what is wrong with this rank's arguments, without asking other ranks."""
         dim, rotary = self.to_out.out_features, self.rotary_embed or rotary_emb is not None
         for name, t in {"x": x, "context": context}.items():
             if t is not None and (t.ndim != 3 or t.shape[2] != dim):
@@ -265,7 +271,7 @@ class RingAttention(nn.Module):
         if self.rotary_embed is not None and rotary_emb is not None:
             return "a module with rotary_embed makes its own angles, rotary_emb would be ignored"
         want = [x.shape[1], self.dim_head]
-        each = [] if self.spread.auto else [[x.shape[0], *want]]  # of each sample
+        each = [] if self.spread.auto else [[x.shape[0], *want]]  # angles of each sample
         if rotary_emb is not None and list(rotary_emb.shape) not in (want, *each):
             return f"rotary_emb must be {want}, got {list(rotary_emb.shape)}"
         if rotary_emb is not None and rotary_emb.device != x.device:
@@ -311,16 +317,16 @@ class RingAttention(nn.Module):
         cu_seqlens: Borders | None = None,
         layout: Layout | None = None,
     ) -> RingPlan:
-        """The plan for tokens sharded by hand, to be handed to all layers like this one.
+        """Make the plan for tokens that are sharded already, to pass to all layers like this one.
 
         Args:
-            x: `[b, n, dim]`, tokens like those that come.
+            x: `[b, n, dim]`, tokens of the shape, dtype and device of those to come.
             mask: bool `[b, n]`, True where a token may be seen.
             ring_size, documents, cu_seqlens: as for `forward`.
-            layout: another than the module's, as `balanced` makes it for one batch.
+            layout: a layout other than the module's, such as `balanced` makes for one batch.
 
         Raises:
-            ValueError: what can't be, or differs between ranks, on all ranks alike.
+            ValueError: an argument is invalid, or differs between ranks; on every rank.
 
         >>> layers = [RingAttention(16, dim_head=8, heads=2, causal=True) for _ in range(2)]
         >>> x = torch.randn(1, 5, 16)
@@ -336,7 +342,7 @@ class RingAttention(nn.Module):
         return self.plan_over(ring, x, mask, layout=layout or self.spread.layout, **packed)
 
     def plan_over(self, ring: Ring, x: Tensor, mask: Tensor | None, **options: Any) -> RingPlan:
-        """The same over a ring that is there already."""
+        """Make a plan as `plan` does, over a given ring; `options` are those of `RingPlan.make`."""
         grad = x.requires_grad or any(p.requires_grad for p in self.parameters())
         like = torch.empty((), dtype=x.dtype, device=x.device, requires_grad=grad)
         q, k = (like.expand(*x.shape[:2], h, self.dim_head) for h in (self.heads, self.key_heads))
@@ -357,7 +363,7 @@ class RingAttention(nn.Module):
 
     @property
     def rate(self) -> float:
-        """The dropout of a call now."""
+        """The dropout of a call now: 0 except in training."""
         return self.dropout if self.training else 0.0
 
     def _attend(
@@ -373,7 +379,7 @@ class RingAttention(nn.Module):
     ) -> Tensor:
         try:
             q, k, v = self._project(x, context)
-        except RuntimeError as error:  # of a dtype, or of memory: tell the ranks that wait
+        except RuntimeError as error:  # a wrong dtype, or no memory: tell the ranks that wait
             agree(ring, "ring attention", {}, problem=str(error))
         if plan is None and not self.force_regular_attn:
             also = {"rotary_emb": angles is not None} | tangents_note(q, k, v)

@@ -1,4 +1,4 @@
-"""Next-token loss over a sharded sequence: one mean over all real tokens, whatever the sharding."""
+"""Next-token loss over a sharded sequence: one mean over the real tokens of all ranks."""
 
 from typing import Any
 
@@ -14,9 +14,10 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
 def next_tokens(ids: Tensor, segments: tuple[Segments, ...], ring: Ring, nothing: int) -> Tensor:
-    """The id at each held position's successor, fetched from who holds it; `nothing` at the end.
+    """Return for each token held here the id of the next one, fetched from its owner.
 
-    Both sides go through positions in ascending order, in which every layout holds them.
+    The sequence's last token gets `nothing`. Sender and receiver both go through positions in
+    ascending order, in which every layout holds them, so no positions are sent.
     """
     at = [segment_positions(s, ids.device) for s in segments]
     mine = at[ring.rank]
@@ -30,10 +31,10 @@ def next_tokens(ids: Tensor, segments: tuple[Segments, ...], ring: Ring, nothing
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: Ring) -> Tensor:
-    """The mean over all real tokens of all ranks, the same on every rank; 0 if there are none.
+    """Compute the mean cross entropy over the real tokens of all ranks; 0 if there are none.
 
-    logits `[b, n, classes]`, labels `[b, n]`. Gradients averaged over ranks, as DDP and FSDP
-    do, are those of one process.
+    logits `[b, n, classes]`, labels `[b, n]`; the result is the same on every rank. Gradients
+    averaged over ranks, as DDP and FSDP do, are those of one process.
     """
     logits = logits.to(accumulation_dtype(logits.dtype)).flatten(0, 1)
     labels = labels.flatten()
@@ -46,7 +47,7 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: 
 
 
 class _SumOverRanks(Function):
-    """The sum over ranks, on every rank; backward sums what every rank made of it."""
+    """(x, ring) -> the sum of all ranks' x, on every rank; backward sums all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ring: Ring) -> Tensor:

@@ -1,4 +1,4 @@
-"""The norm before attention and feed-forward."""
+"""The normalisation layer before attention and feed-forward."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """Each token to length sqrt(dim), times a learned gamma (Zhang and Sennrich 2019)."""
+    """A layer that scales tokens to length sqrt(dim), times gamma (Zhang and Sennrich 2019)."""
 
     def __init__(self, dim: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Regular attention of one process, all scores at once: what the rest is compared with."""
+"""Regular attention on one process, with all scores in memory: the reference of the tests."""
 
 import torch
 from beartype import beartype
@@ -21,19 +21,19 @@ def default_attention(
     *,
     window: int | None = None,
 ) -> Tensor:
-    """Regular attention of one process, all scores at once: what the rest is compared with.
+    """Compute regular attention on one process, with all scores in memory, as a reference.
 
     Args:
         q, k, v: `[b, n, h, d]`, `[b, m, h_kv, d]`, `[b, m, h_kv, d_v]`.
         mask: bool `[b, m]`, True where a key may be seen, with causal too.
         causal, window: as for `ring_attn`; both need m = n.
-        softclamp_qk_sim: scores s become c * tanh(s / c), c being softclamp_value.
+        softclamp_qk_sim: scores s become c * tanh(s / c), where c is softclamp_value.
 
     Returns:
         `[b, n, h, d_v]` in q's dtype; 0 where a query sees nothing.
 
     Raises:
-        ValueError: causal or window with other key than query length, or a number out of range.
+        ValueError: causal or window with m other than n, or a number out of range.
 
     >>> q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
     >>> default_attention(q, k, k, causal=True).shape
@@ -60,7 +60,7 @@ def default_attention(
         hidden = hidden | (behind.abs() > window)
     if mask is not None:
         hidden = hidden | ~rearrange(mask, "b j -> b 1 1 1 j")
-    # the least finite number, so that a row that sees nothing is no NaN on its way to 0
+    # the least finite number, not -inf: softmax of a row that sees nothing must not be NaN
     scores = scores.masked_fill(hidden, torch.finfo(dtype).min)
     p = scores.softmax(dim=-1).masked_fill(hidden, 0.0)
     return rearrange(

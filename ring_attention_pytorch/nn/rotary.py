@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, "RoFormer") from global positions."""
+"""Rotary position embedding (Su et al. 2021, "RoFormer") by global positions."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -13,19 +13,20 @@ from ring_attention_pytorch.geometry.layouts import Layout, positions, resolve_l
 
 
 class RingRotaryEmbedding(nn.Module):
-    """Angles for the tokens that a rank holds.
+    """A module that computes the rotary angles of the tokens that a rank holds.
 
     Args:
-        dim: of the heads, even.
+        dim: head size, even.
         ring: a length given to `forward` is this rank's share of a sequence over the group.
-        striped: its layout is "striped".
+        striped: the same as layout="striped".
         buckets: must be 1; stripes here are single tokens.
-        theta: the longest wavelength over 2 pi.
+        theta: upper bound of the wavelengths, divided by 2 pi.
         layout: which tokens a rank holds; None is "striped" if striped, else "contiguous".
         group: the ring; None is the default group.
 
     Raises:
-        ValueError: an odd dim, buckets, an unknown or contradicted layout.
+        ValueError: dim is odd, theta is not positive, buckets is not 1, or the layout is unknown
+            or contradicts striped or ring.
 
     >>> RingRotaryEmbedding(4)(3)[2].tolist()  # position 2: angles 2 and 2 / 100, twice
     [2.0, 0.019999999552965164, 2.0, 0.019999999552965164]
@@ -56,11 +57,11 @@ class RingRotaryEmbedding(nn.Module):
         self.ring, self.layout, self.group = ring, resolve_layout(layout, striped), group
         if self.layout is not None and not ring:
             raise ValueError(f"layout={self.layout!r} needs ring=True")
-        # a buffer for the sake of checkpoints; `_apply` keeps it in float32
+        # a buffer, since checkpoints have it; `_apply` keeps it in float32
         self.register_buffer("inv_freq", theta ** -(torch.arange(0, dim, 2).float() / dim))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Self:
-        """Move with the module, but never lose digits: in bfloat16 positions would collide."""
+        """Move with the module, but stay float32: in bfloat16 positions would collide."""
         exact = self.inv_freq
         super()._apply(fn, *args, **kwargs)
         if self.inv_freq.dtype != exact.dtype:
@@ -69,11 +70,10 @@ class RingRotaryEmbedding(nn.Module):
 
     @beartype
     def forward(self, seq: int | Tensor) -> Tensor:
-        """Angles, float32 `[n, dim]`, of positions `[n]`, or of n tokens held by this rank.
+        """Return the angles, float32 `[n, dim]`, of positions `[n]`, or of n tokens of this rank.
 
-        Of positions `[b, n]`, as where each sample has documents of its own, `[b, n, dim]`.
-
-        A length means that every rank of the ring holds as many; else give the positions.
+        Positions `[b, n]`, for samples with documents of their own, give `[b, n, dim]`. An int n
+        is allowed only if every rank of the ring holds n tokens; else pass positions.
         """
         if isinstance(seq, int):
             ring = Ring(self.group) if self.ring else Ring.alone()
@@ -87,17 +87,17 @@ class RingRotaryEmbedding(nn.Module):
 
 @beartype
 def apply_rotary_pos_emb(pos: Tensor, t: Tensor, head_dim_first: bool = False) -> Tensor:
-    """Turn each pair (t[i], t[i + d / 2]) of the heads by its angle.
+    """Rotate each pair (t[i], t[i + d / 2]) of a head by its angle.
 
     Args:
         pos: angles `[n, d]`, or `[b, n, d]`.
         t: queries or keys `[b, n, h, d]`, or `[b, h, n, d]` with head_dim_first.
 
     Returns:
-        The same shape and dtype; computed in float32 at least.
+        A tensor of t's shape and dtype; computed in float32 at least.
 
     Raises:
-        ValueError: angles of another shape.
+        ValueError: the angles are of another shape, or d is odd.
 
     >>> apply_rotary_pos_emb(torch.zeros(3, 8), torch.ones(1, 3, 2, 8)).dtype
     torch.float32

@@ -1,7 +1,7 @@
-"""Whole sequences to shards and back, differentiably, by exchanging exactly what is needed.
+"""Differentiable sharding of whole sequences, and its inverse; only needed tokens are sent.
 
-One convention of gradients: backward differentiates the sum of every rank's result, each
-rank's tensors being separate variables.
+Convention of gradients: backward differentiates the sum of every rank's result, where each
+rank's tensors are separate variables.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,18 +37,18 @@ Shape = tuple[int, ...]
 def shard_sequence(
     x: Tensor, *, dim: int = 1, layout: Layout = "contiguous", group: Group = None
 ) -> Tensor:
-    """This rank's part of a sequence that every rank of the ring has whole.
+    """Return this rank's part of a sequence that every rank of the ring has whole.
 
     Args:
         x: any tensor whose dimension `dim` is the sequence: ids, labels, masks, embeddings.
-        layout: "contiguous", "striped", "zigzag" or what `balanced` made.
+        layout: "contiguous", "striped", "zigzag" or a result of `balanced`.
         group: the ring; None is the default group, or this process alone.
 
     Returns:
         x at this rank's positions, in the order in which it holds them. Nothing is sent.
 
     Raises:
-        ValueError: an unknown layout or one dealt for others, or a dim that x doesn't have.
+        ValueError: the layout is unknown or was made for another sequence, or x has no such dim.
 
     >>> shard_sequence(torch.arange(4)[None])
     tensor([[0, 1, 2, 3]])
@@ -65,18 +65,18 @@ def shard_sequence(
 def unshard_sequence(
     x: Tensor, *, length: int, dim: int = 1, layout: Layout = "contiguous", group: Group = None
 ) -> Tensor:
-    """The whole sequence, on every rank of the ring, from everyone's part.
+    """Gather the whole sequence, on every rank of the ring, from the ranks' parts.
 
     Args:
         x: this rank's part, as `shard_sequence` or a module gives it.
-        length: of the whole sequence.
+        length: tokens of the whole sequence.
         dim, layout, group: as for `shard_sequence`.
 
     Returns:
-        The whole. Its backward brings every rank's gradient of my part to me and sums them.
+        The whole sequence. Backward sums all ranks' gradients of a part, on the part's owner.
 
     Raises:
-        ValueError: on all ranks alike, if parts are not the layout's or differ elsewhere.
+        ValueError: a part's length is not the layout's, or parts differ otherwise; on every rank.
 
     >>> unshard_sequence(torch.arange(4)[None], length=4)
     tensor([[0, 1, 2, 3]])
@@ -105,17 +105,17 @@ def unshard_sequence(
 
 @dataclass(frozen=True)
 class AutoShard:
-    """Every rank's own whole-length batch, spread over rings of consecutive ranks.
+    """A sharding of every rank's own batch of whole sequences over rings of consecutive ranks.
 
-    A ring of R ranks works on the batches of its R ranks, one after another, each rank on its
-    positions of all of them.
+    A ring of R ranks works on the batches of its R ranks, joined in the order of ranks; each rank
+    holds its positions of all their samples.
     """
 
     ring: Ring
     layout: Layout
     length: int
     batch_sizes: tuple[int, ...]
-    packing: BatchDocuments | None = None  # the documents of all their samples
+    packing: BatchDocuments | None = None  # the documents of all samples of the ring
 
     @classmethod
     def make(
@@ -129,17 +129,18 @@ class AutoShard:
         same: Mapping[str, Any],
         packing: BatchDocuments | None = None,
     ) -> "AutoShard":
-        """Agreed by all ranks of the group; x is `[b, n, ...]`, `same` what else must agree.
+        """Choose rings for x `[b, n, ...]`; all ranks of the group call this and agree on it.
 
-        `packing` are the documents of this rank's samples.
+        `same` is what else must be the same on all ranks, `packing` the documents of this rank's
+        samples.
 
         Raises:
-            ValueError: lengths differ within a ring, or the rest of x between ranks.
+            ValueError: n differs within a ring, or something else between ranks; on every rank.
         """
         everyone = as_ring(group)
         problem = None
         if everyone.size == 1:
-            ring_size = None  # alone, a ring of any size is this process
+            ring_size = None  # with one process, a ring of any size is that process
         if ring_size is not None and (ring_size < 1 or everyone.size % ring_size):
             problem = f"ring_size must divide the group's {everyone.size} ranks, got {ring_size}"
         agreed = dict(same, ring_seq_size=ring_seq_size, ring_size=ring_size, layout=str(layout))
@@ -167,11 +168,11 @@ class AutoShard:
         return all_segments(self.layout, self.ring.size, self.length)
 
     def positions(self, device: torch.device | None = None) -> Tensor:
-        """The positions that this rank holds."""
+        """Return the positions that this rank holds, int64 `[n]`."""
         return segment_positions(self.segments[self.ring.rank], device)
 
     def like(self, x: Tensor) -> "AutoShard":
-        """The same for another sequence of the same samples, cut into contiguous parts."""
+        """Make the sharding of a context x `[b, m, ...]` of the same samples: contiguous parts."""
         b = self.batch_sizes[self.ring.rank]
         problem = None if len(x) == b else f"context must be of {b} samples as x is, got {len(x)}"
         same = {"context length": x.shape[1], "dtype": x.dtype, "width": list(x.shape[2:])}
@@ -180,14 +181,14 @@ class AutoShard:
         return AutoShard(self.ring, "contiguous", x.shape[1], self.batch_sizes)
 
     def shard(self, x: Tensor) -> Tensor:
-        """`[b, N, ...]` of this rank's batch to `[B, n, ...]`, this rank's part of the ring's."""
+        """Shard this rank's batch `[b, N, ...]`; return its part `[B, n, ...]` of the ring's."""
         at = [segment_positions(s, x.device) for s in self.segments]
         held = len(at[self.ring.rank])
         shapes = [(b, held, *x.shape[2:]) for b in self.batch_sizes]
         return torch.cat(all_to_all([x[:, p] for p in at], shapes, self.ring))
 
     def unshard(self, x: Tensor) -> Tensor:
-        """Its inverse: every sample goes home whole."""
+        """Undo `shard`: turn parts `[B, n, ...]` into this rank's whole samples `[b, N, ...]`."""
         b = self.batch_sizes[self.ring.rank]
         shapes = [(b, count(s), *x.shape[2:]) for s in self.segments]
         parts = all_to_all(list(x.split(self.batch_sizes)), shapes, self.ring)
@@ -196,7 +197,7 @@ class AutoShard:
 
 @dataclass(frozen=True)
 class ShardConfig:
-    """How a module's tokens are spread: its ring options, checked and resolved."""
+    """The ring options of a module, checked and resolved: how its tokens are sharded."""
 
     ring_attn: bool
     auto: bool
@@ -204,7 +205,7 @@ class ShardConfig:
     layout: Layout
     group: Group
     causal: bool
-    free: bool  # to take another layout where that is better
+    free: bool  # whether another layout may be taken where that is faster
 
     @classmethod
     def make(
@@ -217,7 +218,7 @@ class ShardConfig:
         striped: bool,
         group: Group,
     ) -> "ShardConfig":
-        """Raises ValueError for options that need ring_attn or contradict one another."""
+        """Resolve options; raise ValueError if they need ring_attn or contradict one another."""
         auto = ring_attn if auto is None else auto
         layout = resolve_layout(layout, striped)
         for name, given in {"auto_shard_seq": auto, "a layout": layout, "a group": group}.items():
@@ -231,15 +232,15 @@ class ShardConfig:
         return cls(ring_attn, auto, ring_seq_size, layout, group, causal, free)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardConfig":
-        """Frozen, and process groups can't be copied: copies of a module share it."""
+        """Return this very object: it is frozen, and process groups can't be copied."""
         return self
 
     def on(self, off: bool) -> bool:
-        """Whether a call goes over the ring."""
+        """Tell whether a call goes over the ring, unless it is `off` for that call."""
         return self.ring_attn and not off
 
     def ring(self, on: bool, ring_size: int | None) -> Ring:
-        """The ring of a call, or this process alone."""
+        """Return the ring of a call, or a ring of this process alone."""
         if on:
             return as_ring(self.group, ring_size)
         if ring_size is not None:
@@ -247,7 +248,7 @@ class ShardConfig:
         return Ring.alone()
 
     def check(self, problem: str | None, on: bool, ring_size: int | None, caller: str) -> None:
-        """Raise this rank's problem on all ranks: it takes the place of their next agreement."""
+        """Raise this rank's problem on all ranks, in place of the call's agreement."""
         if problem is None:
             return
         if on and self.auto:
@@ -262,7 +263,7 @@ class ShardConfig:
         packing: BatchDocuments | None = None,
         window: int | None = None,
     ) -> AutoShard:
-        """The automatic sharding of whole sequences x, balanced where documents are packed."""
+        """Choose the automatic sharding of whole sequences x; balance it if there are documents."""
         shards = AutoShard.make(
             x, ring_seq_size=self.ring_seq_size, layout=self.layout, group=self.group,
             ring_size=ring_size, same=same, packing=packing,
@@ -274,7 +275,10 @@ class ShardConfig:
 
 
 def told_by_module(caller: str) -> Callable[[dict[str, Any], str], None]:
-    """For `typed` calls of modules with a `ShardConfig`, which agree as that caller."""
+    """Make the `tell` of `typed` for methods of modules with a `ShardConfig`.
+
+    `caller` is the name under which these methods agree with other ranks.
+    """
 
     def tell(given: dict[str, Any], problem: str) -> None:
         if given.get("plan") is not None:
@@ -291,7 +295,10 @@ def told_by_module(caller: str) -> Callable[[dict[str, Any], str], None]:
 def packed_problem(
     x: Tensor, documents: Tensor | None, cu_seqlens: Borders | None, *, able: bool, whole: bool
 ) -> str | None:
-    """What is wrong with the documents of a module's tokens, `whole` or not, if it is `able`."""
+    """Say what is wrong with the documents of a module's tokens x.
+
+    `able`: the call supports documents; `whole`: x are whole sequences, not shards.
+    """
     if documents is None and cu_seqlens is None:
         return None
     if not able:
@@ -300,7 +307,7 @@ def packed_problem(
 
 
 def mask_problem(name: str, mask: Tensor | None, x: Tensor) -> str | None:
-    """What is wrong with the mask of tokens x `[b, n, ...]`."""
+    """Say what is wrong with the mask of tokens x `[b, n, ...]`; None if nothing is."""
     want = list(x.shape[:2])
     if mask is None:
         return None
@@ -315,7 +322,7 @@ def mask_problem(name: str, mask: Tensor | None, x: Tensor) -> str | None:
 
 
 def smallest_ring(length: int, ring_seq_size: int, world: int) -> int:
-    """The least divisor of the world that holds the sequence, or all of the world.
+    """Return the least divisor of `world` whose ranks can hold the sequence, else `world`.
 
     >>> [smallest_ring(n, ring_seq_size=512, world=12) for n in (0, 512, 513, 2000, 10**6)]
     [1, 1, 2, 4, 12]
@@ -325,7 +332,7 @@ def smallest_ring(length: int, ring_seq_size: int, world: int) -> int:
 
 
 def _grad_mode(x: Tensor) -> dict[str, Any]:
-    """A rank that goes backward must not find the others gone."""
+    """Return what ranks must share so that all of them run backward, or none does."""
     grad = torch.is_grad_enabled()
     return {"grad mode": grad, "requires_grad": grad and x.requires_grad}
 
@@ -335,7 +342,7 @@ def _dim_problem(x: Tensor, dim: int) -> str | None:
 
 
 def all_to_all(pieces: list[Tensor], shapes: list[Shape], ring: Ring) -> list[Tensor]:
-    """Piece i goes to rank i; what comes from rank i has `shapes[i]`. Differentiable."""
+    """Send piece i to rank i, and return what came from each, of `shapes[i]`. Differentiable."""
     mine = pieces.pop(ring.rank)
     if ring.size == 1:
         return [mine]
@@ -346,7 +353,7 @@ def all_to_all(pieces: list[Tensor], shapes: list[Shape], ring: Ring) -> list[Te
 
 
 class _AllToAll(Function):
-    """Pieces for, and from, every other rank."""
+    """(ring, shapes, pieces for every other rank) -> pieces from every other rank."""
 
     @staticmethod
     def forward(ctx: Any, ring: Ring, shapes: list[Shape], *pieces: Tensor) -> tuple[Tensor, ...]:
@@ -359,7 +366,7 @@ class _AllToAll(Function):
 
 
 class _Gather(Function):
-    """Everyone's x, in the order of ranks."""
+    """(x, ring, shapes) -> every rank's x, in the order of ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ring: Ring, shapes: list[Shape]) -> tuple[Tensor, ...]:
@@ -382,7 +389,7 @@ class _Gather(Function):
 
 
 def _swap(ring: Ring, shapes: Sequence[Shape], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors to, and from, every other rank in order."""
+    """Send tensor i to the i-th other rank; return those that came, in the order of ranks."""
     others = [rank for rank in range(ring.size) if rank != ring.rank]
     received = [tensors[0].new_empty(shape) for shape in shapes]
     sends = [(rank, t.contiguous()) for rank, t in zip(others, tensors)]
@@ -391,7 +398,7 @@ def _swap(ring: Ring, shapes: Sequence[Shape], tensors: Sequence[Tensor]) -> lis
 
 
 def _in_order(x: Tensor, segments: tuple[Segments, ...], dim: int) -> Tensor:
-    """From the order of ranks to the order of positions."""
+    """Sort x along dim from the order of ranks to the order of positions."""
     held = torch.cat([segment_positions(s) for s in segments])
     if bool((held.diff() > 0).all()):
         return x

@@ -37,7 +37,7 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 
 
 class _Tokens(NamedTuple):
-    """A batch, or this rank's part of one."""
+    """The ids, mask and labels `[b, n]` of a batch, or this rank's part of them."""
 
     ids: Tensor
     mask: Tensor | None
@@ -45,33 +45,35 @@ class _Tokens(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """What this rank works on: its part of ids, mask and labels, and how it came to be."""
+    """The part of ids, mask and labels that this rank works on, and how it was sharded."""
 
     ids: Tensor
     mask: Tensor | None
     labels: Tensor | None
     ring: Ring
-    everyone: Ring  # of whose tokens the loss is the mean
+    everyone: Ring  # the ranks over whose tokens the loss is the mean
     shards: AutoShard | None
     packing: BatchDocuments | None
     layout: Layout
 
 
 class RingTransformer(nn.Module):
-    """Token ids to logits or loss: pre-norm attention and GELU feedforward blocks, rotary.
+    """A transformer from token ids to logits or loss, over sequences that may be sharded.
+
+    Its blocks are pre-norm attention with rotary embedding, and a GELU feed-forward.
 
     Args:
-        num_tokens, dim, depth: vocabulary, model width, blocks.
-        ff_mult: width of the feedforward, in dims.
-        ignore_index: the label of a token that has none.
+        num_tokens, dim, depth: size of the vocabulary, model width, number of blocks.
+        ff_mult: width of the feed-forward, as a multiple of dim.
+        ignore_index: the label of a token that has no target.
         max_lookback_seq_len: the window, one for all blocks or one for each.
         auto_shard_seq: None is ring_attn.
-        rotary_restart: angles by the positions in a document, not in the whole sequence.
-        attn_dropout: of attention's probabilities, in training only.
+        rotary_restart: angles by positions in the document, not in the whole sequence.
+        attn_dropout: dropout of attention's probabilities, in training only.
         The rest: as for `RingAttention`.
 
     Raises:
-        ValueError: arguments that contradict one another.
+        ValueError: arguments are invalid or contradict one another.
 
     >>> model = RingTransformer(num_tokens=256, dim=16, depth=2, dim_head=8, heads=2, causal=True)
     >>> model(torch.randint(0, 256, (1, 9))).shape
@@ -154,29 +156,30 @@ class RingTransformer(nn.Module):
         documents: Tensor | None = None,
         cu_seqlens: Borders | None = None,
     ) -> Tensor:
-        """Logits, or the loss.
+        """Compute the logits, or the loss.
 
         Args:
-            x: ids `[b, n]`: this rank's batch of whole sequences with auto_shard_seq, else this
+            x: ids `[b, n]`: with auto_shard_seq this rank's batch of whole sequences, else this
                 rank's part of the sequence.
             mask: bool `[b, n]`, True where there is a real token.
-            labels: `[b, n]`, targets as they stand, `ignore_index` where there is none; x is then
-                all inputs. Gives the loss.
-            return_loss: the loss of predicting each next token, wherever it lives.
-            force_ring_reduce_off: for this call x is a whole sequence of this process alone.
-            ring_size: consecutive ranks that make one ring; must divide the group.
-            documents: int `[b, n]`, equal where tokens of x may see one another. What follows a
-                token in another document is not what it has to predict.
-            cu_seqlens: the same by borders, of this rank's own batch with auto_shard_seq, else
-                of the whole sequence; as for `ring_attn`.
+            labels: `[b, n]`, the target of each token of x, not shifted; `ignore_index` where there
+                is none. If given, the result is the loss.
+            return_loss: without labels, the target of each token is the next one of the sequence,
+                on whichever rank; the result is the loss.
+            force_ring_reduce_off: in this call x is a whole sequence of this process alone.
+            ring_size: number of consecutive ranks that make one ring; must divide the group.
+            documents: int `[b, n]`, equal where tokens of x may see one another. The last token of
+                a document has no target.
+            cu_seqlens: documents by their borders, as for `ring_attn`: with auto_shard_seq those of
+                this rank's own batch, else those of the whole sequence.
 
         Returns:
-            Logits `[b, n, num_tokens]` of the same tokens as x; or a scalar, the mean cross
-            entropy over all real tokens of all ranks of the group, the same on every rank. Its
+            Logits `[b, n, num_tokens]` of the tokens x; or the loss, a scalar: the mean cross
+            entropy over the real tokens of all ranks of the group, the same on every rank. Its
             gradients, averaged over ranks, are those of one process.
 
         Raises:
-            ValueError: what can't be, or differs between ranks, on all ranks alike.
+            ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         packed = {"documents": documents, "cu_seqlens": cu_seqlens}
         off = force_ring_reduce_off or self.force_regular_attn
@@ -244,7 +247,7 @@ class RingTransformer(nn.Module):
     def _shifted(
         self, x: Tensor, mask: Tensor | None, packing: BatchDocuments | None
     ) -> tuple[Tensor, Tensor | None, Tensor, BatchDocuments | None]:
-        """Whole sequences as inputs, less their last tokens, and the tokens that follow them."""
+        """Split whole sequences x into inputs, without the last token, and their next tokens."""
         labels = x[:, 1:].long()
         if mask is not None:
             labels = labels.masked_fill(~mask[:, 1:], self.ignore_index)
@@ -264,7 +267,7 @@ class RingTransformer(nn.Module):
         given: dict[str, Any],
         packed: dict[str, Any],
     ) -> _Batch:
-        """Tokens that come in shards."""
+        """Prepare tokens that the caller has sharded; with `shift`, fetch their next tokens."""
         (x, mask, labels), ring = tokens, self.spread.ring(True, ring_size)
         given |= {"batch": x.shape[0], "device": x.device.type}
         given |= {"cu_seqlens": digest(packed["cu_seqlens"])}
@@ -287,14 +290,14 @@ class RingTransformer(nn.Module):
             labels = next_tokens(ids, segments, ring, self.ignore_index)
             if packing is not None:
                 labels = labels.masked_fill(last_of_document(packing, at), self.ignore_index)
-            if not self.causal:  # the last token is a target only, so no other may see it
+            if not self.causal:  # the sequence's last token is a target only: none may see it
                 here = at < sum(lengths) - 1
                 mask = here.expand(x.shape) if mask is None else mask & here
         everyone = as_ring(self.spread.group)
         return _Batch(x, mask, labels, ring, everyone, None, packing, self.spread.layout)
 
     def _plans(self, tokens: Tensor, batch: _Batch) -> dict[tuple[int | None, float], RingPlan]:
-        """One plan for each window and dropout that occur, made before the first block."""
+        """Make a plan for each (window, dropout) that occurs, before the first block."""
         if self.force_regular_attn:
             return {}
         some_layer = {(attn.window, attn.rate): attn for attn, _ in self.layers}
@@ -309,7 +312,7 @@ class RingTransformer(nn.Module):
 def _problem(
     x: Tensor, mask: Tensor | None, labels: Tensor | None, classes: int, ignored: int
 ) -> str | None:
-    """What is wrong with this rank's arguments by themselves."""
+    """Say what is wrong with this rank's arguments, without asking other ranks."""
     if x.ndim != 2 or x.dtype not in (torch.int64, torch.int32) or x.is_meta:
         return (
             "x must be int64 or int32 ids [batch, tokens] that have values, "
@@ -331,6 +334,6 @@ def _problem(
 
 
 def feed_forward(dim: int, mult: int) -> nn.Sequential:
-    """RMSNorm and two linear layers with a GELU between."""
+    """Make a feed-forward: RMSNorm, then two linear layers with a GELU between."""
     inner = int(dim * mult)
     return nn.Sequential(RMSNorm(dim), nn.Linear(dim, inner), nn.GELU(), nn.Linear(inner, dim))
