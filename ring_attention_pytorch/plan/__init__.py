@@ -1,1 +1,1 @@
-"""What a call does, decided and agreed by all ranks before it starts."""
+"""Plans: what a call does, decided and agreed by all ranks before it starts."""

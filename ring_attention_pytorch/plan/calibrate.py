@@ -1,4 +1,4 @@
-"""How fast a kernel and the links of a group are: measured once for each, for the cost model.
+"""The speeds of a kernel and of a group's links, measured once for each, for the cost model.
 
 The slowest rank counts, so all ranks get the same figures and choose alike.
 """
@@ -29,22 +29,22 @@ Seconds = dict[str, float]
 
 ROOM = 8 << 30  # bytes at most for others' keys where neither transport nor memory is given
 
-_BYTES = (1 << 16, 8 << 20, 64 << 20)  # of messages
-_PULLED = 16 << 20  # bytes, of which shared memory keeps a part
+_BYTES = (1 << 16, 8 << 20, 64 << 20)  # of the messages that are timed
+_PULLED = 16 << 20  # bytes, of which symmetric memory keeps one rank's part
 _FLOPS = 1 << 37  # of the block that a kernel computes: a fraction of a millisecond on an H200
 _ROUNDS = 3
 _known: WeakKeyDictionary[ProcessGroup, dict[Hashable, Seconds]] = WeakKeyDictionary()
 
 
 def measures(like: Tensor, named: str | None) -> bool:
-    """Whether a plan that names this transport measures; a group's ranks must do alike."""
+    """Tell whether a plan that names this transport measures; a group's ranks must do alike."""
     return named is None and like.is_cuda and not torch.are_deterministic_algorithms_enabled()
 
 
 def room_left(like: Tensor) -> int:
-    """Bytes that others' keys may take here: where it measures at most half of what nobody has.
+    """Return the bytes others' keys may take here: where plans measure, at most half of free ones.
 
-    Rounded to a power of two, for it decides in which groups owners come.
+    They are rounded down to a power of two, because they decide in which groups owners come.
     """
     if not measures(like, None):
         return ROOM
@@ -62,9 +62,9 @@ def select_transport(
     at_once: int,
     like: Tensor,
 ) -> tuple[str, Hardware]:
-    """The transport of a plan, and the machine for which it was chosen.
+    """Choose the transport of a plan; return it and the machine for which it was chosen.
 
-    All ranks of the group come here together, if they measure.
+    All ranks of the group call this together, if they measure.
     """
     if not measures(like, named) or ring.size == 1:
         machine = H200 if like.is_cuda else None
@@ -78,9 +78,9 @@ def select_transport(
 def hardware_of(
     ring: Ring, degree: int, kernel: SelectedKernel, job: KVShape, like: Tensor
 ) -> Hardware:
-    """What this ring is, as the cost model sees it, each `degree`-th of its ranks being neighbours.
+    """Return this ring's speeds for the cost model; its neighbours are `degree` ranks apart.
 
-    Asks all ranks of the group what they know, and measures what any of them does not.
+    All ranks of the group tell what they know. What any of them does not know is measured.
     """
     known = _known.setdefault(ring.group, {})
     links = "links", ring.size, degree
@@ -97,7 +97,7 @@ def hardware_of(
 
 
 def hardware_from(found: Seconds, domain: int, job: KVShape) -> Hardware:
-    """The machine that takes so many seconds; what was not measured is as on an H200.
+    """Make the machine that takes so many seconds; what was not measured is as on an H200.
 
     >>> found = {f"near {n}": 1e-4 + n / 100e9 for n in (1 << 16, 8 << 20, 64 << 20)}
     >>> machine = hardware_from(found, domain=4, job=KVShape(1, 32, 8, 128, 128, 2))
@@ -123,7 +123,7 @@ def hardware_from(found: Seconds, domain: int, job: KVShape) -> Hardware:
 
 
 def same_host(hosts: Sequence[str], ring_size: int) -> int:
-    """How many consecutive ranks of a ring share a machine, the least of all rings.
+    """Return how many consecutive ranks of a ring share a host, the least of all rings.
 
     >>> same_host("aabb", 4), same_host("aaa", 3), same_host("abb", 3), same_host("aaabbb", 2)
     (2, 3, 1, 1)
@@ -138,7 +138,7 @@ def same_host(hosts: Sequence[str], ring_size: int) -> int:
 
 
 def _slowest(ring: Ring, mine: Seconds | None) -> Seconds:
-    """The most seconds that any rank of the group took; nothing where one of them could not."""
+    """Return the most seconds that any rank of the group took; nothing if one could not measure."""
     told = [json.loads(note) for note in ring.gather_notes("speeds", json.dumps(mine).encode())]
     if None in told:
         return {}
@@ -147,10 +147,13 @@ def _slowest(ring: Ring, mine: Seconds | None) -> Seconds:
 
 
 def _links(ring: Ring, degree: int, hosts: Sequence[str], device: torch.device) -> Seconds | None:
-    """Of messages between neighbours, near where both are on this host, and of pulls."""
+    """Time messages between neighbours, and pulls; None if some rank lacks memory.
+
+    Messages of n bytes are "near n" if both neighbours are on this host, and else "far n".
+    """
     try:  # all of them or none: from here on ranks wait for one another
         buffers = [room(torch.empty(0, device=device), _BYTES[-1]).zero_() for _ in range(2)]
-    except RuntimeError:  # no memory left: then it is not worth a failure
+    except RuntimeError:  # no memory left: measuring is not worth a failure
         buffers = []
     if b"" in ring.gather_notes("room to measure", b"here" if buffers else b""):
         return None
@@ -169,7 +172,7 @@ def _links(ring: Ring, degree: int, hosts: Sequence[str], device: torch.device) 
 
 
 def _pulls(ring: Ring, into: Tensor) -> Seconds:
-    """Of as many bytes as these, out of all others' memory, where that can be."""
+    """Time pulls of as many bytes as these, out of all others' memory, if it is shared."""
     if (shared := shared_by(ring, into.device)) is None:
         return {}
     space, group, ranks = shared
@@ -185,12 +188,12 @@ def _pulls(ring: Ring, into: Tensor) -> Seconds:
 
 
 def _kernel(kernel: SelectedKernel, job: KVShape, like: Tensor) -> Seconds | None:
-    """Of one plain block that shows everything, but for kernels that hold scores in memory."""
+    """Time one block that is all visible, but not for kernels that hold scores in memory."""
     if not {"eager", "flex"}.isdisjoint(kernel.name.split("+")):
         return {}
     try:
         return _speeds(kernel, job, like)
-    except RuntimeError:  # no memory left: then it is not worth a failure
+    except RuntimeError:  # no memory left: measuring is not worth a failure
         return None
 
 
@@ -224,7 +227,7 @@ def _speeds(kernel: SelectedKernel, job: KVShape, like: Tensor) -> Seconds:
 
 
 def _tokens(job: KVShape) -> int:
-    """Queries and keys of the block that is measured, of one sample."""
+    """Return the number of queries and keys of the block that is measured, of one sample."""
     pairs = _FLOPS / max(1, job._replace(batch=1).pair_flops)
     return max(128, min(4096, int(pairs**0.5) // 128 * 128))
 
@@ -232,7 +235,7 @@ def _tokens(job: KVShape) -> int:
 def _seconds(
     run: Callable[[], object], device: torch.device, together: Ring | None = None
 ) -> float:
-    """The median of a few, begun together by all ranks of the group; the first does not count."""
+    """Return the median of a few runs after a first; ranks of `together` begin each together."""
     found = []
     for _ in range(1 + _ROUNDS):
         if together is not None:

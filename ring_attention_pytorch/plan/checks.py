@@ -1,4 +1,4 @@
-"""What can be wrong with tensors and options, and what ranks must have the same of them."""
+"""Checks of tensors and options, and what ranks must have the same of them."""
 
 from collections.abc import Mapping
 from itertools import accumulate
@@ -38,7 +38,7 @@ class Signature(tuple):
 
 
 def autocast_dtype(t: Tensor) -> torch.dtype:
-    """What autocast makes of attention's inputs: its dtype, for all of them but float64."""
+    """Return the dtype that an input of attention gets: autocast's, unless it is float64."""
     device = t.device.type
     if (
         not torch.amp.is_autocast_available(device)
@@ -50,7 +50,7 @@ def autocast_dtype(t: Tensor) -> torch.dtype:
 
 
 def like_autocast(t: Tensor) -> Tensor:
-    """The tensor, or one without memory that looks as autocast will make it."""
+    """Return the tensor, or one without memory that looks as autocast will make it."""
     if (dtype := autocast_dtype(t)) == t.dtype:
         return t
     one = torch.empty((), dtype=dtype, device=t.device, requires_grad=t.requires_grad)
@@ -73,7 +73,7 @@ def agreed_shapes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
 
 
 def qkv_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """What is wrong with this rank's tensors by themselves."""
+    """Say what is wrong with this rank's tensors by themselves; None if nothing."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if any(t.ndim != 4 for t in (q, k, v)):
         return f"q, k, v must be [batch, tokens, heads, head size], got {shapes}"
@@ -100,7 +100,7 @@ def qkv_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def key_mask_problem(key_mask: Tensor | None, k: Tensor) -> str | None:
-    """What is wrong with a mask of keys like these."""
+    """Say what is wrong with a mask of keys like these; None if nothing."""
     if key_mask is None:
         return None
     if key_mask.dtype != torch.bool or key_mask.shape != k.shape[:2]:
@@ -114,7 +114,7 @@ def key_mask_problem(key_mask: Tensor | None, k: Tensor) -> str | None:
 
 
 def check_problem(check: str | None) -> str | None:
-    """What is wrong with how often ranks shall compare notes; None if nothing."""
+    """Say what is wrong with how often ranks shall compare notes; None if nothing."""
     if check in (None, "always"):
         return None
     return f"check, or RING_ATTENTION_CHECK, must be None or 'always', got {check!r}"
@@ -130,7 +130,7 @@ def lengths_problem(
     placed: bool,
     counted: bool,
 ) -> str | None:
-    """What is wrong with how many queries and keys the ranks of a ring hold, together."""
+    """Say what is wrong with the lengths of all ranks' queries and keys; None if nothing."""
     queries, keys = lengths
     found = f"got query lengths {queries} and key lengths {keys}"
     if not cross and queries != keys:
@@ -155,10 +155,10 @@ def lengths_problem(
 def segments_of_two(
     layout: Layout, queries: list[int], keys: list[int], counted: bool
 ) -> tuple[tuple[Segments, ...], tuple[Segments, ...]]:
-    """Those of queries and of keys that are another sequence, in the order of ranks.
+    """Return the segments of queries and of keys of another sequence, in the order of ranks.
 
     Positions decide nothing unless queries are `counted`, by dropout, ALiBi or a predicate: then
-    they stand where their layout has them, and keys in the order of ranks.
+    queries stand where their layout has them, and keys in the order of ranks.
     """
     if _dealt(layout, counted):
         return all_segments(layout, len(queries), sum(queries)), one_after_another(keys)
@@ -166,7 +166,7 @@ def segments_of_two(
 
 
 def _dealt(layout: Layout, counted: bool) -> bool:
-    """Whether queries of two sequences must be the layout's, and not any, in the order of ranks."""
+    """Tell whether a cross attention's queries must lie by the layout, and not rank by rank."""
     return counted and layout != "contiguous"
 
 
@@ -176,7 +176,7 @@ def one_after_another(lengths: list[int]) -> tuple[Segments, ...]:
 
 
 def shards_problem(layout: Layout, lengths: list[int]) -> str | None:
-    """What is wrong with these lengths, if the layout gives the ranks others."""
+    """Say what is wrong with these lengths if the layout gives ranks others; None if nothing."""
     if (problem := layout_problem(layout, len(lengths), sum(lengths))) is not None:
         return problem
     expected = [count(s) for s in all_segments(layout, len(lengths), sum(lengths))]
@@ -192,7 +192,7 @@ def shards_problem(layout: Layout, lengths: list[int]) -> str | None:
 def over_ring_problem(
     ring: bool, heads: int, *, transport: str | None, ulysses: int, memory: int | None
 ) -> str | None:
-    """What is wrong with options that are for a ring only."""
+    """Say what is wrong with options that are for a ring only; None if nothing."""
     if not ring and (transport, ulysses, memory) != (None, 1, None):
         return (
             "transport, ulysses and memory need ring_attn=True, without force_regular_attn; "
@@ -204,7 +204,7 @@ def over_ring_problem(
 
 
 def in_graphs_problem(regular: bool, dropout: float, transport: str | None) -> str | None:
-    """What keeps a module's calls from ever being captured and replayed."""
+    """Say what keeps a module's calls from ever being captured and replayed; None if nothing."""
     if not regular and dropout == 0 and transport != "ring":
         return None
     return (
@@ -216,7 +216,7 @@ def in_graphs_problem(regular: bool, dropout: float, transport: str | None) -> s
 def other_way_problem(
     has: Mapping[str, Any], *, transport: str | None, ulysses: int, memory: int | None
 ) -> str | None:
-    """Where a plan, which has these, does otherwise than a module asks for."""
+    """Say where a plan, which has these, does otherwise than a module asks; None if nowhere."""
     wanted = dict(
         transport=transport or has["transport"], ulysses=ulysses, memory=memory or has["memory"]
     )

@@ -1,4 +1,4 @@
-"""What a plan would do, in words and figures, before it does anything."""
+"""A description of what a plan would do, in words and figures, before it does anything."""
 
 from beartype import beartype
 
@@ -19,7 +19,7 @@ from ring_attention_pytorch.schedule.pieces import joined, tokens
 
 @beartype
 def explain_plan(plan: RingPlan) -> str:
-    """Who pulls what and when, what it weighs, and what it is predicted to take.
+    """Describe who receives what and when, its bytes and pairs, and the predicted time.
 
     Args:
         plan: from `RingPlan.make`. Nothing is sent; any rank may ask, for itself.
@@ -53,7 +53,7 @@ def explain_plan(plan: RingPlan) -> str:
 
 
 def predicted(plan: RingPlan) -> tuple[Cost, float]:
-    """The cost of this rank's part in the plan's transport, and seconds to swap heads."""
+    """Predict the cost of this rank's part in the transport, and seconds of the all-to-all."""
     degree, place, machine = plan.degree, plan.place, plan.machine
     domain = max(1, machine.domain // degree)
     if plan.transport_name == "ring":
@@ -148,7 +148,7 @@ def _of_all_together(plan: RingPlan, transport: GatherFirst) -> str:
 
 
 def _held(plan: RingPlan) -> int:
-    """Bytes of others' keys and gradients that are here at once, at most."""
+    """Return the most bytes of others' keys and gradients that are here at once."""
     job, longest = plan.job, max(map(count, plan.blocks.keys))
     if plan.transport_name == "ring":
         return longest * (2 * job.token_bytes + 3 * job.wide_bytes)
@@ -163,7 +163,7 @@ def _plural(number: int, noun: str) -> str:
 
 
 def _bytes(number: float) -> str:
-    """Three figures.
+    """Write bytes in three figures.
 
     >>> _bytes(512), _bytes(33_554_432)
     ('512 B', '33.6 MB')

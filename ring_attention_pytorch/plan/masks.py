@@ -1,6 +1,6 @@
-"""What samples see beside causal and window: their documents, a prefix, positions of two sequences.
+"""Masks of samples beside causal and window: documents, a prefix, positions of two sequences.
 
-All of it comes down to segments and pieces of positions, so that masks stay bands.
+All of them come down to segments and pieces of positions, so that masks stay bands.
 """
 
 import json
@@ -24,7 +24,7 @@ Prefix = int | Sequence[int] | Tensor | None
 def by_sample(
     visible: Mask, packing: BatchDocuments | None, prefix: Prefix, batch: int
 ) -> list[tuple[slice, Mask]]:
-    """Samples that see alike, next to one another, and what they see."""
+    """Group samples next to one another that see alike; return slices of the batch and masks."""
     each = [visible._replace(documents=documents) for documents in packing or ()]
     each = each or [visible._replace(prefix=tokens) for tokens in prefixes(prefix, batch)]
     if not each:
@@ -38,16 +38,16 @@ def by_sample(
 
 
 def copied(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Whoever reuses its memory would change gradients without a word."""
+    """Copy a tensor: a caller that reuses its memory would silently change gradients."""
     return None if t is None else t.to(dtype, copy=True)
 
 
 def seen_by_any(
     samples: list[tuple[slice, Mask]], visible: Mask, prefixed: bool
 ) -> tuple[Mask, tuple[Mask, ...]]:
-    """What covers all that any sample sees, and what each of them sees where they differ.
+    """Return a mask of all that any sample sees, and what each of them sees where they differ.
 
-    Within a document a window may reach farther than as many tokens of the sequence.
+    It has no window then: in a document one may reach farther than as many tokens of the sequence.
     """
     each = tuple(dict.fromkeys(seen for _, seen in samples))
     if len(each) == 1:
@@ -56,20 +56,23 @@ def seen_by_any(
 
 
 def positions_seen(segments: Segments, visible: Mask) -> Tensor:
-    """By which these samples count, of each token held: with documents, in its own."""
+    """Return the position of each token held as these samples count: in its document, if any."""
     if visible.documents is not None:
         return visible.documents.positions(segments)
     return segment_positions(segments)
 
 
 def gather_positions(ring: Ring, own: Sequence[Tensor]) -> list[tuple[Segments, ...]]:
-    """Positions `[n]` of queries and of keys as every rank's segments, by an exchange."""
+    """Exchange positions `[n]` of queries and of keys; return both as every rank's segments."""
     notes = tell(ring, "positions", [_runs(t.cpu().long()) for t in own])
     return [tuple(tuple(Segment(*s) for s in note[i]) for note in notes) for i in range(len(own))]
 
 
 def repeats_problem(sequences: Sequence[tuple[Segments, ...]]) -> str | None:
-    """What is wrong where two tokens of a sequence have one position, segments ascending by one."""
+    """Say what is wrong if two tokens of a sequence have one position; None if they don't.
+
+    Segments ascend by one.
+    """
     for everyone in sequences:
         found = sorted(segment for held in everyone for segment in held)
         if any(a.start + a.length > b.start for a, b in pairwise(found)):
@@ -81,14 +84,14 @@ def repeats_problem(sequences: Sequence[tuple[Segments, ...]]) -> str | None:
 
 
 def _runs(at: Tensor) -> list[tuple[int, int, int]]:
-    """Positions as segments that ascend by one."""
+    """Turn positions into segments that ascend by one."""
     offsets, counts = torch.unique_consecutive(at - torch.arange(len(at)), return_counts=True)
     starts = offsets + counts.cumsum(0) - counts
     return [(start, 1, n) for start, n in zip(starts.tolist(), counts.tolist())]
 
 
 def mask_mod_problem(mask_mod: MaskMod | None, device: torch.device) -> str | None:
-    """What is wrong with a predicate, by what it says of one pair."""
+    """Say what is wrong with a predicate, by its answer for one pair; None if nothing."""
     if mask_mod is None:
         return None
     try:
@@ -101,7 +104,7 @@ def mask_mod_problem(mask_mod: MaskMod | None, device: torch.device) -> str | No
 
 
 def prefixes(prefix: Prefix, batch: int) -> list[int]:
-    """That of each sample; none where there is no prefix at all."""
+    """List the prefix of each sample; nothing where there is no prefix at all."""
     if prefix is None:
         return []
     if isinstance(prefix, Tensor):
@@ -123,7 +126,7 @@ def prefix_problem(prefix: Prefix, batch: int, fits: bool) -> str | None:
 
 
 def prefix_digest(prefix: Prefix) -> str | None:
-    """For comparing notes: there may be many samples."""
+    """Shorten prefixes for comparing notes, as there may be many samples."""
     if prefix is None:
         return None
     found = json.dumps(prefixes(prefix, 1))

@@ -1,11 +1,12 @@
 """The options of ring attention, a row each: all that the library must know of one.
 
-A row is a field of `Options`: name, type and default, and in a `Row` what is checked, what ranks
-must have alike of it, and whether it takes a kernel that can do it. Checking, agreeing and the
-choice of kernels are loops over the rows.
+A row is a field of `Options`: a name, a type, a default, and a `Row`. That says what is checked,
+what ranks must have alike of it, and whether it takes a kernel that can do it. Checking, agreeing
+and the choice of kernels are loops over the rows.
 
 A new option is a row here, a parameter and some lines of docs in `ring_attn`, and the code that
-computes it; if kernels differ in it, a name in `interfaces.FEATURES` and in those that can.
+computes it. If kernels differ in it, it is also a name in `interfaces.FEATURES`, and in the
+capabilities of kernels that can do it.
 """
 
 import math
@@ -44,7 +45,7 @@ from ring_attention_pytorch.runtime.scores import bias_problem, per_head_problem
 
 
 class Call(NamedTuple):
-    """What options are for: tensors, of which values don't matter, and a ring of so many ranks."""
+    """A call that options are for: tensors, whose values don't matter, and the ring's size."""
 
     q: Tensor
     k: Tensor
@@ -60,9 +61,9 @@ class Row(NamedTuple):
 
     Attributes:
         check: says what is wrong with it, None if nothing; it may look at other options, too.
-        agree: what ranks compare of its value; None is nothing, for it is each rank's own.
+        agree: what ranks compare of its value; None if nothing, because it is each rank's own.
         everywhere: rings of one group compare it, too: it decides what the whole group exchanges.
-        feature: whether not all kernels can do it (`KernelRequest.of` takes it).
+        feature: True if not all kernels can do it (`KernelRequest.of` takes it).
     """
 
     check: Check | None = None
@@ -72,12 +73,12 @@ class Row(NamedTuple):
 
 
 def itself(value: Any) -> Any:
-    """The value, where ranks compare all of it."""
+    """Return the value: ranks compare all of it."""
     return value
 
 
 def presence(value: object) -> str | None:
-    """Whether it is given, where values are each rank's own."""
+    """Return "given" or None: ranks compare only that, as values are each rank's own."""
     return None if value is None else "given"
 
 
@@ -170,7 +171,7 @@ def _notes_problem(o: "Options", call: Call) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is asked of a ring attention; `ring_attn` says what each option means."""
+    """The options of one ring attention; `ring_attn` says what each option means."""
 
     # which keys a query sees
     causal: Annotated[bool, Row(agree=itself)] = False
@@ -206,10 +207,10 @@ class Options:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Options":
-        """Make options of arguments by name.
+        """Make options from arguments by name.
 
         Raises:
-            ValueError: there is no such option, or one is of another type.
+            ValueError: there is no such option, or one has another type.
         """
         if (problem := unknown_problem(given)) is not None:
             raise ValueError(problem)
@@ -221,25 +222,25 @@ class Options:
 
     @property
     def packed(self) -> bool:
-        """Whether there are documents."""
+        """Tell whether there are documents."""
         return self.documents is not None or self.cu_seqlens is not None
 
     @property
     def placed(self) -> bool:
-        """Whether positions are given."""
+        """Tell whether positions are given."""
         return self.query_positions is not None or self.key_positions is not None
 
     def problems(self, call: Call) -> Iterator[str | None]:
-        """Check the options of one rank, one after another."""
+        """Yield what each check finds wrong with one rank's options, None where nothing."""
         for check in _checks():
             yield check(self, call)
 
     def agreed(self, everywhere: bool = False) -> dict[str, Any]:
-        """What ranks compare, by name: those of a ring, or those of all rings of its group."""
+        """Return what ranks compare, by name: those of a ring, or of all rings of its group."""
         return {name: agree(getattr(self, name)) for name, agree in _agreements(everywhere)}
 
     def features(self) -> dict[str, Any]:
-        """The options that not all kernels can do, by name."""
+        """Return the options that not all kernels can do, by name."""
         return {name: getattr(self, name) for name in _features()}
 
 
@@ -249,7 +250,7 @@ Options.__init__ = beartype(Options.__init__, conf=BeartypeConf(is_color=False))
 
 @cache
 def rows() -> dict[str, Row]:
-    """All rows by name.
+    """Return all rows by name.
 
     >>> rows()["window"].feature
     True
@@ -278,7 +279,7 @@ def _features() -> tuple[str, ...]:
 
 
 def unknown_problem(given: Mapping[str, Any]) -> str | None:
-    """Say which of these are no options, and what may have been meant.
+    """Say which of these names are no options, and what may have been meant.
 
     >>> unknown_problem({"windw": 3})
     'there is no option windw (did you mean window?)'

@@ -25,7 +25,7 @@ from ring_attention_pytorch.geometry.segments import (
 
 
 def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> BatchDocuments:
-    """The documents of each sample of a ring whose ranks hold ids `[b, n]`, by an exchange."""
+    """Exchange ids `[b, n]` that ranks of a ring hold; return the documents of each sample."""
     runs = [torch.unique_consecutive(row, return_counts=True) for row in ids.cpu()]
     notes = tell(ring, "ids of documents", [[t.tolist() for t in run] for run in runs])
     whole = torch.empty((len(ids), sum(map(count, segments))), dtype=torch.long)
@@ -38,13 +38,13 @@ def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Batch
 
 
 def gather_packings(ring: Ring, packing: BatchDocuments) -> BatchDocuments:
-    """The documents of every rank's samples, where each rank brings samples of its own."""
+    """Gather documents of every rank's samples, where each rank brings samples of its own."""
     notes = tell(ring, "documents", [documents.runs for documents in packing])
     return tuple(Documents(tuple(Run(*run) for run in runs)) for note in notes for runs in note)
 
 
 def tell(ring: Ring, subject: str, note: Any) -> list[Any]:
-    """The notes of the ring's ranks. All ranks of the group take part."""
+    """Exchange notes; return those of the ring's ranks. All ranks of the group take part."""
     notes = ring.gather_notes(subject, json.dumps(note).encode())
     return [json.loads(text) for text in notes[ring.first : ring.first + ring.size]]
 
@@ -56,7 +56,7 @@ def whole_packing(
     segments: tuple[Segments, ...],
     batch: int,
 ) -> BatchDocuments | None:
-    """The documents of each sample, once all ranks have agreed on what was given."""
+    """Return the documents of each sample, once all ranks have agreed on what was given."""
     if isinstance(documents, Tensor):
         return gather_ids(ring, documents, segments)
     if cu_seqlens is None:
@@ -69,6 +69,6 @@ def whole_packing(
 def local_packing(
     documents: Tensor | None, cu_seqlens: Borders | None, x: Tensor
 ) -> BatchDocuments | None:
-    """The documents of each whole sequence x `[b, n, ...]` that this rank has."""
+    """Return the documents of each whole sequence x `[b, n, ...]` that this rank has."""
     whole = ((Segment(0, 1, x.shape[1]),),)
     return whole_packing(Ring.alone(), documents, cu_seqlens, whole, x.shape[0])

@@ -1,4 +1,4 @@
-"""What one rank brings to the agreement on a plan: what it is asked for, and what is wrong with it.
+"""A rank's part in the agreement on a plan: what it is asked for, and what is wrong with it.
 
 Nothing here waits for another rank. Whatever goes wrong becomes the proposal's problem, which all
 ranks are told, so that none of them is left waiting.
@@ -29,10 +29,10 @@ from ring_attention_pytorch.runtime.scores import (
 
 @dataclass(frozen=True)
 class Proposal:
-    """What must be the `same` on all ranks of the ring, or `everywhere` in its group, and what is
-    this rank's `own`; or a problem, and nothing else.
+    """A rank's proposal for a plan; or a problem, and nothing else.
 
-    `shaped` are q, k and v as kernels will get them, maybe without memory.
+    `same` must be alike on all ranks of the ring, `everywhere` on all of its group, and `own` is
+    this rank's. `shaped` are q, k and v as kernels will get them, maybe without memory.
     """
 
     same: Mapping[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Proposal:
 
     @classmethod
     def of(cls, call: Call, given: Mapping[str, Any], also: Mapping[str, Any]) -> "Proposal":
-        """Check options by name for such a call; `also` must be the same on all ranks, too."""
+        """Check options, by name, for such a call; `also` must be the same on all ranks, too."""
         found: list[Proposal] = []
 
         def find() -> str | None:
@@ -62,7 +62,7 @@ class Proposal:
 
     @classmethod
     def _right(cls, call: Call, options: Options, also: Mapping[str, Any]) -> "Proposal":
-        """Propose what passed all checks; a kernel that can't do it is a ValueError."""
+        """Propose what passed all checks; raise ValueError if the kernel can't do it."""
         q, k, v, _ = call
         scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
         if options.key_bias is not None:
@@ -97,6 +97,6 @@ class Proposal:
 
 
 def _problems(call: Call, options: Options) -> Iterator[str | None]:
-    """Check one rank's arguments; what comes later may take for granted what came before."""
+    """Check one rank's arguments; later checks may take earlier ones for granted."""
     yield qkv_problem(*call[:3])
     yield from options.problems(call)

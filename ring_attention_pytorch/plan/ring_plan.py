@@ -1,4 +1,4 @@
-"""What a ring attention does, decided before it starts and agreed by all ranks."""
+"""The plan of a ring attention: what it does, decided first and agreed by all ranks."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -60,8 +60,8 @@ from ring_attention_pytorch.schedule.pieces import KVShape, Workload, is_short
 class RingPlan:
     """All of a ring attention that depends on ranks, lengths and masks, and not on values.
 
-    Make it once per batch with `RingPlan.make` and hand it to every layer: making it is where
-    ranks compare notes; calls that are given a plan exchange nothing but keys and gradients.
+    Make it once per batch with `RingPlan.make` and pass it to every layer. Ranks compare notes
+    when it is made. Calls that are given a plan exchange nothing but keys and gradients.
     """
 
     ring: Ring
@@ -75,21 +75,21 @@ class RingPlan:
     memory: int | None
     at_once: int  # owners whose keys a gather brings together
     job: KVShape
-    machine: Hardware  # what was measured, where that decided
+    machine: Hardware  # with measured speeds, where those decided
     blocks: Workload  # of the ranks that the transport connects
     ulysses: Ulysses | None
     key_mask: Tensor | None
     signature: Signature
     device: torch.device
-    samples: list[tuple[slice, Mask]]  # that see alike
+    samples: list[tuple[slice, Mask]]  # samples that see alike, and their mask
     short: bool  # so little to compute that calls go side by side
     packing: BatchDocuments | None = None  # the documents of each sample
     overlapped: Transport | None = None  # the transport that overlaps, if it is another
     repeats: bool = False  # whether positions of keys were given, which may repeat
     always: bool = False  # whether ranks compare notes in each call, and not here only
-    number: int = field(default=0, compare=False)  # by which its ranks know it
+    number: int = field(default=0, compare=False)  # the ranks' number for this plan
     graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
-    # worked out when asked for, and shared with plans that are this one but for dropout
+    # worked out when asked for, and shared with plans that differ only in dropout
     _tiles: dict[Segments, list] = field(default_factory=dict, compare=False, repr=False)
     _calls: dict[bool, int] = field(default_factory=dict, compare=False, repr=False)
     _of_mask: dict[Segments, list] = field(
@@ -122,7 +122,7 @@ class RingPlan:
             A plan for any number of calls with tensors of these shapes, dtype and device.
 
         Raises:
-            ValueError: the same on all ranks, whichever rank gave what can't be.
+            ValueError: arguments can't be; the same text on all ranks, whichever rank gave them.
 
         >>> q = torch.randn(1, 6, 2, 4)
         >>> plan = RingPlan.make(q, q, q, causal=True)
@@ -137,7 +137,7 @@ class RingPlan:
 
     @classmethod
     def _agreed(cls, ring: Ring, mine: Proposal, lengths: list[dict[str, int]]) -> "RingPlan":
-        """Make the plan that all ranks agreed on, who know every rank's lengths."""
+        """Make the plan that all ranks agreed on; `lengths` are every rank's numbers."""
         (q, k, v), options, kernel = mine.shaped, mine.options, mine.kernel
         visible = Mask(options.causal, options.window)
         segments = _placed(ring, options, visible, lengths)
@@ -168,9 +168,9 @@ class RingPlan:
     def positions(
         self, device: torch.device | None = None, *, in_documents: bool = False
     ) -> Tensor:
-        """The global positions of this rank's queries, int64 `[n]`.
+        """Return the global positions of this rank's queries, int64 `[n]`.
 
-        With in_documents they restart with each document: `[b, n]` where samples differ.
+        With `in_documents` they restart with each document: `[b, n]` where samples differ.
         """
         mine = self.query_segments[self.ring.rank]
         if not (in_documents and self.packing):
@@ -179,7 +179,7 @@ class RingPlan:
         return (found[0] if len({*self.packing}) == 1 else torch.stack(found)).to(device)
 
     def for_layer(self, number: int) -> "RingPlan":
-        """This plan, but dropout draws otherwise for each number; without dropout, this plan.
+        """Return this plan, but dropout draws otherwise for each number; without dropout, itself.
 
         Nothing is exchanged or made anew. Layers that share a plan would drop alike.
         """
@@ -191,10 +191,11 @@ class RingPlan:
         return self.graphs.of_layer(number, lambda: replace(self, terms=terms).in_graphs())
 
     def in_graphs(self) -> "RingPlan":
-        """This plan, but calls are captured as CUDA graphs by the second one, and replayed.
+        """Return this plan, but calls are captured as CUDA graphs by the second, and replayed.
 
-        For few tokens a GPU, where Python takes longer than the kernels. Layers may share it: what
-        a call is given is copied to where a graph has it; that memory stays. Nothing is exchanged.
+        It is for few tokens a GPU, where Python takes longer than the kernels. Layers may share it:
+        what a call is given is copied to where a graph has it. That memory stays. Nothing is
+        exchanged.
 
         Raises:
             ValueError: tensors are not on CUDA, or keys travel in messages.
@@ -207,28 +208,28 @@ class RingPlan:
         return with_graphs(self)
 
     def by(self, transport: Transport) -> "RingPlan":
-        """This plan with another transport: other calls, and others of them that may overlap."""
+        """Return this plan with another transport: other calls, of which others may overlap."""
         return replace(self, transport=transport, _tiles={}, _calls={})
 
     def run(
         self, direction: str, function: Callable[..., Tensors], *given: Tensor | None
     ) -> Tensors:
-        """What a function of the plan and of tensors gives, by way of a graph if there are any."""
+        """Run a function of the plan and of tensors, by way of a CUDA graph if there are any."""
         run = function if self.graphs is None else partial(self.graphs.run, function)
         with self.call(direction):
             return run(self, *given)
 
     def call(self, direction: str) -> AbstractContextManager[None]:
-        """A block that all ranks are in at the same time, or hear that they are not."""
+        """Return the block of a call; if `always`, all ranks raise where their calls differ."""
         block = self.ring.call(f"ring attention, {direction}", self.number)
         return in_the_same_call(self.ring, block) if self.always else block
 
     def keys(self, k: Tensor, v: Tensor) -> KVBlock:
-        """This rank's keys, heads swapped if they are, as the transport wants them."""
+        """Make the KV block that the transport wants of this rank's keys, after any all-to-all."""
         return KVBlock(k, v, self.key_mask, self.blocks.keys[self.place], own=True)
 
     def tiles(self, keys: Segments) -> list[tuple[slice, Tiles]]:
-        """Samples that see alike, and the tiles that their queries here see of these keys."""
+        """List samples that see alike, and the tiles that their queries here see of these keys."""
         if keys not in self._tiles:
             self._tiles[keys] = [(at, self._of_block(keys, at, seen)) for at, seen in self.samples]
         if self.key_mask is None:
@@ -239,7 +240,7 @@ class RingPlan:
         return self._of_mask[keys]
 
     def calls(self, back: bool) -> int | None:
-        """Of the kernel, in that direction, that bring anything; None where samples differ."""
+        """Count kernel calls in that direction that have tiles; None where samples differ."""
         if len(self.samples) > 1:
             return None
         if back not in self._calls:
@@ -249,24 +250,24 @@ class RingPlan:
 
     @cached_property
     def transport_of_pairs(self) -> Transport:
-        """That of keys beside their tangents, twice as wide; all ranks make it together."""
+        """The transport of keys with their tangents, twice as wide; all ranks make it together."""
         job, over = self.job._replace(d=2 * self.job.d, d_v=2 * self.job.d_v), self.transport.ring
         at_once = owners_at_once(self.memory, self.blocks, job)
         return make_transport(self.transport_name, over, self.blocks, at_once, job, self.device)
 
     @property
     def alone(self) -> bool:
-        """Whether one call of the kernel is all there is to do."""
+        """Tell whether one call of the kernel is all there is to do."""
         return len(self.blocks.queries) == 1 == len(self.samples)
 
     @property
     def degree(self) -> int:
-        """How many neighbours swap heads for sequence."""
+        """The number of neighbours in the all-to-all of Ulysses; 1 without it."""
         return 1 if self.ulysses is None else self.ulysses.together.size
 
     @property
     def place(self) -> int:
-        """This rank's among those that the transport connects, the rows of `blocks`."""
+        """This rank's place among those that the transport connects, the rows of `blocks`."""
         return (self.ring if self.ulysses is None else self.ulysses.ring).rank
 
     def _of_block(self, keys: Segments, some: slice, seen: Mask) -> Tiles:
@@ -296,10 +297,10 @@ class RingPlan:
 def _placed(
     ring: Ring, options: Options, visible: Mask, lengths: list[dict[str, int]]
 ) -> tuple[tuple[Segments, ...], tuple[Segments, ...]]:
-    """Which positions each rank holds of queries and of keys.
+    """Return the positions that each rank holds, of queries and of keys.
 
     Raises:
-        ValueError: lengths are not the layout's, or positions can't be; on all ranks alike.
+        ValueError: lengths are not the layout's, or positions can't be used; on all ranks alike.
     """
     queries, keys = ([own[what] for own in lengths] for what in "nm")
     cross = options.cross
@@ -323,7 +324,7 @@ def _placed(
 
 
 class _Heads(NamedTuple):
-    """What ranks work on once heads are swapped for sequence, if they are."""
+    """The blocks, heads and mask that ranks work on, after the all-to-all if there is one."""
 
     blocks: Workload
     terms: ScoreMods
@@ -332,7 +333,7 @@ class _Heads(NamedTuple):
 
 
 def _swapped(ring: Ring, mine: Proposal, blocks: Workload, seed: int) -> _Heads:
-    """Swap heads for sequence in what the plan is of: tokens, heads and mask."""
+    """Apply the all-to-all, if any, to what the plan is of: tokens, heads and mask."""
     options, (q, k, v) = mine.options, mine.shaped
     terms = ScoreMods(
         mine.scale,
@@ -351,7 +352,7 @@ def _swapped(ring: Ring, mine: Proposal, blocks: Workload, seed: int) -> _Heads:
 
 
 class _Coming(NamedTuple):
-    """How keys come."""
+    """The transport of keys, and what it was chosen by."""
 
     transport: Transport
     overlapped: Transport | None
@@ -366,7 +367,7 @@ class _Coming(NamedTuple):
 def _coming(
     ring: Ring, mine: Proposal, heads: _Heads, lengths: list[dict[str, int]], alike: bool
 ) -> _Coming:
-    """Choose and make the transport; `alike` is whether all samples see alike."""
+    """Choose and make the transport; `alike` tells whether all samples see alike."""
     options, (q, k, v), (blocks, _, _, swap) = mine.options, mine.shaped, heads
     job, memory = job_of(q, k, v, swap), options.memory
     if options.transport is None and memory is None:
