@@ -1,5 +1,5 @@
 # ruff: noqa: PLR0913 - a kernel takes every pointer by itself
-"""Passes over scores `[rows, n]` in blocks: one program for one block of one row."""
+"""Triton kernels for passes over scores `[rows, n]`: one program for one block of one row."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def partition_kernel(s, bound, count, top, total, per_eps, n, blocks, BLOCK: tl.constexpr):
-    """Of a block: how many are at least the bound, and of the others, over eps, max and sum."""
+    """Count a block's scores >= bound; compute the others' max and sum of exp, over eps."""
     row, block = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     held = at < n
@@ -26,7 +26,7 @@ def partition_kernel(s, bound, count, top, total, per_eps, n, blocks, BLOCK: tl.
 def slope_kernel(
     s, slopes, window, coef, bound, at, e, n, windows, steps, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The sum over steps of coef * exp((s + at) / e) where s < bound."""
+    """Compute for each score s the sum over steps of coef * exp((s + at) / e) where s < bound."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = place < n
     scores = tl.load(s + row * n + place, mask=held, other=0.0)

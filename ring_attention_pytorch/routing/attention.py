@@ -1,4 +1,4 @@
-"""Light attention to all tokens nearby plus heavy attention among routed tokens (CoLT5).
+"""Light attention of all tokens in a local window, plus heavy attention of routed tokens (CoLT5).
 
 Ainslie et al. 2023, "CoLT5: Faster Long-Range Transformers with Conditional Computation",
 https://arxiv.org/abs/2303.09752. Names and parameters are those of CoLT5-attention.
@@ -30,7 +30,7 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
 class Routed(NamedTuple):
-    """Tokens in the slots of this rank: `[b, r, K, dim]`, their gates, and the way home."""
+    """Tokens `[b, r, K, dim]` in this rank's slots, their gates, and the way back to owners."""
 
     tokens: Tensor
     gates: Tensor
@@ -40,7 +40,7 @@ class Routed(NamedTuple):
     def gather(
         cls, x: Tensor, routing: Routing, plan: RoutingPlan, slots: list[Tensor] | None = None
     ) -> "Routed":
-        """Of the tokens x held here and elsewhere, those routed to this rank."""
+        """Fetch the tokens routed to this rank; x `[b, n, dim]` are the tokens held here."""
         if slots is None:
             slots = dealt(routing.positions.shape[-1], plan.ring.size, x.device)
         way = Dispatch.make(routing.positions, plan, slots)
@@ -51,15 +51,15 @@ class Routed(NamedTuple):
         return self.way.positions
 
     def home(self, y: Tensor, base: Tensor) -> Tensor:
-        """Results y `[b, K, dim]` times their gates into base `[b, n, dim]`."""
+        """Send y `[b, K, dim]`, times gates, to the owners; return base `[b, n, dim]` with it."""
         gated = y * rearrange(self.gates, "b 1 k -> b k 1").to(y.dtype)
         return self.way.home(gated.unsqueeze(1), base)
 
 
 class HeavyAttention(nn.Module):
-    """Attention of routed queries to r routed sets of keys, each for its share of the heads.
+    """An attention layer of routed queries to r sets of routed keys; each serves heads / r heads.
 
-    A learned null key and value, which every query sees, is merged on the query's own rank.
+    A learned null key and value, which every query sees, is merged on the rank of the query.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class HeavyAttention(nn.Module):
         self.rotary_embed = RingRotaryEmbedding(dim_head) if rotary else None
 
     def queries(self, tokens: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
-        """`[b, K, h, d]` of tokens `[b, K, dim]`."""
+        """Compute the queries `[b, K, h, d]` of tokens `[b, K, dim]`."""
         q = rearrange(self.to_q(self.norm(tokens)), "b k (h d) -> b k h d", h=self.heads)
         if self.multiply_queries and gates is not None:
             q = q * gates[..., None, None].to(q.dtype)
         return self._rotate(q, positions)
 
     def keys(self, routed: Routed) -> tuple[Tensor, Tensor]:
-        """k and v `[b, K, h, d]`; the gate is on the values."""
+        """Compute k and v `[b, K, h, d]` of routed tokens; gates are multiplied into the values."""
         weight = rearrange(self.to_kv.weight, "(two r e) d -> r (two e) d", two=2, r=self.routes)
         both = torch.einsum("brkd,red->brke", self.norm(routed.tokens), weight)
         k, v = rearrange(both, "b r k (two h d) -> two b r k h d", two=2, d=self.dim_head)
@@ -103,10 +103,11 @@ class HeavyAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, plan: RoutingPlan,
         counts: Hashable, causal: bool = False,
     ) -> Tensor:  # fmt: skip
-        """`[b, K, h, d]` to `[b, K, h * d]` over the plan's ring; seen bool `[b, M]`.
+        """Compute attention of q `[b, K, h, d]`, over the plan's ring, as `[b, K, h * d]`.
 
-        `counts` say how many queries and keys each rank has. The shapes here don't: a plan that
-        this rank found by them other ranks might not find.
+        `seen`, bool `[b, M]`, is the mask of keys. `counts` are the numbers of queries and keys of
+        each rank. They are part of the key of the attention plan, and this rank's shapes are not:
+        by these a rank might find a plan that another rank would not find.
         """
         key = ("heavy", causal, counts, q.shape[2:], k.shape[2:], q.dtype, self.kernel)
         made = plan.attention_plan(key, lambda: RingPlan.make(
@@ -122,7 +123,7 @@ class HeavyAttention(nn.Module):
         return rearrange(out, "b k h d -> b k (h d)")
 
     def _rotate(self, t: Tensor, positions: Tensor) -> Tensor:
-        """t `[..., K, h, d]` by the real positions `[..., K]` of its tokens."""
+        """Rotate t `[..., K, h, d]` by the positions `[..., K]` of its tokens in the sequence."""
         if self.rotary_embed is None:
             return t
         angles = self.rotary_embed(positions.flatten().clamp(min=0))
@@ -130,20 +131,20 @@ class HeavyAttention(nn.Module):
 
 
 def base_for(x: Tensor, null: Tensor | None) -> Tensor:
-    """What tokens get that are not routed: the null token, or 0."""
+    """Return the heavy branch's result for tokens not routed, like x: the null token, or 0."""
     if null is None:
         return torch.zeros_like(x)
     return repeat(null.to(x.dtype), "d -> b n d", b=x.shape[0], n=x.shape[1])
 
 
 def light_branch(dim: int, *, ring_attn: bool, **options: Any) -> RingAttention:
-    """Exact attention within a window, for which only the keys near a rank's own tokens travel."""
+    """Make a layer of attention within a window; only keys near a rank's own tokens travel."""
     transport = "gather" if ring_attn else None
     return RingAttention(dim, ring_attn=ring_attn, transport=transport, **options)
 
 
 def light_attention(attn: RingAttention, x: Tensor, plan: RoutingPlan) -> Tensor:
-    """The light branch on the tokens held here."""
+    """Compute the light branch for the tokens x held here."""
     key = ("light", attn.causal, attn.window, attn.heads, attn.dim_head, attn.kernel, x.dtype)
     return attn(
         x,
@@ -152,7 +153,7 @@ def light_attention(attn: RingAttention, x: Tensor, plan: RoutingPlan) -> Tensor
 
 
 def sizes_problem(**sizes: int) -> str | None:
-    """What is wrong with sizes that must be at least 1."""
+    """Say what is wrong with sizes that must be at least 1; None if nothing is."""
     if min(sizes.values()) >= 1:
         return None
     return f"{', '.join(sizes)} must be at least 1, got {', '.join(map(str, sizes.values()))}"
@@ -162,7 +163,7 @@ def check_attention_options(
     counts: dict[str, Tokens | None], routes: int, heads: int, use_flash_attn: bool,
     kernel: str | None, **sizes: int
 ) -> None:  # fmt: skip
-    """Raise ValueError for options of routed attention that can't be."""
+    """Raise ValueError for invalid options of routed attention."""
     problems = [sizes_problem(routes=routes, heads=heads, **sizes)]
     problems += [count_problem(name, k) for name, k in counts.items() if k is not None]
     if routes > 0 and heads % routes:
@@ -177,28 +178,30 @@ def check_attention_options(
 
 
 class ConditionalRoutedAttention(nn.Module):
-    """A local window for every token, and attention among the few that are routed.
+    """An attention layer: a local window for all tokens, plus attention among a few routed ones.
 
     Args:
         dim: model width.
         num_heavy_tokens_q, num_heavy_tokens_kv: queries and keys of each sample that are routed;
-            a float is a share of its real length.
-        num_routed_kv: sets of routed keys; heavy heads are split evenly among them.
+            a float is a share of its real tokens.
+        num_routed_kv: number of sets of routed keys; heavy heads are split evenly among them.
         has_light_attn: whether there is a light branch.
-        light_dim_head, light_heads: its heads.
-        light_window_size: a token sees half of that before it and half after it.
-        heavy_dim_head, heavy_heads: of the heavy branch.
-        router_straight_through, router_kwargs, use_triton: of `CoordinateDescentRouter`.
-        multiply_keys_by_score, multiply_queries_by_score: gates on these too, and not only on
-            values and on outputs.
-        use_null_q_tokens: queries that are not routed get a learned token, else 0.
-        use_flash_attn: has no effect, the fastest kernel is taken; not with kernel="eager".
-        rotary_emb: rotate by real positions, in both branches.
-        ring_attn: x is this rank's part of a sequence over a ring. layout, group: of that ring.
-        kernel: of `ring_attn`.
+        light_dim_head, light_heads: size and number of its heads.
+        light_window_size: a token sees half of this before it and half after it.
+        heavy_dim_head, heavy_heads: size and number of the heavy branch's heads.
+        router_straight_through, router_kwargs, use_triton: options of `CoordinateDescentRouter`.
+        multiply_keys_by_score, multiply_queries_by_score: multiply keys or queries by gates too,
+            and not only values and outputs.
+        use_null_q_tokens: the heavy branch gives tokens that are not routed as queries a learned
+            token, else 0.
+        use_flash_attn: has no effect, as the fastest kernel is taken; not with kernel="eager".
+        rotary_emb: rotate by positions in the sequence, in both branches.
+        ring_attn: x is this rank's part of a sequence over a ring.
+        layout, group: those of that ring.
+        kernel: as for `ring_attn`.
 
     Raises:
-        ValueError: arguments that can't be or contradict one another.
+        ValueError: arguments are invalid or contradict one another.
 
     >>> attn = ConditionalRoutedAttention(
     ...     16, num_heavy_tokens_q=4, num_heavy_tokens_kv=4, light_window_size=4, heavy_heads=2
@@ -268,19 +271,19 @@ class ConditionalRoutedAttention(nn.Module):
         mask: Tensor | None = None,
         plan: RoutingPlan | None = None,
     ) -> Tensor:
-        """Both branches, summed.
+        """Compute the sum of both branches.
 
         Args:
             x: `[b, n, dim]`, the tokens held here.
-            num_heavy_tokens_q, num_heavy_tokens_kv: other numbers for this call.
-            mask: bool `[b, n]`, True where a token is real: only these are seen and routed.
-            plan: of this batch, which then has the mask.
+            num_heavy_tokens_q, num_heavy_tokens_kv: override the module's numbers in this call.
+            mask: bool `[b, n]`, True where a token is real; only real ones are seen and routed.
+            plan: the plan of this batch, which then has the mask.
 
         Returns:
-            `[b, n, dim]`, of the same tokens.
+            `[b, n, dim]`, of the tokens x.
 
         Raises:
-            ValueError: what can't be, or differs between ranks, on all ranks alike.
+            ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         k_q = self.num_heavy_tokens_q if num_heavy_tokens_q is None else num_heavy_tokens_q
         k_kv = self.num_heavy_tokens_kv if num_heavy_tokens_kv is None else num_heavy_tokens_kv

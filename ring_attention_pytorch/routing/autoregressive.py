@@ -1,9 +1,9 @@
-"""Conditional routing that no later token can touch, queries included.
+"""Causal conditional routing: no later token changes a result, or the choice of a routed token.
 
-Keys are the best of each window and seen from later windows only, so that every choice is made
-before it is looked at. A query is chosen by its own score and those of the window before. Nothing
-else would be causal: the best of a window are known only at its end. That is what the original
-does with queries, and there later tokens leak into earlier ones; such a form is left out here.
+Keys are the best tokens of each window, seen from later windows only: when a query looks at them,
+the choice among them is final. A query is chosen by its own score and those of the window before.
+Choosing the best queries of a window would not be causal, since they are known only at its end.
+The original chooses so, and later tokens leak into earlier ones there; that form is left out here.
 """
 
 from typing import NamedTuple
@@ -30,10 +30,12 @@ from ring_attention_pytorch.routing.soft_topk import count_problem
 
 
 class Turns(NamedTuple):
-    """The routed sequence: of each window its queries, then its keys; dealt like a striped one.
+    """The order of the routed sequence: for each window its queries, then its keys.
 
-    A query comes after exactly the keys that it may see, so that plain causal attention is right.
-    Of each rank, which slots it works on, and where these stand among its tokens of the sequence.
+    A query comes after exactly the keys that it may see, so plain causal attention is right. The
+    sequence is dealt to ranks in layout "striped". Each list has a tensor for each rank: `queries`
+    and `keys` are the slots that it works on, `queries_at` and `keys_at` the places of these among
+    its tokens of the routed sequence.
     """
 
     queries: list[Tensor]
@@ -45,7 +47,7 @@ class Turns(NamedTuple):
     def make(
         cls, windows: int, queries: int, keys: int, ring_size: int, device: torch.device
     ) -> "Turns":
-        """For so many windows of so many queries and keys each.
+        """Make the order for a number of windows, with a number of queries and keys in each.
 
         >>> turns = Turns.make(2, 1, 2, ring_size=2, device=torch.device("cpu"))  # q k k q k k
         >>> [t.tolist() for t in turns.queries], [t.tolist() for t in turns.keys]
@@ -62,21 +64,22 @@ class Turns(NamedTuple):
 
 
 class ConditionalRoutedAutoregressiveAttention(nn.Module):
-    """A causal local window for every token, and causal attention among routed ones.
+    """A causal attention layer: a local window for all tokens, plus attention among routed ones.
 
-    The sequence falls into windows of `heavy_window_size`. Of each, the `num_heavy_tokens_kv` best
-    are keys, for queries of later windows. A query is routed if it would be among the
-    `num_heavy_tokens_q` best of the window before its own, while its window has fewer than so
-    many; none of the first window is. One set of keys serves all queries, so memory is linear.
+    The sequence is cut into windows of `heavy_window_size` tokens. The `num_heavy_tokens_kv` best
+    tokens of each are keys for the queries of later windows. A token is routed as a query if its
+    score would be among the `num_heavy_tokens_q` best of the window before its own, until its
+    window has this many queries; the first window has none. One set of keys serves all queries, so
+    memory is linear.
 
     Args:
-        num_heavy_tokens_q, num_heavy_tokens_kv: of each window; a float is a share of it.
-        light_window_size: a token sees itself and so many before it.
-        heavy_window_size: None is light_window_size.
+        num_heavy_tokens_q, num_heavy_tokens_kv: numbers for each window; a float is a share of it.
+        light_window_size: a token sees itself and this many tokens before it.
+        heavy_window_size: tokens of a routing window; None is light_window_size.
         The rest: as for `ConditionalRoutedAttention`.
 
     Raises:
-        ValueError: arguments that can't be or contradict one another.
+        ValueError: arguments are invalid or contradict one another.
 
     >>> attn = ConditionalRoutedAutoregressiveAttention(
     ...     16, num_heavy_tokens_q=2, num_heavy_tokens_kv=2, light_window_size=4, heavy_heads=2
@@ -150,20 +153,20 @@ class ConditionalRoutedAutoregressiveAttention(nn.Module):
         mask: Tensor | None = None,
         plan: RoutingPlan | None = None,
     ) -> Tensor:
-        """Both branches, summed; what a token gets, no later token changes.
+        """Compute the sum of both branches; no later token changes a token's result.
 
         Args:
             x: `[b, n, dim]`, the tokens held here.
-            num_heavy_tokens_q, num_heavy_tokens_kv: other numbers for this call.
-            random_route: any tokens, with gates 1.
-            mask: bool `[b, n]`, True where a token is real: only these are seen and routed.
-            plan: of this batch, which then has the mask.
+            num_heavy_tokens_q, num_heavy_tokens_kv: override the module's numbers in this call.
+            random_route: choose tokens at random, with gates 1.
+            mask: bool `[b, n]`, True where a token is real; only real ones are seen and routed.
+            plan: the plan of this batch, which then has the mask.
 
         Returns:
-            `[b, n, dim]`, of the same tokens.
+            `[b, n, dim]`, of the tokens x.
 
         Raises:
-            ValueError: what can't be, or differs between ranks, on all ranks alike.
+            ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         k_q = self.num_heavy_tokens_q if num_heavy_tokens_q is None else num_heavy_tokens_q
         k_kv = self.num_heavy_tokens_kv if num_heavy_tokens_kv is None else num_heavy_tokens_kv
@@ -195,7 +198,7 @@ class ConditionalRoutedAutoregressiveAttention(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, plan: RoutingPlan, turns: "Turns"
     ) -> Tensor:
-        """Causal attention of the sequence in which each window's queries come before its keys."""
+        """Compute causal attention over the routed sequence, in the order of `turns`."""
         rank = plan.ring.rank
         at_q, at_k = turns.queries_at[rank], turns.keys_at[rank]
         n = len(at_q) + len(at_k)

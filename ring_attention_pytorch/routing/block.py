@@ -1,4 +1,4 @@
-"""A transformer block whose attention and feed-forward both have a light and a heavy branch."""
+"""A transformer block whose attention and feed-forward each have a light and a heavy branch."""
 
 from beartype import beartype
 from torch import Tensor, nn
@@ -14,19 +14,19 @@ from ring_attention_pytorch.routing.router import Tokens
 
 
 class ConditionalRoutedTransformerBlock(nn.Module):
-    """x + attention(x), then x + feedforward(x).
+    """A conditionally routed block: x + attention(x), then x + feedforward(x).
 
     Args:
         dim: model width.
-        num_heavy_attn_tokens_q, num_heavy_attn_tokens_kv, num_heavy_ff_tokens: tokens of each
-            sample that are routed, floats are shares of its real length; if causal, of each
-            window.
-        causal: no token sees a later one, and none is chosen by a later one.
-        heavy_window_size: of a causal block; None is light_window_size.
+        num_heavy_attn_tokens_q, num_heavy_attn_tokens_kv, num_heavy_ff_tokens: tokens that are
+            routed of each sample, or of each window if causal; a float is a share of its real
+            tokens.
+        causal: no token sees a later one, and later tokens do not change which are routed.
+        heavy_window_size: tokens of a causal block's routing window; None is light_window_size.
         The rest: as for `ConditionalRoutedAttention` and `ConditionalRoutedFeedForward`.
 
     Raises:
-        ValueError: arguments that can't be or contradict one another.
+        ValueError: arguments are invalid or contradict one another.
 
     >>> block = ConditionalRoutedTransformerBlock(
     ...     16, num_heavy_attn_tokens_q=4, num_heavy_attn_tokens_kv=4, num_heavy_ff_tokens=4
@@ -98,18 +98,18 @@ class ConditionalRoutedTransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, plan: RoutingPlan | None = None
     ) -> Tensor:
-        """The block on the tokens held here.
+        """Compute the block for the tokens held here.
 
         Args:
-            x: `[b, n, dim]`.
+            x: `[b, n, dim]`, the tokens held here.
             mask: bool `[b, n]`, True where a token is real.
-            plan: of this batch, which then has the mask.
+            plan: the plan of this batch, which then has the mask.
 
         Returns:
             `[b, n, dim]`.
 
         Raises:
-            ValueError: what can't be, or differs between ranks, on all ranks alike.
+            ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         caller, problem = (
             "ConditionalRoutedTransformerBlock",

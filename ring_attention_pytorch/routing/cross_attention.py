@@ -21,29 +21,30 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
 class ConditionalRoutedCrossAttention(nn.Module):
-    """Routed queries of x attend to routed keys of a context; there is no light branch.
+    """An attention layer of routed queries of x to routed keys of a context; no light branch.
 
     Args:
         dim: width of x and of the context.
         num_tokens_q: queries of each sample that are routed; a float is a share of its real
-            length, None is all of them, without gates.
-        num_tokens_kv: keys of each sample that are routed.
-        num_sets_kv: 1, or the same as kv_routing_tokens, which says it.
-        dim_head, heads: of the attention.
-        router_straight_through, router_kwargs, use_triton: of `CoordinateDescentRouter`.
-        kv_routing_tokens: sets of routed keys; heads are split evenly among them.
-        multiply_keys_by_score: gates on keys too, and not only on values.
-        use_null_q_tokens: queries that are not routed get a learned token, else 0.
-        use_flash_attn: has no effect, the fastest kernel is taken; not with kernel="eager".
-        route_block_size: keys are chosen evenly from blocks of so many tokens of the context.
-        route_kv_by_source: keys are chosen by what x asks for: their routing tokens are made of
-            the mean of x.
-        ring_attn: x and the context are this rank's parts of sequences over a ring. layout,
-            group: of that ring.
-        kernel: of `ring_attn`.
+            tokens, None is all of them, without gates.
+        num_tokens_kv: tokens of each sample's context that are routed as keys.
+        num_sets_kv: has no effect: kv_routing_tokens decides; must be 1 or equal to that.
+        dim_head, heads: size and number of the heads.
+        router_straight_through, router_kwargs, use_triton: options of `CoordinateDescentRouter`.
+        kv_routing_tokens: number of sets of routed keys; heads are split evenly among them.
+        multiply_keys_by_score: multiply keys by gates too, and not only values.
+        use_null_q_tokens: tokens that are not routed as queries get a learned token, else 0.
+        use_flash_attn: has no effect, as the fastest kernel is taken; not with kernel="eager".
+        route_block_size: choose an equal share of the keys from each block of this many tokens of
+            the context.
+        route_kv_by_source: choose keys by x: their routing tokens are a projection of the mean
+            token of x.
+        ring_attn: x and the context are this rank's parts of sequences over a ring.
+        layout, group: those of that ring.
+        kernel: as for `ring_attn`.
 
     Raises:
-        ValueError: arguments that can't be or contradict one another.
+        ValueError: arguments are invalid or contradict one another.
 
     >>> attn = ConditionalRoutedCrossAttention(16, num_tokens_q=4, num_tokens_kv=6, heads=2)
     >>> attn(torch.randn(1, 9, 16), torch.randn(1, 30, 16)).shape
@@ -117,18 +118,18 @@ class ConditionalRoutedCrossAttention(nn.Module):
         mask: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """What the routed tokens of x read from the context.
+        """Compute attention of the routed tokens of x to the routed tokens of the context.
 
         Args:
             x, context: `[b, n, dim]` and `[b, m, dim]`, the tokens held here.
-            num_tokens_q, num_tokens_kv: other numbers for this call.
+            num_tokens_q, num_tokens_kv: override the module's numbers in this call.
             mask, context_mask: bool `[b, n]` and `[b, m]`, True where a token is real.
 
         Returns:
             `[b, n, dim]`, of the tokens of x.
 
         Raises:
-            ValueError: what can't be, or differs between ranks, on all ranks alike.
+            ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         k_q = self.num_tokens_q if num_tokens_q is None else num_tokens_q
         k_kv = self.num_tokens_kv if num_tokens_kv is None else num_tokens_kv
@@ -162,7 +163,7 @@ class ConditionalRoutedCrossAttention(nn.Module):
         k_q: Tokens | None,
         k_kv: Tokens,
     ) -> tuple[RoutingPlan, RoutingPlan]:
-        """One for each of the two sequences."""
+        """Make the routing plans of x and of the context."""
         problem = count_problem("num_tokens_kv", k_kv)
         if self.q_router is None and k_q is not None:
             problem = "num_tokens_q: this module was made without a router for queries"
@@ -187,7 +188,7 @@ class ConditionalRoutedCrossAttention(nn.Module):
 
 
 def mean_token(x: Tensor, plan: RoutingPlan) -> Tensor:
-    """The mean of each sample's real tokens `[b, dim]`, on every rank; 0 where there are none."""
+    """Compute the mean `[b, dim]` of each sample's real tokens, on every rank; 0 for none."""
     mine = x.to(accumulation_dtype(x.dtype))
     if plan.mask is not None:
         mine = mine.masked_fill(~plan.mask.unsqueeze(-1), 0.0)

@@ -1,8 +1,8 @@
-"""The passes over many scores in Triton: one launch for a step of descent, one for its backward.
+"""Passes over many scores in Triton: one launch for each step of descent, one for all of backward.
 
-A row may have millions of scores; partial results of its blocks are joined by a few small PyTorch
-operations. All is in float64, so that results are those of `soft_topk.PLAIN` to rounding. The
-kernels are in `_triton_descent.py`, which only the functions here import: Triton is optional.
+A row may have millions of scores; a few small PyTorch operations join the partial results of its
+blocks. All is in float64, so results equal those of `soft_topk.PLAIN` up to rounding. The kernels
+are in `_triton_descent.py`, which only the functions here import: Triton is optional.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ _BLOCK = 1024
 
 
 def problem(device: torch.device) -> str | None:
-    """Why there is no Triton for scores of that device."""
+    """Say why Triton can't be used for scores on that device; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return 'use_triton needs triton (pip install "triton>=3.4")'
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -27,7 +27,7 @@ def problem(device: torch.device) -> str | None:
 
 
 def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`soft_topk.partition`: how many of float64 scores are at least -a, and LSE of the others."""
+    """Compute `soft_topk.partition`: how many float64 scores are >= -a, and LSE of the others."""
     from ring_attention_pytorch.routing._triton_descent import partition_kernel
 
     n = scores.shape[-1]
@@ -36,7 +36,7 @@ def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     count, top, total = (flat.new_empty((rows, blocks)) for _ in range(3))
     if flat.numel():
         bound = -a.reshape(-1).contiguous()
-        per_eps = flat.new_tensor([1 / eps])  # a number by itself would come as float32
+        per_eps = flat.new_tensor([1 / eps])  # a Python number would be passed as float32
         partition_kernel[rows, blocks](
             flat, bound, count, top, total, per_eps, n, blocks, BLOCK=_BLOCK
         )
@@ -45,7 +45,7 @@ def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def slope(scores: Tensor, terms: Sequence[Tensor], window: Tensor) -> Tensor:
-    """`soft_topk.slope` of float64 scores."""
+    """Compute `soft_topk.slope` of float64 scores."""
     from ring_attention_pytorch.routing._triton_descent import slope_kernel
 
     *terms, e = terms

@@ -1,7 +1,7 @@
-"""Routed tokens to the ranks that work on them, and results home: two exchanges of just these.
+"""Exchange of routed tokens: to the ranks that work on them, and results back to the owners.
 
-The routed tokens of a sequence are a short sequence themselves. It is dealt like a striped one,
-token i to rank i mod P, so that every rank has as many and causal work is even.
+The routed tokens of a sequence are a short sequence themselves, of K slots. It is dealt in layout
+"striped", slot i to rank i mod P, so that ranks have equal numbers and equal causal work.
 """
 
 from collections.abc import Sequence
@@ -17,18 +17,20 @@ from ring_attention_pytorch.routing.plan import RoutingPlan
 
 
 def dealt(total: int, ring_size: int, device: torch.device) -> list[Tensor]:
-    """Which of `total` slots each rank works on."""
+    """List for each rank which of `total` slots it works on, int64."""
     return [segment_positions(s, device) for s in all_segments("striped", ring_size, total)]
 
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """Who sends which tokens where. Every rank knows all of it from the choice alone.
+    """An assignment of routed tokens to slots of ranks, which every rank derives from the choice.
 
-    `sends[t]`: which of the tokens `[b * n]` held here go to rank t, and `routes[t]`: for which of
-    the r routes; `lands[s]`: in which of the slots `[b * r * K]` here those of rank s arrive.
-    `positions` `[b, r, K]` are those of the slots here, -1 where one is empty. `counts`: how many
-    slots each rank has.
+    Attributes:
+        counts: how many slots each rank has.
+        positions: `[b, r, K]`, the positions of the tokens in this rank's slots, -1 where empty.
+        sends: for each rank t, which of the tokens `[b * n]` held here go to it.
+        routes: for each rank t, the route of each token in `sends[t]`.
+        lands: for each rank s, the slots `[b * r * K]` here where its tokens arrive.
     """
 
     ring: Ring
@@ -40,7 +42,7 @@ class Dispatch:
 
     @classmethod
     def make(cls, positions: Tensor, plan: RoutingPlan, slots: Sequence[Tensor]) -> "Dispatch":
-        """positions `[b, r, K]` of all slots, -1 for none; `slots` are those of each rank."""
+        """Make it from positions `[b, r, K]` of all slots, -1 for none, and each rank's slots."""
         ring, (b, r, _) = plan.ring, positions.shape
         ranks, places = plan.homes(positions)
         n = count(plan.segments[ring.rank])
@@ -58,10 +60,10 @@ class Dispatch:
         )
 
     def out(self, x: Tensor, *, by_route: bool = False) -> Tensor:
-        """Tokens held here to the slots `[b, r, K, ...]` here.
+        """Send tokens x held here to their ranks; return those in this rank's slots.
 
-        Empty slots are 1: a token of zeros has no direction, and its norm in 16 bits would be NaN.
-        x is `[b, n, ...]`, or `[b, r, n, ...]` by route.
+        x is `[b, n, ...]`, or `[b, r, n, ...]` with by_route; the result is `[b, r, K, ...]`. Empty
+        slots are 1: a token of zeros has no direction, and its norm in 16 bits would be NaN.
         """
         indices, rest = self.sends, x.shape[2 + by_route :]
         if by_route:
@@ -78,7 +80,10 @@ class Dispatch:
         return filled.view(*self.positions.shape, *rest)
 
     def home(self, y: Tensor, base: Tensor) -> Tensor:
-        """Slots `[b, 1, K, ...]` here into tokens like base `[b, n, ...]`."""
+        """Send y `[b, 1, K, ...]` of the slots here to the owners; return base with what came.
+
+        base `[b, n, ...]` has the results of tokens that are not routed.
+        """
         flat = y.flatten(0, 2)
         shapes = [(len(sent), *base.shape[2:]) for sent in self.sends]
         got = all_to_all([flat.index_select(0, land) for land in self.lands], shapes, self.ring)

@@ -1,4 +1,4 @@
-"""What every rank tells every other one, without gradients: `sharding.all_to_all` has them."""
+"""All-gather and sum over ranks, without gradients; `sharding.all_to_all` has gradients."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ Shape = tuple[int, ...]
 
 
 def everyones(x: Tensor, shapes: Sequence[Shape], ring: Ring) -> list[Tensor]:
-    """Every rank's x, in the order of ranks; `shapes` are what each of them has."""
+    """Gather every rank's x, in the order of ranks; `shapes[i]` is the shape of rank i's x."""
     others = [rank for rank in range(ring.size) if rank != ring.rank]
     parts = [x.new_empty(shapes[rank]) for rank in others]
     x = x.contiguous()
@@ -21,7 +21,7 @@ def everyones(x: Tensor, shapes: Sequence[Shape], ring: Ring) -> list[Tensor]:
 
 
 def total_over_ranks(x: Tensor, ring: Ring) -> Tensor:
-    """The sum of every rank's x, of one shape: added in the order of ranks, so alike on all."""
+    """Sum all ranks' x, of one shape, in the order of ranks, so that all get the same bits."""
     parts = everyones(x, [tuple(x.shape)] * ring.size, ring)
     total = parts[0].clone()
     for part in parts[1:]:

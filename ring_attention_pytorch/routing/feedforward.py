@@ -1,4 +1,4 @@
-"""A light feed-forward for every token and a heavy one for those routed (CoLT5)."""
+"""A light feed-forward for every token and a heavy one for routed tokens (CoLT5)."""
 
 from beartype import beartype
 from einops import rearrange
@@ -15,21 +15,22 @@ from ring_attention_pytorch.routing.soft_topk import count_problem
 
 
 class ConditionalRoutedFeedForward(nn.Module):
-    """light(x) + gate * heavy(x), the second for routed tokens only.
+    """A feed-forward light(x) + gate * heavy(x), the heavy part for routed tokens only.
 
     Args:
         dim: model width.
-        num_heavy_tokens: how many tokens of each sample are routed, a float is a share of its
-            real length; with heavy_window_size, at most so many of each window.
-        light_ff_mult, heavy_ff_mult: width of the two branches, in dims.
-        router_straight_through, router_kwargs, use_triton: of `CoordinateDescentRouter`.
+        num_heavy_tokens: how many tokens of each sample are routed; a float is a share of its
+            real tokens. With heavy_window_size, at most this many of each window.
+        light_ff_mult, heavy_ff_mult: width of the two branches, as a multiple of dim.
+        router_straight_through, router_kwargs, use_triton: options of `CoordinateDescentRouter`.
         heavy_window_size: None chooses among the whole sequence, later tokens included. Else the
-            choice is causal: a token is routed if it would be among the best of the window before
-            its own and that is not full; none of the first window is.
-        ring_attn: x is this rank's part of a sequence over a ring. layout, group: of that ring.
+            choice is causal: a token is routed if its score would be among the best of the window
+            before its own, until its own window is full; the first window has none.
+        ring_attn: x is this rank's part of a sequence over a ring.
+        layout, group: those of that ring.
 
     Raises:
-        ValueError: arguments that can't be or contradict one another.
+        ValueError: arguments are invalid or contradict one another.
 
     >>> ff = ConditionalRoutedFeedForward(16, num_heavy_tokens=4)
     >>> ff(torch.randn(1, 20, 16)).shape
@@ -81,19 +82,19 @@ class ConditionalRoutedFeedForward(nn.Module):
         *,
         plan: RoutingPlan | None = None,
     ) -> Tensor:
-        """Both branches, summed.
+        """Compute the sum of both branches.
 
         Args:
             x: `[b, n, dim]`, the tokens held here.
             mask: bool `[b, n]`, True where a token is real; others are never routed.
-            num_heavy_tokens: another number for this call.
-            plan: of this batch, which then has the mask.
+            num_heavy_tokens: overrides the module's number in this call.
+            plan: the plan of this batch, which then has the mask.
 
         Returns:
-            `[b, n, dim]`, of the same tokens.
+            `[b, n, dim]`, of the tokens x.
 
         Raises:
-            ValueError: what can't be, or differs between ranks, on all ranks alike.
+            ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         k = self.num_heavy_tokens if num_heavy_tokens is None else num_heavy_tokens
         problem = count_problem("num_heavy_tokens", k) or self.router.problem(x, None)

@@ -1,4 +1,4 @@
-"""Conditional routing for images: windows of two dimensions, and tokens routed among them all."""
+"""Conditional routing for images: square windows, and tokens routed from the whole image."""
 
 from typing import Any
 
@@ -19,7 +19,9 @@ Size = tuple[int, int]
 
 
 def window_slots(size: Size, window: int, device: torch.device) -> Tensor:
-    """Positions, row by row, of an image's windows, -1 beyond the edge: `[W, window ** 2]`.
+    """List the positions in each window of an image, `[W, window ** 2]`; -1 beyond the edge.
+
+    Positions count the image's tokens row by row.
 
     >>> window_slots((2, 3), 2, torch.device("cpu")).tolist()
     [[0, 1, 3, 4], [2, -1, 5, -1]]
@@ -32,15 +34,15 @@ def window_slots(size: Size, window: int, device: torch.device) -> Tensor:
 
 
 class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
-    """Full attention within square windows, and attention among tokens routed from all the image.
+    """An attention layer for images: full attention in square windows, plus among routed tokens.
 
     Args:
-        light_window_size: side of the windows; the last ones may be cut off by the edge.
+        light_window_size: side of a window, in tokens; the edge may cut off the last ones.
         channel_first: images are `[b, dim, height, width]`, else `[b, height, width, dim]`.
         The rest: as for `ConditionalRoutedAttention`.
 
     Raises:
-        ValueError: arguments that can't be or contradict one another.
+        ValueError: arguments are invalid or contradict one another.
 
     >>> attn = ConditionalRoutedImageAttention(
     ...     16, num_heavy_tokens_q=4, num_heavy_tokens_kv=4, light_window_size=4, heavy_heads=2
@@ -79,19 +81,19 @@ class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
         mask: Tensor | None = None,
         plan: RoutingPlan | None = None,
     ) -> Tensor:
-        """Both branches, summed.
+        """Compute the sum of both branches.
 
         Args:
-            x: a whole image on one process; with image_size (height, width) its tokens held here
-                `[b, n, dim]`, positions counting row by row.
-            mask: bool `[b, n]`, True where a token is real (n of a whole image: all its tokens).
+            x: a whole image, on one process; or, with image_size (height, width), its tokens held
+                here `[b, n, dim]`, where positions count row by row.
+            mask: bool `[b, n]`, True where a token is real; n = height * width of a whole image.
             The rest: as for `ConditionalRoutedAttention.forward`.
 
         Returns:
-            Of x's shape.
+            A tensor of x's shape.
 
         Raises:
-            ValueError: what can't be, or differs between ranks, on all ranks alike.
+            ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         whole, problem, size = image_size is None, None, image_size
         if whole and x.ndim == 4:
@@ -123,7 +125,7 @@ class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
         return rearrange(out, order, h=size[0])
 
     def _light(self, x: Tensor, plan: RoutingPlan, size: Size) -> Tensor:
-        """Whole windows to ranks, attention within them, and results home."""
+        """Send whole windows to ranks, compute attention within them, and return the results."""
         positions = window_slots(size, self.side, x.device)
         inside = torch.arange(self.side**2, device=x.device)
         shares = [

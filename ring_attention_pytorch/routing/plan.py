@@ -1,4 +1,4 @@
-"""What all routed layers of a batch share: where each token is, and which are real."""
+"""A plan that all routed layers of a batch share: where each token is, and which are real."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,12 +24,12 @@ from ring_attention_pytorch.routing.exchange import everyones
 
 @dataclass(frozen=True, eq=False)
 class RoutingPlan:
-    """A batch's sequence over a ring, agreed by all its ranks and handed to every routed layer.
+    """A plan of a batch's sequence over a ring, agreed by all ranks; it serves all routed layers.
 
-    Every rank knows the whole mask and where every token is, so that all of them choose the
-    same tokens and know who holds these. Attention's own plans are made once and kept here.
+    Every rank knows the whole mask and the owner of every token, so all ranks choose the same
+    tokens and know who holds them. Plans of attention are made once and kept here.
 
-    Layers that are given a plan compare no further notes: they must be the same on all ranks.
+    Layers that are given a plan check nothing between ranks: they must be the same on all ranks.
     """
 
     ring: Ring
@@ -37,7 +37,7 @@ class RoutingPlan:
     segments: tuple[Segments, ...]
     mask: Tensor | None  # bool [b, n], of the tokens held here
     real: Tensor  # bool [b, N], of all tokens by position
-    order: Tensor  # int64 [N]: by position, a token's place in the order of ranks
+    order: Tensor  # int64 [N]: for each position, the token's place in the order of ranks
     attention: dict[Any, RingPlan] = field(default_factory=dict)
 
     @classmethod
@@ -52,15 +52,18 @@ class RoutingPlan:
         also: Mapping[str, Any] | None = None,
         problem: str | None = None,
     ) -> "RoutingPlan":
-        """The plan for tokens x `[b, n, dim]` held here; all ranks of the ring call this together.
+        """Make the plan for tokens x `[b, n, dim]` held here; all ranks of the ring must call this.
 
         Args:
             mask: bool `[b, n]`, True where a token is real.
-            layout: which tokens a rank holds. group: the ring; None is the default group.
-            caller, also, problem: who asks in messages, what else must agree, what is wrong.
+            layout: which tokens a rank holds.
+            group: the ring; None is the default group.
+            caller: the name of the caller, for messages.
+            also: what else must be the same on all ranks, by name.
+            problem: what the caller found wrong with this rank's arguments.
 
         Raises:
-            ValueError: what can't be, or differs between ranks, on all ranks alike.
+            ValueError: an argument is invalid, or differs between ranks; on every rank.
 
         >>> RoutingPlan.make(torch.randn(1, 5, 8)).length
         5
@@ -96,7 +99,7 @@ class RoutingPlan:
         also: Mapping[str, Any],
         problem: str | None,
     ) -> "RoutingPlan":
-        """The plan that a module is given, or one of its own making."""
+        """Return the plan that a module was given, once checked, or make one if it is None."""
         if plan is None:
             ring = spread.ring(spread.ring_attn, None)
             return cls.make(
@@ -119,20 +122,20 @@ class RoutingPlan:
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence."""
+        """Number of tokens of the whole sequence."""
         return self.real.shape[1]
 
     def positions(self, device: torch.device | None = None) -> Tensor:
-        """The positions of the tokens held here, int64 `[n]`."""
+        """Return the positions of the tokens held here, int64 `[n]`."""
         return segment_positions(self.segments[self.ring.rank], device)
 
     def whole(self, x: Tensor) -> Tensor:
-        """Everyone's x `[b, ..., n]` by position `[b, ..., N]`, on every rank; no gradient."""
+        """Gather all ranks' x `[b, ..., n]` as `[b, ..., N]`, in position order; no gradient."""
         shapes = [(*x.shape[:-1], count(s)) for s in self.segments]
         return torch.cat(everyones(x, shapes, self.ring), -1).index_select(-1, self.order)
 
     def homes(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Who holds these positions, and where; rank -1 for those that are none, being below 0."""
+        """Return each position's owner and its place there; owner -1 for negative positions."""
         held = torch.tensor([count(s) for s in self.segments], device=positions.device)
         ends = held.cumsum(0)
         if self.length == 0:
@@ -142,14 +145,14 @@ class RoutingPlan:
         return rank.masked_fill(positions < 0, -1), place - (ends - held)[rank]
 
     def attention_plan(self, key: Any, make: Callable[[], RingPlan]) -> RingPlan:
-        """The plan of that name, made when first asked for, by all ranks alike."""
+        """Return attention's plan of this key; the first request makes it, on all ranks at once."""
         if key not in self.attention:
             self.attention[key] = make()
         return self.attention[key]
 
 
 def _problem(x: Tensor, mask: Tensor | None, layout: str) -> str | None:
-    """What is wrong with this rank's arguments by themselves."""
+    """Say what is wrong with this rank's arguments, without asking other ranks."""
     if x.ndim != 3 or x.dtype not in DTYPES or x.is_meta:
         return (
             "tokens must be floating [batch, tokens, dim] and have values, "

@@ -1,6 +1,6 @@
-"""Which tokens take the heavy branch, and by how much: scores, soft top-k and hard top-k.
+"""A router: it scores tokens, chooses the best ones, and gives them gates by a soft top-k.
 
-Parameter names and defaults are those of CoLT5-attention; eps is that of its version 0.4.3, for
+Parameter names and defaults are those of CoLT5-attention; eps is that of its version 0.4.3, since
 the exact solution at a small eps is a hard choice without a gradient.
 """
 
@@ -36,22 +36,22 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, has_trito
 from ring_attention_pytorch.runtime.torch_func import refuse_second_order
 
 Tokens = int | float
-_AT_ONCE = 65536  # tokens
-_BITS = {torch.float64: 32, torch.float32: 12}  # some way above what rounding changes
+_AT_ONCE = 65536  # tokens that are widened at a time
+_BITS = {torch.float64: 32, torch.float32: 12}  # rounding changes far lower bits
 
 
 class Routing(NamedTuple):
-    """The choice, which every rank knows in whole, and the gates of the tokens held here."""
+    """The positions of all routed tokens, on every rank, and the gates of the tokens held here."""
 
     positions: Tensor  # [b, r, W * K], -1 where a slot is empty
     gates: Tensor  # [b, r, n]
 
 
 class RouterReturn(NamedTuple):
-    """What a rank gets to work on: of each route, the K slots dealt to it.
+    """The routed tokens that this rank works on: for each route, the K slots dealt to it.
 
-    `[b, K]` and `[b, K, dim]`, or `[b, r, K]` and `[b, r, K, dim]` with a route dimension.
-    `dispatch` is the way back.
+    Shapes are `[b, K]` and `[b, K, dim]`, or `[b, r, K]` and `[b, r, K, dim]` with a route
+    dimension. `dispatch` brings results back to the owners (`route_back`).
     """
 
     indices: Tensor  # positions in the whole sequence, -1 where a slot is empty
@@ -62,9 +62,10 @@ class RouterReturn(NamedTuple):
 
 
 class _Scores(Function):
-    """Tokens `[b, n, dim]` along directions `[b or 1, r, dim]`: `[b, r, n]` in their dtype.
+    """(tokens `[b, n, dim]`, directions `[b or 1, r, dim]`) -> their products `[b, r, n]`.
 
-    Some tokens at a time, so that no wider copy of all of them is made or kept.
+    The result has the dtype of the directions. Tokens are widened to it some at a time, so that no
+    wide copy of all of them is made or kept.
     """
 
     @staticmethod
@@ -94,25 +95,29 @@ class _Scores(Function):
 
 
 class CoordinateDescentRouter(nn.Module):
-    """Chooses tokens by a learned direction, through an entropy-regularised soft top-k.
+    """A router that scores tokens along a learned direction and chooses the k best.
+
+    Gates come from an entropy-regularised soft top-k of the scores.
 
     Args:
         dim: model width.
-        straight_through: gates are 1 forward and soft backward; without, soft in both.
-        n_iters: None is the exact fixed point; else so many steps of the published descent.
-        fetch_k_ratio: soft gates sum to so many times the number of tokens routed.
-        eps: how soft; the scale of scores is that of sqrt(dim) for unit tokens.
-        eps_decay, eps_init, use_triton: of the descent, so they need n_iters.
-        num_routing_tokens: how many sets of tokens are chosen, each by its own direction.
-        learned_routing_tokens: no direction of its own, `forward` gets it as routing_tokens.
-        cosine_sim_routing, cosine_sim_scale: scores are so many times the cosine.
-        route_block_size: choose an equal share, rounded up, from each block of so many
-            tokens.
+        straight_through: gates are 1 in forward and soft in backward; if False, soft in both.
+        n_iters: None solves for the exact fixed point; else this many steps of the published
+            descent.
+        fetch_k_ratio: soft gates sum to this many times the number of routed tokens.
+        eps: how soft the gates are; tokens of mean square 1 have scores of size sqrt(dim).
+        eps_decay, eps_init, use_triton: options of the descent, so they need n_iters.
+        num_routing_tokens: how many sets of tokens are chosen, each along its own direction.
+        learned_routing_tokens: the router has no direction of its own; `forward` is given it as
+            routing_tokens.
+        cosine_sim_routing, cosine_sim_scale: scores are cosine_sim_scale times the cosine.
+        route_block_size: choose an equal share, rounded up, from each block of this many tokens.
         triton_checkpoint_segments: backward needs no checkpoints; only None is accepted.
-        layout, group: of a sequence spread over a ring; ring_attn: whether it is.
+        ring_attn: x is this rank's part of a sequence over a ring.
+        layout, group: those of that ring.
 
     Raises:
-        ValueError: arguments that can't be or contradict one another.
+        ValueError: arguments are invalid or contradict one another.
 
     >>> router = CoordinateDescentRouter(8)
     >>> found = router(torch.randn(2, 10, 8), num_tokens=3)
@@ -183,19 +188,19 @@ class CoordinateDescentRouter(nn.Module):
         keep_one_route_dim: bool = False,
         plan: RoutingPlan | None = None,
     ) -> RouterReturn:
-        """The routed tokens that this rank gets to work on.
+        """Choose tokens, and return the routed ones that this rank works on.
 
         Args:
             x: `[b, n, dim]`, the tokens held here.
-            num_tokens: how many of each sample; a float is a share of its real length.
+            num_tokens: how many tokens of each sample; a float is a share of its real tokens.
             mask: bool `[b, n]`, True where a token is real.
-            random_route: any tokens, with gates 1.
-            routing_tokens: `[b, dim]` or `[b, r, dim]` with learned_routing_tokens.
-            keep_one_route_dim: keep the route dimension though there is one route.
-            plan: of this batch, which then has the mask.
+            random_route: choose tokens at random, with gates 1.
+            routing_tokens: directions `[b, dim]` or `[b, r, dim]`, with learned_routing_tokens.
+            keep_one_route_dim: keep the route dimension even if there is one route.
+            plan: the plan of this batch, which then has the mask.
 
         Raises:
-            ValueError: what can't be, or differs between ranks, on all ranks alike.
+            ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         problem = count_problem("num_tokens", num_tokens) or self.problem(x, routing_tokens)
         also = {"num_tokens": num_tokens, "random_route": random_route}
@@ -218,11 +223,11 @@ class CoordinateDescentRouter(nn.Module):
 
     @staticmethod
     def route_back(src: Tensor, routed_tokens: Tensor, dispatch: Dispatch) -> Tensor:
-        """src `[b, n, ...]` with the tokens of one route `[b, K, ...]` put where they came from."""
+        """Return src `[b, n, ...]` with one route's tokens `[b, K, ...]` where they came from."""
         return dispatch.home(routed_tokens.unsqueeze(1), src)
 
     def problem(self, x: Tensor, routing_tokens: Tensor | None) -> str | None:
-        """What is wrong with this rank's arguments by themselves."""
+        """Say what is wrong with this rank's arguments, without asking other ranks."""
         if x.ndim != 3 or x.shape[2] != self.dim:
             return f"tokens must be [batch, tokens, {self.dim}], got {list(x.shape)}"
         if (problem := self.passes.problem(x.device)) is not None:
@@ -247,9 +252,10 @@ class CoordinateDescentRouter(nn.Module):
         routing_tokens: Tensor | None = None,
         random_route: bool = False,
     ) -> Routing:
-        """Of x held here, k of the whole or of each window of `size` tokens; causally or not.
+        """Choose k tokens of the whole sequence, or of each window of `size` tokens.
 
-        Causal is `selection.causal_choice`, with the gate that the window before would give.
+        x `[b, n, dim]` are the tokens held here. If causal, `selection.causal_choice` chooses, and
+        a token's gate is what the soft top-k of the window before its own gives for its score.
         """
         if size is None and self.route_block_size is not None:
             size, blocks = self.route_block_size, -(-plan.length // self.route_block_size)
@@ -277,9 +283,9 @@ class CoordinateDescentRouter(nn.Module):
         return Routing(found, self._gates(scores, self._solve(whole, soft), plan, size, causal))
 
     def scores(self, x: Tensor, routing_tokens: Tensor | None = None) -> Tensor:
-        """`[b, r, n]` in float32 at least.
+        """Compute the scores `[b, r, n]` of tokens x, in float32 at least.
 
-        Products are summed token by token, so that equal tokens have equal scores on any ring.
+        Products are summed for each token by itself: equal tokens have equal scores on any ring.
         """
         toward = self._toward(accumulation_dtype(x.dtype), routing_tokens)
         if self.cosine_scale is not None:
@@ -287,7 +293,7 @@ class CoordinateDescentRouter(nn.Module):
         return _Scores.apply(x, toward.squeeze(-2))
 
     def _toward(self, dtype: torch.dtype, routing_tokens: Tensor | None) -> Tensor:
-        """What tokens are multiplied by: `[b or 1, r, 1, dim]`."""
+        """Return the directions `[b or 1, r, 1, dim]` that tokens are multiplied by for scores."""
         toward = self.routing_token if routing_tokens is None else routing_tokens
         toward = toward.to(dtype).reshape(-1, self.routes, 1, self.dim)
         if self.cosine_scale is None:
@@ -308,7 +314,7 @@ class CoordinateDescentRouter(nn.Module):
         if plan.mask is not None:
             hidden = wide.masked_fill(~plan.mask.unsqueeze(1), -torch.inf)
         a = threshold(hidden, solution, at // size, plan.ring, self.passes.slope)
-        if a.shape[-1] > 1:  # else it is everyone's; to pick it for each would add up one by one
+        if a.shape[-1] > 1:  # else all share one a: picking it would add gradients one by one
             a = a.index_select(-1, (at // size - int(causal)).clamp(min=0))
         p = gates(wide, a, solution.eps)
         p = p.masked_fill(at < size * causal, 0.0)
@@ -319,11 +325,12 @@ class CoordinateDescentRouter(nn.Module):
 
 
 def rounded(scores: Tensor, toward: Tensor) -> Tensor:
-    """Scores `[b, r, W, n]` as they are compared: to so many bits below the size of a usual score.
+    """Round scores `[b, r, W, n]` for comparison, `_BITS` bits below the size of a usual score.
 
-    Tokens in equal surroundings, as in a long run of blanks, have equal scores, which differ by
-    rounding, and otherwise on another ring. They are ties, and ties go to the earlier token.
-    `toward` `[b or 1, r, 1, dim]` is what tokens of mean square 1 were multiplied by.
+    Tokens in equal surroundings, as in a long run of blanks, should have equal scores, but rounding
+    makes them differ, and differently on another ring. Once rounded they are ties, which go to the
+    earlier token. `toward` `[b or 1, r, 1, dim]` are the directions; a usual score is their norm,
+    for tokens of mean square 1.
     """
     usual = toward.norm(dim=-1, keepdim=True)
     step = torch.ldexp(torch.ones_like(usual), torch.frexp(usual).exponent - _BITS[scores.dtype])

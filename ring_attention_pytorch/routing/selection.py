@@ -1,7 +1,7 @@
-"""Which tokens are routed: the k best of a sequence or of each window, or causally chosen ones.
+"""Choice of routed tokens: the k best of a sequence or of each window, or a causal choice.
 
-Every rank has everyone's scores by position and works out the same answer, bit for bit, on any
-ring: ties go to the earlier token.
+Every rank has all ranks' scores, by position, and computes the same choice on any ring; ties go to
+the earlier token.
 """
 
 import math
@@ -20,7 +20,8 @@ from ring_attention_pytorch.routing.soft_topk import Count, count_problem, count
 class Selection(NamedTuple):
     """The chosen tokens, ascending within their window; -1 where fewer could be chosen.
 
-    All int64 `[..., W * K]`: positions in the whole sequence, which rank holds them, and where.
+    All are int64 `[..., W * K]`: positions in the whole sequence, the ranks that hold these, and
+    the places among the tokens of those ranks.
     """
 
     positions: Tensor
@@ -29,7 +30,7 @@ class Selection(NamedTuple):
 
 
 def windows(x: Tensor, size: int, fill: float | bool) -> Tensor:
-    """`[..., N]` as `[..., W, size]`, the last window filled up."""
+    """Cut x `[..., N]` into windows `[..., W, size]`; pad the last one with `fill`."""
     missing = -x.shape[-1] % size
     if missing:
         x = torch.cat((x, x.new_full((*x.shape[:-1], missing), fill)), -1)
@@ -37,22 +38,22 @@ def windows(x: Tensor, size: int, fill: float | bool) -> Tensor:
 
 
 def slots(k: int | float, size: int) -> int:
-    """How many tokens a window of that size may give."""
+    """Return how many tokens at most are chosen of a window of `size` tokens."""
     return min(k, size) if isinstance(k, int) else math.ceil(k * size - 1e-9)
 
 
 def best(scores: Tensor, count: Tensor, most: int) -> Tensor:
-    """The `count` `[..., W]` largest of scores `[..., W, size]`, as positions `[..., W * most]`."""
+    """Choose the `count` `[..., W]` best of `[..., W, size]`: positions `[..., W * most]`."""
     found = scores.sort(dim=-1, descending=True, stable=True).indices[..., :most]
     chosen = torch.arange(most, device=scores.device) < count.unsqueeze(-1)
     return _ascending(found, chosen, scores.shape[-1])
 
 
 def causal_choice(scores: Tensor, real: Tensor, count: Tensor, most: int) -> Tensor:
-    """Each token by its own score and by those before it, as positions `[..., W * most]`.
+    """Choose tokens by their own score and earlier ones; return positions `[..., W * most]`.
 
-    A token is chosen if it would be among the `count` best of the window before its own, while
-    its own window has fewer than `most`. The first window has none before it, so none is chosen.
+    A token is chosen if its score would be among the `count` best of the window before its own,
+    until its own window has `most`. The first window has no window before it, so none is chosen.
     """
     ordered = scores.sort(-1, descending=True).values
     last = (count.long() - 1).clamp(min=0).unsqueeze(-1)
@@ -63,13 +64,13 @@ def causal_choice(scores: Tensor, real: Tensor, count: Tensor, most: int) -> Ten
     chosen = real & (scores >= least.unsqueeze(-1)) & (least.unsqueeze(-1) < torch.inf)
     size = scores.shape[-1]
     at = torch.arange(size, device=scores.device).expand(chosen.shape)
-    # the chosen ones first, in order; those beyond `most` come too late
+    # the chosen ones first, in order; those beyond `most` are left out
     found = at.masked_fill(~chosen, size).sort(-1).values[..., :most]
     return _ascending(found, found < size, size)
 
 
 def _ascending(found: Tensor, chosen: Tensor, size: int) -> Tensor:
-    """Places in windows to positions, ascending, -1 for those not chosen."""
+    """Turn places in windows into ascending positions, -1 for those not chosen."""
     found = found.masked_fill(~chosen, size).sort(-1).values
     start = torch.arange(found.shape[-2], device=found.device).unsqueeze(-1) * size
     return (found + start).masked_fill(found == size, -1).flatten(-2)
@@ -84,20 +85,21 @@ def select_topk(
     layout: str = "contiguous",
     group: Group = None,
 ) -> Selection:
-    """The k largest scores of a sequence that is spread over a ring; ties go to the earlier token.
+    """Choose the k largest scores of a sequence over a ring; ties go to the earlier token.
 
     Args:
-        scores: `[b, n]`, those of the tokens held here.
+        scores: `[b, n]`, the scores of the tokens held here.
         k: int, how many; float in (0, 1], that share of each sample's real tokens, rounded up.
         mask: bool `[b, n]`, True where a token is real; others are never chosen.
-        layout: which tokens a rank holds. group: the ring; None is the default group.
+        layout: which tokens a rank holds.
+        group: the ring; None is the default group.
 
     Returns:
-        The same on every rank, and for every ring size and layout; of K = min(k, N) slots, or of
-        that share of N. A sample with fewer real tokens leaves its last slots at -1.
+        The choice, the same on every rank and for every ring size and layout. It has min(k, N)
+        slots, or the share k of N. A sample with fewer real tokens has -1 in its last slots.
 
     Raises:
-        ValueError: what can't be, or differs between ranks, on all ranks alike.
+        ValueError: an argument is invalid, or differs between ranks; on every rank.
 
     >>> select_topk(torch.tensor([[1.0, 3.0, 2.0, 3.0]]), 2).positions.tolist()
     [[1, 3]]

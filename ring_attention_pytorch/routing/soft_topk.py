@@ -1,16 +1,17 @@
-"""Soft top-k: the k largest of n scores, as gates in [0, 1] that sum to k and have a gradient.
+"""Soft top-k: gates in [0, 1] that sum to k, near 1 for the k largest of n scores; differentiable.
 
 Entropy-regularised top-k (Wright 2015, "Coordinate descent algorithms"; used by CoLT5, Ainslie et
 al. 2023, section 3.1) maximises s.p + eps * H(p) over 0 <= p <= 1, sum p = k. Its solution is
 
     p_i = min(1, exp((s_i + a) / eps)),     a the root of sum p = k
 
-With scores in descending order and m of them at 1, a = eps * (log(k - m) - LSE(s[m:] / eps)), and
-m is how often the next score would still be above 1: one sort, no iteration. With U those below 1,
-da/ds_j = -p_j / sum_U p for j in U and 0 elsewhere, so backward needs no iteration either.
+With scores in descending order and m gates at 1, a(m) = eps * (log(k - m) - LSE(s[m:] / eps)). m
+is the number of i for which a(i) would still give score i a gate of at least 1: one sort, no
+iteration. With U the scores whose gates are below 1, da/ds_j = -p_j / sum_U p for j in U and 0
+elsewhere, so backward needs no iteration either.
 
-`coordinate_descent` is the published iteration. Its vector b is -relu(s + a), so that its state is
-the one number a, and it ends in the same formula with another a: a step is one pass over the
+`coordinate_descent` is the published iteration. Its vector b is -relu(s + a), so its state is the
+one number a, and its result is the formula above with another a. A step is one pass over the
 scores, and so is all of backward.
 """
 
@@ -31,7 +32,7 @@ Count = int | float | Tensor
 
 
 class Solution(NamedTuple):
-    """Where gates start to be 1, and how that moves with the scores.
+    """The threshold a, from which gates are 1 (s >= -a), and the terms of its gradient.
 
     p = min(1, exp((s + a) / eps)); da/ds = -sum over t of coef * exp((s + at) / e) where s < bound.
     a `[...]`; coef, bound, at `[..., T]`; e `[T]`; all float64.
@@ -46,13 +47,13 @@ class Solution(NamedTuple):
 
 
 def fixed_point(scores: Tensor, k: Tensor, eps: float) -> Solution:
-    """The solution for scores `[..., n]`, -inf where there is no token, and k `[...]`."""
+    """Solve soft top-k exactly for scores `[..., n]`, -inf for no token, and k `[...]`."""
     u, k = scores.double() / eps, k.double()
     real = (scores > -torch.inf).sum(-1)
     if scores.shape[-1] == 0:
         u = u.new_full((*u.shape[:-1], 1), -torch.inf)
     top = u.sort(-1, descending=True).values
-    rest = top.flip(-1).logcumsumexp(-1).flip(-1)  # LSE of this one and all that are smaller
+    rest = top.flip(-1).logcumsumexp(-1).flip(-1)  # LSE of each score and all smaller ones
     at_one = torch.arange(top.shape[-1], device=u.device, dtype=torch.float64)
     alpha = (k.unsqueeze(-1) - at_one).clamp(min=0).log() - rest
     most = (k.ceil().long() - 1).clamp(0, top.shape[-1] - 1)  # where the tail is below rounding
@@ -70,22 +71,22 @@ Slope = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
 
 
 class Passes(NamedTuple):
-    """How one looks through many scores: all that is long about descent and about gradients."""
+    """An implementation of the passes over all scores, which take nearly all the time."""
 
     partition: Partition
     slope: Slope
-    problem: Callable[[torch.device], str | None]  # why not there
+    problem: Callable[[torch.device], str | None]  # why a device can't be used
 
 
 def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """How many of scores `[..., n]` are at least -a `[...]`, and LSE(s / eps) of the others."""
+    """Count the scores `[..., n]` that are >= -a `[...]`; compute LSE(s / eps) of the others."""
     above = scores >= -a.unsqueeze(-1)
     below = (scores / eps).masked_fill(above, -torch.inf)
     return above.sum(-1).double(), below.logsumexp(-1)
 
 
 def slope(scores: Tensor, terms: Sequence[Tensor], window: Tensor) -> Tensor:
-    """-da/ds of scores `[..., n]`, each in its window; terms are coef, bound, at, e."""
+    """Compute -da/ds of scores `[..., n]` by the terms coef, bound, at, e of their windows."""
     total = torch.zeros_like(scores)
     *terms, e = terms
     for t in range(len(e)):
@@ -107,13 +108,13 @@ def descent(
     eps_decay: float,
     by: Partition = partition,
 ) -> Solution:
-    """So many steps of coordinate descent on scores `[..., n]`, -inf where there is no token."""
+    """Run n_iters steps of coordinate descent on scores `[..., n]`, -inf for no token."""
     scores, k = scores.double(), k.double()
     real = (scores > -torch.inf).sum(-1)
     everything, nothing = real <= k, k <= 0
     e = max(eps if eps_init is None else eps_init, eps)
     es, ats = [e], [e * (k.log() - real.clamp(min=1).double().log())]
-    shares = []  # how much of the next a comes from those at the bound
+    shares = []  # the share of the next a that comes from scores at the bound
     for _ in range(n_iters - 1):
         e = max(e * eps_decay, eps)
         count, rest = by(scores, ats[-1], e)
@@ -122,7 +123,7 @@ def descent(
         shares.append((at_bound - whole).exp())
         es.append(e)
         ats.append(e * (k.log() - whole))
-    # backward through the chain of a: the first has no gradient, all scores being equal there
+    # backward through the steps' a: the first has no gradient, since it treats scores as equal
     weights = [torch.ones_like(k)]
     for share in reversed(shares):
         weights.append(weights[-1] * share)
@@ -135,9 +136,9 @@ def descent(
 
 
 class _Threshold(Function):
-    """a of everyone's scores `[..., W]`, with its gradient to the scores held here `[..., n]`.
+    """(this rank's scores `[..., n]`, solution, window, ring, by) -> a `[..., W]` of all scores.
 
-    `window` `[n]` says which of the W a a score belongs to.
+    `window` `[n]` is the number of each score's window, of W. Gradients go to this rank's scores.
     """
 
     @staticmethod
@@ -159,12 +160,12 @@ class _Threshold(Function):
 def threshold(
     scores: Tensor, solution: Solution, window: Tensor, ring: Ring, by: Slope = slope
 ) -> Tensor:
-    """a `[..., W]`, differentiable in this rank's scores `[..., n]` (float64)."""
+    """Return a `[..., W]`, differentiable in this rank's scores `[..., n]` (float64)."""
     return _Threshold.apply(scores, solution, window, ring, by)
 
 
 def gates(scores: Tensor, a: Tensor, eps: float) -> Tensor:
-    """min(1, exp((s + a) / eps)), with no gradient where that is 1."""
+    """Compute gates min(1, exp((s + a) / eps)), with no gradient where they are 1."""
     x = scores + a
     return (x.masked_fill(x >= 0, 0.0) / eps).exp()
 
@@ -178,22 +179,22 @@ def soft_topk(
     mask: Tensor | None = None,
     group: Group = None,
 ) -> Tensor:
-    """Gates in [0, 1] that sum to k, 1 or nearly so for the k largest scores; exact on any ring.
+    """Compute gates in [0, 1] that sum to k, near 1 for the k largest scores; exact on any ring.
 
     Args:
         scores: `[..., n]`, this rank's part of the scores, in shards of any lengths.
-        k: int, how many; float in (0, 1], that share of each sample's real scores; or a tensor
-            `[...]`, how many of each sample, not necessarily whole.
-        eps: how soft; below the distance of the scores gates are nearly 0 or 1.
+        k: int, how many; float in (0, 1], the share of each sample's real scores; or a tensor
+            `[...]`, how many of each sample, not necessarily integers.
+        eps: how soft; if it is below the distances of scores, gates are nearly 0 or 1.
         mask: bool `[..., n]`, True where the score is real; elsewhere the gate is 0.
         group: the ranks that share the scores; None is the default group, or this process alone.
 
     Returns:
-        `[..., n]` in the dtype of the scores; solved in float64. Where k is at least the number
-        of real scores, all of these are 1.
+        Gates `[..., n]` in the dtype of the scores; solved in float64. Where k is at least the
+        number of real scores, all their gates are 1.
 
     Raises:
-        ValueError: the same on every rank: a k, eps or mask that can't be, or that differs.
+        ValueError: scores, k, eps or mask are invalid, or differ between ranks; on every rank.
 
     Source: Ainslie et al. 2023, https://arxiv.org/abs/2303.09752, section 3.1.
 
@@ -223,7 +224,7 @@ def soft_topk(
 def _apply(
     scores: Tensor, mask: Tensor | None, solution: Solution, ring: Ring, by: Slope = slope
 ) -> Tensor:
-    """The gates of this rank's scores."""
+    """Compute the gates of this rank's scores, by a solution for all ranks' scores."""
     a, eps, coef, bound, at, e = solution
     one = Solution(a.unsqueeze(-1), eps, *(t.unsqueeze(-2) for t in (coef, bound, at)), e)
     wide = scores.double()
@@ -245,19 +246,22 @@ def coordinate_descent(
     mask: Tensor | None = None,
     use_triton: bool = False,
 ) -> Tensor:
-    """The published iteration towards `soft_topk`; gates sum to k only once it has converged.
+    """Compute gates by the published iteration; they sum to k only once it has converged.
+
+    It converges to `soft_topk`.
 
     Args:
         scores: `[..., n]`, all of them on this process.
-        n_iters: steps, at least 1. k, mask: as for `soft_topk`.
-        eps, eps_init, eps_decay: of step t, max(eps_init * eps_decay ** t, eps).
-        use_triton: one launch a step and one for backward; for a million scores on a GPU.
+        n_iters: number of steps, at least 1.
+        k, mask: as for `soft_topk`.
+        eps, eps_init, eps_decay: step t uses max(eps_init * eps_decay ** t, eps).
+        use_triton: one launch for a step and one for backward; for a million scores on a GPU.
 
     Returns:
-        `[..., n]` in the dtype of the scores; its gradient is that of the steps made.
+        Gates `[..., n]` in the dtype of the scores; their gradient is that of the steps made.
 
     Raises:
-        ValueError: an argument that can't be; Triton without a GPU.
+        ValueError: an argument is invalid, or Triton has no GPU.
 
     >>> s = torch.tensor([3.0, 1.0, 2.0, 0.0])
     >>> coordinate_descent(s, n_iters=500, k=2).round(decimals=2).tolist()
@@ -280,7 +284,7 @@ def coordinate_descent(
 
 
 def counts(k: Count, real: Tensor) -> Tensor:
-    """How many of `real` `[...]`: k, or that share of them, and no more than there are."""
+    """Return how many of `real` `[...]` scores to choose: k or the share k, at most all."""
     if isinstance(k, Tensor):
         return k.to(real.device).double().expand(real.shape).minimum(real)
     if isinstance(k, float):
@@ -289,7 +293,7 @@ def counts(k: Count, real: Tensor) -> Tensor:
 
 
 def count_problem(name: str, k: Count) -> str | None:
-    """What is wrong with how many are asked for."""
+    """Say what is wrong with a number or share of tokens; None if nothing is."""
     if isinstance(k, Tensor):
         return None
     if isinstance(k, float) and not 0 < k <= 1:
@@ -298,7 +302,7 @@ def count_problem(name: str, k: Count) -> str | None:
 
 
 def _note_of(k: Count, ring: Ring) -> object:
-    """For comparing notes: a tensor by its numbers, which takes a wait for its device."""
+    """Return k for the check between ranks; of a tensor its numbers, which waits for its device."""
     if not isinstance(k, Tensor):
         return k
     return "a tensor" if ring.size == 1 else f"a tensor of {k.flatten().tolist()}"
@@ -324,7 +328,7 @@ def eps_problem(eps: float) -> str | None:
 def descent_problem(
     n_iters: int, eps: float, eps_init: float | None, eps_decay: float
 ) -> str | None:
-    """What is wrong with the options of coordinate descent."""
+    """Say what is wrong with the options of coordinate descent; None if nothing is."""
     if n_iters < 1 or not 0 < eps_decay <= 1:
         return (
             "n_iters must be at least 1, and eps_decay above 0 and at most 1, "

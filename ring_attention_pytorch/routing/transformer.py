@@ -1,4 +1,4 @@
-"""Token ids to logits or loss by conditionally routed blocks, over sequences that may be spread."""
+"""A transformer of conditionally routed blocks, over sequences that may be spread over a ring."""
 
 from beartype import beartype
 from torch import Tensor, nn
@@ -14,20 +14,20 @@ from ring_attention_pytorch.routing.router import Tokens
 
 
 class ConditionalRoutedTransformer(RingTransformer):
-    """`RingTransformer` with conditionally routed blocks: an encoder, or, if causal, a decoder.
+    """A `RingTransformer` of conditionally routed blocks: an encoder, or, if causal, a decoder.
 
     Args:
-        num_tokens, dim, depth: vocabulary, model width, blocks.
-        causal: a decoder: no later token changes an earlier result, or what is chosen for it.
-        num_heavy_attn_tokens_q, num_heavy_attn_tokens_kv, num_heavy_ff_tokens: tokens of each
-            sample that are routed, floats are shares of its real length; of a decoder, of each
-            window.
+        num_tokens, dim, depth: size of the vocabulary, model width, number of blocks.
+        causal: a decoder: no later token changes an earlier token's result or routing.
+        num_heavy_attn_tokens_q, num_heavy_attn_tokens_kv, num_heavy_ff_tokens: tokens that are
+            routed of each sample, or of each window if causal; a float is a share of its real
+            tokens.
         ring_attn, ring_seq_size, auto_shard_seq, ignore_index: as for `RingTransformer`.
-        block_kwargs: what else `ConditionalRoutedTransformerBlock` takes.
+        block_kwargs: other options of `ConditionalRoutedTransformerBlock`.
         The rest: as for `ConditionalRoutedTransformerBlock`.
 
     Raises:
-        ValueError: arguments that can't be or contradict one another.
+        ValueError: arguments are invalid or contradict one another.
 
     >>> model = ConditionalRoutedTransformer(
     ...     num_tokens=256, dim=16, depth=2, causal=True, light_window_size=4, heavy_window_size=8,
@@ -89,13 +89,13 @@ class ConditionalRoutedTransformer(RingTransformer):
         force_ring_reduce_off: bool = False,
         ring_size: int | None = None,
     ) -> Tensor:
-        """Logits, or the loss: as `RingTransformer.forward`."""
+        """Compute the logits, or the loss, as `RingTransformer.forward` does."""
         none = {"documents": None, "cu_seqlens": None}
         batch = self._prepare(
             x, mask, labels, return_loss, force_ring_reduce_off, ring_size, packed=none
         )
         tokens = self.token_emb(batch.ids)
-        # alone, a sequence is whole whatever the layout
+        # on one rank a sequence is whole, whatever the layout
         layout = self.spread.layout if batch.ring.size > 1 else "contiguous"
         plan = RoutingPlan.make(tokens, batch.mask, layout=layout, group=batch.ring)
         for block in self.layers:
