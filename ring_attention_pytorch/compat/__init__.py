@@ -1,7 +1,7 @@
-"""Modules of ring-attention-pytorch 0.5.20 that are elsewhere now, or nowhere else.
+"""Modules of ring-attention-pytorch 0.5.20 that have moved, or exist only here.
 
-They are imported by their old paths, `ring_attention_pytorch.ring_attention` say: this folder is
-one of those in which the package looks for its modules. Nothing else in the package needs them.
+They are imported by their old paths, such as `ring_attention_pytorch.ring_attention`: this folder
+is one of those in which the package looks for its modules. Nothing else in the package needs them.
 """
 
 import ring_attention_pytorch

@@ -1,8 +1,9 @@
-"""Everyone's tensors, gathered, as 0.5.20 had them.
+"""Functions of 0.5.20 that gather all ranks' tensors.
 
-Ranks are those of the default group, or this process alone, asked for anew in each call. All
-ranks call the same, and compare notes before they send. Backward differentiates the sum of every
-rank's result, each rank's tensors being separate variables, as everywhere in this library.
+Ranks are those of the default group at the time of a call, or this process alone. All ranks must
+make the same calls, and check that their arguments agree before they send. Backward differentiates
+the sum of every rank's result, where each rank's tensors are separate variables, as everywhere in
+this library.
 """
 
 from collections.abc import Sequence
@@ -18,28 +19,28 @@ from ring_attention_pytorch.nn.sharding import _Gather
 
 
 def get_rank() -> int:
-    """This process' rank in the default group; 0 without one."""
+    """Return this process' rank in the default group; 0 without a group."""
     return Ring().rank
 
 
 def get_world_size() -> int:
-    """How many ranks the default group has; 1 without one."""
+    """Return the number of ranks of the default group; 1 without a group."""
     return Ring().size
 
 
 def is_distributed() -> bool:
-    """Whether there are other ranks."""
+    """Tell whether there are other ranks."""
     return get_world_size() > 1
 
 
 def has_only_one_value(t: Tensor) -> bool:
-    """Whether all elements are equal."""
+    """Tell whether all elements of t are equal."""
     return bool((t == t.flatten()[:1]).all())
 
 
 @typed(told_by_group("gather_sizes"))
 def gather_sizes(t: Tensor, *, dim: int) -> Tensor:
-    """Every rank's length along dim, int64 `[ranks]`; t itself is not sent."""
+    """Gather every rank's length of t along dim, int64 `[ranks]`; t itself is not sent."""
     problem = _dim_problem(t, dim)
     own = {} if problem else {"length": t.shape[dim]}
     found = agree(Ring(), "gather_sizes", {}, own, problem)
@@ -47,7 +48,7 @@ def gather_sizes(t: Tensor, *, dim: int) -> Tensor:
 
 
 def all_gather_same_dim(t: Tensor) -> list[Tensor]:
-    """Every rank's t, in the order of ranks, all of one shape; otherwise as `all_gather`."""
+    """Gather every rank's t as `all_gather` does, as a list by rank; all are of one shape."""
     return list(all_gather(t.unsqueeze(0))[0])
 
 
@@ -55,18 +56,18 @@ def all_gather_same_dim(t: Tensor) -> list[Tensor]:
 def all_gather_variable_dim(
     t: Tensor, dim: int = 0, sizes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Every rank's t along dim, one after another in the order of ranks.
+    """Gather every rank's t, and join them along dim in the order of ranks.
 
     Args:
-        t: any tensor, bool too; ranks may differ in its length along dim, which may be 0.
-        sizes: these lengths, `[ranks]`, where they are known: they are compared.
+        t: any tensor, also bool; its length along dim may differ between ranks, and may be 0.
+        sizes: these lengths, `[ranks]`, if they are known; they are checked.
 
     Returns:
-        The whole, the same on every rank, and the lengths, int64 `[ranks]`. Its backward brings
-        every rank's gradient of my t to me and sums them (0.5 took a rank's own alone).
+        The joined tensor, the same on every rank, and the lengths, int64 `[ranks]`. Backward sums
+        all ranks' gradients of a rank's t, on that rank (0.5 took the rank's own gradient alone).
 
     Raises:
-        ValueError: t differs otherwise, or sizes are wrong; on all ranks alike.
+        ValueError: t differs in more than this length, or sizes are wrong; on every rank.
 
     >>> whole, sizes = all_gather_variable_dim(torch.ones(3, 2))
     >>> whole.shape, sizes.tolist()
@@ -80,7 +81,7 @@ AllGatherFunction = SimpleNamespace(apply=all_gather)
 
 
 class AllGather(nn.Module):
-    """`all_gather` along dim, as a module: of x and sizes to the whole and sizes."""
+    """A module that calls `all_gather` along dim: (x, sizes) -> (joined tensor, sizes)."""
 
     def __init__(self, *, dim: int = 0):
         super().__init__()
@@ -91,18 +92,19 @@ class AllGather(nn.Module):
 
 
 def split_by_rank(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """This rank's own of what all ranks have alike: `x[rank]`, and every rank's length.
+    """Return this rank's part `x[rank]` of an x that all ranks have, and every part's length.
 
     Args:
         x: a tensor `[ranks, n, ...]`, or a tensor `[n, ...]` for each rank.
 
     Returns:
-        This rank's, and the n of each, int64 `[ranks]`. Nothing is sent, and backward is that of
-        indexing: the gradient of others' parts is 0 here. They have it, and what gathered x, or
-        a sum over ranks as by DDP, adds it. (To gather it here, too, would count it once a rank.)
+        This rank's part, and the n of each part, int64 `[ranks]`. Nothing is sent, and backward is
+        that of indexing: on this rank the gradient of other ranks' parts is 0. Those ranks have it,
+        and the function that gathered x, or a sum over ranks as by DDP, adds it. Gathering it here,
+        too, would count it once for each rank.
 
     Raises:
-        ValueError: x is not of as many parts as ranks.
+        ValueError: the number of parts is not the number of ranks.
 
     >>> split_by_rank(torch.ones(1, 3, 2))[1].tolist()
     [3]
@@ -117,7 +119,7 @@ def split_by_rank(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def gather_as(
     caller: str, t: Tensor, dim: int, sizes: Tensor | None = None, problem: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`all_gather` for others, who say what they found wrong by themselves."""
+    """Gather as `all_gather` does, for a caller that passes what `problem` it found itself."""
     ring, same, own = Ring(), same_of(t), {}
     problem = problem or _dim_problem(t, dim)
     if problem is None:
@@ -141,6 +143,6 @@ def _dim_problem(t: Tensor, dim: int) -> str | None:
 
 
 def same_of(t: Tensor) -> dict[str, Any]:
-    """What ranks must have alike, beside shapes, of what they exchange and differentiate."""
+    """Return what must be the same on all ranks of a t that is sent and differentiated."""
     grad = torch.is_grad_enabled() and t.requires_grad
     return {"dtype": t.dtype, "device": t.device.type, "requires_grad": grad}

@@ -1,8 +1,9 @@
-"""Passes of tensors round a ring, as 0.5.20 had them.
+"""Functions of 0.5.20 that pass tensors round a ring.
 
-Ranks are those of the default group, or this process alone, asked for anew in each call. All
-ranks call the same, and compare notes before they send. Backward differentiates the sum of every
-rank's result, each rank's tensors being separate variables, as everywhere in this library.
+Ranks are those of the default group at the time of a call, or this process alone. All ranks must
+make the same calls, and check that their arguments agree before they send. Backward differentiates
+the sum of every rank's result, where each rank's tensors are separate variables, as everywhere in
+this library.
 """
 
 from collections import namedtuple
@@ -44,19 +45,21 @@ RingInfo = namedtuple("RingInfo", ["ring_rank", "iter_info"])
 
 
 def circular_index_right(pos: int, ring_size: int, num: int = 1) -> int:
-    """The place so many to the right."""
+    """Return the place `num` to the right of `pos` in a ring."""
     if ring_size < 1:
         raise ValueError(f"ring_size must be at least 1, got {ring_size}")
     return (pos + num) % ring_size
 
 
 def circular_index_left(pos: int, ring_size: int, num: int = 1) -> int:
-    """The place so many to the left."""
+    """Return the place `num` to the left of `pos` in a ring."""
     return circular_index_right(pos, ring_size, -num)
 
 
 def circular_rank_right(rank: int | None = None, ring_size: int | None = None, num: int = 1) -> int:
-    """The rank so many to the right of one, or of this, in its ring of consecutive ranks.
+    """Return the rank `num` to the right of `rank`, or of this one, in its ring of ranks.
+
+    A ring is of `ring_size` consecutive ranks; None is all.
 
     >>> circular_rank_right(7, ring_size=4), circular_rank_left(4, ring_size=4)
     (4, 7)
@@ -68,7 +71,7 @@ def circular_rank_right(rank: int | None = None, ring_size: int | None = None, n
 
 
 def circular_rank_left(rank: int | None = None, ring_size: int | None = None, num: int = 1) -> int:
-    """The rank so many to the left."""
+    """Return the rank `num` to the left of `rank`, or of this one, in its ring of ranks."""
     return circular_rank_right(rank, ring_size, -num)
 
 
@@ -76,10 +79,10 @@ def circular_rank_left(rank: int | None = None, ring_size: int | None = None, nu
 def send_and_receive_(
     x: Tensor, receive_buffer: Tensor, send_to_rank: int, receive_from_rank: int
 ) -> None:
-    """Send x to a rank, and receive another rank's into the buffer. Not differentiable.
+    """Send x to a rank, and receive another rank's x in the buffer. Not differentiable.
 
     Raises:
-        ValueError: shapes or dtypes differ, or a rank expects what none sends; on all ranks alike.
+        ValueError: shapes or dtypes differ, or a rank expects what none sends; on every rank.
         RingError: the exchange has failed.
     """
     ring, caller = Ring(), "send_and_receive_"
@@ -100,20 +103,20 @@ def ring_pass(
     receive_buffer: Tensor | None = None,
     ring_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Pass x so many ranks to the right, at once, and get that of the rank so far to the left.
+    """Send x to the rank `num_ring_passes` to the right; receive from the one as far to the left.
 
     Args:
-        num_ring_passes: how many (0.5 always went one); to the left where negative.
-        x: of one shape and dtype on all ranks.
+        num_ring_passes: how far, in one exchange (0.5 always went one); to the left if negative.
+        x: a tensor of one shape and dtype on all ranks.
         receive_buffer: where to receive, contiguous; None is new memory.
-        ring_size: consecutive ranks that make one ring; None is all.
+        ring_size: number of consecutive ranks that make one ring; None is all.
 
     Returns:
-        What came, and x. Gradients of what came go back the way it came, so backward all ranks
-        must have used it, or none.
+        The received tensor, and x. Gradients of the received tensor are sent back to its owner, so
+        either all ranks must use it in backward, or none.
 
     Raises:
-        ValueError: what can't be, or differs between ranks, on all ranks alike.
+        ValueError: an argument is invalid, or differs between ranks; on every rank.
         RingError: the exchange has failed.
 
     >>> ring_pass(1, torch.ones(2))
@@ -135,7 +138,7 @@ def null_ring_pass(
     receive_buffers: Some | None = None,
     ring_size: int | None = None,
 ) -> Iterator[tuple[RingInfo, tuple[Some, Some]]]:
-    """`all_ring_pass` of a ring that is this process alone: its own tensors, once."""
+    """Yield as `all_ring_pass` does for a ring of this process alone: its own tensors, once."""
     yield RingInfo(0, (True, True)), (tensors, _for_each(receive_buffers, tensors))
 
 
@@ -145,18 +148,18 @@ def all_ring_pass(
     receive_buffers: Some | None = None,
     ring_size: int | None = None,
 ) -> Iterator[tuple[RingInfo, tuple[Some, Some]]]:
-    """Own tensors, then those of the rank to the left, of the next, and so on round the ring.
+    """Yield the own tensors, then those of each rank to the left, one by one round the ring.
 
     Args:
-        tensors: of one shape and dtype on all ranks, or None on all of them.
-        max_iters: so many ranks' tensors at most, own ones included; None is the whole ring.
-        receive_buffers: where to receive first, one for each tensor. Later passes have new memory,
-            and the caller's tensors are never written (as they were by 0.5).
-        ring_size: consecutive ranks that make one ring; None is all.
+        tensors: tensors of one shape and dtype on all ranks, or None on all of them.
+        max_iters: yield at most this many ranks' tensors, own ones included; None is all.
+        receive_buffers: where the first pass receives, one for each tensor. Later passes use new
+            memory, and the caller's tensors are never written (0.5 wrote them).
+        ring_size: number of consecutive ranks that make one ring; None is all.
 
     Yields:
-        `(ring_rank, (is_first, is_last)), (tensors, receive_buffers)`: whose they are, as a place
-        in the ring, and buffers for the next pass. Gradients are as `ring_pass` says.
+        `(ring_rank, (is_first, is_last)), (tensors, receive_buffers)`: the owner of the tensors, as
+        a place in the ring, and the buffers of the next pass. Gradients are as for `ring_pass`.
 
     Raises:
         ValueError, RingError: as `ring_pass`.
@@ -178,7 +181,7 @@ def all_ring_pass(
 
 
 class _Pass(Function):
-    """(x, buffer, ring, by) -> x of the rank so many to the left."""
+    """(x, buffer, ring, by) -> x of the rank `by` to the left."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, buffer: Tensor | None, ring: Ring, by: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The layer and the model under their path of 0.5.20, and what sharded a batch by hand."""
+"""The layer and the model at their path of 0.5.20, and its functions that shard a batch."""
 
 from functools import partial
 
@@ -40,7 +40,8 @@ def maybe_pad_seq_and_mask(
 ) -> tuple[Tensor, Tensor | None]:
     """Fill x `[b, n, ...]` with zeros to a multiple of seq_size, its mask `[b, n]` with False.
 
-    Without padding the mask stays as it is; with it None becomes True for what was there.
+    If there is nothing to fill, the mask is returned as it is; else a mask None becomes True for
+    all tokens of x.
     """
     more = -x.shape[1] % seq_size
     if more == 0:
@@ -52,20 +53,20 @@ def maybe_pad_seq_and_mask(
 def sharded_batch_to_sharded_seq(
     x: Tensor, mask: Tensor | None, seq_size: int
 ) -> tuple[tuple[Tensor, Tensor | None], Tensor, int]:
-    """Gather all ranks' samples, and keep seq_size tokens of those of this rank's ring.
+    """Gather all ranks' samples, and keep seq_size tokens of each sample of this rank's ring.
 
-    `auto_shard_seq=True` brings ranks no more than they need.
+    `auto_shard_seq=True` sends ranks only what they need.
 
     Args:
-        x: `[b, n, ...]`, n tokens being so many times seq_size as a ring is to have ranks.
+        x: `[b, n, ...]`, where n is seq_size times the number of ranks of a ring.
         mask: `[b, n]`.
 
     Returns:
         (x, mask) of this rank, every rank's b, and the number of rings. Sample i of all goes to
-        ring i modulo that.
+        ring i modulo this number.
 
     Raises:
-        ValueError: tokens, ranks or samples don't divide; on all ranks alike.
+        ValueError: tokens, ranks or samples don't divide; on every rank.
     """
     (whole, sizes), world = all_gather(x), get_world_size()
     size, rest = divmod(x.shape[1], seq_size)
@@ -87,7 +88,7 @@ def sharded_batch_to_sharded_seq(
 def sharded_seq_to_sharded_batch(
     logits: Tensor, sizes: Tensor, num_sharded_batches: int = 1
 ) -> Tensor:
-    """Its inverse: `[b, n, c]` of this rank's tokens to its own samples, whole."""
+    """Undo `sharded_batch_to_sharded_seq`: gather `[b, n, c]`, keep this rank's samples, whole."""
     parts = all_gather_same_dim(logits)
     size = len(parts) // num_sharded_batches
     rings = [torch.cat(parts[first : first + size], 1) for first in range(0, len(parts), size)]

@@ -1,4 +1,4 @@
-"""`ring_flash_attn`, as 0.5.20 had it."""
+"""The function `ring_flash_attn` of 0.5.20."""
 
 from types import SimpleNamespace
 
@@ -29,14 +29,15 @@ def ring_flash_attn(  # noqa: PLR0913 - a public entry point
     group: Group = None,
     kernel: str | None = None,
 ) -> Tensor:
-    """`ring_attn` with the parameters of ring-attention-pytorch 0.5.20.
+    """Compute `ring_attn`, with the parameters of ring-attention-pytorch 0.5.20.
 
     Args:
-        mask: `key_mask`. max_lookback_seq_len: `window`.
-        ring_reduce_col: whether there is a ring; without, q, k, v are whole sequences.
+        mask: the `key_mask` of `ring_attn`.
+        max_lookback_seq_len: the `window` of `ring_attn`.
+        ring_reduce_col: whether there is a ring; if not, q, k, v are whole sequences.
         striped_ring_attn: the same as layout="striped".
-        ring_size: consecutive ranks of the group that make one ring; None is all.
-        softclamp_qk_sim, softclamp_value: `softclamp`, if the first is True.
+        ring_size: number of consecutive ranks that make one ring; None is the whole group.
+        softclamp_qk_sim, softclamp_value: the second is `softclamp` if the first is True.
         The rest: as for `ring_attn`.
 
     Returns:
@@ -51,7 +52,7 @@ def ring_flash_attn(  # noqa: PLR0913 - a public entry point
     """
     if striped_ring_attn and layout not in (None, "striped"):
         raise ValueError(f"striped_ring_attn=True is layout='striped', got layout={layout!r} too")
-    layout = "striped" if striped_ring_attn else layout  # an unknown one is for the plan to refuse
+    layout = "striped" if striped_ring_attn else layout  # the plan refuses unknown ones
     if not ring_reduce_col and (layout, ring_size, group) != (None, None, None):
         raise ValueError("layout, striped_ring_attn, ring_size and group need ring_reduce_col=True")
     result = ring_attn(

@@ -1,4 +1,4 @@
-"""`ring_flash_attn_cuda`, as 0.5.20 had it."""
+"""The function `ring_flash_attn_cuda` of 0.5.20."""
 
 from types import SimpleNamespace
 
@@ -30,13 +30,14 @@ def ring_flash_attn_cuda(  # noqa: PLR0913 - a public entry point
     layout: str | None = None,
     group: Group = None,
 ) -> Tensor:
-    """`ring_flash_attn` with our Triton forward, and the backward of flash-attn where that is
-    installed and can do the case; of our Triton kernels where not.
+    """Compute `ring_flash_attn` with our Triton forward, and flash-attn's backward if possible.
+
+    If flash-attn is not installed or does not support the call, backward is by our Triton kernels.
 
     Args, Returns: as `ring_flash_attn`. No dtype is cast: float32 stays float32.
 
     Raises:
-        ValueError: as `ring_flash_attn`, and where the Triton kernel can't run: see
+        ValueError: as `ring_flash_attn`, and if the Triton kernel can't run: see
             `explain_kernel(q, k, v, kernel="triton")`.
     """
     asked = dict(

@@ -1,4 +1,4 @@
-"""Type hints of dtype and dimensions, as 0.5.20 had them; beartype checks them."""
+"""Type hints of 0.5.20 for a tensor's dtype and dimensions; beartype checks them."""
 
 import re
 from collections.abc import Callable
@@ -10,9 +10,10 @@ from torch import Tensor
 
 
 class TorchTyping:
-    """`Float["b n 8"]`: for beartype, a Tensor of such a dtype with these dimensions.
+    """A maker of type hints: `Float["b n 8"]` is a floating Tensor with these dimensions.
 
-    Names stand for any size, each for itself; "..." or "*name" for any number of dimensions.
+    A name stands for a dimension of any size, and is not compared with others of that name. "..."
+    or "*name" stands for any number of dimensions.
 
     >>> from beartype.door import is_bearable
     >>> [is_bearable(torch.ones(2, 8), Float[shape]) for shape in ("n 8", "n 7", "n", "... 8")]

@@ -1,4 +1,4 @@
-"""Attention to one block of keys by our Triton kernels, under names of 0.5.20."""
+"""Attention to one block of keys by our Triton kernels, by the function names of 0.5.20."""
 
 import torch
 import torch.nn.functional as F
@@ -31,24 +31,26 @@ def flash_attn_forward(  # noqa: PLR0913 - parameters of 0.5
     head_first_dim: bool = False,
     remove_padding: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention to one block of keys by our Triton kernel, on top of that to blocks before it.
+    """Compute attention to one block of keys by our Triton kernel; add that to blocks before it.
 
     Args:
-        q, k, v: `[b, n, h, d]`, `[b, m, h_kv, d]`, `[b, m, h_kv, d_v]`, heads before tokens with
-            head_first_dim.
-        bias: 0 for keys that are seen, -inf for others: `[b, m]` or `[b, 1, 1, m]`.
-        causal: query i sees no key after i, nor with causal_mask_diagonal key i.
-        o, m, lse: what this returned for blocks before, where load_accumulated; written in place.
-        return_normalized_output: has no meaning: o is normalised always.
+        q, k, v: `[b, n, h, d]`, `[b, m, h_kv, d]`, `[b, m, h_kv, d_v]`; with head_first_dim heads
+            come before tokens.
+        bias: `[b, m]` or `[b, 1, 1, m]`: 0 for keys that are seen, -inf for others.
+        causal: query i sees no key after i; with causal_mask_diagonal not key i either.
+        o, m, lse: with load_accumulated, the results for the blocks before; written in place.
+        return_normalized_output: has no effect: o is always normalised.
         softclamp_qk_sim, softclamp_value: scores s become c * tanh(s / c).
-        remove_padding: m and lse have n rows, not n filled up to a multiple of 128.
+        remove_padding: m and lse have n rows; else n rounded up to a multiple of 128.
 
     Returns:
-        o like q, m and lse `[b, h, rows]` float32. `o * exp(m - lse)` is normalised as ever; here o
-        is itself, and m is lse. No gradients: see `flash_attn_backward`.
+        o like q, and m and lse, float32 `[b, h, rows]`. As in 0.5, `o * exp(m - lse)` is
+        normalised; here o is so by itself, and m equals lse. No gradients: see
+        `flash_attn_backward`.
 
     Raises:
-        ValueError: the kernel can't run here, or can't do it, or a bias has other values.
+        ValueError: the kernel can't run here or does not support the call, or a bias has other
+            values.
     """
     if head_first_dim:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -90,17 +92,18 @@ def flash_attn_backward(  # noqa: PLR0913 - parameters of 0.5
     softclamp_qk_sim: bool = False,
     softclamp_value: float | int = 50.0,
 ) -> Tensor:
-    """The gradients of one block of keys by our Triton kernels, written into dq, dk and dv.
+    """Compute the gradients of one block of keys by our Triton kernels, into dq, dk and dv.
 
     Args:
         do: the gradient of o, `[b, n, h, d_v]`.
-        q, k, v, bias and options: as for `flash_attn_forward`, heads after tokens.
-        o, lse: normalised, of all blocks of keys, `[b, h, rows]` with or without padding.
+        q, k, v, bias and options: as for `flash_attn_forward`, tokens before heads.
+        o, lse: the normalised results for all blocks of keys; lse `[b, h, rows]`, with or without
+            padding.
         dq, dk, dv: where to write, in any dtype.
-        delta: what this returned for another block of these queries; None makes it.
+        delta: the result of this function for another block of keys; None computes it.
 
     Returns:
-        delta like lse: row sums of do * o.
+        delta, of lse's shape: the row sums of do * o.
 
     Raises:
         ValueError: as `flash_attn_forward`.
@@ -128,7 +131,7 @@ def _block(
     scale: float | None,
     softclamp: float | None,
 ) -> RingPlan:
-    """The plan of one block of keys on this process alone."""
+    """Make the plan of attention to one block of keys, on this process alone."""
     key_mask, options = None, {}
     if bias is not None:
         key_mask = bias.expand(q.shape[0], *bias.shape[1:]).flatten(1) > _NOTHING_SEEN

@@ -1,4 +1,4 @@
-"""Attention of two chunks of queries a rank to the gathered keys of all, as 0.5.20 had it."""
+"""Zigzag attention of 0.5.20: two chunks of queries per rank, and gathered keys of all ranks."""
 
 from collections import namedtuple
 from collections.abc import Callable
@@ -24,9 +24,9 @@ ShardOutput = namedtuple(
 
 
 def zig_zag_pad_seq(t: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Fill `[..., n, d]` with zeros up to a multiple of two chunks a rank, and how to undo it.
+    """Fill t `[..., n, d]` with zeros to n a multiple of 2 * ranks; also return the inverse.
 
-    `zig_zag_shard` takes any length, so this may be left out.
+    `zig_zag_shard` takes any length, so this is not needed.
 
     >>> padded, remove_padding = zig_zag_pad_seq(torch.ones(1, 3, 2))
     >>> padded.shape, remove_padding(padded).shape
@@ -40,22 +40,22 @@ def zig_zag_pad_seq(t: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
 def zig_zag_shard(
     t: Tensor, all_gather_batch: bool = False
 ) -> tuple[ShardOutput, Callable[[Tensor], Tensor]]:
-    """This rank's two chunks of each sequence, by `layout="zigzag"`, and how to undo it.
+    """Return this rank's two chunks of each sequence, by `layout="zigzag"`, and the inverse.
 
     Args:
-        t: `[b, n, d]`, of any length: whole sequences, the same on every rank.
-        all_gather_batch: every rank brings sequences of its own, of one length; each rank gets
-            its chunks of all of them, and `inverse` brings a rank's own home.
+        t: `[b, n, d]`, whole sequences of any length, the same on every rank.
+        all_gather_batch: every rank passes sequences of its own, of one length. Each rank gets its
+            chunks of all of them, and `inverse` returns a rank's own sequences.
 
     Returns:
         (local_sequence, query_positions, key_value_positions) and inverse. Positions are those of
-        the local tokens, and of all ranks' in their order, as `zig_zag_attn` gathers them.
-        `inverse` makes whole sequences of every rank's `[b, local n, d]`, on every rank. Without
-        all_gather_batch all ranks have the same result, so gradients are those of as many
-        losses; averaged over ranks, as by DDP, they are those of one.
+        the local tokens, and those of all ranks' tokens in the order in which `zig_zag_attn`
+        gathers them. `inverse` joins every rank's `[b, local n, d]` to whole sequences, on every
+        rank. Without all_gather_batch all ranks have the same result, so gradients are those of a
+        loss per rank; averaged over ranks, as by DDP, they are those of one loss.
 
     Raises:
-        ValueError: what differs between ranks, on all ranks alike.
+        ValueError: an argument differs between ranks; on every rank.
 
     >>> shard, inverse = zig_zag_shard(torch.arange(3.0).view(1, 3, 1))
     >>> shard.query_positions.tolist(), inverse(shard.local_sequence).flatten().tolist()
@@ -83,22 +83,23 @@ def zig_zag_attn(
     dropout: float | int = 0.0,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to all ranks' keys, gathered, by PyTorch's SDPA.
+    """Compute attention of this rank's queries to all ranks' keys, gathered, by PyTorch's SDPA.
 
-    Heads come first. `ring_attn(layout="zigzag")` does it without N by N / P masks.
+    Heads come before tokens. `ring_attn(layout="zigzag")` needs no N by N / P masks for it.
 
     Args:
-        q: `[b, h, n, d]`. k, v: `[b, h_kv, m, d]` and `[b, h_kv, m, d_v]` of this rank; query head
-            i uses key head i // (h / h_kv).
-        dropout: the rate, drawn by each rank for itself.
-        attn_mask: what `[n, all m]` queries see, keys in the order of ranks: bool, or added to
-            scores; it broadcasts to `[b, h, n, all m]`. None is all.
+        q: `[b, h, n, d]`, this rank's queries.
+        k, v: `[b, h_kv, m, d]` and `[b, h_kv, m, d_v]` of this rank; query head i uses key head
+            i // (h / h_kv).
+        dropout: the share of probabilities that is dropped, drawn by each rank for itself.
+        attn_mask: `[n, all m]`, keys in the order of ranks: bool, True where a key is seen, or
+            numbers that are added to scores; it broadcasts to `[b, h, n, all m]`. None shows all.
 
     Returns:
-        `[b, h, n, d_v]`. Gradients of k and v have every rank's share.
+        `[b, h, n, d_v]`. Gradients of k and v are summed over all ranks.
 
     Raises:
-        ValueError: what can't be, or differs between ranks, on all ranks alike.
+        ValueError: an argument is invalid, or differs between ranks; on every rank.
 
     >>> q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
     >>> zig_zag_attn(q, k, k, attn_mask=torch.ones(3, 3).tril().bool()).shape
