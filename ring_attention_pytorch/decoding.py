@@ -1,7 +1,7 @@
-"""One query token against keys spread over ranks: local attention, then one reduction.
+"""Tree decoding: attention of one query token to keys over ranks, merged by an all-reduce.
 
 Shyam et al. 2024, "Tree Attention: Topology-aware Decoding for Long-Context Attention on GPU
-clusters": partial results merge in any order, so an all-reduce does it in log(P) steps.
+clusters": partial results can be merged in any order, so an all-reduce takes log(P) steps.
 """
 
 import torch
@@ -29,25 +29,26 @@ def tree_attn_decode(
     key_mask: Tensor | None = None,
     group: Group = None,
 ) -> Tensor:
-    """Attention of decoded tokens to keys that are spread, or get spread, over ranks.
+    """Compute attention of decoded tokens to keys that are, or will be, sharded over ranks.
 
-    Heads come first here, unlike elsewhere in the library. No gradients.
+    Heads come before tokens here, unlike elsewhere in the library. There are no gradients.
 
     Args:
         q: `[b, h, t, d]`, the same on every rank; t is 1 in decoding.
-        k, v: `[b, h_kv, n, d]` and `[b, h_kv, n, d_v]`: the whole, the same on every rank, with
-            shard_kv_seq; else this rank's own, of any length, or None for none.
-        eps: the least weight that is divided by; queries that see nothing get 0.
-        shard_kv_seq: each rank takes its part of the keys.
-        use_triton: must not be True; the fastest kernel there is gets chosen.
-        key_mask: bool `[b, n]`, True where a key may be seen; given as k is.
+        k, v: `[b, h_kv, n, d]` and `[b, h_kv, n, d_v]`. With shard_kv_seq all keys, the same on
+            every rank; else this rank's keys, of any number, or None for no keys.
+        eps: lower bound of the total weight that results are divided by; queries that see no key
+            get 0.
+        shard_kv_seq: shard the keys: each rank takes its part of k, v and key_mask.
+        use_triton: must not be True; the fastest kernel is chosen.
+        key_mask: bool `[b, n]`, True where a key may be seen; whole or sharded as k is.
         group: the ranks; None is the default group, or this process alone.
 
     Returns:
         `[b, h, t, d_v]` in q's dtype, the same on every rank; merged in float32 at least.
 
     Raises:
-        ValueError: what can't be or differs between ranks, on all ranks alike.
+        ValueError: an argument is invalid, or differs between ranks; on every rank.
 
     >>> q, kv = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8)
     >>> tree_attn_decode(q, kv, kv).shape
@@ -77,7 +78,7 @@ def _merge(out: Tensor, lse: Tensor, eps: float, ring: Ring) -> Tensor:
         return out
     largest = lse.clone()
     ring.largest(largest)
-    # ranks without keys weigh exp(-inf) = 0, also where nobody has any
+    # ranks without keys get weight exp(-inf) = 0, also where no rank has keys
     weight = (lse - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
     weight = rearrange(weight, "b h t -> b t h 1")
     total = torch.cat((out * weight, weight), dim=-1)
@@ -95,7 +96,7 @@ def _agreed_width(
     shard_kv_seq: bool,
     use_triton: bool | None,
 ) -> int:
-    """The head size of v, which ranks without keys learn from the others."""
+    """Return the head size of v, which ranks without keys learn from the others."""
     problem = problem_of(lambda: _problem(q, k, v, key_mask))
     if not 0 < eps <= 1:
         problem = f"eps must be positive and at most 1, the least total weight, got {eps}"

@@ -1,4 +1,4 @@
-"""`ring_attn` and `ulysses_attn`: attention of shards, as functions."""
+"""The functions `ring_attn` and `ulysses_attn`: attention of shards over a ring."""
 
 from typing import Any
 
@@ -54,86 +54,94 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     dropout_seed: int | None = None,
     check: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention over a sequence that is spread over a ring of processes.
+    """Compute exact attention over a sequence that is spread over a ring of processes.
 
-    Every rank of the ring calls this with its shards and gets its shard of the result, equal
-    to ordinary attention over the whole; so are the gradients of q, k, v and lse.
+    Every rank of the ring calls this with its shards of q, k and v, and gets its shard of the
+    result. Results and gradients, those through lse too, equal those of ordinary attention over
+    the whole sequence.
+
+    The options below are in three groups: which keys a query sees (causal to key_positions), what
+    a score is (scale to dropout_seed), and how attention is computed (group to return_lse).
 
     Args:
         q: `[b, n, h, d]`, this rank's queries.
         k: `[b, m, h_kv, d]`, this rank's keys; h must be a multiple of h_kv, and query head i
             uses key head i // (h / h_kv).
-        v: `[b, m, h_kv, d_v]`. All three of one dtype: float64, float32, bfloat16 or float16.
+        v: `[b, m, h_kv, d_v]`, this rank's values. q, k and v are of one dtype: float64, float32,
+            bfloat16 or float16.
         causal: a query sees no later token.
-        window: a query sees itself and at most that many tokens before it, and, without
-            causal, after it. Counted in tokens of the whole sequence.
-        key_mask: bool `[b, m]`, True where a key may be seen. Queries that see nothing get
+        window: a query sees its own token and at most this many tokens before it; without causal
+            also at most this many after it. Counted in tokens of the whole sequence.
+        key_mask: bool `[b, m]`, True where a key may be seen. Queries that see no key get
             out 0, lse -inf and no gradient.
-        scale: of the scores; None is d ** -0.5.
-        softclamp: c makes a scaled score s into c * tanh(s / c).
-        layout: "contiguous", "striped", "zigzag" or what `balanced` made: which tokens a rank
-            holds (`positions`). Keys of another sequence stand in the order of ranks.
+        documents: int `[b, n]`, the document of each token. Tokens see one another only if these
+            are equal, wherever they are in the sequence. causal and window count the tokens of
+            the document.
+        cu_seqlens: documents given by their borders: ints that ascend from 0 to the length of the
+            whole sequence, a document between each two; one list, or one for each sample.
+        prefix: with causal, the number of first tokens of the sequence that see one another both
+            ways; one number, or one for each sample.
+        mask_mod: a function of (sample, head, position of the query, position of the key), int
+            tensors that broadcast. It returns bool, True where the key may be seen; all other masks
+            apply too. Positions count within the document. On CUDA the kernel "flex" compiles the
+            function, which may compare, compute and look up in tensors. The kernel "eager", the
+            only one elsewhere, takes any function.
+        cross: True if the keys are of another sequence than the queries, in shards of any
+            lengths; None is True where n and m differ on any rank. Excludes documents, and
+            without query_positions also causal and window.
+        query_positions, key_positions: int `[n]` and `[m]`, the positions that causal and window
+            use where keys are of another sequence; less than 2 ** 30 from 0. Best in few runs that
+            ascend by one, since each pair of runs makes a tile.
+        scale: the factor of q.k in a score; None is d ** -0.5.
+        softclamp: c replaces a scaled score s by c * tanh(s / c).
+        sinks: `[h]`, learnable: for each head the score of an additional key without value, which
+            all queries see. It lets a head attend to nothing (Xiao et al. 2023; gpt-oss). lse
+            includes it. Summed over all ranks, its gradients are those of the whole sequence.
+        alibi_slopes: `[h]`: each score is reduced by its head's slope times the distance of query
+            and key in their document, after softclamp (Press et al. 2022). They have no gradient.
+        key_bias: `[b, m]` or `[b, m, h]`, finite, differentiable: added to all scores of a key. It
+            takes additional columns of the head size: one, or one for each query head of a group;
+            twice as many in 16 bits.
+        dropout: the share of probabilities that is dropped; the others are multiplied by
+            1 / (1 - dropout), and lse is computed without dropout. What is dropped depends on seed,
+            sample, head and the tokens' places in the whole sequence only, not on ranks. Keys of
+            another sequence count in the order of ranks; given positions must not repeat.
+        dropout_seed: an int of 64 bits, the same on all ranks. None draws one by PyTorch's CPU
+            generator when the plan is made, and all ranks take the first rank's; so
+            torch.manual_seed repeats it. Steps that share a plan drop alike, and so do layers,
+            unless each takes `plan.for_layer(i)`.
         group: the ring, a ProcessGroup or a DeviceMesh of one dimension. None is the default
             group, or this process alone if there is none.
-        kernel: a kernel of docs/kernels.md, as "sdpa" (PyTorch's own), "triton" (ours),
-            "flash-attn" or "eager"; "triton+flash-attn" is forward by one and backward by
-            another. None takes the fastest that can do it (`explain_kernel` tells), a named one
-            never falls back.
-        transport: "ring" passes keys from neighbour to neighbour, "gather" has all that are needed
-            come at once; None chooses, on GPUs by speeds that the group's first plan measures
-            (under torch.use_deterministic_algorithms by those of H200s).
-        ulysses: so many neighbours swap heads for sequence first, and only ranks with the same
-            heads exchange keys. It must divide the ring and the heads of q.
-        memory: bytes that other ranks' keys and gradients may take here under "gather", which
-            then brings fewer owners at once, but at least one. None is no bound where the
-            transport is named; else 8 GiB, and on GPUs at most half of what is left.
-        plan: a `RingPlan` for tensors like these. It stands for all options but return_lse,
-            sinks and key_bias, of which it must know that they come.
+        layout: which tokens of the sequence a rank holds (`positions` lists them): "contiguous",
+            "striped", "zigzag" or a result of `balanced`. Keys of another sequence are in the
+            order of ranks.
+        kernel: a kernel of docs/kernels.md, such as "sdpa" (PyTorch's own), "triton" (ours),
+            "flash-attn" or "eager"; "triton+flash-attn" runs the first forward and the second
+            backward. None takes the fastest that supports the call (`explain_kernel` tells which);
+            a named one never falls back to another.
+        transport: "ring" passes keys from neighbour to neighbour, "gather" brings all needed keys
+            at once. None chooses; on GPUs by speeds that the group's first plan measures, or by
+            those of H200s under torch.use_deterministic_algorithms.
+        ulysses: how many neighbours swap heads for sequence (all-to-all) first, so that only ranks
+            with the same heads exchange keys. It must divide the ring and the heads of q.
+        memory: bytes that other ranks' keys and gradients may take on this rank under "gather",
+            which then brings the keys of fewer owners at once, but of at least one. None sets no
+            bound if transport is named; else 8 GiB, and on GPUs at most half of the free memory.
+        bucket_size: kernels that hold scores in memory hold those of this many queries at once.
+        check: "always" lets ranks check in each call that they agree, and says where one is out of
+            step: for debugging. None takes the environment's RING_ATTENTION_CHECK.
+        plan: a `RingPlan` for tensors like these. It replaces all options except return_lse,
+            sinks and key_bias; it must have been made with these two if they are given.
         return_lse: also return the log-sum-exp of the scores.
-        bucket_size: kernels that hold scores in memory hold those of so many queries at once.
-        cross: True if the keys are of another sequence than the queries, in shards of any
-            lengths; None is True where any rank's n and m differ. Then no causal, window or
-            documents.
-        documents: int `[b, n]`: tokens see one another only where these are equal, wherever
-            they stand; causal and window count the document's own tokens.
-        cu_seqlens: the same by borders: ints that ascend from 0 to the length of the whole
-            sequence, between which documents lie; one list, or one for each sample.
-        sinks: `[h]`, learnable: the score of a key without value that all queries see, which
-            lets a head attend to nothing (Xiao et al. 2023; gpt-oss). lse has it too. Gradients
-            of all ranks sum up to that of the whole.
-        alibi_slopes: `[h]`: scores lose a head's slope times the distance of query and key
-            (Press et al. 2022), in their document; after softclamp. They have no gradient.
-        key_bias: `[b, m]` or `[b, m, h]`, finite, differentiable: added to the scores of a key,
-            whatever the query. It takes columns of the head size (one, or one for each query
-            head of a group; twice that in 16 bits).
-        mask_mod: a predicate of (sample, head, position of the query, of the key), int tensors that
-            broadcast: bool, True where the key may be seen, beside all other masks. Positions are
-            those in the document. On CUDA it is compiled, by "flex": it compares, computes and
-            looks up in tensors; "eager", all that there is elsewhere, takes any.
-        prefix: under causal, so many first tokens of the sequence see one another both ways;
-            one number, or one for each sample.
-        query_positions, key_positions: int `[n]` and `[m]`, by which causal and window go where
-            keys are of another sequence; less than 2 ** 30 from 0. Best in few runs that ascend
-            by one, for tiles are made of pairs of them.
-        dropout: so much of the probabilities is dropped, the rest multiplied by 1 / (1 - dropout);
-            lse is without. What is dropped depends on seed, sample, head and the tokens' places
-            in the whole sequence alone, not on ranks; keys of another sequence count in the order
-            of ranks, and positions that are given must not repeat.
-        dropout_seed: of 64 bits, the same on all ranks. None is drawn by PyTorch's generator on
-            the CPU when the plan is made, and is the first rank's; so torch.manual_seed repeats
-            it. Layers that share a plan take `plan.for_layer(i)`, or drop alike; as do steps
-            that share one.
-        check: "always" lets ranks compare notes in each call, too, and tells where one is out of
-            step: for debugging. None is what RING_ATTENTION_CHECK says in the environment.
 
     Returns:
         `[b, n, h, d_v]` in q's dtype; with return_lse also lse `[b, h, n]`, natural
         logarithm, float32 (float64 for float64).
 
     Raises:
-        ValueError: the same on every rank and before any tensor is sent: shapes, dtypes or
-            options that can't be or that differ between ranks, shards that are not the
-            layout's, a kernel that can't do it.
+        ValueError: shapes, dtypes or options are invalid or differ between ranks, shards are not
+            the layout's, or the kernel does not support the call. The same on every rank, and
+            before any tensor is sent.
         NotImplementedError: second derivatives or forward mode of another kernel than "eager".
 
     Source: Liu et al. 2023, https://arxiv.org/abs/2310.01889
@@ -182,14 +190,14 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
     packed: bool = False,
     kernel: str | None = None,
 ) -> str:
-    """Which kernel `ring_attn` would run for tensors and options like these, and why.
+    """Say which kernel `ring_attn` would run for tensors and options like these, and why.
 
     Args:
         packed: whether there are documents.
-        The rest: as for `ring_attn`; of the tensors only shape, dtype and device matter.
+        The rest: as for `ring_attn`; only shape, dtype and device of the tensors matter.
 
     Returns:
-        A line for each faster kernel with what keeps it from running, then the one that runs.
+        A line for each faster kernel that says why it can't run, then a line for the one that runs.
 
     Raises:
         ValueError: there is no such kernel.
@@ -208,10 +216,11 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
 def ulysses_attn(
     q: Tensor, k: Tensor, v: Tensor, *, group: Group = None, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`ring_attn` with `ulysses` being the whole ring: all ranks swap heads for sequence.
+    """Compute `ring_attn` with `ulysses` over the whole ring: all ranks swap heads for sequence.
 
     Args:
-        q, k, v, group, options: as for `ring_attn`; the heads of q must divide by the ranks.
+        q, k, v, group, options: as for `ring_attn`; the number of ranks must divide the heads
+            of q.
 
     Returns:
         As `ring_attn`.
@@ -230,8 +239,8 @@ def ulysses_attn(
 
 
 def _check_only_plan(given: dict[str, Any]) -> None:
-    """Raise ValueError where options are given beside a plan, which has some already."""
-    of_call = ("sinks", "key_bias")  # of which a plan knows that they come
+    """Raise ValueError if options are given beside a plan, which decides them already."""
+    of_call = ("sinks", "key_bias")  # a plan only knows that they are given
     beside = [name for name in not_default(given) if name not in of_call]
     if given["group"] is not None:
         beside.append("group")

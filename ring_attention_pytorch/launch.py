@@ -1,4 +1,6 @@
-"""Processes of one group that end together: when all are done, when one fails, with their parent.
+"""A launcher of processes of one group, which end together.
+
+They end when all are done, when one fails, and when their parent is gone.
 
 `spawn` starts them, in place of `torch.multiprocessing.spawn`; `torchrun_group` is for scripts that
 torchrun starts.
@@ -24,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# before there is a group: DDP imports it, and its defaults keep the group of that time, of which a
-# living thread may abort the process as it exits
+# imported before there is a group: DDP imports it, and its default arguments keep the group of that
+# time, of which a living thread may abort the process as it exits
 import torch.distributed.nn
 from torch import multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
@@ -35,7 +37,7 @@ from ring_attention_pytorch.comm.failures import RingError, fail_together
 TIMEOUT = 120.0  # seconds that ranks wait for one another
 _START = 300.0  # seconds until all processes run, however busy the machine is
 _END = 30.0  # seconds that a process may take to exit when all is done
-_FIRST = 0.5  # seconds in which who failed first is heard of, after who failed because of it
+_FIRST = 0.5  # seconds to wait for the first failure, after a failure that another may have caused
 
 
 def spawn(
@@ -50,11 +52,11 @@ def spawn(
 
     Each process has a default group, and with NCCL the GPU of its rank. They meet in a file, so no
     port is needed. All of them end when one fails, when this process is interrupted or terminated,
-    and when it is gone, whatever ended it.
+    and when it is gone, for whatever reason.
 
     Args:
-        worker: a function of a module, for it is pickled; so are `args` and results, which are
-            on the CPU.
+        worker: a function at the top of a module, since it is pickled; so are `args` and results,
+            which must be on the CPU.
         timeout: seconds that ranks wait for one another in the default group.
         start_method: "spawn" or "forkserver".
 
@@ -77,11 +79,11 @@ def started(
     timeout: float = TIMEOUT,
     start_method: str = "spawn",
 ) -> Iterator["Workers"]:
-    """Start the processes of `spawn`, and end them with this block, however they are."""
+    """Start the processes of `spawn`; at the end of this block, end those that still run."""
     context = multiprocessing.get_context(start_method)
     with TemporaryDirectory() as folder, _sigterm_unwinds():
         workers = Workers(nprocs)
-        atexit.register(workers.kill)  # for a block of a generator that nobody has closed
+        atexit.register(workers.kill)  # if the block is in a generator that is never closed
         try:
             for rank in range(nprocs):
                 ours, theirs = context.Pipe()
@@ -100,7 +102,7 @@ class Workers:
     """The processes that `started` has started.
 
     Attributes:
-        results: what each rank returned, or None as long as it has not.
+        results: what each rank returned; None until it has.
     """
 
     def __init__(self, nprocs: int):
@@ -111,12 +113,12 @@ class Workers:
         self._busy = set(range(nprocs))
 
     def add(self, process: BaseProcess, pipe: Connection) -> None:
-        """Take in the process of the next rank, and our end of its pipe."""
+        """Add the process of the next rank, and our end of its pipe."""
         self._running[pipe] = len(self._processes)
         self._processes.append(process)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until all have ended, or for so many seconds; return whether they have.
+        """Wait until all have ended, at most `timeout` seconds; tell whether they have.
 
         Raises:
             ProcessRaisedException: a rank raised; the text names it and has its traceback.
@@ -136,7 +138,7 @@ class Workers:
         return not self._running
 
     def kill(self) -> None:
-        """End those that still run, at once."""
+        """Kill the processes that still run, and wait until they have ended."""
         started = [process for process in self._processes if process.pid is not None]
         for process in started:
             process.kill()
@@ -144,7 +146,7 @@ class Workers:
             process.join()
 
     def _listen(self, pipe: Connection) -> None:
-        """Take what a rank has to say: its result, its failure, or its end."""
+        """Receive from the pipe of a rank its result, its failure, or its end."""
         rank = self._running[pipe]
         process, name = self._processes[rank], f"rank {rank} of {len(self._processes)}"
         failure = None
@@ -165,7 +167,7 @@ class Workers:
             self._failures.setdefault(rank, failure)
 
     def _done(self, rank: int) -> None:
-        """Let all end when all are done: until then others may still need their connections."""
+        """Let all end once all are done: until then others may need their connections."""
         if rank not in self._busy:
             return
         self._busy.remove(rank)
@@ -176,14 +178,14 @@ class Workers:
 
 
 class _Failure(NamedTuple):
-    """Of one rank."""
+    """The failure of one rank, as the error to raise."""
 
     error: ProcessRaisedException | ProcessExitedException
-    doubt: int  # 0 where no other rank can be why, 2 where one certainly is
+    doubt: int  # 0: no other rank can be the cause; 1: one may be; 2: one is
 
 
 class _Raised(NamedTuple):
-    """What a rank tells of its failure."""
+    """The failure of one rank, as it is sent to the parent."""
 
     text: str  # the traceback
     doubt: int
@@ -227,8 +229,8 @@ class _Seat(NamedTuple):
 
 
 def _serve(pipe: Connection, seat: _Seat, worker: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Be a worker."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears of it too, and ends us
+    """Run in a new process: take part in the group, and end with the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
     Thread(target=_end_with_parent, args=(seat.folder,), daemon=True).start()
     try:
         with _telling(pipe):
@@ -238,12 +240,12 @@ def _serve(pipe: Connection, seat: _Seat, worker: Callable[..., Any], args: Sequ
 
 
 def _take(seat: _Seat, pipe: Connection, worker: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Take a place in the group, and run the worker's function there."""
+    """Join the group, run the worker's function, and send its result to the parent."""
     store = _meet(seat)
     if "nccl" in seat.backend:
         torch.cuda.set_device(seat.rank)
     with _group(seat.backend, seat.timeout, store, seat.rank, seat.size):
-        with _telling(pipe):  # before others fail because this rank does
+        with _telling(pipe):  # before other ranks fail because this one does
             result = worker(seat.rank, *args)
         pipe.send((result, None))
         pipe.recv()  # until all are done
@@ -251,26 +253,26 @@ def _take(seat: _Seat, pipe: Connection, worker: Callable[..., Any], args: Seque
 
 @contextmanager
 def _telling(pipe: Connection) -> Iterator[None]:
-    """Tell the parent of an error in this block."""
+    """Send an error in this block to the parent, and raise it."""
     try:
         yield
     except Exception as error:
-        # gloo's own are RuntimeErrors
+        # gloo raises RuntimeError where another rank has failed
         doubt = isinstance(error, RuntimeError) + isinstance(error, RingError)
-        with suppress(OSError):  # it is gone
+        with suppress(OSError):  # the parent is gone
             pipe.send((None, _Raised(traceback.format_exc(), doubt)))
         raise
 
 
 def _end_with_parent(folder: str) -> None:
-    """Wait until the parent is gone, and end this process, whatever it waits for."""
+    """Wait until the parent is gone, then end this process, even if it waits for something."""
     wait([multiprocessing.parent_process().sentinel])
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
 def _meet(seat: _Seat) -> dist.Store:
-    """Wait until all ranks have started, which takes what it takes, timeout or not."""
+    """Wait until all ranks have started, at most `_START` seconds, or timeout if that is longer."""
     store = dist.FileStore(f"{seat.folder}/store", seat.size)
     store.set(f"rank {seat.rank} has started", "yes")
     everyone = [f"rank {rank} has started" for rank in range(seat.size)]
@@ -280,9 +282,9 @@ def _meet(seat: _Seat) -> dist.Store:
 
 @contextmanager
 def _group(backend: str, timeout: float, store: dist.Store, rank: int, size: int) -> Iterator[None]:
-    """Be in a default group, whose ranks fail together: where one does, nobody waits for it.
+    """Set up a default group for this block; if one rank fails, no other waits for it.
 
-    It is left as it is if the block fails: to end it may take long.
+    The group is destroyed after the block, but not if the block fails, since that may take long.
     """
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
@@ -294,11 +296,11 @@ def _group(backend: str, timeout: float, store: dist.Store, rank: int, size: int
 
 @contextmanager
 def torchrun_group(backend: str = "gloo", timeout: float = TIMEOUT) -> Iterator[None]:
-    """Be in the group of processes that torchrun has started, or in none if it has not.
+    """Set up the group of processes that torchrun has started; do nothing if it has started none.
 
-    Use it around all that a script does. An error in the block ends the process at once, after its
-    traceback, so that torchrun ends or restarts the others. The process ends with torchrun, too.
-    Restarted workers of one machine find one another, though torchrun keeps its store.
+    Put all that a script does into this block. An error in it ends the process at once, after its
+    traceback, so that torchrun ends or restarts the others. The process also ends when torchrun is
+    gone. Restarted workers on one machine find one another, though torchrun keeps its store.
 
     Args:
         timeout: seconds that ranks wait for one another in the default group.
@@ -309,7 +311,7 @@ def torchrun_group(backend: str = "gloo", timeout: float = TIMEOUT) -> Iterator[
     Thread(target=_end_with_agent, args=(os.getppid(),), daemon=True).start()
     store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # it has what workers that died said of themselves
+        # the store still has what workers that died have written
         store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     try:
         with _group(backend, timeout, store, rank, size):
@@ -321,7 +323,7 @@ def torchrun_group(backend: str = "gloo", timeout: float = TIMEOUT) -> Iterator[
 
 
 def _exit(error: BaseException) -> None:
-    """Exit at once: an orderly exit may wait for what the group has under way."""
+    """Exit at once with the error's code; an orderly exit may wait for the group's exchanges."""
     code = error.code if isinstance(error, SystemExit) else 1
     if isinstance(code, str):
         print(code, file=sys.stderr)
@@ -331,7 +333,7 @@ def _exit(error: BaseException) -> None:
 
 
 def _end_with_agent(agent: int) -> None:
-    """End this process when its parent is no longer this one."""
+    """Wait until process `agent` is no longer the parent, then end this process."""
     while os.getppid() == agent:
         time.sleep(1.0)
     os._exit(1)

@@ -1,10 +1,11 @@
 """Second derivatives and forward mode: tangents of attention, and tangents of its gradients.
 
 Attention is (out, lse) = F(q, k, v, sinks). Its gradients for cotangents (dout, dlse) are those of
-the number L = <dout, out> + <dlse, lse>, so their derivative is L's Hessian, which is symmetric:
-the gradient of <u, gradients> is the tangent of the gradients along u. So three passes of keys
-serve every second order: gradients, tangents of F, and tangents of the gradients. In the last two
-keys travel beside their tangents, and out and lse are given as F found them.
+the number L = <dout, out> + <dlse, lse>. So their derivative is the Hessian of L, which is
+symmetric: the gradient of <u, gradients> is the tangent of the gradients along u. Therefore three
+kinds of passes over keys give all second derivatives: gradients, tangents of F, and tangents of the
+gradients. In the last two kinds keys travel beside their tangents, and out and lse are given as F
+computed them.
 """
 
 from collections.abc import Sequence
@@ -101,7 +102,7 @@ class RingGradientTangents(Function):
         if sinks is not None:
             with torch.autocast(q.device.type, enabled=False):
                 of_sinks = _of_sinks(sinks, tsinks, saved, along), grad_of_sinks(sinks, saved)
-        # copies, for results that are views of one another can't be changed in place
+        # copies, since results that are views of one tensor can't be changed in place
         return (
             *(t.clone() for t in found),
             of_sinks[0],
@@ -111,7 +112,7 @@ class RingGradientTangents(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Found) -> None:
-        """Nothing comes after this."""
+        """Keep nothing, since there are no third derivatives."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Found:
@@ -121,7 +122,7 @@ class RingGradientTangents(Function):
 
 
 def keep(ctx: Any, plan: RingPlan, *tensors: Tensor | None) -> None:
-    """What derivatives need, in either mode."""
+    """Save the plan and the tensors that derivatives need, in reverse and in forward mode."""
     ctx.plan = plan
     ctx.save_for_backward(*tensors)
     ctx.save_for_forward(*tensors)
@@ -129,7 +130,7 @@ def keep(ctx: Any, plan: RingPlan, *tensors: Tensor | None) -> None:
 
 
 def tangents(plan: RingPlan, given: Some, along: Some, results: Sequence[Tensor]) -> Any:
-    """(tout, tlse) as q, k, v and sinks, which gave these results, move along that."""
+    """Compute (tout, tlse), the tangents of `results` for tangents `along` of q, k, v, sinks."""
     out, lse = (t.detach() for t in results)
     return RingTangents.apply(plan, *given, *_filled(along, given), out, lse)
 
@@ -141,7 +142,10 @@ def gradient_tangents(
     tdout: Tensor | None = None,
     tdlse: Tensor | None = None,
 ) -> tuple[Found, Tensor, Tensor]:
-    """How gradients change, and out and lse, as q, k, v, sinks and cotangents move along that."""
+    """Compute the tangents of gradients, out and lse; `along` are those of q, k, v and sinks.
+
+    `saved` are (q, k, v, sinks, dout, dlse, out, lse); tdout and tdlse are tangents of cotangents.
+    """
     *given, dout, dlse, out, lse = saved
     along = _filled(along, given)
     tout, tlse = tangents(plan, given, along, (out, lse))
@@ -153,17 +157,17 @@ def gradient_tangents(
 
 
 def _filled(along: Some, given: Some) -> list[Tensor | None]:
-    """Directions, 0 where there is none."""
+    """List the tangents `along`, with zeros where a given tensor has none."""
     return [torch.zeros_like(t) if d is None and t is not None else d for d, t in zip(along, given)]
 
 
 def _beside(given: Sequence[Tensor], along: Sequence[Tensor]) -> list[Tensor]:
-    """Each tensor with its tangent, along the head size."""
+    """Join each tensor and its tangent along the head size: `[..., 2 * d]`."""
     return [torch.cat(pair, dim=-1) for pair in zip(given, along)]
 
 
 def _of_sinks(sinks: Tensor, tsinks: Tensor, saved: Residuals, along: Residuals) -> Tensor:
-    """The tangent of the sinks' gradient, -p * delta."""
+    """Compute the tangent of the sinks' gradient, which is -p * delta, `[h]`."""
     p = sink_weights(sinks, saved.lse)
     tp = p * (tsinks.to(p.dtype).unsqueeze(1) - along.lse)
     found = tp * saved.delta + p * tangent_of_delta(saved, along)
