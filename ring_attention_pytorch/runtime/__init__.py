@@ -1,1 +1,1 @@
-"""What one step of attention is made of on a device: interfaces, accumulators, streams, graphs."""
+"""Parts of one attention step on a device: interfaces, accumulators, streams, graphs."""

@@ -1,20 +1,21 @@
 # ruff: noqa: PLR0913 - a kernel takes every stride by itself
-"""What is done to every row of a result, in one pass over memory."""
+"""Triton kernels over the rows of results `[b, n, h, d]`, each in one pass over memory."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_ELEMENTS = 4096  # of one program
-_AT_ONCE = 8  # parts of a sum
+_ELEMENTS = 4096  # in the block of one program
+_AT_ONCE = 8  # parts of a sum that one launch adds
 
 
 @triton.jit
 def _block(n, heads, ROWS: tl.constexpr, D: tl.constexpr):
-    """Batch, head, rows and columns of this program, of 64 bits: times a stride they may pass 32.
+    """Return this program's batch and head, and its rows and columns, all in 64 bits.
 
-    There is one line of programs, for a grid's other sides end at 65535.
+    Products with strides may pass 32 bits. The grid has one dimension, for its other two end at
+    65535.
     """
     blocks = tl.cdiv(n, ROWS)
     of, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -25,7 +26,7 @@ def _block(n, heads, ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _at(x, batch, head, row, col, x_b, x_n, x_h, x_d):
-    """Where one head's rows of x [b, n, h, d] lie."""
+    """Return where these rows and columns of one head of x [b, n, h, d] lie."""
     return x + batch * x_b + head * x_h + row[:, None] * x_n + col[None, :] * x_d
 
 
@@ -48,12 +49,12 @@ def _merge_kernel(
     z_b, z_n, z_h, z_d, zl_b, zl_h, zl_n,
     PARTS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """out and lse with x, and where there are more PARTS with y and z."""
+    """Merge x into out and lse, and y and z too where there are more PARTS."""
     batch, head, row, col = _block(n, heads, ROWS, D)
     held = row < n
     here = _lse(lse, batch, head, row, held, lse_b, lse_h, lse_n)
     lse_x = _lse(x_lse, batch, head, row, held, xl_b, xl_h, xl_n)
-    top = tl.where(here > lse_x, here, lse_x)  # a NaN passes
+    top = tl.where(here > lse_x, here, lse_x)  # a NaN passes on to the result
     if PARTS > 1:
         lse_y = _lse(y_lse, batch, head, row, held, yl_b, yl_h, yl_n)
         top = tl.where(top > lse_y, top, lse_y)
@@ -86,14 +87,14 @@ def _merge_kernel(
 
 
 def fused_merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
-    """`rows.merge_` on a GPU, three parts at a time: reads each once, writes one."""
+    """Merge parts as `rowwise.merge_`, on a GPU, three at a time: reads each once, writes one."""
     b, n, h, d = out.shape
     if out.numel() == 0:
         return
     if len(parts) > 6:
         fused_merge_(out, lse, *parts[6:])
         parts = parts[:6]
-    slots = [*parts, *parts[:2], *parts[:2]][:6]  # those beyond are not read
+    slots = [*parts, *parts[:2], *parts[:2]][:6]  # slots beyond the parts are not read
     width = triton.next_power_of_2(d)
     rows = max(1, _ELEMENTS // width)
     with torch.cuda.device_of(out):
@@ -109,7 +110,7 @@ def _add_kernel(
     total, parts, strides, n, heads, d, t_b, t_n, t_h, t_d,
     FRESH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """The parts are added to total, or are what it is."""
+    """Add the parts to total, or write their sum to it if FRESH."""
     batch, head, row, col = _block(n, heads, ROWS, D)
     within = (row < n)[:, None] & (col < d)[None, :]
     total_at = _at(total, batch, head, row, col, t_b, t_n, t_h, t_d)
@@ -125,7 +126,7 @@ def _add_kernel(
 
 
 def fused_add_(total: Tensor, *parts: Tensor, fresh: bool) -> None:
-    """`rows.add_` on a GPU, eight parts at a time."""
+    """Add parts as `rowwise.add_`, on a GPU, eight parts at a time."""
     if total.numel() == 0:
         return
     if len(parts) > _AT_ONCE:
@@ -163,7 +164,7 @@ def _product_kernel(
 
 
 def fused_sum_of_products(a: Tensor, b: Tensor) -> Tensor:
-    """`rows.sum_of_products` on a GPU."""
+    """Compute `rowwise.sum_of_products` on a GPU."""
     batch, n, h, d = a.shape
     total = a.new_empty((batch, h, n), dtype=torch.float32)
     if a.numel() == 0:

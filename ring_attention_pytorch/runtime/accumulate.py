@@ -1,11 +1,12 @@
-"""Results under way: parts of one attention, merged or summed in wide numbers and rounded once.
+"""Accumulators of out, lse and gradients: parts are merged or summed in wide dtypes, rounded once.
 
-A kernel that keeps a running result in memory asks for `running()` and works in place there, or
-for `room`, which need not be filled with zeros first. A kernel that returns a part by itself
-hands it to `add`: the first part of all tokens is taken as it is. So where one call is all there
-is nothing is copied, cast or filled. Parts are transposed without einops: where tokens are few, the
-host's time for each of them counts. A kernel that can be told where to make a part asks for
-`blank` memory: parts that fill the result's own side by side are the result, too.
+A kernel that keeps a running result in memory calls `begin_update` and works in place there, or
+calls `room`, whose memory need not be filled with zeros first. A kernel that returns a part in a
+tensor of its own hands it to `add`; the first part of all tokens is taken as it is. So where one
+call brings everything, nothing is copied, cast or filled. A kernel that can be told where to write
+a part asks `alloc` for memory: parts that fill the result's own memory side by side are the result,
+too. Parts are transposed without einops: where tokens are few, the host's time for each of them
+counts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,13 +18,13 @@ from torch import Tensor
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, merge_
 from ring_attention_pytorch.runtime.streams import record_use, wait_side_streams
 
-_MOST = 4  # parts that wait to be merged at once
+_MOST = 4  # parts that wait to be merged together
 
 
 class OutputAccumulator:
-    """The (out, lse) of queries like q and values like v, which have seen nothing yet.
+    """An accumulator of (out, lse) for queries like q and values like v; empty at first.
 
-    `calls` of a kernel will bring all that there is, if that is known.
+    `calls` is how many calls of a kernel bring the whole result, None if that is not known.
     """
 
     def __init__(self, q: Tensor, v: Tensor, calls: int | None = None) -> None:
@@ -37,10 +38,10 @@ class OutputAccumulator:
         self._wide: tuple[Tensor, Tensor] | None = None
         self._parts: list[tuple[slice, Tensor, Tensor]] = []
         self._place: tuple[Tensor, Tensor] | None = None
-        self._taken: list[slice] = []  # of the place, by parts
+        self._taken: list[slice] = []  # rows of the place that parts have taken
 
     def alloc(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Memory for out and lse of these rows, for a kernel that is told where to make them."""
+        """Return memory for out and lse of these rows, for a kernel that is told where to write."""
         if self._wide is None and not self._parts:
             self._place, self._taken = self._empty(self._q.dtype, self._whole), []
         if self._place is None or not _free(rows, self._taken):
@@ -50,7 +51,7 @@ class OutputAccumulator:
         return (out, lse) if rows == self._whole else (out[:, rows], lse[..., rows])
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge what these rows saw. Both tensors become this result's own."""
+        """Merge a part of these rows. Both tensors become this accumulator's own."""
         record_use(out, lse)
         first = self._wide is None and not self._parts
         if first and rows == self._whole and out.dtype == self._dtype:
@@ -61,7 +62,7 @@ class OutputAccumulator:
             self.begin_update()
 
     def begin_update(self) -> tuple[Tensor, Tensor]:
-        """Both as `accumulation_dtype(dtype)`, to be merged into in place."""
+        """Return out and lse in `accumulation_dtype(dtype)`, to be merged into in place."""
         wait_side_streams(self._q.device)
         if self._wide is None and _begins_with(self._parts, self._whole):
             _, out, lse = self._parts.pop(0)
@@ -73,11 +74,12 @@ class OutputAccumulator:
         return self._wide
 
     def room(self) -> tuple[Tensor | None, Tensor, Tensor]:
-        """(before, out, lse) for a call of a kernel that merges by itself.
+        """Return (before, out, lse) for a call of a kernel that merges by itself.
 
-        Where nothing was before, it is None, and all of out and lse must be written. Else lse is
-        the running one, and so is out; or it is other memory, like `before` but in q's dtype,
-        for the last call: then all of it must be written.
+        `before` is None if nothing was merged yet: then all of out and lse must be written.
+        Otherwise lse is the running one, to be merged into in place, and so is out. Only for the
+        last call may out be other memory, like `before` but in q's dtype: then all of out must be
+        written.
         """
         dtype, self._calls = _dtype_of_call(self._calls, self._q.dtype, self._dtype)
         if self._wide is None and not self._parts:
@@ -93,7 +95,7 @@ class OutputAccumulator:
         return before, out, lse
 
     def samples(self, which: slice) -> "OutputAccumulator":
-        """That of some samples, in the same memory."""
+        """Return an accumulator of some samples, in the same memory."""
         if which == slice(None):
             return self
         out, lse = self.begin_update()
@@ -144,11 +146,12 @@ class OutputAccumulator:
 
 
 class GradAccumulator:
-    """A sum of parts that lie along the tokens of a tensor like this one, [b, n, ...].
+    """An accumulator of parts that lie along the tokens of a tensor like this one, [b, n, ...].
 
-    `calls` of a kernel will bring all that there is, if that is known. `into` is memory of the
-    accumulator's dtype in which the sum has to be; `place` is memory like `like`, but of that
-    `dtype`, in which it has to be at the end; like's is that of the parts.
+    `calls` is how many calls of a kernel bring the whole sum, None if that is not known. `into` is
+    memory of the accumulator's dtype in which the sum has to be kept. Parts have the dtype of
+    `like`; the sum is of `dtype` at the end, which is like's unless given. `place` is memory of
+    that dtype, like `like`, in which the sum has to be at the end.
     """
 
     def __init__(
@@ -163,17 +166,17 @@ class GradAccumulator:
         self._end = like.dtype if dtype is None else dtype
         self._whole, self._into = slice(0, like.shape[1]), into
         self._place, self._given = place, place is not None
-        self._taken: list[slice] = []  # of the place, by parts
+        self._taken: list[slice] = []  # tokens of the place that parts have taken
         self._wide: Tensor | None = None
         self._parts: list[tuple[slice, Tensor]] = []
         self._waits: list[Callable[[], None]] = []
 
     def after(self, wait: Callable[[], None]) -> None:
-        """What is added next must not be read before this was called."""
+        """Register `wait`, to be called before any part that is added next is read."""
         self._waits.append(wait)
 
     def add(self, at: slice, part: Tensor) -> None:
-        """Add a part of these tokens. The tensor becomes this sum's own."""
+        """Add a part of these tokens. The tensor becomes this accumulator's own."""
         record_use(part)
         first = self._wide is None and not self._parts
         if first and at == self._whole and self._into is None and part.dtype == self._dtype:
@@ -184,8 +187,10 @@ class GradAccumulator:
             self.begin_update()
 
     def alloc(self, at: slice, flat: bool = False) -> Tensor:
-        """Memory for a part of these tokens, for a kernel that is told where to make it; in `place`
-        if it can be. Flat is with all samples one after another."""
+        """Return memory for a part of these tokens, for a kernel that is told where to write.
+
+        The memory is in `place` if it can be. With `flat` all samples lie one after another.
+        """
         if self._end != self._like.dtype:
             return self._anew(at)
         if self._place is None and self._wide is None and not self._parts and self._into is None:
@@ -197,8 +202,11 @@ class GradAccumulator:
         return self._place if at == self._whole else self._place[:, at]
 
     def add_all(self, parts: Iterable[tuple[slice, Tensor]]) -> None:
-        """Add parts, in this order. They wait for more while few lie upon one another, or while
-        they are not to be read."""
+        """Add parts, in this order.
+
+        They wait for more while few of them cover the same tokens, or while they must not be read
+        yet.
+        """
         for at, part in parts:
             if self._wide is None and not self._parts:
                 self.add(at, part)
@@ -219,7 +227,7 @@ class GradAccumulator:
         return self._wide
 
     def room(self) -> tuple[Tensor | None, Tensor]:
-        """(before, sum), as `OutputAccumulator.room`."""
+        """Return (before, sum) for a kernel that adds by itself, as `OutputAccumulator.room`."""
         dtype, self._calls = _dtype_of_call(self._calls, self._end, self._dtype)
         before = None if self._wide is None and not self._parts else self.begin_update()
         if before is not None and (
@@ -232,7 +240,7 @@ class GradAccumulator:
         return before, total
 
     def move_to(self, whole: "GradAccumulator", first: int) -> None:
-        """Add all that there is to another sum, whose token `first` is the first one here."""
+        """Add everything here to another accumulator, whose token `first` is the first one here."""
         wide = [] if self._wide is None else [(self._whole, self._wide)]
         parts = [*wide, *self._parts]
         whole._waits += self._waits
@@ -240,7 +248,7 @@ class GradAccumulator:
         self._parts, self._wide, self._waits = [], None, []
 
     def samples(self, which: slice) -> "GradAccumulator":
-        """That of some samples, in the same memory."""
+        """Return an accumulator of some samples, in the same memory."""
         if which == slice(None):
             return self
         part = GradAccumulator(self._like[which])
@@ -248,10 +256,10 @@ class GradAccumulator:
         return part
 
     def finalize(self) -> Tensor:
-        """The sum in the dtype in which it has to be at the end."""
+        """Return the sum in the dtype that it has to have at the end."""
         self._join()
         if self._crowded:
-            wide = self.begin_update()  # which stays: another stream may be reading it
+            wide = self.begin_update()  # it stays here: another stream may be reading it
             return wide.to(self._end) if self._place is None else self._place.copy_(wide)
         if self._place is not None:
             if _fill(self._place, self._taken, self._parts):
@@ -265,7 +273,7 @@ class GradAccumulator:
         return self._written(self._empty(self._end))
 
     def _written(self, total: Tensor) -> Tensor:
-        """That, with all parts added up in one pass, but one that was made there."""
+        """Sum all parts in `total` in one pass, except one that lies there already; return it."""
         for at, found in overlaps([(self._whole,), *self._parts]):
             there, parts = total[:, at], [part for (part,) in found[1:]]
             others = [part for part in parts if part.data_ptr() != there.data_ptr()]
@@ -276,7 +284,7 @@ class GradAccumulator:
 
     @property
     def _crowded(self) -> bool:
-        """Whether parts are to be added in wide numbers: some are, or many lie upon one another."""
+        """Tell whether parts must be summed in a wide dtype: some are already, or many overlap."""
         many = len(self._parts) > _MOST and _deepest(self._parts) > _MOST
         return self._wide is not None or many
 
@@ -310,22 +318,22 @@ class GradAccumulator:
 def _dtype_of_call(
     calls: int | None, last: torch.dtype, running: torch.dtype
 ) -> tuple[torch.dtype, int | None]:
-    """That of what the next of so many calls writes, and how many are left after it."""
+    """Return the dtype that the next of so many calls writes, and how many are left after it."""
     return last if calls == 1 else running, None if calls is None else calls - 1
 
 
 def _begins_with(parts: Sequence[tuple[slice, ...]], whole: slice) -> bool:
-    """Whether the first part has all tokens, so that others can go into it."""
+    """Tell whether the first part has all tokens, so that others can be merged into it."""
     return bool(parts) and parts[0][0] == whole
 
 
 def _free(at: slice, taken: Sequence[slice]) -> bool:
-    """Whether these tokens are none of those that are taken."""
+    """Tell whether these tokens overlap none of those that are taken."""
     return all(at.stop <= other.start or other.stop <= at.start for other in taken)
 
 
 def _fill(place: Tensor, taken: list[slice], parts: Sequence[tuple]) -> bool:
-    """Whether the first parts are those that have taken a place, and leave nothing of it."""
+    """Tell whether the first parts are those that took a place, and together fill it."""
     if not taken or sum(at.stop - at.start for at in taken) < place.shape[1]:
         return False
     first, step = place.data_ptr(), place.stride(1) * place.element_size()
@@ -334,13 +342,13 @@ def _fill(place: Tensor, taken: list[slice], parts: Sequence[tuple]) -> bool:
 
 
 def _deepest(parts: Sequence[tuple[slice, Tensor]]) -> int:
-    """How many parts lie upon one another, at most."""
+    """Return the largest number of parts that cover one token."""
     ends = sorted(end for at, _ in parts for end in ((at.start, 1), (at.stop, -1)))
     return max(accumulate((by for _, by in ends), initial=0))
 
 
 def overlaps(parts: Sequence[tuple[slice, ...]]) -> Iterator[tuple[slice, list[list[Tensor]]]]:
-    """Stretches of tokens, and what the parts that cover each of them have there.
+    """Yield stretches of tokens, each with what the parts that cover it have there.
 
     A part is (tokens, tensors...); the tensors' tokens are their second dimension.
     """
@@ -353,7 +361,9 @@ def overlaps(parts: Sequence[tuple[slice, ...]]) -> Iterator[tuple[slice, list[l
 
 
 def disjoint_spans(spans: Sequence[slice]) -> Iterator[tuple[slice, list[int]]]:
-    """What spans cover, cut where any begins or ends, and which of them cover each stretch.
+    """Yield disjoint stretches that spans cover, and which of the spans cover each.
+
+    Stretches are cut where any span begins or ends.
 
     >>> list(disjoint_spans([slice(0, 4), slice(2, 4)]))
     [(slice(0, 2, None), [0]), (slice(2, 4, None), [0, 1])]

@@ -1,16 +1,16 @@
 """Dropout of attention's probabilities: what is dropped is a pure function of numbers.
 
-Of the seed, and of the sample's, head's, query's and key's number in the whole. So nothing
-depends on ring, layout, transport or tiles, nothing is stored, and backward drops the same.
-The Triton kernels work out the same bits (`kernels/_triton_parts.py`):
+The numbers are the seed, and those of sample, head, query and key in the whole. So what is dropped
+does not depend on ring, layout, transport or tiles, nothing is stored, and backward drops the same.
+The Triton kernels compute the same bits (`kernels/_triton_parts.py`):
 
     mixed(x)   x ^= x >> 17; x *= A; x ^= x >> 11; x *= B; x ^= x >> 15; x *= C; x ^= x >> 14
     mark(word) mixed(mixed(mixed(word ^ sample) ^ head) ^ query), for both words of the seed
     draw       x = (mark ^ key) * A; x ^= x >> 16; x ^= other mark; x *= B; x ^= x >> 15; x *= C
 
-all in 32 bits without a sign; a probability is dropped where draw < rate * 2 ** 32. `mixed`, by
-C. Wellons ("Prospecting for Hash Functions", triple32), is made once for a query, the draw for
-each pair; two queries would need both marks alike to drop alike.
+all in unsigned 32-bit numbers. A probability is dropped where draw < rate * 2 ** 32. `mixed`, by
+C. Wellons ("Prospecting for Hash Functions", triple32), is computed once for a query, the draw for
+each pair. Two queries drop the same keys only if both of their marks are equal.
 """
 
 from typing import NamedTuple
@@ -23,9 +23,9 @@ A, B, C = 0xED5AD4BB, 0xAC4C1B51, 0x31848BAB
 
 
 class Dropout(NamedTuple):
-    """`rate` of the probabilities, drawn by a seed of 64 bits.
+    """A dropout of `rate` of the probabilities, drawn by a seed of 64 bits.
 
-    Kept ones are multiplied by `inverse`. Heads here are `first_head` and on of all heads.
+    Kept probabilities are multiplied by `inverse`. Heads here are `first_head` and on of all heads.
     """
 
     rate: float
@@ -38,17 +38,18 @@ class Dropout(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, int, int]:
-        """Two words of the seed, and below what is dropped: 32 bits each, as signed ints."""
+        """Both words of the seed and the bound below which draws are dropped, as signed int32."""
         mixed = _mixed_seed(self.seed)
         found = mixed % _WORD, mixed // _WORD, int(self.rate * _WORD)
         return tuple(map(_signed, found))
 
     def for_layer(self, number: int) -> "Dropout":
-        """The same by another seed, made of this one and the number."""
+        """Return this dropout with another seed, made of its seed and the layer's number."""
         return self._replace(seed=_mixed_seed(self.seed ^ _mixed_seed(number)))
 
     def marks(self, sample: Tensor, head: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Both of each query's, of int32 tensors that broadcast, heads counted as here."""
+        """Return both marks of each query, from int32 tensors that broadcast; heads count from 0.
+        """
         head = head + self.first_head
         first, second = (
             _mixed(_mixed(_mixed(word ^ sample) ^ head) ^ query) for word in self.numbers[:2]
@@ -56,7 +57,7 @@ class Dropout(NamedTuple):
         return first, second
 
     def kept(self, first: Tensor, second: Tensor, key: Tensor) -> Tensor:
-        """Which probabilities stay, bool, of queries by their marks and keys by their numbers.
+        """Return which probabilities stay, bool: queries are given by their marks, keys by numbers.
 
         >>> dropout, at = Dropout(0.5, seed=1), torch.arange(4, dtype=torch.int32)
         >>> dropout.kept(*dropout.marks(at[:1], at[:1], at[:, None]), at).long().tolist()
@@ -65,12 +66,12 @@ class Dropout(NamedTuple):
         x = (first ^ key).mul_(_signed(A))
         x.bitwise_xor_(_right(x, 16)).bitwise_xor_(second).mul_(_signed(B))
         x.bitwise_xor_(_right(x, 15)).mul_(_signed(C))
-        # the order of numbers without a sign is that of those with one, the first bit flipped
+        # unsigned numbers have the order of signed ones, the first bit flipped
         return x.bitwise_xor_(-_SIGN) >= (self.numbers[2] ^ -_SIGN)
 
 
 def dropout_problem(rate: float, seed: int | None) -> str | None:
-    """What is wrong with a rate and a seed."""
+    """Say what is wrong with a dropout rate and a seed; None if nothing is."""
     if not 0 <= rate < 1:
         return f"dropout must be at least 0 and less than 1, got {rate}"
     if seed is not None and rate == 0:
@@ -81,9 +82,9 @@ def dropout_problem(rate: float, seed: int | None) -> str | None:
 
 
 def own_seed(rate: float, seed: int | None) -> int:
-    """The seed that was given, or one from PyTorch's generator; 0 where nothing is drawn.
+    """Return the seed that was given, or one from PyTorch's generator; 0 where nothing is dropped.
 
-    The ring goes by its first rank's, but every rank draws, so that generators stay together.
+    The ring uses its first rank's seed, but every rank draws one, so that generators stay together.
     """
     if seed is not None or rate == 0:
         return seed or 0
@@ -91,7 +92,7 @@ def own_seed(rate: float, seed: int | None) -> int:
 
 
 def _mixed_seed(x: int) -> int:
-    """64 bits that all depend on all of x (splitmix64, Steele et al. 2014)."""
+    """Return 64 bits that all depend on all of x (splitmix64, Steele et al. 2014)."""
     x = (x + 0x9E3779B97F4A7C15) % _WORD**2
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % _WORD**2
     x = (x ^ x >> 27) * 0x94D049BB133111EB % _WORD**2
@@ -107,10 +108,10 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _right(x: Tensor, by: int) -> Tensor:
-    """int32 shifted as if it had no sign."""
+    """Shift int32 to the right as if it had no sign."""
     return (x >> by).bitwise_and_((1 << 32 - by) - 1)
 
 
 def _signed(x: int) -> int:
-    """The int32 of the same bits."""
+    """Return the int32 of the same bits."""
     return x - _WORD if x >= _SIGN else x

@@ -1,9 +1,9 @@
-"""Calls as CUDA graphs: the host launches each at once, whatever it consists of.
+"""CUDA graphs of a plan's calls: the host launches each at once, whatever it consists of.
 
-Where tokens are few, Python takes longer to launch the kernels of a ring attention than a GPU
-takes to run them. A graph reads and writes where it did when it was captured, so what a call is
-given is copied there, and its results are copied out: layers may share graphs, and results are like
-any others.
+Where tokens are few, Python takes longer to launch the kernels of a ring attention than a GPU takes
+to run them. A graph reads and writes the memory with which it was captured. So a call's arguments
+are copied there, and its results are copied out: layers may share graphs, and results are like any
+others.
 """
 
 from collections.abc import Callable, Hashable
@@ -16,14 +16,14 @@ from torch import Tensor
 from ring_attention_pytorch.runtime.streams import capturing, current_stream, passing_capture
 
 Tensors = tuple[Tensor | None, ...]
-_KINDS = 4  # of batches, whose graphs a module keeps
+_KINDS = 4  # kinds of batches whose graphs a module keeps
 
 
 class Graphs:
-    """Those of one plan: one for each function of it, and of what is given.
+    """The CUDA graphs of one plan: one for each function of it, and for each kind of arguments.
 
-    `follow` is called before each call: the current stream waits for what other streams do with
-    memory that is shared, and which memory that is comes back. Graphs of other memory are dropped,
+    `follow` is called before each call. It lets the current stream wait for what other streams do
+    with shared memory, and returns which memory that is. Graphs of other shared memory are dropped,
     for the other ranks have left it, too.
     """
 
@@ -31,13 +31,13 @@ class Graphs:
         self.device, self.follow = device, follow
         self._kept: dict[Hashable, _Graph] = {}
         self._shared: Hashable = None
-        self._last: torch.cuda.Stream | None = None  # that a graph was launched on
+        self._last: torch.cuda.Stream | None = None  # the last that a graph was launched on
         self._layers: dict[int, Any] = {}
 
     def run(self, function: Callable[..., Tensors], plan: Any, *given: Tensor | None) -> Tensors:
-        """What the function gives for its plan and tensors that are always like these."""
+        """Return `function(plan, *given)`, by a graph; the tensors given are always like these."""
         if capturing(self.device):
-            return function(plan, *given)  # a graph holds what others would do, not them
+            return function(plan, *given)  # a graph holds what inner graphs would do, not them
         self._follow_streams()
         kind = (
             function, torch.are_deterministic_algorithms_enabled(),
@@ -48,7 +48,7 @@ class Graphs:
         return self._kept[kind].run(lambda *at: function(plan, *at), given, self.device)
 
     def of_layer(self, number: int, make: Callable[[], Any]) -> Any:
-        """The plan of a layer, which has graphs of its own, made when first asked for."""
+        """Return the plan of a layer, which has graphs of its own, made when first asked for."""
         if number not in self._layers:
             self._layers[number] = make()
         return self._layers[number]
@@ -66,15 +66,15 @@ class Graphs:
 
 
 def can_be_captured(plan: Any) -> bool:
-    """Whether a plan's calls can be CUDA graphs."""
+    """Tell whether a plan's calls can be CUDA graphs."""
     return plan.device.type == "cuda" and plan.transport.capturable
 
 
 def with_graphs(plan: Any) -> Any:
-    """A plan with graphs of its own. Whoever replaces something in it gets one without.
+    """Return a plan with graphs of its own. Replacing something in it gives a plan without graphs.
 
-    The host launches a graph at once, so what overlaps costs it nothing there; but kernels that
-    merge by themselves lose by it.
+    The host launches a graph at once, so calls that overlap cost it nothing more there. Kernels
+    that merge by themselves lose by overlapping, so their transport stays.
     """
     transport = plan.transport if plan.kernel.fuses_merge else plan.overlapped or plan.transport
     found = replace(plan) if transport is plan.transport else plan.by(transport)
@@ -83,10 +83,10 @@ def with_graphs(plan: Any) -> Any:
 
 
 class GraphCache:
-    """A module's plans with their graphs, for batches alike: those of the last few kinds.
+    """A module's cache of plans with graphs, for the last few kinds of batches.
 
-    A kind has graphs from its second batch on, for many lengths come but once. What a mask or
-    documents show is another thing each batch, and so is what is dropped.
+    A kind gets graphs from its second batch on, for many lengths come but once. Batches with a
+    mask, documents or dropout get none: what is shown or dropped is another thing in each.
     """
 
     def __init__(self) -> None:
@@ -94,14 +94,14 @@ class GraphCache:
         self._where: Hashable = None
 
     def of(self, plan: Any) -> Any:
-        """A plan that does what this one does: one of graphs, if there can be and will be use."""
+        """Return a plan that does what this one does: one with graphs, if possible and of use."""
         varies = (plan.key_mask, plan.packing, plan.terms.dropout) != (None, None, None)
         if varies or not can_be_captured(plan):
             return plan
         ring, swap = plan.ring, plan.ulysses
         swapped = None if swap is None else (repr(swap.queries), repr(swap.keys))  # where all land
         if ring.group is not None and self._where != (where := (ring.group, plan.device)):
-            self._plans, self._where = {}, where  # nobody else may have use for that memory
+            self._plans, self._where = {}, where  # perhaps nobody else needs the old memory
         kind = (
             plan.signature, plan.blocks, swapped, plan.terms, plan.kernel.name,
             plan.transport_name, plan.at_once, plan.device, ring.group, ring.first, ring.size,
@@ -115,14 +115,14 @@ class GraphCache:
         return found or plan
 
     def __reduce__(self) -> tuple[type["GraphCache"], tuple]:
-        """A copy, or what is loaded, makes its own."""
+        """Pickle as an empty cache: a copy, or what is loaded, makes its own."""
         return GraphCache, ()
 
 
 class _Graph:
-    """What a function does with tensors like these, in memory of its own.
+    """A CUDA graph of what a function does with tensors like these, in memory of its own.
 
-    The first call goes as ever, and makes what is made once; the second captures.
+    The first call runs the function as ever, and makes what is made once; the second captures it.
     """
 
     def __init__(self, given: Tensors) -> None:
@@ -150,7 +150,7 @@ class _Graph:
         return tuple(None if t is None else t.clone() for t in self._results)
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
-        """Its memory is not used for anything else before that stream is done."""
+        """Keep this graph's memory from being used for anything else before that stream is done."""
         for t in self._filled:
             t.record_stream(stream)
 
@@ -158,9 +158,9 @@ class _Graph:
 def captured(
     run: Callable[[], Tensors], device: torch.device
 ) -> tuple[Callable[[], None], Tensors]:
-    """What does again what the function tells the device, and where its results are then."""
+    """Capture what the function does on the device; return what replays it, and its results."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    # other threads' errors don't count: NCCL's ask the device things meanwhile
+    # calls of other threads don't spoil it: NCCL's threads query the device meanwhile
     mode = dict(stream=stream, capture_error_mode="thread_local")
     with passing_capture(), torch.cuda.graph(graph, **mode):
         results = run()

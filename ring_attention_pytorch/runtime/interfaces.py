@@ -1,11 +1,11 @@
-"""What layouts, kernels and transports hand to one another. Shapes, everywhere:
+"""Interfaces of layouts, kernels and transports. Shapes, everywhere:
 
     b batch   n queries held here   m keys of one owner   h query heads   h_kv key heads
     q [b, n, h, d]   k [b, m, h_kv, d]   v [b, m, h_kv, d_v]
     out, dout [b, n, h, d_v]   lse, dlse, delta [b, h, n]
 
-`lse` is the natural logarithm of the sum of exponentials. Results (out, lse, dq, dk, dv) under
-way are kept as `accumulate` says, in float32 at least, in float64 for float64.
+`lse` is the natural logarithm of the sum of exponentials. Running results (out, lse, dq, dk, dv)
+are kept as `accumulate` says, in float32 at least, in float64 for float64.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ from ring_attention_pytorch.runtime.rowwise import sum_of_products
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# what a kernel may lack; each is a field of `KernelRequest`
+# features that a kernel may lack; each is a field of `KernelRequest`
 FEATURES = frozenset({
     "window", "key_mask", "softclamp", "unusual_scale", "deterministic", "alibi", "mask_mod",
     "dropout",
@@ -33,7 +33,7 @@ FEATURES = frozenset({
 
 
 class KVBlock(NamedTuple):
-    """All that travels together, and whose positions it has. `own` are this rank's."""
+    """A block of keys and values that travel together. `own` is true for this rank's keys."""
 
     k: Tensor
     v: Tensor
@@ -42,19 +42,19 @@ class KVBlock(NamedTuple):
     own: bool = False
 
     def samples(self, which: slice) -> "KVBlock":
-        """Those of some samples."""
+        """Return the block of some samples."""
         if which == slice(None):
             return self
         return KVBlock(*(_of(t, which) for t in self[:3]), *self[3:])
 
 
 class ScoreMods(NamedTuple):
-    """What a score is: `scale * q.k`, then `c * tanh(score / c)` if softclamp is c.
+    """Terms of a score: `scale * q.k`, then `c * tanh(score / c)` if softclamp is c.
 
-    Less `alibi` [h] times the distance of the positions in `Tiles`, where there is alibi; and
+    With `alibi` [h] a score loses its head's slope times the distance of the positions in `Tiles`.
     `mask_mod` says of (sample, head, position of query, of key) whether the key may be seen.
-    `dropout` drops probabilities by the numbers in `Tiles`; lse is without it.
-    `bucket_size` is no part of that: it bounds the rows of a tile that are computed at once.
+    `dropout` drops probabilities by the numbers in `Tiles`; lse is without it. `bucket_size`
+    changes no score: it bounds the rows of a tile that are computed at once.
     """
 
     scale: float
@@ -67,7 +67,7 @@ class ScoreMods(NamedTuple):
 
 @dataclass(frozen=True)
 class Residuals:
-    """The queries' side of a backward pass; dlse is None where nothing came through lse."""
+    """Residuals of the queries for a backward pass; dlse is None where nothing came through lse."""
 
     q: Tensor
     out: Tensor
@@ -77,16 +77,16 @@ class Residuals:
 
     @cached_property
     def delta(self) -> Tensor:
-        """The row sum of dout * out, less dlse: d(score) = p * (dout.v - delta).
+        """The row sum of dout * out, less dlse: d(score) = p * (dout.v - delta), [b, h, n].
 
-        Under dropout dout.v is what is left of it, and so it is in out.
-        Made once, for the kernels that ask for it.
+        Under dropout dout.v stands for what dropout leaves of it, and so it does in out. Computed
+        once, for the kernels that ask for it.
         """
         delta = sum_of_products(self.dout, self.out)
         return delta if self.dlse is None else delta - self.dlse
 
     def samples(self, which: slice) -> "Residuals":
-        """Those of some samples."""
+        """Return the residuals of some samples."""
         if which == slice(None):
             return self
         given = (self.q, self.out, self.lse, self.dout, self.dlse)
@@ -94,22 +94,22 @@ class Residuals:
 
 
 class Grads(NamedTuple):
-    """What the gradients of this rank's queries, and of these keys, sum to so far."""
+    """Accumulators of the gradients of this rank's queries, and of these keys and values."""
 
     dq: GradAccumulator
     dk: GradAccumulator
     dv: GradAccumulator
 
     def samples(self, which: slice) -> "Grads":
-        """Those of some samples, in the same memory."""
+        """Return the accumulators of some samples, in the same memory."""
         return Grads(*(total.samples(which) for total in self))
 
 
 class Tiles(tuple[Tile, ...]):
-    """The tiles of a block, with room for what a kernel makes of them once.
+    """The tiles of a block, with a cache for what a kernel makes of them once.
 
-    `rows_at` and `cols_at` are the positions of its queries and keys, int32 `[n]` and `[m]`,
-    where `ScoreMods` need them; `first` is its first sample's number. Dropout draws by
+    `rows_at` and `cols_at` are the positions of the block's queries and keys, int32 `[n]` and
+    `[m]`, where `ScoreMods` need them; `first` is its first sample's number. Dropout draws by
     `row_numbers` and `col_numbers`, int32 too, no two of them alike: documents share positions.
     `concurrent` allows a kernel that returns parts to compute them on side streams.
 
@@ -129,14 +129,14 @@ class Tiles(tuple[Tile, ...]):
         self.masked: dict[Hashable, Any] = {}
 
     def once(self, what: Hashable, make: Callable[[], Any], *, of_mask: bool = False) -> Any:
-        """What `make` gives, made when first asked for; `of_mask` if the key mask is in it."""
+        """Return what `make` gives, made when first asked for; `of_mask` if the mask is in it."""
         kept = self.masked if of_mask else self.made
         if what not in kept:
             kept[what] = make()
         return kept[what]
 
     def of_another_mask(self) -> "Tiles":
-        """The same tiles, but for what was made of a key mask.
+        """Return the same tiles without what was made of a key mask.
 
         >>> tiles = Tiles()
         >>> tiles.once("both", int), tiles.once("of a mask", int, of_mask=True)
@@ -151,11 +151,11 @@ class Tiles(tuple[Tile, ...]):
 
 
 class KernelRequest(NamedTuple):
-    """What is asked of a kernel: all that decides whether it can do it.
+    """A request to a kernel: everything that decides whether the kernel can do it.
 
-    `capability` is that of a CUDA device; `packed` says that there are documents, of which some
-    kernels take a call each; `named` is True where the kernel was asked for by name, which lets
-    it run where it is never the fastest.
+    `capability` is the compute capability of a CUDA device. `packed` says that there are documents,
+    each of which takes a call with some kernels. `named` is True where the kernel was asked for by
+    name, which lets it run where it is never the fastest.
     """
 
     device: str
@@ -186,7 +186,7 @@ class KernelRequest(NamedTuple):
         packed: bool = False,
         **others: object,
     ) -> "KernelRequest":
-        """What tensors like these and options ask for, torch.use_deterministic_algorithms too.
+        """Return what tensors like these, options and torch.use_deterministic_algorithms ask for.
 
         `others` are window, key_mask, softclamp and mask_mod, None where they are not given.
         """
@@ -201,41 +201,41 @@ class KernelRequest(NamedTuple):
 
 
 class Dependency(NamedTuple):
-    """What must be installed for a kernel, from which version on, and how."""
+    """A package that a kernel needs: its name, from which version on, and how to install it."""
 
     name: str
     module: str
     min_version: str
-    built: bool = False  # where it is installed, with the torch that is there
+    built: bool = False  # when it is installed, with the torch that is there
 
     @property
     def command(self) -> str:
-        """What installs it."""
+        """The pip command that installs the package."""
         command = f'pip install "{self.name}>={self.min_version}"'
         return f"{command} --no-build-isolation" if self.built else command
 
 
 class Capabilities(NamedTuple):
-    """What a kernel can do. None stands for everything."""
+    """Capabilities of a kernel. None is no limit."""
 
     devices: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
     min_capability: tuple[int, int] | None = None  # compute capability
     max_capability: tuple[int, int] | None = None
     max_head_dim: int | None = None  # head size
-    head_dim_multiple: int = 1  # of which head sizes must be
-    one_head_dim: bool = False  # d and d_v are the same
-    varlen: bool = False  # does many tiles in a few calls: the first choice for documents
-    preemptible: bool = False  # backward, a call that has begun gives way to one of higher priority
+    head_dim_multiple: int = 1  # head sizes must be multiples of it
+    one_head_dim: bool = False  # d and d_v must be the same
+    varlen: bool = False  # computes many tiles in a few calls: the first choice for documents
+    preemptible: bool = False  # a backward call that has begun gives way to one of higher priority
     fuses_merge: bool = (
-        False  # by itself: for few tokens one call of all keys is faster than several
+        False  # merges by itself: for few tokens one call of all keys is faster than several
     )
     features: frozenset[str] = FEATURES
     package: Dependency | None = None
 
 
 class Kernel(Protocol):
-    """Attention on the visible tiles of one block. A module with these is a kernel.
+    """The interface of a kernel: attention on the visible tiles of one block. Modules implement it.
 
     A row that sees no key leaves its out and lse as they were, and has no gradient.
     """
@@ -259,39 +259,42 @@ class Kernel(Protocol):
 
 
 class Transport(Protocol):
-    """How keys reach this rank, and how their gradients go home.
+    """The interface of a transport: it brings keys to this rank, and their gradients home.
 
     All ranks make the same exchanges in the same order, whatever they hold.
     """
 
     @property
     def keeps(self) -> bool:
-        """Whether others' keys come, and stay where they are until the last call has ended."""
+        """Tell whether others' keys come, and stay where they are until the last call has ended."""
 
     @property
     def overtaken(self) -> bool:
-        """Whether backward own keys come in one block, whose call the others' overtake."""
+        """Tell whether backward own keys come in one block, whose call the others' overtake."""
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold what it does."""
+        """Tell whether a CUDA graph can hold what the transport does."""
 
     def follow_stream(self) -> Hashable:
-        """Before a graph: let the current stream wait for calls on other ones that used what is
-        shared, and say what that is now."""
+        """Let the current stream wait for calls on other streams that used shared memory.
+
+        Called before a graph is launched. Returns what is shared now.
+        """
 
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
-        """The positions of what `stream`, or `stream_back`, brings."""
+        """Yield the positions of the blocks that `stream`, or `stream_back` if `back`, brings."""
 
     def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
-        """Own keys, then all others that anyone needs, those that come next under way."""
+        """Yield own keys, then all others that anyone needs, those that come next under way."""
 
     def stream_back(
         self, own_keys: KVBlock, own: tuple[GradAccumulator, GradAccumulator]
     ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
-        """The same, each with (dk, dv) to add to; the owner's own get what every rank added.
+        """Yield the blocks of `stream`, each with accumulators (dk, dv) to add its gradients to.
 
-        `own` are those of own keys, complete when the stream has ended.
+        `own` are the accumulators of own keys. They get what every rank added, and are complete
+        when the stream has ended.
         """
 
 
@@ -300,17 +303,20 @@ def _of(t: Tensor | None, which: slice) -> Tensor | None:
 
 
 def sink_weights(sinks: Tensor, lse: Tensor) -> Tensor:
-    """[b, h, n]: what each row gives of its weight to the sink of its head [h]."""
+    """Return the weight [b, h, n] that each row gives to the sink of its head; sinks are [h]."""
     p = (sinks.to(lse.dtype).unsqueeze(1) - lse).exp()
     return p.masked_fill_(lse == -torch.inf, 0.0)
 
 
 def grad_of_sinks(sinks: Tensor, saved: Residuals) -> Tensor:
-    """[h], from the queries here. A sink has no value, so its d(score) is -p * delta."""
+    """Return the gradient [h] of sinks, from the queries here.
+
+    A sink has no value, so its d(score) is -p * delta.
+    """
     return -(sink_weights(sinks, saved.lse) * saved.delta).sum(dim=(0, 2)).to(sinks.dtype)
 
 
 def tangent_of_delta(saved: Residuals, along: Residuals) -> Tensor:
-    """[b, h, n], `along` being the tangents of what was saved."""
+    """Return the tangent [b, h, n] of delta, `along` being the tangents of what was saved."""
     found = sum_of_products(along.dout, saved.out) + sum_of_products(saved.dout, along.out)
     return found if along.dlse is None else found - along.dlse

@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which running sums of tensors of `dtype` are kept."""
+    """Return the dtype in which running sums of tensors of `dtype` are kept."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which parts of a gradient travel that are summed elsewhere.
+    """Return the dtype in which parts of a gradient travel that are summed elsewhere.
 
-    Of float16 in float32: parts that cancel there may each be larger than float16 holds.
+    Parts in float16 travel in float32: those that cancel may each be larger than float16 holds.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 
@@ -23,9 +23,9 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
 def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
     """Merge, in place, attention to further keys into `out` [b, n, h, d] and `lse` [b, h, n].
 
-    `parts` are out and lse of one part, of the next, and so on. Any lse may be -inf, or all: a
-    side that saw nothing has no weight, and no NaN comes. The convex combination never
-    overflows, however far two lse are apart. It is rounded once.
+    `parts` are out and lse of one part, of the next, and so on. Any lse may be -inf, or all: a side
+    that saw nothing has no weight, and no NaN comes. The convex combination never overflows,
+    however far two lse are apart. The result is rounded once.
 
     >>> out, lse = torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -torch.inf)
     >>> merge_(out, lse, torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
@@ -48,7 +48,7 @@ def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
 
 
 def add_(total: Tensor, *parts: Tensor, fresh: bool = False) -> None:
-    """Add, in place, to `[b, n, h, d]`, to nothing where that is fresh.
+    """Add parts to `total` `[b, n, h, d]` in place, or write their sum to it if `fresh`.
 
     Up to eight parts are rounded once.
     """
@@ -71,7 +71,7 @@ def add_(total: Tensor, *parts: Tensor, fresh: bool = False) -> None:
 
 
 def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
-    """[b, h, n] in the accumulator's dtype: of two `[b, n, h, d]` each row's inner product."""
+    """Return each row's inner product of two `[b, n, h, d]`: [b, h, n], accumulator's dtype."""
     if a.is_cuda and a.dtype != torch.float64 and has_triton():
         from ring_attention_pytorch.runtime._triton_rowwise import fused_sum_of_products
 
@@ -82,7 +82,7 @@ def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
-    """Whether the passes over memory that are fused can be."""
+    """Tell whether Triton is there, for the fused passes over memory."""
     try:
         import triton  # noqa: F401
     except ImportError:

@@ -1,9 +1,9 @@
-"""What changes scores beside scale and softclamp: sinks and slopes of heads, a bias of keys.
+"""Terms of scores beside scale and softclamp: sinks and slopes of heads, a bias of keys.
 
-A bias is further columns of queries and keys, whose product it adds to `scale * q.k`. So it
-travels with the keys, and its gradient home with theirs, in every transport and kernel, none
-of which knows of it. Queries have in that column a power of two that undoes the scale, so that what
-keys have there is at most the bias itself, which their dtype holds.
+A bias is further columns of queries and keys, whose product it adds to `scale * q.k`. So it travels
+with the keys, and its gradient comes home with theirs, in every transport and kernel; none of them
+knows of it. Queries have in that column a power of two that undoes the scale. So what keys have
+there is at most the bias itself, which their dtype holds.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 def bias_problem(
     bias: Tensor | None, q: Tensor, k: Tensor, scale: float | None, softclamp: float | None
 ) -> str | None:
-    """What is wrong with a bias for keys like these."""
+    """Say what is wrong with a bias for keys like these; None if nothing is."""
     if bias is None:
         return None
     b, m, h = k.shape[0], k.shape[1], q.shape[2]
@@ -43,13 +43,13 @@ def bias_problem(
 
 
 def columns(q: Tensor, k: Tensor, bias: Tensor) -> int:
-    """How many columns a bias takes: two each in 16 bits, which hold too few digits in one."""
+    """Count the columns of a bias: two each in 16 bits, which hold too few digits in one."""
     heads = 1 if bias.ndim == 2 else q.shape[2] // k.shape[2]
     return heads * _parts(k.dtype)
 
 
 def with_bias(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Queries and keys whose `scale * q.k` has the bias added, [b, m] or [b, m, h].
+    """Return queries and keys whose `scale * q.k` has the bias added, [b, m] or [b, m, h].
 
     >>> q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 3, 2, 8)
     >>> q, k = with_bias(q, k, torch.arange(3.0)[None], scale=0.5)
@@ -66,7 +66,7 @@ def with_bias(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor,
     parts = [exact.to(k.dtype)]
     if _parts(k.dtype) == 2:
         parts.append((exact - parts[0].to(exact.dtype)).to(k.dtype))
-    # of the columns of its key head, each query head reads its own
+    # each query head reads its own one of its key head's columns
     picks = pick * torch.eye(own.shape[-1], dtype=q.dtype, device=q.device)
     picks = picks.repeat(1 if not shared else h // h_kv, len(parts))
     picks = picks.repeat(h_kv, 1).expand(*q.shape[:2], -1, -1)
@@ -74,7 +74,7 @@ def with_bias(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor,
 
 
 def _undoing(scale: float) -> float:
-    """The power of two that brings a scale to between 1 and 2, or as much below 0.
+    """Return the power of two that brings a scale to between 1 and 2, or as much below 0.
 
     >>> [_undoing(scale) for scale in (1.0, 0.125, -0.2, 3.0)]
     [1.0, 8.0, 8.0, 0.5]
@@ -83,7 +83,7 @@ def _undoing(scale: float) -> float:
 
 
 def widened(t: Tensor, more: int) -> Tensor:
-    """A tensor without memory that looks as this one will with so many columns more."""
+    """Return a tensor without memory that looks as this one will with so many columns more."""
     one = torch.empty((), dtype=t.dtype, device=t.device, requires_grad=t.requires_grad)
     return one.expand(*t.shape[:-1], t.shape[-1] + more)
 
@@ -93,7 +93,7 @@ def _parts(dtype: torch.dtype) -> int:
 
 
 def per_head_problem(name: str, q: Tensor, t: Tensor | None) -> str | None:
-    """What is wrong with a number for each head of q."""
+    """Say what is wrong with one number for each head of q; None if nothing is."""
     if t is None:
         return None
     if list(t.shape) == [q.shape[2]] and t.is_floating_point() and t.device == q.device:
@@ -105,6 +105,6 @@ def per_head_problem(name: str, q: Tensor, t: Tensor | None) -> str | None:
 
 
 def sinks_note(sinks: Tensor | None) -> str | None:
-    """For comparing notes: a rank that goes backward must not find the others gone."""
+    """Return a note to compare: a rank that goes backward must not find the others' sinks gone."""
     grad = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
     return None if sinks is None else "with a gradient" if grad else "without a gradient"

@@ -1,11 +1,11 @@
-"""Calls side by side on a GPU, on streams beside the current one.
+"""Side streams: calls side by side on a GPU, on streams beside the current one.
 
 Where the last blocks of one call leave multiprocessors idle, the next one begins: for short calls
 that is much of their time. What a call reads must stay where it is, and what it makes is read by
 nobody, until the current stream has waited for it: `wait_side_streams`.
 
-Calls for own keys give way to the others', as far as their kernel can: other ranks wait for what
-those make, and while they read it there is something left to compute.
+Calls for own keys give way to calls for the others' keys, as far as their kernel can. Other ranks
+wait for what the latter make, and while they read it there is something left to compute.
 """
 
 import threading
@@ -37,7 +37,7 @@ class _Pending(threading.local):
 
 
 class _Captures(threading.local):
-    """Whether the graph that this thread captures may go when shared memory does."""
+    """A thread's flag: the graph that it captures may go when shared memory does."""
 
     passing = False
 
@@ -54,8 +54,8 @@ def side_stream(device: torch.device, own: bool, *memory: Tensor) -> AbstractCon
     Nothing waits for it before `wait_side_streams`.
 
     Args:
-        own: calls for this rank's own keys, which give way to the others'.
-        memory: what they write. It is not used again before they have, even should they fail.
+        own: whether the calls are for this rank's own keys; these give way to the others'.
+        memory: what the calls write. It is not used again before they have, even if they fail.
     """
     return _SideStream(device, own, *memory) if device.type == "cuda" else _nowhere
 
@@ -68,7 +68,7 @@ def side_stream_after_others(device: torch.device) -> AbstractContextManager[Non
 def record_use(*tensors: Tensor) -> None:
     """Keep the memory of tensors that side streams made until the current stream has read them.
 
-    While a CUDA graph is captured nothing else uses it.
+    While a CUDA graph is captured nothing else uses that memory.
     """
     if _away.ends and tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
         current = current_stream(tensors[0].device)
@@ -100,7 +100,7 @@ def capturing(device: torch.device) -> bool:
 
 @contextmanager
 def passing_capture() -> Iterator[None]:
-    """Let what this thread captures in this block go when shared memory goes: nobody keeps that."""
+    """Let graphs that this thread captures in this block go with shared memory: nobody keeps it."""
     _captures.passing = True
     try:
         yield
