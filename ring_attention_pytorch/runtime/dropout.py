@@ -48,8 +48,7 @@ class Dropout(NamedTuple):
         return self._replace(seed=_mixed_seed(self.seed ^ _mixed_seed(number)))
 
     def marks(self, sample: Tensor, head: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both marks of each query, from int32 tensors that broadcast; heads count from 0.
-        """
+        """Return both marks of each query, of int32 tensors that broadcast; heads are local."""
         head = head + self.first_head
         first, second = (
             _mixed(_mixed(_mixed(word ^ sample) ^ head) ^ query) for word in self.numbers[:2]

@@ -1,1 +1,1 @@
-"""Which keys come when, and what that costs: arithmetic on ints."""
+"""The order in which keys come, and what that costs: arithmetic on ints."""

@@ -1,8 +1,8 @@
-"""What a transport would cost: a model of bytes, FLOPs and links, as pure functions on ints.
+"""A model of what a transport costs: bytes, FLOPs and links, as pure functions on ints.
 
-It is for choosing, explaining and extrapolating. What it was compared with is in
-docs/scaling.md; defaults were measured on H200 GPUs within one NVLink domain, and the network is a
-400 Gb/s link for each GPU, which was not measured.
+It is for choosing, explaining and extrapolating. docs/scaling.md says what it was compared with.
+Defaults were measured on H200 GPUs within one NVLink domain. The network is a 400 Gb/s link for
+each GPU, which was not measured.
 """
 
 from collections.abc import Sequence
@@ -20,25 +20,25 @@ _HOPS = ((0, 1.0e-4), (8 << 20, 1.71e-4), (32 << 20, 5.13e-4), (128 << 20, 9.68e
 class Hardware(NamedTuple):
     """Speeds of a device and its links: FLOP/s and bytes/s each way, seconds."""
 
-    forward: float = 600e12  # of a kernel on large tiles
+    forward: float = 600e12  # FLOP/s of a kernel on large tiles
     backward: float = 525e12
     memory: float = 4.3e12  # read and write together
-    pull: float = 350e9  # by copy engine within a domain
+    pull: float = 350e9  # by copy engines within a domain
     swap: float = 280e9  # of heads for sequence within a domain, out of shared memory
     network: float = 45e9  # between domains, for each GPU
     network_hop: float = 2e-5
-    call: float = 1e-4  # of a kernel, on top: to launch, ramp up and end
+    call: float = 1e-4  # seconds of a kernel's call on top: to launch, ramp up and end
     domain: int = 8  # GPUs that reach one another by NVLink
-    hops: tuple[tuple[int, float], ...] = _HOPS  # bytes and seconds between neighbours in it
-    measured: bool = False  # on the group at hand
+    hops: tuple[tuple[int, float], ...] = _HOPS  # bytes and seconds between its neighbours
+    measured: bool = False  # whether on the group at hand
 
 
 H200 = Hardware()
-_BESIDE = 0.4  # of what a call takes on top, where others fill what it leaves idle
+_BESIDE = 0.4  # share of `call` that stays where other calls fill what one leaves idle
 
 
 class Step(NamedTuple):
-    """One block of keys: what has to have come for it, and what is computed on it."""
+    """One block of keys: how many have to have come for it, and what is computed on it."""
 
     near: int  # keys from within the domain
     far: int  # keys from outside
@@ -48,22 +48,22 @@ class Step(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of one rank, predicted."""
+    """The predicted cost of one rank."""
 
     forward: float  # seconds
     backward: float
-    ideal: float  # forward and backward, if there were nothing but the kernel at full speed
+    ideal: float  # seconds forward and backward of nothing but the kernel at full speed
     received: int  # bytes, forward and backward
     calls: int  # of the kernel, forward
 
     @property
     def share(self) -> float:
-        """Of what the kernel alone would reach."""
+        """Share of the speed that the kernel alone would reach."""
         return self.ideal / (self.forward + self.backward)
 
 
 def ring_steps(blocks: Workload, rank: int, domain: int) -> list[Step]:
-    """Own block, and each hop of the ring: it is as slow as its slowest link."""
+    """List the steps of a ring: own block, then each hop, which is as slow as its slowest link."""
     size = len(blocks.keys)
     steps = []
     for here, distance in pairwise((0, *blocks.distances)):
@@ -76,7 +76,7 @@ def ring_steps(blocks: Workload, rank: int, domain: int) -> list[Step]:
 
 
 def gather_steps(blocks: Workload, rank: int, domain: int, at_once: int) -> list[Step]:
-    """Own block, and each group of owners."""
+    """List the steps of a gather: own block, then each group of owners."""
     own = tiles(blocks.queries[rank], blocks.keys[rank], blocks.visible)
     steps = [_step(own, 0, 0)]
     for chosen in blocks.others(at_once):
@@ -96,10 +96,10 @@ def _step(found: Sequence[Tile], near: int, far: int) -> Step:
 
 
 def predict(transport: str, steps: Sequence[Step], job: KVShape, machine: Hardware = H200) -> Cost:
-    """The time of these steps: what comes next is under way while a step computes.
+    """Predict the cost of these steps: what comes next is under way while a step computes.
 
-    Backward the same keys come again, and gradients go the other way: along with the keys of
-    the ring, in float32; after each step of a gather, as `rows.sent` says.
+    Backward the same keys come again, and gradients go the other way. In a ring they go along with
+    the keys, in float32; in a gather they go after each step, in `rowwise.wire_dtype`.
     """
     hidden = _ring_time if transport == "ring" else _gather_time
     grad = job.wide_bytes if transport == "ring" else job.grad_bytes
@@ -124,7 +124,7 @@ def _ring_time(
     times = [_compute(s, job, machine, second_a_flop) for s in steps]
     hops = [_hop(s.near, s.far, job.token_bytes, machine) for s in steps[1:]]
     backs = [_hop(s.near, s.far, grad, machine) if grad else 0.0 for s in steps[1:]]
-    # keys of the next step and gradients of the last one travel while a step computes
+    # keys of the next step and gradients of the previous one travel while a step computes
     total = sum(
         max(time, hop + back) for time, hop, back in zip(times, hops, [0.0, *backs], strict=False)
     )
@@ -138,7 +138,7 @@ def _hop(near: int, far: int, each: int, machine: Hardware) -> float:
 
 
 def _between_neighbours(nbytes: float, hops: Sequence[tuple[int, float]]) -> float:
-    """By what was measured, straight lines between, and on at the last speed."""
+    """Return the seconds of a hop, interpolated; beyond the last one measured at its speed."""
     for (a, start), (b, end) in pairwise(hops):
         if nbytes <= b:
             return start + (nbytes - a) * (end - start) / (b - a)
@@ -148,14 +148,14 @@ def _between_neighbours(nbytes: float, hops: Sequence[tuple[int, float]]) -> flo
 def _gather_time(
     steps: Sequence[Step], job: KVShape, machine: Hardware, second_a_flop: float, grad: int
 ) -> float:
-    beside = len(steps) == 2  # of one group calls go side by side
+    beside = len(steps) == 2  # with one group, calls go side by side
     machine = machine._replace(call=machine.call * (_BESIDE if beside else 1.0))
     times = [_compute(step, job, machine, second_a_flop) for step in steps]
     coming = [_pull(s, job.token_bytes, machine) for s in steps[1:]]
-    if beside and grad:  # half of own keys is computed beside the gradients
+    if beside and grad:  # half of own keys is computed while gradients travel
         own, others = times
         return max(own / 2, *coming) + others + max(own / 2, _pull(steps[1], grad, machine))
-    if beside and not steps[1].far:  # half of the others' is computed beside the other half
+    if beside and not steps[1].far:  # half of theirs is computed while the other half comes
         (own, others), (pull,) = times, coming
         return max(max(own, pull / 2) + others / 2, pull) + others / 2
     total, home = 0.0, 0.0
@@ -166,13 +166,16 @@ def _gather_time(
 
 
 def _pull(step: Step, each: int, machine: Hardware) -> float:
-    """From both at once, over different links."""
+    """Return the seconds to pull a step's keys: near and far ones at once, over different links."""
     wire = machine.network_hop + step.far * each / machine.network if step.far else 0.0
     return max(step.near * each / machine.pull, wire)
 
 
 def swap_seconds(tokens: int, job: KVShape, degree: int, machine: Hardware = H200) -> float:
-    """Heads for sequence and back, forward and backward, of `tokens` queries and keys a rank."""
+    """Return the seconds to swap heads for sequence and back, forward and backward.
+
+    `tokens` is how many queries, and how many keys, a rank has.
+    """
     if degree == 1:
         return 0.0
     queries = job.batch * job.heads * (job.d + job.d_v) * job.itemsize
@@ -183,7 +186,7 @@ def swap_seconds(tokens: int, job: KVShape, degree: int, machine: Hardware = H20
 def costs(
     blocks: Workload, job: KVShape, at_once: int, machine: Hardware = H200
 ) -> dict[str, Cost]:
-    """What each transport is predicted to take on a rank in the middle of the ring."""
+    """Predict the cost of each transport for a rank in the middle of the ring."""
     rank = len(blocks.keys) // 2
     steps = {
         "ring": ring_steps(blocks, rank, machine.domain),
@@ -195,10 +198,10 @@ def costs(
 def choose_transport(
     blocks: Workload, job: KVShape, at_once: int, machine: Hardware | None = H200
 ) -> str:
-    """The transport for a plan that names none: a pure function, so the same on all ranks.
+    """Choose the transport for a plan that names none: a pure function, so the same on all ranks.
 
-    None stands for a CPU, and is "ring": there nothing runs beside the kernels, so fewer, later
-    messages gain nothing.
+    A machine of None stands for a CPU, and gives "ring": there nothing runs beside the kernels, so
+    fewer, later messages gain nothing.
     """
     if machine is None or len(blocks.keys) == 1:
         return "ring"

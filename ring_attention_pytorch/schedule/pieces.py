@@ -1,4 +1,4 @@
-"""Which keys of which owner a rank needs, in what order and when: arithmetic on ints."""
+"""The keys of each owner that a rank needs, in what order and when: arithmetic on ints."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -10,18 +10,18 @@ from ring_attention_pytorch.geometry.layouts import Segment, Segments, count
 from ring_attention_pytorch.geometry.tiles import Mask, needed_distances, tiles, visible_pairs
 
 _T = TypeVar("_T")
-_SHORT, _UNDIVIDED = 2e13, 2e14  # FLOPs forward, were nothing hidden
-_FEW = 1e12  # the same: with backward 6 ms, as long as a host takes to launch calls that overlap
+_SHORT, _UNDIVIDED = 2e13, 2e14  # FLOPs forward, if nothing were hidden
+_FEW = 1e12  # FLOPs forward, with backward 6 ms: as long as a host takes to launch overlapping calls
 _SOON_COPIED = 2**26  # bytes of own keys: with their gradients 0.1 ms of an H200's memory
 _MEANWHILE = 1800  # FLOPs of a kernel while a byte comes: an H200's 600 TFLOP/s over 330 GB/s
-_MEANWHILE_BACK = 1600  # the same backward, by 525 TFLOP/s
+_MEANWHILE_BACK = 1600  # the same backward, at 525 TFLOP/s
 
 
 class Workload(NamedTuple):
-    """Every rank's queries and keys, and what is visible: what there is to compute.
+    """The work of one attention: every rank's queries and keys, and what is visible.
 
-    Where samples see differently, `visible` covers all that any of them sees, and `apart` is
-    what each sees.
+    Where samples see differently, `visible` covers all that any of them sees, and `apart` has the
+    mask of each.
     """
 
     queries: tuple[Segments, ...]
@@ -31,24 +31,24 @@ class Workload(NamedTuple):
 
     @property
     def lasting(self) -> bool:
-        """Whether they will come again."""
+        """Tell whether this workload will come again."""
         return self.visible.lasting and not self.apart
 
     @property
     def distances(self) -> tuple[int, ...]:
-        """How far behind a rank the owners are that anyone needs, 0 first."""
+        """Distances behind a rank at which owners are that anyone needs, 0 first."""
         each = self.apart or (self.visible,)
         found = (needed_distances(self.queries, self.keys, seen) for seen in each)
         return tuple(sorted(set().union(*found)))
 
     def others(self, at_once: int) -> Iterator[tuple[int, ...]]:
-        """The same without 0, so many at a time."""
+        """Yield the distances without 0, `at_once` at a time."""
         _, *others = self.distances
         return (tuple(others[i : i + at_once]) for i in range(0, len(others), at_once))
 
 
 def _known(make: Callable[..., _T]) -> Callable[..., _T]:
-    """Kept for blocks that will come again."""
+    """Cache a function's results for workloads that will come again."""
     keeping = lru_cache(maxsize=1024)(make)
 
     @wraps(make)
@@ -59,7 +59,7 @@ def _known(make: Callable[..., _T]) -> Callable[..., _T]:
 
 
 class KVShape(NamedTuple):
-    """What tensors a transport works for, heads being those of one rank."""
+    """Shapes of the tensors that a transport works for; heads are those of one rank."""
 
     batch: int
     heads: int
@@ -71,52 +71,52 @@ class KVShape(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Of one key and value."""
+        """Bytes of one key and its value, over all heads and samples."""
         return self.batch * self.key_heads * (self.d + self.d_v) * self.itemsize
 
     @property
     def wide_bytes(self) -> int:
-        """Of their gradients in the accumulator's dtype."""
+        """Bytes of the gradients of one key and its value in the accumulator's dtype."""
         return self.token_bytes // self.itemsize * max(4, self.itemsize)
 
     @property
     def grad_bytes(self) -> int:
-        """Of a part of their gradients that is sent to their owner."""
+        """Bytes of the gradients of one key and its value in a part that is sent to their owner."""
         return self.wide_bytes if self.wide else self.token_bytes
 
     @property
     def pair_flops(self) -> int:
-        """Of one query that sees one key, forward."""
+        """FLOPs of one query that sees one key, forward, over all heads and samples."""
         return 2 * self.batch * self.heads * (self.d + self.d_v)
 
     @property
     def row_bytes(self) -> int:
-        """Moved to merge one more partial result of one query into that in float32."""
+        """Bytes moved to merge one more partial result of one query into that in float32."""
         return self.batch * self.heads * self.d_v * (2 * 4 + self.itemsize)
 
 
 def is_short(blocks: Workload, job: KVShape, undivided: bool = False) -> bool:
-    """Whether ranks have so little to compute that the ends of calls are much of it.
+    """Tell whether ranks have so little to compute that the ends of calls are much of it.
 
-    At most 16384 queries a rank, of 32 heads of size 128, over four ranks: 10 ms of an H200. Ten
-    times the FLOPs where own keys are `undivided` backward, which spares calls of a kernel.
+    That is at most 16384 queries a rank, of 32 heads of size 128, over four ranks: 10 ms of an
+    H200. It is ten times the FLOPs where own keys are `undivided` backward, which spares calls of a
+    kernel.
     """
     pairs = max(map(count, blocks.queries)) * sum(map(count, blocks.keys))
     return pairs * job.pair_flops <= (_UNDIVIDED if undivided else _SHORT)
 
 
 def is_few(blocks: Workload, job: KVShape) -> bool:
-    """Whether a GPU computes no longer than the host takes to launch calls that overlap, and own
-    keys are soon copied.
+    """Tell whether a GPU computes no longer than the host takes to launch calls that overlap.
 
-    At most 4096 queries a rank, of 32 heads of size 128, over four ranks under a causal mask; of
-    short documents 16384, with 8 key heads.
+    Own keys must be soon copied, too. That is at most 4096 queries a rank, of 32 heads of size 128,
+    over four ranks under a causal mask; of short documents 16384, with 8 key heads.
     """
     queries, keys, visible, _ = blocks
     if max(map(count, keys)) * job.token_bytes > _SOON_COPIED:
         return False
     if visible.documents is not None:
-        whole = (Segment(0, 1, sum(map(count, queries))),)  # whoever holds what of it
+        whole = (Segment(0, 1, sum(map(count, queries))),)  # whichever rank holds what of it
         seen = visible_pairs(tiles(whole, whole, visible)) / len(queries)
     else:
         most = sum(map(count, keys)) / (1 + visible.causal)
@@ -127,7 +127,7 @@ def is_few(blocks: Workload, job: KVShape) -> bool:
 
 
 class Chunk(NamedTuple):
-    """Some of an owner's keys, from its own index `first` on; `segment` are their positions."""
+    """Some of an owner's keys, from its own index `first` on; `segment` has their positions."""
 
     owner: int
     first: int
@@ -135,7 +135,7 @@ class Chunk(NamedTuple):
 
     @property
     def cols(self) -> slice:
-        """Which of the owner's keys."""
+        """Slice of the owner's keys."""
         return slice(self.first, self.first + self.segment.length)
 
 
@@ -143,10 +143,10 @@ Chunks = tuple[Chunk, ...]
 
 
 class Round(NamedTuple):
-    """Owners at some distances behind each rank, whose keys come at once, stage by stage.
+    """A round: owners at some distances behind each rank, whose keys come stage by stage.
 
-    `pieces` are what comes to each rank; `parts` are the tokens of them, one after another, that
-    each stage brings.
+    `pieces` are the chunks that come to each rank, all at once. `parts` are the slices of their
+    tokens, one after another, that each stage brings.
     """
 
     stages: tuple[tuple[int, ...], ...]
@@ -155,18 +155,18 @@ class Round(NamedTuple):
 
     @property
     def distances(self) -> tuple[int, ...]:
-        """Those of all stages."""
+        """Distances of all stages."""
         return tuple(chain.from_iterable(self.stages))
 
     @property
     def at_once(self) -> "Round":
-        """The same in one stage."""
+        """This round in one stage."""
         parts = tuple((slice(0, tokens(coming)),) for coming in self.pieces)
         return Round((self.distances,), self.pieces, parts)
 
 
 def slice_segments(segments: Segments, at: slice) -> Segments:
-    """The positions of some tokens of those held, one after another.
+    """Return the positions of some of the tokens held, one after another.
 
     >>> slice_segments((Segment(0, 1, 4), Segment(12, 1, 4)), slice(3, 6))
     (Segment(start=3, stride=1, length=1), Segment(start=12, stride=1, length=2))
@@ -181,12 +181,12 @@ def slice_segments(segments: Segments, at: slice) -> Segments:
 
 
 def of_owner(pieces: Chunks, owner: int) -> Chunks:
-    """Those of one owner."""
+    """Return the pieces of one owner."""
     return tuple(p for p in pieces if p.owner == owner)
 
 
 def places(pieces: Chunks, owner: int) -> Iterator[tuple[Chunk, slice]]:
-    """Those of one owner, and where they lie among all of these one after another."""
+    """Yield one owner's pieces, and where each lies among all pieces one after another."""
     starts = accumulate((piece.segment.length for piece in pieces), initial=0)
     for start, piece in zip(starts, pieces):
         if piece.owner == owner:
@@ -194,16 +194,16 @@ def places(pieces: Chunks, owner: int) -> Iterator[tuple[Chunk, slice]]:
 
 
 def tokens(pieces: Chunks) -> int:
-    """How many keys they are."""
+    """Count the keys of these pieces."""
     return sum(p.segment.length for p in pieces)
 
 
 @_known
 def schedule(blocks: Workload, at_once: int) -> tuple[Round, ...]:
-    """The groups of `at_once` owners that bring everyone what is needed.
+    """Return the rounds, of `at_once` owners each, that bring every rank the keys that it needs.
 
-    Zigzag, four ranks: rank 1 sees chunk 0 with all of its queries, and chunks 2 to 5 with
-    those of its late chunk, 6; that is two large tiles.
+    Zigzag, four ranks: rank 1 sees chunk 0 with all of its queries, and chunks 2 to 5 with those of
+    its late chunk, 6; that is two large tiles.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> four = all_segments("zigzag", 4, 16)
@@ -216,8 +216,9 @@ def schedule(blocks: Workload, at_once: int) -> tuple[Round, ...]:
 
 @_known
 def in_two_stages(blocks: Workload) -> Round:
-    """The group of all owners, those nearest behind each rank first, and owner by owner: so that
-    most of an owner's keys come in one copy.
+    """Return the round of all owners in two stages, those nearest behind each rank first.
+
+    Pieces go owner by owner, so that most of an owner's keys come in one copy.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> four = all_segments("zigzag", 4, 16)
@@ -234,12 +235,12 @@ def in_two_stages(blocks: Workload) -> Round:
 
 @_known
 def all_together(blocks: Workload) -> Round:
-    """The group of all owners, each rank one of its own."""
+    """Return the round of all owners in one stage, each rank itself among them."""
     return _group(blocks, ((blocks.distances,),))
 
 
 def _group(blocks: Workload, stages: tuple[tuple[tuple[int, ...], ...], ...]) -> Round:
-    """Stage by stage what comes from some distances at once, those in the order of positions."""
+    """Build a round: what comes from some distances at once is in the order of positions."""
     found = [
         [[p for chosen in stage for p in needed(rank, blocks, chosen)] for stage in stages]
         for rank in range(len(blocks.queries))
@@ -254,11 +255,13 @@ def _group(blocks: Workload, stages: tuple[tuple[tuple[int, ...], ...], ...]) ->
 
 @_known
 def keys_come_late(blocks: Workload, at_once: int, job: KVShape) -> bool:
-    """Whether some rank has computed on its own keys, which all have, before those of several
-    others have come, together."""
+    """Tell whether a rank has computed on own keys before those of several others have come.
+
+    All ranks must have work on own keys, and the others' keys must come together.
+    """
     visible = blocks.visible
     if visible != Mask(visible.causal) or blocks.apart:
-        return False  # they are few, or large tiles only in the order of positions
+        return False  # keys are few, or make large tiles only in the order of positions
     groups = schedule(blocks, at_once)
     if len(groups) != 1 or len(groups[0].distances) < 2:
         return False
@@ -271,7 +274,9 @@ def keys_come_late(blocks: Workload, at_once: int, job: KVShape) -> bool:
 
 
 def most_in_front(group: Round) -> bool:
-    """Whether ranks need more pieces, all together, of those in front of them than of those behind.
+    """Tell whether ranks need more pieces of the owners in front of them than of those behind.
+
+    Pieces of all ranks are counted together; a tie counts as more.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> for layout in ("zigzag", "contiguous"):
@@ -285,7 +290,7 @@ def most_in_front(group: Round) -> bool:
 
 
 def coming_home(group: Round) -> Counter[int]:
-    """Of how many keys gradients come home to each owner, each as often as somebody has some."""
+    """Count the keys whose gradients come home to each owner, each as often as a rank has some."""
     found = Counter[int]()
     for piece in chain.from_iterable(group.pieces):
         found[piece.owner] += piece.segment.length
@@ -295,11 +300,12 @@ def coming_home(group: Round) -> Counter[int]:
 def come_home_aside(
     blocks: Workload, groups: Sequence[Round], cuts: Sequence[int], job: KVShape, overtaken: bool
 ) -> bool:
-    """Whether ranks compute on while at least half of their gradients come home from others.
+    """Tell whether ranks compute on while at least half of their gradients come home from others.
 
-    On their own keys from these `cuts` on, kept for the end; or on what is left of them where their
-    call is `overtaken`: it has gone on while the others' keys came, and about as much in the gaps
-    of their calls. Of several groups those of each but the last come home while the next computes.
+    They compute on own keys from these `cuts` on, kept for the end. Or they compute on what is left
+    of own keys where their call is `overtaken`: it has gone on while the others' keys came, and
+    about as much in the gaps of their calls. With several groups, the gradients of each but the
+    last come home while the next computes.
     """
     if len(groups) != 1:
         return True
@@ -314,7 +320,7 @@ def come_home_aside(
 
 
 def needed(rank: int, blocks: Workload, distances: Sequence[int]) -> Chunks:
-    """The keys of owners at these distances that a rank's queries see, in order of positions."""
+    """Return the keys of owners at these distances that a rank sees, in order of positions."""
     (queries, keys, visible, _), found = blocks, []
     for distance in distances:
         owner = (rank - distance) % len(keys)
@@ -331,7 +337,7 @@ def needed(rank: int, blocks: Workload, distances: Sequence[int]) -> Chunks:
 
 
 def joined(pieces: Chunks) -> Segments:
-    """The positions of the pieces one after another, as few segments as can be."""
+    """Return the positions of the pieces one after another, in as few segments as can be."""
     found: list[Segment] = []
     for _, _, segment in pieces:
         if found and _follows(found[-1], segment):
