@@ -1,1 +1,1 @@
-"""Who holds which tokens, and what of a block of scores is visible: arithmetic on ints."""
+"""The tokens that each rank holds, and what of a block of scores is visible: arithmetic on ints."""

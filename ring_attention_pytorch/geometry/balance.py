@@ -1,9 +1,9 @@
-"""Balanced layouts: on every rank as many tokens, and nearly as many visible pairs.
+"""Balanced layouts: as many tokens on every rank, and nearly as many visible pairs.
 
-Packed documents make some tokens cheap and others dear, so no fixed pattern is even. Equal
-chunks are weighed by the pairs that their queries see and dealt out in rounds, in which the
-heaviest goes to the rank that has the least so far; under a causal mask over one document
-that is zigzag.
+Packed documents make some tokens cheap and others dear, so no fixed pattern is even. Equal chunks
+are weighed by the pairs that their queries see, and dealt out in rounds. In each round the heaviest
+chunk goes to the rank that has the least so far. Under a causal mask over one document the result
+is zigzag.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _MOST = 32  # chunks a rank
 def balanced(
     cu_seqlens: Borders, ring_size: int, *, causal: bool = True, window: int | None = None
 ) -> AssignedLayout:
-    """A layout for packed documents, for every `layout=`: to shard, to attend and to unshard.
+    """Make a layout for packed documents, for every `layout=`: to shard, to attend and to unshard.
 
     Args:
         cu_seqlens: borders of the documents, as for `ring_attn`; with one list for each sample
@@ -64,7 +64,7 @@ def balanced(
 def deal(
     samples: Sequence[Documents], ring_size: int, causal: bool, window: int | None
 ) -> AssignedLayout:
-    """The balanced layout of samples of one length."""
+    """Return the balanced layout of samples of one length."""
     work = torch.stack([visible_keys(d, causal, window) for d in set(samples)]).sum(0)
     before = torch.cat((work.new_zeros(1), work.cumsum(0)))  # the work of all earlier positions
     length, total = len(work), int(before[-1])
@@ -73,7 +73,7 @@ def deal(
     while chunks == 1 or (chunks <= _MOST and chunks * ring_size <= length):
         borders = _borders(length, chunks * ring_size)
         weights = before[borders].diff().tolist()
-        # whole ranks stay in order, so that documents cross to neighbours only
+        # with one chunk a rank they stay in order, so that documents cross to neighbours only
         owners = [*range(ring_size)] if chunks == 1 else _rounds(weights, ring_size)
         loads = [0] * ring_size
         for owner, weight in zip(owners, weights):
@@ -88,7 +88,7 @@ def deal(
 
 
 def visible_keys(documents: Documents, causal: bool, window: int | None) -> Tensor:
-    """How many keys each token sees, int64 `[n]`.
+    """Count the keys that each token sees, int64 `[n]`.
 
     >>> visible_keys(of_borders([0, 3, 5]), causal=True, window=None).tolist()
     [1, 2, 3, 1, 2]
@@ -105,14 +105,17 @@ def visible_keys(documents: Documents, causal: bool, window: int | None) -> Tens
 
 
 def _borders(length: int, chunks: int) -> Tensor:
-    """Of chunks as `torch.tensor_split` cuts them: the first ones longer by one."""
+    """Return borders of chunks as `torch.tensor_split` cuts them: the first ones longer by one."""
     size, longer = divmod(length, chunks)
     numbers = torch.arange(chunks + 1)
     return numbers * size + numbers.clamp(max=longer)
 
 
 def _rounds(weights: list[int], ring_size: int) -> list[int]:
-    """Who gets each chunk: as many to each, and in every round the heaviest to who has least."""
+    """Return each chunk's owner, as many chunks for each rank.
+
+    In every round the heaviest chunk goes to the rank that has the least so far.
+    """
     owners, loads = [0] * len(weights), [0] * ring_size
     order = sorted(range(len(weights)), key=lambda chunk: -weights[chunk])
     for first in range(0, len(order), ring_size):
@@ -124,7 +127,7 @@ def _rounds(weights: list[int], ring_size: int) -> list[int]:
 
 
 def _segments(owners: list[int], borders: list[int], rank: int) -> Segments:
-    """A rank's chunks, neighbours as one."""
+    """Return a rank's chunks as segments, neighbours as one."""
     found: list[Segment] = []
     for chunk, owner in enumerate(owners):
         start, stop = borders[chunk], borders[chunk + 1]

@@ -1,8 +1,8 @@
 """Packed documents: from ids or borders to runs of positions, the same on every rank.
 
-What comes in is ids of tokens, gathered from all ranks by `plan.packing`, or borders
-(`cu_seqlens`) of whole sequences, which need no exchange. What goes out is one `Documents` for each
-sample, from which `tiles` makes tiles.
+The input is ids of tokens, gathered from all ranks by `plan.packing`, or borders (`cu_seqlens`) of
+whole sequences, which need no exchange. The output is one `Documents` for each sample, from which
+`tiles` makes tiles.
 """
 
 import json
@@ -30,7 +30,7 @@ def documents_problem(
     shape: Sequence[int],
     whole: int | None = None,
 ) -> str | None:
-    """What is wrong with what one rank gave for tokens of shape `[b, n, ...]`.
+    """Say what is wrong with what one rank gave for tokens of shape `[b, n, ...]`; None if nothing.
 
     `whole` is the length of the whole sequence, where one rank knows it.
     """
@@ -55,7 +55,7 @@ def documents_problem(
 
 
 def end_problem(cu_seqlens: Borders | None, length: int) -> str | None:
-    """What is wrong with borders of a sequence of that length."""
+    """Say what is wrong with where borders end, for a sequence of that length; None if nothing."""
     samples = [] if cu_seqlens is None else as_lists(cu_seqlens)
     if all(borders[-1] == length for borders in samples):
         return None
@@ -63,7 +63,7 @@ def end_problem(cu_seqlens: Borders | None, length: int) -> str | None:
 
 
 def cu_seqlens_problem(cu_seqlens: Borders) -> str | None:
-    """What is wrong with borders by themselves."""
+    """Say what is wrong with borders by themselves; None if nothing is."""
     try:
         samples = as_lists(cu_seqlens)
     except (TypeError, ValueError) as error:
@@ -79,7 +79,7 @@ def cu_seqlens_problem(cu_seqlens: Borders) -> str | None:
 
 
 def as_lists(cu_seqlens: Borders) -> list[list[int]]:
-    """The borders of each sample; one list if they are shared."""
+    """Return the borders of each sample as lists of ints; one list if they are shared."""
     if isinstance(cu_seqlens, Tensor):
         if cu_seqlens.is_floating_point() or cu_seqlens.ndim not in (1, 2):
             raise TypeError(f"got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
@@ -93,7 +93,7 @@ def as_lists(cu_seqlens: Borders) -> list[list[int]]:
 
 
 def digest(cu_seqlens: Borders | None) -> str | None:
-    """For comparing notes: borders may be longer than a note."""
+    """Return a digest of borders for comparing notes: borders may be longer than a note."""
     if cu_seqlens is None:
         return None
     samples = as_lists(cu_seqlens)
@@ -103,7 +103,7 @@ def digest(cu_seqlens: Borders | None) -> str | None:
 
 
 def of_borders(borders: Sequence[int]) -> Documents:
-    """The documents between borders. Empty ones leave no trace.
+    """Return the documents between borders. Empty ones leave no trace.
 
     >>> [tuple(run) for run in of_borders([0, 2, 2, 5]).runs]
     [(0, 0, 2), (1, 2, 5)]
@@ -113,7 +113,7 @@ def of_borders(borders: Sequence[int]) -> Documents:
 
 
 def of_ids(ids: Tensor) -> Documents:
-    """The documents of a whole sequence `[n]` of ids, numbered in order of appearance.
+    """Return the documents of a whole sequence `[n]` of ids, numbered in order of appearance.
 
     >>> [tuple(run) for run in of_ids(torch.tensor([7, 7, 2, 7])).runs]
     [(0, 0, 2), (1, 2, 3), (0, 3, 4)]
@@ -126,7 +126,7 @@ def of_ids(ids: Tensor) -> Documents:
 
 
 def last_of_document(packing: BatchDocuments, at: Tensor) -> Tensor:
-    """Where another document, or nothing, follows the tokens at positions `[n]`: bool `[b, n]`."""
+    """Tell where other documents, or nothing, follow tokens at positions `[n]`: bool `[b, n]`."""
     ends = (torch.tensor([run.stop - 1 for run in d.runs], dtype=torch.long) for d in packing)
     found = [torch.isin(at, end.to(at.device)) for end in ends]
     return torch.stack(found) if found else at.new_empty((0, len(at)), dtype=torch.bool)

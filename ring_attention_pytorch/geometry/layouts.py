@@ -1,8 +1,8 @@
-"""Where each token lives: arithmetic on ints.
+"""Layouts: where each token lives, as arithmetic on ints.
 
-A layout gives every rank the *segments* (arithmetic progressions of global token positions)
-that the rank holds, in the order held. Sharding, rotary angles, labels and masks (`tiles`) all
-follow from positions.
+A layout gives every rank the *segments* (arithmetic progressions of global token positions) that
+the rank holds, in the order held. Sharding, rotary angles, labels and masks (`tiles`) all follow
+from positions.
 
 Eight tokens over two ranks; `A` and `B` hold them:
 
@@ -41,17 +41,17 @@ Layout = str | AssignedLayout
 
 
 def contiguous(rank: int, ring_size: int, length: int) -> Segments:
-    """One chunk for each rank, in order: simple, but causal work grows with the rank."""
+    """Give each rank one chunk, in order: simple, but causal work grows with the rank."""
     return _chunks([rank], ring_size, length)
 
 
 def striped(rank: int, ring_size: int, length: int) -> Segments:
-    """Token i on rank i mod P (Brandon et al. 2023, "Striped Attention")."""
+    """Give token i to rank i mod P (Brandon et al. 2023, "Striped Attention")."""
     return _held([Segment(rank, ring_size, len(range(rank, length, ring_size)))])
 
 
 def zigzag(rank: int, ring_size: int, length: int) -> Segments:
-    """Of 2P chunks an early one and its mirror image, so that causal work is equal."""
+    """Give each rank an early one of 2P chunks and its mirror image: causal work is equal."""
     return _chunks([rank, 2 * ring_size - 1 - rank], 2 * ring_size, length)
 
 
@@ -61,7 +61,8 @@ LAYOUTS: dict[str, Callable[[int, int, int], Segments]] = {
 
 
 def _chunks(chosen: list[int], count: int, length: int) -> Segments:
-    """Chunks of `count`, as `torch.tensor_split` cuts them: the first ones longer by one."""
+    """Return the chosen chunks of `count`, the first ones longer by one as in `torch.tensor_split`.
+    """
     size, longer = divmod(length, count)
     return _held([Segment(c * size + min(c, longer), 1, size + (c < longer)) for c in chosen])
 
@@ -71,7 +72,7 @@ def _held(segments: list[Segment]) -> Segments:
 
 
 def all_segments(layout: Layout, ring_size: int, length: int) -> tuple[Segments, ...]:
-    """The segments of every rank.
+    """Return the segments of every rank.
 
     Raises:
         ValueError: there is no such layout, or it was dealt for another length or ring.
@@ -90,16 +91,16 @@ def _named(layout: str, ring_size: int, length: int) -> tuple[Segments, ...]:
 
 @beartype
 def positions(layout: Layout, *, rank: int, ring_size: int, length: int) -> LongTensor:
-    """The global positions that a rank holds, in the order in which it holds them.
+    """Return the global positions that a rank holds, in the order in which it holds them.
 
     Args:
-        layout: "contiguous", "striped", "zigzag" or what `balanced` made.
+        layout: "contiguous", "striped", "zigzag" or a layout that `balanced` made.
         rank: the place in the ring, 0 to `ring_size` - 1.
         ring_size: how many ranks share the sequence, at least 1.
-        length: tokens of the whole sequence, at least 0; it need not divide.
+        length: tokens of the whole sequence, at least 0; `ring_size` need not divide it.
 
     Returns:
-        int64 `[n]`, n being what this rank holds.
+        int64 `[n]`, n being the number of tokens that this rank holds.
 
     Raises:
         ValueError: an unknown layout, numbers outside of these ranges or not the layout's.
@@ -121,7 +122,7 @@ def positions(layout: Layout, *, rank: int, ring_size: int, length: int) -> Long
 def layout_problem(
     layout: Layout, ring_size: int | None = None, length: int | None = None
 ) -> str | None:
-    """What is wrong with a layout, for so many ranks and tokens if given; None if nothing."""
+    """Say what is wrong with a layout, for so many ranks and tokens if given; None if nothing."""
     if isinstance(layout, AssignedLayout):
         ranks, tokens = len(layout.segments), sum(map(count, layout.segments))
         if ring_size in (None, ranks) and length in (None, tokens):
@@ -142,7 +143,7 @@ def check_layout(layout: Layout) -> None:
 
 
 def resolve_layout(layout: Layout | None, striped: bool) -> Layout | None:
-    """The layout that was asked for by either name.
+    """Return the layout that was asked for by either name.
 
     Raises:
         ValueError: an unknown layout, or one that striped contradicts.

@@ -27,25 +27,25 @@ Segments = tuple[Segment, ...]
 
 
 def count(segments: Segments) -> int:
-    """How many tokens a rank with these segments holds."""
+    """Count the tokens of a rank with these segments."""
     return sum(s.length for s in segments)
 
 
 def segment_positions(segments: Segments, device: torch.device | None = None) -> Tensor:
-    """The positions that the segments stand for, in the order held."""
+    """Return the positions that the segments stand for, in the order held: int64 `[n]`."""
     parts = [torch.arange(s.length, device=device) * s.stride + s.start for s in segments]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=device)
 
 
 def starts_of(segments: Segments) -> list[tuple[int, Segment]]:
-    """Each segment with the local index at which it starts."""
+    """Return each segment with the local index at which it starts."""
     return list(zip(accumulate((s.length for s in segments), initial=0), segments))
 
 
 class Piece(NamedTuple):
-    """What of a segment is in one document; its positions count the document's own tokens."""
+    """A part of a segment in one document; its positions count the document's own tokens."""
 
-    start: int  # among the tokens held
+    start: int  # local index among the tokens held
     segment: Segment
 
 
@@ -53,7 +53,7 @@ Pieces = dict[int, list[Piece]]  # by document
 
 
 def pieces_at(segments: Segments, border: int) -> Iterator[Piece]:
-    """Segments, cut where they pass the border.
+    """Yield segments as pieces, cut where they pass the border.
 
     >>> [tuple(piece.segment) for piece in pieces_at((Segment(1, 3, 4),), border=5)]
     [(1, 3, 2), (7, 3, 2)]
@@ -67,7 +67,7 @@ def pieces_at(segments: Segments, border: int) -> Iterator[Piece]:
 
 
 class Run(NamedTuple):
-    """The positions from `start` to `stop` are of one document."""
+    """A run of positions of one document, from `start` to `stop`."""
 
     document: int
     start: int
@@ -98,7 +98,7 @@ class Documents:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """By how much positions pass those in the document, of each run."""
+        """Positions in the sequence less those in the document, one number for each run."""
         held: dict[int, int] = {}
         found = []
         for document, start, stop in self.runs:
@@ -108,7 +108,7 @@ class Documents:
         return found
 
     def pieces(self, segments: Segments) -> Pieces:
-        """The pieces of a rank's segments, made once."""
+        """Return the pieces of a rank's segments by document, made once."""
         if segments not in self._pieces:
             found: Pieces = {}
             for at, segment in starts_of(segments):
@@ -118,7 +118,7 @@ class Documents:
         return self._pieces[segments]
 
     def positions(self, segments: Segments) -> Tensor:
-        """In its document, of each token held."""
+        """Return each held token's position in its document, int64 `[n]`."""
         found = torch.empty(count(segments), dtype=torch.long)
         for pieces in self.pieces(segments).values():
             for start, segment in pieces:
@@ -126,7 +126,7 @@ class Documents:
         return found
 
     def head(self, length: int) -> "Documents":
-        """The documents of the first so many tokens."""
+        """Return the documents of the first so many tokens."""
         kept = (run for run in self.runs if run.start < length)
         return Documents(tuple(run._replace(stop=min(run.stop, length)) for run in kept))
 

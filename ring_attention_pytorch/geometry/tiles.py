@@ -1,4 +1,4 @@
-"""Which part of a block of scores is visible: arithmetic on ints.
+"""Tiles: the visible parts of a block of scores, as arithmetic on ints.
 
 Between two segments of equal stride every mask here is a *band* `-left <= j - i <= right` of local
 indices. So a block of scores (my queries x somebody's keys) falls into a few *tiles*, rectangles
@@ -36,21 +36,21 @@ class Tile(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees, by position. A window without `causal` reaches both ways."""
+    """A mask: which keys a query sees, by position. A window without `causal` reaches both ways."""
 
     causal: bool = False
     window: int | None = None
-    documents: Documents | None = None  # None is a single one
-    prefix: int | None = None  # so many first tokens see one another whatever causal says
+    documents: Documents | None = None  # None is a single document
+    prefix: int | None = None  # this many first tokens see one another whatever causal says
 
     @property
     def lasting(self) -> bool:
-        """Whether it will come again: documents and prefixes come and go with their batch."""
+        """Tell whether the mask will come again: documents and prefixes change with their batch."""
         return self.documents is None and self.prefix is None
 
 
 def tiles(queries: Segments, keys: Segments, visible: Mask) -> tuple[Tile, ...]:
-    """The visible tiles of one block, as few and as large as they can be, in order of rows.
+    """Return the visible tiles of one block, as few and as large as can be, in order of rows.
 
     Zigzag, rank 1 of 2, its own keys: triangle, rectangle and triangle are one causal tile.
 
@@ -59,7 +59,7 @@ def tiles(queries: Segments, keys: Segments, visible: Mask) -> tuple[Tile, ...]:
     >>> tiles(mine, mine, Mask(causal=True))
     (Tile(rows=slice(0, 4, None), cols=slice(0, 4, None), left=None, right=0),)
     """
-    # whoever wants those that do not last again keeps them
+    # a caller that needs tiles of passing masks again keeps them
     return (_known if visible.lasting else _tiles)(queries, keys, visible)
 
 
@@ -72,7 +72,7 @@ _known = lru_cache(maxsize=65536)(_tiles)
 
 
 def _by_document(queries: Segments, keys: Segments, visible: Mask) -> Iterator[list[Tile]]:
-    """The tiles of each document of which there are any."""
+    """Yield the tiles of each document that has any."""
     theirs = _pieces(keys, visible)
     for document, mine in _pieces(queries, visible).items():
         pairs = ((q, k) for q in mine for k in theirs.get(document, ()))
@@ -90,7 +90,7 @@ def _pieces(segments: Segments, visible: Mask) -> Pieces:
 
 
 def _tile(query: Piece, key: Piece, visible: Mask) -> Tile | None:
-    """What one pair of pieces shows."""
+    """Return the tile that one pair of pieces shows; None if it shows nothing."""
     (row, q), (col, k) = query, key
     left = right = None
     # position of query i - position of key j = gap + stride * (i - j); segments of unequal
@@ -105,7 +105,10 @@ def _tile(query: Piece, key: Piece, visible: Mask) -> Tile | None:
 
 
 def _trimmed(rows: slice, cols: slice, left: int | None, right: int | None) -> Tile | None:
-    """The band without the rows and columns that see nothing, and without idle bounds."""
+    """Return a band's tile without the rows and columns that see nothing, and without idle bounds.
+
+    None is no tile: nothing is visible.
+    """
     n, m = rows.stop - rows.start, cols.stop - cols.start
     left, right = n - 1 if left is None else left, m - 1 if right is None else right
     first_row, last_row = max(0, -right), min(n, m + left)
@@ -122,7 +125,7 @@ def _trimmed(rows: slice, cols: slice, left: int | None, right: int | None) -> T
 
 
 def buckets(tile: Tile, size: int) -> Iterator[Tile]:
-    """The tile some rows at a time, each part with only the columns that it sees.
+    """Yield a tile some rows at a time, each part with only the columns that it sees.
 
     >>> for part in buckets(Tile(slice(0, 4), slice(0, 4), None, 0), size=2):
     ...     print(part.rows, part.cols, part.right)
@@ -143,7 +146,7 @@ def buckets(tile: Tile, size: int) -> Iterator[Tile]:
 
 
 def band(tile: Tile, device: torch.device) -> Tensor:
-    """What a tile shows, as bool `[rows, columns]`."""
+    """Return what a tile shows, as bool `[rows, columns]`."""
     rows, cols, left, right = tile
     i = torch.arange(rows.stop - rows.start, device=device).unsqueeze(1)
     offset = torch.arange(cols.stop - cols.start, device=device) - i
@@ -156,10 +159,10 @@ def band(tile: Tile, device: torch.device) -> Tensor:
 
 
 def _join(found: list[Tile]) -> list[Tile]:
-    """Neighbours joined, in near linear time: one large kernel call beats many small ones.
+    """Join neighbouring tiles, in near linear time: one large kernel call beats many small ones.
 
-    First those side by side, for a query that is in one tile only has its result at once; unless
-    more are joined the other way.
+    Tiles side by side are joined first, for a query that is in one tile only has its result at
+    once. The other way comes first if it joins more.
     """
     by_rows, by_columns = _across(_down(_across(found))), _across(_down(found))
     return by_rows if len(by_rows) <= len(by_columns) else by_columns
@@ -186,21 +189,21 @@ def _down(found: list[Tile]) -> list[Tile]:
 
 
 def _beside(a: Tile, b: Tile) -> Tile | None:
-    """Two full tiles side by side."""
+    """Join two full tiles side by side; None if they are not."""
     if (*a[2:], *b[2:]) != (None,) * 4 or a.rows != b.rows or a.cols.stop != b.cols.start:
         return None
     return a._replace(cols=slice(a.cols.start, b.cols.stop))
 
 
 def _below(a: Tile, b: Tile) -> Tile | None:
-    """Two full tiles, one below the other."""
+    """Join two full tiles, one below the other; None if they are not."""
     if (*a[2:], *b[2:]) != (None,) * 4 or a.cols != b.cols or a.rows.stop != b.rows.start:
         return None
     return a._replace(rows=slice(a.rows.start, b.rows.stop))
 
 
 def _staircase(a: Tile, b: Tile, c: Tile) -> Tile | None:
-    """A causal square, the full tile below it and the causal square beside that."""
+    """Join a causal square, the full tile below it and the causal square beside that."""
     full_below = b[2:] == (None, None) and b.cols == a.cols and b.rows.start == a.rows.stop
     beside = c.rows == b.rows and c.cols.start == b.cols.stop
     if not (full_below and beside and _is_causal_square(a) and _is_causal_square(c)):
@@ -209,7 +212,10 @@ def _staircase(a: Tile, b: Tile, c: Tile) -> Tile | None:
 
 
 def _is_causal_square(t: Tile) -> bool:
-    """One query and its own key are causal, too, though nothing is hidden."""
+    """Tell whether a tile is a causal square.
+
+    One query and its own key are causal, too, though nothing is hidden.
+    """
     n = t.rows.stop - t.rows.start
     return t.cols.stop - t.cols.start == n and (
         t[2:] == (None, 0) or (n == 1 and t[2:] == (None, None))
@@ -217,7 +223,7 @@ def _is_causal_square(t: Tile) -> bool:
 
 
 def visible_pairs(found: Sequence[Tile]) -> int:
-    """How many (query, key) pairs the tiles show: the work of a block.
+    """Count the (query, key) pairs that the tiles show: the work of a block.
 
     >>> visible_pairs([Tile(slice(0, 3), slice(0, 3), None, 0)])
     6
@@ -229,7 +235,7 @@ def visible_pairs(found: Sequence[Tile]) -> int:
 
 def _pairs(n: int, m: int, left: int | None, right: int | None) -> int:
     def hidden(rows: int, cols: int, bound: int | None) -> int:
-        """Pairs beyond a bound on one side, a trapezium of the rectangle."""
+        """Count the pairs beyond a bound on one side, a trapezium of the rectangle."""
         if bound is None:
             return 0
         longest, steps = cols - 1 - bound, min(rows, cols - 1 - bound)
@@ -241,9 +247,9 @@ def _pairs(n: int, m: int, left: int | None, right: int | None) -> int:
 def needed_distances(
     queries: tuple[Segments, ...], keys: tuple[Segments, ...], visible: Mask
 ) -> tuple[int, ...]:
-    """The ring distances t at which some rank r needs the keys of rank r - t; 0 always.
+    """Return the ring distances t at which some rank r needs the keys of rank r - t; 0 always.
 
-    Not a count of hops: zigzag with a short window needs distances 0, 1 and P - 1.
+    They are no count of hops: zigzag with a short window needs distances 0, 1 and P - 1.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> four = all_segments("zigzag", 4, 64)
