@@ -61,8 +61,7 @@ LAYOUTS: dict[str, Callable[[int, int, int], Segments]] = {
 
 
 def _chunks(chosen: list[int], count: int, length: int) -> Segments:
-    """Return the chosen chunks of `count`, the first ones longer by one as in `torch.tensor_split`.
-    """
+    """Return chosen chunks of `count`, the first ones longer by one as in `torch.tensor_split`."""
     size, longer = divmod(length, count)
     return _held([Segment(c * size + min(c, longer), 1, size + (c < longer)) for c in chosen])
 

@@ -1,8 +1,8 @@
 """The table of kernels, and the choice among them.
 
-A kernel is one module that satisfies `contract.Kernel`, and one line in `KERNELS`. What it can
-do is data (`Capabilities`), so that the choice can be explained and the table in
-`docs/kernels.md` drawn. Kernels know nothing of ranks or layouts and never import one another.
+A kernel is one module that satisfies `interfaces.Kernel`, and one line in `KERNELS`. What it can do
+is data (`Capabilities`), so that the choice can be explained and the table in `docs/kernels.md`
+drawn. Kernels know nothing of ranks or layouts and never import one another.
 """
 
 import importlib
@@ -46,7 +46,7 @@ KERNELS: dict[str, Kernel] = {
     "sdpa": sdpa,
     "eager": eager,
 }
-# Triton's code is made for Hopper; what flash attention 2 is made for it does best
+# our Triton kernels are made for Hopper; flash attention 2 is best on the GPUs it is made for
 _BEFORE_HOPPER = ("flash-attn-2", "sdpa-flash", "triton", "flex", "sdpa", "eager")
 _WORDS = {
     "key_mask": "key mask",
@@ -57,7 +57,10 @@ _WORDS = {
 
 
 class SelectedKernel(NamedTuple):
-    """A kernel under its name, or one's forward with another's backward, which `yields` is of."""
+    """A kernel under its name, or the forward of one with the backward of another.
+
+    `preemptible` is that of the backward.
+    """
 
     name: str
     forward: Callable[..., None]
@@ -67,10 +70,10 @@ class SelectedKernel(NamedTuple):
 
 
 def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
-    """The fastest kernel of that name that can do the case; None is any name.
+    """Return the fastest kernel of that name that can do the case; None is any name.
 
-    "flash-attn" is any whose name begins so; "triton+flash-attn" is forward by one and backward
-    by another.
+    "flash-attn" is any kernel whose name begins so; "triton+flash-attn" is forward by one and
+    backward by another.
 
     Raises:
         ValueError: no such kernel, or it can't do the case. A named kernel never falls back.
@@ -95,7 +98,7 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
 
 
 def explain(case: KernelRequest, name: str | None = None) -> str:
-    """Which kernel does the case, and why the faster ones can't, a line each."""
+    """Say which kernel does the case, and why the faster ones can't, a line each."""
     if name is not None and name.count("+") == 1:
         first, second = (explain(case, part) for part in name.split("+"))
         return f"forward:\n{first}\nbackward:\n{second}"
@@ -109,7 +112,7 @@ def explain(case: KernelRequest, name: str | None = None) -> str:
 
 
 def problem(name: str, case: KernelRequest) -> str | None:
-    """Why the kernel of this name can't do the case; None where it can."""
+    """Say why the kernel of this name can't do the case; None where it can."""
     can = KERNELS[name].CAN
     return (
         _device_problem(can, case)
@@ -173,7 +176,7 @@ def _shape_problem(can: Capabilities, case: KernelRequest) -> str | None:
 
 @lru_cache(maxsize=16)
 def package_problem(package: Dependency) -> str | None:
-    """What keeps the package from being used; None where it is there and new enough."""
+    """Say what keeps the package from being used; None where it is there and new enough."""
     wanted = f"needs {package.name} {package.min_version} or later ({package.command})"
     try:
         found = importlib.import_module(package.module)
@@ -187,5 +190,5 @@ def package_problem(package: Dependency) -> str | None:
 
 @lru_cache(maxsize=256)
 def _log(name: str, case: KernelRequest) -> None:
-    """Once for each case."""
+    """Log the choice, once for each case."""
     logger.info("kernel %s for %s", name, case)

@@ -1,4 +1,4 @@
-"""What kernels have in common that return whole parts and have a flash attention's interface."""
+"""Helpers of kernels that return whole parts and have a flash attention's interface."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,9 +20,9 @@ _ALIGNMENT = 16  # bytes: what these kernels load at once
 
 
 def from_bottom_right(tile: Tile) -> tuple[int, int]:
-    """A tile's (left, right) as flash attention counts them, from the bottom right corner.
+    """Return a tile's (left, right) as flash attention counts them, from the bottom right corner.
 
-    There -1 is no bound, and no other can be negative: the last row of a tile sees its last
+    There -1 is no bound, and no other bound can be negative: the last row of a tile sees its last
     column.
 
     >>> from_bottom_right(Tile(slice(0, 4), slice(0, 6), 1, 2))
@@ -37,10 +37,11 @@ def from_bottom_right(tile: Tile) -> tuple[int, int]:
 
 
 def windows(tiles: Sequence[Tile]) -> Iterator[tuple[Tile, int, int]]:
-    """Tiles with (left, right) as flash-attn 2 counts them, some of them in parts.
+    """Yield tiles with (left, right) as flash-attn 2 counts them, some of them in parts.
 
-    It takes a bound of as many as there are columns for none, and none beside another for as many
-    as there are columns. Where rows are more than columns neither is true of the first ones.
+    flash-attn 2 reads a bound of as many as there are columns as no bound. Beside another bound it
+    reads no bound as one of as many as there are columns. Where rows are more than columns neither
+    is true of the first rows.
 
     >>> [(t.rows, *bounds) for t, *bounds in windows([Tile(slice(0, 9), slice(0, 4), None, 1)])]
     [(slice(0, 3, None), -1, 0), (slice(3, 9, None), -1, -1)]
@@ -51,14 +52,14 @@ def windows(tiles: Sequence[Tile]) -> Iterator[tuple[Tile, int, int]]:
 
 
 def _apart(tile: Tile) -> Iterator[Tile]:
-    """The rows of a tile that see all columns on one side apart from those that do not."""
+    """Yield the rows of a tile that see all columns on one side apart from those that do not."""
     rows, cols, left, right = tile
     n, m = rows.stop - rows.start, cols.stop - cols.start
     left = None if left is None or left >= n - 1 else left
     right = None if right is None or right >= m - 1 else right
-    if right is not None and right + n - m >= m:  # from here on they see the last column
+    if right is not None and right + n - m >= m:  # rows from here on see the last column
         cut, first = m - right, (left, right)
-    elif left is not None and right is None and n > m + 1:  # up to here they see the first
+    elif left is not None and right is None and n > m + 1:  # rows up to here see the first
         cut, first = left + 1, (None, None)
     else:
         yield Tile(rows, cols, left, right)
@@ -69,19 +70,21 @@ def _apart(tile: Tile) -> Iterator[Tile]:
 
 
 def lane(tiles: Sequence[Tile], keys: KVBlock, *memory: Tensor) -> AbstractContextManager[None]:
-    """For one of the calls that compute these tiles, and write this memory: beside the others, if
-    it may be."""
+    """Return the context of one of the calls that compute these tiles, and write this memory.
+
+    It is a side stream, beside the other calls, where the tiles allow it.
+    """
     apart = isinstance(tiles, Tiles) and tiles.concurrent
     return side_stream(keys.k.device, keys.own, *memory) if apart else nullcontext()
 
 
 def part(t: Tensor, at: slice) -> Tensor:
-    """These tokens of `[b, n, ...]`; all of them are the tensor itself, which costs no view."""
+    """Return these tokens of `[b, n, ...]`; all of them are the tensor itself, without a view."""
     return t if at == slice(0, t.shape[1]) else t[:, at]
 
 
 def aligned(*tensors: Tensor) -> list[Tensor]:
-    """The tensors where they are if a kernel can read them there, else laid out anew."""
+    """Return the tensors where they are if a kernel can read them there, else laid out anew."""
     return [t if _readable(t) else t.clone(memory_format=torch.contiguous_format) for t in tensors]
 
 
@@ -103,10 +106,10 @@ def with_lse_gradient(
     terms: ScoreMods,
     grads: Grads,
 ) -> None:
-    """The whole backward, by one that knows only of out's gradient.
+    """Compute the whole backward by a `backward` that knows only out's gradient.
 
-    A score's share of dlse is p * dlse: what it gets where v is 0 and out * dout is -dlse,
-    which is brought to at most 1 for 16 bits to hold it.
+    A score's share of dlse is p * dlse. A second call gives it: there v is 0 and out * dout is
+    -dlse, which is brought to at most 1 for 16 bits to hold it.
     """
     backward(saved, keys, tiles, terms, grads)
     if saved.dlse is None or not saved.dlse.numel():

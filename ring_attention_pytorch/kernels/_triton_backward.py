@@ -1,8 +1,8 @@
 # ruff: noqa: PLR0913 - a kernel takes every stride by itself
 """Flash attention backward over all tiles of a block, added to the running dq, dk and dv.
 
-One kernel makes dk and dv, the other dq: scores are computed twice, but every program owns what
-it adds to, so results repeat to the bit. One kernel for all three, adding to dq by the tensor
+One kernel makes dk and dv, the other dq. So scores are computed twice, but every program owns what
+it adds to, and results repeat to the bit. One kernel for all three, adding to dq by the tensor
 memory accelerator, was slower on an H200.
 """
 
@@ -33,7 +33,7 @@ def _probabilities(
     scores, lse, shown, bias, inner, factor,
     MASKED: tl.constexpr, CLAMP: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """p, and the slope of softclamping. lse is in base 2."""
+    """Return p, and the slope of softclamping. lse is in base 2."""
     slope = 1.0
     if CLAMP:
         scores, slope = tanh(scores * inner)
@@ -47,7 +47,7 @@ def _probabilities(
 
 @triton.jit
 def _add(before, total, at, value, inside, FRESH: tl.constexpr):
-    """What was before, if anything was, and this."""
+    """Store value in total, added to `before` unless FRESH."""
     if not FRESH:
         value += tl.load(before + at, mask=inside)
     tl.store(total + at, value, mask=inside)
@@ -65,7 +65,7 @@ def _keys_step(
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     ALIBI: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows i and on, for one block of keys. EDGE: the tile may not show all of it."""
+    """Add rows i and on to dk, dv of one block of keys. EDGE: the tile may not show all of it."""
     row = i + tl.arange(0, ROWS)
     q_block = rows_of(q, batch, head, i, r1, d, q_b, q_n, q_h, q_d, ROWS, D, EDGE, EVEN, TMA, WIDE)
     if NEGATE:
@@ -121,7 +121,7 @@ def keys_kernel(
     FRESH: tl.constexpr, FRESH_V: tl.constexpr, ALIBI: tl.constexpr,
     DROPS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys, from every query head that uses it."""
+    """Compute dk and dv of a block of keys, from every query head that uses it."""
     block, of, first_tile, last_tile = block_of(blocks, count, beside)
     start = block * COLS
     batch, key_head = of // key_heads, of % key_heads
@@ -187,7 +187,7 @@ def keys_kernel(
                 )  # fmt: skip
     if DROPS:
         dv_sum = dv_sum * inverse
-    if NEGATE:  # q was negated where dk came from it
+    if NEGATE:  # dk was made from the negated q
         scale = -scale
     at = place(0, batch, key_head, dk_b, dk_h) + matrix(start, dk_m, dk_d, COLS, D, WIDE)
     inside = held[:, None] & (tl.arange(0, D) < d)[None, :]
@@ -208,7 +208,7 @@ def _queries_step(
     PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, ALIBI: tl.constexpr,
     DROPS: tl.constexpr,
 ):  # fmt: skip
-    """Columns j and on, up to stop, for one block of queries. EDGE: not all of it is seen."""
+    """Add columns j to stop to dq of one block of queries. EDGE: not all of it is seen."""
     k_block = rows_of(
         k, batch, key_head, j, stop, d, k_b, k_m, k_h, k_d, COLS, D, EDGE, EVEN, TMA, WIDE
     )
@@ -255,7 +255,7 @@ def queries_kernel(
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     FRESH: tl.constexpr, ALIBI: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries of one head."""
+    """Compute dq of a block of queries of one head."""
     block, of, first_tile, last_tile = block_of(blocks, count, beside)
     start = block * ROWS
     batch, head = of // heads, of % heads

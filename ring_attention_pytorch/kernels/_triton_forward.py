@@ -1,7 +1,8 @@
 # ruff: noqa: C901, PLR0913, PLR0915 - a kernel takes every stride and forks when compiled
 """Flash attention forward over all tiles of a block, merging into the running out and lse.
 
-Dao et al. 2022; the online softmax just goes on from what the rows have seen before.
+The algorithm is that of Dao et al. 2022; the online softmax goes on from what the rows have seen
+before.
 """
 
 import triton
@@ -31,7 +32,7 @@ def _attend(
     MASKED: tl.constexpr, CLAMP: tl.constexpr, BIASED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys more. top is in base 2, total the sum of 2 ** (score - top)."""
+    """Attend to one more block of keys. top is in base 2, total the sum of 2 ** (score - top)."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if CLAMP:
         scores, _ = tanh(scores * inner)
@@ -65,7 +66,10 @@ def forward_kernel(
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     FRESH: tl.constexpr, MOVES: tl.constexpr, ALIBI: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
-    """MOVES: out is other memory than what was before; lse is in place."""
+    """Compute out and lse of a block of queries of one head.
+
+    MOVES: out is other memory than what was before; lse is in place.
+    """
     block, of, first_tile, last_tile = block_of(blocks, count, beside)
     start = block * ROWS
     batch, head = of // heads, of % heads
@@ -101,7 +105,7 @@ def forward_kernel(
             at = place(before, batch, head, out_b, out_h)
             at += matrix(start, out_n, out_d, ROWS, D_V, WIDE)
             acc = tl.load(at, mask=within, other=0.0)
-            if DROPS:  # all of it is multiplied at the end
+            if DROPS:  # all of acc is multiplied at the end
                 acc = acc / inverse
 
     for t in range(first_tile, last_tile):
@@ -160,7 +164,7 @@ def forward_kernel(
     if DROPS:
         acc = acc * inverse
     some = total != 0.0
-    if not FRESH:  # what has seen no key stays as it was
+    if not FRESH:  # a row that has seen no key stays as it was
         held = held & ((top != before_top) | (total != before_total))
         if not MOVES:
             within = within & held[:, None]

@@ -1,10 +1,10 @@
 # ruff: noqa: PLR0913 - a kernel takes every stride by itself
-"""What the Triton kernels forward and backward have in common."""
+"""Functions that the Triton kernels forward and backward have in common."""
 
 import triton
 import triton.language as tl
 
-# numbers for whose values no kernel is compiled anew
+# arguments for whose values no kernel is compiled anew
 VARYING = [
     "count", "beside", "n", "m", "lse_b", "lse_h", "delta_b", "delta_h", "mask_b",
     "word", "other_word", "bar", "sample", "first_head",
@@ -13,11 +13,10 @@ VARYING = [
 
 @triton.jit
 def block_of(blocks, count, beside):
-    """Which of `count` blocks of which head this program has, and from which to which tile of
-    the table it has to look.
+    """Return this program's block and head, and from which to which tile of the table it looks.
 
-    Heads take turns `beside` at a time, and of those the same block is next to each other: what
-    runs at once reads the same keys, out of the cache.
+    Each head has `count` blocks. Heads take turns `beside` at a time, and of those the same block
+    is next to each other: programs that run at once read the same keys, out of the cache.
     """
     turn, place = tl.program_id(0) // (beside * count), tl.program_id(0) % (beside * count)
     head = turn * beside
@@ -28,7 +27,7 @@ def block_of(blocks, count, beside):
 
 @triton.jit
 def tile_at(tiles, t):
-    """Rows from and to, columns from and to, left and right of one tile of the table."""
+    """Load rows from and to, columns from and to, left and right of one tile of the table."""
     at = tiles + 6 * t
     return (
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
@@ -38,13 +37,13 @@ def tile_at(tiles, t):
 
 @triton.jit
 def alibi_of(slope, a, b):
-    """What scores in base 2 lose by the distance of positions."""
+    """Return the ALiBi bias of scores in base 2, from the distance of positions."""
     return -1.4426950408889634 * slope * tl.abs(a - b).to(tl.float32)
 
 
 @triton.jit
 def mixed(x):
-    """32 bits that all depend on all of x; this and what follows as `dropout.py` says."""
+    """Return 32 bits that all depend on all of x; this and what follows as `dropout.py` says."""
     x ^= x >> 17
     x *= 0xED5AD4BB
     x ^= x >> 11
@@ -56,7 +55,7 @@ def mixed(x):
 
 @triton.jit
 def marks_of_head(word, other_word, sample, head):
-    """Both words of the seed, mixed with what all pairs of a head have in common."""
+    """Mix both words of the seed with what all pairs of a head have in common."""
     sample, head = sample.to(tl.uint32, bitcast=True), head.to(tl.uint32, bitcast=True)
     first = mixed(mixed(word.to(tl.uint32, bitcast=True) ^ sample) ^ head)
     return first, mixed(mixed(other_word.to(tl.uint32, bitcast=True) ^ sample) ^ head)
@@ -64,14 +63,14 @@ def marks_of_head(word, other_word, sample, head):
 
 @triton.jit
 def marks_of_rows(first, second, number):
-    """The same mixed with the number of a row."""
+    """Mix the marks of a head with the number of a row."""
     number = number.to(tl.uint32, bitcast=True)
     return mixed(first ^ number), mixed(second ^ number)
 
 
 @triton.jit
 def kept_of(first, second, number, bar):
-    """Which probabilities dropout keeps, of rows by their marks and columns by their numbers."""
+    """Return which probabilities dropout keeps, of rows by their marks and columns by numbers."""
     x = (first ^ number.to(tl.uint32, bitcast=True)) * 0xED5AD4BB
     x = (x ^ (x >> 16) ^ second) * 0xAC4C1B51
     x = (x ^ (x >> 15)) * 0x31848BAB
@@ -80,10 +79,10 @@ def kept_of(first, second, number, bar):
 
 @triton.jit
 def span(start, stop, whole, a0, b0, b1, back, ahead, BLOCK: tl.constexpr):
-    """Which blocks of the other side, from b0 to b1, are seen from start to stop on this side.
+    """Find the blocks of the other side, from b0 to b1, seen from start to stop on this side.
 
-    Returns where the first starts, how many lie before the full ones and how many of them all
-    need masking, and from where to where blocks are seen by all of this side. They start at
+    Returns where the first block starts, how many lie before the full ones, how many of them all
+    need masking, and from where to where blocks are seen by all of this side. Blocks start at
     multiples of 4: numbers of 4 bytes that lie along them come by TMA 16 bytes at a time.
     """
     origin = b0 // 4 * 4
@@ -103,14 +102,14 @@ def span(start, stop, whole, a0, b0, b1, back, ahead, BLOCK: tl.constexpr):
 
 @triton.jit
 def masked_block(i, first, before, full, full_end, BLOCK: tl.constexpr):
-    """Where the i-th block that needs masking starts: they lie on both sides of the full ones."""
+    """Return where the i-th block to be masked starts: they lie on both sides of the full ones."""
     start = first + i * BLOCK
     return tl.where(i < before, start, start + (full_end - full))
 
 
 @triton.jit
 def seen(a, b, a0, a1, b0, b1, back, ahead):
-    """Which b of the other side each a of this side sees, one of them upright.
+    """Tell which b of the other side each a of this side sees, one of them upright.
 
     The bounds of each a are found first, so that a pair costs no more than two comparisons.
     """
@@ -122,13 +121,13 @@ def seen(a, b, a0, a1, b0, b1, back, ahead):
 
 @triton.jit
 def place(base, batch, head, batch_stride, head_stride):
-    """The start of one head: offsets of batches and heads may pass 32 bits."""
+    """Return the start of one head: offsets of batches and heads may pass 32 bits."""
     return base + batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
 
 
 @triton.jit
 def matrix(start, row_stride, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
-    """Offsets of rows `start` and on. WIDE: the offsets within a block pass 32 bits too."""
+    """Return offsets of rows `start` and on. WIDE: offsets within a block pass 32 bits too."""
     row, col = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     if WIDE:
         row, col = row.to(tl.int64), col.to(tl.int64)
@@ -143,10 +142,10 @@ def rows_of(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr, EVEN: tl.constexpr,
     TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rows `start` and on of one head of x [batch, row, head, width], zeros beyond its bounds.
+    """Load rows `start` and on of one head of x [batch, row, head, width], zeros beyond its bounds.
 
-    x is a tensor, or its descriptor with heads before rows if TMA. Rows are only compared to
-    `stop` if CHECK.
+    x is a tensor, or its descriptor with heads before rows if TMA. Rows are only compared to `stop`
+    if CHECK.
     """
     if TMA:
         block = tl.reshape(x.load([batch, head, start, 0]), [ROWS, WIDTH])
@@ -168,7 +167,7 @@ def rows_of(
 
 @triton.jit
 def lse_of_rows(at, stride, row, r0, r1):
-    """lse in base 2; inf where a row sees nothing or is another tile's, and so has p = 0."""
+    """Load lse in base 2: inf where a row sees nothing or is another tile's, and so has p = 0."""
     lse = tl.load(
         at + row.to(tl.int64) * stride, mask=(row >= r0) & (row < r1), other=-float("inf")
     )
@@ -177,7 +176,7 @@ def lse_of_rows(at, stride, row, r0, r1):
 
 @triton.jit
 def tanh(x):
-    """tanh and its slope: without overflow, and precise both near 0 and where it saturates."""
+    """Return tanh and its slope: no overflow, and precise both near 0 and where it saturates."""
     square = x * x
     near = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
     e = tl.exp2(tl.abs(x) * -2.8853900817779268)

@@ -1,14 +1,14 @@
 """Tiles as sequences of one call, for a kernel that takes many of different lengths.
 
-Packed documents make many small tiles. Those of one bound whose rows ascend are one call: each tile
+Packed documents make many small tiles. Tiles of one bound whose rows ascend are one call. Each tile
 is a sequence that begins at its own first row and column (`cu_seqlens`) and is as long as the tile
 (`seqused`). What lies between tiles belongs to none: the kernel does not write it. One tile or two
 are calls of their own.
 
 Forward, columns may be in several sequences and come in any order: where lengths are given, the
-kernel reads no more of `cu_seqlens_k` than where each begins. Where each needs a gradient of its
-own they ascend too. A sequence is read to the end of its last block: what is NaN or infinite in
-the first tokens of the next may spoil it.
+kernel reads no more of `cu_seqlens_k` than where each sequence begins. Where each column needs a
+gradient of its own, columns ascend too. A sequence is read to the end of its last block: what is
+NaN or infinite in the first tokens of the next may spoil it.
 """
 
 from bisect import bisect_left, bisect_right
@@ -36,8 +36,9 @@ _ALIGNED = 4  # numbers of 32 bits: what kernels load at once
 class VarlenCall(NamedTuple):
     """The tiles of one call, of all samples.
 
-    `sequences` are as flash attention names them; a single tile needs none. Gaps are the numbers
-    of the rows, and where keys are disjoint of the columns, between tiles; None is no gap.
+    `sequences` are arguments as flash attention names them; a single tile needs none. `row_gaps`
+    are the numbers of the rows between tiles, and where keys are disjoint `col_gaps` those of the
+    columns; None is no gap.
     """
 
     rows: slice
@@ -49,36 +50,36 @@ class VarlenCall(NamedTuple):
     col_gaps: Tensor | None = None
 
     def flat(self, *tensors: Tensor) -> list[Tensor]:
-        """Tensors [b, n, h, d] as the call takes them: samples one after another."""
+        """Return tensors [b, n, h, d] as the call takes them: samples one after another."""
         tensors = aligned(*tensors)
         return [t.flatten(0, 1) for t in tensors] if self.sequences else tensors
 
     def flat_by_head(self, t: Tensor) -> Tensor:
-        """The same of [b, h, n], as lse is."""
+        """Return a tensor [b, h, n], such as lse, as the call takes it."""
         return (rearrange(t, "b h n -> h (b n)") if self.sequences else t).contiguous()
 
     def alloc(self, total: GradAccumulator, at: slice) -> Tensor:
-        """Memory for what the call gives for these rows, or columns."""
+        """Return memory for what the call gives for these rows, or columns."""
         blank = total.alloc(at, flat=bool(self.sequences))
         return blank.flatten(0, 1) if self.sequences else blank
 
     def blank_rows(self, result: OutputAccumulator) -> dict[str, Tensor]:
-        """The same for its result; with sequences that lies otherwise."""
+        """Return memory for out and lse of the call; none with sequences: those lie otherwise."""
         if self.sequences:
             return {}
         out, lse = result.alloc(self.rows)
         return dict(out=out, lse=lse)
 
     def of_rows(self, t: Tensor, batch: int) -> Tensor:
-        """[b, n, h, d] of what the call gave for rows, 0 between tiles."""
+        """Return [b, n, h, d] of what the call gave for rows, 0 between tiles."""
         return _filled(self._by_sample(t, batch), 1, self.row_gaps, 0.0)
 
     def of_cols(self, t: Tensor, batch: int) -> Tensor:
-        """[b, m, h_kv, d] of what the call gave for columns, 0 between tiles."""
+        """Return [b, m, h_kv, d] of what the call gave for columns, 0 between tiles."""
         return _filled(self._by_sample(t, batch), 1, self.col_gaps, 0.0)
 
     def of_lse(self, lse: Tensor, batch: int) -> Tensor:
-        """[b, h, n] of the lse that the call gave, -inf between tiles."""
+        """Return [b, h, n] of the lse that the call gave, -inf between tiles."""
         if self.sequences:
             lse = rearrange(lse, "h (b n) -> b h n", b=batch)
         return _filled(lse, 2, self.row_gaps, -torch.inf)
@@ -88,9 +89,9 @@ class VarlenCall(NamedTuple):
 
 
 def packs(tiles: Sequence[Tile], like: Tensor, disjoint_keys: bool) -> list[VarlenCall]:
-    """All tiles, in as few packs as come of taking each as soon as it fits, for samples like these.
+    """Pack all tiles into calls for samples like these, each tile into the first that it fits.
 
-    With disjoint_keys no column is in two tiles of a pack. Made once for tiles that are used again.
+    With disjoint_keys no column is in two tiles of a call. Made once for tiles that are used again.
     """
     batch, device = len(like), like.device
 
@@ -106,7 +107,9 @@ def packs(tiles: Sequence[Tile], like: Tensor, disjoint_keys: bool) -> list[Varl
 def in_runs(
     tiles: Sequence[Tile], disjoint_keys: bool = False, most: int = _MOST
 ) -> list[list[Tile]]:
-    """At most so many tiles of one bound, whose rows ascend; with disjoint_keys columns do too.
+    """Group tiles of one bound into runs of at most `most`, whose rows ascend.
+
+    With disjoint_keys their columns ascend too.
 
     >>> a, b, c = slice(0, 4), slice(4, 7), slice(7, 9)
     >>> tiles = [Tile(t, t, None, 0) for t in (a, b, c)] + [Tile(b, a, None, None)]
@@ -118,7 +121,7 @@ def in_runs(
     """
     joined = _joined(_cut(tiles))
     if len(joined) <= _FEW:
-        # whose gradients can take the whole place: the narrower ones' lie upon them
+        # the widest's gradients can take the whole place: the narrower ones' lie upon them
         widest_first = sorted(joined, key=lambda tile: tile.cols.start - tile.cols.stop)
         return [[tile] for tile in widest_first]
     runs: list[list[Tile]] = []
@@ -142,7 +145,7 @@ def _follows(tile: Tile, last: Tile, disjoint_keys: bool) -> bool:
 
 
 def _cut(tiles: Sequence[Tile]) -> Iterator[Tile]:
-    """What shows all, in pieces whose rows begin and end where those of other tiles do."""
+    """Yield the tiles; full ones in pieces whose rows begin and end where those of others do."""
     borders = sorted({end for tile in tiles for end in (tile.rows.start, tile.rows.stop)})
     for tile in tiles:
         if tile[2:] != (None, None):
@@ -154,10 +157,10 @@ def _cut(tiles: Sequence[Tile]) -> Iterator[Tile]:
 
 
 def _joined(tiles: Iterable[Tile]) -> list[Tile]:
-    """In order, and what shows all joined to the tile of the same rows that follows on its right.
+    """List the tiles in order, each full one joined to the tile of the same rows on its right.
 
-    The bounds of that, from its bottom right, are those of both: each of its rows sees something,
-    and so all that lies left of it.
+    The bounds of the right tile, from its bottom right, are those of both: each of its rows sees
+    something, and so sees all that lies left of it.
     """
     found: list[Tile] = []
     for tile in sorted(tiles, key=lambda t: (t.rows.start, t.cols.start)):
@@ -171,12 +174,12 @@ def _joined(tiles: Iterable[Tile]) -> list[Tile]:
 
 
 def _shows_all_before(tile: Tile, rows: slice, col: int) -> bool:
-    """Whether the tile shows these rows all that it has, up to that column."""
+    """Tell whether the tile shows these rows all that it has, up to that column."""
     return (tile.rows, tile.cols.stop, *tile[2:]) == (rows, col, None, None)
 
 
 def _pack(run: list[Tile], disjoint_keys: bool, batch: int, device: torch.device) -> VarlenCall:
-    """One call, its numbers brought to the device together."""
+    """Make one call of a run of tiles, its numbers brought to the device together."""
     rows, cols = [tile.rows for tile in run], [tile.cols for tile in run]
     pack = VarlenCall(_spanned(rows), _spanned(cols), *from_bottom_right(run[0]))
     if len(run) == 1:
@@ -196,7 +199,7 @@ def _spanned(side: list[slice]) -> slice:
 
 
 def _sequences(side: list[slice], batch: int) -> tuple[list[int], list[int]]:
-    """Where those of all samples start, and the end; and how long they are.
+    """Return where the sequences of all samples start, and the end; and how long they are.
 
     >>> _sequences([slice(3, 5), slice(6, 9)], batch=2)
     ([0, 3, 6, 9, 12], [2, 3, 2, 3])
@@ -208,13 +211,13 @@ def _sequences(side: list[slice], batch: int) -> tuple[list[int], list[int]]:
 
 
 def _gaps(side: list[slice]) -> list[int]:
-    """What is between those that ascend, counted from the first."""
+    """List the numbers between ascending spans, counted from the first."""
     first = side[0].start
     return [i - first for a, b in pairwise(side) for i in range(a.stop, b.start)]
 
 
 def _on_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """int32, each where kernels can load it, by one copy."""
+    """Copy lists to the device as int32, by one copy, each where kernels can load it."""
     each = [torch.tensor(numbers, dtype=torch.int32) for numbers in lists]
     padded = [F.pad(t, (0, -len(t) % _ALIGNED)) for t in each]
     # from pageable memory: the copy ends before this returns, so any stream may read it

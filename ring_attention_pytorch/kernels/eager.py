@@ -1,7 +1,7 @@
 """Attention on tiles in plain PyTorch: any device, any floating dtype, every feature.
 
-Rows are taken `bucket_size` at a time, so at most `b * h * bucket_size * m` scores exist at
-once. Flash attention's algebra (Dao et al. 2022, section 3; backward from lse and delta).
+Rows are taken `bucket_size` at a time, so at most `b * h * bucket_size * m` scores exist at once.
+The algebra is flash attention's (Dao et al. 2022, section 3; backward from lse and delta).
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,8 +65,11 @@ def backward(
 def visible_parts(
     keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, h: int
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None, Tensor | None]]:
-    """The tiles, few rows at a time with the keys that those see, what is hidden in each, what
-    is added to scores [b, g, r, i, j] and what of probabilities is left by dropout."""
+    """Yield the tiles, few rows at a time with the keys that those see.
+
+    With each comes what is hidden in it, what is added to scores [b, g, r, i, j] and what dropout
+    leaves of probabilities.
+    """
     marks = None if terms.dropout is None else _marks(keys, tiles, terms.dropout, h)
     for tile in tiles:
         for part in buckets(tile, terms.bucket_size):
@@ -88,7 +91,7 @@ def visible_parts(
 
 
 def _marks(keys: KVBlock, tiles: Tiles, dropout: Dropout, h: int) -> tuple[Tensor, Tensor]:
-    """By what dropout draws for each query, int32 [b, g, r, n, 1]."""
+    """Return the marks by which dropout draws for each query, int32 [b, g, r, n, 1]."""
     heads = torch.arange(h, dtype=torch.int32, device=keys.k.device)
     return dropout.marks(
         rearrange(_samples(keys, tiles).int(), "b -> b 1 1 1 1"),
@@ -98,12 +101,12 @@ def _marks(keys: KVBlock, tiles: Tiles, dropout: Dropout, h: int) -> tuple[Tenso
 
 
 def _less(t: Tensor, left: Tensor | None) -> Tensor:
-    """What dropout leaves, in place."""
+    """Multiply t by what dropout leaves, in place; None leaves all."""
     return t if left is None else t.mul_(left)
 
 
 def _allowed(keys: KVBlock, tiles: Tiles, part: Tile, terms: ScoreMods, h: int) -> Tensor:
-    """What the predicate lets be seen, bool [b, g, r, i, j]."""
+    """Return what the predicate lets be seen, bool [b, g, r, i, j]."""
     b, _, h_kv, _ = keys.k.shape
     seen = terms.mask_mod(
         rearrange(_samples(keys, tiles), "b -> b 1 1 1"),
@@ -116,14 +119,14 @@ def _allowed(keys: KVBlock, tiles: Tiles, part: Tile, terms: ScoreMods, h: int) 
 
 
 def _samples(keys: KVBlock, tiles: Tiles) -> Tensor:
-    """Their numbers in the batch."""
+    """Return the samples' numbers in the batch, `[b]`."""
     return torch.arange(tiles.first, tiles.first + len(keys.k), device=keys.k.device)
 
 
 def scores_of(
     q: Tensor, k: Tensor, terms: ScoreMods, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | float]:
-    """Scores [b, g, r, i, j], and the derivative of each by its q.k."""
+    """Return scores [b, g, r, i, j], and the derivative of each by its q.k."""
     scores = einsum(q, k, "b i g r d, b j g d -> b g r i j").mul_(terms.scale)
     slope: Tensor | float = terms.scale
     if terms.softclamp is not None:
@@ -133,7 +136,7 @@ def scores_of(
 
 
 def grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In the accumulator's dtype; query head i beside its key head i // (h / h_kv)."""
+    """Cast to the accumulator's dtype, query head i put beside its key head i // (h / h_kv)."""
     k, v = (t.to(accumulation_dtype(t.dtype)) for t in (k, v))
     return by_key_head(q, k.shape[2]), k, v
 
@@ -143,5 +146,5 @@ def by_key_head(t: Tensor, h_kv: int) -> Tensor:
 
 
 def finite(lse: Tensor) -> Tensor:
-    """A row that sees nothing: exp(-inf - 0) is 0, where exp(-inf - -inf) would be NaN."""
+    """Return lse, 0 where a row sees nothing: exp(-inf - 0) is 0, exp(-inf - -inf) would be NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)

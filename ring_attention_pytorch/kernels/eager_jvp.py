@@ -1,11 +1,10 @@
-"""Tangents of attention on tiles in plain PyTorch: how out, lse and the gradients change as
-q, k and v move along tq, tk and tv.
+"""Tangents of attention on tiles in plain PyTorch.
 
-Keys come as they travel: each beside its tangent along the head size, k | tk and v | tv.
-Probabilities are of the final lse, so all that tiles bring are plain sums. With A and B the sums
-over keys of p * ts and of p * (ts * v + tv), ts being a score's tangent, d(lse) is A and d(out)
-is B - A * out; dropout takes of p where that weighs values. Gradients are those of `eager`,
-differentiated once more.
+They tell how out, lse and the gradients change as q, k and v move along tq, tk and tv. Keys come as
+they travel: each beside its tangent along the head size, k | tk and v | tv. Probabilities are of
+the final lse, so all that tiles bring are plain sums. Let A and B be the sums over keys of p * ts
+and of p * (ts * v + tv), where ts is a score's tangent. Then d(lse) is A and d(out) is B - A * out.
+Dropout takes of p where p weighs values. Gradients are those of `eager`, differentiated once more.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,10 +31,11 @@ from ring_attention_pytorch.runtime.interfaces import (
 
 
 class Part(NamedTuple):
-    """Few rows of a tile with the keys that they see, in the accumulator's dtype.
+    """A few rows of a tile with the keys that they see, in the accumulator's dtype.
 
-    q, tq [b, i, g, r, d]; k, tk, v, tv [b, j, g, d]; p, the score's tangent ts, its derivative
-    by q.k, the tangent of that, and what dropout leaves of p [b, g, r, i, j].
+    Shapes: q, tq [b, i, g, r, d]; k, tk, v, tv [b, j, g, d]; all other tensors [b, g, r, i, j].
+    These are p, the score's tangent ts, its derivative `slope` by q.k, the tangent `tslope` of
+    that, and what dropout leaves of p, `left`.
     """
 
     rows: slice
@@ -53,7 +53,7 @@ class Part(NamedTuple):
     left: Tensor | None
 
     def less(self, t: Tensor) -> Tensor:
-        """What dropout leaves of t [b, g, r, i, j]."""
+        """Return what dropout leaves of t [b, g, r, i, j]."""
         return t if self.left is None else t * self.left
 
 

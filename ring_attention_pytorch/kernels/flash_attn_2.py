@@ -1,6 +1,6 @@
 """flash-attn 2 (Dao 2023, https://arxiv.org/abs/2307.08691), where it is installed.
 
-Windows, softcap and a deterministic backward are its own. Its diagonals count from the bottom
+It has windows, softcap and a deterministic backward of its own. Its diagonals count from the bottom
 right, and it makes its own delta from `out`.
 """
 

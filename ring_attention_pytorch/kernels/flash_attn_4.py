@@ -1,8 +1,8 @@
 """flash-attn 4 (`flash_attn.cute`), where it is installed: the fastest on Hopper and later.
 
-Windows, softcap, the gradient of lse, a deterministic backward and many sequences in one call are
-its own. Its diagonals count from the bottom right. It compiles itself on first use of each shape
-class.
+It has windows, softcap, the gradient of lse, a deterministic backward and many sequences in one
+call of its own. Its diagonals count from the bottom right. It compiles itself on first use of each
+shape class.
 """
 
 from collections.abc import Sequence

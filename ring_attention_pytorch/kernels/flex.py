@@ -1,14 +1,14 @@
 """PyTorch's FlexAttention (Dong et al. 2024): fused kernels for any predicate of pairs.
 
-Tiles become stretches: a row sees those columns that lie between its start and its stop. One
-mask holds one stretch of every row, so a block takes a call in most layouts, and two or three
-where documents or a window cut it; cells of the mask that show nothing cost nothing. What is
-compiled depends on shapes, so tokens are filled up to few lengths and head sizes to powers of
-two. Predicates are compiled too: they compare, compute and look up in tensors, no more.
+Tiles become stretches: a row sees those columns that lie between its start and its stop. One mask
+holds one stretch of every row. So a block takes one call in most layouts, and two or three where
+documents or a window cut it; cells of the mask that show nothing cost nothing. What is compiled
+depends on shapes, so tokens are filled up to few lengths and head sizes to powers of two.
+Predicates are compiled too: they compare, compute and look up in tensors, no more.
 
 Only public functions are called, and they know no lse from elsewhere. So backward computes a part
-forward once more and differentiates it: in the whole it counts `w = exp(lse of part - lse)`, so out
-of the part has the gradient `w * dout`, and its lse `w * (dout . out of part - delta)`.
+forward once more and differentiates it. In the whole the part counts `w = exp(lse of part - lse)`.
+So out of the part has the gradient `w * dout`, and its lse `w * (dout . out of part - delta)`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,8 +45,8 @@ CAN = Capabilities(
     package=Dependency("triton", "triton", "3.4"),
 )
 _CELL = 128  # rows and columns of a mask that are skipped, or seen, as one
-_NARROWEST = 16  # head size that a product of matrices can take
-_VARIANTS = 256  # that may be compiled, of shapes and predicates; PyTorch's own bound is 8
+_NARROWEST = 16  # narrowest head size that a product of matrices can take
+_VARIANTS = 256  # variants that may be compiled, of shapes and predicates; PyTorch's bound is 8
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Block = tuple[list[BlockMask], ScoreMod | None]
 
@@ -55,7 +55,7 @@ def forward(
     q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
 ) -> None:
     for mask, score_mod in _calls(q, keys, tiles, terms):
-        given = (t.detach() for t in (q, keys.k, keys.v))  # else there were a variant of each kind
+        given = (t.detach() for t in (q, keys.k, keys.v))  # else each kind had its variant
         part, lse = _attention(*given, mask, score_mod, terms.scale)
         result.add(slice(0, q.shape[1]), part, lse)
 
@@ -92,7 +92,7 @@ def _calls(
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, score_mod: ScoreMod | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """out [b, n, h, d_v] and lse [b, h, n] of what a mask shows."""
+    """Compute out [b, n, h, d_v] and lse [b, h, n] of what a mask shows."""
     n, d_v = q.shape[1], v.shape[-1]
     filled = (_heads_first(t) for t in (q, k, v))
     out, lse = _run(_attend, *filled, mask, score_mod, scale)
@@ -107,7 +107,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, score_mod: Any, scale: f
 
 
 def _block(q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods) -> Block:
-    """The masks of a block, one for each stretch, and what is done to its scores."""
+    """Return the masks of a block, one for each stretch, and what is done to its scores."""
     (b, n, h, _), m = q.shape, keys.k.shape[1]
     sizes = b, h, _room(n), _room(m)
     hidden, mask_mod, at = keys.key_mask, terms.mask_mod, (None, None)
@@ -125,7 +125,7 @@ def _block(q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods) ->
 
 
 def _stretches(tiles: Sequence[Tile], n: int) -> list[Tensor]:
-    """Tiles as int32 `[2, n]`, each of them where columns of each row start and stop.
+    """List tiles as int32 `[2, n]`, each of them where columns of each row start and stop.
 
     >>> rows = slice(0, 2)
     >>> beside = [Tile(rows, slice(0, 3), None, None), Tile(rows, slice(3, 5), None, 0)]
@@ -161,7 +161,10 @@ def _shown(starts: Tensor, stops: Tensor, mask: Tensor | None, mask_mod: MaskMod
 
 
 def _of_positions(mask_mod: MaskMod, samples: Tensor, rows_at: Tensor, cols_at: Tensor) -> MaskMod:
-    """A predicate of local indices. Kernels have 32 bits for those, positions squared need more."""
+    """Return a predicate of local indices, made of one of positions.
+
+    Kernels have 32 bits for indices, but positions squared need more.
+    """
 
     def local(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return mask_mod(samples[b], h.long(), rows_at[i], cols_at[j])
@@ -190,7 +193,7 @@ def _mask(shown: MaskMod, sizes: tuple[int, ...], device: torch.device) -> Block
 
 
 def _count(shown: MaskMod, sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Pairs shown in each cell, [b, h, cells, cells]; b and h are 1 where nothing depends on them.
+    """Count pairs shown in each cell, [b, h, cells, cells]; b, h are 1 if nothing depends on them.
 
     Compiled, no pair is ever held in memory.
     """
@@ -201,13 +204,16 @@ def _count(shown: MaskMod, sizes: tuple[int, ...], device: torch.device) -> Tens
 
 
 def _in_order(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many cells of each row of cells are chosen, and which columns, the chosen ones first."""
+    """Return how many cells of each row of cells are chosen, and the columns in order.
+
+    The chosen ones come first.
+    """
     which = chosen.byte().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), which.int()
 
 
 def _heads_first(t: Tensor) -> Tensor:
-    """[b, h, tokens, head size], zeros beyond what there is; always laid out in one way."""
+    """Return [b, h, tokens, head size], zeros beyond what there is; always laid out in one way."""
     n, d = t.shape[1], t.shape[3]
     more = 0, max(_NARROWEST, 1 << (d - 1).bit_length()) - d, 0, 0, 0, _room(n) - n
     t = F.pad(t, more) if any(more) else t
@@ -215,7 +221,7 @@ def _heads_first(t: Tensor) -> Tensor:
 
 
 def _room(length: int) -> int:
-    """That many tokens or a few more, of which there are eight between two powers of two.
+    """Round up a number of tokens; eight results lie between two powers of two.
 
     >>> [_room(length) for length in (1, 129, 5000, 8192)]
     [128, 256, 5120, 8192]
@@ -225,12 +231,12 @@ def _room(length: int) -> int:
 
 
 def _filled(t: Tensor, size: int) -> Tensor:
-    """A copy with zeros behind it, up to so many."""
+    """Return a copy with zeros behind it, up to so many."""
     return torch.cat((t, t.new_zeros((*t.shape[:-1], size - t.shape[-1]))), -1)
 
 
 def _run(function: Callable[..., Any], *given: Any) -> Any:
-    """Compiled: a variant for each shape, option and predicate."""
+    """Run a function compiled: a variant for each shape, option and predicate."""
     with torch._dynamo.config.patch(recompile_limit=_VARIANTS):
         return _compiled(function)(*given)
 

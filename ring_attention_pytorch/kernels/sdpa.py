@@ -1,11 +1,12 @@
 """PyTorch's own flash attention on the CPU, with its log-sum-exp and its backward.
 
-It knows full and causal tiles (its diagonal starts at the top left, as ours does) and an
-additive mask. Causal tiles go to it in pieces, for it computes much of what they hide; every
-other band goes to it some rows at a time with a small mask of their own.
-It must not be given an empty tile (it divides by the length) and reports 0 as the lse of a
-row that sees nothing, or, by dtype and CPU, nothing but NaN. It takes the last stride of all that
-it reads for 1, and what is causal for `-inf * scale`, which is -inf only where scale is positive.
+The op knows full and causal tiles (its diagonal starts at the top left, as ours does) and an
+additive mask. Causal tiles go to it in pieces, for it computes much of what they hide. Every other
+band goes to it some rows at a time with a small mask of their own.
+
+The op must not be given an empty tile: it divides by the length. As the lse of a row that sees
+nothing it reports 0 or, by dtype and CPU, nothing but NaN. It takes the last stride of all that it
+reads for 1. It takes what is causal for `-inf * scale`, which is -inf only where scale is positive.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ _SMALLEST = 256  # keys of a causal tile that is not worth cutting
 
 
 class _Call(NamedTuple):
-    """One call: `mask` is additive, `unseen` marks the rows that see no key, if any might."""
+    """One call of the op: `mask` is additive, `unseen` marks rows that see no key, if any might."""
 
     rows: slice
     cols: slice
@@ -98,12 +99,12 @@ def backward(
 
 
 def _dense(t: Tensor) -> Tensor:
-    """The tensor where it is if each head of a token lies in one piece, else laid out anew."""
+    """Return the tensor as it is if each head of a token lies in one piece, else laid out anew."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _lost(q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:
-    """Rows [b, h, n] that the op takes for such that see nothing, for all their scores are NaN."""
+    """Mark rows [b, h, n] that the op takes to see nothing, for all their scores are NaN."""
     nothing = lse == 0
     return nothing & (q.isnan().any(-1) | k.isnan().any()) if nothing.any() else None
 
@@ -126,10 +127,10 @@ def _calls(q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods) ->
 
 
 def _pieces(tile: Tile, bucket_size: int) -> Iterator[Tile]:
-    """A causal tile as small causal tiles along its diagonal and full ones below it.
+    """Yield a causal tile as small causal tiles along its diagonal and full ones below it.
 
-    The op computes whole blocks of 256 rows by 512 keys: a quarter too much of a causal tile
-    of 2048. In pieces that takes 8 % less CPU time backward and 3 % less forward; one of 1024
+    The op computes whole blocks of 256 rows by 512 keys: a quarter too much of a causal tile of
+    2048. In pieces that tile takes 8 % less CPU time backward and 3 % less forward; one of 1024
     takes 15 % and 5 % less.
     """
     rows, cols = tile.rows, tile.cols
@@ -145,7 +146,7 @@ def _pieces(tile: Tile, bucket_size: int) -> Iterator[Tile]:
 
 
 def _unseen(visible: Tensor, tile: Tile) -> Tensor:
-    """Rows [b, n] of a tile that see no key, `visible` [b, m] being its unmasked keys."""
+    """Mark rows [b, n] of a tile that see no key, `visible` [b, m] being its unmasked keys."""
     n, m = tile.rows.stop - tile.rows.start, visible.shape[1]
     row = torch.arange(n, device=visible.device)
     before = F.pad(visible.cumsum(dim=1), (1, 0))  # [b, m + 1]: unmasked keys before key j
@@ -155,7 +156,7 @@ def _unseen(visible: Tensor, tile: Tile) -> Tensor:
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Heads first, and zeros to make k and v equally wide, which the op insists on."""
+    """Put heads first, and add zeros to make k and v equally wide, which the op insists on."""
     width = max(q.shape[-1], v.shape[-1])
     return [_padded(rearrange(t, "b n h d -> b h n d"), width) for t in (q, k, v)]
 

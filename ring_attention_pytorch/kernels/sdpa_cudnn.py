@@ -1,6 +1,7 @@
 """cuDNN's flash attention as PyTorch ships it: the fastest on Hopper that needs nothing installed.
 
-Forward and backward with lse, grouped heads as they are. It knows full tiles and causal ones only.
+It does forward and backward with lse, and grouped heads as they are. It knows full tiles and causal
+ones only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ class _Call(NamedTuple):
     rows: slice
     cols: slice
     causal: bool
-    by_hand: bool  # there is one key only, which the op refuses, or gets wrong
+    by_hand: bool  # there is one key only, which the op refuses, or computes wrong
 
 
 def forward(
@@ -88,7 +89,7 @@ def _backward(
 
 
 def _calls(q: Tensor, tiles: Sequence[Tile]) -> Iterator[_Call]:
-    """Every tile as full rectangles and causal ones, whose diagonal starts at the top left."""
+    """Yield all tiles as full rectangles and causal ones, whose diagonal starts at the top left."""
     for rows, cols, left, right in _stairs(tiles) if q.numel() else ():
         assert left is None, "a window, which this kernel says it can't do"
         if right is None:
@@ -100,7 +101,7 @@ def _calls(q: Tensor, tiles: Sequence[Tile]) -> Iterator[_Call]:
 
 
 def _stairs(tiles: Sequence[Tile]) -> list[Tile]:
-    """With what lies below a causal square joined to it: a call costs as much as many rows."""
+    """Join what lies below a causal square to it: a call costs as much as many rows do."""
     found: list[Tile] = []
     for tile in tiles:
         if found and _below_causal_square(tile, found[-1]):
@@ -126,16 +127,19 @@ def _anew(t: Tensor) -> Tensor:
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    """As the op wants them. A single row is laid out anew: its stride says nothing, and the op
-    took it for that of heads, and gave wrong gradients."""
+    """Return tensors with heads first, as the op wants them.
+
+    A single row is laid out anew: its stride says nothing, and the op took it for that of heads,
+    and gave wrong gradients.
+    """
     laid = [_anew(t) if t.shape[1] == 1 else t for t in tensors]
     return [t.transpose(1, 2) for t in aligned(*laid)]
 
 
 def _as_told_by(q: Tensor, t: Tensor) -> Tensor:
-    """out or dout `[b, h, n, d]`, with strides that follow from those of q.
+    """Return out or dout `[b, h, n, d]` with strides that follow from those of q.
 
-    The op keeps what it has compiled by the shapes and strides of q, k and v, and runs it for any
+    The op keeps what it has compiled by the shapes and strides of q, k and v. It runs that for any
     out and dout beside these, however they lie: silently, and wrong.
     """
     b, h, n, d = t.shape
@@ -144,7 +148,7 @@ def _as_told_by(q: Tensor, t: Tensor) -> Tensor:
         strides = q.stride()  # some rows of all, as they lie
     if t.stride() == strides:
         return t
-    if b == 1 and t.stride()[1:] == strides[1:]:  # that of a single sample is any number
+    if b == 1 and t.stride()[1:] == strides[1:]:  # the stride of a single sample is any number
         return t.as_strided(t.shape, strides)
     return t.new_empty_strided(t.shape, strides).copy_(t)
 
@@ -153,7 +157,7 @@ def _one_key(q: Tensor, k: Tensor, v: Tensor, terms: ScoreMods) -> tuple[Tensor,
     q, k, v = _by_key_head(q, k, v)
     lse = terms.scale * einsum(q, k, "b n g r d, b g d -> b g r n")
     out = rearrange(v, "b g d -> b 1 g 1 d").expand(*q.shape[:-1], -1)
-    # in memory of its own: it will be added to in place
+    # out gets memory of its own: it will be added to in place
     out = rearrange(out, "b n g r d -> b n (g r) d").contiguous()
     return out, rearrange(lse, "b g r n -> b (g r) n")
 
@@ -161,7 +165,7 @@ def _one_key(q: Tensor, k: Tensor, v: Tensor, terms: ScoreMods) -> tuple[Tensor,
 def _one_key_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, terms: ScoreMods
 ) -> list[Tensor]:
-    """dq, dk and dv of rows and a column, which may be of wider ones: lse is of the rows."""
+    """Compute dq, dk and dv of one key; out and lse are of all keys that the rows see."""
     lse = rearrange(lse, "b (g r) n -> b n g r", g=k.shape[2])
     q, k, v = _by_key_head(q, k, v)
     out, dout = (

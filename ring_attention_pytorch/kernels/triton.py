@@ -45,7 +45,7 @@ CAN = Capabilities(
 
 
 class Config(NamedTuple):
-    """How one kernel is cut: rows and columns of scores at a time, and the compiler's options.
+    """The cut of one kernel: rows and columns of scores at a time, and the compiler's options.
 
     `tma`: inputs come by the tensor memory accelerator where the GPU has one and they lie right.
     """
@@ -75,7 +75,7 @@ _HOPPER = {
         256: Config(64, 32, 4, 3, tma=True),
     },
 }
-# the same where queries see fewer keys than that on average: smaller blocks, which begin and end
+# configs where queries see fewer keys than `_FEW` on average: smaller blocks, which begin and end
 # beside one another on a multiprocessor
 _FEW = 1536
 _HOPPER_FOR_FEW = {
@@ -83,7 +83,7 @@ _HOPPER_FOR_FEW = {
     "keys": {},
     "queries": {128: Config(64, 64, 4, 2, tma=True)},
 }
-# fits into the shared memory of any GPU since Ampere
+# configs that fit into the shared memory of any GPU since Ampere
 _ELSEWHERE = {
     "forward": {64: Config(128, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
     "keys": {64: Config(32, 64, 4, 2), 128: Config(32, 64, 4, 1), 256: Config(32, 32, 4, 1)},
@@ -91,7 +91,7 @@ _ELSEWHERE = {
 }
 # in IEEE float32 no tensor core helps, so registers are what is short
 _FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)}
-_FULL = 256  # programs
+_FULL = 256  # programs that fill a large GPU twice
 _overrides: dict[str, Config] = {}
 
 
@@ -102,10 +102,10 @@ def config_for(
     capability: tuple[int, int] | None,
     seen: float = math.inf,
 ) -> Config:
-    """The config of a kernel: a pure function of the shape class.
+    """Return the config of a kernel: a pure function of the shape class.
 
     Args:
-        direction: "forward"; of backward "keys", which makes dk and dv, and "queries", dq.
+        direction: "forward"; of backward "keys", which makes dk and dv, or "queries", for dq.
         width: the larger head size.
         seen: keys that a query sees, on average.
     """
@@ -120,7 +120,7 @@ def config_for(
 
 @contextmanager
 def configured(**configs: Config) -> Iterator[None]:
-    """Other configs, by direction: for benchmarks, and for tests with small blocks."""
+    """Use other configs, by direction: for benchmarks, and for tests with small blocks."""
     global _overrides
     before, _overrides = _overrides, {**_overrides, **configs}
     try:
@@ -235,7 +235,7 @@ def _options(
     moved: Sequence[Tensor],
     written: Sequence[Tensor] = (),
 ) -> dict[str, Any]:
-    """The constants that a kernel is compiled with; `moved` is what it moves in blocks."""
+    """Return the constants that a kernel is compiled with; `moved` is what it moves in blocks."""
     q, d, d_v = moved[0], keys.k.shape[-1], keys.v.shape[-1]
     exact = not q.is_cuda or torch.get_float32_matmul_precision() == "highest"
     block = max(config.rows, config.cols, _WIDEST)
@@ -253,21 +253,21 @@ def _options(
 
 
 def _beside(blocks: int, group: int = 1) -> int:
-    """How many heads run side by side: few, so that what they read stays in the cache.
+    """Return how many heads run side by side: few, so that what they read stays in the cache.
 
-    But as many as fill a large GPU twice, for the longest blocks come first among them only, and
-    whole groups, which read the same keys.
+    But they are as many as fill a large GPU twice, for the longest blocks come first among them
+    only. And they are whole groups, which read the same keys.
     """
     return group * -(-_FULL // (group * blocks))
 
 
 def _padded(width: int) -> int:
-    """What a matrix product can take."""
+    """Round a head size up to what a matrix product can take."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def _tma_fits(tensors: Sequence[Tensor]) -> bool:
-    """Whether the tensor memory accelerator can address these: 16 bytes at a time."""
+    """Tell whether the tensor memory accelerator can address these: 16 bytes at a time."""
     device = tensors[0].device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
         return False
@@ -284,7 +284,7 @@ def _of(length: int, *tensors: Tensor) -> list[tuple[Tensor, int]]:
 
 
 def _operands(tma: bool, *blocks: tuple[Tensor, int]) -> list[Any]:
-    """Tensors as the kernels read them, so many rows at a time: with TMA their descriptors."""
+    """Return tensors as kernels read them, so many rows at a time: with TMA their descriptors."""
     if not tma:
         return [t for t, _ in blocks]
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -298,7 +298,10 @@ def _operands(tma: bool, *blocks: tuple[Tensor, int]) -> list[Any]:
 
 
 def _factors(terms: ScoreMods) -> tuple[float, float]:
-    """What goes into tanh, if anything, and what makes of the result a score in base 2."""
+    """Return the factor of what goes into tanh, and the factor of the result.
+
+    The second one makes of the result a score in base 2. Without softclamp there is no tanh.
+    """
     scale = max(abs(terms.scale), 1e-35)  # 0 times the -inf of a hidden score would be NaN
     if terms.softclamp is None:
         return 1.0, scale * math.log2(math.e)
@@ -306,7 +309,7 @@ def _factors(terms: ScoreMods) -> tuple[float, float]:
 
 
 def _places(tiles: Sequence[Tile], terms: ScoreMods) -> tuple[Tensor | None, ...]:
-    """Slopes of ALiBi, and the positions that it compares."""
+    """Return the slopes of ALiBi, and the positions that it compares."""
     if terms.alibi is None:
         return None, None, None
     return terms.alibi, tiles.rows_at, tiles.cols_at
@@ -315,7 +318,7 @@ def _places(tiles: Sequence[Tile], terms: ScoreMods) -> tuple[Tensor | None, ...
 def _draws(
     tiles: Sequence[Tile], terms: ScoreMods
 ) -> tuple[Tensor | None, Tensor | None, int, int, int, float, int, int]:
-    """The numbers by which dropout draws, and what its kept probabilities are multiplied by."""
+    """Return the numbers by which dropout draws, and the factor of kept probabilities."""
     dropout = terms.dropout
     if dropout is None:
         return None, None, 0, 0, 0, 1.0, 0, 0
@@ -332,19 +335,19 @@ def _mask_strides(keys: KVBlock) -> tuple[int, ...]:
 
 
 class _Table(NamedTuple):
-    """Tiles as the kernels read them, by their rows or by their columns, and blocks of these."""
+    """A table of tiles as the kernels read them, by rows or by columns, and of blocks of these."""
 
     tiles: Tensor
-    blocks: Tensor  # the number of each, and from which to which tile it looks
+    blocks: Tensor  # of each its number, and from which to which tile it looks
     count: int
 
 
 def _table(
     tiles: Sequence[Tile], side: Literal["rows", "cols"], block: int, of: Tensor, every: bool
 ) -> _Table:
-    """The table for blocks of one side of `of`, made once for tiles that are used again.
+    """Return the table for blocks of one side of `of`, made once for tiles that are used again.
 
-    It has those that see anything, or `every` one.
+    It has those blocks that see anything, or `every` one.
     """
     asked = side, block, of.shape[1] if every else None, of.device
     if not isinstance(tiles, Tiles):
@@ -367,7 +370,7 @@ def _make_table(
     start, stop = (0, 1) if side == "rows" else (2, 3)
     tiles = sorted(tiles, key=itemgetter(start))
     starts = [tile[start] for tile in tiles]
-    stops = [*accumulate((tile[stop] for tile in tiles), max)]  # of a tile or any before it
+    stops = [*accumulate((tile[stop] for tile in tiles), max)]  # the last up to each tile
     found = []
     for number in range(-(-(stops[-1] if every is None else every) // block)):
         at = number * block
@@ -384,7 +387,7 @@ def _make_table(
 
 
 def _seen(tile: tuple[int, ...], start: int, stop: int, side: str) -> int:
-    """How much of the tile's other side is seen by any of these rows, or columns."""
+    """Count how much of the tile's other side is seen by any of these rows, or columns."""
     a0, a1, b0, b1, back, ahead = tile
     if side == "cols":
         a0, a1, b0, b1, back, ahead = b0, b1, a0, a1, ahead, back
@@ -396,5 +399,5 @@ _table_of = lru_cache(maxsize=4096)(_make_table)
 
 
 def _on(t: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, whatever device the tensors are on."""
+    """Make the device of t current: Triton launches on that one, whatever device tensors are on."""
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()

@@ -11,7 +11,7 @@ from ring_attention_pytorch.geometry.tiles import Mask, needed_distances, tiles,
 
 _T = TypeVar("_T")
 _SHORT, _UNDIVIDED = 2e13, 2e14  # FLOPs forward, if nothing were hidden
-_FEW = 1e12  # FLOPs forward: with backward 6 ms, as long as a host launches overlapping calls
+_FEW = 1e12  # FLOPs forward: 6 ms with backward, which a host takes to launch overlapping calls
 _SOON_COPIED = 2**26  # bytes of own keys: with their gradients 0.1 ms of an H200's memory
 _MEANWHILE = 1800  # FLOPs of a kernel while a byte comes: an H200's 600 TFLOP/s over 330 GB/s
 _MEANWHILE_BACK = 1600  # the same backward, at 525 TFLOP/s
