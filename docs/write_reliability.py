@@ -24,7 +24,8 @@ def table(found: dict[Strike, list[Seen]]) -> str:
     for strike in STRIKES:
         if not strike.together:
             way = "any" if strike.phase == "agreeing" else strike.way
-            both = (told(found[strike._replace(together=which)]) for which in (False, True))
+            both = (strike._replace(together=which) for which in (False, True))
+            both = (told(each, found[each]) for each in both)
             rows.append(f"| {strike.event} | {strike.phase} | {way} | {' | '.join(both)} |")
     return "".join(f"{row}\n" for row in rows)
 

@@ -170,7 +170,13 @@ def outcomes(strikes: list[Strike], at_once: int = 3) -> dict[Strike, list[Seen]
     return {strike: found[strike] for strike in strikes}
 
 
-def told(seen: list[Seen]) -> str:
-    """In words, of the one who saw it last."""
+def told(strike: Strike, seen: list[Seen]) -> str:
+    """Say in words what the one saw who saw it last.
+
+    Outside of `fail_together` it is a race who waits for the rank that failed, and who for one that
+    lives on: only the timeout is sure.
+    """
     (error,) = {each.error for each in seen}
+    if error == "RingError" and not strike.together:
+        return f"`{error}` within the timeout"
     return f"`{error}` {max(seen, key=lambda each: each.seconds).when}"
