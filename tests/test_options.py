@@ -26,6 +26,19 @@ def test_every_row_is_a_parameter_of_the_same_type_and_default():
             assert hints[name] == of_rows[name], name
 
 
+def test_rows_and_parameters_stand_in_the_same_blocks():
+    titles = ("# which keys a query sees", "# what a score is", "# how it is computed")
+    signature, table = inspect.getsource(ring_attn), inspect.getsource(Options)
+    places = [[text.index(title) for title in titles] for text in (signature, table)]
+    for name in rows():
+        row, parameter = (re.search(rf"^    {name}: ", t, re.MULTILINE) for t in (table, signature))
+        assert [row.start() > place for place in places[1]] == [
+            parameter.start() > place for place in places[0]
+        ], name
+    parameters = inspect.signature(ring_attn).parameters
+    assert [name for name in parameters if name not in OF_CALLS] == [*rows()]
+
+
 @pytest.mark.parametrize("name", [*rows()])
 def test_every_row_is_documented(name):
     named = rf"^ +(\w+, )*{name}(, \w+)*: "
