@@ -22,7 +22,7 @@ _TOKEN = re.compile(
 class Mutant(NamedTuple):
     """One fault: in what `where` names, `old` becomes `new`.
 
-    `where` is a file of the package and a function or method in it, "geometry/tiles.py:_tile" say,
+    `where` is a file of the package and a function or method in it, "geometry/tiles.py:trim" say,
     or a name that the module assigns. `old` stands exactly once in the function's body, or in what
     is assigned, token for token: white space, comments and commas before a closing bracket do not
     count. What `old` and `new` begin and end with alike stays as the source has it.

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.geometry.tiles import Tile, _trimmed, band
+from ring_attention_pytorch.geometry.tiles import Tile, band, trim
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods
@@ -79,7 +79,7 @@ def _within(tile: Tile, start: int, stop: int) -> Tile | None:
     off = first - tile.cols.start
     left = None if tile.left is None else tile.left + off
     right = None if tile.right is None else tile.right - off
-    return _trimmed(tile.rows, slice(first - start, last - start), left, right)
+    return trim(tile.rows, slice(first - start, last - start), left, right)
 
 
 def _laid(t: Tensor, how: str) -> Tensor:
@@ -311,7 +311,7 @@ def _random_tiles(draw: random.Random, n: int, m: int) -> tuple[Band, ...] | Non
                 draw.choice([None, None, 0, draw.randint(-longest, longest)])
                 for longest in (rows[1] - rows[0], cols[1] - cols[0])
             )
-            tile = _trimmed(slice(*rows), slice(*cols), left, right)
+            tile = trim(slice(*rows), slice(*cols), left, right)
             if tile is not None:
                 found.append(
                     (tile.rows.start, tile.rows.stop, tile.cols.start, tile.cols.stop, *tile[2:])

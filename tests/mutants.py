@@ -18,27 +18,29 @@ from tests.hunt import Case
 MUTANTS = [
     # layouts
     Mutant(
-        "causal off by one", "geometry/tiles.py:_tile", "right = gap // stride",
-        "right = gap // stride - 1",
+        "causal off by one", "geometry/tiles.py:_tile_of_pair",
+        "right = gap // q.stride",
+        "right = gap // q.stride - 1",
     ),
     Mutant(
-        "causal off by one in strides", "geometry/tiles.py:_tile", "right = gap // stride",
-        "right = -(-gap // stride)",
+        "causal off by one in strides", "geometry/tiles.py:_tile_of_pair",
+        "right = gap // q.stride",
+        "right = -(-gap // q.stride)",
     ),
     Mutant(
-        "window off by one", "geometry/tiles.py:_tile",
-        "left, right = (visible.window - gap) // stride,",
-        "left, right = (visible.window + 1 - gap) // stride,",
+        "window off by one", "geometry/tiles.py:_tile_of_pair",
+        "left = (mask.window - gap) // q.stride",
+        "left = (mask.window + 1 - gap) // q.stride",
     ),
     Mutant(
-        "window forgotten in one direction", "geometry/tiles.py:_tile",
-        "(visible.window + gap) // stride",
+        "window forgotten in one direction", "geometry/tiles.py:_tile_of_pair",
+        "(mask.window + gap) // q.stride",
         "None",
     ),
     Mutant(
-        "window forgotten under causal", "geometry/tiles.py:_tile",
-        "if visible.window is not None: left",
-        "if visible.window is not None and not visible.causal: left",
+        "window forgotten under causal", "geometry/tiles.py:_tile_of_pair",
+        "if mask.window is not None: left",
+        "if mask.window is not None and not mask.causal: left",
     ),
     Mutant(
         "band off by one", "geometry/tiles.py:band",
@@ -49,12 +51,12 @@ MUTANTS = [
         "None if right is None else right + above", "right",
     ),
     Mutant(
-        "staircase joined whatever lies below", "geometry/tiles.py:_staircase",
-        "if not (full_below and beside and", "if not (beside and",
+        "staircase joined whatever lies below", "geometry/tiles.py:_is_staircase",
+        "if not (below and beside and b[2:] == _FULL)", "if not beside",
     ),
     Mutant(
         "a needed distance forgotten", "geometry/tiles.py:needed_distances",
-        "for t in range(1, ring_size)", "for t in range(1, ring_size - 1)",
+        "for t in ranks[1:]", "for t in ranks[1:-1]",
     ),
     Mutant(
         "zigzag without its mirror", "geometry/layouts.py:zigzag",
@@ -62,14 +64,15 @@ MUTANTS = [
         "[rank, ring_size + rank]",
     ),
     Mutant(
-        "longer chunks counted twice", "geometry/layouts.py:_chunks", "c * size + min(c, longer)",
-        "c * size + longer",
+        "longer chunks counted twice", "geometry/layouts.py:_chunks",
+        "chunk * size + min(chunk, longer)",
+        "chunk * size + longer",
     ),
     # documents
     Mutant(
-        "documents see one another", "geometry/tiles.py:_by_document",
-        "for k in theirs.get(document, ())",
-        "for k in sum(theirs.values(), [])",
+        "documents see one another", "geometry/tiles.py:_visible_tiles",
+        "of_keys.get(document, ())",
+        "sum(of_keys.values(), [])",
     ),
     Mutant(
         "a document's last token left out", "geometry/segments.py:Documents._cut",
@@ -77,7 +80,7 @@ MUTANTS = [
     ),
     Mutant(
         "a document that goes on starts anew", "geometry/segments.py:Documents.offsets",
-        "before = held.get(document, 0)", "before = 0",
+        "before = lengths.get(document, 0)", "before = 0",
     ),
     Mutant(
         "all samples have the first one's documents", "plan/masks.py:by_sample",
@@ -96,13 +99,13 @@ MUTANTS = [
         "in zip(reversed(segments), notes):",
     ),
     Mutant(
-        "a prefix hides its later tokens", "geometry/tiles.py:_tile",
-        "if visible.causal and not within:",
-        "if visible.causal:",
+        "a prefix hides its later tokens", "geometry/tiles.py:_tile_of_pair",
+        "if mask.causal and not in_prefix:",
+        "if mask.causal:",
     ),
     Mutant(
-        "later tokens are seen from the prefix", "geometry/tiles.py:_tile",
-        "max(q.start, k.start) < visible.prefix", "q.start < visible.prefix",
+        "later tokens are seen from the prefix", "geometry/tiles.py:_tile_of_pair",
+        "max(q.start, k.start) < mask.prefix", "q.start < mask.prefix",
     ),
     Mutant(
         "positions of keys taken for queries'", "plan/masks.py:gather_positions",
@@ -113,7 +116,7 @@ MUTANTS = [
         "torch.tensor([run.stop - 1", "torch.tensor([run.stop",
     ),
     Mutant(
-        "the heaviest to who has most", "geometry/balance.py:_rounds", "key=loads.__getitem__)",
+        "the heaviest to who has most", "geometry/balance.py:_dealt", "key=loads.__getitem__)",
         "key=loads.__getitem__, reverse=True)",
     ),
     Mutant(

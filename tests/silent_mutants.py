@@ -134,7 +134,7 @@ MUTANTS = [
     ),
     Mutant(
         "documents without values", "geometry/documents.py:documents_problem",
-        "if right and not documents.is_meta:", "if right:",
+        "if fits and not documents.is_meta:", "if fits:",
     ),
 ]  # fmt: skip
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ring_attention_pytorch import ring_attn
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.geometry.tiles import Tile, _trimmed, band
+from ring_attention_pytorch.geometry.tiles import Tile, band, trim
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.kernels._flash import aligned, from_bottom_right, windows
 from ring_attention_pytorch.kernels._varlen import packs
@@ -355,7 +355,7 @@ def test_ranks_without_a_token(kernel, transport, length, stood_in):
 def test_bands_from_the_bottom_right_show_the_same(n, m):
     for left in (None, *range(-6, 7)):
         for right in (None, *range(-6, 7)):
-            tile = _trimmed(slice(0, n), slice(0, m), left, right)
+            tile = trim(slice(0, n), slice(0, m), left, right)
             if tile is not None:
                 size = tile.rows.stop - tile.rows.start, tile.cols.stop - tile.cols.start
                 assert torch.equal(shown(*size, *from_bottom_right(tile)), band(tile, CPU))

@@ -154,7 +154,8 @@ def test_pairing_is_near_linear_in_the_number_of_documents(layout):
     for many in (1000, 4000):
         visible = Mask(True, None, of_borders(range(0, 7 * many + 1, 7)))
         everyone = all_segments(layout, 4, 7 * many)
-        with mock.patch.object(tiles_module, "_tile", side_effect=tiles_module._tile) as paired:
+        of_pair = tiles_module._tile_of_pair
+        with mock.patch.object(tiles_module, "_tile_of_pair", side_effect=of_pair) as paired:
             found = [tiles(everyone[1], keys, visible) for keys in everyone]
         pieces = sum(len(p) for p in visible.documents.pieces(everyone[1]).values())
         assert paired.call_count <= 4 * pieces

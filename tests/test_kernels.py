@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import Segment
-from ring_attention_pytorch.geometry.tiles import Tile, _trimmed, band
+from ring_attention_pytorch.geometry.tiles import Tile, band, trim
 from ring_attention_pytorch.kernels import KERNELS, choose, problem
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import (
@@ -109,7 +109,7 @@ def tiles_in_blocks(draw) -> tuple[int, int, Tile]:
         slice(col, draw(st.integers(col + 1, m))),
     )
     bound = st.none() | st.integers(-20, 20)
-    tile = _trimmed(rows, cols, draw(bound), draw(bound))
+    tile = trim(rows, cols, draw(bound), draw(bound))
     return n, m, tile or Tile(rows, cols, None, None)
 
 
@@ -154,7 +154,7 @@ def test_blocks_longer_than_a_kernels_own_blocks(kernel, lengths, dtype):
     n, m = lengths
     whole = (slice(0, n), slice(0, m))
     for left, right in ((None, None), (None, 0), (40, 0), (7, 9)):
-        tile = _trimmed(*whole, left, right)
+        tile = trim(*whole, left, right)
         Block((n, m, 2, 1, 16, 16), tile, dtype=dtype, masked=True).assert_right(kernel)
 
 

@@ -7,6 +7,7 @@ is zigzag.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from beartype import beartype
@@ -56,7 +57,8 @@ def balanced(
         problem = f"window must be None or at least 0, got {window}"
     if problem is not None:
         raise ValueError(f"balanced: {problem}")
-    if not (samples := [of_borders(borders) for borders in as_lists(cu_seqlens)]):
+    samples = [of_borders(borders) for borders in as_lists(cu_seqlens)]
+    if not samples:
         raise ValueError("balanced: cu_seqlens must be one list, or one for each sample; got none")
     return deal(samples, ring_size, causal, window)
 
@@ -67,24 +69,19 @@ def deal(
     """Return the balanced layout of samples of one length."""
     work = torch.stack([visible_keys(d, causal, window) for d in set(samples)]).sum(0)
     before = torch.cat((work.new_zeros(1), work.cumsum(0)))  # the work of all earlier positions
-    length, total = len(work), int(before[-1])
-    best, least = [*range(ring_size)], None
-    chunks = 1
-    while chunks == 1 or (chunks <= _MOST and chunks * ring_size <= length):
-        borders = _borders(length, chunks * ring_size)
-        weights = before[borders].diff().tolist()
-        # with one chunk a rank they stay in order, so that documents cross to neighbours only
-        owners = [*range(ring_size)] if chunks == 1 else _rounds(weights, ring_size)
-        loads = [0] * ring_size
-        for owner, weight in zip(owners, weights):
-            loads[owner] += weight
-        if least is None or max(loads) < least:
-            best, least = owners, max(loads)
-        if least * ring_size <= (1 + _UNEVEN) * total:
+    length = len(work)
+    total = int(before[-1])
+    owners, least = _dealt(before, ring_size, 1)
+    chunks = 2
+    while least * ring_size > (1 + _UNEVEN) * total:
+        if chunks > _MOST or chunks * ring_size > length:
             break
+        dealt, load = _dealt(before, ring_size, chunks)
+        if load < least:
+            owners, least = dealt, load
         chunks *= 2
-    borders = _borders(length, len(best)).tolist()
-    return AssignedLayout(tuple(_segments(best, borders, rank) for rank in range(ring_size)))
+    borders = _borders(length, len(owners)).tolist()
+    return AssignedLayout(tuple(_segments(owners, borders, rank) for rank in range(ring_size)))
 
 
 def visible_keys(documents: Documents, causal: bool, window: int | None) -> Tensor:
@@ -94,14 +91,18 @@ def visible_keys(documents: Documents, causal: bool, window: int | None) -> Tens
     [1, 2, 3, 1, 2]
     """
     runs = torch.tensor(documents.runs, dtype=torch.long).view(-1, 3)
-    numbers, lengths = runs[:, 0], runs[:, 2] - runs[:, 1]
-    sizes = lengths.new_zeros(len(runs)).index_add(0, numbers, lengths)
+    numbers, starts, stops = runs.unbind(1)
+    lengths = stops - starts
+    sizes = lengths.new_zeros(len(runs)).index_add(0, numbers, lengths)  # of documents
     offsets = torch.tensor(documents.offsets, dtype=torch.long)
-    at = torch.arange(int(lengths.sum())) - offsets.repeat_interleave(lengths)
-    after = sizes[numbers].repeat_interleave(lengths) - 1 - at
+    before = torch.arange(int(lengths.sum())) - offsets.repeat_interleave(lengths)
+    after = sizes[numbers].repeat_interleave(lengths) - 1 - before
     if window is not None:
-        at, after = at.clamp(max=window), after.clamp(max=window)
-    return at + 1 if causal else at + 1 + after
+        before = before.clamp(max=window)
+        after = after.clamp(max=window)
+    if causal:
+        return before + 1
+    return before + 1 + after
 
 
 def _borders(length: int, chunks: int) -> Tensor:
@@ -111,29 +112,33 @@ def _borders(length: int, chunks: int) -> Tensor:
     return numbers * size + numbers.clamp(max=longer)
 
 
-def _rounds(weights: list[int], ring_size: int) -> list[int]:
-    """Return each chunk's owner, as many chunks for each rank.
+def _dealt(before: Tensor, ring_size: int, chunks: int) -> tuple[list[int], int]:
+    """Return each chunk's owner, so many for each rank, and the work of the rank that has most.
 
     In every round the heaviest chunk goes to the rank that has the least so far.
     """
-    owners, loads = [0] * len(weights), [0] * ring_size
-    order = sorted(range(len(weights)), key=lambda chunk: -weights[chunk])
-    for first in range(0, len(order), ring_size):
+    borders = _borders(len(before) - 1, chunks * ring_size)
+    weights = before[borders].diff().tolist()
+    if chunks == 1:  # in order, so that documents cross to neighbours only
+        return list(range(ring_size)), max(weights)
+    owners = [0] * len(weights)
+    loads = [0] * ring_size
+    heaviest_first = sorted(range(len(weights)), key=lambda chunk: -weights[chunk])
+    for first in range(0, len(weights), ring_size):
         ranks = sorted(range(ring_size), key=loads.__getitem__)
-        for chunk, rank in zip(order[first : first + ring_size], ranks):
+        for chunk, rank in zip(heaviest_first[first : first + ring_size], ranks):
             owners[chunk] = rank
             loads[rank] += weights[chunk]
-    return owners
+    return owners, max(loads)
 
 
 def _segments(owners: list[int], borders: list[int], rank: int) -> Segments:
     """Return a rank's chunks as segments, neighbours as one."""
-    found: list[Segment] = []
-    for chunk, owner in enumerate(owners):
-        start, stop = borders[chunk], borders[chunk + 1]
+    segments: list[Segment] = []
+    for owner, (start, stop) in zip(owners, pairwise(borders)):
         if owner != rank or start == stop:
             continue
-        if found and sum(found[-1][::2]) == start:
-            start = found.pop().start
-        found.append(Segment(start, 1, stop - start))
-    return tuple(found)
+        if segments and segments[-1].start + segments[-1].length == start:
+            start = segments.pop().start
+        segments.append(Segment(start, 1, stop - start))
+    return tuple(segments)

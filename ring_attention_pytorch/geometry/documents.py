@@ -6,17 +6,14 @@ whole sequences, which need no exchange. The output is one `Documents` for each 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.geometry.segments import (
-    Documents,
-    Run,
-)
+from ring_attention_pytorch.geometry.segments import Documents, Run
 
 Borders = Tensor | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]
 BatchDocuments = tuple[Documents, ...]  # one for each sample
@@ -38,8 +35,8 @@ def documents_problem(
         return "documents and cu_seqlens say the same thing; pass one or the other"
     b, n = shape[:2]
     if isinstance(documents, Tensor):
-        right = documents.dtype in _INTEGERS and list(documents.shape) == [b, n]
-        if right and not documents.is_meta:
+        fits = documents.dtype in _INTEGERS and list(documents.shape) == [b, n]
+        if fits and not documents.is_meta:
             return None
         return (
             f"documents must be int [{b}, {n}], equal where tokens are of one document, "
@@ -49,14 +46,19 @@ def documents_problem(
         return None
     if (problem := cu_seqlens_problem(cu_seqlens)) is not None:
         return problem
-    if (samples := len(as_lists(cu_seqlens))) not in (1, b):
+    samples = len(as_lists(cu_seqlens))
+    if samples not in (1, b):
         return f"cu_seqlens must be one list for all samples or {b}, got {samples}"
-    return None if whole is None else end_problem(cu_seqlens, whole)
+    if whole is None:
+        return None
+    return end_problem(cu_seqlens, whole)
 
 
 def end_problem(cu_seqlens: Borders | None, length: int) -> str | None:
     """Say what is wrong with where borders end, for a sequence of that length; None if nothing."""
-    samples = [] if cu_seqlens is None else as_lists(cu_seqlens)
+    if cu_seqlens is None:
+        return None
+    samples = as_lists(cu_seqlens)
     if all(borders[-1] == length for borders in samples):
         return None
     return f"cu_seqlens must end with the length of the whole, {length}, got {samples[0][-1]}"
@@ -69,12 +71,14 @@ def cu_seqlens_problem(cu_seqlens: Borders) -> str | None:
     except (TypeError, ValueError) as error:
         return f"cu_seqlens must be ascending ints, or such a list for each sample: {error}"
     for borders in samples:
-        ascending = all(a <= z for a, z in pairwise(borders))
-        if not borders or borders[0] != 0 or not ascending:
-            shown = str(borders[:8])[1:-1] + (", ..." if len(borders) > 8 else "")
+        if not borders or borders[0] != 0 or borders != sorted(borders):
+            shown = str(borders[:8])[1:-1]
+            if len(borders) > 8:
+                shown += ", ..."
             return f"cu_seqlens must ascend from 0 to the length of the whole, got [{shown}]"
-    if len({borders[-1] for borders in samples}) > 1:
-        return f"cu_seqlens must end alike, got {[borders[-1] for borders in samples][:8]}"
+    ends = [borders[-1] for borders in samples]
+    if len(set(ends)) > 1:
+        return f"cu_seqlens must end alike, got {ends[:8]}"
     return None
 
 
@@ -84,12 +88,18 @@ def as_lists(cu_seqlens: Borders) -> list[list[int]]:
         if cu_seqlens.is_floating_point() or cu_seqlens.ndim not in (1, 2):
             raise TypeError(f"got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
         cu_seqlens = cu_seqlens.tolist()
-    plain = [each.tolist() if isinstance(each, Tensor) else each for each in cu_seqlens]
-    shared = plain and all(isinstance(each, int) for each in plain)
-    samples = [plain] if shared else plain
-    if not all(isinstance(c, int) for borders in samples for c in borders):
+    plain = []
+    for each in cu_seqlens:
+        plain.append(each.tolist() if isinstance(each, Tensor) else each)
+    if plain and _all_ints(plain):
+        return [plain]
+    if not all(map(_all_ints, plain)):
         raise TypeError("got something else than ints")
-    return [list(borders) for borders in samples]
+    return [list(borders) for borders in plain]
+
+
+def _all_ints(values: Iterable[object]) -> bool:
+    return all(isinstance(value, int) for value in values)
 
 
 def digest(cu_seqlens: Borders | None) -> str | None:
@@ -97,9 +107,9 @@ def digest(cu_seqlens: Borders | None) -> str | None:
     if cu_seqlens is None:
         return None
     samples = as_lists(cu_seqlens)
-    mark = sha256(json.dumps(samples).encode()).hexdigest()[:12]
-    last = max((borders[-1] for borders in samples), default=0)
-    return f"{sum(map(len, samples))} borders up to {last}, {mark}"
+    tokens = max((borders[-1] for borders in samples), default=0)
+    digits = sha256(json.dumps(samples).encode()).hexdigest()[:12]
+    return f"{sum(map(len, samples))} borders up to {tokens}, {digits}"
 
 
 def of_borders(borders: Sequence[int]) -> Documents:
@@ -108,8 +118,11 @@ def of_borders(borders: Sequence[int]) -> Documents:
     >>> [tuple(run) for run in of_borders([0, 2, 2, 5]).runs]
     [(0, 0, 2), (1, 2, 5)]
     """
-    spans = [(a, z) for a, z in pairwise(borders) if a < z]
-    return Documents(tuple(Run(number, a, z) for number, (a, z) in enumerate(spans)))
+    runs: list[Run] = []
+    for start, stop in pairwise(borders):
+        if start < stop:
+            runs.append(Run(len(runs), start, stop))
+    return Documents(tuple(runs))
 
 
 def of_ids(ids: Tensor) -> Documents:
@@ -119,14 +132,20 @@ def of_ids(ids: Tensor) -> Documents:
     [(0, 0, 2), (1, 2, 3), (0, 3, 4)]
     """
     values, counts = torch.unique_consecutive(ids, return_counts=True)
-    ends = counts.cumsum(0).tolist()
-    numbers: dict[int, int] = {}
-    named = [numbers.setdefault(value, len(numbers)) for value in values.tolist()]
-    return Documents(tuple(map(Run, named, [0, *ends[:-1]], ends)))
+    numbers: dict[int, int] = {}  # by id
+    runs = []
+    start = 0
+    for value, length in zip(values.tolist(), counts.tolist()):
+        number = numbers.setdefault(value, len(numbers))
+        runs.append(Run(number, start, start + length))
+        start += length
+    return Documents(tuple(runs))
 
 
-def last_of_document(packing: BatchDocuments, at: Tensor) -> Tensor:
+def last_of_document(packing: BatchDocuments, positions: Tensor) -> Tensor:
     """Tell where other documents, or nothing, follow tokens at positions `[n]`: bool `[b, n]`."""
-    ends = (torch.tensor([run.stop - 1 for run in d.runs], dtype=torch.long) for d in packing)
-    found = [torch.isin(at, end.to(at.device)) for end in ends]
-    return torch.stack(found) if found else at.new_empty((0, len(at)), dtype=torch.bool)
+    last = positions.new_empty((len(packing), len(positions)), dtype=torch.bool)
+    for sample, documents in enumerate(packing):
+        ends = torch.tensor([run.stop - 1 for run in documents.runs], dtype=torch.long)
+        last[sample] = torch.isin(positions, ends.to(positions.device))
+    return last

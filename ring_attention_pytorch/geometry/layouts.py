@@ -33,8 +33,9 @@ class AssignedLayout(NamedTuple):
     segments: tuple[Segments, ...]
 
     def __repr__(self) -> str:
-        tokens, mark = sum(map(count, self.segments)), sha256(str([*self]).encode()).hexdigest()
-        return f"balanced of {tokens} tokens over {len(self.segments)} ranks, {mark[:12]}"
+        tokens = sum(map(count, self.segments))
+        digest = sha256(str([*self]).encode()).hexdigest()
+        return f"balanced of {tokens} tokens over {len(self.segments)} ranks, {digest[:12]}"
 
 
 Layout = str | AssignedLayout
@@ -47,7 +48,8 @@ def contiguous(rank: int, ring_size: int, length: int) -> Segments:
 
 def striped(rank: int, ring_size: int, length: int) -> Segments:
     """Give token i to rank i mod P (Brandon et al. 2023, "Striped Attention")."""
-    return _held([Segment(rank, ring_size, len(range(rank, length, ring_size)))])
+    tokens = len(range(rank, length, ring_size))
+    return (Segment(rank, ring_size, tokens),)
 
 
 def zigzag(rank: int, ring_size: int, length: int) -> Segments:
@@ -55,19 +57,22 @@ def zigzag(rank: int, ring_size: int, length: int) -> Segments:
     return _chunks([rank, 2 * ring_size - 1 - rank], 2 * ring_size, length)
 
 
+# by name; segments may be empty
 LAYOUTS: dict[str, Callable[[int, int, int], Segments]] = {
-    f.__name__: f for f in (contiguous, striped, zigzag)
+    "contiguous": contiguous,
+    "striped": striped,
+    "zigzag": zigzag,
 }
 
 
-def _chunks(chosen: list[int], count: int, length: int) -> Segments:
-    """Return chosen chunks of `count`, the first ones longer by one as in `torch.tensor_split`."""
-    size, longer = divmod(length, count)
-    return _held([Segment(c * size + min(c, longer), 1, size + (c < longer)) for c in chosen])
-
-
-def _held(segments: list[Segment]) -> Segments:
-    return tuple(s for s in segments if s.length > 0)
+def _chunks(chosen: list[int], chunks: int, length: int) -> Segments:
+    """Return chosen ones of all chunks, the first ones longer by one as in `torch.tensor_split`."""
+    size, longer = divmod(length, chunks)
+    segments = []
+    for chunk in chosen:
+        start = chunk * size + min(chunk, longer)
+        segments.append(Segment(start, 1, size + (chunk < longer)))
+    return tuple(segments)
 
 
 def all_segments(layout: Layout, ring_size: int, length: int) -> tuple[Segments, ...]:
@@ -78,14 +83,18 @@ def all_segments(layout: Layout, ring_size: int, length: int) -> tuple[Segments,
     """
     if (problem := layout_problem(layout, ring_size, length)) is not None:
         raise ValueError(problem)
-    return (
-        layout.segments if isinstance(layout, AssignedLayout) else _named(layout, ring_size, length)
-    )
+    if isinstance(layout, AssignedLayout):
+        return layout.segments
+    return _segments_by_name(layout, ring_size, length)
 
 
 @lru_cache(maxsize=1024)
-def _named(layout: str, ring_size: int, length: int) -> tuple[Segments, ...]:
-    return tuple(LAYOUTS[layout](rank, ring_size, length) for rank in range(ring_size))
+def _segments_by_name(layout: str, ring_size: int, length: int) -> tuple[Segments, ...]:
+    by_rank = []
+    for rank in range(ring_size):
+        segments = LAYOUTS[layout](rank, ring_size, length)
+        by_rank.append(tuple(s for s in segments if s.length > 0))
+    return tuple(by_rank)
 
 
 @beartype
@@ -123,7 +132,8 @@ def layout_problem(
 ) -> str | None:
     """Say what is wrong with a layout, for so many ranks and tokens if given; None if nothing."""
     if isinstance(layout, AssignedLayout):
-        ranks, tokens = len(layout.segments), sum(map(count, layout.segments))
+        ranks = len(layout.segments)
+        tokens = sum(map(count, layout.segments))
         if ring_size in (None, ranks) and length in (None, tokens):
             return None
         return (

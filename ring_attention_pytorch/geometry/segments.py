@@ -5,10 +5,8 @@ document, and only pieces of one document ever meet.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -37,11 +35,6 @@ def segment_positions(segments: Segments, device: torch.device | None = None) ->
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=device)
 
 
-def starts_of(segments: Segments) -> list[tuple[int, Segment]]:
-    """Return each segment with the local index at which it starts."""
-    return list(zip(accumulate((s.length for s in segments), initial=0), segments))
-
-
 class Piece(NamedTuple):
     """A part of a segment in one document; its positions count the document's own tokens."""
 
@@ -52,18 +45,32 @@ class Piece(NamedTuple):
 Pieces = dict[int, list[Piece]]  # by document
 
 
-def pieces_at(segments: Segments, border: int) -> Iterator[Piece]:
-    """Yield segments as pieces, cut where they pass the border.
+def whole_pieces(segments: Segments) -> list[Piece]:
+    """Return each segment as a piece of one document."""
+    pieces = []
+    start = 0
+    for segment in segments:
+        pieces.append(Piece(start, segment))
+        start += segment.length
+    return pieces
+
+
+def pieces_at(segments: Segments, border: int) -> list[Piece]:
+    """Return segments as pieces, cut where they pass the border.
 
     >>> [tuple(piece.segment) for piece in pieces_at((Segment(1, 3, 4),), border=5)]
     [(1, 3, 2), (7, 3, 2)]
     """
-    for at, (start, stride, length) in starts_of(segments):
-        before = min(max(-(-(border - start) // stride), 0), length)
+    pieces = []
+    for first, (start, stride, length) in whole_pieces(segments):
+        before = -(-(border - start) // stride)
+        before = min(max(before, 0), length)
         if before > 0:
-            yield Piece(at, Segment(start, stride, before))
+            pieces.append(Piece(first, Segment(start, stride, before)))
         if before < length:
-            yield Piece(at + before, Segment(start + before * stride, stride, length - before))
+            after = Segment(start + before * stride, stride, length - before)
+            pieces.append(Piece(first + before, after))
+    return pieces
 
 
 class Run(NamedTuple):
@@ -99,45 +106,48 @@ class Documents:
     @cached_property
     def offsets(self) -> list[int]:
         """Positions in the sequence less those in the document, one number for each run."""
-        held: dict[int, int] = {}
-        found = []
+        lengths: dict[int, int] = {}  # of each document so far
+        offsets = []
         for document, start, stop in self.runs:
-            before = held.get(document, 0)
-            held[document] = before + stop - start
-            found.append(start - before)
-        return found
+            before = lengths.get(document, 0)
+            lengths[document] = before + stop - start
+            offsets.append(start - before)
+        return offsets
 
     def pieces(self, segments: Segments) -> Pieces:
         """Return the pieces of a rank's segments by document, made once."""
         if segments not in self._pieces:
-            found: Pieces = {}
-            for at, segment in starts_of(segments):
-                for document, piece in self._cut(at, segment):
-                    found.setdefault(document, []).append(piece)
-            self._pieces[segments] = found
+            self._pieces[segments] = self._cut(segments)
         return self._pieces[segments]
 
     def positions(self, segments: Segments) -> Tensor:
         """Return each held token's position in its document, int64 `[n]`."""
-        found = torch.empty(count(segments), dtype=torch.long)
+        positions = torch.empty(count(segments), dtype=torch.long)
         for pieces in self.pieces(segments).values():
             for start, segment in pieces:
-                found[start : start + segment.length] = segment_positions((segment,))
-        return found
+                positions[start : start + segment.length] = segment_positions((segment,))
+        return positions
 
     def head(self, length: int) -> "Documents":
         """Return the documents of the first so many tokens."""
-        kept = (run for run in self.runs if run.start < length)
-        return Documents(tuple(run._replace(stop=min(run.stop, length)) for run in kept))
+        runs = []
+        for document, start, stop in self.runs:
+            if start < length:
+                runs.append(Run(document, start, min(stop, length)))
+        return Documents(tuple(runs))
 
-    def _cut(self, at: int, segment: Segment) -> Iterator[tuple[int, Piece]]:
-        position, stride, length = segment
-        end, number = at + length, bisect_right(self.starts, position) - 1
-        while at < end:
-            document, _, stop = self.runs[number]
-            here = min(end - at, -(-(stop - position) // stride))
-            if here > 0:
-                of_it = Segment(position - self.offsets[number], stride, here)
-                yield document, Piece(at, of_it)
-                at, position = at + here, position + here * stride
-            number += 1
+    def _cut(self, segments: Segments) -> Pieces:
+        by_document: Pieces = {}
+        for first, (position, stride, length) in whole_pieces(segments):
+            end = first + length
+            number = bisect_right(self.starts, position) - 1
+            while first < end:
+                document, _, stop = self.runs[number]
+                inside = min(end - first, -(-(stop - position) // stride))
+                if inside > 0:
+                    segment = Segment(position - self.offsets[number], stride, inside)
+                    by_document.setdefault(document, []).append(Piece(first, segment))
+                    first += inside
+                    position += inside * stride
+                number += 1
+        return by_document

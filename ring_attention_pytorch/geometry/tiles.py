@@ -7,6 +7,8 @@ with a band each, and ranks never appear in a mask.
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import product
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from ring_attention_pytorch.geometry.segments import (
     Pieces,
     Segments,
     pieces_at,
-    starts_of,
+    whole_pieces,
 )
 
 
@@ -35,6 +37,9 @@ class Tile(NamedTuple):
     right: int | None
 
 
+_FULL = (None, None)  # bounds of a tile that hides nothing
+
+
 class Mask(NamedTuple):
     """A mask: which keys a query sees, by position. A window without `causal` reaches both ways."""
 
@@ -49,7 +54,7 @@ class Mask(NamedTuple):
         return self.documents is None and self.prefix is None
 
 
-def tiles(queries: Segments, keys: Segments, visible: Mask) -> tuple[Tile, ...]:
+def tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
     """Return the visible tiles of one block, as few and as large as can be, in order of rows.
 
     Zigzag, rank 1 of 2, its own keys: triangle, rectangle and triangle are one causal tile.
@@ -59,69 +64,83 @@ def tiles(queries: Segments, keys: Segments, visible: Mask) -> tuple[Tile, ...]:
     >>> tiles(mine, mine, Mask(causal=True))
     (Tile(rows=slice(0, 4, None), cols=slice(0, 4, None), left=None, right=0),)
     """
-    # a caller that needs tiles of passing masks again keeps them
-    return (_known if visible.lasting else _tiles)(queries, keys, visible)
+    if mask.lasting:
+        return _cached_tiles(queries, keys, mask)
+    return _tiles(queries, keys, mask)  # a caller that needs them again keeps them
 
 
-def _tiles(queries: Segments, keys: Segments, visible: Mask) -> tuple[Tile, ...]:
-    found = [tile for some in _by_document(queries, keys, visible) for tile in _join(some)]
-    return tuple(sorted(found, key=lambda t: (t.rows.start, t.cols.start)))
+def _tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
+    by_document: dict[int, list[Tile]] = {}
+    for document, tile in _visible_tiles(queries, keys, mask):
+        by_document.setdefault(document, []).append(tile)
+    joined = []
+    for of_document in by_document.values():
+        joined += _join(of_document)
+    return tuple(sorted(joined, key=attrgetter("rows.start", "cols.start")))
 
 
-_known = lru_cache(maxsize=65536)(_tiles)
+_cached_tiles = lru_cache(maxsize=65536)(_tiles)
 
 
-def _by_document(queries: Segments, keys: Segments, visible: Mask) -> Iterator[list[Tile]]:
-    """Yield the tiles of each document that has any."""
-    theirs = _pieces(keys, visible)
-    for document, mine in _pieces(queries, visible).items():
-        pairs = ((q, k) for q in mine for k in theirs.get(document, ()))
-        found = [tile for q, k in pairs if (tile := _tile(q, k, visible)) is not None]
-        if found:
-            yield found
+def _visible_tiles(queries: Segments, keys: Segments, mask: Mask) -> Iterator[tuple[int, Tile]]:
+    """Yield the tile of each pair of pieces that shows anything, with its document."""
+    of_keys = _pieces(keys, mask)
+    for document, of_queries in _pieces(queries, mask).items():
+        for query, key in product(of_queries, of_keys.get(document, ())):
+            tile = _tile_of_pair(query, key, mask)
+            if tile is not None:
+                yield document, tile
 
 
-def _pieces(segments: Segments, visible: Mask) -> Pieces:
-    if visible.documents is not None:
-        return visible.documents.pieces(segments)
-    if visible.prefix is not None:
-        return {0: list(pieces_at(segments, visible.prefix))}
-    return {0: [Piece(*each) for each in starts_of(segments)]}
+def _pieces(segments: Segments, mask: Mask) -> Pieces:
+    if mask.documents is not None:
+        return mask.documents.pieces(segments)
+    if mask.prefix is not None:
+        return {0: pieces_at(segments, mask.prefix)}
+    return {0: whole_pieces(segments)}
 
 
-def _tile(query: Piece, key: Piece, visible: Mask) -> Tile | None:
+def _tile_of_pair(query: Piece, key: Piece, mask: Mask) -> Tile | None:
     """Return the tile that one pair of pieces shows; None if it shows nothing."""
-    (row, q), (col, k) = query, key
+    row, q = query
+    col, k = key
     left = right = None
     # position of query i - position of key j = gap + stride * (i - j); segments of unequal
     # strides only ever meet without a mask
-    gap, stride = q.start - k.start, q.stride
-    if visible.window is not None:
-        left, right = (visible.window - gap) // stride, (visible.window + gap) // stride
-    within = visible.prefix is not None and max(q.start, k.start) < visible.prefix
-    if visible.causal and not within:
-        right = gap // stride
-    return _trimmed(slice(row, row + q.length), slice(col, col + k.length), left, right)
+    gap = q.start - k.start
+    if mask.window is not None:
+        left = (mask.window - gap) // q.stride
+        right = (mask.window + gap) // q.stride
+    in_prefix = mask.prefix is not None and max(q.start, k.start) < mask.prefix
+    if mask.causal and not in_prefix:
+        right = gap // q.stride
+    return trim(slice(row, row + q.length), slice(col, col + k.length), left, right)
 
 
-def _trimmed(rows: slice, cols: slice, left: int | None, right: int | None) -> Tile | None:
+def trim(rows: slice, cols: slice, left: int | None, right: int | None) -> Tile | None:
     """Return a band's tile without the rows and columns that see nothing, and without idle bounds.
 
     None is no tile: nothing is visible.
     """
-    n, m = rows.stop - rows.start, cols.stop - cols.start
-    left, right = n - 1 if left is None else left, m - 1 if right is None else right
+    n = rows.stop - rows.start
+    m = cols.stop - cols.start
+    if left is None:
+        left = n - 1
+    if right is None:
+        right = m - 1
     first_row, last_row = max(0, -right), min(n, m + left)
     first_col, last_col = max(0, -left), min(m, n + right)
     if first_row >= last_row or first_col >= last_col or left + right < 0:
         return None
-    left, right = left + first_col - first_row, right - first_col + first_row
-    return Tile(
-        slice(rows.start + first_row, rows.start + last_row),
-        slice(cols.start + first_col, cols.start + last_col),
-        None if left >= last_row - first_row - 1 else left,
-        None if right >= last_col - first_col - 1 else right,
-    )
+    left += first_col - first_row
+    right += first_row - first_col
+    if left >= last_row - first_row - 1:
+        left = None
+    if right >= last_col - first_col - 1:
+        right = None
+    rows = slice(rows.start + first_row, rows.start + last_row)
+    cols = slice(cols.start + first_col, cols.start + last_col)
+    return Tile(rows, cols, left, right)
 
 
 def buckets(tile: Tile, size: int) -> Iterator[Tile]:
@@ -135,12 +154,9 @@ def buckets(tile: Tile, size: int) -> Iterator[Tile]:
     rows, cols, left, right = tile
     for start in range(rows.start, rows.stop, size):
         above = start - rows.start
-        part = _trimmed(
-            slice(start, min(start + size, rows.stop)),
-            cols,
-            None if left is None else left - above,
-            None if right is None else right + above,
-        )
+        part_left = None if left is None else left - above
+        part_right = None if right is None else right + above
+        part = trim(slice(start, min(start + size, rows.stop)), cols, part_left, part_right)
         assert part is not None  # every row of a tile sees something
         yield part
 
@@ -148,8 +164,9 @@ def buckets(tile: Tile, size: int) -> Iterator[Tile]:
 def band(tile: Tile, device: torch.device) -> Tensor:
     """Return what a tile shows, as bool `[rows, columns]`."""
     rows, cols, left, right = tile
-    i = torch.arange(rows.stop - rows.start, device=device).unsqueeze(1)
-    offset = torch.arange(cols.stop - cols.start, device=device) - i
+    i = torch.arange(rows.stop - rows.start, device=device)
+    j = torch.arange(cols.stop - cols.start, device=device)
+    offset = j - i.unsqueeze(1)
     seen = torch.ones_like(offset, dtype=torch.bool)
     if left is not None:
         seen &= offset >= -left
@@ -158,94 +175,101 @@ def band(tile: Tile, device: torch.device) -> Tensor:
     return seen
 
 
-def _join(found: list[Tile]) -> list[Tile]:
+def _join(tiles: list[Tile]) -> list[Tile]:
     """Join neighbouring tiles, in near linear time: one large kernel call beats many small ones.
 
     Tiles side by side are joined first, for a query that is in one tile only has its result at
     once. The other way comes first if it joins more.
     """
-    by_rows, by_columns = _across(_down(_across(found))), _across(_down(found))
+    if len(tiles) == 1:
+        return tiles
+    by_rows = _join_across(_join_down(_join_across(tiles)))
+    by_columns = _join_across(_join_down(tiles))
     return by_rows if len(by_rows) <= len(by_columns) else by_columns
 
 
-def _across(found: list[Tile]) -> list[Tile]:
-    across: list[Tile] = []
-    for tile in sorted(found, key=lambda t: (t.rows.start, t.rows.stop, t.cols.start)):
-        across.append(tile)
-        while len(across) > 2 and (joined := _staircase(*across[-3:])) is not None:
-            across[-3:] = [joined]
-        if len(across) > 1 and (joined := _beside(*across[-2:])) is not None:
-            across[-2:] = [joined]
-    return across
+def _join_across(tiles: list[Tile]) -> list[Tile]:
+    """Join full tiles side by side, and staircases."""
+    joined: list[Tile] = []
+    for tile in sorted(tiles, key=attrgetter("rows.start", "rows.stop", "cols.start")):
+        joined.append(tile)
+        while len(joined) > 2 and _is_staircase(*joined[-3:]):
+            joined[-3:] = [_spanned(joined[-3], joined[-1], right=0)]
+        if len(joined) > 1:
+            a, b = joined[-2:]
+            beside = a.rows == b.rows and a.cols.stop == b.cols.start
+            if beside and a[2:] == b[2:] == _FULL:
+                joined[-2:] = [_spanned(a, b, right=None)]
+    return joined
 
 
-def _down(found: list[Tile]) -> list[Tile]:
-    down: list[Tile] = []
-    for tile in sorted(found, key=lambda t: (t.cols.start, t.cols.stop, t.rows.start)):
-        down.append(tile)
-        if len(down) > 1 and (joined := _below(*down[-2:])) is not None:
-            down[-2:] = [joined]
-    return down
+def _join_down(tiles: list[Tile]) -> list[Tile]:
+    """Join full tiles, one below the other."""
+    joined: list[Tile] = []
+    for tile in sorted(tiles, key=attrgetter("cols.start", "cols.stop", "rows.start")):
+        joined.append(tile)
+        if len(joined) > 1:
+            a, b = joined[-2:]
+            below = a.cols == b.cols and a.rows.stop == b.rows.start
+            if below and a[2:] == b[2:] == _FULL:
+                joined[-2:] = [_spanned(a, b, right=None)]
+    return joined
 
 
-def _beside(a: Tile, b: Tile) -> Tile | None:
-    """Join two full tiles side by side; None if they are not."""
-    if (*a[2:], *b[2:]) != (None,) * 4 or a.rows != b.rows or a.cols.stop != b.cols.start:
-        return None
-    return a._replace(cols=slice(a.cols.start, b.cols.stop))
+def _spanned(first: Tile, last: Tile, right: int | None) -> Tile:
+    """Return the tile from the top left of the first to the bottom right of the last."""
+    rows = slice(first.rows.start, last.rows.stop)
+    cols = slice(first.cols.start, last.cols.stop)
+    return Tile(rows, cols, None, right)
 
 
-def _below(a: Tile, b: Tile) -> Tile | None:
-    """Join two full tiles, one below the other; None if they are not."""
-    if (*a[2:], *b[2:]) != (None,) * 4 or a.cols != b.cols or a.rows.stop != b.rows.start:
-        return None
-    return a._replace(rows=slice(a.rows.start, b.rows.stop))
-
-
-def _staircase(a: Tile, b: Tile, c: Tile) -> Tile | None:
-    """Join a causal square, the full tile below it and the causal square beside that."""
-    full_below = b[2:] == (None, None) and b.cols == a.cols and b.rows.start == a.rows.stop
+def _is_staircase(a: Tile, b: Tile, c: Tile) -> bool:
+    """Tell whether b is full, below the causal square a, and beside the causal square c."""
+    below = b.cols == a.cols and b.rows.start == a.rows.stop
     beside = c.rows == b.rows and c.cols.start == b.cols.stop
-    if not (full_below and beside and _is_causal_square(a) and _is_causal_square(c)):
-        return None
-    return Tile(slice(a.rows.start, c.rows.stop), slice(a.cols.start, c.cols.stop), None, 0)
+    if not (below and beside and b[2:] == _FULL):
+        return False
+    return _is_causal_square(a) and _is_causal_square(c)
 
 
-def _is_causal_square(t: Tile) -> bool:
+def _is_causal_square(tile: Tile) -> bool:
     """Tell whether a tile is a causal square.
 
     One query and its own key are causal, too, though nothing is hidden.
     """
-    n = t.rows.stop - t.rows.start
-    return t.cols.stop - t.cols.start == n and (
-        t[2:] == (None, 0) or (n == 1 and t[2:] == (None, None))
-    )
+    n = tile.rows.stop - tile.rows.start
+    if tile.cols.stop - tile.cols.start != n:
+        return False
+    return tile[2:] == (None, 0) or (n == 1 and tile[2:] == _FULL)
 
 
-def visible_pairs(found: Sequence[Tile]) -> int:
+def visible_pairs(tiles: Sequence[Tile]) -> int:
     """Count the (query, key) pairs that the tiles show: the work of a block.
 
     >>> visible_pairs([Tile(slice(0, 3), slice(0, 3), None, 0)])
     6
     """
-    return sum(
-        _pairs(t.rows.stop - t.rows.start, t.cols.stop - t.cols.start, *t[2:]) for t in found
-    )
+    pairs = 0
+    for rows, cols, left, right in tiles:
+        n = rows.stop - rows.start
+        m = cols.stop - cols.start
+        pairs += n * m - _hidden_pairs(n, m, right) - _hidden_pairs(m, n, left)
+    return pairs
 
 
-def _pairs(n: int, m: int, left: int | None, right: int | None) -> int:
-    def hidden(rows: int, cols: int, bound: int | None) -> int:
-        """Count the pairs beyond a bound on one side, a trapezium of the rectangle."""
-        if bound is None:
-            return 0
-        longest, steps = cols - 1 - bound, min(rows, cols - 1 - bound)
-        return steps * longest - steps * (steps - 1) // 2 if steps > 0 else 0
-
-    return n * m - hidden(n, m, right) - hidden(m, n, left)
+def _hidden_pairs(rows: int, cols: int, bound: int | None) -> int:
+    """Count the pairs beyond a bound on one side, a trapezium of the rectangle."""
+    if bound is None:
+        return 0
+    longest = cols - 1 - bound
+    steps = min(rows, longest)
+    if steps <= 0:
+        return 0
+    return steps * longest - steps * (steps - 1) // 2
 
 
 def needed_distances(
-    queries: tuple[Segments, ...], keys: tuple[Segments, ...], visible: Mask
+    queries: tuple[Segments, ...], keys: tuple[Segments, ...], mask: Mask
 ) -> tuple[int, ...]:
     """Return the ring distances t at which some rank r needs the keys of rank r - t; 0 always.
 
@@ -256,11 +280,11 @@ def needed_distances(
     >>> needed_distances(four, four, Mask(causal=True, window=3))
     (0, 1, 3)
     """
-    ring_size = len(queries)
-    if visible.window is None and visible.documents is None:
-        return tuple(range(ring_size))
-    return (0,) + tuple(
-        t
-        for t in range(1, ring_size)
-        if any(any(_by_document(queries[r], keys[r - t], visible)) for r in range(ring_size))
-    )
+    ranks = range(len(queries))
+    if mask.window is None and mask.documents is None:
+        return tuple(ranks)
+    needed = [0]
+    for t in ranks[1:]:
+        if any(any(_visible_tiles(queries[r], keys[r - t], mask)) for r in ranks):
+            needed.append(t)
+    return tuple(needed)
