@@ -249,8 +249,8 @@ MUTANTS = [
         "whole._waits += self._waits", "",
     ),
     Mutant(
-        "what documents need is kept when they are gone", "schedule/pieces.py:_known",
-        "(keeping if blocks.lasting else make)", "(keeping or make)",
+        "what documents need is kept when they are gone", "schedule/pieces.py:_cached",
+        "if workload.lasting:", "if True:",
     ),
     Mutant(
         "shelves stay that graphs of ours outgrew", "runtime/streams.py:captures_for_good",
@@ -342,15 +342,15 @@ MUTANTS = [
     ),
     Mutant(
         "the second stage brings what the first did", "schedule/pieces.py:in_two_stages",
-        "others[half:]", "others[:half]",
+        "one_by_one[half:]", "one_by_one[:half]",
     ),
     Mutant(
         "keys come in stages where they are in time", "schedule/pieces.py:keys_come_late",
-        "mine < others for", "mine > others for",
+        "own < _FLOPS_A_BYTE", "own > _FLOPS_A_BYTE",
     ),
     Mutant(
         "keys come in stages where some have none of their own",
-        "schedule/pieces.py:keys_come_late", "min(own) > 0 and", "",
+        "schedule/pieces.py:keys_come_late", "own == 0", "own < 0",
     ),
     # graphs
     Mutant(
@@ -522,15 +522,15 @@ MUTANTS = [
     ),
     Mutant(
         "pieces in no order", "schedule/pieces.py:needed",
-        "key=lambda piece: (piece.segment.start, piece.owner)", "key=lambda piece: 0",
+        "key=lambda chunk: (chunk.segment.start, chunk.owner)", "key=lambda chunk: 0",
     ),
     Mutant(
         "positions from the owner's first key on", "schedule/pieces.py:needed",
         "Segment(position + (first - start) * stride,", "Segment(position,",
     ),
     Mutant(
-        "pieces with a gap joined", "schedule/pieces.py:_follows",
-        "b.start == a.start + a.stride * a.length", "b.start >= a.start + a.stride * a.length",
+        "pieces with a gap joined", "schedule/pieces.py:joined",
+        "start == end", "start >= end",
     ),
     Mutant(
         "a message's tensors overlap", "comm/messages.py:_starts",
@@ -564,23 +564,23 @@ MUTANTS = [
     ),
     Mutant(
         "few tokens have as many calls as others", "schedule/pieces.py:is_few",
-        "seen * job.pair_flops <= _FEW", "seen * job.pair_flops < 0",
+        "pairs * shape.pair_flops <= _LATENCY_BOUND", "pairs < 0",
     ),
     Mutant(
         "few are counted whatever their keys weigh", "schedule/pieces.py:is_few",
-        "* job.token_bytes > _SOON_COPIED", "< 0",
+        "* shape.token_bytes > _SOON_COPIED", "< 0",
     ),
     Mutant(
         "few are counted without their mask", "schedule/pieces.py:is_few",
-        "/ (1 + visible.causal)", "/ 1",
+        "/ (1 + mask.causal)", "/ 1",
     ),
     Mutant(
         "few are counted without their window", "schedule/pieces.py:is_few",
-        "most = min(most, (2 - visible.causal) * visible.window + 1)", "pass",
+        "keys_seen = min(keys_seen, (2 - mask.causal) * mask.window + 1)", "pass",
     ),
     Mutant(
         "few are counted without their documents", "schedule/pieces.py:is_few",
-        "if visible.documents is not None: whole", "if False: whole",
+        "if mask.documents is not None: whole", "if False: whole",
     ),
     Mutant(
         "keys come together though not all at once", "comm/transports.py:make_together",
@@ -606,7 +606,7 @@ MUTANTS = [
     Mutant(
         "few tokens' graphs have calls that wait for one another",
         "plan/ring_plan.py:_coming",
-        "made.overtaken or is_short", "(few or made).overtaken or is_short",
+        "made.overtaken or is_small", "(few or made).overtaken or is_small",
     ),
     Mutant(
         "keys that come together are read before all have come",
@@ -665,7 +665,7 @@ MUTANTS = [
     ),
     Mutant(
         "everybody's gradients added by every owner", "schedule/pieces.py:places",
-        "if piece.owner == owner:", "if True:",
+        "if chunk.owner == owner:", "if True:",
     ),
     # heads and sequence
     Mutant(

@@ -719,7 +719,7 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
     for *bounds, found in (
         (flops, copied, few), (flops - 1, copied, many), (flops, copied - 1, many)
     ):  # fmt: skip
-        monkeypatch.setattr(pieces, "_FEW", bounds[0])
+        monkeypatch.setattr(pieces, "_LATENCY_BOUND", bounds[0])
         monkeypatch.setattr(pieces, "_SOON_COPIED", bounds[1])
         assert threads.run(4, main)[0] == [[found, many]] * 4
 
@@ -782,7 +782,7 @@ def test_plans_know_their_own_transport():
 def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
     """By the transport of their graphs, if not by their own."""
     q = torch.randn(1, 8, 2, 4)
-    patch.setattr(pieces, "_SHORT", -1)
+    patch.setattr(pieces, "_SMALL", -1)
     for overtaken in (False, True):
         few, made = (SimpleNamespace(overtaken=on) for on in (False, overtaken))
         patch.setattr(ring_plan, "make_transport", lambda *_, made=made: made)
@@ -797,12 +797,12 @@ def test_few_may_be_short(monkeypatch):
 def test_long_calls_go_one_after_another(monkeypatch):
     long = [torch.randn(1, 8, 2, 4) for _ in range(3)]
     for most, short in ((2 * 64 * 2 * 8, True), (2 * 64 * 2 * 8 - 1, False)):
-        monkeypatch.setattr(pieces, "_SHORT", most)
+        monkeypatch.setattr(pieces, "_SMALL", most)
         assert RingPlan.make(*long, causal=True).short == short
     held = ((Segment(0, 1, 8),),)
     blocks, job = Workload(held, held, Mask(causal=True)), KVShape(1, 2, 2, 4, 4, itemsize=4)
-    monkeypatch.setattr(pieces, "_UNDIVIDED", 64 * job.pair_flops)
-    assert [pieces.is_short(blocks, job, undivided) for undivided in (False, True)] == [False, True]
+    monkeypatch.setattr(pieces, "_SMALL_UNDIVIDED", 64 * job.pair_flops)
+    assert [pieces.is_small(blocks, job, undivided) for undivided in (False, True)] == [False, True]
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])

@@ -53,7 +53,7 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.scores import per_head_problem
 from ring_attention_pytorch.runtime.torch_func import outside_transforms
 from ring_attention_pytorch.schedule.cost import Hardware
-from ring_attention_pytorch.schedule.pieces import KVShape, Workload, is_short
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload, is_small
 
 
 @dataclass(frozen=True)
@@ -375,8 +375,8 @@ def _coming(
     at_once = owners_at_once(memory, blocks, job)
     name, machine = select_transport(options.transport, ring, mine.kernel, blocks, job, at_once, q)
     over = ring if swap is None else swap.ring
-    yields = alike and mine.kernel.preemptible and is_short(blocks, job, undivided=True)
+    yields = alike and mine.kernel.preemptible and is_small(blocks, job, undivided=True)
     made = make_transport(name, over, blocks, at_once, job, q.device, yields)
     few = make_together(made, blocks, job)
-    short = alike and (made.overtaken or is_short(blocks, job))
+    short = alike and (made.overtaken or is_small(blocks, job))
     return _Coming(few or made, few and made, name, machine, memory, at_once, job, short)

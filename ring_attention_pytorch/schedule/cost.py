@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.geometry.tiles import Tile, tiles, visible_pairs
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload, joined, needed
 
@@ -62,148 +63,185 @@ class Cost(NamedTuple):
         return self.ideal / (self.forward + self.backward)
 
 
-def ring_steps(blocks: Workload, rank: int, domain: int) -> list[Step]:
+def ring_steps(workload: Workload, rank: int, domain: int) -> list[Step]:
     """List the steps of a ring: own block, then each hop, which is as slow as its slowest link."""
-    size = len(blocks.keys)
+    ring_size = len(workload.keys)
+    queries = workload.queries[rank]
     steps = []
-    for here, distance in pairwise((0, *blocks.distances)):
-        owner = (rank - distance) % size
-        found = tiles(blocks.queries[rank], blocks.keys[owner], blocks.visible)
-        tokens = 0 if distance == 0 else sum(s.length for s in blocks.keys[owner])
-        crosses = size > domain or distance - here >= domain
-        steps.append(_step(found, *((0, tokens) if crosses else (tokens, 0))))
+    before = 0
+    for distance in workload.distances:
+        keys = workload.keys[(rank - distance) % ring_size]
+        visible = tiles(queries, keys, workload.visible)
+        tokens = 0 if distance == 0 else count(keys)
+        if ring_size > domain or distance - before >= domain:
+            steps.append(_step(visible, near=0, far=tokens))
+        else:
+            steps.append(_step(visible, near=tokens, far=0))
+        before = distance
     return steps
 
 
-def gather_steps(blocks: Workload, rank: int, domain: int, at_once: int) -> list[Step]:
+def gather_steps(workload: Workload, rank: int, domain: int, at_once: int) -> list[Step]:
     """List the steps of a gather: own block, then each group of owners."""
-    own = tiles(blocks.queries[rank], blocks.keys[rank], blocks.visible)
-    steps = [_step(own, 0, 0)]
-    for chosen in blocks.others(at_once):
-        tokens = [0, 0]  # from within the domain, and from outside
-        pieces = needed(rank, blocks, chosen)
-        for piece in pieces:
-            tokens[piece.owner // domain != rank // domain] += piece.segment.length
-        if pieces:
-            found = tiles(blocks.queries[rank], joined(pieces), blocks.visible)
-            steps.append(_step(found, *tokens))
+    queries = workload.queries[rank]
+    own = tiles(queries, workload.keys[rank], workload.visible)
+    steps = [_step(own, near=0, far=0)]
+    for distances in workload.others(at_once):
+        chunks = needed(rank, workload, distances)
+        if not chunks:
+            continue
+        near = far = 0
+        for chunk in chunks:
+            if chunk.owner // domain == rank // domain:
+                near += chunk.segment.length
+            else:
+                far += chunk.segment.length
+        visible = tiles(queries, joined(chunks), workload.visible)
+        steps.append(_step(visible, near, far))
     return steps
 
 
-def _step(found: Sequence[Tile], near: int, far: int) -> Step:
-    rows = sum(t.rows.stop - t.rows.start for t in found)
-    return Step(near, far, visible_pairs(found), rows, len(found))
+def _step(tiles: Sequence[Tile], near: int, far: int) -> Step:
+    rows = sum(tile.rows.stop - tile.rows.start for tile in tiles)
+    return Step(near, far, visible_pairs(tiles), rows, len(tiles))
 
 
-def predict(transport: str, steps: Sequence[Step], job: KVShape, machine: Hardware = H200) -> Cost:
+def predict(
+    transport: str, steps: Sequence[Step], shape: KVShape, machine: Hardware = H200
+) -> Cost:
     """Predict the cost of these steps: what comes next is under way while a step computes.
 
     Backward the same keys come again, and gradients go the other way. In a ring they go along with
     the keys, in float32; in a gather they go after each step, in `rowwise.wire_dtype`.
     """
-    hidden = _ring_time if transport == "ring" else _gather_time
-    grad = job.wide_bytes if transport == "ring" else job.grad_bytes
-    forward = hidden(steps, job, machine, 1.0 / machine.forward, 0)
-    backward = hidden(steps, job, machine, 2.5 / machine.backward, grad)
-    tokens = sum(s.near + s.far for s in steps)
-    flops = job.pair_flops * sum(s.pairs for s in steps)
+    if transport == "ring":
+        seconds, grad_bytes = _ring_seconds, shape.wide_bytes
+    else:
+        seconds, grad_bytes = _gather_seconds, shape.grad_bytes
+    tokens = calls = pairs = 0
+    for step in steps:
+        tokens += step.near + step.far
+        calls += step.calls
+        pairs += step.pairs
+    flops = shape.pair_flops * pairs
     return Cost(
-        forward, backward, flops / machine.forward + 2.5 * flops / machine.backward,
-        tokens * (2 * job.token_bytes + grad), sum(s.calls for s in steps),
-    )  # fmt: skip
-
-
-def _compute(step: Step, job: KVShape, machine: Hardware, second_a_flop: float) -> float:
-    traffic = step.rows * job.row_bytes / machine.memory
-    return step.pairs * job.pair_flops * second_a_flop + step.calls * machine.call + traffic
-
-
-def _ring_time(
-    steps: Sequence[Step], job: KVShape, machine: Hardware, second_a_flop: float, grad: int
-) -> float:
-    times = [_compute(s, job, machine, second_a_flop) for s in steps]
-    hops = [_hop(s.near, s.far, job.token_bytes, machine) for s in steps[1:]]
-    backs = [_hop(s.near, s.far, grad, machine) if grad else 0.0 for s in steps[1:]]
-    # keys of the next step and gradients of the previous one travel while a step computes
-    total = sum(
-        max(time, hop + back) for time, hop, back in zip(times, hops, [0.0, *backs], strict=False)
+        forward=seconds(steps, shape, machine, 1.0 / machine.forward, 0),
+        backward=seconds(steps, shape, machine, 2.5 / machine.backward, grad_bytes),
+        ideal=flops / machine.forward + 2.5 * flops / machine.backward,
+        received=tokens * (2 * shape.token_bytes + grad_bytes),
+        calls=calls,
     )
-    return total + times[-1] + (backs[-1] if backs else 0.0)
 
 
-def _hop(near: int, far: int, each: int, machine: Hardware) -> float:
-    if far:
-        return machine.network_hop + far * each / machine.network
-    return _between_neighbours(near * each, machine.hops) if near else 0.0
+def _compute_seconds(step: Step, shape: KVShape, machine: Hardware, seconds_a_flop: float) -> float:
+    kernel = step.pairs * shape.pair_flops * seconds_a_flop
+    merge = step.rows * shape.row_bytes / machine.memory
+    return kernel + step.calls * machine.call + merge
 
 
-def _between_neighbours(nbytes: float, hops: Sequence[tuple[int, float]]) -> float:
-    """Return the seconds of a hop, interpolated; beyond the last one measured at its speed."""
-    for (a, start), (b, end) in pairwise(hops):
-        if nbytes <= b:
-            return start + (nbytes - a) * (end - start) / (b - a)
-    return nbytes * hops[-1][1] / hops[-1][0]
-
-
-def _gather_time(
-    steps: Sequence[Step], job: KVShape, machine: Hardware, second_a_flop: float, grad: int
+def _ring_seconds(
+    steps: Sequence[Step],
+    shape: KVShape,
+    machine: Hardware,
+    seconds_a_flop: float,
+    grad_bytes: int,
 ) -> float:
-    beside = len(steps) == 2  # with one group, calls go side by side
-    machine = machine._replace(call=machine.call * (_BESIDE if beside else 1.0))
-    times = [_compute(step, job, machine, second_a_flop) for step in steps]
-    coming = [_pull(s, job.token_bytes, machine) for s in steps[1:]]
-    if beside and grad:  # half of own keys is computed while gradients travel
-        own, others = times
-        return max(own / 2, *coming) + others + max(own / 2, _pull(steps[1], grad, machine))
-    if beside and not steps[1].far:  # half of theirs is computed while the other half comes
-        (own, others), (pull,) = times, coming
-        return max(max(own, pull / 2) + others / 2, pull) + others / 2
-    total, home = 0.0, 0.0
-    for step, time, pull in zip(steps, times, [*coming, 0.0]):
+    total = home = 0.0
+    computes = _compute_seconds(steps[0], shape, machine, seconds_a_flop)
+    # keys of the next step and gradients of the previous one travel while a step computes
+    for step in steps[1:]:
+        total += max(computes, _hop_seconds(step, shape.token_bytes, machine) + home)
+        if grad_bytes:
+            home = _hop_seconds(step, grad_bytes, machine)
+        computes = _compute_seconds(step, shape, machine, seconds_a_flop)
+    return total + computes + home
+
+
+def _hop_seconds(step: Step, token_bytes: int, machine: Hardware) -> float:
+    """Return the seconds of a hop, interpolated; beyond the last one measured at its speed."""
+    if step.far:
+        return machine.network_hop + step.far * token_bytes / machine.network
+    if step.near == 0:
+        return 0.0
+    nbytes = step.near * token_bytes
+    for (less, start), (more, end) in pairwise(machine.hops):
+        if nbytes <= more:
+            return start + (nbytes - less) * (end - start) / (more - less)
+    most, longest = machine.hops[-1]
+    return nbytes * longest / most
+
+
+def _gather_seconds(
+    steps: Sequence[Step],
+    shape: KVShape,
+    machine: Hardware,
+    seconds_a_flop: float,
+    grad_bytes: int,
+) -> float:
+    one_round = len(steps) == 2  # calls go side by side
+    if one_round:
+        machine = machine._replace(call=machine.call * _BESIDE)
+    computes = [_compute_seconds(step, shape, machine, seconds_a_flop) for step in steps]
+    pulls = [_pull_seconds(step, shape.token_bytes, machine) for step in steps[1:]]
+    if one_round and grad_bytes:  # half of own keys is computed while gradients travel
+        own, others = computes
+        home = _pull_seconds(steps[1], grad_bytes, machine)
+        return max(own / 2, pulls[0]) + others + max(own / 2, home)
+    if one_round and not steps[1].far:  # half of theirs is computed while the other half comes
+        own, others = computes
+        half_of_theirs = max(own, pulls[0] / 2) + others / 2
+        return max(half_of_theirs, pulls[0]) + others / 2
+    total = home = 0.0
+    for step, time, pull in zip(steps, computes, [*pulls, 0.0]):
         total += max(time, pull + home)
-        home = _pull(step, grad, machine) if grad else 0.0
+        if grad_bytes:
+            home = _pull_seconds(step, grad_bytes, machine)
     return total + home
 
 
-def _pull(step: Step, each: int, machine: Hardware) -> float:
+def _pull_seconds(step: Step, token_bytes: int, machine: Hardware) -> float:
     """Return the seconds to pull a step's keys: near and far ones at once, over different links."""
-    wire = machine.network_hop + step.far * each / machine.network if step.far else 0.0
-    return max(step.near * each / machine.pull, wire)
+    near = step.near * token_bytes / machine.pull
+    if step.far == 0:
+        return near
+    return max(near, machine.network_hop + step.far * token_bytes / machine.network)
 
 
-def swap_seconds(tokens: int, job: KVShape, degree: int, machine: Hardware = H200) -> float:
+def swap_seconds(tokens: int, shape: KVShape, degree: int, machine: Hardware = H200) -> float:
     """Return the seconds to swap heads for sequence and back, forward and backward.
 
     `tokens` is how many queries, and how many keys, a rank has.
     """
     if degree == 1:
         return 0.0
-    queries = job.batch * job.heads * (job.d + job.d_v) * job.itemsize
-    one_way = tokens * (queries + job.token_bytes) * (degree - 1) / degree
-    return 2 * one_way / (machine.swap if degree <= machine.domain else machine.network)
+    query_bytes = shape.batch * shape.heads * (shape.d + shape.d_v) * shape.itemsize
+    one_way = tokens * (query_bytes + shape.token_bytes) * (degree - 1) / degree
+    speed = machine.swap if degree <= machine.domain else machine.network
+    return 2 * one_way / speed
 
 
 def costs(
-    blocks: Workload, job: KVShape, at_once: int, machine: Hardware = H200
+    workload: Workload, shape: KVShape, at_once: int, machine: Hardware = H200
 ) -> dict[str, Cost]:
     """Predict the cost of each transport for a rank in the middle of the ring."""
-    rank = len(blocks.keys) // 2
-    steps = {
-        "ring": ring_steps(blocks, rank, machine.domain),
-        "gather": gather_steps(blocks, rank, machine.domain, at_once),
+    rank = len(workload.keys) // 2
+    ring = ring_steps(workload, rank, machine.domain)
+    gather = gather_steps(workload, rank, machine.domain, at_once)
+    return {
+        "ring": predict("ring", ring, shape, machine),
+        "gather": predict("gather", gather, shape, machine),
     }
-    return {name: predict(name, found, job, machine) for name, found in steps.items()}
 
 
 def choose_transport(
-    blocks: Workload, job: KVShape, at_once: int, machine: Hardware | None = H200
+    workload: Workload, shape: KVShape, at_once: int, machine: Hardware | None = H200
 ) -> str:
     """Choose the transport for a plan that names none: a pure function, so the same on all ranks.
 
     A machine of None stands for a CPU, and gives "ring": there nothing runs beside the kernels, so
     fewer, later messages gain nothing.
     """
-    if machine is None or len(blocks.keys) == 1:
+    if machine is None or len(workload.keys) == 1:
         return "ring"
-    found = costs(blocks, job, at_once, machine)
-    return min(found, key=lambda name: found[name].forward + found[name].backward)
+    by_transport = costs(workload, shape, at_once, machine)
+    return min(by_transport, key=lambda name: sum(by_transport[name][:2]))

@@ -3,18 +3,19 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, wraps
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
-from ring_attention_pytorch.geometry.layouts import Segment, Segments, count
+from ring_attention_pytorch.geometry.segments import Segment, Segments, count, whole_pieces
 from ring_attention_pytorch.geometry.tiles import Mask, needed_distances, tiles, visible_pairs
 
 _T = TypeVar("_T")
-_SHORT, _UNDIVIDED = 2e13, 2e14  # FLOPs forward, if nothing were hidden
-_FEW = 1e12  # FLOPs forward: 6 ms with backward, which a host takes to launch overlapping calls
+_SMALL, _SMALL_UNDIVIDED = 2e13, 2e14  # FLOPs forward, if nothing were hidden
+# FLOPs forward: 6 ms with backward, which a host takes to launch overlapping calls
+_LATENCY_BOUND = 1e12
 _SOON_COPIED = 2**26  # bytes of own keys: with their gradients 0.1 ms of an H200's memory
-_MEANWHILE = 1800  # FLOPs of a kernel while a byte comes: an H200's 600 TFLOP/s over 330 GB/s
-_MEANWHILE_BACK = 1600  # the same backward, at 525 TFLOP/s
+_FLOPS_A_BYTE = 1800  # of a kernel while a byte comes: an H200's 600 TFLOP/s over 330 GB/s
+_FLOPS_A_BYTE_BACK = 1600  # backward, at 525 TFLOP/s
 
 
 class Workload(NamedTuple):
@@ -37,25 +38,29 @@ class Workload(NamedTuple):
     @property
     def distances(self) -> tuple[int, ...]:
         """Distances behind a rank at which owners are that anyone needs, 0 first."""
-        each = self.apart or (self.visible,)
-        found = (needed_distances(self.queries, self.keys, seen) for seen in each)
-        return tuple(sorted(set().union(*found)))
+        distances: set[int] = set()
+        for mask in self.apart or (self.visible,):
+            distances.update(needed_distances(self.queries, self.keys, mask))
+        return tuple(sorted(distances))
 
     def others(self, at_once: int) -> Iterator[tuple[int, ...]]:
         """Yield the distances without 0, `at_once` at a time."""
-        _, *others = self.distances
-        return (tuple(others[i : i + at_once]) for i in range(0, len(others), at_once))
+        others = self.distances[1:]
+        for first in range(0, len(others), at_once):
+            yield others[first : first + at_once]
 
 
-def _known(make: Callable[..., _T]) -> Callable[..., _T]:
+def _cached(make: Callable[..., _T]) -> Callable[..., _T]:
     """Cache a function's results for workloads that will come again."""
-    keeping = lru_cache(maxsize=1024)(make)
+    of_lasting = lru_cache(maxsize=1024)(make)
 
     @wraps(make)
-    def found(blocks: Workload, *how: Any, **named: Any) -> _T:
-        return (keeping if blocks.lasting else make)(blocks, *how, **named)
+    def cached(workload: Workload, *args: Any, **kwargs: Any) -> _T:
+        if workload.lasting:
+            return of_lasting(workload, *args, **kwargs)
+        return make(workload, *args, **kwargs)
 
-    return found
+    return cached
 
 
 class KVShape(NamedTuple):
@@ -95,35 +100,36 @@ class KVShape(NamedTuple):
         return self.batch * self.heads * self.d_v * (2 * 4 + self.itemsize)
 
 
-def is_short(blocks: Workload, job: KVShape, undivided: bool = False) -> bool:
+def is_small(workload: Workload, shape: KVShape, undivided: bool = False) -> bool:
     """Tell whether ranks have so little to compute that the ends of calls are much of it.
 
     That is at most 16384 queries a rank, of 32 heads of size 128, over four ranks: 10 ms of an
     H200. It is ten times the FLOPs where own keys are `undivided` backward, which spares calls of a
     kernel.
     """
-    pairs = max(map(count, blocks.queries)) * sum(map(count, blocks.keys))
-    return pairs * job.pair_flops <= (_UNDIVIDED if undivided else _SHORT)
+    pairs = max(map(count, workload.queries)) * sum(map(count, workload.keys))
+    most = _SMALL_UNDIVIDED if undivided else _SMALL
+    return pairs * shape.pair_flops <= most
 
 
-def is_few(blocks: Workload, job: KVShape) -> bool:
+def is_few(workload: Workload, shape: KVShape) -> bool:
     """Tell whether a GPU computes no longer than the host takes to launch calls that overlap.
 
     Own keys must be soon copied, too. That is at most 4096 queries a rank, of 32 heads of size 128,
     over four ranks under a causal mask; of short documents 16384, with 8 key heads.
     """
-    queries, keys, visible, _ = blocks
-    if max(map(count, keys)) * job.token_bytes > _SOON_COPIED:
+    queries, keys, mask, _ = workload
+    if max(map(count, keys)) * shape.token_bytes > _SOON_COPIED:
         return False
-    if visible.documents is not None:
+    if mask.documents is not None:
         whole = (Segment(0, 1, sum(map(count, queries))),)  # whichever rank holds what of it
-        seen = visible_pairs(tiles(whole, whole, visible)) / len(queries)
+        pairs = visible_pairs(tiles(whole, whole, mask)) / len(queries)
     else:
-        most = sum(map(count, keys)) / (1 + visible.causal)
-        if visible.window is not None:
-            most = min(most, (2 - visible.causal) * visible.window + 1)
-        seen = max(map(count, queries)) * most
-    return seen * job.pair_flops <= _FEW
+        keys_seen = sum(map(count, keys)) / (1 + mask.causal)
+        if mask.window is not None:
+            keys_seen = min(keys_seen, (2 - mask.causal) * mask.window + 1)
+        pairs = max(map(count, queries)) * keys_seen
+    return pairs * shape.pair_flops <= _LATENCY_BOUND
 
 
 class Chunk(NamedTuple):
@@ -161,45 +167,49 @@ class Round(NamedTuple):
     @property
     def at_once(self) -> "Round":
         """This round in one stage."""
-        parts = tuple((slice(0, tokens(coming)),) for coming in self.pieces)
+        parts = tuple((slice(0, tokens(chunks)),) for chunks in self.pieces)
         return Round((self.distances,), self.pieces, parts)
 
 
-def slice_segments(segments: Segments, at: slice) -> Segments:
+def slice_segments(segments: Segments, span: slice) -> Segments:
     """Return the positions of some of the tokens held, one after another.
 
     >>> slice_segments((Segment(0, 1, 4), Segment(12, 1, 4)), slice(3, 6))
     (Segment(start=3, stride=1, length=1), Segment(start=12, stride=1, length=2))
     """
-    found, start = [], 0
+    inside = []
+    start = 0
     for position, stride, length in segments:
-        first, last = max(at.start - start, 0), min(at.stop - start, length)
+        first = max(span.start - start, 0)
+        last = min(span.stop - start, length)
         if first < last:
-            found.append(Segment(position + first * stride, stride, last - first))
+            inside.append(Segment(position + first * stride, stride, last - first))
         start += length
-    return tuple(found)
+    return tuple(inside)
 
 
-def of_owner(pieces: Chunks, owner: int) -> Chunks:
-    """Return the pieces of one owner."""
-    return tuple(p for p in pieces if p.owner == owner)
+def of_owner(chunks: Chunks, owner: int) -> Chunks:
+    """Return the chunks of one owner."""
+    return tuple(chunk for chunk in chunks if chunk.owner == owner)
 
 
-def places(pieces: Chunks, owner: int) -> Iterator[tuple[Chunk, slice]]:
-    """Yield one owner's pieces, and where each lies among all pieces one after another."""
-    starts = accumulate((piece.segment.length for piece in pieces), initial=0)
-    for start, piece in zip(starts, pieces):
-        if piece.owner == owner:
-            yield piece, slice(start, start + piece.segment.length)
+def places(chunks: Chunks, owner: int) -> Iterator[tuple[Chunk, slice]]:
+    """Yield one owner's chunks, and where each lies among all chunks one after another."""
+    start = 0
+    for chunk in chunks:
+        stop = start + chunk.segment.length
+        if chunk.owner == owner:
+            yield chunk, slice(start, stop)
+        start = stop
 
 
-def tokens(pieces: Chunks) -> int:
-    """Count the keys of these pieces."""
-    return sum(p.segment.length for p in pieces)
+def tokens(chunks: Sequence[Chunk]) -> int:
+    """Count the keys of these chunks."""
+    return sum(chunk.segment.length for chunk in chunks)
 
 
-@_known
-def schedule(blocks: Workload, at_once: int) -> tuple[Round, ...]:
+@_cached
+def schedule(workload: Workload, at_once: int) -> tuple[Round, ...]:
     """Return the rounds, of `at_once` owners each, that bring every rank the keys that it needs.
 
     Zigzag, four ranks: rank 1 sees chunk 0 with all of its queries, and chunks 2 to 5 with those of
@@ -211,11 +221,11 @@ def schedule(blocks: Workload, at_once: int) -> tuple[Round, ...]:
     >>> joined(group.pieces[1])
     (Segment(start=0, stride=1, length=2), Segment(start=4, stride=1, length=8))
     """
-    return tuple(_group(blocks, ((chosen,),)) for chosen in blocks.others(at_once))
+    return tuple(_round(workload, [[distances]]) for distances in workload.others(at_once))
 
 
-@_known
-def in_two_stages(blocks: Workload) -> Round:
+@_cached
+def in_two_stages(workload: Workload) -> Round:
     """Return the round of all owners in two stages, those nearest behind each rank first.
 
     Pieces go owner by owner, so that most of an owner's keys come in one copy.
@@ -226,51 +236,54 @@ def in_two_stages(blocks: Workload) -> Round:
     >>> group.stages, [piece.owner for piece in group.pieces[1]], group.parts[1]
     (((1,), (2, 3)), [0, 3, 3, 2, 2], (slice(0, 2, None), slice(2, 10, None)))
     """
-    others = blocks.distances[1:]
-    half = len(others) // 2
-    return _group(
-        blocks, tuple(tuple((t,) for t in some) for some in (others[:half], others[half:]))
-    )
+    one_by_one = [(distance,) for distance in workload.distances[1:]]
+    half = len(one_by_one) // 2
+    return _round(workload, [one_by_one[:half], one_by_one[half:]])
 
 
-@_known
-def all_together(blocks: Workload) -> Round:
+@_cached
+def all_together(workload: Workload) -> Round:
     """Return the round of all owners in one stage, each rank itself among them."""
-    return _group(blocks, ((blocks.distances,),))
+    return _round(workload, [[workload.distances]])
 
 
-def _group(blocks: Workload, stages: tuple[tuple[tuple[int, ...], ...], ...]) -> Round:
+def _round(workload: Workload, stages: Sequence[Sequence[tuple[int, ...]]]) -> Round:
     """Build a round: what comes from some distances at once is in the order of positions."""
-    found = [
-        [[p for chosen in stage for p in needed(rank, blocks, chosen)] for stage in stages]
-        for rank in range(len(blocks.queries))
-    ]
-    ends = ([*accumulate(map(tokens, coming), initial=0)] for coming in found)
-    return Round(
-        tuple(tuple(chain(*stage)) for stage in stages),
-        tuple(tuple(chain(*coming)) for coming in found),
-        tuple(tuple(slice(*cut) for cut in pairwise(each)) for each in ends),
-    )
+    pieces = []
+    parts = []
+    for rank in range(len(workload.queries)):
+        chunks: list[Chunk] = []
+        spans = []
+        for stage in stages:
+            start = tokens(chunks)
+            for distances in stage:
+                chunks += needed(rank, workload, distances)
+            spans.append(slice(start, tokens(chunks)))
+        pieces.append(tuple(chunks))
+        parts.append(tuple(spans))
+    distances_of = tuple(tuple(chain.from_iterable(stage)) for stage in stages)
+    return Round(distances_of, tuple(pieces), tuple(parts))
 
 
-@_known
-def keys_come_late(blocks: Workload, at_once: int, job: KVShape) -> bool:
+@_cached
+def keys_come_late(workload: Workload, at_once: int, shape: KVShape) -> bool:
     """Tell whether a rank has computed on own keys before those of several others have come.
 
     All ranks must have work on own keys, and the others' keys must come together.
     """
-    visible = blocks.visible
-    if visible != Mask(visible.causal) or blocks.apart:
+    mask = workload.visible
+    if mask != Mask(mask.causal) or workload.apart:
         return False  # keys are few, or make large tiles only in the order of positions
-    groups = schedule(blocks, at_once)
-    if len(groups) != 1 or len(groups[0].distances) < 2:
+    rounds = schedule(workload, at_once)
+    if len(rounds) != 1 or len(rounds[0].distances) < 2:
         return False
-    own = [
-        job.pair_flops * visible_pairs(tiles(queries, keys, visible))
-        for queries, keys in zip(blocks.queries, blocks.keys)
-    ]
-    coming = [_MEANWHILE * job.token_bytes * tokens(pieces) for pieces in groups[0].pieces]
-    return min(own) > 0 and any(mine < others for mine, others in zip(own, coming))
+    late = False
+    for queries, keys, chunks in zip(workload.queries, workload.keys, rounds[0].pieces):
+        own = shape.pair_flops * visible_pairs(tiles(queries, keys, mask))
+        if own == 0:
+            return False
+        late |= own < _FLOPS_A_BYTE * shape.token_bytes * tokens(chunks)
+    return late
 
 
 def most_in_front(group: Round) -> bool:
@@ -285,67 +298,76 @@ def most_in_front(group: Round) -> bool:
     True
     False
     """
-    owners = ((rank, p.owner) for rank, pieces in enumerate(group.pieces) for p in pieces)
-    return sum(1 if rank < owner else -1 for rank, owner in owners) >= 0
+    in_front = 0
+    for rank, chunks in enumerate(group.pieces):
+        for chunk in chunks:
+            in_front += 1 if rank < chunk.owner else -1
+    return in_front >= 0
 
 
 def coming_home(group: Round) -> Counter[int]:
     """Count the keys whose gradients come home to each owner, each as often as a rank has some."""
-    found = Counter[int]()
-    for piece in chain.from_iterable(group.pieces):
-        found[piece.owner] += piece.segment.length
-    return found
+    keys = Counter[int]()
+    for chunk in chain.from_iterable(group.pieces):
+        keys[chunk.owner] += chunk.segment.length
+    return keys
 
 
 def come_home_aside(
-    blocks: Workload, groups: Sequence[Round], cuts: Sequence[int], job: KVShape, overtaken: bool
+    workload: Workload,
+    rounds: Sequence[Round],
+    cuts: Sequence[int],
+    shape: KVShape,
+    overtaken: bool,
 ) -> bool:
     """Tell whether ranks compute on while at least half of their gradients come home from others.
 
     They compute on own keys from these `cuts` on, kept for the end. Or they compute on what is left
     of own keys where their call is `overtaken`: it has gone on while the others' keys came, and
-    about as much in the gaps of their calls. With several groups, the gradients of each but the
+    about as much in the gaps of their calls. With several rounds, the gradients of each but the
     last come home while the next computes.
     """
-    if len(groups) != 1:
+    if len(rounds) != 1:
         return True
-    coming = max(coming_home(groups[0]).values(), default=0)
-    brought = max(map(tokens, groups[0].pieces)) if overtaken else 0
-    left = min(
-        visible_pairs(tiles(queries, slice_segments(keys, slice(cut, count(keys))), blocks.visible))
-        for queries, keys, cut in zip(blocks.queries, blocks.keys, cuts)
-    )
-    moved = _MEANWHILE_BACK * job.grad_bytes * (2 * brought + coming / 2)
-    return 2.5 * job.pair_flops * left >= moved
+    coming = max(coming_home(rounds[0]).values(), default=0)
+    brought = max(map(tokens, rounds[0].pieces)) if overtaken else 0
+    pairs_left = []
+    for queries, keys, cut in zip(workload.queries, workload.keys, cuts):
+        kept = slice_segments(keys, slice(cut, count(keys)))
+        pairs_left.append(visible_pairs(tiles(queries, kept, workload.visible)))
+    moved = _FLOPS_A_BYTE_BACK * shape.grad_bytes * (2 * brought + coming / 2)
+    return 2.5 * shape.pair_flops * min(pairs_left) >= moved
 
 
-def needed(rank: int, blocks: Workload, distances: Sequence[int]) -> Chunks:
+def needed(rank: int, workload: Workload, distances: Sequence[int]) -> Chunks:
     """Return the keys of owners at these distances that a rank sees, in order of positions."""
-    (queries, keys, visible, _), found = blocks, []
+    queries = workload.queries[rank]
+    chunks = []
     for distance in distances:
-        owner = (rank - distance) % len(keys)
-        shown = [tile.cols for tile in tiles(queries[rank], keys[owner], visible)]
-        starts = accumulate((s.length for s in keys[owner]), initial=0)
-        for start, (position, stride, length) in zip(starts, keys[owner]):
-            seen = [(max(c.start, start), min(c.stop, start + length)) for c in shown]
-            seen = [(first, last) for first, last in seen if first < last]
+        owner = (rank - distance) % len(workload.keys)
+        keys = workload.keys[owner]
+        shown = [tile.cols for tile in tiles(queries, keys, workload.visible)]
+        for start, (position, stride, length) in whole_pieces(keys):
+            stop = start + length
+            seen = [cols for cols in shown if cols.start < stop and cols.stop > start]
             if seen:
-                first, last = min(f for f, _ in seen), max(s for _, s in seen)
-                at = Segment(position + (first - start) * stride, stride, last - first)
-                found.append(Chunk(owner, first, at))
-    return tuple(sorted(found, key=lambda piece: (piece.segment.start, piece.owner)))
+                first = max(start, min(cols.start for cols in seen))
+                last = min(stop, max(cols.stop for cols in seen))
+                segment = Segment(position + (first - start) * stride, stride, last - first)
+                chunks.append(Chunk(owner, first, segment))
+    return tuple(sorted(chunks, key=lambda chunk: (chunk.segment.start, chunk.owner)))
 
 
-def joined(pieces: Chunks) -> Segments:
-    """Return the positions of the pieces one after another, in as few segments as can be."""
-    found: list[Segment] = []
-    for _, _, segment in pieces:
-        if found and _follows(found[-1], segment):
-            found[-1] = found[-1]._replace(length=found[-1].length + segment.length)
-        else:
-            found.append(segment)
-    return tuple(found)
-
-
-def _follows(a: Segment, b: Segment) -> bool:
-    return a.stride == b.stride and b.start == a.start + a.stride * a.length
+def joined(chunks: Chunks) -> Segments:
+    """Return the positions of the chunks one after another, in as few segments as can be."""
+    segments: list[Segment] = []
+    end = stride = None  # where the last segment would go on
+    for _, _, segment in chunks:
+        start, length = segment.start, segment.length
+        if segment.stride == stride and start == end:
+            last = segments.pop()
+            segment = Segment(last.start, stride, last.length + length)
+        segments.append(segment)
+        stride = segment.stride
+        end = start + stride * length
+    return tuple(segments)
