@@ -13,7 +13,7 @@ from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.kernels import explain
 from ring_attention_pytorch.plan.checks import autocast_dtype, like_autocast
 from ring_attention_pytorch.plan.masks import Prefix
-from ring_attention_pytorch.plan.options import not_default, rows
+from ring_attention_pytorch.plan.options import ROWS, not_default
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
 from ring_attention_pytorch.runtime.scores import bias_problem, with_bias
@@ -159,7 +159,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         given["key_bias"] = key_bias = key_bias.to(autocast_dtype(key_bias))
     if plan is None:
         also = tangents_note(q, k, v, sinks, key_bias)
-        options = {name: given[name] for name in rows()}
+        options = {name: given[name] for name in ROWS}
         plan = RingPlan.make(q, k, v, group=group, also=also, **options)
     else:
         _check_only_plan(given)

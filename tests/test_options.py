@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ring_attention_pytorch import RingPlan, functional, ring_attn, ulysses_attn
-from ring_attention_pytorch.plan.options import Options, not_default, rows
+from ring_attention_pytorch.plan.options import ROWS, Options, not_default
 from ring_attention_pytorch.runtime.interfaces import FEATURES
 from tests import threads
 
@@ -17,9 +17,9 @@ OF_CALLS = {"q", "k", "v", "group", "plan", "return_lse"}  # parameters that are
 
 def test_every_row_is_a_parameter_of_the_same_type_and_default():
     parameters = inspect.signature(ring_attn).parameters
-    assert {*parameters} == {*rows()} | OF_CALLS
+    assert {*parameters} == {*ROWS} | OF_CALLS
     hints, of_rows = get_type_hints(inspect.unwrap(ring_attn)), get_type_hints(Options)
-    for name in rows():
+    for name in ROWS:
         assert parameters[name].default == getattr(Options, name), name
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         if name != "documents":  # plans of layers share what was made of them
@@ -30,30 +30,30 @@ def test_rows_and_parameters_stand_in_the_same_blocks():
     titles = ("# which keys a query sees", "# what a score is", "# how it is computed")
     signature, table = inspect.getsource(ring_attn), inspect.getsource(Options)
     places = [[text.index(title) for title in titles] for text in (signature, table)]
-    for name in rows():
+    for name in ROWS:
         row, parameter = (re.search(rf"^    {name}: ", t, re.MULTILINE) for t in (table, signature))
         assert [row.start() > place for place in places[1]] == [
             parameter.start() > place for place in places[0]
         ], name
     parameters = inspect.signature(ring_attn).parameters
-    assert [name for name in parameters if name not in OF_CALLS] == [*rows()]
+    assert [name for name in parameters if name not in OF_CALLS] == [*ROWS]
 
 
-@pytest.mark.parametrize("name", [*rows()])
+@pytest.mark.parametrize("name", [*ROWS])
 def test_every_row_is_documented(name):
     named = rf"^ +(\w+, )*{name}(, \w+)*: "
     assert re.search(named, inspect.getdoc(ring_attn), re.MULTILINE)
 
 
 def test_what_kernels_may_lack_is_marked():
-    of_rows = {name for name, row in rows().items() if row.feature}
+    of_rows = {name for name, row in ROWS.items() if row.feature}
     others = {"unusual_scale", "deterministic"}  # of the scale, and of PyTorch's settings
     assert of_rows == (FEATURES - others - {"alibi"}) | {"alibi_slopes", "scale"}
 
 
 def test_options_that_are_not_given_are_no_options():
     mask = torch.ones(1)
-    defaults = {name: getattr(Options, name) for name in rows()}
+    defaults = {name: getattr(Options, name) for name in ROWS}
     given = dict(causal=False, window=None, scale=1.0, key_mask=mask, layout="contiguous")
     assert not_default(defaults | given) == ["key_mask", "scale"]
 

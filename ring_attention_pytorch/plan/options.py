@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from beartype import BeartypeConf, beartype
@@ -60,8 +59,10 @@ class Row(NamedTuple):
     """All of an option but its name, type and default.
 
     Attributes:
-        check: says what is wrong with it, None if nothing; it may look at other options, too.
-        agree: what ranks compare of its value; None if nothing, because it is each rank's own.
+        check: says what is wrong with it where it is given, None if nothing; it may look at other
+            options, too, and serve several of them.
+        agree: what ranks compare of its value, unless that is None; None if nothing, because it is
+            each rank's own.
         everywhere: rings of one group compare it, too: it decides what the whole group exchanges.
         feature: True if not all kernels can do it (`KernelRequest.of` takes it).
     """
@@ -77,27 +78,27 @@ def itself(value: Any) -> Any:
     return value
 
 
-def presence(value: object) -> str | None:
-    """Return "given" or None: ranks compare only that, as values are each rank's own."""
-    return None if value is None else "given"
+def presence(value: object) -> str:
+    """Return "given": ranks compare only that, as values are each rank's own."""
+    return "given"
 
 
 def _window_problem(o: "Options", call: Call) -> str | None:
-    if o.window is not None and o.window < 0:
-        return f"window must be None or at least 0, got {o.window}"
-    return None
+    if o.window >= 0:
+        return None
+    return f"window must be None or at least 0, got {o.window}"
 
 
 def _scale_problem(o: "Options", call: Call) -> str | None:
-    if o.scale is not None and not math.isfinite(o.scale):
-        return f"scale must be finite, got {o.scale}"
-    return None
+    if math.isfinite(o.scale):
+        return None
+    return f"scale must be finite, got {o.scale}"
 
 
 def _softclamp_problem(o: "Options", call: Call) -> str | None:
-    if o.softclamp is not None and not (math.isfinite(o.softclamp) and o.softclamp > 0):
-        return f"softclamp must be None or positive, got {o.softclamp}"
-    return None
+    if math.isfinite(o.softclamp) and o.softclamp > 0:
+        return None
+    return f"softclamp must be None or positive, got {o.softclamp}"
 
 
 def _cross_problem(o: "Options", call: Call) -> str | None:
@@ -108,13 +109,15 @@ def _cross_problem(o: "Options", call: Call) -> str | None:
 
 def _alibi_problem(o: "Options", call: Call) -> str | None:
     problem = per_head_problem("alibi_slopes", call.q, o.alibi_slopes)
-    if problem is None and o.alibi_slopes is not None and o.alibi_slopes.requires_grad:
+    if problem is None and o.alibi_slopes.requires_grad:
         return "alibi_slopes have no gradient; detach them"
     return problem
 
 
 def _bucket_size_problem(o: "Options", call: Call) -> str | None:
-    return None if o.bucket_size >= 1 else f"bucket_size must be at least 1, got {o.bucket_size}"
+    if o.bucket_size >= 1:
+        return None
+    return f"bucket_size must be at least 1, got {o.bucket_size}"
 
 
 def _key_mask_problem(o: "Options", call: Call) -> str | None:
@@ -126,7 +129,8 @@ def _documents_problem(o: "Options", call: Call) -> str | None:
 
 
 def _prefix_problem(o: "Options", call: Call) -> str | None:
-    return prefix_problem(o.prefix, len(call.q), o.causal and not o.packed and not o.placed)
+    fits = o.causal and not o.packed and not o.placed
+    return prefix_problem(o.prefix, len(call.q), fits)
 
 
 def _mask_mod_problem(o: "Options", call: Call) -> str | None:
@@ -145,8 +149,8 @@ def _bias_problem(o: "Options", call: Call) -> str | None:
     return bias_problem(o.key_bias, call.q, call.k, o.scale, o.softclamp)
 
 
-def _heads_of_bias(bias: Tensor | None) -> list[int] | None:
-    return None if bias is None else list(bias.shape[2:])
+def _heads_of_bias(bias: Tensor) -> list[int]:
+    return list(bias.shape[2:])
 
 
 def _dropout_problem(o: "Options", call: Call) -> str | None:
@@ -180,12 +184,12 @@ class Options:
     documents: Annotated[
         Tensor | BatchDocuments | None, Row(_documents_problem, presence, everywhere=True)
     ] = None
-    cu_seqlens: Annotated[Borders | None, Row(agree=digest)] = None
+    cu_seqlens: Annotated[Borders | None, Row(_documents_problem, digest)] = None
     prefix: Annotated[Prefix, Row(_prefix_problem, prefix_digest)] = None
     mask_mod: Annotated[MaskMod | None, Row(_mask_mod_problem, presence, feature=True)] = None
     cross: Annotated[bool | None, Row(_cross_problem, itself)] = None
     query_positions: Annotated[Tensor | None, Row(_positions_problem)] = None
-    key_positions: Annotated[Tensor | None, Row()] = None
+    key_positions: Annotated[Tensor | None, Row(_positions_problem)] = None
 
     # what a score is
     scale: Annotated[float | int | None, Row(_scale_problem, itself, feature=True)] = None
@@ -194,14 +198,14 @@ class Options:
     alibi_slopes: Annotated[Tensor | None, Row(_alibi_problem, presence, feature=True)] = None
     key_bias: Annotated[Tensor | None, Row(_bias_problem, _heads_of_bias)] = None
     dropout: Annotated[float | int, Row(_dropout_problem, float, feature=True)] = 0.0
-    dropout_seed: Annotated[int | None, Row(agree=itself)] = None
+    dropout_seed: Annotated[int | None, Row(_dropout_problem, itself)] = None
 
     # how it is computed
     layout: Annotated[Layout, Row(_layout_problem, str)] = "contiguous"
     kernel: Annotated[str | None, Row(agree=itself)] = None
     transport: Annotated[str | None, Row(_transport_problem, itself)] = None
     ulysses: Annotated[int, Row(_ulysses_problem, itself)] = 1
-    memory: Annotated[int | None, Row(agree=itself)] = None
+    memory: Annotated[int | None, Row(_transport_problem, itself)] = None
     bucket_size: Annotated[int, Row(_bucket_size_problem)] = 1024
     check: Annotated[str | None, Row(_notes_problem, itself)] = None
 
@@ -231,51 +235,35 @@ class Options:
         return self.query_positions is not None or self.key_positions is not None
 
     def problems(self, call: Call) -> Iterator[str | None]:
-        """Yield what each check finds wrong with one rank's options, None where nothing."""
-        for check in _checks():
+        """Yield what each check finds wrong with the options given, None where nothing."""
+        checks = []
+        for name, row in ROWS.items():
+            if row.check is not None and getattr(self, name) is not DEFAULTS[name]:
+                checks.append(row.check)
+        for check in dict.fromkeys(checks):
             yield check(self, call)
 
     def agreed(self, everywhere: bool = False) -> dict[str, Any]:
         """Return what ranks compare, by name: those of a ring, or of all rings of its group."""
-        return {name: agree(getattr(self, name)) for name, agree in _agreements(everywhere)}
+        compared = {}
+        for name, row in ROWS.items():
+            if row.agree is not None and row.everywhere == everywhere:
+                value = getattr(self, name)
+                compared[name] = None if value is None else row.agree(value)
+        return compared
 
     def features(self) -> dict[str, Any]:
         """Return the options that not all kernels can do, by name."""
-        return {name: getattr(self, name) for name in _features()}
+        return {name: getattr(self, name) for name, row in ROWS.items() if row.feature}
 
 
 # methods are not checked: plans are made often, and each check takes host time
 Options.__init__ = beartype(Options.__init__, conf=BeartypeConf(is_color=False))  # type: ignore
 
 
-@cache
-def rows() -> dict[str, Row]:
-    """Return all rows by name.
-
-    >>> rows()["window"].feature
-    True
-    """
-    hints = get_type_hints(Options, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items()}
-
-
-@cache
-def _checks() -> tuple[Check, ...]:
-    return tuple(row.check for row in rows().values() if row.check is not None)
-
-
-@cache
-def _agreements(everywhere: bool) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
-    return tuple(
-        (name, row.agree)
-        for name, row in rows().items()
-        if row.agree is not None and row.everywhere == everywhere
-    )
-
-
-@cache
-def _features() -> tuple[str, ...]:
-    return tuple(name for name, row in rows().items() if row.feature)
+_HINTS = get_type_hints(Options, include_extras=True)
+ROWS: dict[str, Row] = {name: hint.__metadata__[0] for name, hint in _HINTS.items()}
+DEFAULTS = {name: getattr(Options, name) for name in ROWS}
 
 
 def unknown_problem(given: Mapping[str, Any]) -> str | None:
@@ -284,24 +272,19 @@ def unknown_problem(given: Mapping[str, Any]) -> str | None:
     >>> unknown_problem({"windw": 3})
     'there is no option windw (did you mean window?)'
     """
-    told = []
+    unknown = []
     for name in given:
-        if name not in rows():
-            close = get_close_matches(name, rows(), n=1)
-            told.append(f"{name} (did you mean {close[0]}?)" if close else name)
-    return f"there is no option {', '.join(told)}" if told else None
+        if name not in ROWS:
+            close = get_close_matches(name, ROWS, n=1)
+            unknown.append(f"{name} (did you mean {close[0]}?)" if close else name)
+    return f"there is no option {', '.join(unknown)}" if unknown else None
 
 
 def not_default(given: Mapping[str, Any]) -> list[str]:
     """List the names of those options that are not their defaults; all of them are given."""
-    return [
-        name
-        for name, default in _defaults()
-        if given[name] is not default
-        and (isinstance(given[name], Tensor) or given[name] != default)
-    ]
-
-
-@cache
-def _defaults() -> tuple[tuple[str, Any], ...]:
-    return tuple((name, getattr(Options, name)) for name in rows())
+    names = []
+    for name, default in DEFAULTS.items():
+        value = given[name]
+        if value is not default and (isinstance(value, Tensor) or value != default):
+            names.append(name)
+    return names
