@@ -163,8 +163,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         plan = RingPlan.make(q, k, v, group=group, also=also, **options)
     else:
         _check_only_plan(given)
-        if (why := bias_problem(key_bias, q, k, *plan.terms[:2])) is not None:
-            raise ValueError(f"ring attention: {why}")
+        if key_bias is not None:
+            _check_bias(plan, q, k, key_bias)
     if key_bias is not None:
         q, k = with_bias(q, k, key_bias, plan.terms.scale)
     plan.check(q, k, v, sinks)
@@ -210,9 +210,19 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
     sdpa: has no softclamp
     """
     q, v = like_autocast(q), like_autocast(v)
-    asked = dict(window=window, key_mask=key_mask, scale=scale, softclamp=softclamp)
-    asked |= dict(alibi_slopes=alibi_slopes, mask_mod=mask_mod, dropout=dropout, packed=packed)
-    return explain(KernelRequest.of(q, v, **asked), kernel)
+    request = KernelRequest.of(
+        q,
+        v,
+        window=window,
+        key_mask=key_mask,
+        scale=scale,
+        softclamp=softclamp,
+        alibi_slopes=alibi_slopes,
+        mask_mod=mask_mod,
+        dropout=dropout,
+        packed=packed,
+    )
+    return explain(request, kernel)
 
 
 @typed(told_by_group("ring attention"))
@@ -239,6 +249,13 @@ def ulysses_attn(
     """
     ring = as_ring(group)
     return ring_attn(q, k, v, group=ring, ulysses=ring.size, **options)
+
+
+def _check_bias(plan: RingPlan, q: Tensor, k: Tensor, key_bias: Tensor) -> None:
+    """Raise ValueError if a bias does not fit the plan's terms."""
+    problem = bias_problem(key_bias, q, k, plan.terms.scale, plan.terms.softclamp)
+    if problem is not None:
+        raise ValueError(f"ring attention: {problem}")
 
 
 def _check_only_plan(given: dict[str, Any]) -> None:

@@ -605,8 +605,8 @@ MUTANTS = [
     ),
     Mutant(
         "few tokens' graphs have calls that wait for one another",
-        "plan/ring_plan.py:_coming",
-        "made.overtaken or is_small", "(few or made).overtaken or is_small",
+        "plan/ring_plan.py:_chosen_transport",
+        "overlapping.overtaken or is_small", "(together or overlapping).overtaken or is_small",
     ),
     Mutant(
         "keys that come together are read before all have come",
@@ -735,7 +735,7 @@ MUTANTS = [
     ),
     Mutant(
         "ALiBi by the places held", "plan/ring_plan.py:RingPlan._of_block",
-        "positions_seen(side, seen)",
+        "positions_seen(side, mask)",
         "torch.arange(sum(s.length for s in side))",
     ),
     Mutant(

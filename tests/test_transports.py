@@ -644,7 +644,7 @@ def test_calls_go_side_by_side_where_keys_stay(how, at_once, aside):
         )  # fmt: skip
         held = {*plan.positions().tolist()}
         for yields in (True, False):
-            shared = over_shared_memory(plan, mine, ring, at_once, yields and plan.short)
+            shared = over_shared_memory(plan, mine, ring, at_once, yields and plan.concurrent)
             assert shared.transport.overtaken == (yields and aside)
             keys = plan.keys(*mine[1:])
             own = GradAccumulator(keys.k), GradAccumulator(keys.v)
@@ -787,7 +787,7 @@ def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
         few, made = (SimpleNamespace(overtaken=on) for on in (False, overtaken))
         patch.setattr(ring_plan, "make_transport", lambda *_, made=made: made)
         patch.setattr(ring_plan, "make_together", lambda *_, few=few: few)
-        assert RingPlan.make(q, q, q, causal=True).short == overtaken
+        assert RingPlan.make(q, q, q, causal=True).concurrent == overtaken
 
 
 def test_few_may_be_short(monkeypatch):
@@ -798,7 +798,7 @@ def test_long_calls_go_one_after_another(monkeypatch):
     long = [torch.randn(1, 8, 2, 4) for _ in range(3)]
     for most, short in ((2 * 64 * 2 * 8, True), (2 * 64 * 2 * 8 - 1, False)):
         monkeypatch.setattr(pieces, "_SMALL", most)
-        assert RingPlan.make(*long, causal=True).short == short
+        assert RingPlan.make(*long, causal=True).concurrent == short
     held = ((Segment(0, 1, 8),),)
     blocks, job = Workload(held, held, Mask(causal=True)), KVShape(1, 2, 2, 4, 4, itemsize=4)
     monkeypatch.setattr(pieces, "_SMALL_UNDIVIDED", 64 * job.pair_flops)

@@ -1,7 +1,6 @@
 """Checks of tensors and options, and what ranks must have the same of them."""
 
 from collections.abc import Mapping
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -74,29 +73,34 @@ def agreed_shapes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
 
 def qkv_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Say what is wrong with this rank's tensors by themselves; None if nothing."""
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if any(t.ndim != 4 for t in (q, k, v)):
-        return f"q, k, v must be [batch, tokens, heads, head size], got {shapes}"
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    if not q.ndim == k.ndim == v.ndim == 4:
+        return f"q, k, v must be [batch, tokens, heads, head size], got {_shapes(q, k, v)}"
+    b, _, h, d = q.shape
+    b_v, m, h_kv, d_v = v.shape
+    if k.shape != (b, m, h_kv, d) or b_v != b:
         return (
             "q [b, n, h, d], k [b, m, h_kv, d] and v [b, m, h_kv, d_v] must agree in b, m, h_kv "
-            f"and d, got {shapes}"
+            f"and d, got {_shapes(q, k, v)}"
         )
-    if 0 in (*q.shape[2:], *v.shape[2:]) or q.shape[2] % k.shape[2] != 0:
+    if 0 in (h, h_kv, d, d_v) or h % h_kv != 0:
         return (
             "heads of q must be a multiple of those of k, and there must be heads and head sizes, "
-            f"got {shapes}"
+            f"got {_shapes(q, k, v)}"
         )
-    if len({t.dtype for t in (q, k, v)}) > 1 or q.dtype not in DTYPES:
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         return (
             "q, k, v must have one floating dtype of 16, 32 or 64 bits, "
             f"got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or use autocast"
         )
-    if len({t.device for t in (q, k, v)}) > 1:
+    if not q.device == k.device == v.device:
         return f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}"
-    if q.is_meta or any(t.layout != torch.strided for t in (q, k, v)):
+    if q.is_meta or not q.layout == k.layout == v.layout == torch.strided:
         return f"q, k, v must be dense and have values, got {q.layout} on {q.device}"
     return None
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
 
 
 def key_mask_problem(key_mask: Tensor | None, k: Tensor) -> str | None:
@@ -132,19 +136,19 @@ def lengths_problem(
 ) -> str | None:
     """Say what is wrong with the lengths of all ranks' queries and keys; None if nothing."""
     queries, keys = lengths
-    found = f"got query lengths {queries} and key lengths {keys}"
+    got = f"got query lengths {queries} and key lengths {keys}"
     if not cross and queries != keys:
-        return f"cross=False needs as many keys as queries on every rank, {found}"
+        return f"cross=False needs as many keys as queries on every rank, {got}"
     if placed:
         return None
     if cross and packed:
         return (
             "documents and cu_seqlens need keys of the same tokens as the queries, "
-            f"{found} of two sequences"
+            f"{got} of two sequences"
         )
     if cross and visible != Mask():
         return (
-            f"causal and window need as many keys as queries on every rank, {found}; "
+            f"causal and window need as many keys as queries on every rank, {got}; "
             "cross attention has neither"
         )
     if cross and not _dealt(layout, counted):
@@ -171,8 +175,12 @@ def _dealt(layout: Layout, counted: bool) -> bool:
 
 
 def one_after_another(lengths: list[int]) -> tuple[Segments, ...]:
-    starts = accumulate(lengths, initial=0)
-    return tuple((Segment(start, 1, n),) if n else () for start, n in zip(starts, lengths))
+    by_rank: list[Segments] = []
+    start = 0
+    for n in lengths:
+        by_rank.append((Segment(start, 1, n),) if n else ())
+        start += n
+    return tuple(by_rank)
 
 
 def shards_problem(layout: Layout, lengths: list[int]) -> str | None:

@@ -11,7 +11,7 @@ capabilities of kernels that can do it.
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -234,14 +234,16 @@ class Options:
         """Tell whether positions are given."""
         return self.query_positions is not None or self.key_positions is not None
 
-    def problems(self, call: Call) -> Iterator[str | None]:
-        """Yield what each check finds wrong with the options given, None where nothing."""
+    def problem(self, call: Call) -> str | None:
+        """Say what is wrong with the options given, the first that is found; None if nothing."""
         checks = []
         for name, row in ROWS.items():
             if row.check is not None and getattr(self, name) is not DEFAULTS[name]:
                 checks.append(row.check)
         for check in dict.fromkeys(checks):
-            yield check(self, call)
+            if (problem := check(self, call)) is not None:
+                return problem
+        return None
 
     def agreed(self, everywhere: bool = False) -> dict[str, Any]:
         """Return what ranks compare, by name: those of a ring, or of all rings of its group."""

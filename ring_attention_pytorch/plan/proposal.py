@@ -4,7 +4,7 @@ Nothing here waits for another rank. Whatever goes wrong becomes the proposal's 
 ranks are told, so that none of them is left waiting.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,24 +47,27 @@ class Proposal:
     @classmethod
     def of(cls, call: Call, given: Mapping[str, Any], also: Mapping[str, Any]) -> "Proposal":
         """Check options, by name, for such a call; `also` must be the same on all ranks, too."""
-        found: list[Proposal] = []
+        proposals: list[Proposal] = []
 
-        def find() -> str | None:
+        def propose() -> str | None:
             options = Options.read(given)
-            like = Call(*map(like_autocast, call[:3]), call.ring_size)
-            problem = next((p for p in _problems(like, options) if p is not None), None)
+            q, k, v = map(like_autocast, call[:3])
+            like = Call(q, k, v, call.ring_size)
+            problem = qkv_problem(q, k, v) or options.problem(like)
             if problem is None:
-                found.append(cls._right(like, options, also))
+                proposals.append(cls._right(like, options, also))
             return problem
 
-        problem = problem_of(find)
-        return found[0] if problem is None else cls(problem=problem)
+        problem = problem_of(propose)
+        return proposals[0] if problem is None else cls(problem=problem)
 
     @classmethod
     def _right(cls, call: Call, options: Options, also: Mapping[str, Any]) -> "Proposal":
         """Propose what passed all checks; raise ValueError if the kernel can't do it."""
         q, k, v, _ = call
-        scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+        scale = options.scale
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
         if options.key_bias is not None:
             more = columns(q, k, options.key_bias)
             q, k = widened(q, more), widened(k, more)
@@ -94,9 +97,3 @@ class Proposal:
             kernel=kernel,
             shaped=(q, k, v),
         )
-
-
-def _problems(call: Call, options: Options) -> Iterator[str | None]:
-    """Check one rank's arguments; later checks may take earlier ones for granted."""
-    yield qkv_problem(*call[:3])
-    yield from options.problems(call)

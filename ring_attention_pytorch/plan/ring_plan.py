@@ -82,7 +82,7 @@ class RingPlan:
     signature: Signature
     device: torch.device
     samples: list[tuple[slice, Mask]]  # samples that see alike, and their mask
-    short: bool  # so little to compute that calls go side by side
+    concurrent: bool  # so little to compute that calls go side by side
     packing: BatchDocuments | None = None  # the documents of each sample
     overlapped: Transport | None = None  # the transport that overlaps, if it is another
     repeats: bool = False  # whether positions of keys were given, which may repeat
@@ -138,22 +138,21 @@ class RingPlan:
     @classmethod
     def _agreed(cls, ring: Ring, mine: Proposal, lengths: list[dict[str, int]]) -> "RingPlan":
         """Make the plan that all ranks agreed on; `lengths` are every rank's numbers."""
-        (q, k, v), options, kernel = mine.shaped, mine.options, mine.kernel
+        q, k, v = mine.shaped
+        options = mine.options
         visible = Mask(options.causal, options.window)
         segments = _placed(ring, options, visible, lengths)
-        packing = whole_packing(
-            ring, options.documents, options.cu_seqlens, segments[0], q.shape[0]
-        )
+        packing = whole_packing(ring, options.documents, options.cu_seqlens, segments[0], len(q))
         samples = by_sample(visible, packing, options.prefix, len(q))
-        seen = seen_by_any(samples, visible, options.prefix is not None)
-        heads = _swapped(ring, mine, Workload(*segments, *seen), lengths[0]["seed"])
-        keys = _coming(ring, mine, heads, lengths, alike=len(samples) == 1)
+        masks = seen_by_any(samples, visible, options.prefix is not None)
+        heads = _swapped(ring, mine, Workload(*segments, *masks), lengths[0]["seed"])
+        chosen = _chosen_transport(ring, mine, heads, lengths, alike=len(samples) == 1)
         return cls(
             ring=ring,
             query_segments=segments[0],
             visible=visible,
             layout=options.layout,
-            kernel=kernel,
+            kernel=mine.kernel,
             signature=Signature.of(q, k, v),
             device=q.device,
             samples=samples,
@@ -162,7 +161,7 @@ class RingPlan:
             always=options.check is not None,
             number=ring.steps.notes,
             **heads._asdict(),
-            **keys._asdict(),
+            **chosen._asdict(),
         )
 
     def positions(
@@ -172,11 +171,13 @@ class RingPlan:
 
         With `in_documents` they restart with each document: `[b, n]` where samples differ.
         """
-        mine = self.query_segments[self.ring.rank]
+        segments = self.query_segments[self.ring.rank]
         if not (in_documents and self.packing):
-            return segment_positions(mine, device)
-        found = [documents.positions(mine) for documents in self.packing]
-        return (found[0] if len({*self.packing}) == 1 else torch.stack(found)).to(device)
+            return segment_positions(segments, device)
+        by_sample = [documents.positions(segments) for documents in self.packing]
+        if len(set(self.packing)) == 1:
+            return by_sample[0].to(device)
+        return torch.stack(by_sample).to(device)
 
     def for_layer(self, number: int) -> "RingPlan":
         """Return this plan, but dropout draws otherwise for each number; without dropout, itself.
@@ -231,12 +232,14 @@ class RingPlan:
     def tiles(self, keys: Segments) -> list[tuple[slice, Tiles]]:
         """List samples that see alike, and the tiles that their queries here see of these keys."""
         if keys not in self._tiles:
-            self._tiles[keys] = [(at, self._of_block(keys, at, seen)) for at, seen in self.samples]
+            self._tiles[keys] = [
+                (samples, self._of_block(keys, samples, mask)) for samples, mask in self.samples
+            ]
+        shared = self._tiles[keys]
         if self.key_mask is None:
-            return self._tiles[keys]
+            return shared
         if self.repeats or keys not in self._of_mask:  # others' keys, or another plan's mask
-            shared = self._tiles[keys]
-            self._of_mask[keys] = [(at, found.of_another_mask()) for at, found in shared]
+            self._of_mask[keys] = [(samples, block.of_another_mask()) for samples, block in shared]
         return self._of_mask[keys]
 
     def calls(self, back: bool) -> int | None:
@@ -244,16 +247,20 @@ class RingPlan:
         if len(self.samples) > 1:
             return None
         if back not in self._calls:
-            blocks = self.transport.comes(self.blocks.keys[self.place], back)
-            self._calls[back] = sum(bool(self.tiles(keys)[0][1]) for keys in blocks)
+            calls = 0
+            for keys in self.transport.comes(self.blocks.keys[self.place], back):
+                _, visible = self.tiles(keys)[0]
+                calls += bool(visible)
+            self._calls[back] = calls
         return self._calls[back]
 
     @cached_property
     def transport_of_pairs(self) -> Transport:
         """The transport of keys with their tangents, twice as wide; all ranks make it together."""
-        job, over = self.job._replace(d=2 * self.job.d, d_v=2 * self.job.d_v), self.transport.ring
-        at_once = owners_at_once(self.memory, self.blocks, job)
-        return make_transport(self.transport_name, over, self.blocks, at_once, job, self.device)
+        pairs = self.job._replace(d=2 * self.job.d, d_v=2 * self.job.d_v)
+        at_once = owners_at_once(self.memory, self.blocks, pairs)
+        ring = self.transport.ring
+        return make_transport(self.transport_name, ring, self.blocks, at_once, pairs, self.device)
 
     @property
     def alone(self) -> bool:
@@ -268,26 +275,29 @@ class RingPlan:
     @property
     def place(self) -> int:
         """This rank's place among those that the transport connects, the rows of `blocks`."""
-        return (self.ring if self.ulysses is None else self.ulysses.ring).rank
+        ring = self.ring if self.ulysses is None else self.ulysses.ring
+        return ring.rank
 
-    def _of_block(self, keys: Segments, some: slice, seen: Mask) -> Tiles:
-        sides = self.blocks.queries[self.place], keys
-        found = Tiles(tiles(*sides, seen))
-        found.first = some.start or 0
-        found.concurrent = self.short and self.transport.keeps
+    def _of_block(self, keys: Segments, samples: slice, mask: Mask) -> Tiles:
+        queries = self.blocks.queries[self.place]
+        block = Tiles(tiles(queries, keys, mask))
+        block.first = samples.start or 0
+        block.concurrent = self.concurrent and self.transport.keeps
         if self.terms.alibi is not None or self.terms.mask_mod is not None:
-            found.rows_at, found.cols_at = (
-                positions_seen(side, seen).to(self.device, torch.int32) for side in sides
+            block.rows_at, block.cols_at = (
+                positions_seen(side, mask).to(self.device, torch.int32) for side in (queries, keys)
             )
         if self.terms.dropout is not None:
-            found.row_numbers, found.col_numbers = (
-                segment_positions(side).to(self.device, torch.int32) for side in sides
+            block.row_numbers, block.col_numbers = (
+                segment_positions(side).to(self.device, torch.int32) for side in (queries, keys)
             )
-        return found
+        return block
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
-        problem = qkv_problem(q, k, v) or per_head_problem("sinks", q, sinks)
+        problem = qkv_problem(q, k, v)
+        if problem is None and sinks is not None:
+            problem = per_head_problem("sinks", q, sinks)
         if problem is None and (given := Signature.of(q, k, v)) != self.signature:
             problem = f"the plan was made for {self.signature!r}; got {given!r}; make one for these"
         if problem is not None:
@@ -302,7 +312,8 @@ def _placed(
     Raises:
         ValueError: lengths are not the layout's, or positions can't be used; on all ranks alike.
     """
-    queries, keys = ([own[what] for own in lengths] for what in "nm")
+    queries = [rank["n"] for rank in lengths]
+    keys = [rank["m"] for rank in lengths]
     cross = options.cross
     if cross is None:
         cross = queries != keys or options.placed
@@ -319,8 +330,8 @@ def _placed(
         return both
     if cross:
         return segments_of_two(options.layout, queries, keys, counted)
-    found = all_segments(options.layout, ring.size, sum(queries))
-    return found, found
+    segments = all_segments(options.layout, ring.size, sum(queries))
+    return segments, segments
 
 
 class _Heads(NamedTuple):
@@ -334,7 +345,8 @@ class _Heads(NamedTuple):
 
 def _swapped(ring: Ring, mine: Proposal, blocks: Workload, seed: int) -> _Heads:
     """Apply the all-to-all, if any, to what the plan is of: tokens, heads and mask."""
-    options, (q, k, v) = mine.options, mine.shaped
+    options = mine.options
+    q, k, v = mine.shaped
     terms = ScoreMods(
         mine.scale,
         options.softclamp,
@@ -346,12 +358,14 @@ def _swapped(ring: Ring, mine: Proposal, blocks: Workload, seed: int) -> _Heads:
     key_mask = copied(options.key_mask, torch.bool)
     if not 1 < options.ulysses <= ring.size:
         return _Heads(blocks, terms, key_mask, None)
-    swap, *landed = Ulysses.make(ring, options.ulysses, blocks[:2], q, k, v)
-    key_mask = None if key_mask is None else swap.whole_mask(key_mask)
-    return _Heads(Workload(*landed, *blocks[2:]), swap.of_heads(terms), key_mask, swap)
+    ulysses, queries, keys = Ulysses.make(ring, options.ulysses, blocks[:2], q, k, v)
+    blocks = blocks._replace(queries=queries, keys=keys)
+    if key_mask is not None:
+        key_mask = ulysses.whole_mask(key_mask)
+    return _Heads(blocks, ulysses.of_heads(terms), key_mask, ulysses)
 
 
-class _Coming(NamedTuple):
+class _TransportChoice(NamedTuple):
     """The transport of keys, and what it was chosen by."""
 
     transport: Transport
@@ -361,22 +375,33 @@ class _Coming(NamedTuple):
     memory: int | None
     at_once: int
     job: KVShape
-    short: bool
+    concurrent: bool
 
 
-def _coming(
+def _chosen_transport(
     ring: Ring, mine: Proposal, heads: _Heads, lengths: list[dict[str, int]], alike: bool
-) -> _Coming:
+) -> _TransportChoice:
     """Choose and make the transport; `alike` tells whether all samples see alike."""
-    options, (q, k, v), (blocks, _, _, swap) = mine.options, mine.shaped, heads
-    job, memory = job_of(q, k, v, swap), options.memory
+    options, kernel, blocks, ulysses = mine.options, mine.kernel, heads.blocks, heads.ulysses
+    q, k, v = mine.shaped
+    shape = job_of(q, k, v, ulysses)
+    memory = options.memory
     if options.transport is None and memory is None:
-        memory = min(own["room"] for own in lengths)
-    at_once = owners_at_once(memory, blocks, job)
-    name, machine = select_transport(options.transport, ring, mine.kernel, blocks, job, at_once, q)
-    over = ring if swap is None else swap.ring
-    yields = alike and mine.kernel.preemptible and is_small(blocks, job, undivided=True)
-    made = make_transport(name, over, blocks, at_once, job, q.device, yields)
-    few = make_together(made, blocks, job)
-    short = alike and (made.overtaken or is_small(blocks, job))
-    return _Coming(few or made, few and made, name, machine, memory, at_once, job, short)
+        memory = min(rank["room"] for rank in lengths)
+    at_once = owners_at_once(memory, blocks, shape)
+    name, machine = select_transport(options.transport, ring, kernel, blocks, shape, at_once, q)
+    if ulysses is not None:
+        ring = ulysses.ring
+    overtaken = alike and kernel.preemptible and is_small(blocks, shape, undivided=True)
+    overlapping = make_transport(name, ring, blocks, at_once, shape, q.device, overtaken)
+    together = make_together(overlapping, blocks, shape)
+    return _TransportChoice(
+        transport=together or overlapping,
+        overlapped=together and overlapping,
+        transport_name=name,
+        machine=machine,
+        memory=memory,
+        at_once=at_once,
+        job=shape,
+        concurrent=alike and (overlapping.overtaken or is_small(blocks, shape)),
+    )
