@@ -109,7 +109,7 @@ MUTANTS = [
     ),
     Mutant(
         "positions of keys taken for queries'", "plan/masks.py:gather_positions",
-        "note[i]) for note in notes)", "note[0]) for note in notes)",
+        "for runs_of_ranks in zip(*notes)", "for runs_of_ranks in [[*zip(*notes)][0]] * len(own)",
     ),
     Mutant(
         "a document's last token predicts the next one's", "geometry/documents.py:last_of_document",

@@ -91,8 +91,8 @@ MUTANTS = [
     ),
     # what ranks tell one another
     Mutant(
-        "a rank without work divides by it", "plan/explain.py:explain_plan", 'if seconds else ""',
-        'if True else ""',
+        "a rank without work divides by it", "plan/explain.py:_prediction", "if seconds:",
+        "if True:",
     ),
     Mutant(
         "any call's notes will do", "comm/notes.py:check_subjects",

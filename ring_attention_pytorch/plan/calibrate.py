@@ -58,7 +58,7 @@ def select_transport(
     ring: Ring,
     kernel: SelectedKernel,
     blocks: Workload,
-    job: KVShape,
+    shape: KVShape,
     at_once: int,
     like: Tensor,
 ) -> tuple[str, Hardware]:
@@ -68,15 +68,15 @@ def select_transport(
     """
     if not measures(like, named) or ring.size == 1:
         machine = H200 if like.is_cuda else None
-        return named or choose_transport(blocks, job, at_once, machine), H200
+        return named or choose_transport(blocks, shape, at_once, machine), H200
     degree = ring.size // len(blocks.keys)  # of Ulysses
-    machine = hardware_of(ring, degree, kernel, job, like)
+    machine = hardware_of(ring, degree, kernel, shape, like)
     near = machine._replace(domain=max(1, machine.domain // degree))
-    return choose_transport(blocks, job, at_once, near), machine
+    return choose_transport(blocks, shape, at_once, near), machine
 
 
 def hardware_of(
-    ring: Ring, degree: int, kernel: SelectedKernel, job: KVShape, like: Tensor
+    ring: Ring, degree: int, kernel: SelectedKernel, shape: KVShape, like: Tensor
 ) -> Hardware:
     """Return this ring's speeds for the cost model; its neighbours are `degree` ranks apart.
 
@@ -84,41 +84,42 @@ def hardware_of(
     """
     known = _known.setdefault(ring.group, {})
     links = "links", ring.size, degree
-    speeds = kernel.name, job.key_heads, job.heads, job.d, job.d_v, like.dtype
+    speeds = kernel.name, shape.key_heads, shape.heads, shape.d, shape.d_v, like.dtype
     note = [socket.gethostname(), links in known, speeds in known]
-    notes = [json.loads(told) for told in ring.gather_notes("measuring", json.dumps(note).encode())]
-    hosts, *knows = zip(*notes)
+    notes = ring.gather_notes("measuring", json.dumps(note).encode())
+    hosts, links_known, speeds_known = zip(*map(json.loads, notes))
     with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
-        if not all(knows[0]):
+        if not all(links_known):
             known[links] = _slowest(ring, _links(ring, degree, hosts, like.device))
-        if not all(knows[1]):
-            known[speeds] = _slowest(ring, _kernel(kernel, job, like))
-    return hardware_from(known[links] | known[speeds], same_host(hosts, ring.size), job)
+        if not all(speeds_known):
+            known[speeds] = _slowest(ring, _kernel(kernel, shape, like))
+    return hardware_from(known[links] | known[speeds], same_host(hosts, ring.size), shape)
 
 
-def hardware_from(found: Seconds, domain: int, job: KVShape) -> Hardware:
+def hardware_from(seconds: Seconds, domain: int, shape: KVShape) -> Hardware:
     """Make the machine that takes so many seconds; what was not measured is as on an H200.
 
-    >>> found = {f"near {n}": 1e-4 + n / 100e9 for n in (1 << 16, 8 << 20, 64 << 20)}
-    >>> machine = hardware_from(found, domain=4, job=KVShape(1, 32, 8, 128, 128, 2))
+    >>> seconds = {f"near {n}": 1e-4 + n / 100e9 for n in (1 << 16, 8 << 20, 64 << 20)}
+    >>> machine = hardware_from(seconds, domain=4, shape=KVShape(1, 32, 8, 128, 128, 2))
     >>> [n for n, _ in machine.hops], machine.domain, machine.forward == H200.forward
     ([0, 65536, 8388608, 67108864], 4, True)
     """
-    machine, (least, *_, most) = H200._replace(domain=domain, measured=True), _BYTES
-    hops = [(n, found[f"near {n}"]) for n in _BYTES if f"near {n}" in found]
+    machine = H200._replace(domain=domain, measured=True)
+    least, most = _BYTES[0], _BYTES[-1]
+    hops = [(n, seconds[f"near {n}"]) for n in _BYTES if f"near {n}" in seconds]
     if hops:
         machine = machine._replace(hops=((0, hops[0][1]), *hops))
-    if f"far {most}" in found:
-        hop = found[f"far {least}"]
-        machine = machine._replace(
-            network_hop=hop, network=most / max(found[f"far {most}"] - hop, 1e-9)
-        )
-    if "pull" in found:
-        machine = machine._replace(pull=_PULLED / found["pull"])
-    for name, times in (("forward", 1.0), ("backward", 2.5)):
-        if name in found:
-            flops = times * job._replace(batch=1).pair_flops * _tokens(job) ** 2
-            machine = machine._replace(**{name: flops / found[name]})
+    if f"far {most}" in seconds:
+        hop = seconds[f"far {least}"]
+        sending = max(seconds[f"far {most}"] - hop, 1e-9)
+        machine = machine._replace(network_hop=hop, network=most / sending)
+    if "pull" in seconds:
+        machine = machine._replace(pull=_PULLED / seconds["pull"])
+    flops = shape._replace(batch=1).pair_flops * _tokens(shape) ** 2
+    if "forward" in seconds:
+        machine = machine._replace(forward=flops / seconds["forward"])
+    if "backward" in seconds:
+        machine = machine._replace(backward=2.5 * flops / seconds["backward"])
     return machine
 
 
@@ -128,22 +129,25 @@ def same_host(hosts: Sequence[str], ring_size: int) -> int:
     >>> same_host("aabb", 4), same_host("aaa", 3), same_host("abb", 3), same_host("aaabbb", 2)
     (2, 3, 1, 1)
     """
-    rings = [hosts[i : i + ring_size] for i in range(0, len(hosts), ring_size)]
-    sizes = (n for n in range(ring_size, 0, -1) if ring_size % n == 0)
-    return next(
-        n
-        for n in sizes
-        if all(len({*ring[i : i + n]}) == 1 for ring in rings for i in range(0, ring_size, n))
-    )
+    for size in range(ring_size, 1, -1):
+        if ring_size % size == 0:
+            firsts = range(0, len(hosts), size)
+            if all(len(set(hosts[first : first + size])) == 1 for first in firsts):
+                return size
+    return 1
 
 
 def _slowest(ring: Ring, mine: Seconds | None) -> Seconds:
     """Return the most seconds that any rank of the group took; nothing if one could not measure."""
-    told = [json.loads(note) for note in ring.gather_notes("speeds", json.dumps(mine).encode())]
-    if None in told:
+    notes = ring.gather_notes("speeds", json.dumps(mine).encode())
+    by_rank = [json.loads(note) for note in notes]
+    if None in by_rank:
         return {}
-    names = {name for each in told for name in each}
-    return {name: max(each[name] for each in told if name in each) for name in names}
+    slowest: Seconds = {}
+    for seconds in by_rank:
+        for name, taken in seconds.items():
+            slowest[name] = max(taken, slowest.get(name, taken))
+    return slowest
 
 
 def _links(ring: Ring, degree: int, hosts: Sequence[str], device: torch.device) -> Seconds | None:
@@ -159,16 +163,18 @@ def _links(ring: Ring, degree: int, hosts: Sequence[str], device: torch.device) 
         return None
     sent, received = buffers
     step = degree % ring.size or 1
-    after, before = ((ring.rank + by) % ring.size for by in (step, -step))
+    after = (ring.rank + step) % ring.size
+    before = (ring.rank - step) % ring.size
     mine, *others = (hosts[ring.first + rank] for rank in (ring.rank, after, before))
-    kind, found = "near" if {*others} == {mine} else "far", {}
+    kind = "near" if {*others} == {mine} else "far"
+    seconds: Seconds = {}
     for n in _BYTES:
 
         def hop(n: int = n) -> None:
             ring.exchange([(after, sent[:n])], [(before, received[:n])]).wait()
 
-        found[f"{kind} {n}"] = _seconds(hop, device, ring)
-    return found | _pulls(ring, received[:_PULLED])
+        seconds[f"{kind} {n}"] = _seconds(hop, device, ring)
+    return seconds | _pulls(ring, received[:_PULLED])
 
 
 def _pulls(ring: Ring, into: Tensor) -> Seconds:
@@ -187,22 +193,24 @@ def _pulls(ring: Ring, into: Tensor) -> Seconds:
     return {"pull": _seconds(pull, into.device, ring)}
 
 
-def _kernel(kernel: SelectedKernel, job: KVShape, like: Tensor) -> Seconds | None:
+def _kernel(kernel: SelectedKernel, shape: KVShape, like: Tensor) -> Seconds | None:
     """Time one block that is all visible, but not for kernels that hold scores in memory."""
     if not {"eager", "flex"}.isdisjoint(kernel.name.split("+")):
         return {}
     try:
-        return _speeds(kernel, job, like)
+        return _speeds(kernel, shape, like)
     except RuntimeError:  # no memory left: measuring is not worth a failure
         return None
 
 
-def _speeds(kernel: SelectedKernel, job: KVShape, like: Tensor) -> Seconds:
-    n = _tokens(job)
-    q = like.new_ones((1, n, job.heads, job.d))
-    k, v = (like.new_ones((1, n, job.key_heads, width)) for width in (job.d, job.d_v))
-    dout = like.new_ones((1, n, job.heads, job.d_v))
-    keys, terms = KVBlock(k, v, None, (Segment(0, 1, n),)), ScoreMods(job.d**-0.5, None, n)
+def _speeds(kernel: SelectedKernel, shape: KVShape, like: Tensor) -> Seconds:
+    n = _tokens(shape)
+    q = like.new_ones((1, n, shape.heads, shape.d))
+    k = like.new_ones((1, n, shape.key_heads, shape.d))
+    v = like.new_ones((1, n, shape.key_heads, shape.d_v))
+    dout = like.new_ones((1, n, shape.heads, shape.d_v))
+    keys = KVBlock(k, v, None, (Segment(0, 1, n),))
+    terms = ScoreMods(shape.d**-0.5, None, n)
     tiles = [Tile(slice(0, n), slice(0, n), None, None)]
 
     def forward() -> OutputAccumulator:
@@ -214,29 +222,27 @@ def _speeds(kernel: SelectedKernel, job: KVShape, like: Tensor) -> Seconds:
 
     def backward() -> None:
         saved = Residuals(q, out, lse, dout, None)
-        kernel.backward(
-            saved,
-            keys,
-            tiles,
-            terms,
-            Grads(GradAccumulator(q), GradAccumulator(k), GradAccumulator(v)),
-        )
+        grads = Grads(GradAccumulator(q), GradAccumulator(k), GradAccumulator(v))
+        kernel.backward(saved, keys, tiles, terms, grads)
 
-    times = (_seconds(run, like.device) for run in (forward, backward))
-    return dict(zip(("forward", "backward"), times))
+    return {
+        "forward": _seconds(forward, like.device),
+        "backward": _seconds(backward, like.device),
+    }
 
 
-def _tokens(job: KVShape) -> int:
+def _tokens(shape: KVShape) -> int:
     """Return the number of queries and keys of the block that is measured, of one sample."""
-    pairs = _FLOPS / max(1, job._replace(batch=1).pair_flops)
-    return max(128, min(4096, int(pairs**0.5) // 128 * 128))
+    pairs = _FLOPS / max(1, shape._replace(batch=1).pair_flops)
+    tokens = int(pairs**0.5) // 128 * 128
+    return max(128, min(4096, tokens))
 
 
 def _seconds(
     run: Callable[[], object], device: torch.device, together: Ring | None = None
 ) -> float:
     """Return the median of a few runs after a first; ranks of `together` begin each together."""
-    found = []
+    seconds = []
     for _ in range(1 + _ROUNDS):
         if together is not None:
             together.gather_notes("timing", b"")
@@ -244,5 +250,5 @@ def _seconds(
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return median(found[1:])
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[1:])

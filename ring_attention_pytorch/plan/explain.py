@@ -4,7 +4,7 @@ from beartype import beartype
 
 from ring_attention_pytorch.comm.gather_first import GatherFirst
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
-from ring_attention_pytorch.geometry.layouts import count
+from ring_attention_pytorch.geometry.layouts import Segments, count
 from ring_attention_pytorch.geometry.tiles import tiles, visible_pairs
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.schedule.cost import (
@@ -39,123 +39,141 @@ def explain_plan(plan: RingPlan) -> str:
         return "\n".join(head)
     cost, swap = predicted(plan)
     steps = _of_gather(plan) if plan.transport_name == "gather" else _of_ring(plan)
-    seconds = cost.forward + cost.backward + swap
-    share = f"; {100 * cost.ideal / seconds:.0f} % of the kernel alone" if seconds else ""
-    where = "by speeds measured here" if plan.machine.measured else "on H200s"
-    tail = [
+    received = (
         f"received: {_bytes(cost.received)} forward and backward; others' keys and gradients take "
-        f"at most {_bytes(_held(plan))} here",
-        f"predicted {where}: forward {1e3 * cost.forward:.3g} ms, backward "
-        f"{1e3 * cost.backward:.3g} ms" + (f", heads swapped {1e3 * swap:.3g} ms" if swap else "")
-        + share,
-    ]  # fmt: skip
-    return "\n".join([*head, *steps, *tail])
+        f"at most {_bytes(_held(plan))} here"
+    )
+    return "\n".join([*head, *steps, received, _prediction(plan, cost, swap)])
+
+
+def _prediction(plan: RingPlan, cost: Cost, swap: float) -> str:
+    where = "by speeds measured here" if plan.machine.measured else "on H200s"
+    forward, backward = f"{1e3 * cost.forward:.3g} ms", f"{1e3 * cost.backward:.3g} ms"
+    line = f"predicted {where}: forward {forward}, backward {backward}"
+    if swap:
+        line += f", heads swapped {1e3 * swap:.3g} ms"
+    seconds = cost.forward + cost.backward + swap
+    if seconds:
+        line += f"; {100 * cost.ideal / seconds:.0f} % of the kernel alone"
+    return line
 
 
 def predicted(plan: RingPlan) -> tuple[Cost, float]:
     """Predict the cost of this rank's part in the transport, and seconds of the all-to-all."""
-    degree, place, machine = plan.degree, plan.place, plan.machine
-    domain = max(1, machine.domain // degree)
+    degree, shape = plan.degree, plan.job
+    domain = max(1, plan.machine.domain // degree)
     if plan.transport_name == "ring":
-        steps = ring_steps(plan.blocks, place, domain)
+        steps = ring_steps(plan.blocks, plan.place, domain)
     else:
-        steps = gather_steps(plan.blocks, place, domain, plan.at_once)
-    own = count(plan.query_segments[plan.ring.rank])
-    whole = plan.job._replace(heads=plan.job.heads * degree, key_heads=plan.job.key_heads * degree)
-    cost = predict(plan.transport_name, steps, plan.job, machine._replace(domain=domain))
-    return cost, swap_seconds(own, whole, degree, machine)
+        steps = gather_steps(plan.blocks, plan.place, domain, plan.at_once)
+    cost = predict(plan.transport_name, steps, shape, plan.machine._replace(domain=domain))
+    tokens = count(plan.query_segments[plan.ring.rank])
+    all_heads = shape._replace(heads=shape.heads * degree, key_heads=shape.key_heads * degree)
+    return cost, swap_seconds(tokens, all_heads, degree, plan.machine)
 
 
 def _head(plan: RingPlan) -> list[str]:
     ring, blocks, place = plan.ring, plan.blocks, plan.place
-    mask = " ".join(
-        (["causal"] if plan.visible.causal else [])
-        + ([f"window {plan.visible.window}"] if plan.visible.window is not None else [])
-        + (["in documents"] if plan.packing else [])
-        + ([f"dropout {plan.terms.dropout.rate}"] if plan.terms.dropout else [])
-        + (["(samples differ: pairs at most)"] if blocks.apart else [])
-    )
+    here = count(plan.query_segments[ring.rank])
     length = sum(map(count, plan.query_segments))
-    found = tiles(blocks.queries[place], blocks.keys[place], blocks.visible)
-    lines = [
-        f"rank {ring.rank} of {ring.size}: {count(plan.query_segments[ring.rank])} of {length} "
-        f"tokens, {plan.layout}, {mask or 'no mask'}, kernel {plan.kernel.name}"
-        + (", in CUDA graphs" if plan.graphs is not None else "")
-    ]
+    line = (
+        f"rank {ring.rank} of {ring.size}: {here} of {length} tokens, {plan.layout}, "
+        f"{_mask(plan)}, kernel {plan.kernel.name}"
+    )
+    if plan.graphs is not None:
+        line += ", in CUDA graphs"
+    lines = [line]
     if plan.degree > 1:
+        neighbours = _plural(plan.degree - 1, "neighbour")
         heads = _plural(plan.job.heads, "query head")
         key_heads = _plural(plan.job.key_heads, "key head")
-        lines.append(
-            f"swaps heads for sequence with {_plural(plan.degree - 1, 'neighbour')}: {heads} and "
-            f"{key_heads} of {count(blocks.queries[place])} tokens"
-            + (", out of shared memory" if plan.ulysses.shared is not None else "")
+        tokens_here = count(blocks.queries[place])
+        line = (
+            f"swaps heads for sequence with {neighbours}: {heads} and {key_heads} of {tokens_here} "
+            "tokens"
         )
-    lines.append(
-        f"own keys: {count(blocks.keys[place])}, {visible_pairs(found)} pairs in "
-        f"{_plural(len(found), 'tile')}"
-    )
-    return lines
+        if plan.ulysses.shared is not None:
+            line += ", out of shared memory"
+        lines.append(line)
+    keys = blocks.keys[place]
+    return [*lines, f"own keys: {count(keys)}, {_pairs(plan, keys)}"]
+
+
+def _mask(plan: RingPlan) -> str:
+    words = []
+    if plan.visible.causal:
+        words.append("causal")
+    if plan.visible.window is not None:
+        words.append(f"window {plan.visible.window}")
+    if plan.packing:
+        words.append("in documents")
+    if plan.terms.dropout:
+        words.append(f"dropout {plan.terms.dropout.rate}")
+    if plan.blocks.apart:
+        words.append("(samples differ: pairs at most)")
+    return " ".join(words) or "no mask"
+
+
+def _pairs(plan: RingPlan, keys: Segments) -> str:
+    """Describe what this rank's queries see of these keys."""
+    visible = tiles(plan.blocks.queries[plan.place], keys, plan.blocks.visible)
+    return f"{visible_pairs(visible)} pairs in {_plural(len(visible), 'tile')}"
 
 
 def _of_ring(plan: RingPlan) -> list[str]:
-    blocks, place, size = plan.blocks, plan.place, len(plan.blocks.keys)
     lines = ["ring: one neighbour at a time"]
-    for distance in blocks.distances[1:]:
-        owner = (place - distance) % size
-        found = tiles(blocks.queries[place], blocks.keys[owner], blocks.visible)
-        weight = _bytes(count(blocks.keys[owner]) * plan.job.token_bytes)
+    for distance in plan.blocks.distances[1:]:
+        owner = (plan.place - distance) % len(plan.blocks.keys)
+        keys = plan.blocks.keys[owner]
+        weight = _bytes(count(keys) * plan.job.token_bytes)
         lines.append(
             f"hop {distance}: keys of place {owner}, {weight}, while the one before computes; "
-            f"{visible_pairs(found)} pairs in {_plural(len(found), 'tile')}"
+            f"{_pairs(plan, keys)}"
         )
     return lines
 
 
 def _of_gather(plan: RingPlan) -> list[str]:
-    place = plan.place
-    if isinstance(plan.transport, GatherFirst):
-        return [_of_all_together(plan, plan.transport)]
-    pulled = isinstance(plan.transport, SymmetricGather)
+    transport = plan.transport
+    if isinstance(transport, GatherFirst):
+        return [_of_all_together(plan, transport)]
+    pulled = isinstance(transport, SymmetricGather)
     lines = [f"gather: {'pulled out of shared memory' if pulled else 'sent point to point'}"]
     home = "go home"
     if pulled:
-        home += " by copy engine" if plan.transport.aside else ", added where they lie"
-        home += ", while own keys are computed on" if plan.transport.overtaken else ""
-    for number, group in enumerate(plan.transport.groups, 1):
-        if not (mine := group.pieces[place]):
+        home += " by copy engine" if transport.aside else ", added where they lie"
+        home += ", while own keys are computed on" if transport.overtaken else ""
+    for number, group in enumerate(transport.groups, 1):
+        chunks = group.pieces[plan.place]
+        if not chunks:
             lines.append(f"group {number}: nothing")
             continue
-        owners = sorted({piece.owner for piece in mine})
-        found = tiles(plan.blocks.queries[place], joined(mine), plan.blocks.visible)
-        weight = _bytes(tokens(mine) * plan.job.token_bytes)
+        owners = sorted({chunk.owner for chunk in chunks})
+        weight = _bytes(tokens(chunks) * plan.job.token_bytes)
+        stages = ", forward in two stages" if len(group.stages) > 1 else ""
         lines.append(
-            f"group {number}: {tokens(mine)} keys of places {owners}, {weight}, while the last "
-            f"computes{', forward in two stages' if len(group.stages) > 1 else ''}; "
-            f"{visible_pairs(found)} pairs in {_plural(len(found), 'tile')}, then their gradients "
-            f"{home}"
+            f"group {number}: {tokens(chunks)} keys of places {owners}, {weight}, while the last "
+            f"computes{stages}; {_pairs(plan, joined(chunks))}, then their gradients {home}"
         )
     return lines
 
 
 def _of_all_together(plan: RingPlan, transport: GatherFirst) -> str:
-    pieces = transport.groups[0].pieces[plan.place]
-    found = tiles(plan.blocks.queries[plan.place], joined(pieces), plan.blocks.visible)
+    chunks = transport.groups[0].pieces[plan.place]
     return (
-        f"gather: all {tokens(pieces)} keys out of shared memory before any call; "
-        f"{visible_pairs(found)} pairs in {_plural(len(found), 'tile')}, then gradients are added "
-        "where they lie"
+        f"gather: all {tokens(chunks)} keys out of shared memory before any call; "
+        f"{_pairs(plan, joined(chunks))}, then gradients are added where they lie"
     )
 
 
 def _held(plan: RingPlan) -> int:
     """Return the most bytes of others' keys and gradients that are here at once."""
-    job, longest = plan.job, max(map(count, plan.blocks.keys))
+    shape = plan.job
+    longest = max(map(count, plan.blocks.keys))
     if plan.transport_name == "ring":
-        return longest * (2 * job.token_bytes + 3 * job.wide_bytes)
-    return longest * (
-        4 * job.token_bytes
-        + plan.at_once * (3 * job.token_bytes + 2 * job.grad_bytes + 2 * job.wide_bytes)
-    )
+        return longest * (2 * shape.token_bytes + 3 * shape.wide_bytes)
+    of_owner = 3 * shape.token_bytes + 2 * shape.grad_bytes + 2 * shape.wide_bytes
+    return longest * (4 * shape.token_bytes + plan.at_once * of_owner)
 
 
 def _plural(number: int, noun: str) -> str:

@@ -6,7 +6,7 @@ All of them come down to segments and pieces of positions, so that masks stay ba
 import json
 from collections.abc import Sequence
 from hashlib import sha256
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -25,21 +25,26 @@ def by_sample(
     visible: Mask, packing: BatchDocuments | None, prefix: Prefix, batch: int
 ) -> list[tuple[slice, Mask]]:
     """Group samples next to one another that see alike; return slices of the batch and masks."""
-    each = [visible._replace(documents=documents) for documents in packing or ()]
-    each = each or [visible._replace(prefix=tokens) for tokens in prefixes(prefix, batch)]
-    if not each:
-        return [(slice(None), visible)]
-    found, start = [], 0
-    for seen, alike in groupby(each):
+    if packing:
+        masks = [visible._replace(documents=documents) for documents in packing]
+    else:
+        masks = [visible._replace(prefix=tokens) for tokens in prefixes(prefix, batch)]
+    groups = []
+    start = 0
+    for mask, alike in groupby(masks):
         stop = start + len(list(alike))
-        found.append((slice(start, stop), seen))
+        groups.append((slice(start, stop), mask))
         start = stop
-    return found if len(found) > 1 else [(slice(None), each[0])]
+    if len(groups) > 1:
+        return groups
+    return [(slice(None), masks[0] if masks else visible)]
 
 
 def copied(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Copy a tensor: a caller that reuses its memory would silently change gradients."""
-    return None if t is None else t.to(dtype, copy=True)
+    if t is None:
+        return None
+    return t.to(dtype, copy=True)
 
 
 def seen_by_any(
@@ -49,23 +54,30 @@ def seen_by_any(
 
     It has no window then: in a document one may reach farther than as many tokens of the sequence.
     """
-    each = tuple(dict.fromkeys(seen for _, seen in samples))
-    if len(each) == 1:
-        return each[0], ()
-    return Mask(visible.causal and not prefixed), each
+    masks = tuple(dict.fromkeys(mask for _, mask in samples))
+    if len(masks) == 1:
+        return masks[0], ()
+    return Mask(visible.causal and not prefixed), masks
 
 
-def positions_seen(segments: Segments, visible: Mask) -> Tensor:
+def positions_seen(segments: Segments, mask: Mask) -> Tensor:
     """Return the position of each token held as these samples count: in its document, if any."""
-    if visible.documents is not None:
-        return visible.documents.positions(segments)
+    if mask.documents is not None:
+        return mask.documents.positions(segments)
     return segment_positions(segments)
 
 
 def gather_positions(ring: Ring, own: Sequence[Tensor]) -> list[tuple[Segments, ...]]:
     """Exchange positions `[n]` of queries and of keys; return both as every rank's segments."""
     notes = tell(ring, "positions", [_runs(t.cpu().long()) for t in own])
-    return [tuple(tuple(Segment(*s) for s in note[i]) for note in notes) for i in range(len(own))]
+    by_sequence = []
+    for runs_of_ranks in zip(*notes):
+        by_sequence.append(tuple(_segments(runs) for runs in runs_of_ranks))
+    return by_sequence
+
+
+def _segments(runs: list[tuple[int, int, int]]) -> Segments:
+    return tuple(Segment(start, stride, length) for start, stride, length in runs)
 
 
 def repeats_problem(sequences: Sequence[tuple[Segments, ...]]) -> str | None:
@@ -73,19 +85,20 @@ def repeats_problem(sequences: Sequence[tuple[Segments, ...]]) -> str | None:
 
     Segments ascend by one.
     """
-    for everyone in sequences:
-        found = sorted(segment for held in everyone for segment in held)
-        if any(a.start + a.length > b.start for a, b in pairwise(found)):
-            return (
-                "dropout draws by positions, so those of queries must all differ, and those of "
-                "keys; leave out what repeats, or dropout"
-            )
+    for by_rank in sequences:
+        for a, b in pairwise(sorted(chain.from_iterable(by_rank))):
+            if a.start + a.length > b.start:
+                return (
+                    "dropout draws by positions, so those of queries must all differ, and those of "
+                    "keys; leave out what repeats, or dropout"
+                )
     return None
 
 
-def _runs(at: Tensor) -> list[tuple[int, int, int]]:
+def _runs(positions: Tensor) -> list[tuple[int, int, int]]:
     """Turn positions into segments that ascend by one."""
-    offsets, counts = torch.unique_consecutive(at - torch.arange(len(at)), return_counts=True)
+    offsets = positions - torch.arange(len(positions))
+    offsets, counts = torch.unique_consecutive(offsets, return_counts=True)
     starts = offsets + counts.cumsum(0) - counts
     return [(start, 1, n) for start, n in zip(starts.tolist(), counts.tolist())]
 
@@ -94,13 +107,14 @@ def mask_mod_problem(mask_mod: MaskMod | None, device: torch.device) -> str | No
     """Say what is wrong with a predicate, by its answer for one pair; None if nothing."""
     if mask_mod is None:
         return None
+    zero = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device)
     try:
-        found = mask_mod(*(torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device),) * 4)
+        answer = mask_mod(zero, zero, zero, zero)
     except Exception as error:  # whatever it is: the other ranks must be told
         return f"mask_mod fails, asked of one pair: {type(error).__name__}: {error}"
-    if isinstance(found, Tensor) and found.dtype == torch.bool:
+    if isinstance(answer, Tensor) and answer.dtype == torch.bool:
         return None
-    return f"mask_mod must give a bool tensor, got {getattr(found, 'dtype', type(found))}"
+    return f"mask_mod must give a bool tensor, got {getattr(answer, 'dtype', type(answer))}"
 
 
 def prefixes(prefix: Prefix, batch: int) -> list[int]:
@@ -109,7 +123,9 @@ def prefixes(prefix: Prefix, batch: int) -> list[int]:
         return []
     if isinstance(prefix, Tensor):
         prefix = prefix.tolist()
-    return [prefix] * batch if isinstance(prefix, int) else list(prefix)
+    if isinstance(prefix, int):
+        return [prefix] * batch
+    return list(prefix)
 
 
 def prefix_problem(prefix: Prefix, batch: int, fits: bool) -> str | None:
@@ -119,18 +135,16 @@ def prefix_problem(prefix: Prefix, batch: int, fits: bool) -> str | None:
         return "prefix needs causal=True, and no documents and no positions beside it"
     if isinstance(prefix, Tensor) and (prefix.is_floating_point() or prefix.ndim > 1):
         return f"prefix must be ints, one or {batch}, got {prefix.dtype} {list(prefix.shape)}"
-    found = prefixes(prefix, batch)
-    if len(found) == batch and all(isinstance(p, int) and p >= 0 for p in found):
+    each = prefixes(prefix, batch)
+    if len(each) == batch and all(isinstance(tokens, int) and tokens >= 0 for tokens in each):
         return None
-    return f"prefix must be one int of at least 0, or {batch} of them, got {found[:8]}"
+    return f"prefix must be one int of at least 0, or {batch} of them, got {each[:8]}"
 
 
-def prefix_digest(prefix: Prefix) -> str | None:
+def prefix_digest(prefix: Prefix) -> str:
     """Shorten prefixes for comparing notes, as there may be many samples."""
-    if prefix is None:
-        return None
-    found = json.dumps(prefixes(prefix, 1))
-    return f"{found[:40]}, {sha256(found.encode()).hexdigest()[:12]}"
+    text = json.dumps(prefixes(prefix, 1))
+    return f"{text[:40]}, {sha256(text.encode()).hexdigest()[:12]}"
 
 
 def positions_problem(

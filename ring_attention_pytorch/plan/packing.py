@@ -1,6 +1,7 @@
 """Documents of sequences that are spread over ranks: ids travel as runs, over the host."""
 
 import json
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,21 +27,28 @@ from ring_attention_pytorch.geometry.segments import (
 
 def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> BatchDocuments:
     """Exchange ids `[b, n]` that ranks of a ring hold; return the documents of each sample."""
-    runs = [torch.unique_consecutive(row, return_counts=True) for row in ids.cpu()]
-    notes = tell(ring, "ids of documents", [[t.tolist() for t in run] for run in runs])
+    runs = []
+    for row in ids.cpu():
+        values, counts = torch.unique_consecutive(row, return_counts=True)
+        runs.append([values.tolist(), counts.tolist()])
+    notes = tell(ring, "ids of documents", runs)
     whole = torch.empty((len(ids), sum(map(count, segments))), dtype=torch.long)
     for held, note in zip(segments, notes):
-        at = segment_positions(held)
+        positions = segment_positions(held)
         for row, (values, counts) in zip(whole, note):
-            found, times = (torch.tensor(t, dtype=torch.long) for t in (values, counts))
-            row[at] = found.repeat_interleave(times)
+            values = torch.tensor(values, dtype=torch.long)
+            counts = torch.tensor(counts, dtype=torch.long)
+            row[positions] = values.repeat_interleave(counts)
     return tuple(of_ids(row) for row in whole)
 
 
 def gather_packings(ring: Ring, packing: BatchDocuments) -> BatchDocuments:
     """Gather documents of every rank's samples, where each rank brings samples of its own."""
     notes = tell(ring, "documents", [documents.runs for documents in packing])
-    return tuple(Documents(tuple(Run(*run) for run in runs)) for note in notes for runs in note)
+    samples = []
+    for runs in chain.from_iterable(notes):
+        samples.append(Documents(tuple(Run(*run) for run in runs)))
+    return tuple(samples)
 
 
 def tell(ring: Ring, subject: str, note: Any) -> list[Any]:
@@ -63,7 +71,9 @@ def whole_packing(
         return documents
     samples = as_lists(cu_seqlens)
     packing = tuple(of_borders(borders) for borders in samples)
-    return packing * batch if len(samples) == 1 else packing
+    if len(samples) == 1:
+        return packing * batch
+    return packing
 
 
 def local_packing(
