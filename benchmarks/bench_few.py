@@ -47,7 +47,7 @@ def both_ways(plan: RingPlan) -> dict[str, RingPlan]:
     if not isinstance(gather, SymmetricGather):
         return {"gather": plan}
     shared = shared_by(gather.ring, plan.device)
-    together = GatherFirst.like(gather, plan.blocks, plan.job, shared)
+    together = GatherFirst.like(gather, plan.blocks, plan.kv_shape, shared)
     return {"overlapping": plan.by(gather), "together": plan.by(together)}
 
 

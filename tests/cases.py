@@ -257,11 +257,13 @@ def over_shared_memory(
         among = SharedSwap.over(shared._replace(ranks=swap.together.places), most)
         swap, over = replace(swap, shared=among), swap.ring
         shared = shared._replace(ranks=over.places)
-    transport = SymmetricGather.over(over, plan.blocks, at_once, plan.job, shared, overtaken, late)
+    transport = SymmetricGather.over(
+        over, plan.blocks, at_once, plan.kv_shape, shared, overtaken, late
+    )
     if aside is not None:
         transport = replace(transport, aside=aside)
     if together:
-        transport = GatherFirst.like(transport, plan.blocks, plan.job, shared)
+        transport = GatherFirst.like(transport, plan.blocks, plan.kv_shape, shared)
     return replace(plan.by(transport), ulysses=swap)
 
 

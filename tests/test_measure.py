@@ -105,7 +105,7 @@ def test_a_cpu_measures_nothing_and_a_gpu_gives_at_most_half_of_what_is_left(mon
     plan = RingPlan.make(q, q, q)
     assert plan.memory == calibrate.ROOM == room_left(q)
     assert plan.machine is H200
-    asked = plan.ring, plan.kernel, plan.blocks, plan.job, 1, q
+    asked = plan.ring, plan.kernel, plan.blocks, plan.kv_shape, 1, q
     assert select_transport(None, *asked) == ("ring", H200)
     assert select_transport("gather", *asked) == ("gather", H200)
     on_gpu = SimpleNamespace(is_cuda=True, device="cuda")

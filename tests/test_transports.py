@@ -703,10 +703,10 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
         q = torch.empty(1, 16, 2, 4)
         plan = RingPlan.make(q, q, q, **shown, layout="zigzag", group=ring)
         made = [
-            transports.make_transport("gather", ring, plan.blocks, at_once, plan.job, q.device)
+            transports.make_transport("gather", ring, plan.blocks, at_once, plan.kv_shape, q.device)
             for at_once in (9, 1)
         ]
-        few = (transports.make_together(each, plan.blocks, plan.job) for each in made)
+        few = (transports.make_together(each, plan.blocks, plan.kv_shape) for each in made)
         return [(type(spares), type(each)) for spares, each in zip(few, made)]
 
     def shared_by(ring: threads.ThreadRing, _: torch.device) -> PeerGroup:

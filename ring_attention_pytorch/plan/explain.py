@@ -60,7 +60,7 @@ def _prediction(plan: RingPlan, cost: Cost, swap: float) -> str:
 
 def predicted(plan: RingPlan) -> tuple[Cost, float]:
     """Predict the cost of this rank's part in the transport, and seconds of the all-to-all."""
-    degree, shape = plan.degree, plan.job
+    degree, shape = plan.degree, plan.kv_shape
     domain = max(1, plan.machine.domain // degree)
     if plan.transport_name == "ring":
         steps = ring_steps(plan.blocks, plan.place, domain)
@@ -85,8 +85,8 @@ def _head(plan: RingPlan) -> list[str]:
     lines = [line]
     if plan.degree > 1:
         neighbours = _plural(plan.degree - 1, "neighbour")
-        heads = _plural(plan.job.heads, "query head")
-        key_heads = _plural(plan.job.key_heads, "key head")
+        heads = _plural(plan.kv_shape.heads, "query head")
+        key_heads = _plural(plan.kv_shape.key_heads, "key head")
         tokens_here = count(blocks.queries[place])
         line = (
             f"swaps heads for sequence with {neighbours}: {heads} and {key_heads} of {tokens_here} "
@@ -125,7 +125,7 @@ def _of_ring(plan: RingPlan) -> list[str]:
     for distance in plan.blocks.distances[1:]:
         owner = (plan.place - distance) % len(plan.blocks.keys)
         keys = plan.blocks.keys[owner]
-        weight = _bytes(count(keys) * plan.job.token_bytes)
+        weight = _bytes(count(keys) * plan.kv_shape.token_bytes)
         lines.append(
             f"hop {distance}: keys of place {owner}, {weight}, while the one before computes; "
             f"{_pairs(plan, keys)}"
@@ -149,7 +149,7 @@ def _of_gather(plan: RingPlan) -> list[str]:
             lines.append(f"group {number}: nothing")
             continue
         owners = sorted({chunk.owner for chunk in chunks})
-        weight = _bytes(tokens(chunks) * plan.job.token_bytes)
+        weight = _bytes(tokens(chunks) * plan.kv_shape.token_bytes)
         stages = ", forward in two stages" if len(group.stages) > 1 else ""
         lines.append(
             f"group {number}: {tokens(chunks)} keys of places {owners}, {weight}, while the last "
@@ -168,7 +168,7 @@ def _of_all_together(plan: RingPlan, transport: GatherFirst) -> str:
 
 def _held(plan: RingPlan) -> int:
     """Return the most bytes of others' keys and gradients that are here at once."""
-    shape = plan.job
+    shape = plan.kv_shape
     longest = max(map(count, plan.blocks.keys))
     if plan.transport_name == "ring":
         return longest * (2 * shape.token_bytes + 3 * shape.wide_bytes)

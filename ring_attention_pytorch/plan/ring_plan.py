@@ -74,7 +74,7 @@ class RingPlan:
     transport_name: str
     memory: int | None
     at_once: int  # owners whose keys a gather brings together
-    job: KVShape
+    kv_shape: KVShape
     machine: Hardware  # with measured speeds, where those decided
     blocks: Workload  # of the ranks that the transport connects
     ulysses: Ulysses | None
@@ -257,7 +257,7 @@ class RingPlan:
     @cached_property
     def transport_of_pairs(self) -> Transport:
         """The transport of keys with their tangents, twice as wide; all ranks make it together."""
-        pairs = self.job._replace(d=2 * self.job.d, d_v=2 * self.job.d_v)
+        pairs = self.kv_shape._replace(d=2 * self.kv_shape.d, d_v=2 * self.kv_shape.d_v)
         at_once = owners_at_once(self.memory, self.blocks, pairs)
         ring = self.transport.ring
         return make_transport(self.transport_name, ring, self.blocks, at_once, pairs, self.device)
@@ -374,7 +374,7 @@ class _TransportChoice(NamedTuple):
     machine: Hardware
     memory: int | None
     at_once: int
-    job: KVShape
+    kv_shape: KVShape
     concurrent: bool
 
 
@@ -402,6 +402,6 @@ def _chosen_transport(
         machine=machine,
         memory=memory,
         at_once=at_once,
-        job=shape,
+        kv_shape=shape,
         concurrent=alike and (overlapping.overtaken or is_small(blocks, shape)),
     )
