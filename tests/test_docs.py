@@ -14,7 +14,7 @@ from ring_attention_pytorch import default_attention
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path) -> list[str]:
@@ -25,6 +25,18 @@ def blocks(page: Path) -> list[str]:
 def test_the_examples_of_a_page_run(page: Path) -> None:
     for block in blocks(page):
         exec(compile(block, str(page), "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_changes_that_a_page_shows_can_be_made(page: Path) -> None:
+    """Each hunk's old lines stand in its file, one after another."""
+    for change in re.findall(r"```diff\n(.*?)```", page.read_text(), re.DOTALL):
+        for part in re.split(r"^--- a/", change, flags=re.MULTILINE)[1:]:
+            file, *hunks = re.split(r"^@@.*\n", part, flags=re.MULTILINE)
+            text = (ROOT / file.split("\n")[0]).read_text()
+            for hunk in hunks:
+                old = [line[1:] for line in hunk.splitlines() if line[:1] in " -"]
+                assert "\n".join(old) in text, (page, hunk)
 
 
 def test_a_group_that_an_example_starts_ends_with_it() -> None:

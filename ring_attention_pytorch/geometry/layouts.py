@@ -8,7 +8,7 @@ Eight tokens over two ranks; `A` and `B` hold them:
 
     contiguous  AAAABBBB      striped  ABABABAB      zigzag  AABBBBAA
 
-A new layout is one function here and one line in `LAYOUTS`.
+A new layout is one function here and one line in `LAYOUTS` (docs/design/adding-a-layout.md).
 """
 
 from collections.abc import Callable

@@ -27,8 +27,10 @@ def by_sample(
     """Group samples next to one another that see alike; return slices of the batch and masks."""
     if packing:
         masks = [visible._replace(documents=documents) for documents in packing]
-    else:
+    elif prefix is not None:
         masks = [visible._replace(prefix=tokens) for tokens in prefixes(prefix, batch)]
+    else:
+        return [(slice(None), visible)]
     groups = []
     start = 0
     for mask, alike in groupby(masks):
@@ -117,10 +119,8 @@ def mask_mod_problem(mask_mod: MaskMod | None, device: torch.device) -> str | No
     return f"mask_mod must give a bool tensor, got {getattr(answer, 'dtype', type(answer))}"
 
 
-def prefixes(prefix: Prefix, batch: int) -> list[int]:
-    """List the prefix of each sample; nothing where there is no prefix at all."""
-    if prefix is None:
-        return []
+def prefixes(prefix: int | Sequence[int] | Tensor, batch: int) -> list[int]:
+    """List the prefix of each sample."""
     if isinstance(prefix, Tensor):
         prefix = prefix.tolist()
     if isinstance(prefix, int):

@@ -6,7 +6,7 @@ and the choice of kernels are loops over the rows.
 
 A new option is a row here, a parameter and some lines of docs in `ring_attn`, and the code that
 computes it. If kernels differ in it, it is also a name in `interfaces.FEATURES`, and in the
-capabilities of kernels that can do it.
+capabilities of kernels that can do it (docs/design/adding-a-score-option.md).
 """
 
 import math
