@@ -44,7 +44,7 @@ MUTANTS = [
     ),
     Mutant(
         "band off by one", "geometry/tiles.py:band",
-        "seen &= offset <= right", "seen &= offset < right",
+        "visible &= offset <= right", "visible &= offset < right",
     ),
     Mutant(
         "buckets forget how far down they are", "geometry/tiles.py:buckets",

@@ -167,12 +167,12 @@ def band(tile: Tile, device: torch.device) -> Tensor:
     i = torch.arange(rows.stop - rows.start, device=device)
     j = torch.arange(cols.stop - cols.start, device=device)
     offset = j - i.unsqueeze(1)
-    seen = torch.ones_like(offset, dtype=torch.bool)
+    visible = torch.ones_like(offset, dtype=torch.bool)
     if left is not None:
-        seen &= offset >= -left
+        visible &= offset >= -left
     if right is not None:
-        seen &= offset <= right
-    return seen
+        visible &= offset <= right
+    return visible
 
 
 def _join(tiles: list[Tile]) -> list[Tile]:

@@ -74,10 +74,10 @@ def predicted(plan: RingPlan) -> tuple[Cost, float]:
 
 def _head(plan: RingPlan) -> list[str]:
     ring, blocks, place = plan.ring, plan.blocks, plan.place
-    here = count(plan.query_segments[ring.rank])
+    own = count(plan.query_segments[ring.rank])
     length = sum(map(count, plan.query_segments))
     line = (
-        f"rank {ring.rank} of {ring.size}: {here} of {length} tokens, {plan.layout}, "
+        f"rank {ring.rank} of {ring.size}: {own} of {length} tokens, {plan.layout}, "
         f"{_mask(plan)}, kernel {plan.kernel.name}"
     )
     if plan.graphs is not None:

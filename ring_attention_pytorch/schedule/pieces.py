@@ -167,8 +167,10 @@ class Round(NamedTuple):
     @property
     def at_once(self) -> "Round":
         """This round in one stage."""
-        parts = tuple((slice(0, tokens(chunks)),) for chunks in self.pieces)
-        return Round((self.distances,), self.pieces, parts)
+        parts = []
+        for chunks in self.pieces:
+            parts.append((slice(0, tokens(chunks)),))
+        return Round((self.distances,), self.pieces, tuple(parts))
 
 
 def slice_segments(segments: Segments, span: slice) -> Segments:
@@ -346,13 +348,15 @@ def needed(rank: int, workload: Workload, distances: Sequence[int]) -> Chunks:
     for distance in distances:
         owner = (rank - distance) % len(workload.keys)
         keys = workload.keys[owner]
-        shown = [tile.cols for tile in tiles(queries, keys, workload.visible)]
+        visible = tiles(queries, keys, workload.visible)
         for start, (position, stride, length) in whole_pieces(keys):
             stop = start + length
-            seen = [cols for cols in shown if cols.start < stop and cols.stop > start]
-            if seen:
-                first = max(start, min(cols.start for cols in seen))
-                last = min(stop, max(cols.stop for cols in seen))
+            first, last = stop, start  # until a tile shows some
+            for _, cols, _, _ in visible:
+                if cols.start < stop and cols.stop > start:
+                    first = min(first, max(cols.start, start))
+                    last = max(last, min(cols.stop, stop))
+            if first < last:
                 segment = Segment(position + (first - start) * stride, stride, last - first)
                 chunks.append(Chunk(owner, first, segment))
     return tuple(sorted(chunks, key=lambda chunk: (chunk.segment.start, chunk.owner)))
