@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,25 @@ def test_files_import_only_what_is_below(file):
     old = {name for name in found if (PACKAGE / "compat" / f"{name}.py").exists()}
     folders = found - old | ({"compat"} if old else set())
     assert folders <= BELOW[folder_of(file)] | {folder_of(file)}
+
+
+def modules_imported(file: Path) -> set[str]:
+    """Names of the files that a file imports; but that of the package, which every import runs."""
+    known = {name_of(other).removesuffix(".__init__") for other in FILES} - {"__init__"}
+    modules = set()
+    for full_name in imported(file):
+        package, _, name = full_name.partition(".")
+        for module in (name, name.rpartition(".")[0]):
+            for path in (module, f"compat.{module}"):
+                if package == PACKAGE.name and path in known:
+                    modules.add(path)
+    return modules - {name_of(file).removesuffix(".__init__")}
+
+
+def test_no_modules_import_one_another_in_a_circle_not_even_inside_functions():
+    imports = {name_of(file).removesuffix(".__init__"): modules_imported(file) for file in FILES}
+    del imports["__init__"]
+    TopologicalSorter(imports).prepare()  # raises a CycleError that names the circle
 
 
 def test_what_is_below_is_there():

@@ -1,7 +1,7 @@
 """Passes over many scores in Triton: one launch for each step of descent, one for all of backward.
 
 A row may have millions of scores; a few small PyTorch operations join the partial results of its
-blocks. All is in float64, so results equal those of `soft_topk.PLAIN` up to rounding. The kernels
+blocks. All is in float64, so results equal those of `passes.PLAIN` up to rounding. The kernels
 are in `_triton_descent.py`, which only the functions here import: Triton is optional.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.routing.soft_topk import Passes
+from ring_attention_pytorch.routing.passes import Passes
 
 _BLOCK = 1024
 
@@ -27,7 +27,7 @@ def problem(device: torch.device) -> str | None:
 
 
 def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute `soft_topk.partition`: how many float64 scores are >= -a, and LSE of the others."""
+    """Compute `passes.partition`: how many float64 scores are >= -a, and LSE of the others."""
     from ring_attention_pytorch.routing._triton_descent import partition_kernel
 
     n = scores.shape[-1]
@@ -45,7 +45,7 @@ def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def slope(scores: Tensor, terms: Sequence[Tensor], window: Tensor) -> Tensor:
-    """Compute `soft_topk.slope` of float64 scores."""
+    """Compute `passes.slope` of float64 scores."""
     from ring_attention_pytorch.routing._triton_descent import slope_kernel
 
     *terms, e = terms

@@ -18,10 +18,10 @@ from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.routing.descent_triton import TRITON
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
+from ring_attention_pytorch.routing.passes import PLAIN
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.selection import best, causal_choice, slots, windows
 from ring_attention_pytorch.routing.soft_topk import (
-    PLAIN,
     Solution,
     count_problem,
     counts,

@@ -15,7 +15,6 @@ one number a, and its result is the formula above with another a. A step is one 
 scores, and so is all of backward.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,9 @@ from torch.autograd import Function
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
+from ring_attention_pytorch.routing.descent_triton import TRITON
 from ring_attention_pytorch.routing.exchange import everyones, total_over_ranks
+from ring_attention_pytorch.routing.passes import PLAIN, Partition, Slope, partition, slope
 from ring_attention_pytorch.runtime.torch_func import refuse_second_order
 
 Count = int | float | Tensor
@@ -64,39 +65,6 @@ def fixed_point(scores: Tensor, k: Tensor, eps: float) -> Solution:
     coef = (1 / (k - m)).masked_fill(everything | nothing, 0.0)
     one = torch.full((1,), eps, dtype=torch.float64, device=u.device)
     return Solution(a, eps, coef.unsqueeze(-1), -a.unsqueeze(-1), a.unsqueeze(-1), one)
-
-
-Partition = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
-Slope = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
-
-
-class Passes(NamedTuple):
-    """An implementation of the passes over all scores, which take nearly all the time."""
-
-    partition: Partition
-    slope: Slope
-    problem: Callable[[torch.device], str | None]  # why a device can't be used
-
-
-def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Count the scores `[..., n]` that are >= -a `[...]`; compute LSE(s / eps) of the others."""
-    above = scores >= -a.unsqueeze(-1)
-    below = (scores / eps).masked_fill(above, -torch.inf)
-    return above.sum(-1).double(), below.logsumexp(-1)
-
-
-def slope(scores: Tensor, terms: Sequence[Tensor], window: Tensor) -> Tensor:
-    """Compute -da/ds of scores `[..., n]` by the terms coef, bound, at, e of their windows."""
-    total = torch.zeros_like(scores)
-    *terms, e = terms
-    for t in range(len(e)):
-        coef, bound, at = (x[..., t].index_select(-1, window) for x in terms)
-        part = coef * ((scores + at) / e[t]).exp()
-        total += part.masked_fill(~(scores < bound) | (coef == 0), 0.0)
-    return total
-
-
-PLAIN = Passes(partition, slope, lambda device: None)
 
 
 def descent(
@@ -267,9 +235,7 @@ def coordinate_descent(
     >>> coordinate_descent(s, n_iters=500, k=2).round(decimals=2).tolist()
     [1.0, 0.0, 1.0, 0.0]
     """
-    passes = PLAIN
-    if use_triton:
-        from ring_attention_pytorch.routing.descent_triton import TRITON as passes
+    passes = TRITON if use_triton else PLAIN
     problem = scores_problem(scores, k, mask) or descent_problem(n_iters, eps, eps_init, eps_decay)
     problem = problem or passes.problem(scores.device)
     if problem is not None:
