@@ -31,6 +31,28 @@ MUTANTS = [
     ),
     Mutant("peers are told nothing", "comm/steps.py:Steps.call", "tell_peers()", "pass"),
     Mutant(
+        "what devices find is told to nobody", "comm/steps.py:Steps._check_whole",
+        "if self.guards and", "if False and",
+    ),
+    Mutant(
+        "what devices have found is never forgotten", "comm/steps.py:Steps.mend",
+        "guard.reset()", "pass",
+    ),
+    Mutant(
+        "devices forget while others wait", "comm/steps.py:Steps.mend", "guard.wait()", "pass",
+    ),
+    Mutant(
+        "a plan keeps what a device found to itself", "comm/ring.py:Ring.gather_notes",
+        "if told not in", "if False and told not in",
+    ),
+    Mutant(
+        "one rank's device forgets alone", "comm/ring.py:Ring.gather_notes",
+        "if any(troubles)", "if trouble",
+    ),
+    Mutant(
+        "devices tell nobody of a failure", "comm/failures.py:tell_peers", "guard.fail()", "pass",
+    ),
+    Mutant(
         "nobody compares notes in calls", "plan/ring_plan.py:RingPlan.call",
         "self.always", "False",
     ),
@@ -52,6 +74,7 @@ MUTANTS = [
 def battery() -> Iterator[Callable[[], object]]:
     """Cases that fail where something is wrong."""
     from tests import test_failures as failures
+    from tests import test_guard as guard
     from tests import threads
 
     torch.set_num_threads(1)
@@ -62,6 +85,10 @@ def battery() -> Iterator[Callable[[], object]]:
     yield failures.test_a_group_of_the_process_that_this_one_was_forked_from_is_refused
     yield failures.test_what_ranks_disagree_about_breaks_nothing
     yield failures.test_a_broken_ring_says_so_until_the_next_plan
+    yield guard.test_the_next_call_says_what_a_device_found
+    yield guard.test_a_plan_says_on_all_ranks_what_one_device_found_and_mends_the_ring
+    yield guard.test_what_a_call_has_said_a_plan_does_not_say_again
+    yield guard.test_devices_tell_of_a_failure_in_fail_together_alone
     yield partial(
         failures.test_notes_in_each_call_tell_all_ranks_at_once_who_is_where,
         "skips_backward", "gather",

@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from itertools import chain, product, zip_longest
 from types import SimpleNamespace
 from typing import Any
@@ -854,12 +855,16 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
 
 
 def test_both_halves_of_a_shelf_start_where_any_dtype_may(monkeypatch):
-    def buffer(group: None, device: None, nbytes: int, halves: int = 2) -> SimpleNamespace:
+    def buffer(group: None, device: None, nbytes: int, meet: None, halves: int) -> SimpleNamespace:
         return SimpleNamespace(nbytes=nbytes, captured=False, memory=[None] * halves)
 
     monkeypatch.setattr(symmetric_memory, "SymmetricBuffer", buffer)
+    monkeypatch.setattr(symmetric_memory, "timeout_of", lambda group: timedelta(seconds=1))
+    monkeypatch.setattr(symmetric_memory, "allocate", lambda *_: (None, [], None))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    space = symmetric_memory.SymmetricWorkspace(None, torch.device("cpu"))
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    monkeypatch.setattr(symmetric_memory, "Ring", lambda group: Ring.alone())
+    space = symmetric_memory.SymmetricWorkspace(group, torch.device("cpu"))
     space.make_room(None, keys=22_369_622, grads=5)
     assert space.keys.nbytes >= 22_369_622
     assert space.keys.nbytes % 512 == space.grads.nbytes % 512 == 0
@@ -872,7 +877,7 @@ def test_shelves_stay_whose_graphs_others_captured(monkeypatch):
     def written() -> symmetric_memory.SymmetricBuffer:
         shelf = symmetric_memory.SymmetricBuffer.__new__(symmetric_memory.SymmetricBuffer)
         shelf.turn, shelf.device, shelf.captured, shelf.views = 0, device, False, {(0, 0, ()): []}
-        shelf.handle = SimpleNamespace(rank=0)
+        shelf.rank = 0
         shelf.mine(())
         return shelf
 

@@ -186,6 +186,13 @@ class ThreadShelf:
         self.done = max(self.done, end)
 
 
+class ThreadBoard:
+    """A `Board` of threads, none of which is ever out of step."""
+
+    def spoil(self, *tensors: Tensor) -> None:
+        pass
+
+
 class _Beside(threading.local):
     """The shelf beside whose rank's thread something is told."""
 
@@ -219,6 +226,7 @@ class ThreadSpace(SymmetricWorkspace):
 
     def __init__(self, ring: ThreadRing):
         self.hub, self.rank, self.device = ring.hub, ring.rank, torch.device("cpu")
+        self.board = ThreadBoard()
         for name in ("keys", "grads", "swaps"):
             setattr(self, name, ThreadShelf(ring.hub, name, ring.rank))
 

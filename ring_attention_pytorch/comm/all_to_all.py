@@ -67,8 +67,7 @@ def by_messages(ring: Ring, tensors: Sequence[Tensor], ways: Sequence[CopyPlan])
         for rank, form in to.items()
     ]
     receives = [(rank, _room(tensors[0], form)) for rank, form in come.items()]
-    with ring.call("Ulysses swap"):
-        messages = ring.exchange(sends, receives).wait()
+    messages = ring.exchange(sends, receives).wait()
     parts = {me: _given(tensors, ways, me, me)}
     parts |= {rank: opened(m, form) for m, (rank, form) in zip(messages, come.items())}
     found = [way.room(t, me) for t, way in zip(tensors, ways)]
@@ -168,6 +167,7 @@ class SharedSwap:
                 for m in moves:
                     into[:, m.to_rows, m.to_heads] = sources[m.place][:, m.rows, m.heads]
             found.append(into)
+        self.space.board.spoil(*found)
         return found
 
     def _moves(

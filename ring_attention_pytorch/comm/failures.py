@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ring_attention_pytorch.comm.guard import Guard
 from ring_attention_pytorch.comm.notes import ranks_of
 
 _LONGEST = 300  # characters of what a backend says
@@ -31,6 +32,20 @@ class Step(NamedTuple):
     def __str__(self) -> str:
         plan = f" by plan {self.plan}" if self.plan else ""
         return f"{self.operation}: call {self.call}{plan}, hop {self.hop}"
+
+
+class Waiting(NamedTuple):
+    """A wait of an exchange for the messages of some ranks.
+
+    >>> print(Waiting(Step("ring attention, forward", plan=2, call=7, hop=1), [2, 0, 2]))
+    ring attention, forward: call 7 by plan 2, hop 1: waits for ranks 0, 2
+    """
+
+    step: Step
+    ranks: Sequence[int]
+
+    def __str__(self) -> str:
+        return f"{self.step}: waits for {ranks_of(sorted({*self.ranks}))}"
 
 
 class RingError(RuntimeError):
@@ -70,7 +85,14 @@ def awaiting(step: Step, ranks: Sequence[int]) -> Iterator[None]:
         raise RingError.waiting(step, ranks, error) from error
 
 
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """Return how long a group's ranks wait for one another."""
+    backends = (group._get_backend(device) for device in group._device_types)
+    return min(backend.options._timeout for backend in backends)
+
+
 _groups: WeakSet[ProcessGroup] = WeakSet()  # groups over which ranks exchange anything
+guards: WeakSet[Guard] = WeakSet()  # of devices, which can tell others at once
 _inherited: WeakSet[ProcessGroup] = WeakSet()  # groups of the process that this one was forked from
 _blocks = 0  # blocks of fail_together that are open
 
@@ -130,6 +152,8 @@ def tell_peers() -> None:
     """End what is under way in all groups, in a block of `fail_together`; elsewhere do nothing."""
     if not _blocks:
         return
+    for guard in [*guards]:
+        guard.fail()
     for group in [*_groups, *([] if (world := _world()) is None else [world])]:
         config = str(dist.get_backend_config(group))
         if "gloo" in config:

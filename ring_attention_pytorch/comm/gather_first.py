@@ -89,6 +89,7 @@ class GatherFirst(SymmetricGather):
             here = place.split(lengths, dim=1)
             if len(own.k):
                 torch._foreach_copy_(_by_sample(here), _by_sample(parts))
+        self.space.board.spoil(whole[0])
         k, v = apart(whole[0], own)
         return KVBlock(k, v, whole[1] if len(whole) > 1 else None, self._segments)
 
@@ -104,6 +105,7 @@ class GatherFirst(SymmetricGather):
             both.zero_()  # some own keys are seen by no query
         for here, parts in found:
             add_(both[:, here], *parts, fresh=True)
+        self.space.board.spoil(both)
         alone = dict(copy=True, memory_format=torch.contiguous_format)
         return [t.to(dtype, **alone) for t in apart(both, own)]
 

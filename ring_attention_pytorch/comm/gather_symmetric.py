@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ from ring_attention_pytorch.schedule.pieces import (
     schedule,
     tokens,
 )
+
+Block = TypeVar("Block")
 
 
 class Source(NamedTuple):
@@ -121,14 +123,22 @@ class SymmetricGather(Gather):
     def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
         if self.groups:
             self.space.begin(len(self.groups), back=False)
-        return super().stream(keys)
+        return self._whole(super().stream(keys))
 
     def stream_back(
         self, own_keys: KVBlock, own: tuple[GradAccumulator, GradAccumulator]
     ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
         if self.groups:
             self.space.begin(len(self.groups), back=True)
-        return super().stream_back(own_keys, own)
+        return self._whole(super().stream_back(own_keys, own))
+
+    def _whole(self, blocks: Iterator[Block]) -> Iterator[Block]:
+        """Yield all blocks; if a call fails, nothing else uses memory that copies still write."""
+        try:
+            yield from blocks
+        except BaseException:
+            self.space.wait_copies()
+            raise
 
     def _pull(
         self, own: KVBlock, group: Round
@@ -159,6 +169,7 @@ class SymmetricGather(Gather):
         def come(ends: list[Mark]) -> Iterator[slice]:
             for part, end in zip(group.parts[self.ring.rank], ends):
                 shelf.join(end)
+                self.space.board.spoil(whole[0])
                 if part.start < part.stop:
                     yield part
 
@@ -213,6 +224,7 @@ class SymmetricGather(Gather):
         with shelf.beside():
             for _, room, parts in coming:
                 _sum(room, parts, self.aside)
+                self.space.board.spoil(room)
             end = shelf.mark()
 
         def wait() -> None:

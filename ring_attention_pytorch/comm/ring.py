@@ -4,9 +4,9 @@ import ctypes
 import multiprocessing
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
@@ -15,11 +15,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attention_pytorch.comm.failures import RingError, awaiting, known
+from ring_attention_pytorch.comm.failures import RingError, Waiting, awaiting, known, timeout_of
+from ring_attention_pytorch.comm.guard import Stamps
 from ring_attention_pytorch.comm.notes import call_site, exchange
 from ring_attention_pytorch.comm.steps import Steps
+from ring_attention_pytorch.runtime.rowwise import has_triton
 
 Messages = Sequence[tuple[int, Tensor]]  # rank of a ring, and what is sent to it or received
+_BROKEN = "broken"  # a ring, on a rank where that has been told
 
 _met: WeakKeyDictionary[ProcessGroup, list[int]] = WeakKeyDictionary()
 _steps: WeakKeyDictionary[ProcessGroup, dict[tuple[int, int], Steps]] = WeakKeyDictionary()
@@ -27,12 +30,24 @@ _host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary(
 
 
 class Transfer:
-    """Messages under way. Until `wait` it holds what is sent, so that its memory is not reused."""
+    """Messages under way. Until `wait` it holds what is sent, so that its memory is not reused.
 
-    def __init__(self, ring: "Ring", sends: Messages, receives: Messages, works: list[dist.Work]):
+    What came, with the ranks that sent it, and what was waited for go to `check`, if there is one.
+    """
+
+    def __init__(
+        self,
+        ring: "Ring",
+        sends: Messages,
+        receives: Messages,
+        works: list[dist.Work],
+        check: Callable[[Messages, object], None] | None = None,
+    ) -> None:
         self._steps, self._step, self._works = ring.steps, ring.steps.now, works
         self._sent, self._received = [t for _, t in sends], [t for _, t in receives]
         self._peers = [ring.first + rank for rank, _ in (*sends, *receives)]
+        came = [(ring.first + rank, t) for rank, t in receives]
+        self._check = came and check and partial(check, came, Waiting(self._step, self._peers))
         self._steps.under_way.append(self)
 
     def wait(self) -> list[Tensor]:
@@ -50,6 +65,8 @@ class Transfer:
             one_each = len(self._works) == len(self._peers)  # else one work stands for all messages
             peers = self._peers[-len(waiting) :] if one_each else self._peers
             raise RingError.waiting(self._step, peers, error) from error
+        if self._check:
+            self._check()
         self._steps.under_way.remove(self)
         self._sent = []
         return self._received
@@ -120,13 +137,21 @@ class Ring:
     def exchange(self, sends: Messages, receives: Messages) -> Transfer:
         """Send each tensor to its rank, and receive from each rank into its buffer.
 
-        Between two ranks messages match in the order given. Tensors must be contiguous.
+        Between two ranks messages match in the order given. Tensors must be contiguous. Where a
+        backend matches messages of other calls, too, each comes with a stamp, which the device
+        compares.
 
         Raises:
             RingError: the group can't be used any more, or an earlier call has failed.
         """
-        tag = self.steps.tag()
-        ways = ((dist.isend, sends), (dist.irecv, receives))
+        tag, stamps = self.steps.tag(), self._stamps(sends, receives)
+        ways = [(dist.isend, sends), (dist.irecv, receives)]
+        check = None
+        if stamps is not None:
+            here = [stamps.empty() for _ in receives]
+            ways.append((dist.isend, [(rank, stamps.of(tag)) for rank, _ in sends]))
+            ways.append((dist.irecv, [(rank, t) for (rank, _), t in zip(receives, here)]))
+            check = partial(stamps.compare, here, tag)
         ops = [
             dist.P2POp(way, t, self._global(rank), self.group, tag)
             for way, messages in ways
@@ -137,7 +162,24 @@ class Ring:
         except RuntimeError as error:
             peers = [self.first + rank for rank, _ in (*sends, *receives)]
             raise RingError.waiting(self.steps.now, peers, error) from error
-        return Transfer(self, sends, receives, works)
+        return Transfer(self, sends, receives, works, check)
+
+    def _stamps(self, sends: Messages, receives: Messages) -> Stamps | None:
+        """Return the stamps of messages like these; None where the backend compares tags."""
+        device = next((t.device for _, t in (*sends, *receives)), None)
+        if device is None or device.type != "cuda" or not self._matches_by_order:
+            return None
+        for guard in self.steps.guards:
+            if isinstance(guard, Stamps) and guard.device == device:
+                return guard
+        stamps = Stamps(device, timeout_of(self.group).total_seconds())
+        self.steps.watch(stamps)
+        return stamps
+
+    @cached_property
+    def _matches_by_order(self) -> bool:
+        """Tell whether messages of GPUs match by order alone, and kernels can check them."""
+        return "cuda:nccl" in str(dist.get_backend_config(self.group)) and has_triton()
 
     def total(self, t: Tensor) -> None:
         """Sum a tensor over the whole group, in place."""
@@ -174,11 +216,19 @@ class Ring:
 
         Raises:
             ValueError: ranks have different subjects; the same text on all ranks.
+            RingError: a device has found ranks out of step, and no rank was told; on all ranks.
         """
         self.steps.compare(subject)
-        notes = exchange(self.gather_bytes, f"{subject}\n{call_site()}", note)
-        self.steps.mend()
-        return notes
+        trouble = self.steps.trouble()
+        said = trouble if trouble or self.steps.broken is None else _BROKEN
+        message = (said or "").encode() + b"\0" + note
+        notes = exchange(self.gather_bytes, f"{subject}\n{call_site()}", message)
+        troubles, notes = zip(*(each.split(b"\0", 1) for each in notes))
+        self.steps.mend(partial(self.gather_bytes, b"", 1) if any(troubles) else None)
+        for rank, told in enumerate(troubles):
+            if told not in (b"", _BROKEN.encode()):
+                raise RingError(f"rank {rank}: {told.decode()}; the ring is whole again")
+        return list(notes)
 
     def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
         """Return the message of every rank of the group, filled up to that size with zeros."""
@@ -256,7 +306,9 @@ def _host_group(group: ProcessGroup) -> ProcessGroup:
         return group
     if group not in _host_groups:
         ranks = dist.get_process_group_ranks(group)
-        companion = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        companion = dist.new_group(
+            ranks, timeout_of(group), backend="gloo", use_local_synchronization=True
+        )
         _host_groups[group] = known(companion)
         finalize(group, _end, ref(companion)).atexit = False
     return _host_groups[group]

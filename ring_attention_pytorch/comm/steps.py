@@ -1,10 +1,11 @@
 """Numbers of what a ring's ranks have done together: a rank out of step has other ones."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from zlib import crc32
 
-from ring_attention_pytorch.comm.failures import RingError, Step, tell_peers
+from ring_attention_pytorch.comm.failures import RingError, Step, guards, tell_peers
+from ring_attention_pytorch.comm.guard import Guard
 from ring_attention_pytorch.comm.notes import Disagreement
 
 
@@ -24,6 +25,7 @@ class Steps:
         self.broken: str | None = None  # what broke it, until all ranks compare notes again
         self.under_way: list[object] = []  # transfers that nobody has waited for
         self._left: list[object] = []  # transfers of a call that failed
+        self.guards: list[Guard] = []  # what devices check
 
     @property
     def notes(self) -> int:
@@ -73,8 +75,30 @@ class Steps:
         self.notes += 1
         self._begin(0, (0, f"comparing notes on {subject}"))
 
-    def mend(self) -> None:
-        """Go on after notes were compared: all ranks are together, whatever has failed before."""
+    def trouble(self) -> str | None:
+        """Say what a device has found wrong, if nobody has been told yet; None if nothing."""
+        if self.broken is not None:
+            return None
+        return next((told for guard in self.guards if (told := guard.trouble())), None)
+
+    def watch(self, guard: Guard) -> None:
+        """Look at this guard before each call, and let it tell the others when this rank fails."""
+        self.guards.append(guard)
+        guards.add(guard)
+
+    def mend(self, meet: Callable[[], object] | None = None) -> None:
+        """Go on after notes were compared: all ranks are together, whatever has failed before.
+
+        Where something has, on any rank, devices forget it: after all ranks `meet`, and before they
+        do so again.
+        """
+        if meet is not None:
+            for guard in self.guards:
+                guard.wait()
+            meet()
+            for guard in self.guards:
+                guard.reset()
+            meet()
         self.broken = None
 
     def _break(self, error: BaseException) -> None:
@@ -85,6 +109,8 @@ class Steps:
         self._left, self.under_way = self.under_way, []
 
     def _check_whole(self) -> None:
+        if self.guards and (trouble := self.trouble()) is not None:
+            self.broken = f"{self.now}: {trouble}"
         if self.broken is not None:
             raise RingError(
                 f"this ring is broken on this rank since a call failed ({self.broken}); it is "

@@ -1,8 +1,9 @@
 """Symmetric memory: all ranks of an NVLink domain can read it, in a fixed order of use."""
 
 import socket
-from contextlib import AbstractContextManager
-from functools import cached_property
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from functools import cached_property, partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -10,11 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ring_attention_pytorch.comm.failures import timeout_of
+from ring_attention_pytorch.comm.guard import Board
 from ring_attention_pytorch.comm.messages import Form, opened
 from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.streams import captures_for_good, capturing, current_stream
 
 _VIEWS = 1024  # views of a buffer that are kept
+_HALVES = {"keys": 2, "grads": 2, "swaps": 1}
 Mark = torch.cuda.Event
 
 
@@ -31,19 +36,19 @@ class SymmetricBuffer:
     tokens are few.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device, nbytes: int, halves: int = 2):
-        import torch.distributed._symmetric_memory as symmetric
-
+    def __init__(
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        nbytes: int,
+        meet: Callable[[str], None],
+        halves: int = 2,
+    ) -> None:
         self.nbytes, self.turn, self.device, self.captured = nbytes, 0, device, False
-        # made in inference mode, nobody could write it outside of that; made with another current
-        # device, it would be of that one's pool
-        with torch.inference_mode(False), torch.cuda.device(device):
-            self.memory = symmetric.empty((halves, nbytes), dtype=torch.uint8, device=device)
-            self.handle = symmetric.rendezvous(self.memory, group.group_name)
-            self.halves = [
-                self.handle.get_buffer(rank, (halves, nbytes), torch.uint8)
-                for rank in range(group.size())
-            ]
+        self._meet, self.rank = meet, group.rank()
+        self.memory, self.halves, self.handle = allocate(
+            group, device, (halves, nbytes), torch.uint8
+        )
         self.views: dict[tuple[int, int, Form], list[Tensor]] = {}
         self.read_by_graphs: set[Tensor] = set()  # beside the memory; kept as long as it is
 
@@ -60,11 +65,11 @@ class SymmetricBuffer:
     def mine(self, form: Form) -> list[Tensor]:
         """Return tensors in the half of this turn, to write."""
         self.captured = self.captured or captures_for_good(self.device)
-        return self.of(self.handle.rank, form)
+        return self.of(self.rank, form)
 
     def publish(self) -> None:
         """Let the current stream wait until all ranks have published this turn."""
-        self.handle.barrier(channel=0)
+        self._meet("read what is written")
 
     def of(self, rank: int, form: Form) -> list[Tensor]:
         """Return the tensors that a rank has written this turn."""
@@ -98,18 +103,53 @@ class SymmetricBuffer:
 
     def meet(self) -> None:
         """Let the current stream wait until all ranks have read what they were brought."""
-        self.handle.barrier(channel=1)
+        self._meet("write what was read")
+
+
+def allocate(
+    group: ProcessGroup, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor], object]:
+    """Allocate zeros that all ranks can read and write; return them, those of all ranks, a handle.
+
+    All ranks of the group call this together.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    # made in inference mode, nobody could write it outside of that; made with another current
+    # device, it would be of that one's pool
+    with torch.inference_mode(False), torch.cuda.device(device):
+        memory = symmetric.empty(shape, dtype=dtype, device=device).zero_()
+        handle = symmetric.rendezvous(memory, group.group_name)
+        views = [handle.get_buffer(rank, shape, dtype) for rank in range(group.size())]
+        return memory, views, handle
 
 
 class SymmetricWorkspace:
-    """The buffers that the ranks of a group share, for all layers: keys, gradients, all-to-all."""
+    """The buffers that the ranks of a group share, for all layers: keys, gradients, all-to-all.
+
+    On their `board` ranks meet, in one order for all buffers.
+    """
+
+    keys: SymmetricBuffer
+    grads: SymmetricBuffer
+    swaps: SymmetricBuffer
 
     def __init__(self, group: ProcessGroup, device: torch.device):
-        self.device = device
-        self.keys, self.grads = (SymmetricBuffer(group, device, 1 << 10) for _ in range(2))
-        self.swaps = SymmetricBuffer(group, device, 1 << 10, halves=1)
+        self.device, self.steps = device, Ring(group).steps
+        self.memory, boards, self.handle = allocate(group, device, (2, group.size()), torch.int64)
+        self.board = Board(device, group.rank(), boards, timeout_of(group).total_seconds())
+        for name in _HALVES:
+            setattr(self, name, self._buffer(group, name, 1 << 10))
         self.outgrown: list[SymmetricBuffer] = []  # still used by graphs that were captured
         self.stream: torch.cuda.Stream | None = None  # of the last call
+
+    def _buffer(self, group: ProcessGroup, name: str, nbytes: int) -> SymmetricBuffer:
+        meet = partial(self._meet, name)
+        return SymmetricBuffer(group, self.device, nbytes, meet, _HALVES[name])
+
+    def _meet(self, name: str, why: str) -> None:
+        plan, operation = self.steps.about
+        self.board.meet(f"{operation}, plan {plan}, to {why}: {name}")
 
     def begin(self, turns: int, back: bool) -> None:
         """Begin a call with so many turns of keys, which writes nothing that may still be read.
@@ -133,11 +173,16 @@ class SymmetricWorkspace:
             stream.wait_stream(self.stream)
         self.stream = stream
 
+    def wait_copies(self) -> None:
+        """Let the current stream wait for all that side streams copy."""
+        for shelf in (self.keys, self.grads):
+            shelf.join(shelf.mark())
+
     def make_room(self, group: ProcessGroup, **wanted: int) -> None:
         """Grow the named buffers to at least so many bytes. All ranks call this together."""
         for name, nbytes in wanted.items():
             if (old := getattr(self, name)).nbytes < rounded(nbytes):
-                larger = SymmetricBuffer(group, self.device, rounded(nbytes), len(old.memory))
+                larger = self._buffer(group, name, rounded(nbytes))
                 torch.cuda.synchronize(self.device)
                 Ring(group).gather_notes("larger shelves", b"")  # nobody reads the old one any more
                 if old.captured:
@@ -175,18 +220,21 @@ def space_of(group: ProcessGroup, device: torch.device) -> SymmetricWorkspace | 
         ring, space = Ring(group), None
         notes = [note.decode() for note in ring.gather_notes("hosts", _place(device).encode())]
         if "" not in notes and len(set(notes)) == 1:
-            try:
+            with suppress(RuntimeError):  # no peer access, or no way to share memory
                 space = SymmetricWorkspace(group, device)
-            except RuntimeError:  # no peer access, or no way to share memory
-                space = None
             if b"" in ring.gather_notes("space", b"here" if space is not None else b""):
                 space = None
+        if space is not None:
+            ring.steps.watch(space.board)
+            space.board.meet("the first meeting")  # which compiles what graphs will hold
         _spaces[group] = space
     return _spaces[group]
 
 
 def _place(device: torch.device) -> str:
     """Return the host's name, or "" if this process can't share memory of this device."""
+    if not has_triton():  # whose kernels wait for one another
+        return ""
     try:
         import torch.distributed._symmetric_memory  # noqa: F401
     except ImportError:

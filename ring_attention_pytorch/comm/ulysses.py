@@ -164,6 +164,7 @@ class Ulysses:
     queries: HeadPartition
     keys: HeadPartition
     shared: SharedSwap | None = None  # where neighbours read one another's memory
+    number: int = 0  # the ranks' number for it, which its exchanges have
 
     @classmethod
     def make(
@@ -197,7 +198,7 @@ class Ulysses:
         together = SubRing(ring, range(first, first + degree))
         rest = SubRing(ring, range(place, ring.size, degree))
         shared = SharedSwap.among(together, most_bytes((spreads[0], spreads[1]), q, k, v), q.device)
-        return cls(together, rest, *spreads, shared), *landed
+        return cls(together, rest, *spreads, shared, ring.steps.notes), *landed
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Bring all tokens of these neighbours here, for some of the heads. Differentiable."""
@@ -234,17 +235,18 @@ class Ulysses:
 
     def spread(self, tensors: Sequence[Tensor], spreads: Sequence[HeadPartition]) -> list[Tensor]:
         """Exchange own tokens of all heads `[b, n, h, ...]` for all tokens of own heads."""
-        return self._swap(tensors, [s.to_heads for s in spreads])
+        return self._swap("heads", tensors, [s.to_heads for s in spreads])
 
     def unspread(self, tensors: Sequence[Tensor], spreads: Sequence[HeadPartition]) -> list[Tensor]:
         """Undo `spread`; what several places have of one head is summed, in their order."""
-        found = self._swap(tensors, [s.to_sequence for s in spreads])
+        found = self._swap("sequence", tensors, [s.to_sequence for s in spreads])
         return [_summed(t, s.heads) for t, s in zip(found, spreads)]
 
-    def _swap(self, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
-        if self.shared is None:
-            return by_messages(self.together, tensors, ways)
-        return self.shared.swap(self.together.rank, tensors, ways)
+    def _swap(self, to: str, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
+        with self.together.call(f"all-to-all of {len(tensors)} to {to}", self.number):
+            if self.shared is None:
+                return by_messages(self.together, tensors, ways)
+            return self.shared.swap(self.together.rank, tensors, ways)
 
 
 class _ToHeads(Function):

@@ -1,0 +1,122 @@
+"""Kernels by which ranks wait for one another in memory that they share, and check who came.
+
+A rank's board is memory that all ranks write: `[2, ranks]` words, one of each rank for each of the
+last two times that they met. A word is the number of that time, and below it what they met for:
+
+    | 63 .. 32: number | 31 .. 0: what for |
+
+A rank that has given up writes `FAILED` instead, everywhere, and waits for nobody any more.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+FAILED = tl.constexpr(-1)
+# the state of a guard, in words: whether something is wrong, the number of times that ranks met,
+# the address of the report, those of the boards
+WRONG, MET, REPORT, BOARDS = (tl.constexpr(i) for i in range(4))
+LANES = 32  # ranks that one warp waits for; more take more words a thread
+
+
+@triton.jit
+def _board(state, rank):
+    return tl.load(state + BOARDS + rank).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _report(state, peer, expected, seen):
+    """Note that something is wrong, and what, if it is the first that is."""
+    if tl.load(state + WRONG) == 0:
+        report = tl.load(state + REPORT).to(tl.pointer_type(tl.int64))
+        tl.store(report + 1, peer)
+        tl.store(report + 2, expected)
+        tl.store(report + 3, seen)
+        tl.store(report, 1)
+        tl.store(state + WRONG, 1)
+
+
+@triton.jit(do_not_specialize=["purpose", "rank", "patience"])
+def meet_kernel(state, purpose, rank, patience, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """Wait until all ranks have come for this `purpose`, for at most `patience` nanoseconds."""
+    lane = tl.arange(0, LANES)
+    peer = lane < RANKS
+    number = tl.load(state + MET) + 1
+    tl.store(state + MET, number)
+    word = (number << 32) | purpose
+    half = (number % 2) * RANKS
+    own = _board(state, rank) + half + lane
+    theirs = tl.load(state + BOARDS + lane, mask=peer, other=0).to(tl.pointer_type(tl.int64))
+    waiting = tl.load(state + WRONG) == 0
+    if waiting:
+        tl.atomic_xchg(theirs + half + rank, word, mask=peer, sem="release", scope="sys")
+        begin = globaltimer()
+        while waiting:
+            so_far = tl.atomic_add(own, 0, mask=peer, sem="acquire", scope="sys")
+            absent = peer & (so_far >> 32 != number) & (so_far != FAILED)
+            waiting = (tl.sum(absent.to(tl.int32)) > 0) & (globaltimer() - begin < patience)
+        seen = tl.load(own, mask=peer, other=0, volatile=True)
+        wrong = peer & (seen != word)
+        if tl.sum(wrong.to(tl.int32)) > 0:
+            first = tl.min(tl.where(wrong, lane, LANES))
+            _report(state, first, word, tl.sum(tl.where(lane == first, seen, 0)))
+    if tl.load(state + WRONG) != 0:
+        for other in tl.static_range(2):
+            tl.atomic_xchg(
+                theirs + other * RANKS + rank, FAILED, mask=peer, sem="release", scope="sys"
+            )
+
+
+@triton.jit(do_not_specialize=["rank"])
+def fail_kernel(state, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """Tell all ranks that this one has given up."""
+    lane = tl.arange(0, LANES)
+    peer = lane < RANKS
+    theirs = tl.load(state + BOARDS + lane, mask=peer, other=0).to(tl.pointer_type(tl.int64))
+    tl.store(state + WRONG, 1)
+    for half in tl.static_range(2):
+        tl.atomic_xchg(theirs + half * RANKS + rank, FAILED, mask=peer, sem="release", scope="sys")
+
+
+@triton.jit
+def _fill(t, nbytes, BLOCK: tl.constexpr):
+    """Set all bits, which is NaN in every floating dtype."""
+    place = t.to(tl.pointer_type(tl.int8), bitcast=True)
+    for first in range(tl.program_id(0) * BLOCK, nbytes, tl.num_programs(0) * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(place + at, tl.full((BLOCK,), -1, tl.int8), mask=at < nbytes)
+
+
+@triton.jit(do_not_specialize=["rank", "nbytes"])
+def spoil_kernel(
+    state, rank, t, nbytes, RANKS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Fill what was read in others' memory with NaN, if anything is wrong or a rank gave up."""
+    lane = tl.arange(0, LANES)
+    peer = lane < RANKS
+    own = _board(state, rank) + lane
+    first = tl.load(own, mask=peer, other=0, volatile=True)
+    second = tl.load(own + RANKS, mask=peer, other=0, volatile=True)
+    failed = peer & ((first == FAILED) | (second == FAILED))
+    wrong = tl.sum(failed.to(tl.int32)) > 0
+    if wrong:
+        gone = tl.full((), FAILED, tl.int64)
+        _report(state, tl.min(tl.where(failed, lane, LANES)), gone, gone)
+    if wrong | (tl.load(state + WRONG) != 0):
+        _fill(t, nbytes, BLOCK)
+
+
+@triton.jit(do_not_specialize=["number", "peer", "expected", "nbytes"])
+def compare_kernel(state, number, stamp, peer, expected, t, nbytes, BLOCK: tl.constexpr):
+    """Fill a peer's message with NaN if its stamp is another, or anything was wrong before.
+
+    The host is told the number of the exchange that has come.
+    """
+    if tl.program_id(0) == 0:
+        report = tl.load(state + REPORT).to(tl.pointer_type(tl.int64))
+        tl.store(report + 4, number)
+    came = tl.load(stamp)
+    if came != expected:
+        _report(state, peer, expected, came)
+    if (came != expected) | (tl.load(state + WRONG) != 0):
+        _fill(t, nbytes, BLOCK)

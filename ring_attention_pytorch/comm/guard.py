@@ -1,0 +1,181 @@
+"""Checks that a GPU makes of a ring's other ranks, while its host is far ahead of it.
+
+A call's kernels are launched long before they run, so no host can compare what ranks do at the
+moment. The GPU does: in memory that ranks share, each says what it has come for, and over NCCL each
+message comes with a stamp. Where these differ, or where a rank does not come within the group's
+timeout, what was to come is NaN, and so is all that comes later. The host hears of it at its next
+call.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.overdue import Overdue
+
+_STAMPS = 1 << 20  # a message out of step passes for another one time in a million
+_BLOCK = 4096  # bytes that one program fills at a time
+_PROGRAMS = 64
+
+
+class Guard:
+    """The checks of one ring on one device: kernels that set a flag, and tell the host why.
+
+    They are launched on the current stream, and CUDA graphs can hold them. The flag lies on the
+    device, beside the `addresses` that the kernels need; `_triton_guard` says how.
+    """
+
+    def __init__(self, device: torch.device, *addresses: int) -> None:
+        self.device = device
+        self._told = torch.zeros(5, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._anything = ctypes.c_int64.from_address(self._told.data_ptr())  # read in 50 ns
+        state = [0, 0, self._told.data_ptr(), *addresses]
+        with torch.inference_mode(False):  # else nobody could write it outside of that
+            self.state = torch.tensor(state, dtype=torch.int64, device=device)
+        self.wait()
+
+    def trouble(self) -> str | None:
+        """Say what was found wrong; None if nothing was, so far: the device is not waited for."""
+        if not self._anything.value:
+            return None
+        self.wait()
+        _, rank, expected, came, _ = self._told.tolist()
+        return self.explained(rank, expected, came)
+
+    def explained(self, rank: int, expected: int, came: int) -> str:
+        """Say in words what the device found: something else than expected came from that rank."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Wait until the device has done all that it was told to: no meeting takes for ever."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def reset(self) -> None:
+        """Forget what was found. Nothing of this ring is under way on any rank's device."""
+        self.state[:2] = 0
+        self.wait()
+        self._told[:4] = 0
+
+    def fail(self) -> None:
+        """Let the others know at once that this rank has failed, if they can know it from here."""
+
+
+class Board(Guard):
+    """A guard of ranks that share memory: they meet there, each for a purpose.
+
+    Every rank has a board `[2, ranks]`, int64 zeros, which all ranks can write; `boards` are those
+    of all ranks, as this one sees them. `patience` is how long it waits at most, in seconds. All
+    ranks come to the same meetings in the same order.
+    """
+
+    def __init__(
+        self, device: torch.device, rank: int, boards: Sequence[Tensor], patience: float
+    ) -> None:
+        super().__init__(device, *(board.data_ptr() for board in boards))
+        self.rank, self.ranks, self.patience = rank, len(boards), int(patience * 1e9)
+        self._boards = boards
+        self._purposes: dict[int, str] = {}
+
+    @property
+    def _lanes(self) -> int:
+        """Threads that wait, each for one rank or more."""
+        return max(32, 1 << (self.ranks - 1).bit_length())
+
+    def meet(self, purpose: str) -> None:
+        """Let the current stream wait until all ranks have come, and check that it is for this."""
+        from ring_attention_pytorch.comm._triton_guard import meet_kernel
+
+        number = crc32(purpose.encode()) >> 1
+        self._purposes[number] = purpose
+        with torch.cuda.device_of(self.state):
+            meet_kernel[(1,)](
+                self.state, number, self.rank, self.patience, self.ranks, self._lanes,
+                num_warps=1,
+            )  # fmt: skip
+
+    def spoil(self, *tensors: Tensor) -> None:
+        """Fill dense tensors, read in others' memory, with NaN if a rank was out of step."""
+        from ring_attention_pytorch.comm._triton_guard import spoil_kernel
+
+        with torch.cuda.device_of(self.state):
+            for t in filter(Tensor.numel, tensors):
+                spoil_kernel[(_PROGRAMS,)](
+                    self.state, self.rank, t, t.nbytes, self.ranks, self._lanes, _BLOCK
+                )
+
+    def fail(self) -> None:
+        from ring_attention_pytorch.comm._triton_guard import fail_kernel
+
+        # another one: the current stream may be waiting
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        with torch.cuda.stream(stream):
+            fail_kernel[(1,)](self.state, self.rank, self.ranks, self._lanes, num_warps=1)
+
+    def explained(self, rank: int, expected: int, came: int) -> str:
+        purpose = self._purpose(expected)
+        if came == expected:  # `FAILED`, both
+            return f"rank {rank} has failed"
+        if came == -1:
+            return f"rank {rank} has failed, which this one waited for: {purpose}"
+        if came >> 32 != expected >> 32:
+            return f"rank {rank} did not come within {self.patience / 1e9:g} s: {purpose}"
+        return f"rank {rank} has come for {self._purpose(came)}, and this one for {purpose}"
+
+    def _purpose(self, word: int) -> str:
+        return self._purposes.get(word & 0x7FFFFFFF, "what this rank has never done")
+
+    def reset(self) -> None:
+        self._boards[self.rank].zero_()
+        super().reset()
+
+
+class Stamps(Guard):
+    """A guard of messages that are matched by their order alone, as NCCL's are.
+
+    Each comes with a stamp: a number of the call that it is for. Those that do not come within the
+    `timeout`, in seconds, are reported, because NCCL ends the process then.
+    """
+
+    def __init__(self, device: torch.device, timeout: float) -> None:
+        super().__init__(device)
+        come = ctypes.c_int64.from_address(self._told[4:].data_ptr())
+        self._number, self._overdue = 0, Overdue(lambda: come.value, timeout)
+        with torch.inference_mode(False):  # of which the stamps that are sent are views
+            self._every = torch.arange(_STAMPS, dtype=torch.int32, device=device)
+
+    def of(self, tag: int) -> Tensor:
+        """Return the stamp of messages with this tag, int32 `[1]`."""
+        return self._every[tag % _STAMPS :][:1]
+
+    def empty(self) -> Tensor:
+        """Return memory for a stamp that comes."""
+        return torch.empty_like(self._every[:1])
+
+    def compare(
+        self,
+        stamps: Sequence[Tensor],
+        tag: int,
+        messages: Sequence[tuple[int, Tensor]],
+        waiting: object = "",
+    ) -> None:
+        """Fill ranks' messages with NaN whose stamps are not this tag's, and all that come after.
+
+        `waiting` is what to report if they don't come.
+        """
+        from ring_attention_pytorch.comm._triton_guard import compare_kernel
+
+        self._number += 1
+        self._overdue.add(self._number, waiting)
+        with torch.cuda.device_of(self.state):
+            for stamp, (rank, message) in zip(stamps, messages):
+                compare_kernel[(_PROGRAMS,)](
+                    self.state, self._number, stamp, rank, tag % _STAMPS, message, message.nbytes,
+                    _BLOCK,
+                )  # fmt: skip
+
+    def explained(self, rank: int, expected: int, came: int) -> str:
+        return f"what rank {rank} sent was for another call"

@@ -1,0 +1,43 @@
+"""A report of messages that do not come: NCCL ends a process without saying what it waited for."""
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+_SOONER = 0.8  # of the timeout, when the report is made
+
+
+class Overdue:
+    """The exchanges of a device that may not have come, watched by a thread of their own.
+
+    `come` counts those that have; it asks no GPU.
+    """
+
+    def __init__(self, come: Callable[[], int], timeout: float) -> None:
+        self._come, self._seconds = come, _SOONER * timeout
+        self._waiting: deque[tuple[int, float, object]] = deque()
+        self._thread: threading.Thread | None = None
+
+    def add(self, number: int, what: object) -> None:
+        """Report `what`, an exchange of this number, if it has not come when time is nearly up."""
+        self._drop_those_that_came()
+        self._waiting.append((number, time.monotonic() + self._seconds, what))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+
+    def _drop_those_that_came(self) -> None:
+        come = self._come()
+        while self._waiting and self._waiting[0][0] <= come:
+            self._waiting.popleft()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self._seconds / 20)
+            self._drop_those_that_came()
+            if self._waiting and time.monotonic() > self._waiting[0][1]:
+                what = self._waiting[0][2]
+                print(f"{what}, for {self._seconds:.0f} s by now", file=sys.stderr, flush=True)
+                return  # what waits for this one can't come either

@@ -1,0 +1,292 @@
+"""Ranks out of step on GPUs, where the host is far ahead: nobody goes on with wrong numbers.
+
+What a rank gets that is not for it is NaN, and the next call or plan raises. Over NCCL, where a
+message of another size came, PyTorch ends the process, after our report.
+
+`python -m tests.gpu.test_steps_gpu shared` prints what becomes of each, or `nccl`, or `one`.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch import RingError, RingPlan, ring_attn
+from ring_attention_pytorch.comm.ring import Ring
+from tests.gpu import one_gpu
+from tests.ranks import Pool
+from tests.reference import dense_attention, relative_error
+
+SIZE, OTHER, TIMEOUT = 2, 1, 6.0
+Layer = Callable[[], None]
+
+WAYS = ["one by one", "in_graphs", "one graph"]
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason="there are no two GPUs")
+
+
+class Run:
+    """One rank's layers in one way, and all results that it got."""
+
+    def __init__(self, ring: Ring, way: str, transport: str, ulysses: int) -> None:
+        self.ring, self.way, self.rank = ring, way, ring.rank
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.options = dict(transport=transport, ulysses=ulysses, kernel="eager", group=ring)
+        self.results: list[tuple[str, Tensor, Tensor]] = []
+        self.plans = [self.plan(causal) for causal in (False, True)]
+        self.graphs = [self.captured(i) for i in (0, 1)] if way == "one graph" else []
+
+    def shard(self, seed: int) -> list[Tensor]:
+        draw = torch.Generator(self.device).manual_seed(seed)
+        whole = (torch.randn(1, 128, 2, 64, device=self.device, generator=draw) for _ in range(4))
+        return [t.double() for t in whole]
+
+    def mine(self, t: Tensor) -> Tensor:
+        return t.chunk(SIZE, dim=1)[self.rank].detach().clone()
+
+    def plan(self, causal: bool) -> RingPlan:
+        q = self.mine(self.shard(0)[0])
+        plan = RingPlan.make(q, q, q, causal=causal, layout="contiguous", **self.options)
+        plan = plan.in_graphs() if self.way == "in_graphs" else plan
+        for _ in range(3 if self.way == "in_graphs" else 1):
+            given = [self.mine(t).requires_grad_() for t in self.shard(0)[:3]]
+            out = ring_attn(*given, plan=plan)
+            self.meet()  # on one GPU nobody can capture what others wait for
+            torch.autograd.grad(out.sum(), given)
+            self.meet()
+        return plan
+
+    def meet(self) -> None:
+        """Let the host wait for the device, and for the other ranks' hosts."""
+        torch.cuda.synchronize()
+        self.ring.gather_bytes(b"", 1)
+
+    def captured(self, which: int) -> tuple[list[Tensor], Layer, list[Tensor], Layer]:
+        """Memory of a layer's tensors and its results, and what replays it, forward and back."""
+        given = [self.mine(t) for t in self.shard(0)]
+        leaves = [t.requires_grad_() for t in given[:3]]
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        mode = dict(capture_error_mode="thread_local", stream=torch.cuda.current_stream())
+        if mode["stream"] == torch.cuda.default_stream():
+            mode["stream"] = torch.cuda.Stream()
+        self.meet()
+        with torch.cuda.graph(forward, **mode):
+            out = ring_attn(*leaves, plan=self.plans[which])
+        with torch.cuda.graph(backward, pool=forward.pool(), **mode):
+            grads = torch.autograd.grad(out, leaves, given[3])
+        self.meet()
+        return given, forward.replay, [out.detach(), *grads], backward.replay
+
+    def forward(self, which: int, seed: int) -> Layer:
+        """A layer of that plan, forward; its backward is returned."""
+        whole = self.shard(seed)
+        leaves = [t.requires_grad_() for t in whole[:3]]
+        wants, _ = dense_attention(*leaves, causal=bool(which))
+        exact = torch.autograd.grad(wants, leaves, whole[3], retain_graph=True)
+        wants, exact = self.mine(wants), [self.mine(t) for t in exact]
+        if self.way == "one graph":
+            return self.replayed(which, whole, wants, exact)
+        given = [self.mine(t).requires_grad_() for t in whole]
+        out = ring_attn(*given[:3], plan=self.plans[which])
+        self.results.append(("out", out.detach(), wants))
+
+        def backward() -> None:
+            grads = torch.autograd.grad(out, given[:3], given[3].detach())
+            self.results += zip(("dq", "dk", "dv"), grads, exact)
+
+        return backward
+
+    def replayed(self, which: int, whole: list[Tensor], want: Tensor, exact: list[Tensor]) -> Layer:
+        given, forward, results, back = self.graphs[which]
+        with torch.no_grad():
+            for place, t in zip(given, whole):
+                place.copy_(self.mine(t))
+        forward()
+        self.results.append(("out", results[0].clone(), want))
+
+        def backward() -> None:
+            back()
+            self.results += zip(("dq", "dk", "dv"), [t.clone() for t in results[1:]], exact)
+
+        return backward
+
+    def fail(self) -> None:
+        """As where a kernel finds no memory, and the error is caught."""
+        try:
+            with self.plans[0].call("forward"):
+                raise MemoryError
+        except MemoryError:
+            pass
+
+    def wrong(self) -> list[str]:
+        """Results that are neither right nor NaN where they are not."""
+        found = []
+        for name, got, want in self.results:
+            number = ~got.isnan()
+            if number.any() and relative_error(got[number], want[number]) > 1e-9:
+                found.append(name)
+        return found
+
+    def spoiled(self) -> bool:
+        return any(got.isnan().any().item() for _, got, _ in self.results)
+
+
+def skips_backward(run: Run) -> None:
+    backward = run.forward(0, 1)
+    if run.rank != OTHER:
+        backward()
+    run.forward(0, 2)()
+
+
+def fails_in_forward_and_goes_on(run: Run) -> None:
+    if run.rank == OTHER:
+        run.fail()
+    else:
+        run.forward(0, 1)
+    run.forward(0, 2)()
+
+
+def recomputes_alone(run: Run) -> None:
+    backward = run.forward(0, 1)
+    if run.rank == OTHER:
+        run.forward(0, 1)
+    backward()
+
+
+def calls_in_another_order(run: Run) -> None:
+    for which in (0, 1) if run.rank == OTHER else (1, 0):
+        run.forward(which, 1)
+
+
+def holds_another_plan(run: Run) -> None:
+    run.forward(int(run.rank == OTHER), 1)()
+
+
+def stays_in_step(run: Run) -> None:
+    run.forward(0, 1)()
+    run.forward(1, 2)()
+
+
+EVENTS = {
+    event.__name__: event
+    for event in (
+        skips_backward, fails_in_forward_and_goes_on, recomputes_alone, calls_in_another_order,
+        holds_another_plan, stays_in_step,
+    )
+}  # fmt: skip
+
+
+def outcome(ring: Ring, event: str, transport: str, way: str, ulysses: int = 1) -> dict:
+    """What this rank got, and when it heard of it; then all is right again."""
+    run = Run(ring, way, transport, ulysses)
+    run.meet()
+    begin, heard = time.monotonic(), None
+    try:
+        EVENTS[event](run)
+    except RingError as error:
+        heard = str(error)
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - begin
+    wrong, spoiled = run.wrong(), run.spoiled()
+    try:
+        run.plan(causal=False)  # tells all ranks, and mends the ring
+    except RingError as error:
+        heard = heard or str(error)
+    run.results = []
+    stays_in_step(run)
+    torch.cuda.synchronize()
+    right = not run.wrong() and not run.spoiled()
+    return dict(wrong=wrong, spoiled=spoiled, heard=heard, seconds=seconds, right_again=right)
+
+
+def of_processes(apart: bool, *how: Any) -> dict:
+    """For a pool: the same, of GPUs that share memory or are as if `apart`."""
+    without = mock.patch.object(Ring, "shared", return_value=None)
+    with without if apart else nullcontext():
+        return outcome(Ring(), *how)
+
+
+def check(event: str, answers: list[tuple[str, dict]]) -> None:
+    for _, found in answers:
+        assert not found["wrong"], answers
+        assert found["seconds"] < TIMEOUT + 3.0, answers
+        assert found["right_again"], answers
+    if event == "stays_in_step":
+        assert all(f["heard"] is None and not f["spoiled"] for _, f in answers), answers
+    else:
+        assert all(f["heard"] is not None or not f["spoiled"] for _, f in answers), answers
+        assert any(f["heard"] is not None for _, f in answers), answers
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool(SIZE, timeout=100.0, group_timeout=TIMEOUT, backend="nccl")
+    yield pool
+    pool.stop()
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("event", EVENTS)
+def test_in_shared_memory_of_one_gpu(event, way, ulysses):
+    found = one_gpu.run(SIZE, TIMEOUT, lambda ring: outcome(ring, event, "gather", way, ulysses))
+    check(event, [("ok", each) for each in found])
+
+
+@two_gpus
+@pytest.mark.parametrize("ulysses", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("event", EVENTS)
+def test_in_shared_memory(event, way, ulysses, pool):
+    answers = pool.answers(of_processes, False, event, "gather", way, ulysses)
+    assert all(kind == "ok" for kind, _ in answers), answers
+    check(event, answers)
+
+
+@two_gpus
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+@pytest.mark.parametrize("event", EVENTS)
+def test_over_nccl(event, transport, capfd):
+    pool = Pool(SIZE, timeout=4 * TIMEOUT, group_timeout=TIMEOUT, backend="nccl")
+    answers = pool.answers(of_processes, True, event, transport, "one by one")
+    pool.stop()
+    alive = [(kind, found) for kind, found in answers if kind == "ok"]
+    assert not any(found["wrong"] for _, found in alive), answers
+    if len(alive) < SIZE:
+        assert "waits for rank" in capfd.readouterr().err, answers
+    else:
+        check(event, answers)
+
+
+def main() -> None:
+    """Print what becomes of each."""
+    pool = Pool(SIZE, timeout=40.0, group_timeout=TIMEOUT, backend="nccl")
+    cases = {
+        "one": product([False], EVENTS, ["gather"], WAYS, [1, 2]),
+        "shared": product([False], EVENTS, ["gather"], WAYS, [1, 2]),
+        "nccl": product([True], EVENTS, ["ring", "gather"], WAYS[:1], [1]),
+    }
+    for case in cases[sys.argv[1]]:
+        if sys.argv[1] == "one":
+            found = one_gpu.run(SIZE, TIMEOUT, lambda ring, case=case: outcome(ring, *case[1:]))
+            answers = [("ok", each) for each in found]
+        else:
+            answers = pool.answers(of_processes, *case)
+        print("\n", *case, flush=True)
+        for rank, (kind, found) in enumerate(answers):
+            print("   rank", rank, kind, found, flush=True)
+        if any(kind != "ok" for kind, _ in answers):
+            pool.stop()
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit()
