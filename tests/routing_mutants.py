@@ -95,13 +95,13 @@ MUTANTS = [
         "v + 0 * gates",
     ),
     Mutant(
-        "no gate on results", "routing/attention.py:Routed.home",
+        "no gate on results", "routing/router.py:Routed.home",
         'gated = y * rearrange(self.gates, "b 1 k -> b k 1").to(y.dtype)', "gated = y",
     ),
     Mutant(
         "light window of twice the size",
-        "routing/attention.py:ConditionalRoutedAttention.__init__", "light_window_size // 2,",
-        "light_window_size,",
+        "routing/attention.py:ConditionalRoutedAttention.__init__", "light_window_size // 2",
+        "light_window_size",
     ),
     Mutant(
         "rotary by slots", "routing/attention.py:HeavyAttention._rotate",

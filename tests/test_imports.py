@@ -30,18 +30,8 @@ BELOW["compat"] = {*BELOW} - {"routing", "schedule"}
 BELOW["__init__"] = {*BELOW}
 # point-to-point and collectives are nobody else's business
 MAY_COMMUNICATE = {"comm.failures", "comm.ring", "comm.symmetric_memory", "launch"}
-# public entry points: a long signature and its agreement, in one place
-MAY_BE_LONG = {"ring_attn", "RingPlan.make", "RingAttention.__init__", "RingTransformer.__init__"}
-MAY_BE_LONG |= {
-    f"{name}.__init__"
-    for name in (
-        "CoordinateDescentRouter",
-        "ConditionalRoutedAttention",
-        "ConditionalRoutedAutoregressiveAttention",
-        "ConditionalRoutedCrossAttention",
-        "ConditionalRoutedTransformerBlock",
-    )
-}
+# public entry points: a long signature, and its checks in one place
+MAY_BE_LONG = {"RingAttention.__init__", "RingTransformer.__init__"}
 
 
 def name_of(file: Path) -> str:

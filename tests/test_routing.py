@@ -498,6 +498,21 @@ def test_wrong_arguments_are_refused(message: str) -> None:
         WRONG[message]()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_unknown_option_of_a_block_is_named(causal: bool) -> None:
+    numbers = dict(num_heavy_attn_tokens_q=1, num_heavy_attn_tokens_kv=1, num_heavy_ff_tokens=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lite_heads'"):
+        routing.ConditionalRoutedTransformerBlock(8, causal=causal, lite_heads=2, **numbers)
+
+
+def test_causal_attention_always_has_a_light_branch() -> None:
+    numbers = dict(num_heavy_tokens_q=1, num_heavy_tokens_kv=1)
+    with pytest.raises(TypeError, match="'has_light_attn'"):
+        routing.ConditionalRoutedAutoregressiveAttention(8, has_light_attn=False, **numbers)
+    with pytest.raises(ValueError, match="heavy_window_size must be at least 1, got 0"):
+        routing.ConditionalRoutedAutoregressiveAttention(8, heavy_window_size=0, **numbers)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

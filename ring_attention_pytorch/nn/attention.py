@@ -118,58 +118,39 @@ class RingAttention(nn.Module):
         in_graphs: bool = False,
     ):
         super().__init__()
-        auto_shard_seq = ring_attn if auto_shard_seq is None else auto_shard_seq
-        if num_grouped_query_heads < 1 or heads % num_grouped_query_heads != 0:
-            raise ValueError(
-                f"num_grouped_query_heads must divide heads={heads}, got {num_grouped_query_heads}"
-            )
-        if max_lookback_seq_len is not None and max_lookback_seq_len < 0:
-            raise ValueError(
-                f"max_lookback_seq_len must be None or at least 0, got {max_lookback_seq_len}"
-            )
-        if softclamp is not None and not 0 < softclamp < math.inf:
-            raise ValueError(f"softclamp must be None or positive, got {softclamp}")
-        if min(dim, dim_head, bucket_size) < 1:
-            got = f"{dim}, {dim_head} and {bucket_size}"
-            raise ValueError(f"dim, dim_head and bucket_size must be at least 1, got {got}")
-        if kernel not in (None, *KERNELS):
-            raise ValueError(f"kernel must be None or one of {list(KERNELS)}, got {kernel!r}")
-        if eps != 1e-10:
-            raise ValueError(f"eps has no effect, results are normalised exactly; got {eps}")
-        if use_cuda_kernel:
-            raise ValueError("use_cuda_kernel=True: leave it None, and choose with kernel=")
-        if rotary_restart and not rotary_embed:
-            raise ValueError("rotary_restart needs rotary_embed=True: there is nothing to restart")
-        if force_regular_attn and (kernel is not None or dropout > 0):
-            got = f"{kernel!r} and {dropout}"
-            raise ValueError(f"force_regular_attn uses no kernel and no dropout, got {got}")
         over_ring = dict(transport=transport, ulysses=ulysses, memory=memory)
-        problem = over_ring_problem(ring_attn and not force_regular_attn, heads, **over_ring)
-        if in_graphs:
-            problem = problem or in_graphs_problem(force_regular_attn, dropout, transport)
-        if problem := problem or dropout_problem(dropout, None):
-            raise ValueError(problem)
-        self.over_ring = over_ring
-        self.spread = ShardConfig.make(
-            ring_attn, auto_shard_seq, causal, ring_seq_size, layout, striped_ring_attn, group
+        problem = (
+            _shape_problem(dim, dim_head, heads, num_grouped_query_heads, bucket_size)
+            or _scores_problem(max_lookback_seq_len, softclamp, kernel)
+            or _unused_problem(eps, use_cuda_kernel, rotary_restart and not rotary_embed)
+            or _regular_problem(force_regular_attn, kernel, dropout)
+            or over_ring_problem(ring_attn and not force_regular_attn, heads, **over_ring)
+            or (in_graphs and in_graphs_problem(force_regular_attn, dropout, transport))
+            or dropout_problem(dropout, None)
         )
-        self.causal, self.window, self.softclamp = causal, max_lookback_seq_len, softclamp
+        if problem:
+            raise ValueError(problem)
+        self.spread = ShardConfig.make(
+            ring_attn, auto=auto_shard_seq, causal=causal, ring_seq_size=ring_seq_size,
+            layout=layout, striped=striped_ring_attn, group=group,
+        )  # fmt: skip
+        self.causal, self.window = causal, max_lookback_seq_len
+        self.softclamp, self.dropout = softclamp, dropout
+        self.kernel, self.over_ring = kernel, over_ring
         self.force_regular_attn, self.bucket_size = force_regular_attn, bucket_size
-        self.heads, self.dim_head, self.kernel, self.dropout = heads, dim_head, kernel, dropout
+        self.kept = GraphCache() if in_graphs else None
+        self.heads, self.dim_head = heads, dim_head
         self.key_heads = heads // num_grouped_query_heads
         self.qkv_head_breakdown = (heads, self.key_heads, self.key_heads)
-        self.kept = GraphCache() if in_graphs else None
 
-        self.rotary_embed = (
-            RingRotaryEmbedding(dim_head, theta=rotary_embed_theta) if rotary_embed else None
-        )
-        self.rotary_restart = rotary_restart
-        inner, key_inner = dim_head * heads, dim_head * self.key_heads
+        self.rotary_restart, self.rotary_embed = rotary_restart, None
+        if rotary_embed:
+            self.rotary_embed = RingRotaryEmbedding(dim_head, theta=rotary_embed_theta)
         self.to_qkv = nn.Sequential(
             RMSNorm(dim) if prenorm else nn.Identity(),
-            nn.Linear(dim, inner + 2 * key_inner, bias=False),
+            nn.Linear(dim, dim_head * (heads + 2 * self.key_heads), bias=False),
         )
-        self.to_out = nn.Linear(inner, dim, bias=False)
+        self.to_out = nn.Linear(dim_head * heads, dim, bias=False)
 
     @typed(told_by_module("ring attention"))
     def forward(  # noqa: PLR0913 - a public entry point
@@ -412,3 +393,46 @@ class RingAttention(nn.Module):
             parts += [F.linear(norm(context), weight) for weight in of_keys]
         q, k, v = (rearrange(t, "b n (h d) -> b n h d", d=self.dim_head) for t in parts)
         return q, k, v
+
+
+def _shape_problem(
+    dim: int, dim_head: int, heads: int, num_grouped_query_heads: int, bucket_size: int
+) -> str | None:
+    """Say what is wrong with a layer's sizes; None if nothing."""
+    if num_grouped_query_heads < 1 or heads % num_grouped_query_heads != 0:
+        return f"num_grouped_query_heads must divide heads={heads}, got {num_grouped_query_heads}"
+    if min(dim, dim_head, bucket_size) < 1:
+        got = f"{dim}, {dim_head} and {bucket_size}"
+        return f"dim, dim_head and bucket_size must be at least 1, got {got}"
+    return None
+
+
+def _scores_problem(
+    lookback: int | None, softclamp: float | None, kernel: str | None
+) -> str | None:  # fmt: skip
+    """Say what is wrong with the scores that a layer asks for; None if nothing."""
+    if lookback is not None and lookback < 0:
+        return f"max_lookback_seq_len must be None or at least 0, got {lookback}"
+    if softclamp is not None and not 0 < softclamp < math.inf:
+        return f"softclamp must be None or positive, got {softclamp}"
+    if kernel not in (None, *KERNELS):
+        return f"kernel must be None or one of {list(KERNELS)}, got {kernel!r}"
+    return None
+
+
+def _unused_problem(eps: float, use_cuda_kernel: bool | None, restart_alone: bool) -> str | None:
+    """Say which option would have no effect; None if none."""
+    if eps != 1e-10:
+        return f"eps has no effect, results are normalised exactly; got {eps}"
+    if use_cuda_kernel:
+        return "use_cuda_kernel=True: leave it None, and choose with kernel="
+    if restart_alone:
+        return "rotary_restart needs rotary_embed=True: there is nothing to restart"
+    return None
+
+
+def _regular_problem(regular: bool, kernel: str | None, dropout: float) -> str | None:
+    """Say what regular attention can't do; None if nothing of it is asked for."""
+    if regular and (kernel is not None or dropout > 0):
+        return f"force_regular_attn uses no kernel and no dropout, got {kernel!r} and {dropout}"
+    return None

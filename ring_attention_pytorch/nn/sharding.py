@@ -211,12 +211,13 @@ class ShardConfig:
     def make(
         cls,
         ring_attn: bool,
-        auto: bool | None,
-        causal: bool,
-        ring_seq_size: int,
-        layout: Layout | None,
-        striped: bool,
-        group: Group,
+        *,
+        auto: bool | None = False,
+        causal: bool = False,
+        ring_seq_size: int = 1,
+        layout: Layout | None = None,
+        striped: bool = False,
+        group: Group = None,
     ) -> "ShardConfig":
         """Resolve options; raise ValueError if they need ring_attn or contradict one another."""
         auto = ring_attn if auto is None else auto
@@ -234,6 +235,13 @@ class ShardConfig:
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardConfig":
         """Return this very object: it is frozen, and process groups can't be copied."""
         return self
+
+    def of_layers(self) -> dict[str, Any]:
+        """Return the options of layers inside the module, which are given sharded tokens."""
+        layout = self.layout if self.ring_attn else None
+        return dict(
+            ring_attn=self.ring_attn, layout=layout, group=self.group, causal=self.causal
+        )  # fmt: skip
 
     def on(self, off: bool) -> bool:
         """Tell whether a call goes over the ring, unless it is `off` for that call."""

@@ -122,8 +122,9 @@ class RingTransformer(nn.Module):
                 f"got {len(max_lookback_seq_len)}"
             )
         self.spread = ShardConfig.make(
-            ring_attn, auto_shard_seq, causal, ring_seq_size, layout, striped_ring_attn, group
-        )
+            ring_attn, auto=auto_shard_seq, causal=causal, ring_seq_size=ring_seq_size,
+            layout=layout, striped=striped_ring_attn, group=group,
+        )  # fmt: skip
         self.causal, self.rotary_restart = causal, rotary_restart
         self.force_regular_attn, self.ignore_index = force_regular_attn, ignore_index
 
@@ -132,13 +133,12 @@ class RingTransformer(nn.Module):
         self.layers = nn.ModuleList()
         for lookback in max_lookback_seq_len:
             attn = RingAttention(
-                dim, dim_head=dim_head, heads=heads, causal=causal, bucket_size=bucket_size,
-                num_grouped_query_heads=num_grouped_query_heads, max_lookback_seq_len=lookback,
-                ring_attn=ring_attn, ring_seq_size=ring_seq_size, auto_shard_seq=False,
-                layout=self.spread.layout if ring_attn else None, group=group,
+                dim, dim_head=dim_head, heads=heads, max_lookback_seq_len=lookback,
+                num_grouped_query_heads=num_grouped_query_heads, bucket_size=bucket_size,
                 force_regular_attn=force_regular_attn, use_cuda_kernel=use_cuda_kernel,
                 softclamp=softclamp, kernel=kernel, transport=transport, ulysses=ulysses,
                 memory=memory, dropout=attn_dropout, in_graphs=in_graphs,
+                **self.spread.of_layers(),
             )  # fmt: skip
             self.layers.append(nn.ModuleList([attn, feed_forward(dim, ff_mult)]))
         self.to_logits = nn.Sequential(RMSNorm(dim), nn.Linear(dim, num_tokens, bias=False))

@@ -6,7 +6,7 @@ https://arxiv.org/abs/2303.09752. Names and parameters are those of CoLT5-attent
 
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from beartype import beartype
@@ -22,38 +22,15 @@ from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
 from ring_attention_pytorch.routing.plan import RoutingPlan
-from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Routing, Tokens
+from ring_attention_pytorch.routing.router import (
+    CoordinateDescentRouter,
+    Routed,
+    Tokens,
+    router_options,
+)
 from ring_attention_pytorch.routing.soft_topk import count_problem
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-
-
-class Routed(NamedTuple):
-    """Tokens `[b, r, K, dim]` in this rank's slots, their gates, and the way back to owners."""
-
-    tokens: Tensor
-    gates: Tensor
-    way: Dispatch
-
-    @classmethod
-    def gather(
-        cls, x: Tensor, routing: Routing, plan: RoutingPlan, slots: list[Tensor] | None = None
-    ) -> "Routed":
-        """Fetch the tokens routed to this rank; x `[b, n, dim]` are the tokens held here."""
-        if slots is None:
-            slots = dealt(routing.positions.shape[-1], plan.ring.size, x.device)
-        way = Dispatch.make(routing.positions, plan, slots)
-        return cls(way.out(x), way.out(routing.gates, by_route=True), way)
-
-    @property
-    def positions(self) -> Tensor:
-        return self.way.positions
-
-    def home(self, y: Tensor, base: Tensor) -> Tensor:
-        """Send y `[b, K, dim]`, times gates, to the owners; return base `[b, n, dim]` with it."""
-        gated = y * rearrange(self.gates, "b 1 k -> b k 1").to(y.dtype)
-        return self.way.home(gated.unsqueeze(1), base)
 
 
 class HeavyAttention(nn.Module):
@@ -69,13 +46,14 @@ class HeavyAttention(nn.Module):
         heads: int,
         routes: int,
         *,
-        rotary: bool,
-        multiply: tuple[bool, bool] = (False, False),
-        kernel: str | None = None,
+        kernel: str | None,
+        rotary: bool = False,
+        multiply_queries: bool = False,
+        multiply_keys: bool = False,
     ):
         super().__init__()
         self.dim_head, self.heads, self.routes, self.kernel = dim_head, heads, routes, kernel
-        self.multiply_queries, self.multiply_keys = multiply
+        self.multiply_queries, self.multiply_keys = multiply_queries, multiply_keys
         self.norm = RMSNorm(dim)
         self.to_q = nn.Linear(dim, heads * dim_head, bias=False)
         self.to_kv = nn.Linear(dim, 2 * heads * dim_head, bias=False)
@@ -90,14 +68,22 @@ class HeavyAttention(nn.Module):
             q = q * gates[..., None, None].to(q.dtype)
         return self._rotate(q, positions)
 
+    def routed_queries(self, routed: Routed) -> Tensor:
+        """Compute the queries `[b, K, h, d]` of routed tokens, which have one route."""
+        tokens, gates = routed.tokens.squeeze(1), routed.gates.squeeze(1)
+        return self.queries(tokens, routed.positions.squeeze(1), gates)
+
     def keys(self, routed: Routed) -> tuple[Tensor, Tensor]:
         """Compute k and v `[b, K, h, d]` of routed tokens; gates are multiplied into the values."""
         weight = rearrange(self.to_kv.weight, "(two r e) d -> r (two e) d", two=2, r=self.routes)
         both = torch.einsum("brkd,red->brke", self.norm(routed.tokens), weight)
         k, v = rearrange(both, "b r k (two h d) -> two b r k h d", two=2, d=self.dim_head)
         gates = rearrange(routed.gates, "b r k -> b r k 1 1").to(v.dtype)
-        k, v = self._rotate(k * gates if self.multiply_keys else k, routed.positions), v * gates
-        return tuple(rearrange(t, "b r k h d -> b k (r h) d") for t in (k, v))
+        if self.multiply_keys:
+            k = k * gates
+        k, v = self._rotate(k, routed.positions), v * gates
+        joined = "b r k h d -> b k (r h) d"
+        return rearrange(k, joined), rearrange(v, joined)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, plan: RoutingPlan,
@@ -110,10 +96,10 @@ class HeavyAttention(nn.Module):
         by these a rank might find a plan that another rank would not find.
         """
         key = ("heavy", causal, counts, q.shape[2:], k.shape[2:], q.dtype, self.kernel)
-        made = plan.attention_plan(key, lambda: RingPlan.make(
-            q, k, v, causal=causal, key_mask=seen, layout="striped", group=plan.ring,
-            kernel=self.kernel, cross=not causal,
-        ))  # fmt: skip
+        options = dict(causal=causal, cross=not causal, kernel=self.kernel, layout="striped")
+        made = plan.attention_plan(
+            key, lambda: RingPlan.make(q, k, v, key_mask=seen, group=plan.ring, **options)
+        )
         out, lse = attend(q, k, v, plan=replace(made, key_mask=seen), return_lse=True)
         dtype = accumulation_dtype(q.dtype)
         null_k, null_v = self.null_kv.to(dtype)
@@ -137,19 +123,11 @@ def base_for(x: Tensor, null: Tensor | None) -> Tensor:
     return repeat(null.to(x.dtype), "d -> b n d", b=x.shape[0], n=x.shape[1])
 
 
-def light_branch(dim: int, *, ring_attn: bool, **options: Any) -> RingAttention:
-    """Make a layer of attention within a window; only keys near a rank's own tokens travel."""
-    transport = "gather" if ring_attn else None
-    return RingAttention(dim, ring_attn=ring_attn, transport=transport, **options)
-
-
 def light_attention(attn: RingAttention, x: Tensor, plan: RoutingPlan) -> Tensor:
     """Compute the light branch for the tokens x held here."""
     key = ("light", attn.causal, attn.window, attn.heads, attn.dim_head, attn.kernel, x.dtype)
-    return attn(
-        x,
-        plan=plan.attention_plan(key, lambda: attn.plan_over(plan.ring, x, plan.mask)),
-    )
+    made = plan.attention_plan(key, lambda: attn.plan_over(plan.ring, x, plan.mask))
+    return attn(x, plan=made)
 
 
 def sizes_problem(**sizes: int) -> str | None:
@@ -210,6 +188,8 @@ class ConditionalRoutedAttention(nn.Module):
     torch.Size([1, 20, 16])
     """
 
+    causal = False  # whether no token sees or moves a later one
+
     @beartype
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -238,26 +218,30 @@ class ConditionalRoutedAttention(nn.Module):
         kernel: str | None = None,
     ):
         super().__init__()
+        numbers = dict(
+            num_heavy_tokens_q=num_heavy_tokens_q, num_heavy_tokens_kv=num_heavy_tokens_kv
+        )
         check_attention_options(
-            {"num_heavy_tokens_q": num_heavy_tokens_q, "num_heavy_tokens_kv": num_heavy_tokens_kv},
-            num_routed_kv, heavy_heads, use_flash_attn, kernel, dim=dim,
+            numbers, num_routed_kv, heavy_heads, use_flash_attn, kernel, dim=dim,
             heavy_dim_head=heavy_dim_head, light_window_size=light_window_size,
         )  # fmt: skip
         self.num_heavy_tokens_q, self.num_heavy_tokens_kv = num_heavy_tokens_q, num_heavy_tokens_kv
-        self.spread = ShardConfig.make(ring_attn, False, False, 1, layout, False, group)
         over = dict(ring_attn=ring_attn, layout=layout, group=group)
-        self.light_attn = light_branch(
-            dim, dim_head=light_dim_head, heads=light_heads, rotary_embed=rotary_emb,
-            max_lookback_seq_len=light_window_size // 2, kernel=kernel, **over,
-        ) if has_light_attn else None  # fmt: skip
-        options = dict(router_kwargs or {}, straight_through=router_straight_through) | over
-        if use_triton:
-            options["use_triton"] = True
+        self.spread = ShardConfig.make(**over)
+        self.light_attn = None
+        if has_light_attn:
+            self.light_attn = RingAttention(
+                dim, dim_head=light_dim_head, heads=light_heads, causal=self.causal,
+                max_lookback_seq_len=light_window_size if self.causal else light_window_size // 2,
+                rotary_embed=rotary_emb, kernel=kernel, transport="gather" if ring_attn else None,
+                **over,
+            )  # fmt: skip
+        options = router_options(router_kwargs, router_straight_through, use_triton) | over
         self.q_router = CoordinateDescentRouter(dim, **options)
         self.kv_router = CoordinateDescentRouter(dim, num_routing_tokens=num_routed_kv, **options)
         self.heavy_attn = HeavyAttention(
-            dim, heavy_dim_head, heavy_heads, num_routed_kv, rotary=rotary_emb, kernel=kernel,
-            multiply=(multiply_queries_by_score, multiply_keys_by_score),
+            dim, heavy_dim_head, heavy_heads, num_routed_kv, kernel=kernel, rotary=rotary_emb,
+            multiply_queries=multiply_queries_by_score, multiply_keys=multiply_keys_by_score,
         )  # fmt: skip
         self.null_q_token = nn.Parameter(torch.randn(dim)) if use_null_q_tokens else None
 
@@ -285,23 +269,42 @@ class ConditionalRoutedAttention(nn.Module):
         Raises:
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
-        k_q = self.num_heavy_tokens_q if num_heavy_tokens_q is None else num_heavy_tokens_q
-        k_kv = self.num_heavy_tokens_kv if num_heavy_tokens_kv is None else num_heavy_tokens_kv
+        plan, k_q, k_kv = self._agree(
+            "ConditionalRoutedAttention", x, mask, plan, num_heavy_tokens_q, num_heavy_tokens_kv
+        )
+        queries = Routed.gather(x, self.q_router.choose(x, plan, k_q), plan)
+        keys = Routed.gather(x, self.kv_router.choose(x, plan, k_kv), plan)
+        q = self.heavy_attn.routed_queries(queries)
+        k, v = self.heavy_attn.keys(keys)
+        counts = (queries.way.counts, keys.way.counts)
+        out = self.heavy_attn.attend(q, k, v, keys.real, plan, counts)
+        return self._sum(x, queries, out, plan)
+
+    def _agree(
+        self,
+        caller: str,
+        x: Tensor,
+        mask: Tensor | None,
+        plan: RoutingPlan | None,
+        k_q: Tokens | None,
+        k_kv: Tokens | None,
+        **also: Any,
+    ) -> tuple[RoutingPlan, Tokens, Tokens]:
+        """Return the plan of a call that all ranks agree on, and its numbers of queries and keys.
+
+        `also` is what else must be the same on all ranks.
+        """
+        k_q = self.num_heavy_tokens_q if k_q is None else k_q
+        k_kv = self.num_heavy_tokens_kv if k_kv is None else k_kv
         problem = count_problem("num_heavy_tokens_q", k_q) or self.q_router.problem(x, None)
         problem = problem or count_problem("num_heavy_tokens_kv", k_kv)
-        also = {"num_heavy_tokens_q": k_q, "num_heavy_tokens_kv": k_kv}
-        plan = RoutingPlan.of(
-            plan, x, mask, self.spread, "ConditionalRoutedAttention", also, problem
-        )
-        of_q = Routed.gather(x, self.q_router.choose(x, plan, k_q), plan)
-        of_kv = Routed.gather(x, self.kv_router.choose(x, plan, k_kv), plan)
-        q = self.heavy_attn.queries(
-            *(t.squeeze(1) for t in (of_q.tokens, of_q.positions, of_q.gates))
-        )
-        k, v = self.heavy_attn.keys(of_kv)
-        seen, counts = of_kv.positions[:, 0] >= 0, (of_q.way.counts, of_kv.way.counts)
-        out = self.heavy_attn.attend(q, k, v, seen, plan, counts)
-        heavy = of_q.home(self.heavy_attn.to_out(out), base_for(x, self.null_q_token))
-        return (
-            heavy if self.light_attn is None else heavy + light_attention(self.light_attn, x, plan)
-        )
+        also = {"num_heavy_tokens_q": k_q, "num_heavy_tokens_kv": k_kv, **also}
+        plan = RoutingPlan.of(plan, x, mask, self.spread, caller, also, problem)
+        return plan, k_q, k_kv
+
+    def _sum(self, x: Tensor, queries: Routed, out: Tensor, plan: RoutingPlan) -> Tensor:
+        """Compute the sum of both branches; `out` is the heavy attention of the routed queries."""
+        heavy = queries.home(self.heavy_attn.to_out(out), base_for(x, self.null_q_token))
+        if self.light_attn is None:
+            return heavy
+        return heavy + light_attention(self.light_attn, x, plan)

@@ -1,5 +1,7 @@
 """A transformer block whose attention and feed-forward each have a light and a heavy branch."""
 
+from typing import Any
+
 from beartype import beartype
 from torch import Tensor, nn
 
@@ -23,6 +25,7 @@ class ConditionalRoutedTransformerBlock(nn.Module):
             tokens.
         causal: no token sees a later one, and later tokens do not change which are routed.
         heavy_window_size: tokens of a causal block's routing window; None is light_window_size.
+        attention_options: other options of `ConditionalRoutedAttention`.
         The rest: as for `ConditionalRoutedAttention` and `ConditionalRoutedFeedForward`.
 
     Raises:
@@ -42,56 +45,42 @@ class ConditionalRoutedTransformerBlock(nn.Module):
         *,
         num_heavy_attn_tokens_q: Tokens,
         num_heavy_attn_tokens_kv: Tokens,
-        num_routed_kv: int = 1,
         num_heavy_ff_tokens: Tokens,
-        light_dim_head: int = 64,
-        light_heads: int = 8,
         light_window_size: int = 128,
-        heavy_dim_head: int = 64,
-        heavy_heads: int = 8,
         light_ff_mult: float | int = 0.5,
         heavy_ff_mult: float | int = 4,
         router_straight_through: bool = True,
         router_kwargs: dict | None = None,
-        multiply_keys_by_score: bool = False,
-        multiply_queries_by_score: bool = False,
         use_triton: bool = False,
-        use_null_q_tokens: bool = True,
-        use_flash_attn: bool = False,
-        rotary_emb: bool = False,
         causal: bool = False,
         heavy_window_size: int | None = None,
         ring_attn: bool = False,
         layout: str | None = None,
         group: Group = None,
-        kernel: str | None = None,
+        **attention_options: Any,
     ):
         super().__init__()
         if heavy_window_size is not None and not causal:
             raise ValueError("heavy_window_size is of a causal block: others choose from the whole")
-        window = light_window_size if heavy_window_size is None else heavy_window_size
+        over = dict(ring_attn=ring_attn, layout=layout, group=group)
+        self.spread = ShardConfig.make(causal=causal, **over)
         both = dict(
-            router_straight_through=router_straight_through, router_kwargs=router_kwargs,
-            use_triton=use_triton, ring_attn=ring_attn, layout=layout, group=group,
+            over, router_straight_through=router_straight_through, router_kwargs=router_kwargs,
+            use_triton=use_triton,
         )  # fmt: skip
-        attention = (
-            ConditionalRoutedAutoregressiveAttention if causal else ConditionalRoutedAttention
-        )
-        self.spread = ShardConfig.make(ring_attn, False, causal, 1, layout, False, group)
+        attention = ConditionalRoutedAttention
+        if causal:
+            attention = ConditionalRoutedAutoregressiveAttention
+            window = light_window_size if heavy_window_size is None else heavy_window_size
+            both["heavy_window_size"] = window
         self.conditional_attn = attention(
-            dim, num_heavy_tokens_q=num_heavy_attn_tokens_q, num_routed_kv=num_routed_kv,
-            num_heavy_tokens_kv=num_heavy_attn_tokens_kv, light_dim_head=light_dim_head,
-            light_heads=light_heads, light_window_size=light_window_size,
-            heavy_dim_head=heavy_dim_head, heavy_heads=heavy_heads,
-            multiply_keys_by_score=multiply_keys_by_score,
-            multiply_queries_by_score=multiply_queries_by_score,
-            use_null_q_tokens=use_null_q_tokens, use_flash_attn=use_flash_attn,
-            rotary_emb=rotary_emb, kernel=kernel, **both,
-            **({"heavy_window_size": window} if causal else {}),
+            dim, num_heavy_tokens_q=num_heavy_attn_tokens_q,
+            num_heavy_tokens_kv=num_heavy_attn_tokens_kv, light_window_size=light_window_size,
+            **both, **attention_options,
         )  # fmt: skip
         self.conditional_ff = ConditionalRoutedFeedForward(
             dim, num_heavy_tokens=num_heavy_ff_tokens, light_ff_mult=light_ff_mult,
-            heavy_ff_mult=heavy_ff_mult, heavy_window_size=window if causal else None, **both,
+            heavy_ff_mult=heavy_ff_mult, **both,
         )  # fmt: skip
 
     @typed(told_by_module("ConditionalRoutedTransformerBlock"))
@@ -111,10 +100,8 @@ class ConditionalRoutedTransformerBlock(nn.Module):
         Raises:
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
-        caller, problem = (
-            "ConditionalRoutedTransformerBlock",
-            self.conditional_ff.router.problem(x, None),
-        )
+        caller = "ConditionalRoutedTransformerBlock"
+        problem = self.conditional_ff.router.problem(x, None)
         plan = RoutingPlan.of(plan, x, mask, self.spread, caller, {}, problem)
         x = x + self.conditional_attn(x, plan=plan)
         return x + self.conditional_ff(x, plan=plan)

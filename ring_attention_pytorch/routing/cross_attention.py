@@ -10,12 +10,16 @@ from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, all_to_all, told_by_module
 from ring_attention_pytorch.routing.attention import (
     HeavyAttention,
-    Routed,
     base_for,
     check_attention_options,
 )
 from ring_attention_pytorch.routing.plan import RoutingPlan
-from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Tokens
+from ring_attention_pytorch.routing.router import (
+    CoordinateDescentRouter,
+    Routed,
+    Tokens,
+    router_options,
+)
 from ring_attention_pytorch.routing.soft_topk import count_problem
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
@@ -85,11 +89,9 @@ class ConditionalRoutedCrossAttention(nn.Module):
                 f"num_sets_kv must be 1 or kv_routing_tokens={kv_routing_tokens}, got {num_sets_kv}"
             )
         self.num_tokens_q, self.num_tokens_kv = num_tokens_q, num_tokens_kv
-        self.spread = ShardConfig.make(ring_attn, False, False, 1, layout, False, group)
-        options = dict(router_kwargs or {}, straight_through=router_straight_through)
-        options |= dict(ring_attn=ring_attn, layout=layout, group=group)
-        if use_triton:
-            options["use_triton"] = True
+        over = dict(ring_attn=ring_attn, layout=layout, group=group)
+        self.spread = ShardConfig.make(**over)
+        options = router_options(router_kwargs, router_straight_through, use_triton) | over
         self.q_router = None
         if num_tokens_q is not None:
             self.q_router = CoordinateDescentRouter(dim, **options)
@@ -97,15 +99,16 @@ class ConditionalRoutedCrossAttention(nn.Module):
             dim, num_routing_tokens=kv_routing_tokens, route_block_size=route_block_size,
             learned_routing_tokens=route_kv_by_source, **options,
         )  # fmt: skip
-        self.to_routing_tokens = (
-            nn.Linear(dim, kv_routing_tokens * dim, bias=False) if route_kv_by_source else None
-        )
+        self.to_routing_tokens = None
+        if route_kv_by_source:
+            self.to_routing_tokens = nn.Linear(dim, kv_routing_tokens * dim, bias=False)
         self.heavy_attn = HeavyAttention(
-            dim, dim_head, heads, kv_routing_tokens, rotary=False, kernel=kernel,
-            multiply=(False, multiply_keys_by_score),
+            dim, dim_head, heads, kv_routing_tokens, kernel=kernel,
+            multiply_keys=multiply_keys_by_score,
         )  # fmt: skip
-        null = use_null_q_tokens and num_tokens_q is not None
-        self.null_q_token = nn.Parameter(torch.randn(dim)) if null else None
+        self.null_q_token = None
+        if use_null_q_tokens and num_tokens_q is not None:
+            self.null_q_token = nn.Parameter(torch.randn(dim))
 
     @typed(told_by_module("ConditionalRoutedCrossAttention"))
     def forward(
@@ -134,25 +137,25 @@ class ConditionalRoutedCrossAttention(nn.Module):
         k_q = self.num_tokens_q if num_tokens_q is None else num_tokens_q
         k_kv = self.num_tokens_kv if num_tokens_kv is None else num_tokens_kv
         plan, of_context = self._plans(x, context, mask, context_mask, k_q, k_kv)
-        directions = None if self.to_routing_tokens is None else rearrange(
-            self.to_routing_tokens(mean_token(x, plan)), "b (r d) -> b r d", d=x.shape[-1]
-        )  # fmt: skip
-        keys = self.kv_router.choose(context, of_context, k_kv, routing_tokens=directions)
-        of_kv = Routed.gather(context, keys, of_context)
-        k, v = self.heavy_attn.keys(of_kv)
-        seen = of_kv.positions[:, 0] >= 0
-        at = plan.positions(x.device)
+        directions = None
+        if self.to_routing_tokens is not None:
+            directions = self.to_routing_tokens(mean_token(x, plan))
+            directions = rearrange(directions, "b (r d) -> b r d", d=x.shape[-1])
+        chosen = self.kv_router.choose(context, of_context, k_kv, routing_tokens=directions)
+        keys = Routed.gather(context, chosen, of_context)
+        k, v = self.heavy_attn.keys(keys)
         if self.q_router is None:
-            q = self.heavy_attn.queries(x, at.expand(x.shape[:2]), None)
-            counts = "all", of_kv.way.counts
-            return self.heavy_attn.to_out(self.heavy_attn.attend(q, k, v, seen, plan, counts))
-        of_q = Routed.gather(x, self.q_router.choose(x, plan, k_q), plan)
-        q = self.heavy_attn.queries(
-            *(t.squeeze(1) for t in (of_q.tokens, of_q.positions, of_q.gates))
-        )
-        counts = of_q.way.counts, of_kv.way.counts
-        out = self.heavy_attn.to_out(self.heavy_attn.attend(q, k, v, seen, plan, counts))
-        return of_q.home(out, base_for(x, self.null_q_token))
+            positions = plan.positions(x.device).expand(x.shape[:2])
+            q = self.heavy_attn.queries(x, positions, None)
+            counts = ("all", keys.way.counts)
+            return self.heavy_attn.to_out(
+                self.heavy_attn.attend(q, k, v, keys.real, plan, counts)
+            )  # fmt: skip
+        queries = Routed.gather(x, self.q_router.choose(x, plan, k_q), plan)
+        q = self.heavy_attn.routed_queries(queries)
+        counts = (queries.way.counts, keys.way.counts)
+        out = self.heavy_attn.to_out(self.heavy_attn.attend(q, k, v, keys.real, plan, counts))
+        return queries.home(out, base_for(x, self.null_q_token))
 
     def _plans(
         self,
@@ -192,6 +195,8 @@ def mean_token(x: Tensor, plan: RoutingPlan) -> Tensor:
     mine = x.to(accumulation_dtype(x.dtype))
     if plan.mask is not None:
         mine = mine.masked_fill(~plan.mask.unsqueeze(-1), 0.0)
-    mine = mine.sum(1)
-    parts = all_to_all([mine] * plan.ring.size, [tuple(mine.shape)] * plan.ring.size, plan.ring)
-    return (torch.stack(parts).sum(0) / plan.real.sum(-1, keepdim=True).clamp(min=1)).to(x.dtype)
+    mine, ranks = mine.sum(1), plan.ring.size
+    parts = all_to_all([mine] * ranks, [tuple(mine.shape)] * ranks, plan.ring)
+    total = torch.stack(parts).sum(0)
+    real = plan.real.sum(-1, keepdim=True)
+    return (total / real.clamp(min=1)).to(x.dtype)

@@ -8,9 +8,15 @@ from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.nn.transformer import feed_forward
-from ring_attention_pytorch.routing.attention import Routed, base_for, sizes_problem
+from ring_attention_pytorch.routing.attention import base_for, sizes_problem
 from ring_attention_pytorch.routing.plan import RoutingPlan
-from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Tokens, refuse_blocks
+from ring_attention_pytorch.routing.router import (
+    CoordinateDescentRouter,
+    Routed,
+    Tokens,
+    refuse_blocks,
+    router_options,
+)
 from ring_attention_pytorch.routing.soft_topk import count_problem
 
 
@@ -54,20 +60,17 @@ class ConditionalRoutedFeedForward(nn.Module):
         group: Group = None,
     ):
         super().__init__()
-        window = 1 if heavy_window_size is None else heavy_window_size
         problem = count_problem("num_heavy_tokens", num_heavy_tokens) or sizes_problem(
-            dim=dim, light=int(dim * light_ff_mult), heavy=int(dim * heavy_ff_mult), window=window
-        )
+            dim=dim, light=int(dim * light_ff_mult), heavy=int(dim * heavy_ff_mult),
+            window=1 if heavy_window_size is None else heavy_window_size,
+        )  # fmt: skip
         if problem is not None:
             raise ValueError(problem)
         self.num_heavy_tokens, self.window = num_heavy_tokens, heavy_window_size
-        self.spread = ShardConfig.make(ring_attn, False, False, 1, layout, False, group)
-        options = dict(router_kwargs or {}, straight_through=router_straight_through)
-        if use_triton:
-            options["use_triton"] = True
-        self.router = CoordinateDescentRouter(
-            dim, ring_attn=ring_attn, layout=layout, group=group, **options
-        )
+        over = dict(ring_attn=ring_attn, layout=layout, group=group)
+        self.spread = ShardConfig.make(**over)
+        options = router_options(router_kwargs, router_straight_through, use_triton) | over
+        self.router = CoordinateDescentRouter(dim, **options)
         if heavy_window_size is not None:
             refuse_blocks(self.router, "heavy_window_size")
         self.light_ff = feed_forward(dim, light_ff_mult)
@@ -101,9 +104,7 @@ class ConditionalRoutedFeedForward(nn.Module):
         also = {"num_heavy_tokens": k, "heavy_window_size": self.window}
         caller = "ConditionalRoutedFeedForward"
         plan = RoutingPlan.of(plan, x, mask, self.spread, caller, also, problem)
-        causal = self.window is not None
-        routed = Routed.gather(
-            x, self.router.choose(x, plan, k, size=self.window, causal=causal), plan
-        )
+        chosen = self.router.choose(x, plan, k, size=self.window, causal=self.window is not None)
+        routed = Routed.gather(x, chosen, plan)
         heavy = self.heavy_ff(rearrange(routed.tokens, "b 1 k d -> b k d"))
         return self.light_ff(x) + routed.home(heavy, base_for(x, None))

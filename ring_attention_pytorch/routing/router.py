@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from beartype import beartype
-from einops import einsum
+from einops import einsum, rearrange
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -61,6 +61,38 @@ class RouterReturn(NamedTuple):
     dispatch: Dispatch
 
 
+class Routed(NamedTuple):
+    """Tokens `[b, r, K, dim]` in this rank's slots, their gates, and the way back to owners."""
+
+    tokens: Tensor
+    gates: Tensor
+    way: Dispatch
+
+    @classmethod
+    def gather(
+        cls, x: Tensor, routing: Routing, plan: RoutingPlan, slots: list[Tensor] | None = None
+    ) -> "Routed":
+        """Fetch the tokens routed to this rank; x `[b, n, dim]` are the tokens held here."""
+        if slots is None:
+            slots = dealt(routing.positions.shape[-1], plan.ring.size, x.device)
+        way = Dispatch.make(routing.positions, plan, slots)
+        return cls(way.out(x), way.out(routing.gates, by_route=True), way)
+
+    @property
+    def positions(self) -> Tensor:
+        return self.way.positions
+
+    @property
+    def real(self) -> Tensor:
+        """A mask of the slots that have a token, bool `[b, K]`; all routes fill the same ones."""
+        return self.positions[:, 0] >= 0
+
+    def home(self, y: Tensor, base: Tensor) -> Tensor:
+        """Send y `[b, K, dim]`, times gates, to the owners; return base `[b, n, dim]` with it."""
+        gated = y * rearrange(self.gates, "b 1 k -> b k 1").to(y.dtype)
+        return self.way.home(gated.unsqueeze(1), base)
+
+
 class _Scores(Function):
     """(tokens `[b, n, dim]`, directions `[b or 1, r, dim]`) -> their products `[b, r, n]`.
 
@@ -75,10 +107,11 @@ class _Scores(Function):
         if x.is_cuda and x.dtype != torch.float64 and has_triton():
             along = (t.expand(x.shape).unsqueeze(2) for t in routes)
             return torch.cat([sum_of_products(x.unsqueeze(2), t) for t in along], 1)
-        return torch.cat([
-            torch.stack([(part.to(toward.dtype) * t).sum(-1) for t in routes], 1)
-            for part in x.split(_AT_ONCE, 1)
-        ], -1)  # fmt: skip
+        scores = []
+        for part in x.split(_AT_ONCE, 1):
+            wide = part.to(toward.dtype)
+            scores.append(torch.stack([(wide * t).sum(-1) for t in routes], 1))
+        return torch.cat(scores, -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,11 +119,12 @@ class _Scores(Function):
         x, toward = ctx.saved_tensors
         dx, dtoward = torch.empty_like(x), torch.zeros_like(toward)
         with torch.autocast(x.device.type, enabled=False):
+            everyones = toward.expand(len(x), -1, -1)
             parts = zip(dx.split(_AT_ONCE, 1), x.split(_AT_ONCE, 1), grad.split(_AT_ONCE, -1))
-            for into, part, g in parts:
-                into.copy_(einsum(g, toward.expand(len(x), -1, -1), "b r n, b r d -> b n d"))
-                of_part = einsum(g, part.to(g.dtype), "b r n, b n d -> b r d")
-                dtoward += of_part.sum_to_size(toward.shape)
+            for dx_part, x_part, g in parts:
+                dx_part.copy_(einsum(g, everyones, "b r n, b r d -> b n d"))
+                dtoward_part = einsum(g, x_part.to(g.dtype), "b r n, b n d -> b r d")
+                dtoward += dtoward_part.sum_to_size(toward.shape)
         return dx, dtoward
 
 
@@ -171,7 +205,7 @@ class CoordinateDescentRouter(nn.Module):
         self.steps = None if n_iters is None else (n_iters, float(eps), eps_init, float(decay))
         self.cosine_scale = cosine_sim_scale if cosine_sim_routing else None
         self.route_block_size = route_block_size
-        self.spread = ShardConfig.make(ring_attn, False, False, 1, layout, False, group)
+        self.spread = ShardConfig.make(ring_attn, layout=layout, group=group)
         self.routing_token = (
             None if learned_routing_tokens else nn.Parameter(torch.randn(num_routing_tokens, dim))
         )
@@ -208,18 +242,11 @@ class CoordinateDescentRouter(nn.Module):
         routing = self.choose(
             x, plan, num_tokens, routing_tokens=routing_tokens, random_route=random_route
         )
-        way = Dispatch.make(
-            routing.positions, plan, dealt(routing.positions.shape[-1], plan.ring.size, x.device)
-        )
-        found = (
-            way.positions,
-            way.out(routing.gates, by_route=True),
-            way.out(x),
-            way.positions >= 0,
-        )
+        routed = Routed.gather(x, routing, plan)
+        fields = (routed.positions, routed.gates, routed.tokens, routed.positions >= 0)
         if self.routes == 1 and not keep_one_route_dim:
-            found = tuple(t.squeeze(1) for t in found)
-        return RouterReturn(*found, way)
+            fields = tuple(t.squeeze(1) for t in fields)
+        return RouterReturn(*fields, routed.way)
 
     @staticmethod
     def route_back(src: Tensor, routed_tokens: Tensor, dispatch: Dispatch) -> Tensor:
@@ -335,6 +362,14 @@ def rounded(scores: Tensor, toward: Tensor) -> Tensor:
     usual = toward.norm(dim=-1, keepdim=True)
     step = torch.ldexp(torch.ones_like(usual), torch.frexp(usual).exponent - _BITS[scores.dtype])
     return (scores / step).round() * step
+
+
+def router_options(given: dict | None, straight_through: bool, use_triton: bool) -> dict[str, Any]:
+    """Return the options of a module's router: those given as `router_kwargs`, and the module's."""
+    options = dict(given or {}, straight_through=straight_through)
+    if use_triton:
+        options["use_triton"] = True
+    return options
 
 
 def refuse_blocks(router: CoordinateDescentRouter, windows: str) -> None:

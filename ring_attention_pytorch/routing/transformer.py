@@ -1,7 +1,7 @@
 """A transformer of conditionally routed blocks, over sequences that may be spread over a ring."""
 
 from beartype import beartype
-from torch import Tensor, nn
+from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
@@ -67,17 +67,13 @@ class ConditionalRoutedTransformer(RingTransformer):
             raise ValueError(f"depth must be at least 1, got {depth}")
         self.rotary_emb = None  # the blocks rotate by themselves
         options = dict(rotary_emb=True) | dict(block_kwargs or {})
-        self.layers = nn.ModuleList(
-            ConditionalRoutedTransformerBlock(
+        for _ in range(depth):
+            self.layers.append(ConditionalRoutedTransformerBlock(
                 dim, num_heavy_attn_tokens_q=num_heavy_attn_tokens_q,
                 num_heavy_attn_tokens_kv=num_heavy_attn_tokens_kv,
-                num_heavy_ff_tokens=num_heavy_ff_tokens, causal=causal,
-                light_window_size=light_window_size, heavy_window_size=heavy_window_size,
-                ring_attn=ring_attn, layout=self.spread.layout if ring_attn else None,
-                group=group, **options,
-            )
-            for _ in range(depth)
-        )  # fmt: skip
+                num_heavy_ff_tokens=num_heavy_ff_tokens, light_window_size=light_window_size,
+                heavy_window_size=heavy_window_size, **self.spread.of_layers(), **options,
+            ))  # fmt: skip
 
     @typed(told_by_module("RingTransformer"))
     def forward(
