@@ -17,6 +17,7 @@ from torch.autograd import Function
 
 from ring_attention_pytorch.comm.agreement import agree, raise_together, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.compat._moved import moved_names
 from ring_attention_pytorch.distributed import (
     get_rank,
     get_world_size,
@@ -40,6 +41,7 @@ __all__ = [
     "send_and_receive_",
 ]
 
+__getattr__ = moved_names(__name__, "comm.ring")
 Some = tuple[Tensor | None, ...]
 RingInfo = namedtuple("RingInfo", ["ring_rank", "iter_info"])
 

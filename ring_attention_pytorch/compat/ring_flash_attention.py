@@ -6,8 +6,11 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
+from ring_attention_pytorch.compat._moved import moved_names
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import Layout
+
+__getattr__ = moved_names(__name__, "functional")
 
 
 @typed(told_by_group("ring attention", agreed=("ring_reduce_col", True)))
