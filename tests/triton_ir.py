@@ -12,7 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
-from ring_attention_pytorch.kernels._triton_backward import keys_kernel, queries_kernel
+from ring_attention_pytorch.kernels._triton_backward_keys import keys_kernel
+from ring_attention_pytorch.kernels._triton_backward_queries import queries_kernel
 from ring_attention_pytorch.kernels._triton_forward import forward_kernel
 
 KERNELS = forward_kernel, keys_kernel, queries_kernel
@@ -46,7 +47,9 @@ def module_of(kernel: Any, constants: dict[str, Any]) -> str:
     for place, name in enumerate(kernel.arg_names):
         absent = name in GIVEN and not constants[GIVEN[name]]
         absent = absent or (name.endswith("before") and constants["FRESH"])
-        if name in constants or absent:
+        if name.endswith("_strides"):
+            signature[name] = ("i32",) * 4
+        elif name in constants or absent:
             signature[name], fixed[(place,)] = "constexpr", constants.get(name)
         else:
             signature[name] = TYPES.get(name, "i32")

@@ -1,4 +1,4 @@
-# ruff: noqa: C901, PLR0913, PLR0915 - a kernel takes every stride and forks when compiled
+# ruff: noqa: PLR0913 - a kernel takes every size by itself
 """Flash attention forward over all tiles of a block, merging into the running out and lse.
 
 The algorithm is that of Dao et al. 2022; the online softmax goes on from what the rows have seen
@@ -12,12 +12,13 @@ from ring_attention_pytorch.kernels._triton_parts import (
     VARYING,
     alibi_of,
     block_of,
+    draws_of_rows,
     kept_of,
-    marks_of_head,
-    marks_of_rows,
     masked_block,
     matrix,
+    numbers_of,
     place,
+    places_of_rows,
     rows_of,
     seen,
     span,
@@ -27,12 +28,57 @@ from ring_attention_pytorch.kernels._triton_parts import (
 
 
 @triton.jit
+def _so_far(
+    before,
+    strides,
+    lse_at,
+    batch,
+    head,
+    start,
+    held,
+    within,
+    inverse,
+    ROWS: tl.constexpr,
+    D_V: tl.constexpr,
+    WIDE: tl.constexpr,
+    FRESH: tl.constexpr,
+    DROPS: tl.constexpr,
+):
+    """Return (acc, top, total) of the keys that these rows have seen before, as `_attend` does."""
+    lse = tl.full([ROWS], -float("inf"), tl.float32)
+    acc = tl.zeros([ROWS, D_V], tl.float32)
+    if not FRESH:
+        lse = tl.load(lse_at, mask=held, other=-float("inf"))
+        if tl.max(lse, 0) > -float("inf"):
+            at = matrix(before, strides, batch, head, start, ROWS, D_V, WIDE)
+            acc = tl.load(at, mask=within, other=0.0)
+            if DROPS:  # all of acc is multiplied at the end
+                acc = acc / inverse
+    return acc, lse * 1.4426950408889634, tl.where(lse == -float("inf"), 0.0, 1.0)
+
+
+@triton.jit
 def _attend(
-    acc, top, total, q, k, v, shown, bias, kept, inner, factor,
-    MASKED: tl.constexpr, CLAMP: tl.constexpr, BIASED: tl.constexpr, DROPS: tl.constexpr,
+    running,
+    q,
+    k,
+    v,
+    shown,
+    bias,
+    kept,
+    inner,
+    factor,
+    MASKED: tl.constexpr,
+    CLAMP: tl.constexpr,
+    BIASED: tl.constexpr,
+    DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Attend to one more block of keys. top is in base 2, total the sum of 2 ** (score - top)."""
+):
+    """Attend to one more block of keys.
+
+    `running` is (acc, top, total): top is in base 2, total the sum of 2 ** (score - top).
+    """
+    acc, top, total = running
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if CLAMP:
         scores, _ = tanh(scores * inner)
@@ -54,18 +100,129 @@ def _attend(
     return acc, new_top, total
 
 
+@triton.jit
+def _step(
+    running,
+    j,
+    stop,
+    tile,
+    q_block,
+    row,
+    keys,
+    places,
+    draws,
+    inner,
+    factor,
+    # sizes
+    COLS: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    # forks
+    EDGE: tl.constexpr,
+    EVEN: tl.constexpr,
+    EVEN_V: tl.constexpr,
+    MASK: tl.constexpr,
+    CLAMP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Attend to keys j and on, that lie before `stop`. EDGE: the tile may not show all of them."""
+    k, k_strides, v, v_strides, mask, mask_b, mask_m, batch, head, d, d_v = keys
+    k_block = rows_of(k, k_strides, batch, head, j, stop, d, COLS, D, EDGE, EVEN, TMA, WIDE)
+    v_block = rows_of(v, v_strides, batch, head, j, stop, d_v, COLS, D_V, EDGE, EVEN_V, TMA, WIDE)
+    col = j + tl.arange(0, COLS)
+    shown = None
+    if EDGE:
+        shown = seen(row[:, None], col[None, :], tile)
+    if MASK:
+        at = place(mask, batch, head, mask_b, 0) + col.to(tl.int64) * mask_m
+        unmasked = (numbers_of(at, col < stop, EDGE) != 0)[None, :]
+        shown = shown & unmasked if EDGE else unmasked
+    bias = None
+    if ALIBI:
+        slope, row_at, cols_at = places
+        col_at = numbers_of(cols_at + col, col < stop, EDGE)
+        bias = alibi_of(slope, row_at[:, None], col_at[None, :])
+    kept = None
+    if DROPS:
+        marks, col_numbers, bar = draws
+        col_number = numbers_of(col_numbers + col, col < stop, EDGE)
+        kept = kept_of(marks[0][:, None], marks[1][:, None], col_number[None, :], bar)
+    return _attend(
+        running, q_block, k_block, v_block, shown, bias, kept, inner, factor,
+        EDGE or MASK, CLAMP, ALIBI, DROPS, PRECISION,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q, k, v, mask, alibi, rows_at, cols_at,
-    row_numbers, col_numbers, word, other_word, bar, inverse, sample, first_head,
-    before, out, lse, tiles, blocks, count, beside, n, m, heads, group, d, d_v, inner, factor,
-    q_b, q_n, q_h, q_d, k_b, k_m, k_h, k_d, v_b, v_m, v_h, v_d, mask_b, mask_m,
-    out_b, out_n, out_h, out_d, lse_b, lse_h, lse_n,
-    ROWS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
-    EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr,
-    NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
-    FRESH: tl.constexpr, MOVES: tl.constexpr, ALIBI: tl.constexpr, DROPS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    mask,
+    # ALiBi
+    alibi,
+    rows_at,
+    cols_at,
+    # dropout
+    row_numbers,
+    col_numbers,
+    word,
+    other_word,
+    bar,
+    inverse,
+    sample,
+    first_head,
+    # results
+    before,
+    out,
+    lse,
+    # the table of tiles
+    tiles,
+    blocks,
+    count,
+    beside,
+    # sizes and factors
+    n,
+    m,
+    heads,
+    group,
+    d,
+    d_v,
+    inner,
+    factor,
+    # strides
+    q_strides,
+    k_strides,
+    v_strides,
+    mask_b,
+    mask_m,
+    out_strides,
+    lse_b,
+    lse_h,
+    lse_n,
+    # sizes of blocks
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    # forks
+    EVEN: tl.constexpr,
+    EVEN_V: tl.constexpr,
+    MASK: tl.constexpr,
+    CLAMP: tl.constexpr,
+    NEGATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+    FRESH: tl.constexpr,
+    MOVES: tl.constexpr,
+    ALIBI: tl.constexpr,
+    DROPS: tl.constexpr,
+):
     """Compute out and lse of a block of queries of one head.
 
     MOVES: out is other memory than what was before; lse is in place.
@@ -74,100 +231,50 @@ def forward_kernel(
     start = block * ROWS
     batch, head = of // heads, of % heads
     key_head = head // group
-    row, col = start + tl.arange(0, ROWS), tl.arange(0, COLS)
-    q_block = rows_of(
-        q, batch, head, start, n, d, q_b, q_n, q_h, q_d, ROWS, D, True, EVEN, TMA, WIDE
-    )
+    row = start + tl.arange(0, ROWS)
+    held = row < n
+    q_block = rows_of(q, q_strides, batch, head, start, n, d, ROWS, D, True, EVEN, TMA, WIDE)
     if NEGATE:
         q_block = -q_block
-    mask_at = mask
-    if MASK:
-        mask_at = place(mask, batch, key_head, mask_b, 0)
+    slope, row_at = places_of_rows(alibi, rows_at, head, row, held, ALIBI)
+    marks = draws_of_rows(
+        word, other_word, sample + batch, first_head + head, row_numbers, row, held, DROPS
+    )
+    places, draws = (slope, row_at, cols_at), (marks, col_numbers, bar)
     lse_at = place(lse, batch, head, lse_b, lse_h) + row.to(tl.int64) * lse_n
-    held = row < n
-    slope, row_at = 0.0, row
-    if ALIBI:
-        slope, row_at = tl.load(alibi + head), tl.load(rows_at + row, mask=held, other=0)
-    first_mark, second_mark = row, row
-    if DROPS:
-        row_number = tl.load(row_numbers + row, mask=held, other=0)
-        marks = marks_of_head(word, other_word, sample + batch, first_head + head)
-        first_mark, second_mark = marks_of_rows(marks[0], marks[1], row_number)
     within = held[:, None] & (tl.arange(0, D_V) < d_v)[None, :]
-    before_lse = tl.full([ROWS], -float("inf"), tl.float32)
-    if not FRESH:
-        before_lse = tl.load(lse_at, mask=held, other=-float("inf"))
-    before_top = before_lse * 1.4426950408889634
-    before_total = tl.where(before_lse == -float("inf"), 0.0, 1.0)
-    top, total, acc = before_top, before_total, tl.zeros([ROWS, D_V], tl.float32)
-    if not FRESH:  # noqa: SIM102 - decided when compiled
-        if tl.max(before_lse, 0) > -float("inf"):
-            at = place(before, batch, head, out_b, out_h)
-            at += matrix(start, out_n, out_d, ROWS, D_V, WIDE)
-            acc = tl.load(at, mask=within, other=0.0)
-            if DROPS:  # all of acc is multiplied at the end
-                acc = acc / inverse
+    running = _so_far(
+        before, out_strides, lse_at, batch, head, start, held, within, inverse,
+        ROWS, D_V, WIDE, FRESH, DROPS,
+    )  # fmt: skip
+    _, before_top, before_total = running
+    keys = k, k_strides, v, v_strides, mask, mask_b, mask_m, batch, key_head, d, d_v
 
     for t in range(first_tile, last_tile):
-        r0, r1, c0, c1, left, right = tile_at(tiles, t)
+        tile = tile_at(tiles, t)
+        r0, r1, c0, c1, left, right = tile
         a, z = tl.maximum(start, r0), tl.minimum(tl.minimum(start + ROWS, n), r1)
         whole = (start >= r0) & (tl.minimum(start + ROWS, n) <= r1)
         first, early, masked, full, full_end = span(a, z, whole, r0, c0, c1, left, right, COLS)
         for j in range(full, full_end, COLS):
-            k_block = rows_of(
-                k, batch, key_head, j, m, d, k_b, k_m, k_h, k_d, COLS, D, False, EVEN, TMA, WIDE
-            )
-            v_block = rows_of(
-                v, batch, key_head, j, m, d_v, v_b, v_m, v_h, v_d, COLS, D_V, False, EVEN_V, TMA,
-                WIDE,
-            )  # fmt: skip
-            shown = None
-            if MASK:
-                shown = (tl.load(mask_at + (j + col).to(tl.int64) * mask_m) != 0)[None, :]
-            bias = None
-            if ALIBI:
-                bias = alibi_of(slope, row_at[:, None], tl.load(cols_at + j + col)[None, :])
-            kept = None
-            if DROPS:
-                number = tl.load(col_numbers + j + col)[None, :]
-                kept = kept_of(first_mark[:, None], second_mark[:, None], number, bar)
-            acc, top, total = _attend(
-                acc, top, total, q_block, k_block, v_block, shown, bias, kept, inner, factor,
-                MASK, CLAMP, ALIBI, DROPS, PRECISION,
+            running = _step(
+                running, j, m, tile, q_block, row, keys, places, draws, inner, factor,
+                COLS, D, D_V, False, EVEN, EVEN_V, MASK, CLAMP, ALIBI, DROPS, PRECISION, TMA, WIDE,
             )  # fmt: skip
         for i in range(masked):
             j = masked_block(i, first, early, full, full_end, COLS)
-            k_block = rows_of(
-                k, batch, key_head, j, c1, d, k_b, k_m, k_h, k_d, COLS, D, True, EVEN, TMA, WIDE
-            )
-            v_block = rows_of(
-                v, batch, key_head, j, c1, d_v, v_b, v_m, v_h, v_d, COLS, D_V, True, EVEN_V, TMA,
-                WIDE,
-            )  # fmt: skip
-            shown = seen(row[:, None], (j + col)[None, :], r0, r1, c0, c1, left, right)
-            if MASK:
-                at = mask_at + (j + col).to(tl.int64) * mask_m
-                shown = shown & (tl.load(at, mask=j + col < c1, other=0) != 0)[None, :]
-            bias = None
-            if ALIBI:
-                col_at = tl.load(cols_at + j + col, mask=j + col < c1, other=0)
-                bias = alibi_of(slope, row_at[:, None], col_at[None, :])
-            kept = None
-            if DROPS:
-                number = tl.load(col_numbers + j + col, mask=j + col < c1, other=0)[None, :]
-                kept = kept_of(first_mark[:, None], second_mark[:, None], number, bar)
-            acc, top, total = _attend(
-                acc, top, total, q_block, k_block, v_block, shown, bias, kept, inner, factor,
-                True, CLAMP, ALIBI, DROPS, PRECISION,
+            running = _step(
+                running, j, c1, tile, q_block, row, keys, places, draws, inner, factor,
+                COLS, D, D_V, True, EVEN, EVEN_V, MASK, CLAMP, ALIBI, DROPS, PRECISION, TMA, WIDE,
             )  # fmt: skip
 
+    acc, top, total = running
     if DROPS:
         acc = acc * inverse
-    some = total != 0.0
     if not FRESH:  # a row that has seen no key stays as it was
         held = held & ((top != before_top) | (total != before_total))
         if not MOVES:
             within = within & held[:, None]
     tl.store(lse_at, (top + tl.log2(total)) * 0.6931471805599453, mask=held)
-    out_at = place(out, batch, head, out_b, out_h) + matrix(start, out_n, out_d, ROWS, D_V, WIDE)
-    tl.store(out_at, acc / tl.where(some, total, 1.0)[:, None], mask=within)
+    out_at = matrix(out, out_strides, batch, head, start, ROWS, D_V, WIDE)
+    tl.store(out_at, acc / tl.where(total != 0.0, total, 1.0)[:, None], mask=within)

@@ -42,6 +42,16 @@ def alibi_of(slope, a, b):
 
 
 @triton.jit
+def places_of_rows(alibi, rows_at, head, row, held, ALIBI: tl.constexpr):
+    """Return ALiBi's slope for a head and the positions of its rows; without ALIBI unread."""
+    slope, row_at = 0.0, row
+    if ALIBI:
+        slope = tl.load(alibi + head)
+        row_at = tl.load(rows_at + row, mask=held, other=0)
+    return slope, row_at
+
+
+@triton.jit
 def mixed(x):
     """Return 32 bits that all depend on all of x; this and what follows as `dropout.py` says."""
     x ^= x >> 17
@@ -62,10 +72,29 @@ def marks_of_head(word, other_word, sample, head):
 
 
 @triton.jit
-def marks_of_rows(first, second, number):
-    """Mix the marks of a head with the number of a row."""
+def marks_of_rows(marks, number):
+    """Mix both marks of a head with the number of a row."""
     number = number.to(tl.uint32, bitcast=True)
-    return mixed(first ^ number), mixed(second ^ number)
+    return mixed(marks[0] ^ number), mixed(marks[1] ^ number)
+
+
+@triton.jit
+def draws_of_rows(
+    word,
+    other_word,
+    sample,
+    head,
+    row_numbers,
+    row,
+    held,
+    DROPS: tl.constexpr,
+):
+    """Return both marks of each row of a head; without DROPS they are not read."""
+    marks = row, row
+    if DROPS:
+        number = tl.load(row_numbers + row, mask=held, other=0)
+        marks = marks_of_rows(marks_of_head(word, other_word, sample, head), number)
+    return marks
 
 
 @triton.jit
@@ -108,11 +137,12 @@ def masked_block(i, first, before, full, full_end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def seen(a, b, a0, a1, b0, b1, back, ahead):
+def seen(a, b, tile):
     """Tell which b of the other side each a of this side sees, one of them upright.
 
     The bounds of each a are found first, so that a pair costs no more than two comparisons.
     """
+    a0, a1, b0, b1, back, ahead = tile
     diagonal = a - a0 + b0
     start = tl.maximum(diagonal - back, b0)
     stop = tl.where((a >= a0) & (a < a1), tl.minimum(diagonal + ahead + 1, b1), b0)
@@ -126,22 +156,45 @@ def place(base, batch, head, batch_stride, head_stride):
 
 
 @triton.jit
-def matrix(start, row_stride, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
-    """Return offsets of rows `start` and on. WIDE: offsets within a block pass 32 bits too."""
+def matrix(
+    base,
+    strides,
+    batch,
+    head,
+    start,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Return where rows `start` and on of one head of [batch, row, head, width] lie.
+
+    WIDE: offsets within a block pass 32 bits too.
+    """
+    batch_stride, row_stride, head_stride, stride = strides
     row, col = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     if WIDE:
         row, col = row.to(tl.int64), col.to(tl.int64)
-    return tl.cast(start, tl.int64) * row_stride + (
-        row[:, None] * row_stride + col[None, :] * stride
-    )
+    at = place(base, batch, head, batch_stride, head_stride)
+    at += tl.cast(start, tl.int64) * row_stride
+    return at + (row[:, None] * row_stride + col[None, :] * stride)
 
 
 @triton.jit
 def rows_of(
-    x, batch, head, start, stop, width, batch_stride, row_stride, head_stride, stride,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr, EVEN: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    x,
+    strides,
+    batch,
+    head,
+    start,
+    stop,
+    width,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHECK: tl.constexpr,
+    EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Load rows `start` and on of one head of x [batch, row, head, width], zeros beyond its bounds.
 
     x is a tensor, or its descriptor with heads before rows if TMA. Rows are only compared to `stop`
@@ -150,8 +203,7 @@ def rows_of(
     if TMA:
         block = tl.reshape(x.load([batch, head, start, 0]), [ROWS, WIDTH])
     else:
-        at = place(x, batch, head, batch_stride, head_stride)
-        at += matrix(start, row_stride, stride, ROWS, WIDTH, WIDE)
+        at = matrix(x, strides, batch, head, start, ROWS, WIDTH, WIDE)
         inside = (start + tl.arange(0, ROWS) < stop)[:, None]
         within = (tl.arange(0, WIDTH) < width)[None, :]
         if CHECK and EVEN:
@@ -163,6 +215,12 @@ def rows_of(
         else:
             block = tl.load(at, mask=within, other=0.0)
     return block
+
+
+@triton.jit
+def numbers_of(at, inside, CHECK: tl.constexpr):
+    """Load a number for each row or column, 0 where they are not inside, if CHECK."""
+    return tl.load(at, mask=inside, other=0) if CHECK else tl.load(at)
 
 
 @triton.jit
@@ -182,3 +240,52 @@ def tanh(x):
     e = tl.exp2(tl.abs(x) * -2.8853900817779268)
     far = tl.where(x < 0, e - 1, 1 - e) / (1 + e)
     return tl.where(square < 0.0625, near, far), 4 * e / ((1 + e) * (1 + e))
+
+
+@triton.jit
+def probabilities(
+    scores,
+    lse,
+    shown,
+    bias,
+    inner,
+    factor,
+    MASKED: tl.constexpr,
+    CLAMP: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """Return p, and the slope of softclamping. lse is in base 2."""
+    slope = 1.0
+    if CLAMP:
+        scores, slope = tanh(scores * inner)
+    exponent = scores * factor - lse
+    if BIASED:
+        exponent += bias
+    if MASKED:
+        exponent = tl.where(shown, exponent, -float("inf"))
+    return tl.exp2(exponent), slope
+
+
+@triton.jit
+def add_rows(
+    before,
+    total,
+    strides,
+    batch,
+    head,
+    start,
+    length,
+    width,
+    value,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    FRESH: tl.constexpr,
+):
+    """Store rows `start` and on of one head in total, added to `before` unless FRESH."""
+    at = matrix(0, strides, batch, head, start, ROWS, WIDTH, WIDE)
+    inside = (start + tl.arange(0, ROWS) < length)[:, None]
+    inside = inside & (tl.arange(0, WIDTH) < width)[None, :]
+    if not FRESH:
+        value += tl.load(before + at, mask=inside)
+    tl.store(total + at, value, mask=inside)

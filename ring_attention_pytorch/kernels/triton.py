@@ -1,9 +1,8 @@
 """Flash attention of our own in Triton: NVIDIA GPUs from Ampere on, nothing to compile or install.
 
 A block takes one launch forward, however many tiles it has, and merges into the running out
-and lse on the way; backward takes two. The kernels are in `_triton_forward.py` and
-`_triton_backward.py`, which only the functions here import: Triton is optional. With
-TRITON_INTERPRET=1 they run on the CPU, slowly, for tests.
+and lse on the way; backward takes two. The kernels are in `_triton_*.py`, which only the functions
+here import: Triton is optional. With TRITON_INTERPRET=1 they run on the CPU, slowly, for tests.
 """
 
 import math
@@ -147,8 +146,8 @@ def forward(
             q_, k, v, _mask(keys), *_places(tiles, terms), *_draws(tiles, terms),
             before, out, lse, *table, _beside(table.count, h // h_kv), n, m, h, h // h_kv, d, d_v,
             *_factors(terms),
-            *q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
-            *out.stride(), *lse.stride(),
+            q.stride(), keys.k.stride(), keys.v.stride(), *_mask_strides(keys),
+            out.stride(), *lse.stride(),
             FRESH=before is None, MOVES=before is not out, **options,
         )  # fmt: skip
 
@@ -166,7 +165,7 @@ def backward(
 def _backward_of_keys(
     saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
 ) -> None:
-    from ring_attention_pytorch.kernels._triton_backward import keys_kernel
+    from ring_attention_pytorch.kernels._triton_backward_keys import keys_kernel
 
     (b, _, h, d), (_, m, h_kv, d_v) = saved.q.shape, keys.v.shape
     config = _config("keys", saved.q, keys, tiles)
@@ -185,16 +184,16 @@ def _backward_of_keys(
         q, k, v, _mask(keys), *_places(tiles, terms), *_draws(tiles, terms),
         dout, lse, delta, before, dk, before_v, dv, *table, _beside(table.count), m, h_kv,
         h // h_kv, d, d_v, *_factors(terms), terms.scale,
-        *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
-        *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(),
-        *dk.stride(), *dv.stride(), FRESH=before is None, FRESH_V=before_v is None, **options,
+        saved.q.stride(), keys.k.stride(), keys.v.stride(), *_mask_strides(keys),
+        saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(),
+        dk.stride(), dv.stride(), FRESH=before is None, FRESH_V=before_v is None, **options,
     )  # fmt: skip
 
 
 def _backward_of_queries(
     saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
 ) -> None:
-    from ring_attention_pytorch.kernels._triton_backward import queries_kernel
+    from ring_attention_pytorch.kernels._triton_backward_queries import queries_kernel
 
     (b, n, h, d), (_, m, h_kv, d_v) = saved.q.shape, keys.v.shape
     config = _config("queries", saved.q, keys, tiles)
@@ -210,8 +209,8 @@ def _backward_of_queries(
         q, k, v, _mask(keys), *_places(tiles, terms), *_draws(tiles, terms),
         dout, saved.lse, saved.delta, before, dq, *table, _beside(table.count, h // h_kv), n, m, h,
         h // h_kv, d, d_v, *_factors(terms), terms.scale,
-        *saved.q.stride(), *keys.k.stride(), *keys.v.stride(), *_mask_strides(keys),
-        *saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(), *dq.stride(),
+        saved.q.stride(), keys.k.stride(), keys.v.stride(), *_mask_strides(keys),
+        saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(), dq.stride(),
         FRESH=before is None, **options,
     )  # fmt: skip
 

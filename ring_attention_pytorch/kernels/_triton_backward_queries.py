@@ -1,0 +1,200 @@
+# ruff: noqa: PLR0913 - a kernel takes every size by itself
+"""Flash attention backward to queries, over all tiles of a block, added to the running dq."""
+
+import triton
+import triton.language as tl
+
+from ring_attention_pytorch.kernels._triton_parts import (
+    VARYING,
+    add_rows,
+    alibi_of,
+    block_of,
+    draws_of_rows,
+    kept_of,
+    lse_of_rows,
+    masked_block,
+    place,
+    places_of_rows,
+    probabilities,
+    rows_of,
+    seen,
+    span,
+    tile_at,
+)
+
+
+@triton.jit
+def _queries_step(
+    dq,
+    j,
+    stop,
+    tile,
+    queries,
+    keys,
+    places,
+    draws,
+    inner,
+    factor,
+    # sizes
+    COLS: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    # forks
+    EDGE: tl.constexpr,
+    EVEN: tl.constexpr,
+    EVEN_V: tl.constexpr,
+    MASK: tl.constexpr,
+    CLAMP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIBI: tl.constexpr,
+    DROPS: tl.constexpr,
+):
+    """Add columns j to stop to dq of one block of queries. EDGE: not all of it is seen."""
+    q_block, do_block, lse, delta, row = queries
+    k, k_strides, v, v_strides, mask, mask_b, mask_m, batch, head, d, d_v = keys
+    k_block = rows_of(k, k_strides, batch, head, j, stop, d, COLS, D, EDGE, EVEN, TMA, WIDE)
+    v_block = rows_of(v, v_strides, batch, head, j, stop, d_v, COLS, D_V, EDGE, EVEN_V, TMA, WIDE)
+    col = j + tl.arange(0, COLS)
+    shown = None
+    if EDGE:
+        shown = seen(row[:, None], col[None, :], tile)
+    if MASK:
+        at = place(mask, batch, head, mask_b, 0) + col.to(tl.int64) * mask_m
+        kept = (tl.load(at, mask=col < stop, other=0) != 0)[None, :]
+        shown = shown & kept if EDGE else kept
+    scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
+    bias = None
+    if ALIBI:
+        slope_at, row_at, cols_at = places
+        col_at = tl.load(cols_at + col, mask=col < stop, other=0)
+        bias = alibi_of(slope_at, row_at[:, None], col_at[None, :])
+    p, slope = probabilities(scores, lse, shown, bias, inner, factor, EDGE or MASK, CLAMP, ALIBI)
+    dp = tl.dot(do_block, tl.trans(v_block), input_precision=PRECISION)
+    if DROPS:
+        marks, col_numbers, bar, inverse = draws
+        number = tl.load(col_numbers + col, mask=col < stop, other=0)[None, :]
+        kept = kept_of(marks[0][:, None], marks[1][:, None], number, bar)
+        dp = tl.where(kept, dp * inverse, 0.0)
+    ds = p * (dp - delta)
+    if CLAMP:
+        ds = ds * slope
+    return tl.dot(ds.to(k_block.dtype), k_block, dq, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def queries_kernel(
+    q,
+    k,
+    v,
+    mask,
+    # ALiBi
+    alibi,
+    rows_at,
+    cols_at,
+    # dropout
+    row_numbers,
+    col_numbers,
+    word,
+    other_word,
+    bar,
+    inverse,
+    sample,
+    first_head,
+    # residuals and results
+    dout,
+    lse,
+    delta,
+    before,
+    dq,
+    # the table of tiles
+    tiles,
+    blocks,
+    count,
+    beside,
+    # sizes and factors
+    n,
+    m,
+    heads,
+    group,
+    d,
+    d_v,
+    inner,
+    factor,
+    scale,
+    # strides
+    q_strides,
+    k_strides,
+    v_strides,
+    mask_b,
+    mask_m,
+    do_strides,
+    lse_b,
+    lse_h,
+    lse_n,
+    delta_b,
+    delta_h,
+    delta_n,
+    dq_strides,
+    # sizes of blocks
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    # forks
+    EVEN: tl.constexpr,
+    EVEN_V: tl.constexpr,
+    MASK: tl.constexpr,
+    CLAMP: tl.constexpr,
+    NEGATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+    FRESH: tl.constexpr,
+    ALIBI: tl.constexpr,
+    DROPS: tl.constexpr,
+):
+    """Compute dq of a block of queries of one head."""
+    block, of, first_tile, last_tile = block_of(blocks, count, beside)
+    start = block * ROWS
+    batch, head = of // heads, of % heads
+    key_head = head // group
+    row = start + tl.arange(0, ROWS)
+    held = row < n
+    q_block = rows_of(q, q_strides, batch, head, start, n, d, ROWS, D, True, EVEN, TMA, WIDE)
+    if NEGATE:
+        q_block = -q_block
+    do_block = rows_of(
+        dout, do_strides, batch, head, start, n, d_v, ROWS, D_V, True, EVEN_V, TMA, WIDE
+    )
+    lse_at = place(lse, batch, head, lse_b, lse_h)
+    delta_at = place(delta, batch, head, delta_b, delta_h)
+    delta_rows = tl.load(delta_at + row.to(tl.int64) * delta_n, mask=held, other=0.0)[:, None]
+    slope, row_at = places_of_rows(alibi, rows_at, head, row, held, ALIBI)
+    marks = draws_of_rows(
+        word, other_word, sample + batch, first_head + head, row_numbers, row, held, DROPS
+    )
+    places, draws = (slope, row_at, cols_at), (marks, col_numbers, bar, inverse)
+    keys = k, k_strides, v, v_strides, mask, mask_b, mask_m, batch, key_head, d, d_v
+    dq_sum = tl.zeros([ROWS, D], tl.float32)
+    for t in range(first_tile, last_tile):
+        tile = tile_at(tiles, t)
+        r0, r1, c0, c1, left, right = tile
+        # rows of another tile have p = 0 by their lse, so they never need masking
+        lse_rows = lse_of_rows(lse_at, lse_n, row, r0, r1)[:, None]
+        queries = q_block, do_block, lse_rows, delta_rows, row
+        a, z = tl.maximum(start, r0), tl.minimum(tl.minimum(start + ROWS, n), r1)
+        first, early, masked, full, full_end = span(a, z, 1, r0, c0, c1, left, right, COLS)
+        for j in range(full, full_end, COLS):
+            dq_sum = _queries_step(
+                dq_sum, j, m, tile, queries, keys, places, draws, inner, factor,
+                COLS, D, D_V, False, EVEN, EVEN_V, MASK, CLAMP, PRECISION, TMA, WIDE, ALIBI, DROPS,
+            )  # fmt: skip
+        for i in range(masked):
+            j = masked_block(i, first, early, full, full_end, COLS)
+            dq_sum = _queries_step(
+                dq_sum, j, c1, tile, queries, keys, places, draws, inner, factor,
+                COLS, D, D_V, True, EVEN, EVEN_V, MASK, CLAMP, PRECISION, TMA, WIDE, ALIBI, DROPS,
+            )  # fmt: skip
+    add_rows(before, dq, dq_strides, batch, head, start, n, d, dq_sum * scale, ROWS, D, WIDE, FRESH)
