@@ -361,7 +361,7 @@ def test_bands_from_the_bottom_right_show_the_same(n, m):
                 assert torch.equal(shown(*size, *from_bottom_right(tile)), band(tile, CPU))
                 parts = [
                     shown_2(part.rows.stop - part.rows.start, size[1], *bounds)
-                    for part, *bounds in windows([tile])
+                    for part, bounds in windows([tile])
                 ]
                 assert torch.equal(torch.cat(parts), band(tile, CPU))
 

@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import gcd
-from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import Tile
-from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods, Tiles
 from ring_attention_pytorch.runtime.streams import side_stream
 
@@ -36,19 +35,19 @@ def from_bottom_right(tile: Tile) -> tuple[int, int]:
     )
 
 
-def windows(tiles: Sequence[Tile]) -> Iterator[tuple[Tile, int, int]]:
+def windows(tiles: Sequence[Tile]) -> Iterator[tuple[Tile, tuple[int, int]]]:
     """Yield tiles with (left, right) as flash-attn 2 counts them, some of them in parts.
 
     flash-attn 2 reads a bound of as many as there are columns as no bound. Beside another bound it
     reads no bound as one of as many as there are columns. Where rows are more than columns neither
     is true of the first rows.
 
-    >>> [(t.rows, *bounds) for t, *bounds in windows([Tile(slice(0, 9), slice(0, 4), None, 1)])]
-    [(slice(0, 3, None), -1, 0), (slice(3, 9, None), -1, -1)]
+    >>> [(t.rows, window) for t, window in windows([Tile(slice(0, 9), slice(0, 4), None, 1)])]
+    [(slice(0, 3, None), (-1, 0)), (slice(3, 9, None), (-1, -1))]
     """
     for tile in tiles:
         for part in _apart(tile):
-            yield part, *from_bottom_right(part)
+            yield part, from_bottom_right(part)
 
 
 def _apart(tile: Tile) -> Iterator[Tile]:
@@ -98,8 +97,59 @@ def _readable(t: Tensor) -> bool:
     )
 
 
+def forward_in_windows(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    keys: KVBlock,
+    tiles: Sequence[Tile],
+    terms: ScoreMods,
+    result: OutputAccumulator,
+) -> None:
+    """Compute forward by an op with the windows of flash-attn 2.
+
+    `attend` makes (out, lse) of q, k, v, the terms of scores, and a window.
+    """
+    for tile, window in windows(tiles) if q.numel() else ():
+        with lane(tiles, keys):
+            operands = aligned(part(q, tile.rows), part(keys.k, tile.cols), part(keys.v, tile.cols))
+            out, lse = attend(*operands, terms, window)
+        result.add(tile.rows, out, lse)
+
+
+def backward_in_windows(
+    differentiate: Callable[..., Sequence[Tensor]],
+    placed: bool,
+    saved: Residuals,
+    keys: KVBlock,
+    tiles: Sequence[Tile],
+    terms: ScoreMods,
+    grads: Grads,
+) -> None:
+    """Compute backward by an op with the windows of flash-attn 2.
+
+    `differentiate` makes (dq, dk, dv) of q, k, v, out, dout, lse, the terms of scores, and a
+    window. If `placed` it is told last where to write them.
+    """
+    for tile, window in windows(tiles) if saved.q.numel() else ():
+        rows, cols = tile.rows, tile.cols
+        places = rows, cols, cols
+        room = [total.alloc(at) for total, at in zip(grads, places)] if placed else []
+        with lane(tiles, keys, *room):
+            operands = aligned(
+                part(saved.q, rows),
+                part(keys.k, cols),
+                part(keys.v, cols),
+                part(saved.out, rows),
+                part(saved.dout, rows),
+            )
+            lse = saved.lse[..., rows].contiguous()
+            parts = differentiate(*operands, lse, terms, window, *room)
+        for total, at, t in zip(grads, places, parts):
+            total.add(at, t)
+
+
 def with_lse_gradient(
-    backward: Callable[[Residuals, KVBlock, Sequence[Tile], ScoreMods, Grads], Any],
+    backward: Callable[[Residuals, KVBlock, Sequence[Tile], ScoreMods, Grads], None],
     saved: Residuals,
     keys: KVBlock,
     tiles: Sequence[Tile],
