@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
 from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.functional import ring_attn
-from ring_attention_pytorch.geometry.documents import Borders
+from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders
 from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import KERNELS
@@ -194,8 +194,8 @@ class RingAttention(nn.Module):
         packed = {"documents": documents, "cu_seqlens": cu_seqlens}
         problem = problem_of(lambda: self._problem(x, mask, rotary_emb, context, context_mask))
         whole = self.spread.auto or not self.spread.ring_attn
-        how = dict(packed, whole=whole, able=context is None and not self.force_regular_attn)
-        problem = problem or problem_of(lambda: packed_problem(x, **how))
+        able = context is None and not self.force_regular_attn
+        problem = problem or problem_of(lambda: packed_problem(x, **packed, able=able, whole=whole))
         seen = mask if context is None else context_mask
         if plan is not None:
             decided = {"a mask": seen, "ring_size": ring_size, "context": context, **packed}
@@ -208,17 +208,30 @@ class RingAttention(nn.Module):
         if not (on and self.spread.auto):
             ring = self.spread.ring(on, ring_size)
             return self._attend(x, context, seen, rotary_emb, ring, **packed)
-        options = {"mask": seen, "rotary_emb": rotary_emb, "context": context}
-        given = {name: t is not None for name, t in options.items()}
         packing = local_packing(documents, cu_seqlens, x)
+        return self._auto_sharded(x, context, seen, rotary_emb, ring_size, packing)
+
+    def _auto_sharded(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        seen: Tensor | None,
+        rotary_emb: Tensor | None,
+        ring_size: int | None,
+        packing: BatchDocuments | None,
+    ) -> Tensor:
+        """Shard this rank's batch of whole sequences, attend, and return the batch's results."""
+        given = {"mask": seen is not None, "rotary_emb": rotary_emb is not None}
+        given["context"] = context is not None
         shards = self.spread.shard(x, ring_size, given, packing, self.window)
-        of_keys = shards
+        key_shards = shards
         if context is not None:
-            of_keys = shards.like(context)
-            context = of_keys.shard(context)
+            key_shards = shards.like(context)
+            context = key_shards.shard(context)
         if rotary_emb is not None:
             rotary_emb = rotary_emb[shards.positions(rotary_emb.device)]
-        seen = None if seen is None else of_keys.shard(seen)
+        if seen is not None:
+            seen = key_shards.shard(seen)
         out = self._attend(
             shards.shard(x), context, seen, rotary_emb, shards.ring,
             documents=shards.packing, layout=shards.layout,
@@ -235,10 +248,12 @@ class RingAttention(nn.Module):
     ) -> str | None:
         """Say what is wrong with this rank's arguments, without asking other ranks."""
         dim, rotary = self.to_out.out_features, self.rotary_embed or rotary_emb is not None
-        for name, t in {"x": x, "context": context}.items():
-            if t is not None and (t.ndim != 3 or t.shape[2] != dim):
+        for name, t in (("x", x), ("context", context)):
+            if t is None:
+                continue
+            if t.ndim != 3 or t.shape[2] != dim:
                 return f"{name} must be [batch, tokens, {dim}], got {list(t.shape)}"
-            if t is not None and (t.is_meta or not t.is_floating_point()):
+            if t.is_meta or not t.is_floating_point():
                 return f"{name} must be floating and have values, got {t.dtype} on {t.device}"
         if context is not None and (self.causal or self.window is not None or rotary):
             return (
@@ -251,40 +266,45 @@ class RingAttention(nn.Module):
             return "with a context its own context_mask says what may be seen, not mask"
         if self.rotary_embed is not None and rotary_emb is not None:
             return "a module with rotary_embed makes its own angles, rotary_emb would be ignored"
-        want = [x.shape[1], self.dim_head]
-        each = [] if self.spread.auto else [[x.shape[0], *want]]  # angles of each sample
-        if rotary_emb is not None and list(rotary_emb.shape) not in (want, *each):
-            return f"rotary_emb must be {want}, got {list(rotary_emb.shape)}"
-        if rotary_emb is not None and rotary_emb.device != x.device:
-            return f"rotary_emb must be on {x.device} as x is, got {rotary_emb.device}"
+        if rotary_emb is not None and (problem := self._angles_problem(x, rotary_emb)) is not None:
+            return problem
         if context is not None:
             return mask_problem("context_mask", context_mask, context)
         return mask_problem("mask", mask, x)
+
+    def _angles_problem(self, x: Tensor, angles: Tensor) -> str | None:
+        """Say what is wrong with the rotary angles of tokens x; None if nothing."""
+        shape, want = list(angles.shape), [x.shape[1], self.dim_head]
+        by_sample = not self.spread.auto and shape == [x.shape[0], *want]
+        if shape != want and not by_sample:
+            return f"rotary_emb must be {want}, got {shape}"
+        if angles.device != x.device:
+            return f"rotary_emb must be on {x.device} as x is, got {angles.device}"
+        return None
 
     def _check_plan(self, plan: RingPlan, decided: Mapping[str, Any]) -> None:
         if self.spread.auto or self.force_regular_attn:
             raise ValueError("a plan is for tokens sharded by hand, and for the ring's kernels")
         if given := [name for name, value in decided.items() if value is not None]:
             raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
-        mine = (Mask(self.causal, self.window), self.softclamp, self.rate)
-        drops = plan.terms.dropout.rate if plan.terms.dropout else 0.0
-        named = plan.layout if isinstance(plan.layout, str) else self.spread.layout
-        if plan.ring.size > 1 and named != self.spread.layout:
+        over_ring, layout = plan.ring.size > 1, self.spread.layout
+        if over_ring and isinstance(plan.layout, str) and plan.layout != layout:
+            raise ValueError(f"the plan has layout={plan.layout!r}, the module {layout!r}")
+        visible, softclamp = Mask(self.causal, self.window), self.softclamp
+        plan_softclamp = plan.terms.softclamp
+        plan_rate = plan.terms.dropout.rate if plan.terms.dropout else 0.0
+        if (plan.visible, plan_softclamp, plan_rate) != (visible, softclamp, self.rate):
             raise ValueError(
-                f"the plan has layout={plan.layout!r}, the module {self.spread.layout!r}"
-            )
-        if (plan.visible, plan.terms.softclamp, drops) != mine:
-            raise ValueError(
-                f"the plan shows {plan.visible} with softclamp={plan.terms.softclamp} and "
-                f"dropout={drops}, this module wants {mine[0]} with {mine[1]} and {mine[2]} (in "
-                f"training: {self.training}); make it with RingAttention.plan"
+                f"the plan shows {plan.visible} with softclamp={plan_softclamp} and "
+                f"dropout={plan_rate}, this module wants {visible} with {softclamp} and "
+                f"{self.rate} (in training: {self.training}); make it with RingAttention.plan"
             )
         if self.kernel is not None and not f"{plan.kernel.name}-".startswith(f"{self.kernel}-"):
             raise ValueError(f"the plan uses another kernel than this module's {self.kernel!r}")
         has = dict(transport=plan.transport_name, ulysses=plan.degree, memory=plan.memory)
-        if plan.ring.size > 1 and (problem := other_way_problem(has, **self.over_ring)):
+        if over_ring and (problem := other_way_problem(has, **self.over_ring)):
             raise ValueError(problem)
-        if plan.ring.size > 1 and not self.spread.ring_attn:
+        if over_ring and not self.spread.ring_attn:
             raise ValueError("a plan over a ring needs a module with ring_attn=True")
 
     @typed(told_by_module("ring attention"))
@@ -326,7 +346,9 @@ class RingAttention(nn.Module):
         """Make a plan as `plan` does, over a given ring; `options` are those of `RingPlan.make`."""
         grad = x.requires_grad or any(p.requires_grad for p in self.parameters())
         like = torch.empty((), dtype=x.dtype, device=x.device, requires_grad=grad)
-        q, k = (like.expand(*x.shape[:2], h, self.dim_head) for h in (self.heads, self.key_heads))
+        tokens = x.shape[:2]
+        q = like.expand(*tokens, self.heads, self.dim_head)
+        k = like.expand(*tokens, self.key_heads, self.dim_head)
         also = {"rotary_emb": False} | tangents_note(x, *self.parameters())
         options["also"] = also | options.get("also", {})
         return self._plan(q, k, k, mask, ring, **options)
@@ -367,10 +389,10 @@ class RingAttention(nn.Module):
             options |= dict(cross=context is not None, also=also)
             plan = self._plan(q, k, v, seen, ring, **options)
         if self.rotary_embed is not None:
-            at = x.shape[1]
+            positions = x.shape[1]
             if plan is not None:
-                at = plan.positions(x.device, in_documents=self.rotary_restart)
-            angles = self.rotary_embed(at)
+                positions = plan.positions(x.device, in_documents=self.rotary_restart)
+            angles = self.rotary_embed(positions)
         if angles is not None:
             q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
         if plan is not None:
@@ -383,16 +405,19 @@ class RingAttention(nn.Module):
         return self.to_out(rearrange(out, "b n h d -> b n (h d)"))
 
     def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        sizes = [self.heads * self.dim_head, *[self.key_heads * self.dim_head] * 2]
+        sizes = [heads * self.dim_head for heads in self.qkv_head_breakdown]
         if context is None:
-            parts = self.to_qkv(x).split(sizes, dim=-1)
+            q, k, v = self.to_qkv(x).split(sizes, dim=-1)
         else:
             norm, linear = self.to_qkv
-            of_queries, *of_keys = linear.weight.split(sizes)
-            parts = [F.linear(norm(x), of_queries)]
-            parts += [F.linear(norm(context), weight) for weight in of_keys]
-        q, k, v = (rearrange(t, "b n (h d) -> b n h d", d=self.dim_head) for t in parts)
-        return q, k, v
+            q_weight, k_weight, v_weight = linear.weight.split(sizes)
+            q = F.linear(norm(x), q_weight)
+            k = F.linear(norm(context), k_weight)
+            v = F.linear(norm(context), v_weight)
+        by_head = "b n (h d) -> b n h d"
+        q = rearrange(q, by_head, d=self.dim_head)
+        k = rearrange(k, by_head, d=self.dim_head)
+        return q, k, rearrange(v, by_head, d=self.dim_head)
 
 
 def _shape_problem(

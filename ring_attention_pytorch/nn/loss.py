@@ -19,14 +19,16 @@ def next_tokens(ids: Tensor, segments: tuple[Segments, ...], ring: Ring, nothing
     The sequence's last token gets `nothing`. Sender and receiver both go through positions in
     ascending order, in which every layout holds them, so no positions are sent.
     """
-    at = [segment_positions(s, ids.device) for s in segments]
-    mine = at[ring.rank]
-    slots = [torch.isin(mine + 1, theirs).nonzero().flatten() for theirs in at]
-    pieces = [ids[:, torch.isin(mine - 1, theirs)] for theirs in at]
+    mine = segment_positions(segments[ring.rank], ids.device)
+    places, pieces, shapes = [], [], []
+    for owned in segments:
+        held = segment_positions(owned, ids.device)
+        pieces.append(ids[:, torch.isin(mine - 1, held)])
+        places.append(torch.isin(mine + 1, held).nonzero().flatten())
+        shapes.append((ids.shape[0], len(places[-1])))
     labels = torch.full_like(ids, nothing)
-    shapes = [(ids.shape[0], len(slot)) for slot in slots]
-    for slot, part in zip(slots, all_to_all(pieces, shapes, ring)):
-        labels[:, slot] = part
+    for columns, part in zip(places, all_to_all(pieces, shapes, ring)):
+        labels[:, columns] = part
     return labels
 
 

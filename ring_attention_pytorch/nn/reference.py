@@ -41,18 +41,21 @@ def default_attention(
     """
     if (problem := qkv_problem(q, k, v) or key_mask_problem(mask, k)) is not None:
         raise ValueError(f"default_attention: {problem}")
-    n, m, dtype = q.shape[1], k.shape[1], accumulation_dtype(q.dtype)
+    n, m = q.shape[1], k.shape[1]
     if (causal or window is not None) and n != m:
         raise ValueError(f"causal and window need as many keys as queries, got {m} and {n}")
     if window is not None and window < 0:
         raise ValueError(f"window must be None or at least 0, got {window}")
     if softclamp_qk_sim and not softclamp_value > 0:
         raise ValueError(f"softclamp_value must be positive, got {softclamp_value}")
-    q_, k, v = (t.to(dtype) for t in (rearrange(q, "b i (g r) d -> b i g r d", g=k.shape[2]), k, v))
-    scores = einsum(q_, k, "b i g r d, b j g d -> b g r i j") * q.shape[-1] ** -0.5
+    dtype = accumulation_dtype(q.dtype)
+    grouped = rearrange(q, "b i (g r) d -> b i g r d", g=k.shape[2]).to(dtype)
+    scores = einsum(grouped, k.to(dtype), "b i g r d, b j g d -> b g r i j")
+    scores = scores * q.shape[-1] ** -0.5
     if softclamp_qk_sim:
         scores = (scores / softclamp_value).tanh() * softclamp_value
-    behind = torch.arange(n, device=q.device).unsqueeze(1) - torch.arange(m, device=q.device)
+    rows, cols = torch.arange(n, device=q.device), torch.arange(m, device=q.device)
+    behind = rows.unsqueeze(1) - cols
     hidden = torch.zeros_like(behind, dtype=torch.bool)
     if causal:
         hidden = hidden | (behind < 0)
@@ -63,6 +66,5 @@ def default_attention(
     # the least finite number, not -inf: softmax of a row that sees nothing must not be NaN
     scores = scores.masked_fill(hidden, torch.finfo(dtype).min)
     p = scores.softmax(dim=-1).masked_fill(hidden, 0.0)
-    return rearrange(
-        einsum(p, v, "b g r i j, b j g d -> b i g r d"), "b i g r d -> b i (g r) d"
-    ).to(q.dtype)
+    out = einsum(p, v.to(dtype), "b g r i j, b j g d -> b i g r d")
+    return rearrange(out, "b i g r d -> b i (g r) d").to(q.dtype)

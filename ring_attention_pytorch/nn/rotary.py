@@ -5,7 +5,6 @@ from typing import Any, Self
 
 import torch
 from beartype import beartype
-from einops import rearrange
 from torch import Tensor, nn
 
 from ring_attention_pytorch.comm.ring import Group, Ring
@@ -79,9 +78,9 @@ class RingRotaryEmbedding(nn.Module):
             ring = Ring(self.group) if self.ring else Ring.alone()
             layout = self.layout or "contiguous"
             seq = positions(layout, rank=ring.rank, ring_size=ring.size, length=seq * ring.size)
-        at = seq.to(device=self.inv_freq.device, dtype=torch.float32)
-        with torch.autocast(at.device.type, enabled=False):
-            angles = at.unsqueeze(-1) * self.inv_freq.float()
+        seq = seq.to(device=self.inv_freq.device, dtype=torch.float32)
+        with torch.autocast(seq.device.type, enabled=False):
+            angles = seq.unsqueeze(-1) * self.inv_freq.float()
             return torch.cat((angles, angles), dim=-1)
 
 
@@ -102,13 +101,11 @@ def apply_rotary_pos_emb(pos: Tensor, t: Tensor, head_dim_first: bool = False) -
     >>> apply_rotary_pos_emb(torch.zeros(3, 8), torch.ones(1, 3, 2, 8)).dtype
     torch.float32
     """
-    n = t.shape[-2] if head_dim_first else t.shape[-3]
-    fitting = ([n, t.shape[-1]], [t.shape[0], n, t.shape[-1]])
-    if t.shape[-1] % 2 or list(pos.shape) not in fitting:
-        raise ValueError(
-            f"angles must be [{n}, {t.shape[-1]}] and that last even, got {list(pos.shape)}"
-        )
-    pos = rearrange(pos, "... n d -> ... 1 n d" if head_dim_first else "... n d -> ... n 1 d")
+    n, d = t.shape[-2 if head_dim_first else -3], t.shape[-1]
+    if d % 2 or list(pos.shape) not in ([n, d], [t.shape[0], n, d]):
+        raise ValueError(f"angles must be [{n}, {d}] and that last even, got {list(pos.shape)}")
+    pos = pos.unsqueeze(-3 if head_dim_first else -2)
     wide = t.to(torch.promote_types(t.dtype, torch.float32))
     a, b = wide.chunk(2, dim=-1)
-    return (wide * pos.cos() + torch.cat((-b, a), dim=-1) * pos.sin()).to(t.dtype)
+    turned = torch.cat((-b, a), dim=-1)
+    return (wide * pos.cos() + turned * pos.sin()).to(t.dtype)

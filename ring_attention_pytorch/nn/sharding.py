@@ -82,24 +82,26 @@ def unshard_sequence(
     tensor([[0, 1, 2, 3]])
     """
     ring = as_ring(group)
-    same = {"length": length, "dim": dim, "layout": str(layout), "dtype": x.dtype, **_grad_mode(x)}
-    same["device"] = x.device.type
+    same = {"length": length, "dim": dim, "layout": str(layout), "dtype": x.dtype}
+    same |= _grad_mode(x) | {"device": x.device.type}
     problem = problem_of(lambda: layout_problem(layout, ring.size, length) or _dim_problem(x, dim))
     if length < 0:
         problem = f"length must be at least 0, got {length}"
     if problem is None:
         dim = dim % x.ndim
-        same["the rest of x's shape"] = [*x.shape[:dim], *x.shape[dim + 1 :]]
+        before, after = list(x.shape[:dim]), list(x.shape[dim + 1 :])
+        same["the rest of x's shape"] = before + after
         segments = all_segments(layout, ring.size, length)
-        expected = [count(s) for s in segments]
-        if x.shape[dim] != expected[ring.rank]:
+        lengths = [count(s) for s in segments]
+        if x.shape[dim] != lengths[ring.rank]:
             problem = (
-                f"layout={layout!r} puts {expected} of {length} tokens on the ranks, "
+                f"layout={layout!r} puts {lengths} of {length} tokens on the ranks, "
                 f"rank {ring.rank} has {x.shape[dim]}"
             )
     agree(ring, "unshard_sequence", same, problem=problem)
-    shapes = [(*x.shape[:dim], count(s), *x.shape[dim + 1 :]) for s in segments]
-    parts = _Gather.apply(x, ring, shapes) if ring.size > 1 else [x]
+    parts = [x]
+    if ring.size > 1:
+        parts = _Gather.apply(x, ring, [(*before, n, *after) for n in lengths])
     return _in_order(torch.cat(parts, dim), segments, dim)
 
 
@@ -144,24 +146,25 @@ class AutoShard:
         if ring_size is not None and (ring_size < 1 or everyone.size % ring_size):
             problem = f"ring_size must divide the group's {everyone.size} ranks, got {ring_size}"
         agreed = dict(same, ring_seq_size=ring_seq_size, ring_size=ring_size, layout=str(layout))
-        agreed.update(dtype=x.dtype, device=x.device.type, width=list(x.shape[2:]), **_grad_mode(x))
+        agreed.update(dtype=x.dtype, device=x.device.type, width=list(x.shape[2:]))
+        agreed.update(_grad_mode(x))
         own = {"b": x.shape[0], "n": x.shape[1]}
         packed = {"documents": "given" if packing is not None else None}
-        shapes = agree(everyone, "automatic sharding", agreed, own, problem, packed)
-        longest = max(s["n"] for s in shapes)
-        size = ring_size or smallest_ring(longest, ring_seq_size, everyone.size)
-        rings = [shapes[first : first + size] for first in range(0, len(shapes), size)]
-        for members in rings:
-            if len({s["n"] for s in members}) > 1:
+        notes = agree(everyone, "automatic sharding", agreed, own, problem, packed)
+        lengths = [note["n"] for note in notes]
+        size = ring_size or smallest_ring(max(lengths), ring_seq_size, everyone.size)
+        for first in range(0, len(lengths), size):
+            if len(set(lengths[first : first + size])) > 1:
                 raise ValueError(
                     "automatic sharding: the ranks of one ring must bring equal lengths, got "
-                    f"{[s['n'] for s in shapes]} with rings of {size}; pad them and pass a mask"
+                    f"{lengths} with rings of {size}; pad them and pass a mask"
                 )
-        mine = rings[everyone.rank // size]
         ring = everyone if size == everyone.size else Ring(everyone.group, size)
+        first = everyone.rank // size * size
+        batch_sizes = tuple(note["b"] for note in notes[first : first + size])
         if packing is not None:
             packing = gather_packings(ring, packing)
-        return cls(ring, layout, x.shape[1], tuple(s["b"] for s in mine), packing)
+        return cls(ring, layout, x.shape[1], batch_sizes, packing)
 
     @property
     def segments(self) -> tuple[Segments, ...]:
@@ -173,8 +176,9 @@ class AutoShard:
 
     def like(self, x: Tensor) -> "AutoShard":
         """Make the sharding of a context x `[b, m, ...]` of the same samples: contiguous parts."""
-        b = self.batch_sizes[self.ring.rank]
-        problem = None if len(x) == b else f"context must be of {b} samples as x is, got {len(x)}"
+        b, problem = self.batch_sizes[self.ring.rank], None
+        if len(x) != b:
+            problem = f"context must be of {b} samples as x is, got {len(x)}"
         same = {"context length": x.shape[1], "dtype": x.dtype, "width": list(x.shape[2:])}
         same |= _grad_mode(x)
         agree(self.ring, "automatic sharding of the context", same, problem=problem)
@@ -182,15 +186,15 @@ class AutoShard:
 
     def shard(self, x: Tensor) -> Tensor:
         """Shard this rank's batch `[b, N, ...]`; return its part `[B, n, ...]` of the ring's."""
-        at = [segment_positions(s, x.device) for s in self.segments]
-        held = len(at[self.ring.rank])
-        shapes = [(b, held, *x.shape[2:]) for b in self.batch_sizes]
-        return torch.cat(all_to_all([x[:, p] for p in at], shapes, self.ring))
+        pieces = [x[:, segment_positions(s, x.device)] for s in self.segments]
+        part = pieces[self.ring.rank].shape[1:]
+        shapes = [(b, *part) for b in self.batch_sizes]
+        return torch.cat(all_to_all(pieces, shapes, self.ring))
 
     def unshard(self, x: Tensor) -> Tensor:
         """Undo `shard`: turn parts `[B, n, ...]` into this rank's whole samples `[b, N, ...]`."""
-        b = self.batch_sizes[self.ring.rank]
-        shapes = [(b, count(s), *x.shape[2:]) for s in self.segments]
+        b, width = self.batch_sizes[self.ring.rank], x.shape[2:]
+        shapes = [(b, count(s), *width) for s in self.segments]
         parts = all_to_all(list(x.split(self.batch_sizes)), shapes, self.ring)
         return _in_order(torch.cat(parts, dim=1), self.segments, dim=1)
 
@@ -294,7 +298,8 @@ def told_by_module(caller: str) -> Callable[[dict[str, Any], str], None]:
         module, size = given["self"], given.get("ring_size")
         off = given.get("force_ring_reduce_off") is True
         on = module.spread.on(off or getattr(module, "force_regular_attn", False))
-        size = size if on and isinstance(size, int) else None
+        if not on or not isinstance(size, int):
+            size = None
         module.spread.check(problem, on, size, caller)
 
     return tell
@@ -335,8 +340,10 @@ def smallest_ring(length: int, ring_seq_size: int, world: int) -> int:
     >>> [smallest_ring(n, ring_seq_size=512, world=12) for n in (0, 512, 513, 2000, 10**6)]
     [1, 1, 2, 4, 12]
     """
-    sizes = [size for size in range(1, world + 1) if world % size == 0]
-    return next((size for size in sizes if size * ring_seq_size >= length), world)
+    for size in range(1, world):
+        if world % size == 0 and size * ring_seq_size >= length:
+            return size
+    return world
 
 
 def _grad_mode(x: Tensor) -> dict[str, Any]:
@@ -354,7 +361,7 @@ def all_to_all(pieces: list[Tensor], shapes: list[Shape], ring: Ring) -> list[Te
     mine = pieces.pop(ring.rank)
     if ring.size == 1:
         return [mine]
-    others = [shape for rank, shape in enumerate(shapes) if rank != ring.rank]
+    others = shapes[: ring.rank] + shapes[ring.rank + 1 :]
     received = list(_AllToAll.apply(ring, others, *pieces))
     received.insert(ring.rank, mine)
     return received
@@ -379,35 +386,39 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ring: Ring, shapes: list[Shape]) -> tuple[Tensor, ...]:
         ctx.ring, ctx.shape = ring, tuple(x.shape)
-        others = [shape for rank, shape in enumerate(shapes) if rank != ring.rank]
+        others = shapes[: ring.rank] + shapes[ring.rank + 1 :]
         parts = _swap(ring, others, [x] * len(others))
         parts.insert(ring.rank, x.view_as(x))
         return tuple(parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rank, dtype = ctx.ring.rank, accumulation_dtype(grads[0].dtype)
-        others = [*grads[:rank], *grads[rank + 1 :]]
+        rank = ctx.ring.rank
+        others = grads[:rank] + grads[rank + 1 :]
         mine = list(_AllToAll.apply(ctx.ring, [ctx.shape] * len(others), *others))
         mine.insert(rank, grads[rank])
-        total = mine[0].to(dtype, copy=True)
+        dtype = grads[rank].dtype
+        total = mine[0].to(accumulation_dtype(dtype), copy=True)
         for part in mine[1:]:  # always in the order of ranks, so that results repeat
             total += part
-        return total.to(grads[rank].dtype), None, None
+        return total.to(dtype), None, None
 
 
 def _swap(ring: Ring, shapes: Sequence[Shape], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Send tensor i to the i-th other rank; return those that came, in the order of ranks."""
     others = [rank for rank in range(ring.size) if rank != ring.rank]
-    received = [tensors[0].new_empty(shape) for shape in shapes]
-    sends = [(rank, t.contiguous()) for rank, t in zip(others, tensors)]
+    sends, receives = [], []
+    for rank, shape, t in zip(others, shapes, tensors):
+        sends.append((rank, t.contiguous()))
+        receives.append((rank, tensors[0].new_empty(shape)))
     with ring.call("sharding"):
-        return ring.exchange(sends, list(zip(others, received))).wait()
+        return ring.exchange(sends, receives).wait()
 
 
 def _in_order(x: Tensor, segments: tuple[Segments, ...], dim: int) -> Tensor:
     """Sort x along dim from the order of ranks to the order of positions."""
-    held = torch.cat([segment_positions(s) for s in segments])
-    if bool((held.diff() > 0).all()):
+    positions = torch.cat([segment_positions(s) for s in segments])
+    if bool((positions.diff() > 0).all()):
         return x
-    return x.index_select(dim, held.argsort().to(x.device))
+    order = positions.argsort()
+    return x.index_select(dim, order.to(x.device))

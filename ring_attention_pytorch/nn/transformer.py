@@ -19,7 +19,12 @@ from ring_attention_pytorch.geometry.documents import (
     end_problem,
     last_of_document,
 )
-from ring_attention_pytorch.geometry.layouts import Layout, all_segments, segment_positions
+from ring_attention_pytorch.geometry.layouts import (
+    Layout,
+    Segments,
+    all_segments,
+    segment_positions,
+)
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.loss import mean_cross_entropy, next_tokens
 from ring_attention_pytorch.nn.norm import RMSNorm
@@ -186,15 +191,17 @@ class RingTransformer(nn.Module):
         batch = self._prepare(x, mask, labels, return_loss, off, ring_size, packed)
         tokens = self.token_emb(batch.ids)
         plans = self._plans(tokens, batch)
-        some_plan = next(iter(plans.values()), None)
-        here = batch.ids.shape[1]
-        if some_plan is not None:
-            here = some_plan.positions(x.device, in_documents=self.rotary_restart)
-        angles = self.rotary_emb(here)
+        positions = batch.ids.shape[1]
+        if plans:
+            any_plan = next(iter(plans.values()))
+            positions = any_plan.positions(x.device, in_documents=self.rotary_restart)
+        angles = self.rotary_emb(positions)
         for number, (attn, ff) in enumerate(self.layers):
-            plan = plans.get((attn.window, attn.rate))
-            plan = None if plan is None else plan.for_layer(number)
-            tokens = tokens + attn(tokens, batch.mask if plan is None else None, angles, plan=plan)
+            if plans:
+                plan = plans[attn.window, attn.rate].for_layer(number)
+                tokens = tokens + attn(tokens, None, angles, plan=plan)
+            else:
+                tokens = tokens + attn(tokens, batch.mask, angles)
             tokens = tokens + ff(tokens)
         logits = self.to_logits(tokens)
         if batch.labels is not None:
@@ -212,9 +219,11 @@ class RingTransformer(nn.Module):
         packed: dict[str, Any],
     ) -> _Batch:
         on, auto = self.spread.on(off), self.spread.auto
-        given = {"mask": mask is not None, "labels": labels is not None, "return_loss": return_loss}
+        given = {"mask": mask is not None, "labels": labels is not None}
+        given["return_loss"] = return_loss
         shift = return_loss and labels is None
-        classes, able = self.token_emb.num_embeddings, not self.force_regular_attn
+        classes = self.token_emb.num_embeddings
+        able = not self.force_regular_attn
         problem = problem_of(
             lambda: (
                 _problem(x, mask, labels, classes, self.ignore_index)
@@ -234,7 +243,11 @@ class RingTransformer(nn.Module):
             return _Batch(x, mask, labels, ring, ring, None, packing, self.spread.layout)
         window = None if packing is None else self._widest_window()
         shards = self.spread.shard(x, ring_size, given, packing, window)
-        x, mask, labels = (t if t is None else shards.shard(t) for t in (x, mask, labels))
+        x = shards.shard(x)
+        if mask is not None:
+            mask = shards.shard(mask)
+        if labels is not None:
+            labels = shards.shard(labels)
         everyone = as_ring(self.spread.group)
         return _Batch(
             x, mask, labels, shards.ring, everyone, shards, shards.packing, shards.layout
@@ -254,8 +267,9 @@ class RingTransformer(nn.Module):
             mask = mask[:, :-1]
         x = x[:, :-1]
         if packing is not None:
-            at = torch.arange(x.shape[1], device=x.device)
-            labels = labels.masked_fill(last_of_document(packing, at), self.ignore_index)
+            positions = torch.arange(x.shape[1], device=x.device)
+            is_last = last_of_document(packing, positions)
+            labels = labels.masked_fill(is_last, self.ignore_index)
             packing = tuple(documents.head(x.shape[1]) for documents in packing)
         return x, mask, labels, packing
 
@@ -268,45 +282,59 @@ class RingTransformer(nn.Module):
         packed: dict[str, Any],
     ) -> _Batch:
         """Prepare tokens that the caller has sharded; with `shift`, fetch their next tokens."""
-        (x, mask, labels), ring = tokens, self.spread.ring(True, ring_size)
-        given |= {"batch": x.shape[0], "device": x.device.type}
-        given |= {"cu_seqlens": digest(packed["cu_seqlens"])}
-        everywhere = {"documents": "given" if packed["documents"] is not None else None}
-        notes = agree(
-            ring, "RingTransformer", given, {"n": x.shape[1]}, everywhere=everywhere
-        )  # fmt: skip
-        lengths, packing, problem = [own["n"] for own in notes], None, None
-        if located := shift or any(value is not None for value in packed.values()):
-            problem = shards_problem(self.spread.layout, lengths)
-            problem = problem or end_problem(packed["cu_seqlens"], sum(lengths))
+        x, mask, labels = tokens
+        ring, layout = self.spread.ring(True, ring_size), self.spread.layout
+        has_documents, borders = packed["documents"] is not None, packed["cu_seqlens"]
+        given |= {"batch": x.shape[0], "device": x.device.type, "cu_seqlens": digest(borders)}
+        everywhere = {"documents": "given" if has_documents else None}
+        notes = agree(ring, "RingTransformer", given, {"n": x.shape[1]}, everywhere=everywhere)
+        lengths = [own["n"] for own in notes]
+        total = sum(lengths)
+        packing, problem = None, None
+        located = shift or has_documents or borders is not None
+        if located:
+            problem = shards_problem(layout, lengths) or end_problem(borders, total)
         raise_together(ring, "RingTransformer", problem)
         if located:
-            segments = all_segments(self.spread.layout, ring.size, sum(lengths))
+            segments = all_segments(layout, ring.size, total)
             packing = whole_packing(ring, **packed, segments=segments, batch=x.shape[0])
         if shift:
-            ids, at = x.long(), segment_positions(segments[ring.rank], x.device)
-            if mask is not None:
-                ids = ids.masked_fill(~mask, self.ignore_index)
-            labels = next_tokens(ids, segments, ring, self.ignore_index)
-            if packing is not None:
-                labels = labels.masked_fill(last_of_document(packing, at), self.ignore_index)
+            labels = self._next_labels(x, mask, ring, segments, packing)
             if not self.causal:  # the sequence's last token is a target only: none may see it
-                here = at < sum(lengths) - 1
-                mask = here.expand(x.shape) if mask is None else mask & here
+                seen = segment_positions(segments[ring.rank], x.device) < total - 1
+                mask = seen.expand(x.shape) if mask is None else mask & seen
         everyone = as_ring(self.spread.group)
-        return _Batch(x, mask, labels, ring, everyone, None, packing, self.spread.layout)
+        return _Batch(x, mask, labels, ring, everyone, None, packing, layout)
+
+    def _next_labels(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        ring: Ring,
+        segments: tuple[Segments, ...],
+        packing: BatchDocuments | None,
+    ) -> Tensor:
+        """Return the next token of each token x held here; `ignore_index` where there is none."""
+        ids = x.long()
+        if mask is not None:
+            ids = ids.masked_fill(~mask, self.ignore_index)
+        labels = next_tokens(ids, segments, ring, self.ignore_index)
+        if packing is None:
+            return labels
+        positions = segment_positions(segments[ring.rank], x.device)
+        return labels.masked_fill(last_of_document(packing, positions), self.ignore_index)
 
     def _plans(self, tokens: Tensor, batch: _Batch) -> dict[tuple[int | None, float], RingPlan]:
         """Make a plan for each (window, dropout) that occurs, before the first block."""
         if self.force_regular_attn:
             return {}
-        some_layer = {(attn.window, attn.rate): attn for attn, _ in self.layers}
+        layers = {(attn.window, attn.rate): attn for attn, _ in self.layers}
         also = {"dropout of layers": [attn.rate for attn, _ in self.layers]}
         options = dict(documents=batch.packing, layout=batch.layout, also=also)
-        return {
-            kind: attn.plan_over(batch.ring, tokens, batch.mask, **options)
-            for kind, attn in some_layer.items()
-        }
+        plans = {}
+        for kind, attn in layers.items():
+            plans[kind] = attn.plan_over(batch.ring, tokens, batch.mask, **options)
+        return plans
 
 
 def _problem(
@@ -321,16 +349,19 @@ def _problem(
     if labels is not None and (labels.dtype, labels.shape) != (torch.int64, x.shape):
         return f"labels must be int64 {list(x.shape)}, got {labels.dtype} {list(labels.shape)}"
     if x.device.type == "cpu":  # elsewhere a look at the values would wait for the device
-        if bool(((x < 0) | (x >= classes)).any()):
-            return f"ids must be 0 to {classes - 1}, got {int(x.min())} to {int(x.max())}"
-        if labels is not None:
-            known = labels[labels != ignored]
-            if bool(((known < 0) | (known >= classes)).any()):
-                return (
-                    f"labels must be 0 to {classes - 1}, or ignore_index={ignored} for none, "
-                    f"got {int(known.min())} to {int(known.max())}"
-                )
+        wanted = f"0 to {classes - 1}"
+        if (got := _outside(x, classes)) is not None:
+            return f"ids must be {wanted}, got {got}"
+        if labels is not None and (got := _outside(labels[labels != ignored], classes)) is not None:
+            return f"labels must be {wanted}, or ignore_index={ignored} for none, got {got}"
     return mask_problem("mask", mask, x)
+
+
+def _outside(values: Tensor, classes: int) -> str | None:
+    """Say how far values reach, if not all are 0 to classes - 1; None if they are."""
+    if not bool(((values < 0) | (values >= classes)).any()):
+        return None
+    return f"{int(values.min())} to {int(values.max())}"
 
 
 def feed_forward(dim: int, mult: int) -> nn.Sequential:
