@@ -133,8 +133,8 @@ MUTANTS = [
     ),
     # merging and precision
     Mutant(
-        "every call of a kernel rounds as the last", "runtime/accumulate.py:_dtype_of_call",
-        "return last if calls == 1 else running,", "return last if calls else running,",
+        "every call of a kernel rounds as the last", "runtime/accumulate.py:_Accumulator._room",
+        "self._end if self._calls == 1 else", "self._end if self._calls else",
     ),
     Mutant(
         "own keys kept for the end are forgotten", "comm/gather.py:Gather.stream_back",
@@ -176,14 +176,12 @@ MUTANTS = [
         "torch.promote_types(dtype, torch.float32)", "dtype",
     ),
     Mutant(
-        "sums do not wait for their parts", "runtime/accumulate.py:GradAccumulator.begin_update",
-        '"""The sum as `accumulation_dtype(dtype)`, to be added to in place.""" self._join()',
-        '"""The sum as `accumulation_dtype(dtype)`, to be added to in place."""',
+        "sums do not wait for their parts", "runtime/accumulate.py:_Accumulator._update",
+        "self._join() if self._wide is None:", "if self._wide is None:",
     ),
     Mutant(
         "a result does not wait for its parts", "runtime/accumulate.py:OutputAccumulator.finalize",
-        "\"\"\"out in q's dtype, lse in the accumulator's.\"\"\" wait_side_streams(self._q.device)",
-        "\"\"\"out in q's dtype, lse in the accumulator's.\"\"\"",
+        "self._join()", "pass",
     ),
     # calls side by side
     Mutant(
@@ -299,13 +297,9 @@ MUTANTS = [
         "fresh=len(others) == len(parts))", "fresh=True)",
     ),
     Mutant(
-        "two parts in one place", "runtime/accumulate.py:GradAccumulator.alloc",
+        "two parts in one place", "runtime/accumulate.py:_Accumulator._alloc",
         "or apart or not _free(at, self._taken)",
         "or apart",
-    ),
-    Mutant(
-        "two results in one place", "runtime/accumulate.py:OutputAccumulator.alloc",
-        "self._place is None or not _free(rows, self._taken)", "self._place is None",
     ),
     Mutant(
         "parts that lie elsewhere are taken to be in their place", "runtime/accumulate.py:_fill",
@@ -317,18 +311,13 @@ MUTANTS = [
         "if not taken:",
     ),
     Mutant(
-        "the place of a result stays when it was read",
-        "runtime/accumulate.py:OutputAccumulator._fold",
-        "self._parts, self._place, self._taken = [], None, []", "self._parts, self._taken = [], []",
-    ),
-    Mutant(
-        "the place of a sum stays when it was read", "runtime/accumulate.py:GradAccumulator._fold",
+        "the place of parts stays when they were read", "runtime/accumulate.py:_Accumulator._fold",
         "self._place, self._taken = None, [] for", "pass for",
     ),
     Mutant(
         "a running sum does not come to its place",
         "runtime/accumulate.py:GradAccumulator.finalize",
-        "self._place.copy_(wide)", "self._place",
+        "self._place[0].copy_(wide)", "self._place[0]",
     ),
     Mutant(
         "gradients are added before they have come home",
@@ -490,8 +479,8 @@ MUTANTS = [
         "self._pass(held, spare, forms", "self._pass(held, held, forms",
     ),
     Mutant(
-        "gradients of the hop before last", "runtime/accumulate.py:GradAccumulator.begin_update",
-        "self._empty(self._dtype).zero_()", "self._empty(self._dtype)",
+        "gradients of the hop before last", "runtime/accumulate.py:_Accumulator._update",
+        "self._clear(self._wide)", "pass",
     ),
     Mutant(
         "dk and dv mixed", "comm/send_recv.py:_add", "for total, part in zip(totals, parts):",

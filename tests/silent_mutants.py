@@ -48,10 +48,10 @@ MUTANTS = [
     Mutant(
         "a part is taken for the sum in another dtype",
         "runtime/accumulate.py:GradAccumulator.finalize",
-        "self._parts[0][1].dtype == self._end", "True",
+        "self._parts[0][1][0].dtype == self._end", "True",
     ),
     Mutant(
-        "kernels get memory of the sum's dtype", "runtime/accumulate.py:GradAccumulator.alloc",
+        "kernels get memory of the sum's dtype", "runtime/accumulate.py:_Accumulator._alloc",
         "if self._end != self._like.dtype:", "if False:",
     ),
     Mutant(

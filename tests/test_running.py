@@ -202,7 +202,7 @@ def test_parts_that_do_not_are_put_together(dtype):
 def test_the_place_of_parts_goes_when_they_were_read():
     """Into wide numbers: a ring has but few parts at a time."""
     result, total, _ = made_in_blank_memory(torch.bfloat16, WHOLE)
-    places = [weakref.ref(result._place[0]), weakref.ref(total._place)]
+    places = [weakref.ref(result._place[0]), weakref.ref(total._place[0])]
     result.begin_update()
     total.begin_update()
     assert [place() for place in places] == [None, None]

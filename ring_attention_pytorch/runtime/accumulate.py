@@ -10,7 +10,7 @@ counts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -18,60 +18,185 @@ from torch import Tensor
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, merge_
 from ring_attention_pytorch.runtime.streams import record_use, wait_side_streams
 
-_MOST = 4  # parts that wait to be merged together
+_MOST = 4  # parts that wait to be combined together
+
+Tensors = tuple[Tensor, ...]
+Part = tuple[slice, Tensors]  # its tokens, and what it has for them
 
 
-class OutputAccumulator:
+class _Accumulator:
+    """An accumulator of parts of a result that has the tokens of `like` [b, n, ...].
+
+    Parts wait, or are combined into wide running tensors. The result is of dtype `end`. Subclasses
+    say what it is made of (`_anew`), what it is of no parts (`_clear`), and how parts are combined
+    in place (`_combine`).
+    """
+
+    _dims: tuple[int, ...]  # of tokens, in each tensor of a part
+
+    def __init__(
+        self,
+        like: Tensor,
+        end: torch.dtype,
+        calls: int | None,
+        into: Tensors | None = None,
+        place: Tensors | None = None,
+    ) -> None:
+        self._like, self._end, self._calls = like, end, calls
+        self._dtype = accumulation_dtype(like.dtype)
+        self._whole = slice(0, like.shape[1])
+        self._into = into
+        self._place = place
+        self._given = place is not None
+        self._taken: list[slice] = []  # tokens of the place that parts have taken
+        self._wide: Tensors | None = None
+        self._parts: list[Part] = []
+
+    def _anew(self, at: slice, dtype: torch.dtype) -> Tensors:
+        """Return new memory for these tokens."""
+        raise NotImplementedError
+
+    def _clear(self, totals: Tensors) -> None:
+        """Write the result of no parts."""
+        raise NotImplementedError
+
+    def _combine(self, totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
+        """Combine parts of the same tokens into `totals`, in place."""
+        raise NotImplementedError
+
+    def _add(self, at: slice, part: Tensors) -> None:
+        """Add a part of these tokens, whose tensors become this accumulator's own."""
+        record_use(*part)
+        wide = at == self._whole and part[0].dtype == self._dtype and self._into is None
+        if wide and self._is_empty:
+            self._wide = part
+            return
+        self._parts.append((at, part))
+        if self._wide is not None or len(self._parts) > _MOST:
+            self._update()
+
+    def _alloc(self, at: slice, flat: bool = False) -> Tensors:
+        """Return memory for a part of these tokens, in the result's own place if it can be."""
+        if self._end != self._like.dtype:
+            return self._anew(at, self._like.dtype)
+        if self._place is None and self._into is None and self._is_empty:
+            self._place = self._anew(self._whole, self._end)
+        apart = flat and len(self._like) > 1 and at != self._whole
+        if self._place is None or apart or not _free(at, self._taken):
+            return self._anew(at, self._end)
+        self._taken.append(at)
+        return self._of(self._place, at)
+
+    def _update(self) -> Tensors:
+        """Return the running tensors, with all parts in them."""
+        self._join()
+        if self._wide is None:
+            if self._begins_whole:
+                self._wide = self._widened(self._parts.pop(0)[1])
+            else:
+                self._wide = self._blank(self._dtype)
+                self._clear(self._wide)
+        self._fold(self._wide)
+        return self._wide
+
+    def _room(self) -> tuple[Tensors | None, Tensors]:
+        """Return what was before, if anything, and where the next call has to write."""
+        dtype = self._end if self._calls == 1 else self._dtype
+        if self._calls is not None:
+            self._calls -= 1
+        before = None if self._is_empty else self._update()
+        if before is not None:
+            moves = dtype != self._dtype and self._into is None and before[0].is_contiguous()
+            if not moves:
+                return before, before
+        totals = self._blank(dtype)
+        self._wide, self._parts = None, []
+        if totals[0].dtype == self._dtype:
+            self._wide = totals
+        else:
+            self._parts.append((self._whole, totals))
+        return before, totals
+
+    @property
+    def _is_empty(self) -> bool:
+        return self._wide is None and not self._parts
+
+    @property
+    def _begins_whole(self) -> bool:
+        """Tell whether the first part has all tokens, so that others can be combined into it."""
+        return bool(self._parts) and self._parts[0][0] == self._whole
+
+    def _join(self) -> None:
+        """Let the current stream wait for all parts."""
+        wait_side_streams(self._like.device)
+
+    def _fold(self, totals: Tensors) -> None:
+        """Combine all parts into `totals`."""
+        parts, self._parts = self._parts, []
+        if not self._given:
+            self._place, self._taken = None, []
+        for at, found in overlaps(parts, self._dims):
+            self._combine(self._of(totals, at), found)
+
+    def _fold_into_first(self) -> Tensors:
+        """Combine all other parts into the first one, which has all tokens; return it."""
+        _, first = self._parts.pop(0)
+        self._fold(first)
+        self._parts = [(self._whole, first)]
+        return first
+
+    def _join_in_place(self, place: Tensors) -> None:
+        """Take parts that fill their place for one part."""
+        if _fill(place[0], self._taken, self._parts):
+            self._parts[: len(self._taken)] = [(self._whole, place)]
+
+    def _widened(self, part: Tensors) -> Tensors:
+        if self._into is None:
+            return tuple([t.to(self._dtype) for t in part])
+        for memory, t in zip(self._into, part):
+            memory.copy_(t)
+        return self._into
+
+    def _blank(self, dtype: torch.dtype) -> Tensors:
+        """Return memory for all tokens."""
+        if self._into is not None:
+            return self._into
+        if dtype == self._like.dtype == self._end:
+            return self._alloc(self._whole)
+        if dtype == self._end and self._place is not None:
+            return self._place
+        return self._anew(self._whole, dtype)
+
+    def _of(self, tensors: Tensors, at: slice) -> Tensors:
+        """Return what tensors of all tokens have for some."""
+        if at == self._whole:
+            return tensors
+        return _narrowed(tensors, self._dims, at.start, at.stop)
+
+
+class OutputAccumulator(_Accumulator):
     """An accumulator of (out, lse) for queries like q and values like v; empty at first.
 
     `calls` is how many calls of a kernel bring the whole result, None if that is not known.
     """
 
-    def __init__(self, q: Tensor, v: Tensor, calls: int | None = None) -> None:
-        self._q, self._d_v, self._dtype, self._calls = (
-            q,
-            v.shape[-1],
-            accumulation_dtype(q.dtype),
-            calls,
-        )
-        self._whole = slice(0, q.shape[1])
-        self._wide: tuple[Tensor, Tensor] | None = None
-        self._parts: list[tuple[slice, Tensor, Tensor]] = []
-        self._place: tuple[Tensor, Tensor] | None = None
-        self._taken: list[slice] = []  # rows of the place that parts have taken
+    _dims = (1, 2)
 
-    def alloc(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def __init__(self, q: Tensor, v: Tensor, calls: int | None = None) -> None:
+        super().__init__(q, q.dtype, calls)
+        self._d_v = v.shape[-1]
+
+    def alloc(self, rows: slice) -> Tensors:
         """Return memory for out and lse of these rows, for a kernel that is told where to write."""
-        if self._wide is None and not self._parts:
-            self._place, self._taken = self._empty(self._q.dtype, self._whole), []
-        if self._place is None or not _free(rows, self._taken):
-            return self._empty(self._q.dtype, rows)
-        self._taken.append(rows)
-        out, lse = self._place
-        return (out, lse) if rows == self._whole else (out[:, rows], lse[..., rows])
+        return self._alloc(rows)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge a part of these rows. Both tensors become this accumulator's own."""
-        record_use(out, lse)
-        first = self._wide is None and not self._parts
-        if first and rows == self._whole and out.dtype == self._dtype:
-            self._wide = out, lse
-            return
-        self._parts.append((rows, out, lse))
-        if self._wide is not None or len(self._parts) > _MOST:
-            self.begin_update()
+        self._add(rows, (out, lse))
 
-    def begin_update(self) -> tuple[Tensor, Tensor]:
+    def begin_update(self) -> Tensors:
         """Return out and lse in `accumulation_dtype(dtype)`, to be merged into in place."""
-        wait_side_streams(self._q.device)
-        if self._wide is None and _begins_with(self._parts, self._whole):
-            _, out, lse = self._parts.pop(0)
-            self._wide = out.to(self._dtype), lse
-        elif self._wide is None:
-            out, lse = self._empty(self._dtype, self._whole)
-            self._wide = out.zero_(), lse.fill_(-torch.inf)
-        self._fold(*self._wide)
-        return self._wide
+        return self._update()
 
     def room(self) -> tuple[Tensor | None, Tensor, Tensor]:
         """Return (before, out, lse) for a call of a kernel that merges by itself.
@@ -81,25 +206,15 @@ class OutputAccumulator:
         last call may out be other memory, like `before` but in q's dtype: then all of out must be
         written.
         """
-        dtype, self._calls = _dtype_of_call(self._calls, self._q.dtype, self._dtype)
-        if self._wide is None and not self._parts:
-            out, lse = self._empty(dtype, self._whole)
-            self.add(self._whole, out, lse)
-            return None, out, lse
-        before, lse = self.begin_update()
-        if dtype == self._dtype or not before.is_contiguous():
-            return before, before, lse
-        out = torch.empty_like(before, dtype=dtype)
-        self._wide = None
-        self.add(self._whole, out, lse)
-        return before, out, lse
+        before, (out, lse) = self._room()
+        return None if before is None else before[0], out, lse
 
     def samples(self, which: slice) -> "OutputAccumulator":
         """Return an accumulator of some samples, in the same memory."""
         if which == slice(None):
             return self
-        out, lse = self.begin_update()
-        part = OutputAccumulator(self._q[which], out)
+        out, lse = self._update()
+        part = OutputAccumulator(self._like[which], out)
         part._wide = out[which], lse[which]
         return part
 
@@ -112,40 +227,44 @@ class OutputAccumulator:
         >>> [t.flatten().tolist() for t in result.finalize()]
         [[0.5, 0.5], [0.6931471824645996]]
         """
-        out, lse = self.begin_update()
+        out, lse = self._update()
         sinks = sinks.to(lse.dtype).unsqueeze(1)
         weight = torch.sigmoid(lse - sinks).masked_fill_(lse == -torch.inf, 0.0)
         out.mul_(weight.transpose(1, 2).unsqueeze(-1))
         torch.logaddexp(lse, sinks, out=lse)
 
-    def finalize(self) -> tuple[Tensor, Tensor]:
-        """out in q's dtype, lse in the accumulator's."""
-        wait_side_streams(self._q.device)
-        if self._place is not None and _fill(self._place[0], self._taken, self._parts):
-            self._parts[: len(self._taken)] = [(self._whole, *self._place)]
-        if self._wide is None and _begins_with(self._parts, self._whole):
-            whole = self._parts.pop(0)
-            self._fold(*whole[1:])
-            self._parts = [whole]
-            return whole[1:]
-        out, lse = self.begin_update()
-        return out.to(self._q.dtype), lse
+    def finalize(self) -> Tensors:
+        """Return out in q's dtype, lse in the accumulator's."""
+        self._join()
+        if self._place is not None:
+            self._join_in_place(self._place)
+        if self._wide is None and self._begins_whole:
+            return self._fold_into_first()
+        out, lse = self._update()
+        return out.to(self._end), lse
 
-    def _empty(self, dtype: torch.dtype, rows: slice) -> tuple[Tensor, Tensor]:
-        (b, _, h, _), n, q = self._q.shape, rows.stop - rows.start, self._q
-        return q.new_empty((b, n, h, self._d_v), dtype=dtype), q.new_empty(
-            (b, h, n), dtype=self._dtype
-        )
+    def _anew(self, at: slice, dtype: torch.dtype) -> Tensors:
+        b, _, h, _ = self._like.shape
+        n = at.stop - at.start
+        out = self._like.new_empty((b, n, h, self._d_v), dtype=dtype)
+        return out, self._like.new_empty((b, h, n), dtype=self._dtype)
 
-    def _fold(self, out: Tensor, lse: Tensor) -> None:
-        parts = [(rows, o, x.transpose(1, 2)) for rows, o, x in self._parts]
-        self._parts, self._place, self._taken = [], None, []
-        for rows, found in overlaps(parts):
-            others = (t for o, x in found for t in (o, x.transpose(1, 2)))
-            merge_(out[:, rows], lse[..., rows], *others)
+    def _blank(self, dtype: torch.dtype) -> Tensors:
+        if self._wide is None:
+            return self._anew(self._whole, dtype)
+        out, lse = self._wide  # lse stays where it is
+        return torch.empty_like(out, dtype=dtype), lse
+
+    def _clear(self, totals: Tensors) -> None:
+        out, lse = totals
+        out.zero_()
+        lse.fill_(-torch.inf)
+
+    def _combine(self, totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
+        merge_(*totals, *chain.from_iterable(parts))
 
 
-class GradAccumulator:
+class GradAccumulator(_Accumulator):
     """An accumulator of parts that lie along the tokens of a tensor like this one, [b, n, ...].
 
     `calls` is how many calls of a kernel bring the whole sum, None if that is not known. `into` is
@@ -153,6 +272,8 @@ class GradAccumulator:
     `like`; the sum is of `dtype` at the end, which is like's unless given. `place` is memory of
     that dtype, like `like`, in which the sum has to be at the end.
     """
+
+    _dims = (1,)
 
     def __init__(
         self,
@@ -162,13 +283,13 @@ class GradAccumulator:
         place: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._like, self._dtype, self._calls = like, accumulation_dtype(like.dtype), calls
-        self._end = like.dtype if dtype is None else dtype
-        self._whole, self._into = slice(0, like.shape[1]), into
-        self._place, self._given = place, place is not None
-        self._taken: list[slice] = []  # tokens of the place that parts have taken
-        self._wide: Tensor | None = None
-        self._parts: list[tuple[slice, Tensor]] = []
+        super().__init__(
+            like,
+            like.dtype if dtype is None else dtype,
+            calls,
+            None if into is None else (into,),
+            None if place is None else (place,),
+        )
         self._waits: list[Callable[[], None]] = []
 
     def after(self, wait: Callable[[], None]) -> None:
@@ -177,29 +298,14 @@ class GradAccumulator:
 
     def add(self, at: slice, part: Tensor) -> None:
         """Add a part of these tokens. The tensor becomes this accumulator's own."""
-        record_use(part)
-        first = self._wide is None and not self._parts
-        if first and at == self._whole and self._into is None and part.dtype == self._dtype:
-            self._wide = part
-            return
-        self._parts.append((at, part))
-        if self._wide is not None or len(self._parts) > _MOST:
-            self.begin_update()
+        self._add(at, (part,))
 
     def alloc(self, at: slice, flat: bool = False) -> Tensor:
         """Return memory for a part of these tokens, for a kernel that is told where to write.
 
         The memory is in `place` if it can be. With `flat` all samples lie one after another.
         """
-        if self._end != self._like.dtype:
-            return self._anew(at)
-        if self._place is None and self._wide is None and not self._parts and self._into is None:
-            self._place = self._anew(self._whole)
-        apart = flat and len(self._like) > 1 and at != self._whole
-        if self._place is None or apart or not _free(at, self._taken):
-            return self._anew(at)
-        self._taken.append(at)
-        return self._place if at == self._whole else self._place[:, at]
+        return self._alloc(at, flat)[0]
 
     def add_all(self, parts: Iterable[tuple[slice, Tensor]]) -> None:
         """Add parts, in this order.
@@ -208,43 +314,29 @@ class GradAccumulator:
         yet.
         """
         for at, part in parts:
-            if self._wide is None and not self._parts:
+            if self._is_empty:
                 self.add(at, part)
             else:
-                self._parts.append((at, part))
+                self._parts.append((at, (part,)))
         if self._crowded and not self._waits:
-            self.begin_update()
+            self._update()
 
     def begin_update(self) -> Tensor:
-        """The sum as `accumulation_dtype(dtype)`, to be added to in place."""
-        self._join()
-        if self._wide is None and _begins_with(self._parts, self._whole):
-            part = self._parts.pop(0)[1]
-            self._wide = part.to(self._dtype) if self._into is None else self._into.copy_(part)
-        elif self._wide is None:
-            self._wide = self._empty(self._dtype).zero_()
-        self._fold(self._wide)
-        return self._wide
+        """Return the sum as `accumulation_dtype(dtype)`, to be added to in place."""
+        return self._update()[0]
 
     def room(self) -> tuple[Tensor | None, Tensor]:
         """Return (before, sum) for a kernel that adds by itself, as `OutputAccumulator.room`."""
-        dtype, self._calls = _dtype_of_call(self._calls, self._end, self._dtype)
-        before = None if self._wide is None and not self._parts else self.begin_update()
-        if before is not None and (
-            dtype == self._dtype or self._into is not None or not before.is_contiguous()
-        ):
-            return before, before
-        total = self._empty(dtype)
-        self._wide = total if total.dtype == self._dtype else None
-        self._parts = [] if self._wide is not None else [(self._whole, total)]
-        return before, total
+        before, (total,) = self._room()
+        return None if before is None else before[0], total
 
     def move_to(self, whole: "GradAccumulator", first: int) -> None:
         """Add everything here to another accumulator, whose token `first` is the first one here."""
-        wide = [] if self._wide is None else [(self._whole, self._wide)]
-        parts = [*wide, *self._parts]
+        parts = self._parts
+        if self._wide is not None:
+            parts = [(self._whole, self._wide), *parts]
         whole._waits += self._waits
-        whole.add_all((slice(first + at.start, first + at.stop), part) for at, part in parts)
+        whole.add_all((slice(first + at.start, first + at.stop), part) for at, (part,) in parts)
         self._parts, self._wide, self._waits = [], None, []
 
     def samples(self, which: slice) -> "GradAccumulator":
@@ -252,7 +344,7 @@ class GradAccumulator:
         if which == slice(None):
             return self
         part = GradAccumulator(self._like[which])
-        part._wide = self.begin_update()[which]
+        part._wide = (self.begin_update()[which],)
         return part
 
     def finalize(self) -> Tensor:
@@ -260,27 +352,24 @@ class GradAccumulator:
         self._join()
         if self._crowded:
             wide = self.begin_update()  # it stays here: another stream may be reading it
-            return wide.to(self._end) if self._place is None else self._place.copy_(wide)
+            return wide.to(self._end) if self._place is None else self._place[0].copy_(wide)
         if self._place is not None:
-            if _fill(self._place, self._taken, self._parts):
-                self._parts[: len(self._taken)] = [(self._whole, self._place)]
+            self._join_in_place(self._place)
             return self._written(self._place)
-        if _begins_with(self._parts, self._whole) and self._parts[0][1].dtype == self._end:
-            whole = self._parts.pop(0)
-            self._fold(whole[1])
-            self._parts = [whole]
-            return whole[1]
-        return self._written(self._empty(self._end))
+        if self._begins_whole and self._parts[0][1][0].dtype == self._end:
+            return self._fold_into_first()[0]
+        return self._written(self._blank(self._end))
 
-    def _written(self, total: Tensor) -> Tensor:
-        """Sum all parts in `total` in one pass, except one that lies there already; return it."""
-        for at, found in overlaps([(self._whole,), *self._parts]):
-            there, parts = total[:, at], [part for (part,) in found[1:]]
+    def _written(self, totals: Tensors) -> Tensor:
+        """Sum all parts in `totals` in one pass, except one that lies there already; return it."""
+        for at, (_, *found) in overlaps([(self._whole, ()), *self._parts], self._dims):
+            (there,) = self._of(totals, at)
+            parts = [part for (part,) in found]
             others = [part for part in parts if part.data_ptr() != there.data_ptr()]
             if others or not parts:
                 add_(there, *others, fresh=len(others) == len(parts))
-        self._parts = [(self._whole, total)]
-        return total
+        self._parts = [(self._whole, totals)]
+        return totals[0]
 
     @property
     def _crowded(self) -> bool:
@@ -289,42 +378,19 @@ class GradAccumulator:
         return self._wide is not None or many
 
     def _join(self) -> None:
-        """Let the current stream wait for all parts."""
         wait_side_streams(self._like.device)
         while self._waits:
             self._waits.pop()()
 
-    def _empty(self, dtype: torch.dtype) -> Tensor:
-        if self._into is not None:
-            return self._into
-        if dtype == self._like.dtype == self._end:
-            return self.alloc(self._whole)
-        if dtype == self._end and self._place is not None:
-            return self._place
-        return torch.empty_like(self._like, dtype=dtype, memory_format=torch.contiguous_format)
-
-    def _anew(self, at: slice) -> Tensor:
+    def _anew(self, at: slice, dtype: torch.dtype) -> Tensors:
         b, _, *token = self._like.shape
-        return self._like.new_empty((b, at.stop - at.start, *token))
+        return (self._like.new_empty((b, at.stop - at.start, *token), dtype=dtype),)
 
-    def _fold(self, total: Tensor) -> None:
-        parts, self._parts = self._parts, []
-        if not self._given:
-            self._place, self._taken = None, []
-        for at, found in overlaps(parts):
-            add_(total[:, at], *(part for (part,) in found))
+    def _clear(self, totals: Tensors) -> None:
+        totals[0].zero_()
 
-
-def _dtype_of_call(
-    calls: int | None, last: torch.dtype, running: torch.dtype
-) -> tuple[torch.dtype, int | None]:
-    """Return the dtype that the next of so many calls writes, and how many are left after it."""
-    return last if calls == 1 else running, None if calls is None else calls - 1
-
-
-def _begins_with(parts: Sequence[tuple[slice, ...]], whole: slice) -> bool:
-    """Tell whether the first part has all tokens, so that others can be merged into it."""
-    return bool(parts) and parts[0][0] == whole
+    def _combine(self, totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
+        add_(totals[0], *[part for (part,) in parts])
 
 
 def _free(at: slice, taken: Sequence[slice]) -> bool:
@@ -332,31 +398,40 @@ def _free(at: slice, taken: Sequence[slice]) -> bool:
     return all(at.stop <= other.start or other.stop <= at.start for other in taken)
 
 
-def _fill(place: Tensor, taken: list[slice], parts: Sequence[tuple]) -> bool:
+def _fill(place: Tensor, taken: list[slice], parts: Sequence[Part]) -> bool:
     """Tell whether the first parts are those that took a place, and together fill it."""
     if not taken or sum(at.stop - at.start for at in taken) < place.shape[1]:
         return False
     first, step = place.data_ptr(), place.stride(1) * place.element_size()
-    found = [(at, part.data_ptr()) for at, part, *_ in parts[: len(taken)]]
+    found = [(at, part[0].data_ptr()) for at, part in parts[: len(taken)]]
     return found == [(at, first + at.start * step) for at in taken]
 
 
-def _deepest(parts: Sequence[tuple[slice, Tensor]]) -> int:
+def _deepest(parts: Sequence[Part]) -> int:
     """Return the largest number of parts that cover one token."""
-    ends = sorted(end for at, _ in parts for end in ((at.start, 1), (at.stop, -1)))
-    return max(accumulate((by for _, by in ends), initial=0))
+    ends = []
+    for at, _ in parts:
+        ends += [(at.start, 1), (at.stop, -1)]
+    return max(accumulate((by for _, by in sorted(ends)), initial=0))
 
 
-def overlaps(parts: Sequence[tuple[slice, ...]]) -> Iterator[tuple[slice, list[list[Tensor]]]]:
+def _narrowed(tensors: Tensors, dims: Sequence[int], start: int, stop: int) -> Tensors:
+    return tuple([t.narrow(dim, start, stop - start) for t, dim in zip(tensors, dims)])
+
+
+def overlaps(parts: Sequence[Part], dims: Sequence[int]) -> Iterator[tuple[slice, list[Tensors]]]:
     """Yield stretches of tokens, each with what the parts that cover it have there.
 
-    A part is (tokens, tensors...); the tensors' tokens are their second dimension.
+    `dims` are the dimensions of tokens, in each tensor of a part.
     """
-    for at, which in disjoint_spans([part[0] for part in parts]):
+    for at, which in disjoint_spans([tokens for tokens, _ in parts]):
         found = []
         for i in which:
-            here, *tensors = parts[i]
-            found.append([t[:, at.start - here.start : at.stop - here.start] for t in tensors])
+            tokens, tensors = parts[i]
+            if at != tokens:
+                start, stop = at.start - tokens.start, at.stop - tokens.start
+                tensors = _narrowed(tensors, dims, start, stop)
+            found.append(tensors)
         yield at, found
 
 
