@@ -25,12 +25,12 @@ MUTANTS = [
         "grad = total_over_ranks(grad, ctx.ring).index_select", "grad = grad.index_select",
     ),
     Mutant(
-        "a's gradient by all gates", "routing/soft_topk.py:fixed_point", "coef = (1 / (k - m))",
-        "coef = (1 / k)",
+        "a's gradient by all gates", "routing/soft_topk.py:fixed_point", "coef = 1 / (k - m)",
+        "coef = 1 / k",
     ),
     Mutant(
         "descent forgets the steps before the last", "routing/soft_topk.py:descent",
-        "weights.append(weights[-1] * share)", "weights.append(weights[-1] * 0)",
+        "weight = weight * share", "weight = weight * 0",
     ),
     Mutant(
         "the last part is taken for the sum", "routing/exchange.py:total_over_ranks",
@@ -38,17 +38,17 @@ MUTANTS = [
     ),
     Mutant(
         "ties to the later token", "routing/selection.py:best",
-        "found = scores.sort(dim=-1, descending=True, stable=True).indices[..., :most]",
-        "found = scores.shape[-1] - 1 - scores.flip(-1).sort(dim=-1, descending=True, "
-        "stable=True).indices[..., :most]",
+        "order = scores.sort(dim=-1, descending=True, stable=True).indices",
+        "order = scores.shape[-1] - 1 - scores.flip(-1).sort(dim=-1, descending=True, "
+        "stable=True).indices",
     ),
     Mutant(
         "a window's own tokens say who of them is chosen", "routing/selection.py:causal_choice",
-        "torch.cat((torch.full_like(least[..., :1], torch.inf), least[..., :-1]), -1)", "least",
+        "torch.cat((never, least[..., :-1]), -1)", "least",
     ),
     Mutant(
         "gates of a window by its own tokens", "routing/router.py:CoordinateDescentRouter._gates",
-        "(at // size - int(causal)).clamp(min=0)", "at // size",
+        "(window - int(causal)).clamp(min=0)", "window",
     ),
     Mutant(
         "soft gates for as many as are routed", "routing/router.py:CoordinateDescentRouter.choose",
@@ -70,16 +70,15 @@ MUTANTS = [
     Mutant("the rank before", "routing/plan.py:RoutingPlan.homes", "right=True", "right=False"),
     Mutant(
         "all samples get the first one's tokens", "routing/dispatch.py:Dispatch.make",
-        "tokens = places + n * torch.arange(b,", "tokens = places + 0 * torch.arange(b,",
+        "tokens = places + n * samples", "tokens = places + 0 * samples",
     ),
     Mutant(
         "all routes get the first one's gates", "routing/dispatch.py:Dispatch.out",
-        "* r + route) * n", "* r) * n",
+        "(sample * r + route) * n", "(sample * r) * n",
     ),
     Mutant(
         "results home to the wrong slots", "routing/dispatch.py:Dispatch.home",
-        "got = all_to_all([flat.index_select(0, land) for land in self.lands]",
-        "got = all_to_all([flat.index_select(0, land.flip(0)) for land in self.lands]",
+        "flat.index_select(0, land)", "flat.index_select(0, land.flip(0))",
     ),
     # modules
     Mutant(
@@ -115,7 +114,7 @@ MUTANTS = [
     Mutant(
         "masked tokens of an image are seen",
         "routing/image_attention.py:ConditionalRoutedImageAttention._light",
-        "seen = (at >= 0) & plan.real.gather(1, at.clamp(min=0))", "seen = at >= 0",
+        "seen = (here >= 0) & real", "seen = here >= 0",
     ),
 ]  # fmt: skip
 

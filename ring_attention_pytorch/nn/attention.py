@@ -287,25 +287,27 @@ class RingAttention(nn.Module):
             raise ValueError("a plan is for tokens sharded by hand, and for the ring's kernels")
         if given := [name for name, value in decided.items() if value is not None]:
             raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
-        over_ring, layout = plan.ring.size > 1, self.spread.layout
+        over_ring = plan.ring.size > 1
+        layout = self.spread.layout
         if over_ring and isinstance(plan.layout, str) and plan.layout != layout:
             raise ValueError(f"the plan has layout={plan.layout!r}, the module {layout!r}")
-        visible, softclamp = Mask(self.causal, self.window), self.softclamp
-        plan_softclamp = plan.terms.softclamp
-        plan_rate = plan.terms.dropout.rate if plan.terms.dropout else 0.0
-        if (plan.visible, plan_softclamp, plan_rate) != (visible, softclamp, self.rate):
+        visible = Mask(self.causal, self.window)
+        mods = plan.terms
+        rate = mods.dropout.rate if mods.dropout else 0.0
+        if (plan.visible, mods.softclamp, rate) != (visible, self.softclamp, self.rate):
             raise ValueError(
-                f"the plan shows {plan.visible} with softclamp={plan_softclamp} and "
-                f"dropout={plan_rate}, this module wants {visible} with {softclamp} and "
+                f"the plan shows {plan.visible} with softclamp={mods.softclamp} and "
+                f"dropout={rate}, this module wants {visible} with {self.softclamp} and "
                 f"{self.rate} (in training: {self.training}); make it with RingAttention.plan"
             )
         if self.kernel is not None and not f"{plan.kernel.name}-".startswith(f"{self.kernel}-"):
             raise ValueError(f"the plan uses another kernel than this module's {self.kernel!r}")
         has = dict(transport=plan.transport_name, ulysses=plan.degree, memory=plan.memory)
-        if over_ring and (problem := other_way_problem(has, **self.over_ring)):
-            raise ValueError(problem)
-        if over_ring and not self.spread.ring_attn:
-            raise ValueError("a plan over a ring needs a module with ring_attn=True")
+        if over_ring:
+            if problem := other_way_problem(has, **self.over_ring):
+                raise ValueError(problem)
+            if not self.spread.ring_attn:
+                raise ValueError("a plan over a ring needs a module with ring_attn=True")
 
     @typed(told_by_module("ring attention"))
     def plan(
@@ -349,8 +351,10 @@ class RingAttention(nn.Module):
         tokens = x.shape[:2]
         q = like.expand(*tokens, self.heads, self.dim_head)
         k = like.expand(*tokens, self.key_heads, self.dim_head)
-        also = {"rotary_emb": False} | tangents_note(x, *self.parameters())
-        options["also"] = also | options.get("also", {})
+        also = {"rotary_emb": False}
+        also |= tangents_note(x, *self.parameters())
+        also |= options.get("also", {})
+        options["also"] = also
         return self._plan(q, k, k, mask, ring, **options)
 
     def _plan(
@@ -385,7 +389,8 @@ class RingAttention(nn.Module):
         except RuntimeError as error:  # a wrong dtype, or no memory: tell the ranks that wait
             agree(ring, "ring attention", {}, problem=str(error))
         if plan is None and not self.force_regular_attn:
-            also = {"rotary_emb": angles is not None} | tangents_note(q, k, v)
+            also = {"rotary_emb": angles is not None}
+            also |= tangents_note(q, k, v)
             options |= dict(cross=context is not None, also=also)
             plan = self._plan(q, k, v, seen, ring, **options)
         if self.rotary_embed is not None:
@@ -398,10 +403,10 @@ class RingAttention(nn.Module):
         if plan is not None:
             out = ring_attn(q, k, v, plan=plan)
         else:
-            clamp = {} if self.softclamp is None else {"softclamp_value": self.softclamp}
-            out = default_attention(
-                q, k, v, seen, self.causal, self.softclamp is not None, window=self.window, **clamp
-            )
+            options = dict(causal=self.causal, window=self.window)
+            if self.softclamp is not None:
+                options.update(softclamp_qk_sim=True, softclamp_value=self.softclamp)
+            out = default_attention(q, k, v, seen, **options)
         return self.to_out(rearrange(out, "b n h d -> b n (h d)"))
 
     def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

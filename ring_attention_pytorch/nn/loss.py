@@ -23,9 +23,12 @@ def next_tokens(ids: Tensor, segments: tuple[Segments, ...], ring: Ring, nothing
     places, pieces, shapes = [], [], []
     for owned in segments:
         held = segment_positions(owned, ids.device)
-        pieces.append(ids[:, torch.isin(mine - 1, held)])
-        places.append(torch.isin(mine + 1, held).nonzero().flatten())
-        shapes.append((ids.shape[0], len(places[-1])))
+        is_next_there = torch.isin(mine + 1, held)
+        is_wanted_there = torch.isin(mine - 1, held)
+        pieces.append(ids[:, is_wanted_there])
+        columns = is_next_there.nonzero().flatten()
+        places.append(columns)
+        shapes.append((ids.shape[0], len(columns)))
     labels = torch.full_like(ids, nothing)
     for columns, part in zip(places, all_to_all(pieces, shapes, ring)):
         labels[:, columns] = part

@@ -13,4 +13,5 @@ class RMSNorm(nn.Module):
         self.gamma = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(x, dim=-1) * x.shape[-1] ** 0.5 * self.gamma
+        length = x.shape[-1] ** 0.5
+        return F.normalize(x, dim=-1) * length * self.gamma

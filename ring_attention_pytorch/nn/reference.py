@@ -39,9 +39,11 @@ def default_attention(
     >>> default_attention(q, k, k, causal=True).shape
     torch.Size([1, 5, 4, 8])
     """
-    if (problem := qkv_problem(q, k, v) or key_mask_problem(mask, k)) is not None:
+    problem = qkv_problem(q, k, v) or key_mask_problem(mask, k)
+    if problem is not None:
         raise ValueError(f"default_attention: {problem}")
-    n, m = q.shape[1], k.shape[1]
+    n = q.shape[1]
+    m = k.shape[1]
     if (causal or window is not None) and n != m:
         raise ValueError(f"causal and window need as many keys as queries, got {m} and {n}")
     if window is not None and window < 0:
@@ -54,7 +56,8 @@ def default_attention(
     scores = scores * q.shape[-1] ** -0.5
     if softclamp_qk_sim:
         scores = (scores / softclamp_value).tanh() * softclamp_value
-    rows, cols = torch.arange(n, device=q.device), torch.arange(m, device=q.device)
+    rows = torch.arange(n, device=q.device)
+    cols = torch.arange(m, device=q.device)
     behind = rows.unsqueeze(1) - cols
     hidden = torch.zeros_like(behind, dtype=torch.bool)
     if causal:
@@ -65,6 +68,7 @@ def default_attention(
         hidden = hidden | ~rearrange(mask, "b j -> b 1 1 1 j")
     # the least finite number, not -inf: softmax of a row that sees nothing must not be NaN
     scores = scores.masked_fill(hidden, torch.finfo(dtype).min)
-    p = scores.softmax(dim=-1).masked_fill(hidden, 0.0)
+    p = scores.softmax(dim=-1)
+    p = p.masked_fill(hidden, 0.0)
     out = einsum(p, v.to(dtype), "b g r i j, b j g d -> b i g r d")
     return rearrange(out, "b i g r d -> b i (g r) d").to(q.dtype)

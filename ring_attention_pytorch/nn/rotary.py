@@ -77,10 +77,12 @@ class RingRotaryEmbedding(nn.Module):
         if isinstance(seq, int):
             ring = Ring(self.group) if self.ring else Ring.alone()
             layout = self.layout or "contiguous"
-            seq = positions(layout, rank=ring.rank, ring_size=ring.size, length=seq * ring.size)
+            total = seq * ring.size
+            seq = positions(layout, rank=ring.rank, ring_size=ring.size, length=total)
         seq = seq.to(device=self.inv_freq.device, dtype=torch.float32)
         with torch.autocast(seq.device.type, enabled=False):
-            angles = seq.unsqueeze(-1) * self.inv_freq.float()
+            inv_freq = self.inv_freq.float()
+            angles = seq.unsqueeze(-1) * inv_freq
             return torch.cat((angles, angles), dim=-1)
 
 
@@ -101,11 +103,15 @@ def apply_rotary_pos_emb(pos: Tensor, t: Tensor, head_dim_first: bool = False) -
     >>> apply_rotary_pos_emb(torch.zeros(3, 8), torch.ones(1, 3, 2, 8)).dtype
     torch.float32
     """
-    n, d = t.shape[-2 if head_dim_first else -3], t.shape[-1]
-    if d % 2 or list(pos.shape) not in ([n, d], [t.shape[0], n, d]):
-        raise ValueError(f"angles must be [{n}, {d}] and that last even, got {list(pos.shape)}")
+    d = t.shape[-1]
+    n = t.shape[-2 if head_dim_first else -3]
+    shape = list(pos.shape)
+    if d % 2 or shape not in ([n, d], [t.shape[0], n, d]):
+        raise ValueError(f"angles must be [{n}, {d}] and that last even, got {shape}")
     pos = pos.unsqueeze(-3 if head_dim_first else -2)
-    wide = t.to(torch.promote_types(t.dtype, torch.float32))
+    dtype = torch.promote_types(t.dtype, torch.float32)
+    wide = t.to(dtype)
     a, b = wide.chunk(2, dim=-1)
     turned = torch.cat((-b, a), dim=-1)
-    return (wide * pos.cos() + turned * pos.sin()).to(t.dtype)
+    rotated = wide * pos.cos() + turned * pos.sin()
+    return rotated.to(t.dtype)

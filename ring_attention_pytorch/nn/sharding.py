@@ -89,7 +89,8 @@ def unshard_sequence(
         problem = f"length must be at least 0, got {length}"
     if problem is None:
         dim = dim % x.ndim
-        before, after = list(x.shape[:dim]), list(x.shape[dim + 1 :])
+        before = list(x.shape[:dim])
+        after = list(x.shape[dim + 1 :])
         same["the rest of x's shape"] = before + after
         segments = all_segments(layout, ring.size, length)
         lengths = [count(s) for s in segments]
@@ -148,8 +149,9 @@ class AutoShard:
         agreed = dict(same, ring_seq_size=ring_seq_size, ring_size=ring_size, layout=str(layout))
         agreed.update(dtype=x.dtype, device=x.device.type, width=list(x.shape[2:]))
         agreed.update(_grad_mode(x))
-        own = {"b": x.shape[0], "n": x.shape[1]}
-        packed = {"documents": "given" if packing is not None else None}
+        b, n = x.shape[:2]
+        own = {"b": b, "n": n}
+        packed = {"documents": None if packing is None else "given"}
         notes = agree(everyone, "automatic sharding", agreed, own, problem, packed)
         lengths = [note["n"] for note in notes]
         size = ring_size or smallest_ring(max(lengths), ring_seq_size, everyone.size)
@@ -164,7 +166,7 @@ class AutoShard:
         batch_sizes = tuple(note["b"] for note in notes[first : first + size])
         if packing is not None:
             packing = gather_packings(ring, packing)
-        return cls(ring, layout, x.shape[1], batch_sizes, packing)
+        return cls(ring, layout, n, batch_sizes, packing)
 
     @property
     def segments(self) -> tuple[Segments, ...]:
@@ -176,26 +178,31 @@ class AutoShard:
 
     def like(self, x: Tensor) -> "AutoShard":
         """Make the sharding of a context x `[b, m, ...]` of the same samples: contiguous parts."""
-        b, problem = self.batch_sizes[self.ring.rank], None
-        if len(x) != b:
-            problem = f"context must be of {b} samples as x is, got {len(x)}"
-        same = {"context length": x.shape[1], "dtype": x.dtype, "width": list(x.shape[2:])}
+        b, length, *width = x.shape
+        samples = self.batch_sizes[self.ring.rank]
+        problem = None
+        if b != samples:
+            problem = f"context must be of {samples} samples as x is, got {b}"
+        same = {"context length": length, "dtype": x.dtype, "width": width}
         same |= _grad_mode(x)
         agree(self.ring, "automatic sharding of the context", same, problem=problem)
-        return AutoShard(self.ring, "contiguous", x.shape[1], self.batch_sizes)
+        return AutoShard(self.ring, "contiguous", length, self.batch_sizes)
 
     def shard(self, x: Tensor) -> Tensor:
         """Shard this rank's batch `[b, N, ...]`; return its part `[B, n, ...]` of the ring's."""
         pieces = [x[:, segment_positions(s, x.device)] for s in self.segments]
         part = pieces[self.ring.rank].shape[1:]
         shapes = [(b, *part) for b in self.batch_sizes]
-        return torch.cat(all_to_all(pieces, shapes, self.ring))
+        received = all_to_all(pieces, shapes, self.ring)
+        return torch.cat(received)
 
     def unshard(self, x: Tensor) -> Tensor:
         """Undo `shard`: turn parts `[B, n, ...]` into this rank's whole samples `[b, N, ...]`."""
-        b, width = self.batch_sizes[self.ring.rank], x.shape[2:]
+        b = self.batch_sizes[self.ring.rank]
+        width = x.shape[2:]
         shapes = [(b, count(s), *width) for s in self.segments]
-        parts = all_to_all(list(x.split(self.batch_sizes)), shapes, self.ring)
+        pieces = list(x.split(self.batch_sizes))
+        parts = all_to_all(pieces, shapes, self.ring)
         return _in_order(torch.cat(parts, dim=1), self.segments, dim=1)
 
 
@@ -265,7 +272,8 @@ class ShardConfig:
             return
         if on and self.auto:
             agree(as_ring(self.group), "automatic sharding", {}, problem=problem)
-        agree(self.ring(on, ring_size), caller, {}, problem=problem)
+        ring = self.ring(on, ring_size)
+        agree(ring, caller, {}, problem=problem)
 
     def shard(
         self,
@@ -349,11 +357,14 @@ def smallest_ring(length: int, ring_seq_size: int, world: int) -> int:
 def _grad_mode(x: Tensor) -> dict[str, Any]:
     """Return what ranks must share so that all of them run backward, or none does."""
     grad = torch.is_grad_enabled()
-    return {"grad mode": grad, "requires_grad": grad and x.requires_grad}
+    requires_grad = grad and x.requires_grad
+    return {"grad mode": grad, "requires_grad": requires_grad}
 
 
 def _dim_problem(x: Tensor, dim: int) -> str | None:
-    return None if -x.ndim <= dim < x.ndim else f"x {list(x.shape)} has no dimension {dim}"
+    if -x.ndim <= dim < x.ndim:
+        return None
+    return f"x {list(x.shape)} has no dimension {dim}"
 
 
 def all_to_all(pieces: list[Tensor], shapes: list[Shape], ring: Ring) -> list[Tensor]:
@@ -372,7 +383,8 @@ class _AllToAll(Function):
 
     @staticmethod
     def forward(ctx: Any, ring: Ring, shapes: list[Shape], *pieces: Tensor) -> tuple[Tensor, ...]:
-        ctx.ring, ctx.shapes = ring, [tuple(piece.shape) for piece in pieces]
+        ctx.ring = ring
+        ctx.shapes = [tuple(piece.shape) for piece in pieces]
         return tuple(_swap(ring, shapes, pieces))
 
     @staticmethod
@@ -385,7 +397,8 @@ class _Gather(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ring: Ring, shapes: list[Shape]) -> tuple[Tensor, ...]:
-        ctx.ring, ctx.shape = ring, tuple(x.shape)
+        ctx.ring = ring
+        ctx.shape = tuple(x.shape)
         others = shapes[: ring.rank] + shapes[ring.rank + 1 :]
         parts = _swap(ring, others, [x] * len(others))
         parts.insert(ring.rank, x.view_as(x))

@@ -255,7 +255,9 @@ class RingTransformer(nn.Module):
 
     def _widest_window(self) -> int | None:
         windows = [attn.window for attn, _ in self.layers]
-        return None if None in windows else max(windows, default=None)
+        if None in windows:
+            return None
+        return max(windows, default=None)
 
     def _shifted(
         self, x: Tensor, mask: Tensor | None, packing: BatchDocuments | None
@@ -267,10 +269,10 @@ class RingTransformer(nn.Module):
             mask = mask[:, :-1]
         x = x[:, :-1]
         if packing is not None:
-            positions = torch.arange(x.shape[1], device=x.device)
-            is_last = last_of_document(packing, positions)
+            n = x.shape[1]
+            is_last = last_of_document(packing, torch.arange(n, device=x.device))
             labels = labels.masked_fill(is_last, self.ignore_index)
-            packing = tuple(documents.head(x.shape[1]) for documents in packing)
+            packing = tuple(documents.head(n) for documents in packing)
         return x, mask, labels, packing
 
     def _by_hand(
@@ -283,11 +285,14 @@ class RingTransformer(nn.Module):
     ) -> _Batch:
         """Prepare tokens that the caller has sharded; with `shift`, fetch their next tokens."""
         x, mask, labels = tokens
-        ring, layout = self.spread.ring(True, ring_size), self.spread.layout
-        has_documents, borders = packed["documents"] is not None, packed["cu_seqlens"]
-        given |= {"batch": x.shape[0], "device": x.device.type, "cu_seqlens": digest(borders)}
+        batch, n = x.shape
+        ring = self.spread.ring(True, ring_size)
+        layout = self.spread.layout
+        has_documents = packed["documents"] is not None
+        borders = packed["cu_seqlens"]
+        given |= {"batch": batch, "device": x.device.type, "cu_seqlens": digest(borders)}
         everywhere = {"documents": "given" if has_documents else None}
-        notes = agree(ring, "RingTransformer", given, {"n": x.shape[1]}, everywhere=everywhere)
+        notes = agree(ring, "RingTransformer", given, {"n": n}, everywhere=everywhere)
         lengths = [own["n"] for own in notes]
         total = sum(lengths)
         packing, problem = None, None
@@ -297,11 +302,12 @@ class RingTransformer(nn.Module):
         raise_together(ring, "RingTransformer", problem)
         if located:
             segments = all_segments(layout, ring.size, total)
-            packing = whole_packing(ring, **packed, segments=segments, batch=x.shape[0])
+            packing = whole_packing(ring, **packed, segments=segments, batch=batch)
         if shift:
             labels = self._next_labels(x, mask, ring, segments, packing)
             if not self.causal:  # the sequence's last token is a target only: none may see it
-                seen = segment_positions(segments[ring.rank], x.device) < total - 1
+                positions = segment_positions(segments[ring.rank], x.device)
+                seen = positions < total - 1
                 mask = seen.expand(x.shape) if mask is None else mask & seen
         everyone = as_ring(self.spread.group)
         return _Batch(x, mask, labels, ring, everyone, None, packing, layout)
@@ -322,7 +328,8 @@ class RingTransformer(nn.Module):
         if packing is None:
             return labels
         positions = segment_positions(segments[ring.rank], x.device)
-        return labels.masked_fill(last_of_document(packing, positions), self.ignore_index)
+        is_last = last_of_document(packing, positions)
+        return labels.masked_fill(is_last, self.ignore_index)
 
     def _plans(self, tokens: Tensor, batch: _Batch) -> dict[tuple[int | None, float], RingPlan]:
         """Make a plan for each (window, dropout) that occurs, before the first block."""
@@ -359,7 +366,8 @@ def _problem(
 
 def _outside(values: Tensor, classes: int) -> str | None:
     """Say how far values reach, if not all are 0 to classes - 1; None if they are."""
-    if not bool(((values < 0) | (values >= classes)).any()):
+    outside = (values < 0) | (values >= classes)
+    if not bool(outside.any()):
         return None
     return f"{int(values.min())} to {int(values.max())}"
 

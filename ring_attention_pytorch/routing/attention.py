@@ -52,13 +52,15 @@ class HeavyAttention(nn.Module):
         multiply_keys: bool = False,
     ):
         super().__init__()
-        self.dim_head, self.heads, self.routes, self.kernel = dim_head, heads, routes, kernel
+        self.heads, self.dim_head = heads, dim_head
+        self.routes, self.kernel = routes, kernel
         self.multiply_queries, self.multiply_keys = multiply_queries, multiply_keys
+        inner = heads * dim_head
         self.norm = RMSNorm(dim)
-        self.to_q = nn.Linear(dim, heads * dim_head, bias=False)
-        self.to_kv = nn.Linear(dim, 2 * heads * dim_head, bias=False)
+        self.to_q = nn.Linear(dim, inner, bias=False)
+        self.to_kv = nn.Linear(dim, 2 * inner, bias=False)
         self.null_kv = nn.Parameter(torch.randn(2, heads, dim_head))
-        self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
+        self.to_out = nn.Linear(inner, dim, bias=False)
         self.rotary_embed = RingRotaryEmbedding(dim_head) if rotary else None
 
     def queries(self, tokens: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
@@ -85,6 +87,13 @@ class HeavyAttention(nn.Module):
         joined = "b r k h d -> b k (r h) d"
         return rearrange(k, joined), rearrange(v, joined)
 
+    def attend_routed(self, queries: Routed, keys: Routed, plan: RoutingPlan) -> Tensor:
+        """Compute attention of routed queries to routed keys, as `[b, K, h * d]`."""
+        q = self.routed_queries(queries)
+        k, v = self.keys(keys)
+        counts = (queries.way.counts, keys.way.counts)
+        return self.attend(q, k, v, keys.real, plan, counts)
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, plan: RoutingPlan,
         counts: Hashable, causal: bool = False,
@@ -95,25 +104,29 @@ class HeavyAttention(nn.Module):
         each rank. They are part of the key of the attention plan, and this rank's shapes are not:
         by these a rank might find a plan that another rank would not find.
         """
-        key = ("heavy", causal, counts, q.shape[2:], k.shape[2:], q.dtype, self.kernel)
+        dtype = q.dtype
+        key = ("heavy", causal, counts, q.shape[2:], k.shape[2:], dtype, self.kernel)
         options = dict(causal=causal, cross=not causal, kernel=self.kernel, layout="striped")
         made = plan.attention_plan(
             key, lambda: RingPlan.make(q, k, v, key_mask=seen, group=plan.ring, **options)
         )
         out, lse = attend(q, k, v, plan=replace(made, key_mask=seen), return_lse=True)
-        dtype = accumulation_dtype(q.dtype)
-        null_k, null_v = self.null_kv.to(dtype)
-        score = einsum(q.to(dtype), null_k, "b k h d, h d -> b h k") * self.dim_head**-0.5
+        wide = accumulation_dtype(dtype)
+        null_k, null_v = self.null_kv.to(wide)
+        score = einsum(q.to(wide), null_k, "b k h d, h d -> b h k")
+        score = score * self.dim_head**-0.5
         weight = rearrange((score - lse).sigmoid(), "b h k -> b k h 1")
-        out = (out.to(dtype) * (1 - weight) + null_v * weight).to(q.dtype)
-        return rearrange(out, "b k h d -> b k (h d)")
+        out = out.to(wide) * (1 - weight)
+        out = out + null_v * weight
+        return rearrange(out.to(dtype), "b k h d -> b k (h d)")
 
     def _rotate(self, t: Tensor, positions: Tensor) -> Tensor:
         """Rotate t `[..., K, h, d]` by the positions `[..., K]` of its tokens in the sequence."""
         if self.rotary_embed is None:
             return t
         angles = self.rotary_embed(positions.flatten().clamp(min=0))
-        return apply_rotary_pos_emb(angles, t.reshape(1, -1, *t.shape[-2:])).view(t.shape)
+        flat = t.reshape(1, -1, *t.shape[-2:])
+        return apply_rotary_pos_emb(angles, flat).view(t.shape)
 
 
 def base_for(x: Tensor, null: Tensor | None) -> Tensor:
@@ -134,7 +147,8 @@ def sizes_problem(**sizes: int) -> str | None:
     """Say what is wrong with sizes that must be at least 1; None if nothing is."""
     if min(sizes.values()) >= 1:
         return None
-    return f"{', '.join(sizes)} must be at least 1, got {', '.join(map(str, sizes.values()))}"
+    got = ", ".join(map(str, sizes.values()))
+    return f"{', '.join(sizes)} must be at least 1, got {got}"
 
 
 def check_attention_options(
@@ -272,12 +286,11 @@ class ConditionalRoutedAttention(nn.Module):
         plan, k_q, k_kv = self._agree(
             "ConditionalRoutedAttention", x, mask, plan, num_heavy_tokens_q, num_heavy_tokens_kv
         )
-        queries = Routed.gather(x, self.q_router.choose(x, plan, k_q), plan)
-        keys = Routed.gather(x, self.kv_router.choose(x, plan, k_kv), plan)
-        q = self.heavy_attn.routed_queries(queries)
-        k, v = self.heavy_attn.keys(keys)
-        counts = (queries.way.counts, keys.way.counts)
-        out = self.heavy_attn.attend(q, k, v, keys.real, plan, counts)
+        chosen = self.q_router.choose(x, plan, k_q)
+        queries = Routed.gather(x, chosen, plan)
+        chosen = self.kv_router.choose(x, plan, k_kv)
+        keys = Routed.gather(x, chosen, plan)
+        out = self.heavy_attn.attend_routed(queries, keys, plan)
         return self._sum(x, queries, out, plan)
 
     def _agree(
@@ -294,8 +307,10 @@ class ConditionalRoutedAttention(nn.Module):
 
         `also` is what else must be the same on all ranks.
         """
-        k_q = self.num_heavy_tokens_q if k_q is None else k_q
-        k_kv = self.num_heavy_tokens_kv if k_kv is None else k_kv
+        if k_q is None:
+            k_q = self.num_heavy_tokens_q
+        if k_kv is None:
+            k_kv = self.num_heavy_tokens_kv
         problem = count_problem("num_heavy_tokens_q", k_q) or self.q_router.problem(x, None)
         problem = problem or count_problem("num_heavy_tokens_kv", k_kv)
         also = {"num_heavy_tokens_q": k_q, "num_heavy_tokens_kv": k_kv, **also}

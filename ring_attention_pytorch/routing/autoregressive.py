@@ -135,24 +135,31 @@ class ConditionalRoutedAutoregressiveAttention(ConditionalRoutedAttention):
         routed_q = self.q_router.choose(x, plan, k_q, causal=True, **how)
         routed_kv = self.kv_router.choose(x, plan, k_kv, **how)
         windows = -(-plan.length // self.window)
-        sizes = (slots(k_q, self.window), slots(k_kv, self.window))
-        turns = Turns.make(windows, *sizes, plan.ring.size, x.device)
+        most_q, most_kv = slots(k_q, self.window), slots(k_kv, self.window)
+        turns = Turns.make(windows, most_q, most_kv, plan.ring.size, x.device)
         queries = Routed.gather(x, routed_q, plan, turns.queries)
         keys = Routed.gather(x, routed_kv, plan, turns.keys)
-        return self._sum(x, queries, self._attend(queries, keys, plan, turns), plan)
+        out = self._attend(queries, keys, plan, turns)
+        return self._sum(x, queries, out, plan)
 
     def _attend(self, queries: Routed, keys: Routed, plan: RoutingPlan, turns: Turns) -> Tensor:
         """Compute causal attention over the routed sequence, in the order of `turns`."""
-        queries_at, keys_at = turns.queries_at[plan.ring.rank], turns.keys_at[plan.ring.rank]
-        n = len(queries_at) + len(keys_at)
-        q = _placed(self.heavy_attn.routed_queries(queries), queries_at, n)
-        k, v = (_placed(t, keys_at, n) for t in self.heavy_attn.keys(keys))
+        counts = []
+        for queries_at, keys_at in zip(turns.queries_at, turns.keys_at):
+            counts.append(len(queries_at) + len(keys_at))
+        rank = plan.ring.rank
+        n, queries_at, keys_at = counts[rank], turns.queries_at[rank], turns.keys_at[rank]
+        q = self.heavy_attn.routed_queries(queries)
+        k, v = self.heavy_attn.keys(keys)
+        q = _placed(q, queries_at, n)
+        k = _placed(k, keys_at, n)
+        v = _placed(v, keys_at, n)
         seen = _placed(keys.real, keys_at, n)
-        counts = tuple(len(a) + len(b) for a, b in zip(turns.queries_at, turns.keys_at))
-        out = self.heavy_attn.attend(q, k, v, seen, plan, counts, causal=True)
+        out = self.heavy_attn.attend(q, k, v, seen, plan, tuple(counts), causal=True)
         return out.index_select(1, queries_at)
 
 
 def _placed(t: Tensor, places: Tensor, n: int) -> Tensor:
     """Put t `[b, K, ...]` at its places among n tokens, with zeros elsewhere."""
-    return t.new_zeros((t.shape[0], n, *t.shape[2:])).index_copy(1, places, t)
+    b, _, *width = t.shape
+    return t.new_zeros((b, n, *width)).index_copy(1, places, t)

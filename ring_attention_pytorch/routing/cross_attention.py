@@ -134,8 +134,11 @@ class ConditionalRoutedCrossAttention(nn.Module):
         Raises:
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
-        k_q = self.num_tokens_q if num_tokens_q is None else num_tokens_q
-        k_kv = self.num_tokens_kv if num_tokens_kv is None else num_tokens_kv
+        k_q, k_kv = num_tokens_q, num_tokens_kv
+        if k_q is None:
+            k_q = self.num_tokens_q
+        if k_kv is None:
+            k_kv = self.num_tokens_kv
         plan, of_context = self._plans(x, context, mask, context_mask, k_q, k_kv)
         directions = None
         if self.to_routing_tokens is not None:
@@ -143,18 +146,16 @@ class ConditionalRoutedCrossAttention(nn.Module):
             directions = rearrange(directions, "b (r d) -> b r d", d=x.shape[-1])
         chosen = self.kv_router.choose(context, of_context, k_kv, routing_tokens=directions)
         keys = Routed.gather(context, chosen, of_context)
-        k, v = self.heavy_attn.keys(keys)
+        heavy = self.heavy_attn
         if self.q_router is None:
             positions = plan.positions(x.device).expand(x.shape[:2])
-            q = self.heavy_attn.queries(x, positions, None)
+            q = heavy.queries(x, positions, None)
+            k, v = heavy.keys(keys)
             counts = ("all", keys.way.counts)
-            return self.heavy_attn.to_out(
-                self.heavy_attn.attend(q, k, v, keys.real, plan, counts)
-            )  # fmt: skip
-        queries = Routed.gather(x, self.q_router.choose(x, plan, k_q), plan)
-        q = self.heavy_attn.routed_queries(queries)
-        counts = (queries.way.counts, keys.way.counts)
-        out = self.heavy_attn.to_out(self.heavy_attn.attend(q, k, v, keys.real, plan, counts))
+            return heavy.to_out(heavy.attend(q, k, v, keys.real, plan, counts))
+        chosen = self.q_router.choose(x, plan, k_q)
+        queries = Routed.gather(x, chosen, plan)
+        out = heavy.to_out(heavy.attend_routed(queries, keys, plan))
         return queries.home(out, base_for(x, self.null_q_token))
 
     def _plans(
@@ -172,11 +173,11 @@ class ConditionalRoutedCrossAttention(nn.Module):
             problem = "num_tokens_q: this module was made without a router for queries"
         if k_q is not None:
             problem = problem or count_problem("num_tokens_q", k_q)
-        for name, t in {"x": x, "context": context}.items():
-            if t.ndim != 3 or t.shape[2] != self.kv_router.dim or len(t) != len(x):
+        dim = self.kv_router.dim
+        for name, t in (("x", x), ("context", context)):
+            if t.ndim != 3 or t.shape[2] != dim or len(t) != len(x):
                 problem = (
-                    f"{name} must be [batch, tokens, {self.kv_router.dim}] of one batch size, "
-                    f"got {list(t.shape)}"
+                    f"{name} must be [batch, tokens, {dim}] of one batch size, got {list(t.shape)}"
                 )
         if context.dtype != x.dtype:
             problem = f"context must have the dtype of x, {x.dtype}, got {context.dtype}"
@@ -195,8 +196,9 @@ def mean_token(x: Tensor, plan: RoutingPlan) -> Tensor:
     mine = x.to(accumulation_dtype(x.dtype))
     if plan.mask is not None:
         mine = mine.masked_fill(~plan.mask.unsqueeze(-1), 0.0)
-    mine, ranks = mine.sum(1), plan.ring.size
-    parts = all_to_all([mine] * ranks, [tuple(mine.shape)] * ranks, plan.ring)
+    mine = mine.sum(1)
+    ranks, shape = plan.ring.size, tuple(mine.shape)
+    parts = all_to_all([mine] * ranks, [shape] * ranks, plan.ring)
     total = torch.stack(parts).sum(0)
     real = plan.real.sum(-1, keepdim=True)
     return (total / real.clamp(min=1)).to(x.dtype)

@@ -33,7 +33,8 @@ def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     n = scores.shape[-1]
     flat = scores.reshape(-1, n).contiguous()
     rows, blocks = len(flat), -(-n // _BLOCK)
-    count, top, total = (flat.new_empty((rows, blocks)) for _ in range(3))
+    count = flat.new_empty((rows, blocks))
+    top, total = torch.empty_like(count), torch.empty_like(count)
     if flat.numel():
         bound = -a.reshape(-1).contiguous()
         per_eps = flat.new_tensor([1 / eps])  # a Python number would be passed as float32
@@ -41,7 +42,8 @@ def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
             flat, bound, count, top, total, per_eps, n, blocks, BLOCK=_BLOCK
         )
     rest = (top + total.log()).logsumexp(-1)
-    return count.sum(-1).view(a.shape), rest.view(a.shape)
+    at_least = count.sum(-1)
+    return at_least.view(a.shape), rest.view(a.shape)
 
 
 def slope(scores: Tensor, terms: Sequence[Tensor], window: Tensor) -> Tensor:
@@ -49,13 +51,15 @@ def slope(scores: Tensor, terms: Sequence[Tensor], window: Tensor) -> Tensor:
     from ring_attention_pytorch.routing._triton_descent import slope_kernel
 
     *terms, e = terms
-    n, (windows, steps) = scores.shape[-1], terms[0].shape[-2:]
+    n = scores.shape[-1]
+    windows, steps = terms[0].shape[-2:]
     flat = scores.reshape(-1, n).contiguous()
     total = torch.zeros_like(flat)
     if flat.numel() and steps:
-        coef, bound, at = (t.contiguous() for t in terms)
-        slope_kernel[len(flat), -(-n // _BLOCK)](
-            flat, total, window, coef, bound, at, e, n, windows, steps, BLOCK=_BLOCK
+        coef, bound, shift = (term.contiguous() for term in terms)
+        blocks = -(-n // _BLOCK)
+        slope_kernel[len(flat), blocks](
+            flat, total, window, coef, bound, shift, e, n, windows, steps, BLOCK=_BLOCK
         )
     return total.view(scores.shape)
 

@@ -43,21 +43,25 @@ class Dispatch:
     @classmethod
     def make(cls, positions: Tensor, plan: RoutingPlan, slots: Sequence[Tensor]) -> "Dispatch":
         """Make it from positions `[b, r, K]` of all slots, -1 for none, and each rank's slots."""
-        ring, (b, r, _) = plan.ring, positions.shape
-        ranks, places = plan.homes(positions)
+        ring = plan.ring
+        b, r, _ = positions.shape
+        owners, places = plan.homes(positions)
         n = count(plan.segments[ring.rank])
-        tokens = places + n * torch.arange(b, device=places.device)[:, None, None]
-        route = torch.arange(r, device=places.device)[:, None].expand(positions.shape)
-        mine = slots[ring.rank]
-        here, coming = [ranks[..., to] == ring.rank for to in slots], ranks[..., mine]
-        return cls(
-            ring,
-            tuple(map(len, slots)),
-            positions[..., mine],
-            [tokens[..., to][held] for to, held in zip(slots, here)],
-            [route[..., to][held] for to, held in zip(slots, here)],
-            [(coming == rank).flatten().nonzero().flatten() for rank in range(ring.size)],
-        )
+        samples = torch.arange(b, device=places.device)
+        routes = torch.arange(r, device=places.device)
+        tokens = places + n * samples[:, None, None]
+        route = routes[:, None].expand(positions.shape)
+        my_slots = slots[ring.rank]
+        my_owners = owners[..., my_slots].flatten()
+        counts = tuple(map(len, slots))
+        way = cls(ring, counts, positions[..., my_slots], [], [], [])
+        for rank, its_slots in enumerate(slots):
+            held = owners[..., its_slots] == ring.rank
+            way.sends.append(tokens[..., its_slots][held])
+            way.routes.append(route[..., its_slots][held])
+            arrives = my_owners == rank
+            way.lands.append(arrives.nonzero().flatten())
+        return way
 
     def out(self, x: Tensor, *, by_route: bool = False) -> Tensor:
         """Send tokens x held here to their ranks; return those in this rank's slots.
@@ -65,29 +69,31 @@ class Dispatch:
         x is `[b, n, ...]`, or `[b, r, n, ...]` with by_route; the result is `[b, r, K, ...]`. Empty
         slots are 1: a token of zeros has no direction, and its norm in 16 bits would be NaN.
         """
-        indices, rest = self.sends, x.shape[2 + by_route :]
+        indices, width = self.sends, x.shape[2 + by_route :]
         if by_route:
             r, n = x.shape[1:3]
-            indices = [
-                (sent // max(n, 1) * r + route) * n + sent % max(n, 1)
-                for sent, route in zip(self.sends, self.routes)
-            ]
+            indices = []
+            for sent, route in zip(self.sends, self.routes):
+                sample, place = sent // max(n, 1), sent % max(n, 1)
+                indices.append((sample * r + route) * n + place)
         flat = x.flatten(0, 1 + by_route)
-        shapes = [(len(land), *rest) for land in self.lands]
-        got = all_to_all([flat.index_select(0, at) for at in indices], shapes, self.ring)
-        empty = x.new_ones((self.positions.numel(), *rest))
-        filled = empty.index_copy(0, torch.cat(self.lands), torch.cat(got))
-        return filled.view(*self.positions.shape, *rest)
+        pieces = [flat.index_select(0, index) for index in indices]
+        shapes = [(len(land), *width) for land in self.lands]
+        received = torch.cat(all_to_all(pieces, shapes, self.ring))
+        empty = x.new_ones((self.positions.numel(), *width))
+        filled = empty.index_copy(0, torch.cat(self.lands), received)
+        return filled.view(*self.positions.shape, *width)
 
     def home(self, y: Tensor, base: Tensor) -> Tensor:
         """Send y `[b, 1, K, ...]` of the slots here to the owners; return base with what came.
 
         base `[b, n, ...]` has the results of tokens that are not routed.
         """
-        flat = y.flatten(0, 2)
-        shapes = [(len(sent), *base.shape[2:]) for sent in self.sends]
-        got = all_to_all([flat.index_select(0, land) for land in self.lands], shapes, self.ring)
-        filled = base.flatten(0, 1).index_copy(
-            0, torch.cat(self.sends), torch.cat(got).to(base.dtype)
-        )
+        flat, width = y.flatten(0, 2), base.shape[2:]
+        pieces = [flat.index_select(0, land) for land in self.lands]
+        shapes = [(len(sent), *width) for sent in self.sends]
+        received = torch.cat(all_to_all(pieces, shapes, self.ring))
+        received = received.to(base.dtype)
+        filled = base.flatten(0, 1)
+        filled = filled.index_copy(0, torch.cat(self.sends), received)
         return filled.view(base.shape)

@@ -11,11 +11,14 @@ Shape = tuple[int, ...]
 
 def everyones(x: Tensor, shapes: Sequence[Shape], ring: Ring) -> list[Tensor]:
     """Gather every rank's x, in the order of ranks; `shapes[i]` is the shape of rank i's x."""
-    others = [rank for rank in range(ring.size) if rank != ring.rank]
-    parts = [x.new_empty(shapes[rank]) for rank in others]
     x = x.contiguous()
+    sends, receives = [], []
+    for rank, shape in enumerate(shapes):
+        if rank != ring.rank:
+            sends.append((rank, x))
+            receives.append((rank, x.new_empty(shape)))
     with ring.call("routing"):
-        parts = ring.exchange([(rank, x) for rank in others], list(zip(others, parts))).wait()
+        parts = ring.exchange(sends, receives).wait()
     parts.insert(ring.rank, x)
     return parts
 

@@ -106,5 +106,7 @@ class ConditionalRoutedFeedForward(nn.Module):
         plan = RoutingPlan.of(plan, x, mask, self.spread, caller, also, problem)
         chosen = self.router.choose(x, plan, k, size=self.window, causal=self.window is not None)
         routed = Routed.gather(x, chosen, plan)
-        heavy = self.heavy_ff(rearrange(routed.tokens, "b 1 k d -> b k d"))
-        return self.light_ff(x) + routed.home(heavy, base_for(x, None))
+        tokens = rearrange(routed.tokens, "b 1 k d -> b k d")
+        heavy = self.heavy_ff(tokens)
+        heavy = routed.home(heavy, base_for(x, None))
+        return self.light_ff(x) + heavy

@@ -27,9 +27,10 @@ def window_slots(size: Size, window: int, device: torch.device) -> Tensor:
     [[0, 1, 3, 4], [2, -1, 5, -1]]
     """
     height, width = size
-    at = torch.arange(height * width, device=device).view(height, width)
-    padded = at.new_full((height + -height % window, width + -width % window), -1)
-    padded[:height, :width] = at
+    positions = torch.arange(height * width, device=device).view(height, width)
+    rows, cols = height + -height % window, width + -width % window
+    padded = positions.new_full((rows, cols), -1)
+    padded[:height, :width] = positions
     return rearrange(padded, "(a h) (b w) -> (a b) (h w)", h=window, w=window)
 
 
@@ -95,11 +96,13 @@ class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
         Raises:
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
-        whole, problem, size = image_size is None, None, image_size
+        whole = image_size is None
+        problem, size = None, image_size
         if whole and x.ndim == 4:
             if self.channel_first:
                 x = rearrange(x, "b d h w -> b h w d")
-            size, x = (x.shape[1], x.shape[2]), x.flatten(1, 2)
+            size = (x.shape[1], x.shape[2])
+            x = x.flatten(1, 2)
             if self.spread.ring_attn:
                 problem = "tokens of an image on a ring are [b, n, dim], beside their image_size"
         elif whole or x.ndim != 3:
@@ -121,22 +124,26 @@ class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
         out = heavy + self._light(x, plan, size)
         if not whole:
             return out
-        order = "b (h w) d -> b d h w" if self.channel_first else "b (h w) d -> b h w d"
-        return rearrange(out, order, h=size[0])
+        if self.channel_first:
+            return rearrange(out, "b (h w) d -> b d h w", h=size[0])
+        return rearrange(out, "b (h w) d -> b h w d", h=size[0])
 
     def _light(self, x: Tensor, plan: RoutingPlan, size: Size) -> Tensor:
         """Send whole windows to ranks, compute attention within them, and return the results."""
         positions = window_slots(size, self.side, x.device)
-        inside = torch.arange(self.side**2, device=x.device)
-        shares = [
-            (mine.unsqueeze(1) * self.side**2 + inside).flatten()
-            for mine in dealt(len(positions), plan.ring.size, x.device)
-        ]
+        area = self.side**2
+        inside = torch.arange(area, device=x.device)
+        slots = []
+        for windows in dealt(len(positions), plan.ring.size, x.device):
+            first = windows.unsqueeze(1) * area
+            slots.append((first + inside).flatten())
         everything = positions.flatten().expand(len(x), 1, -1)
-        way = Dispatch.make(everything, plan, shares)
-        at = way.positions.squeeze(1)
-        seen = (at >= 0) & plan.real.gather(1, at.clamp(min=0))
+        way = Dispatch.make(everything, plan, slots)
+        here = way.positions.squeeze(1)
+        real = plan.real.gather(1, here.clamp(min=0))
+        seen = (here >= 0) & real
         by_window = "b (w s) ... -> (b w) s ..."
-        tokens = rearrange(way.out(x).squeeze(1), by_window, s=self.side**2)
-        out = self.window_attn(tokens, rearrange(seen, by_window, s=self.side**2))
-        return way.home(rearrange(out, "(b w) s d -> b 1 (w s) d", b=len(x)), torch.zeros_like(x))
+        tokens = rearrange(way.out(x).squeeze(1), by_window, s=area)
+        out = self.window_attn(tokens, rearrange(seen, by_window, s=area))
+        out = rearrange(out, "(b w) s d -> b 1 (w s) d", b=len(x))
+        return way.home(out, torch.zeros_like(x))

@@ -70,22 +70,24 @@ class RoutingPlan:
         """
         ring = as_ring(group)
         problem = problem or problem_of(lambda: _problem(x, mask, layout))
-        grad = torch.is_grad_enabled()
-        same = {} if problem else dict(
-            also or {}, batch=x.shape[0], dim=x.shape[2], dtype=x.dtype, device=x.device.type,
-            layout=layout, mask=mask is not None, grad=grad, requires_grad=grad and x.requires_grad,
-        )  # fmt: skip
-        own = {} if problem else {"n": x.shape[1]}
-        lengths = [each["n"] for each in agree(ring, caller, same, own, problem)]
+        same, own = {}, {}
+        if problem is None:
+            b, n, dim = x.shape
+            own["n"] = n
+            grad = torch.is_grad_enabled()
+            same = dict(
+                also or {}, batch=b, dim=dim, dtype=x.dtype, device=x.device.type, layout=layout,
+                mask=mask is not None, grad=grad, requires_grad=grad and x.requires_grad,
+            )  # fmt: skip
+        lengths = [note["n"] for note in agree(ring, caller, same, own, problem)]
         raise_together(ring, caller, shards_problem(layout, lengths))
         segments = all_segments(layout, ring.size, sum(lengths))
-        held = torch.cat([segment_positions(s, x.device) for s in segments])
-        plan = cls(
-            ring, layout, segments, None if mask is None else mask.clone(),
-            torch.ones(x.shape[0], len(held), dtype=torch.bool, device=x.device), held.argsort(),
-        )  # fmt: skip
+        positions = torch.cat([segment_positions(s, x.device) for s in segments])
+        real = torch.ones(b, len(positions), dtype=torch.bool, device=x.device)
+        own_mask = None if mask is None else mask.clone()
+        plan = cls(ring, layout, segments, own_mask, real, positions.argsort())
         if mask is not None:
-            plan.real.copy_(plan.whole(mask))
+            real.copy_(plan.whole(mask))
         return plan
 
     @classmethod
@@ -114,7 +116,8 @@ class RoutingPlan:
 
     def check(self, x: Tensor) -> None:
         """Raise ValueError where the plan was made for other tokens than these."""
-        want = [self.real.shape[0], count(self.segments[self.ring.rank])]
+        mine = self.segments[self.ring.rank]
+        want = [self.real.shape[0], count(mine)]
         if x.ndim != 3 or list(x.shape[:2]) != want:
             raise ValueError(
                 f"the plan was made for tokens {want}, got {list(x.shape)}; make one for these"
@@ -132,17 +135,19 @@ class RoutingPlan:
     def whole(self, x: Tensor) -> Tensor:
         """Gather all ranks' x `[b, ..., n]` as `[b, ..., N]`, in position order; no gradient."""
         shapes = [(*x.shape[:-1], count(s)) for s in self.segments]
-        return torch.cat(everyones(x, shapes, self.ring), -1).index_select(-1, self.order)
+        parts = everyones(x, shapes, self.ring)
+        return torch.cat(parts, -1).index_select(-1, self.order)
 
     def homes(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return each position's owner and its place there; owner -1 for negative positions."""
-        held = torch.tensor([count(s) for s in self.segments], device=positions.device)
-        ends = held.cumsum(0)
         if self.length == 0:
             return torch.full_like(positions, -1), torch.zeros_like(positions)
+        held = torch.tensor([count(s) for s in self.segments], device=positions.device)
+        ends = held.cumsum(0)
+        starts = ends - held
         place = self.order[positions.clamp(min=0)]
         rank = torch.bucketize(place, ends, right=True)
-        return rank.masked_fill(positions < 0, -1), place - (ends - held)[rank]
+        return rank.masked_fill(positions < 0, -1), place - starts[rank]
 
     def attention_plan(self, key: Any, make: Callable[[], RingPlan]) -> RingPlan:
         """Return attention's plan of this key; the first request makes it, on all ranks at once."""

@@ -27,7 +27,6 @@ from ring_attention_pytorch.routing.soft_topk import (
     counts,
     descent,
     descent_problem,
-    eps_problem,
     fixed_point,
     gates,
     threshold,
@@ -117,7 +116,8 @@ class _Scores(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         refuse_second_order("routing by scores")
         x, toward = ctx.saved_tensors
-        dx, dtoward = torch.empty_like(x), torch.zeros_like(toward)
+        dx = torch.empty_like(x)
+        dtoward = torch.zeros_like(toward)
         with torch.autocast(x.device.type, enabled=False):
             everyones = toward.expand(len(x), -1, -1)
             parts = zip(dx.split(_AT_ONCE, 1), x.split(_AT_ONCE, 1), grad.split(_AT_ONCE, -1))
@@ -183,7 +183,8 @@ class CoordinateDescentRouter(nn.Module):
     ):
         super().__init__()
         descends = {"eps_decay": eps_decay, "eps_init": eps_init, "use_triton": use_triton or None}
-        if n_iters is None and (given := [n for n, v in descends.items() if v is not None]):
+        given = [name for name, value in descends.items() if value is not None]
+        if n_iters is None and given:
             raise ValueError(f"{', '.join(given)} need n_iters: the fixed point has no steps")
         if triton_checkpoint_segments is not None:
             raise ValueError("triton_checkpoint_segments: leave it None, backward needs none")
@@ -195,20 +196,20 @@ class CoordinateDescentRouter(nn.Module):
         if route_block_size is not None and route_block_size < 1:
             raise ValueError(f"route_block_size must be at least 1, got {route_block_size}")
         decay = 1.0 if eps_decay is None else eps_decay
-        if (problem := descent_problem(n_iters or 1, eps, eps_init, decay)) or (
-            problem := eps_problem(eps)
-        ):
+        problem = descent_problem(n_iters or 1, eps, eps_init, decay)
+        if problem is not None:
             raise ValueError(problem)
         self.dim, self.routes, self.straight_through = dim, num_routing_tokens, straight_through
-        self.fetch_k_ratio, self.eps = fetch_k_ratio, float(eps)
+        self.fetch_k_ratio = fetch_k_ratio
+        self.eps = float(eps)
         self.passes = TRITON if use_triton else PLAIN
         self.steps = None if n_iters is None else (n_iters, float(eps), eps_init, float(decay))
         self.cosine_scale = cosine_sim_scale if cosine_sim_routing else None
         self.route_block_size = route_block_size
         self.spread = ShardConfig.make(ring_attn, layout=layout, group=group)
-        self.routing_token = (
-            None if learned_routing_tokens else nn.Parameter(torch.randn(num_routing_tokens, dim))
-        )
+        self.routing_token = None
+        if not learned_routing_tokens:
+            self.routing_token = nn.Parameter(torch.randn(num_routing_tokens, dim))
 
     @typed(told_by_module("CoordinateDescentRouter"))
     def forward(
@@ -263,10 +264,10 @@ class CoordinateDescentRouter(nn.Module):
             return "routing_tokens go with learned_routing_tokens=True, and with that only"
         if routing_tokens is None:
             return None
-        want = [[len(x), self.routes, self.dim]] + [[len(x), self.dim]] * (self.routes == 1)
-        if list(routing_tokens.shape) not in want:
-            return f"routing_tokens must be {want[0]}, got {list(routing_tokens.shape)}"
-        return None
+        shape, want = list(routing_tokens.shape), [len(x), self.routes, self.dim]
+        if shape == want or (self.routes == 1 and shape == [len(x), self.dim]):
+            return None
+        return f"routing_tokens must be {want}, got {shape}"
 
     def choose(
         self,
@@ -285,13 +286,17 @@ class CoordinateDescentRouter(nn.Module):
         a token's gate is what the soft top-k of the window before its own gives for its score.
         """
         if size is None and self.route_block_size is not None:
-            size, blocks = self.route_block_size, -(-plan.length // self.route_block_size)
+            size = self.route_block_size
+            blocks = -(-plan.length // size)
             if isinstance(k, int):
                 k = -(-k // max(blocks, 1))
-        size = max(plan.length, 1) if size is None else size
-        scores = torch.rand(
-            (len(x), self.routes, x.shape[1]), device=x.device, dtype=torch.float64
-        ) if random_route else self.scores(x, routing_tokens)  # fmt: skip
+        if size is None:
+            size = max(plan.length, 1)
+        if random_route:
+            shape = (x.shape[0], self.routes, x.shape[1])
+            scores = torch.rand(shape, device=x.device, dtype=torch.float64)
+        else:
+            scores = self.scores(x, routing_tokens)
         with torch.no_grad():
             real = windows(plan.real.unsqueeze(1), size, False)  # [b, 1, W, size]
             whole = windows(plan.whole(scores), size, 0.0).masked_fill(~real, -torch.inf)
@@ -301,13 +306,14 @@ class CoordinateDescentRouter(nn.Module):
             if not random_route:
                 ranked = rounded(whole, self._toward(scores.dtype, routing_tokens))
             if causal:
-                found = causal_choice(ranked, real.expand(whole.shape), count, most)
+                positions = causal_choice(ranked, real.expand(whole.shape), count, most)
             else:
-                found = best(ranked, count, most)
+                positions = best(ranked, count, most)
         if random_route:
-            return Routing(found, torch.ones_like(scores))
-        soft = (count * self.fetch_k_ratio).minimum(known.double())
-        return Routing(found, self._gates(scores, self._solve(whole, soft), plan, size, causal))
+            return Routing(positions, torch.ones_like(scores))
+        soft_count = (count * self.fetch_k_ratio).minimum(known.double())
+        solution = self._solve(whole, soft_count)
+        return Routing(positions, self._gates(scores, solution, plan, size, causal))
 
     def scores(self, x: Tensor, routing_tokens: Tensor | None = None) -> Tensor:
         """Compute the scores `[b, r, n]` of tokens x, in float32 at least.
@@ -316,7 +322,8 @@ class CoordinateDescentRouter(nn.Module):
         """
         toward = self._toward(accumulation_dtype(x.dtype), routing_tokens)
         if self.cosine_scale is not None:
-            x = F.normalize(x.to(toward.dtype), dim=-1) * self.dim**0.5
+            x = F.normalize(x.to(toward.dtype), dim=-1)
+            x = x * self.dim**0.5
         return _Scores.apply(x, toward.squeeze(-2))
 
     def _toward(self, dtype: torch.dtype, routing_tokens: Tensor | None) -> Tensor:
@@ -325,7 +332,8 @@ class CoordinateDescentRouter(nn.Module):
         toward = toward.to(dtype).reshape(-1, self.routes, 1, self.dim)
         if self.cosine_scale is None:
             return toward
-        return F.normalize(toward, dim=-1) * (self.cosine_scale * self.dim**-0.5)
+        scale = self.cosine_scale * self.dim**-0.5
+        return F.normalize(toward, dim=-1) * scale
 
     def _solve(self, whole: Tensor, k: Tensor) -> Solution:
         with torch.no_grad():
@@ -336,18 +344,22 @@ class CoordinateDescentRouter(nn.Module):
     def _gates(
         self, scores: Tensor, solution: Solution, plan: RoutingPlan, size: int, causal: bool
     ) -> Tensor:
-        at = plan.positions(scores.device)
+        positions = plan.positions(scores.device)
+        window = positions // size
+        padding = None if plan.mask is None else ~plan.mask.unsqueeze(1)
         wide = hidden = scores.double()
-        if plan.mask is not None:
-            hidden = wide.masked_fill(~plan.mask.unsqueeze(1), -torch.inf)
-        a = threshold(hidden, solution, at // size, plan.ring, self.passes.slope)
+        if padding is not None:
+            hidden = wide.masked_fill(padding, -torch.inf)
+        a = threshold(hidden, solution, window, plan.ring, self.passes.slope)
         if a.shape[-1] > 1:  # else all share one a: picking it would add gradients one by one
-            a = a.index_select(-1, (at // size - int(causal)).clamp(min=0))
+            decisive = (window - int(causal)).clamp(min=0)
+            a = a.index_select(-1, decisive)
         p = gates(wide, a, solution.eps)
-        p = p.masked_fill(at < size * causal, 0.0)
-        if plan.mask is not None:
-            p = p.masked_fill(~plan.mask.unsqueeze(1), 0.0)
-        p = p + (1 - p).detach() if self.straight_through else p
+        p = p.masked_fill(positions < size * causal, 0.0)
+        if padding is not None:
+            p = p.masked_fill(padding, 0.0)
+        if self.straight_through:
+            p = p + (1 - p).detach()
         return p.to(scores.dtype)
 
 
@@ -360,8 +372,10 @@ def rounded(scores: Tensor, toward: Tensor) -> Tensor:
     for tokens of mean square 1.
     """
     usual = toward.norm(dim=-1, keepdim=True)
-    step = torch.ldexp(torch.ones_like(usual), torch.frexp(usual).exponent - _BITS[scores.dtype])
-    return (scores / step).round() * step
+    exponent = torch.frexp(usual).exponent - _BITS[scores.dtype]
+    step = torch.ldexp(torch.ones_like(usual), exponent)
+    steps = (scores / step).round()
+    return steps * step
 
 
 def router_options(given: dict | None, straight_through: bool, use_triton: bool) -> dict[str, Any]:

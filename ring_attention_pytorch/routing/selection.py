@@ -33,7 +33,8 @@ def windows(x: Tensor, size: int, fill: float | bool) -> Tensor:
     """Cut x `[..., N]` into windows `[..., W, size]`; pad the last one with `fill`."""
     missing = -x.shape[-1] % size
     if missing:
-        x = torch.cat((x, x.new_full((*x.shape[:-1], missing), fill)), -1)
+        padding = x.new_full((*x.shape[:-1], missing), fill)
+        x = torch.cat((x, padding), -1)
     return rearrange(x, "... (w size) -> ... w size", size=size)
 
 
@@ -44,9 +45,9 @@ def slots(k: int | float, size: int) -> int:
 
 def best(scores: Tensor, count: Tensor, most: int) -> Tensor:
     """Choose the `count` `[..., W]` best of `[..., W, size]`: positions `[..., W * most]`."""
-    found = scores.sort(dim=-1, descending=True, stable=True).indices[..., :most]
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
     chosen = torch.arange(most, device=scores.device) < count.unsqueeze(-1)
-    return _ascending(found, chosen, scores.shape[-1])
+    return _ascending(order[..., :most], chosen, scores.shape[-1])
 
 
 def causal_choice(scores: Tensor, real: Tensor, count: Tensor, most: int) -> Tensor:
@@ -55,25 +56,30 @@ def causal_choice(scores: Tensor, real: Tensor, count: Tensor, most: int) -> Ten
     A token is chosen if its score would be among the `count` best of the window before its own,
     until its own window has `most`. The first window has no window before it, so none is chosen.
     """
+    size = scores.shape[-1]
     ordered = scores.sort(-1, descending=True).values
-    last = (count.long() - 1).clamp(min=0).unsqueeze(-1)
+    last = count.long() - 1
+    last = last.clamp(min=0).unsqueeze(-1)
     least = ordered.gather(-1, last).squeeze(-1)  # [..., W]
     known = real.sum(-1)
-    least = least.masked_fill(count >= known, -torch.inf).masked_fill(known == 0, torch.inf)
-    least = torch.cat((torch.full_like(least[..., :1], torch.inf), least[..., :-1]), -1)
-    chosen = real & (scores >= least.unsqueeze(-1)) & (least.unsqueeze(-1) < torch.inf)
-    size = scores.shape[-1]
-    at = torch.arange(size, device=scores.device).expand(chosen.shape)
+    least = least.masked_fill(count >= known, -torch.inf)
+    least = least.masked_fill(known == 0, torch.inf)
+    never = torch.full_like(least[..., :1], torch.inf)
+    least = torch.cat((never, least[..., :-1]), -1).unsqueeze(-1)
+    chosen = real & (scores >= least) & (least < torch.inf)
+    places = torch.arange(size, device=scores.device).expand(chosen.shape)
     # the chosen ones first, in order; those beyond `most` are left out
-    found = at.masked_fill(~chosen, size).sort(-1).values[..., :most]
-    return _ascending(found, found < size, size)
+    places = places.masked_fill(~chosen, size).sort(-1).values
+    places = places[..., :most]
+    return _ascending(places, places < size, size)
 
 
-def _ascending(found: Tensor, chosen: Tensor, size: int) -> Tensor:
+def _ascending(places: Tensor, chosen: Tensor, size: int) -> Tensor:
     """Turn places in windows into ascending positions, -1 for those not chosen."""
-    found = found.masked_fill(~chosen, size).sort(-1).values
-    start = torch.arange(found.shape[-2], device=found.device).unsqueeze(-1) * size
-    return (found + start).masked_fill(found == size, -1).flatten(-2)
+    places = places.masked_fill(~chosen, size).sort(-1).values
+    starts = torch.arange(places.shape[-2], device=places.device) * size
+    positions = places + starts.unsqueeze(-1)
+    return positions.masked_fill(places == size, -1).flatten(-2)
 
 
 @beartype
@@ -104,18 +110,22 @@ def select_topk(
     >>> select_topk(torch.tensor([[1.0, 3.0, 2.0, 3.0]]), 2).positions.tolist()
     [[1, 3]]
     """
-    problem = count_problem("k", k)
+    problem, tokens = count_problem("k", k), scores
     if isinstance(k, Tensor):
         problem = "k must be an int or a float here"
-    if scores.ndim != 2:
+    if scores.ndim == 2:
+        tokens = scores.unsqueeze(-1)
+    else:
         problem = f"scores must be [batch, tokens], got {list(scores.shape)}"
-    like = scores.unsqueeze(-1) if scores.ndim == 2 else scores
     plan = RoutingPlan.make(
-        like, mask, layout=layout, group=group, caller="select_topk", also={"k": k}, problem=problem
-    )
+        tokens, mask, layout=layout, group=group, caller="select_topk", also={"k": k},
+        problem=problem,
+    )  # fmt: skip
     with torch.no_grad():
-        whole = plan.whole(scores).masked_fill(~plan.real, -torch.inf)
+        whole = plan.whole(scores)
+        whole = whole.masked_fill(~plan.real, -torch.inf)
         size = max(plan.length, 1)
         real = windows(plan.real, size, False).sum(-1)
-        found = best(windows(whole, size, -torch.inf), counts(k, real), slots(k, plan.length))
-        return Selection(found, *plan.homes(found))
+        whole = windows(whole, size, -torch.inf)
+        positions = best(whole, counts(k, real), slots(k, plan.length))
+        return Selection(positions, *plan.homes(positions))

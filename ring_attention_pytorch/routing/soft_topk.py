@@ -35,36 +35,44 @@ Count = int | float | Tensor
 class Solution(NamedTuple):
     """The threshold a, from which gates are 1 (s >= -a), and the terms of its gradient.
 
-    p = min(1, exp((s + a) / eps)); da/ds = -sum over t of coef * exp((s + at) / e) where s < bound.
-    a `[...]`; coef, bound, at `[..., T]`; e `[T]`; all float64.
+    p = min(1, exp((s + a) / eps)); da/ds is the sum over T steps of -coef * exp((s + shift) / e)
+    where s < bound. a `[...]`; coef, bound, shift `[..., T]`; e `[T]`; all float64.
     """
 
     a: Tensor
     eps: float
     coef: Tensor
     bound: Tensor
-    at: Tensor
+    shift: Tensor
     e: Tensor
 
 
 def fixed_point(scores: Tensor, k: Tensor, eps: float) -> Solution:
     """Solve soft top-k exactly for scores `[..., n]`, -inf for no token, and k `[...]`."""
-    u, k = scores.double() / eps, k.double()
+    u = scores.double() / eps
+    k = k.double()
     real = (scores > -torch.inf).sum(-1)
     if scores.shape[-1] == 0:
         u = u.new_full((*u.shape[:-1], 1), -torch.inf)
+    n = u.shape[-1]
     top = u.sort(-1, descending=True).values
     rest = top.flip(-1).logcumsumexp(-1).flip(-1)  # LSE of each score and all smaller ones
-    at_one = torch.arange(top.shape[-1], device=u.device, dtype=torch.float64)
-    alpha = (k.unsqueeze(-1) - at_one).clamp(min=0).log() - rest
-    most = (k.ceil().long() - 1).clamp(0, top.shape[-1] - 1)  # where the tail is below rounding
+    at_one = torch.arange(n, device=u.device, dtype=torch.float64)
+    below_one = k.unsqueeze(-1) - at_one
+    alpha = below_one.clamp(min=0).log() - rest
+    most = k.ceil().long() - 1
+    most = most.clamp(0, n - 1)  # where the tail is below rounding
     m = (top + alpha >= 0).sum(-1).minimum(most)
-    a = eps * alpha.gather(-1, m.unsqueeze(-1)).squeeze(-1)
+    alpha = alpha.gather(-1, m.unsqueeze(-1))
+    a = eps * alpha.squeeze(-1)
     everything, nothing = real <= k, k <= 0
-    a = a.masked_fill(everything, torch.inf).masked_fill(nothing, -torch.inf)
-    coef = (1 / (k - m)).masked_fill(everything | nothing, 0.0)
-    one = torch.full((1,), eps, dtype=torch.float64, device=u.device)
-    return Solution(a, eps, coef.unsqueeze(-1), -a.unsqueeze(-1), a.unsqueeze(-1), one)
+    a = a.masked_fill(everything, torch.inf)
+    a = a.masked_fill(nothing, -torch.inf)
+    coef = 1 / (k - m)
+    coef = coef.masked_fill(everything | nothing, 0.0)
+    last = a.unsqueeze(-1)
+    e = torch.full((1,), eps, dtype=torch.float64, device=u.device)
+    return Solution(a, eps, coef.unsqueeze(-1), -last, last, e)
 
 
 def descent(
@@ -77,30 +85,45 @@ def descent(
     by: Partition = partition,
 ) -> Solution:
     """Run n_iters steps of coordinate descent on scores `[..., n]`, -inf for no token."""
-    scores, k = scores.double(), k.double()
+    scores = scores.double()
+    k = k.double()
+    log_k = k.log()
     real = (scores > -torch.inf).sum(-1)
-    everything, nothing = real <= k, k <= 0
     e = max(eps if eps_init is None else eps_init, eps)
-    es, ats = [e], [e * (k.log() - real.clamp(min=1).double().log())]
+    log_real = real.clamp(min=1).double().log()
+    a = e * (log_k - log_real)
+    es, bounds, shifts = [], [], []
     shares = []  # the share of the next a that comes from scores at the bound
     for _ in range(n_iters - 1):
         e = max(e * eps_decay, eps)
-        count, rest = by(scores, ats[-1], e)
-        at_bound = count.log() - ats[-1] / e
+        count, rest = by(scores, a, e)
+        at_bound = count.log() - a / e
         whole = torch.logaddexp(at_bound, rest)
         shares.append((at_bound - whole).exp())
+        bounds.append(-a)
+        a = e * (log_k - whole)
         es.append(e)
-        ats.append(e * (k.log() - whole))
+        shifts.append(a)
     # backward through the steps' a: the first has no gradient, since it treats scores as equal
-    weights = [torch.ones_like(k)]
+    coefs, weight = [], torch.ones_like(k)
     for share in reversed(shares):
-        weights.append(weights[-1] * share)
-    coef = torch.stack(weights[::-1][1:], -1) if shares else k.new_zeros((*k.shape, 0))
-    bound, at = (torch.stack(t, -1) if t else coef for t in ([-a for a in ats[:-1]], ats[1:]))
-    coef = (coef / k.unsqueeze(-1)).masked_fill((everything | nothing).unsqueeze(-1), 0.0)
-    a = ats[-1].masked_fill(everything, torch.inf).masked_fill(nothing, -torch.inf)
-    e_out = max(es[-1] * eps_decay, eps)
-    return Solution(a, e_out, coef, bound, at, torch.tensor(es[1:], dtype=a.dtype).to(a.device))
+        coefs.insert(0, weight / k)
+        weight = weight * share
+    everything, nothing = real <= k, k <= 0
+    limited = (everything | nothing).unsqueeze(-1)
+    a = a.masked_fill(everything, torch.inf)
+    a = a.masked_fill(nothing, -torch.inf)
+    coef = _steps(coefs, k).masked_fill(limited, 0.0)
+    terms = (coef, _steps(bounds, k), _steps(shifts, k))
+    e_of_steps = torch.tensor(es, dtype=a.dtype).to(a.device)
+    return Solution(a, max(e * eps_decay, eps), *terms, e_of_steps)
+
+
+def _steps(terms: list[Tensor], like: Tensor) -> Tensor:
+    """Stack a term `[...]` of each step as `[..., T]`; T may be 0."""
+    if not terms:
+        return like.new_zeros((*like.shape, 0))
+    return torch.stack(terms, -1)
 
 
 class _Threshold(Function):
@@ -171,19 +194,21 @@ def soft_topk(
     """
     ring = as_ring(group)
     problem = problem_of(lambda: scores_problem(scores, k, mask) or eps_problem(eps))
-    grad = torch.is_grad_enabled()
-    same = {} if problem else dict(
-        rows=list(scores.shape[:-1]), dtype=scores.dtype, eps=eps, mask=mask is not None,
-        k=_note_of(k, ring), device=scores.device.type,
-        requires_grad=grad and scores.requires_grad,
-    )  # fmt: skip
-    own = {} if problem else {"n": scores.shape[-1]}
-    lengths = agree(ring, "soft_topk", same, own, problem)
+    same, own = {}, {}
+    if problem is None:
+        *rows, n = scores.shape
+        own["n"] = n
+        requires_grad = torch.is_grad_enabled() and scores.requires_grad
+        same = dict(
+            rows=rows, dtype=scores.dtype, eps=eps, mask=mask is not None, k=_note_of(k, ring),
+            device=scores.device.type, requires_grad=requires_grad,
+        )  # fmt: skip
+    notes = agree(ring, "soft_topk", same, own, problem)
     with torch.no_grad():
         hidden = scores.double()
         if mask is not None:
             hidden = hidden.masked_fill(~mask, -torch.inf)
-        shapes = [(*scores.shape[:-1], each["n"]) for each in lengths]
+        shapes = [(*rows, note["n"]) for note in notes]
         whole = torch.cat(everyones(hidden, shapes, ring), -1)
         solution = fixed_point(whole, counts(k, (whole > -torch.inf).sum(-1)), float(eps))
     return _apply(scores, mask, solution, ring)
@@ -193,13 +218,19 @@ def _apply(
     scores: Tensor, mask: Tensor | None, solution: Solution, ring: Ring, by: Slope = slope
 ) -> Tensor:
     """Compute the gates of this rank's scores, by a solution for all ranks' scores."""
-    a, eps, coef, bound, at, e = solution
-    one = Solution(a.unsqueeze(-1), eps, *(t.unsqueeze(-2) for t in (coef, bound, at)), e)
-    wide = scores.double()
-    hidden = wide if mask is None else wide.masked_fill(~mask, -torch.inf)
+    one_window = solution._replace(
+        a=solution.a.unsqueeze(-1), coef=solution.coef.unsqueeze(-2),
+        bound=solution.bound.unsqueeze(-2), shift=solution.shift.unsqueeze(-2),
+    )  # fmt: skip
+    wide = hidden = scores.double()
+    if mask is not None:
+        hidden = wide.masked_fill(~mask, -torch.inf)
     window = torch.zeros(scores.shape[-1], dtype=torch.long, device=scores.device)
-    p = gates(wide, threshold(hidden, one, window, ring, by), eps)
-    return (p if mask is None else p.masked_fill(~mask, 0.0)).to(scores.dtype)
+    a = threshold(hidden, one_window, window, ring, by)
+    p = gates(wide, a, solution.eps)
+    if mask is not None:
+        p = p.masked_fill(~mask, 0.0)
+    return p.to(scores.dtype)
 
 
 @beartype
@@ -254,7 +285,8 @@ def counts(k: Count, real: Tensor) -> Tensor:
     if isinstance(k, Tensor):
         return k.to(real.device).double().expand(real.shape).minimum(real)
     if isinstance(k, float):
-        return (k * real.double() - 1e-9).ceil().clamp(min=0)  # 0.1 * 30 is 3, not 4
+        share = k * real.double() - 1e-9  # 0.1 * 30 is 3, not 4
+        return share.ceil().clamp(min=0)
     return real.clamp(max=k).double()
 
 
@@ -262,9 +294,11 @@ def count_problem(name: str, k: Count) -> str | None:
     """Say what is wrong with a number or share of tokens; None if nothing is."""
     if isinstance(k, Tensor):
         return None
-    if isinstance(k, float) and not 0 < k <= 1:
+    if isinstance(k, float):
+        if 0 < k <= 1:
+            return None
         return f"{name} as a share must be above 0 and at most 1, got {k}"
-    return f"{name} must be at least 1, got {k}" if not isinstance(k, float) and k < 1 else None
+    return f"{name} must be at least 1, got {k}" if k < 1 else None
 
 
 def _note_of(k: Count, ring: Ring) -> object:
@@ -275,15 +309,18 @@ def _note_of(k: Count, ring: Ring) -> object:
 
 
 def scores_problem(scores: Tensor, k: Count, mask: Tensor | None) -> str | None:
+    shape = list(scores.shape)
     if scores.ndim < 1 or not scores.is_floating_point():
-        return f"scores must be floating [..., n], got {scores.dtype} {list(scores.shape)}"
-    given = [t for t in (scores, k, mask) if isinstance(t, Tensor)]
-    if scores.is_meta or len({t.device for t in given}) > 1:
+        return f"scores must be floating [..., n], got {scores.dtype} {shape}"
+    devices = {t.device for t in (scores, k, mask) if isinstance(t, Tensor)}
+    if scores.is_meta or len(devices) > 1:
         return f"scores, k and mask must be on one device, with values, got {scores.device}"
-    if isinstance(k, Tensor) and k.shape != scores.shape[:-1]:
-        return f"k must be {list(scores.shape[:-1])}, one of each sample, got {list(k.shape)}"
-    if mask is not None and (mask.dtype, mask.shape) != (torch.bool, scores.shape):
-        return f"mask must be bool {list(scores.shape)}, got {mask.dtype} {list(mask.shape)}"
+    if isinstance(k, Tensor) and list(k.shape) != shape[:-1]:
+        return f"k must be {shape[:-1]}, one of each sample, got {list(k.shape)}"
+    if mask is None:
+        return count_problem("k", k)
+    if mask.dtype != torch.bool or list(mask.shape) != shape:
+        return f"mask must be bool {shape}, got {mask.dtype} {list(mask.shape)}"
     return count_problem("k", k)
 
 
