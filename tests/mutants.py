@@ -124,11 +124,11 @@ MUTANTS = [
         "- offsets.repeat_interleave(lengths)", "- 0 * offsets.repeat_interleave(lengths)",
     ),
     Mutant(
-        "a block forgets the tile that began before it", "kernels/triton.py:_make_table",
+        "a block forgets the tile that began before it", "kernels/_tile_table.py:_make_table",
         "bisect_right(stops, at)", "bisect_left(starts, at)",
     ),
     Mutant(
-        "a block forgets its last tile", "kernels/triton.py:_make_table",
+        "a block forgets its last tile", "kernels/_tile_table.py:_make_table",
         "bisect_left(starts, at + block)", "bisect_left(starts, at + block) - 1",
     ),
     # merging and precision
@@ -1286,11 +1286,11 @@ def blocks_know_their_tiles() -> None:
     from ring_attention_pytorch.geometry.documents import of_borders
     from ring_attention_pytorch.geometry.layouts import all_segments
     from ring_attention_pytorch.geometry.tiles import Mask, tiles
-    from ring_attention_pytorch.kernels.triton import _table
+    from ring_attention_pytorch.kernels._tile_table import tile_table
 
     (whole,) = all_segments("contiguous", 1, 40)
     found = tiles(whole, whole, Mask(True, None, of_borders(range(0, 41, 5))))
-    table = _table(found, "rows", 8, torch.empty(1, 40), every=True)
+    table = tile_table(found, "rows", 8, torch.empty(1, 40), every=True)
     for number, first, last in table.blocks.tolist():
         here = range(8 * number, 8 * number + 8)
         meets = [i for i, t in enumerate(found) if {*range(t.rows.start, t.rows.stop)} & {*here}]

@@ -20,7 +20,7 @@ from ring_attention_pytorch.geometry.documents import of_borders, of_ids
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
 from ring_attention_pytorch.geometry.segments import segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
-from ring_attention_pytorch.kernels import triton
+from ring_attention_pytorch.kernels._tile_table import tile_table
 from ring_attention_pytorch.plan import ring_plan
 from ring_attention_pytorch.runtime.interfaces import Tiles
 from tests import threads
@@ -174,10 +174,10 @@ def test_a_block_of_the_triton_kernels_looks_at_its_own_documents_only(side):
     whole = all_segments("contiguous", 1, 7000)[0]
     found = Tiles(tiles(whole, whole, Mask(True, None, of_borders(range(0, 7001, 7)))))
     like = torch.empty(1, 7000)
-    table = triton._table(found, side, 64, like, every=False)
+    table = tile_table(found, side, 64, like, every=False)
     assert sorted(table.blocks[:, 0].tolist()) == list(range(-(-7000 // 64)))
     assert (table.blocks[:, 2] - table.blocks[:, 1]).max() <= 64 // 7 + 2
-    assert triton._table(found, side, 64, like, every=False) is table
+    assert tile_table(found, side, 64, like, every=False) is table
 
 
 def test_blocks_look_at_every_tile_that_they_meet_and_are_left_out_if_there_is_none():
@@ -187,9 +187,7 @@ def test_blocks_look_at_every_tile_that_they_meet_and_are_left_out_if_there_is_n
         found = tiles(everyone[0], everyone[1], visible)
         for side, block in product(("rows", "cols") if found else (), (1, 2, 5, 16)):
             like = torch.empty(1, layouts.count(everyone[0 if side == "rows" else 1]))
-            table, whole = (
-                triton._table(found, side, block, like, every) for every in (False, True)
-            )
+            table, whole = (tile_table(found, side, block, like, every) for every in (False, True))
             assert sorted(whole.blocks[:, 0].tolist()) == list(range(-(-like.shape[1] // block)))
             lines = {number: range(*ends) for number, *ends in table.blocks.tolist()}
             assert lines == {n: range(*e) for n, *e in whole.blocks.tolist() if range(*e)}
@@ -205,7 +203,7 @@ def test_blocks_that_see_the_most_go_first():
     whole = all_segments("contiguous", 1, 96)[0]
     found = Tiles(tiles(whole, whole, Mask(True, None, of_borders([0, 16, 80, 96]))))
     for side, order in (("rows", [4, 3, 2]), ("cols", [1, 2, 3])):
-        table = triton._table(found, side, 16, torch.empty(1, 96), every=False)
+        table = tile_table(found, side, 16, torch.empty(1, 96), every=False)
         assert table.blocks[:3, 0].tolist() == order
 
 

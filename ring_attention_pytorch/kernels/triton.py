@@ -6,18 +6,16 @@ here import: Triton is optional. With TRITON_INTERPRET=1 they run on the CPU, sl
 """
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
-from itertools import accumulate
-from operator import itemgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import Tile, visible_pairs
+from ring_attention_pytorch.kernels._descriptors import in_blocks, operands, padded, tma_fits
+from ring_attention_pytorch.kernels._tile_table import tile_table
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import (
     FEATURES,
@@ -111,10 +109,16 @@ def config_for(
     if direction in _overrides:
         return _overrides[direction]
     hopper = capability is not None and capability[0] in (9, 10)
-    sizes = _FLOAT32 if dtype == torch.float32 else (_HOPPER if hopper else _ELSEWHERE)[direction]
+    if dtype == torch.float32:
+        sizes = _FLOAT32
+    elif hopper:
+        sizes = _HOPPER[direction]
+    else:
+        sizes = _ELSEWHERE[direction]
     size = next(size for size in sizes if width <= size)
-    few = hopper and dtype != torch.float32 and seen < _FEW
-    return (_HOPPER_FOR_FEW[direction] if few else sizes).get(size, sizes[size])
+    if hopper and dtype != torch.float32 and seen < _FEW:
+        return _HOPPER_FOR_FEW[direction].get(size, sizes[size])
+    return sizes[size]
 
 
 @contextmanager
@@ -138,18 +142,43 @@ def forward(
     (b, n, h, d), (_, m, h_kv, d_v) = q.shape, keys.v.shape
     config = _config("forward", q, keys, tiles)
     before, out, lse = result.room()
-    table = _table(tiles, "rows", config.rows, q, every=before is not out)
+    table = tile_table(tiles, "rows", config.rows, q, every=before is not out)
     options = _options(config, terms, keys, (q, keys.k, keys.v, out))
-    q_, k, v = _operands(options["TMA"], (q, config.rows), *_of(config.cols, keys.k, keys.v))
+    q_, k, v = operands(options["TMA"], (q, config.rows), *in_blocks(config.cols, keys.k, keys.v))
     with _on(q):
         forward_kernel[(b * h * table.count,)](
-            q_, k, v, _mask(keys), *_places(tiles, terms), *_draws(tiles, terms),
-            before, out, lse, *table, _beside(table.count, h // h_kv), n, m, h, h // h_kv, d, d_v,
+            q_,
+            k,
+            v,
+            _mask(keys),
+            *_places(tiles, terms),
+            *_draws(tiles, terms),
+            # results
+            before,
+            out,
+            lse,
+            # the table of tiles
+            *table,
+            _beside(table.count, h // h_kv),
+            # sizes and factors
+            n,
+            m,
+            h,
+            h // h_kv,
+            d,
+            d_v,
             *_factors(terms),
-            q.stride(), keys.k.stride(), keys.v.stride(), *_mask_strides(keys),
-            out.stride(), *lse.stride(),
-            FRESH=before is None, MOVES=before is not out, **options,
-        )  # fmt: skip
+            # strides
+            q.stride(),
+            keys.k.stride(),
+            keys.v.stride(),
+            *_mask_strides(keys),
+            out.stride(),
+            *lse.stride(),
+            FRESH=before is None,
+            MOVES=before is not out,
+            **options,
+        )
 
 
 def backward(
@@ -171,23 +200,55 @@ def _backward_of_keys(
     config = _config("keys", saved.q, keys, tiles)
     (before, dk), (before_v, dv) = grads.dk.room(), grads.dv.room()
     every = before is not dk or before_v is not dv
-    table = _table(tiles, "cols", config.cols, keys.k, every)
+    table = tile_table(tiles, "cols", config.cols, keys.k, every)
     inputs = (saved.q, keys.k, keys.v, saved.dout, saved.lse, saved.delta)
     options = _options(config, terms, keys, inputs, (dk, dv))
-    q, dout, k, v, lse, delta = _operands(
+    q, dout, k, v, lse, delta = operands(
         options["TMA"],
-        *_of(config.rows, saved.q, saved.dout),
-        *_of(config.cols, keys.k, keys.v),
-        *_of(config.rows, saved.lse, saved.delta),
+        *in_blocks(config.rows, saved.q, saved.dout),
+        *in_blocks(config.cols, keys.k, keys.v),
+        *in_blocks(config.rows, saved.lse, saved.delta),
     )
     keys_kernel[(b * h_kv * table.count,)](
-        q, k, v, _mask(keys), *_places(tiles, terms), *_draws(tiles, terms),
-        dout, lse, delta, before, dk, before_v, dv, *table, _beside(table.count), m, h_kv,
-        h // h_kv, d, d_v, *_factors(terms), terms.scale,
-        saved.q.stride(), keys.k.stride(), keys.v.stride(), *_mask_strides(keys),
-        saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(),
-        dk.stride(), dv.stride(), FRESH=before is None, FRESH_V=before_v is None, **options,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        _mask(keys),
+        *_places(tiles, terms),
+        *_draws(tiles, terms),
+        # residuals and results
+        dout,
+        lse,
+        delta,
+        before,
+        dk,
+        before_v,
+        dv,
+        # the table of tiles
+        *table,
+        _beside(table.count),
+        # sizes and factors
+        m,
+        h_kv,
+        h // h_kv,
+        d,
+        d_v,
+        *_factors(terms),
+        terms.scale,
+        # strides
+        saved.q.stride(),
+        keys.k.stride(),
+        keys.v.stride(),
+        *_mask_strides(keys),
+        saved.dout.stride(),
+        *saved.lse.stride(),
+        *saved.delta.stride(),
+        dk.stride(),
+        dv.stride(),
+        FRESH=before is None,
+        FRESH_V=before_v is None,
+        **options,
+    )
 
 
 def _backward_of_queries(
@@ -198,21 +259,50 @@ def _backward_of_queries(
     (b, n, h, d), (_, m, h_kv, d_v) = saved.q.shape, keys.v.shape
     config = _config("queries", saved.q, keys, tiles)
     before, dq = grads.dq.room()
-    table = _table(tiles, "rows", config.rows, saved.q, every=before is not dq)
+    table = tile_table(tiles, "rows", config.rows, saved.q, every=before is not dq)
     options = _options(config, terms, keys, (saved.q, keys.k, keys.v, saved.dout), (dq,))
-    q, dout, k, v = _operands(
+    q, dout, k, v = operands(
         options["TMA"],
-        *_of(config.rows, saved.q, saved.dout),
-        *_of(config.cols, keys.k, keys.v),
+        *in_blocks(config.rows, saved.q, saved.dout),
+        *in_blocks(config.cols, keys.k, keys.v),
     )
     queries_kernel[(b * h * table.count,)](
-        q, k, v, _mask(keys), *_places(tiles, terms), *_draws(tiles, terms),
-        dout, saved.lse, saved.delta, before, dq, *table, _beside(table.count, h // h_kv), n, m, h,
-        h // h_kv, d, d_v, *_factors(terms), terms.scale,
-        saved.q.stride(), keys.k.stride(), keys.v.stride(), *_mask_strides(keys),
-        saved.dout.stride(), *saved.lse.stride(), *saved.delta.stride(), dq.stride(),
-        FRESH=before is None, **options,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        _mask(keys),
+        *_places(tiles, terms),
+        *_draws(tiles, terms),
+        # residuals and results
+        dout,
+        saved.lse,
+        saved.delta,
+        before,
+        dq,
+        # the table of tiles
+        *table,
+        _beside(table.count, h // h_kv),
+        # sizes and factors
+        n,
+        m,
+        h,
+        h // h_kv,
+        d,
+        d_v,
+        *_factors(terms),
+        terms.scale,
+        # strides
+        saved.q.stride(),
+        keys.k.stride(),
+        keys.v.stride(),
+        *_mask_strides(keys),
+        saved.dout.stride(),
+        *saved.lse.stride(),
+        *saved.delta.stride(),
+        dq.stride(),
+        FRESH=before is None,
+        **options,
+    )
 
 
 def _config(direction: str, q: Tensor, keys: KVBlock, tiles: Sequence[Tile]) -> Config:
@@ -238,17 +328,28 @@ def _options(
     q, d, d_v = moved[0], keys.k.shape[-1], keys.v.shape[-1]
     exact = not q.is_cuda or torch.get_float32_matmul_precision() == "highest"
     block = max(config.rows, config.cols, _WIDEST)
+    wide = False
+    for t in (*moved, *written):
+        if t.ndim == 4 and block * (t.stride(1) + t.stride(3)) >= 2**31:
+            wide = True
     return dict(
-        ROWS=config.rows, COLS=config.cols, D=_padded(d), D_V=_padded(d_v),
-        EVEN=d == _padded(d), EVEN_V=d_v == _padded(d_v), MASK=keys.key_mask is not None,
-        CLAMP=terms.softclamp is not None, NEGATE=terms.scale < 0, ALIBI=terms.alibi is not None,
-        DROPS=terms.dropout is not None, PRECISION="ieee" if exact else "tf32",
-        TMA=config.tma and _tma_fits(moved),
-        WIDE=any(
-            block * (t.stride(1) + t.stride(3)) >= 2**31 for t in (*moved, *written) if t.ndim == 4
-        ),
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+        ROWS=config.rows,
+        COLS=config.cols,
+        D=padded(d),
+        D_V=padded(d_v),
+        EVEN=d == padded(d),
+        EVEN_V=d_v == padded(d_v),
+        MASK=keys.key_mask is not None,
+        CLAMP=terms.softclamp is not None,
+        NEGATE=terms.scale < 0,
+        ALIBI=terms.alibi is not None,
+        DROPS=terms.dropout is not None,
+        PRECISION="ieee" if exact else "tf32",
+        TMA=config.tma and tma_fits(moved),
+        WIDE=wide,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
 
 
 def _beside(blocks: int, group: int = 1) -> int:
@@ -258,42 +359,6 @@ def _beside(blocks: int, group: int = 1) -> int:
     only. And they are whole groups, which read the same keys.
     """
     return group * -(-_FULL // (group * blocks))
-
-
-def _padded(width: int) -> int:
-    """Round a head size up to what a matrix product can take."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
-def _tma_fits(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether the tensor memory accelerator can address these: 16 bytes at a time."""
-    device = tensors[0].device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    return all(
-        t.stride(-1) == 1
-        and t.data_ptr() % 16 == 0
-        and all(s > 0 and s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
-        for t in tensors
-    )
-
-
-def _of(length: int, *tensors: Tensor) -> list[tuple[Tensor, int]]:
-    return [(t, length) for t in tensors]
-
-
-def _operands(tma: bool, *blocks: tuple[Tensor, int]) -> list[Any]:
-    """Return tensors as kernels read them, so many rows at a time: with TMA their descriptors."""
-    if not tma:
-        return [t for t, _ in blocks]
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    def descriptor(t: Tensor, length: int) -> TensorDescriptor:
-        if t.ndim == 3:  # lse and delta, [b, h, n]
-            return TensorDescriptor.from_tensor(t, [1, 1, length])
-        return TensorDescriptor.from_tensor(t.transpose(1, 2), [1, 1, length, _padded(t.shape[3])])
-
-    return [descriptor(*block) for block in blocks]
 
 
 def _factors(terms: ScoreMods) -> tuple[float, float]:
@@ -331,70 +396,6 @@ def _mask(keys: KVBlock) -> Tensor | None:
 
 def _mask_strides(keys: KVBlock) -> tuple[int, ...]:
     return (0, 0) if keys.key_mask is None else keys.key_mask.stride()
-
-
-class _Table(NamedTuple):
-    """A table of tiles as the kernels read them, by rows or by columns, and of blocks of these."""
-
-    tiles: Tensor
-    blocks: Tensor  # of each its number, and from which to which tile it looks
-    count: int
-
-
-def _table(
-    tiles: Sequence[Tile], side: Literal["rows", "cols"], block: int, of: Tensor, every: bool
-) -> _Table:
-    """Return the table for blocks of one side of `of`, made once for tiles that are used again.
-
-    It has those blocks that see anything, or `every` one.
-    """
-    asked = side, block, of.shape[1] if every else None, of.device
-    if not isinstance(tiles, Tiles):
-        return _table_of(tuple(map(_numbers, tiles)), *asked)
-    return tiles.once(asked, lambda: _make_table([*map(_numbers, tiles)], *asked))
-
-
-def _numbers(tile: Tile) -> tuple[int, ...]:
-    rows, cols, left, right = tile
-    return (
-        rows.start, rows.stop, cols.start, cols.stop,
-        rows.stop - rows.start if left is None else left,
-        cols.stop - cols.start if right is None else right,
-    )  # fmt: skip
-
-
-def _make_table(
-    tiles: Sequence[tuple[int, ...]], side: str, block: int, every: int | None, device: torch.device
-) -> _Table:
-    start, stop = (0, 1) if side == "rows" else (2, 3)
-    tiles = sorted(tiles, key=itemgetter(start))
-    starts = [tile[start] for tile in tiles]
-    stops = [*accumulate((tile[stop] for tile in tiles), max)]  # the last up to each tile
-    found = []
-    for number in range(-(-(stops[-1] if every is None else every) // block)):
-        at = number * block
-        # where many documents lie, a block looks at the tiles of a few
-        first, last = bisect_right(stops, at), bisect_left(starts, at + block)
-        if first < last or every is not None:
-            work = sum(_seen(tile, at, at + block, side) for tile in tiles[first:last])
-            found.append((work, number, first, last))
-    # those that see the most go first, so that all end together
-    blocks = [block for _, *block in sorted(found, key=itemgetter(0), reverse=True)]
-    # from pageable memory: the copy ends before this returns, so any stream may read the table
-    lines = (torch.tensor(t, dtype=torch.int32, device=device) for t in (tiles, blocks))
-    return _Table(*lines, len(blocks))
-
-
-def _seen(tile: tuple[int, ...], start: int, stop: int, side: str) -> int:
-    """Count how much of the tile's other side is seen by any of these rows, or columns."""
-    a0, a1, b0, b1, back, ahead = tile
-    if side == "cols":
-        a0, a1, b0, b1, back, ahead = b0, b1, a0, a1, ahead, back
-    start, stop = max(start, a0), min(stop, a1)
-    return max(0, min(b1, stop - a0 + b0 + ahead) - max(b0, start - a0 + b0 - back))
-
-
-_table_of = lru_cache(maxsize=4096)(_make_table)
 
 
 def _on(t: Tensor) -> AbstractContextManager[Any]:

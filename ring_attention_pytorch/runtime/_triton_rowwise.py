@@ -25,14 +25,28 @@ def _block(n, heads, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _at(x, batch, head, row, col, x_b, x_n, x_h, x_d):
+def _at(x, strides, batch, head, row, col):
     """Return where these rows and columns of one head of x [b, n, h, d] lie."""
+    x_b, x_n, x_h, x_d = strides
     return x + batch * x_b + head * x_h + row[:, None] * x_n + col[None, :] * x_d
 
 
 @triton.jit
-def _lse(x, batch, head, row, held, x_b, x_h, x_n):
-    return tl.load(x + batch * x_b + head * x_h + row * x_n, mask=held, other=0.0)
+def _lse_at(lse, strides, batch, head, row):
+    """Return where these rows of one head of lse [b, h, n] lie."""
+    lse_b, lse_h, lse_n = strides
+    return lse + batch * lse_b + head * lse_h + row * lse_n
+
+
+@triton.jit
+def _lse(lse, strides, batch, head, row, held):
+    return tl.load(_lse_at(lse, strides, batch, head, row), mask=held, other=0.0)
+
+
+@triton.jit
+def _weighted(at, within, weight):
+    """Load rows of out, times the weight of each row."""
+    return tl.load(at, mask=within, other=0.0).to(tl.float32) * weight[:, None]
 
 
 @triton.jit
@@ -42,46 +56,64 @@ def _weight(lse, top):
 
 @triton.jit
 def _merge_kernel(
-    out, lse, x, x_lse, y, y_lse, z, z_lse, n, heads, d,
-    out_b, out_n, out_h, out_d, lse_b, lse_h, lse_n,
-    x_b, x_n, x_h, x_d, xl_b, xl_h, xl_n,
-    y_b, y_n, y_h, y_d, yl_b, yl_h, yl_n,
-    z_b, z_n, z_h, z_d, zl_b, zl_h, zl_n,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    out,
+    lse,
+    x,
+    x_lse,
+    y,
+    y_lse,
+    z,
+    z_lse,
+    # sizes
+    n,
+    heads,
+    d,
+    # strides
+    out_strides,
+    lse_strides,
+    x_strides,
+    x_lse_strides,
+    y_strides,
+    y_lse_strides,
+    z_strides,
+    z_lse_strides,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
     """Merge x into out and lse, and y and z too where there are more PARTS."""
     batch, head, row, col = _block(n, heads, ROWS, D)
     held = row < n
-    here = _lse(lse, batch, head, row, held, lse_b, lse_h, lse_n)
-    lse_x = _lse(x_lse, batch, head, row, held, xl_b, xl_h, xl_n)
+    here = _lse(lse, lse_strides, batch, head, row, held)
+    lse_x = _lse(x_lse, x_lse_strides, batch, head, row, held)
     top = tl.where(here > lse_x, here, lse_x)  # a NaN passes on to the result
     if PARTS > 1:
-        lse_y = _lse(y_lse, batch, head, row, held, yl_b, yl_h, yl_n)
+        lse_y = _lse(y_lse, y_lse_strides, batch, head, row, held)
         top = tl.where(top > lse_y, top, lse_y)
     if PARTS > 2:
-        lse_z = _lse(z_lse, batch, head, row, held, zl_b, zl_h, zl_n)
+        lse_z = _lse(z_lse, z_lse_strides, batch, head, row, held)
         top = tl.where(top > lse_z, top, lse_z)
     within = held[:, None] & (col < d)[None, :]
-    out_at = _at(out, batch, head, row, col, out_b, out_n, out_h, out_d)
     total = _weight(here, top)
-    merged = tl.load(out_at, mask=within, other=0.0).to(tl.float32) * total[:, None]
+    out_at = _at(out, out_strides, batch, head, row, col)
+    merged = _weighted(out_at, within, total)
     weight = _weight(lse_x, top)
-    at = _at(x, batch, head, row, col, x_b, x_n, x_h, x_d)
-    merged += tl.load(at, mask=within, other=0.0).to(tl.float32) * weight[:, None]
+    at = _at(x, x_strides, batch, head, row, col)
+    merged += _weighted(at, within, weight)
     total += weight
     if PARTS > 1:
         weight = _weight(lse_y, top)
-        at = _at(y, batch, head, row, col, y_b, y_n, y_h, y_d)
-        merged += tl.load(at, mask=within, other=0.0).to(tl.float32) * weight[:, None]
+        at = _at(y, y_strides, batch, head, row, col)
+        merged += _weighted(at, within, weight)
         total += weight
     if PARTS > 2:
         weight = _weight(lse_z, top)
-        at = _at(z, batch, head, row, col, z_b, z_n, z_h, z_d)
-        merged += tl.load(at, mask=within, other=0.0).to(tl.float32) * weight[:, None]
+        at = _at(z, z_strides, batch, head, row, col)
+        merged += _weighted(at, within, weight)
         total += weight
     merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.debug_barrier()  # other warps may hold these rows too: all read before any writes
-    lse_at = lse + batch * lse_b + head * lse_h + row * lse_n
+    lse_at = _lse_at(lse, lse_strides, batch, head, row)
     tl.store(lse_at, tl.where(total == 0.0, -float("inf"), top + tl.log(total)), mask=held)
     tl.store(out_at, merged, mask=within)
 
@@ -99,30 +131,48 @@ def fused_merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
     rows = max(1, _ELEMENTS // width)
     with torch.cuda.device_of(out):
         _merge_kernel[(triton.cdiv(n, rows) * b * h,)](
-            out, lse, *slots, n, h, d, *out.stride(), *lse.stride(),
-            *(stride for t in slots for stride in t.stride()),
-            PARTS=len(parts) // 2, ROWS=rows, D=width,
-        )  # fmt: skip
+            out,
+            lse,
+            *slots,
+            n,
+            h,
+            d,
+            out.stride(),
+            lse.stride(),
+            *[t.stride() for t in slots],
+            PARTS=len(parts) // 2,
+            ROWS=rows,
+            D=width,
+        )
 
 
 @triton.jit
 def _add_kernel(
-    total, parts, strides, n, heads, d, t_b, t_n, t_h, t_d,
-    FRESH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    total,
+    parts,
+    # sizes
+    n,
+    heads,
+    d,
+    # strides
+    total_strides,
+    strides,
+    FRESH: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
     """Add the parts to total, or write their sum to it if FRESH."""
     batch, head, row, col = _block(n, heads, ROWS, D)
     within = (row < n)[:, None] & (col < d)[None, :]
-    total_at = _at(total, batch, head, row, col, t_b, t_n, t_h, t_d)
+    total_at = _at(total, total_strides, batch, head, row, col)
     if FRESH:
-        found = tl.zeros((ROWS, D), tl.float32)
+        sums = tl.zeros((ROWS, D), tl.float32)
     else:
-        found = tl.load(total_at, mask=within, other=0.0).to(tl.float32)
+        sums = tl.load(total_at, mask=within, other=0.0).to(tl.float32)
     for i in tl.static_range(len(parts)):
-        x_b, x_n, x_h, x_d = strides[i]
-        at = _at(parts[i], batch, head, row, col, x_b, x_n, x_h, x_d)
-        found += tl.load(at, mask=within, other=0.0).to(tl.float32)
-    tl.store(total_at, found, mask=within)
+        at = _at(parts[i], strides[i], batch, head, row, col)
+        sums += tl.load(at, mask=within, other=0.0).to(tl.float32)
+    tl.store(total_at, sums, mask=within)
 
 
 def fused_add_(total: Tensor, *parts: Tensor, fresh: bool) -> None:
@@ -142,21 +192,37 @@ def fused_add_(total: Tensor, *parts: Tensor, fresh: bool) -> None:
     rows = max(1, _ELEMENTS // width)
     with torch.cuda.device_of(total):
         _add_kernel[(triton.cdiv(n, rows) * b * h,)](
-            total, tuple(parts), tuple(t.stride() for t in parts), n, h, d, *total.stride(),
-            FRESH=fresh, ROWS=rows, D=width,
-        )  # fmt: skip
+            total,
+            tuple(parts),
+            n,
+            h,
+            d,
+            total.stride(),
+            tuple([t.stride() for t in parts]),
+            FRESH=fresh,
+            ROWS=rows,
+            D=width,
+        )
 
 
 @triton.jit
 def _product_kernel(
-    a, b, total, n, heads, d, a_b, a_n, a_h, a_d, b_b, b_n, b_h, b_d,
-    ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    total,
+    n,
+    heads,
+    d,
+    a_strides,
+    b_strides,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
     batch, head, row, col = _block(n, heads, ROWS, D)
     held = row < n
     within = held[:, None] & (col < d)[None, :]
-    a_at = _at(a, batch, head, row, col, a_b, a_n, a_h, a_d)
-    b_at = _at(b, batch, head, row, col, b_b, b_n, b_h, b_d)
+    a_at = _at(a, a_strides, batch, head, row, col)
+    b_at = _at(b, b_strides, batch, head, row, col)
     x = tl.load(a_at, mask=within, other=0.0).to(tl.float32)
     y = tl.load(b_at, mask=within, other=0.0).to(tl.float32)
     at = total + (batch * heads + head) * n + row
@@ -173,6 +239,6 @@ def fused_sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     rows = max(1, _ELEMENTS // width)
     with torch.cuda.device_of(a):
         _product_kernel[(triton.cdiv(n, rows) * batch * h,)](
-            a, b, total, n, h, d, *a.stride(), *b.stride(), ROWS=rows, D=width
+            a, b, total, n, h, d, a.stride(), b.stride(), ROWS=rows, D=width
         )
     return total

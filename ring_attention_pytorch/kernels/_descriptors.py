@@ -1,0 +1,45 @@
+"""Tensors as the Triton kernels read them: as they are, or by the tensor memory accelerator."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def padded(width: int) -> int:
+    """Round a head size up to what a matrix product can take."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def tma_fits(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether the tensor memory accelerator can address these: 16 bytes at a time."""
+    device = tensors[0].device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    for t in tensors:
+        *strides, last = t.stride()
+        if last != 1 or t.data_ptr() % 16 != 0:
+            return False
+        if any(s <= 0 or s * t.element_size() % 16 != 0 for s in strides):
+            return False
+    return True
+
+
+def in_blocks(length: int, *tensors: Tensor) -> list[tuple[Tensor, int]]:
+    """Pair tensors with how many of their rows a kernel reads at a time."""
+    return [(t, length) for t in tensors]
+
+
+def operands(tma: bool, *blocks: tuple[Tensor, int]) -> list[Any]:
+    """Return tensors as kernels read them, so many rows at a time: with TMA their descriptors."""
+    if not tma:
+        return [t for t, _ in blocks]
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def descriptor(t: Tensor, length: int) -> TensorDescriptor:
+        if t.ndim == 3:  # lse and delta, [b, h, n]
+            return TensorDescriptor.from_tensor(t, [1, 1, length])
+        return TensorDescriptor.from_tensor(t.transpose(1, 2), [1, 1, length, padded(t.shape[3])])
+
+    return [descriptor(*block) for block in blocks]
