@@ -19,7 +19,7 @@ MUTANTS = [
     ),
     Mutant(
         "sizes are not compared", "compat/distributed.py:gather_as",
-        "told[ring.rank] != t.shape[dim]", "False",
+        "expected[ring.rank] != t.shape[dim]", "False",
     ),
     Mutant(
         "everyone takes the first part", "compat/distributed.py:split_by_rank",
@@ -27,7 +27,8 @@ MUTANTS = [
     ),
     Mutant(
         "a pass goes one rank, however many it should", "compat/ring.py:_Pass.forward",
-        "for way in (by, -by)", "for way in (1, -1)",
+        "(ring.rank + by) % ring.size, (ring.rank - by)",
+        "(ring.rank + 1) % ring.size, (ring.rank - 1)",
     ),
     Mutant(
         "gradients go on the way that tensors went", "compat/ring.py:_Pass.backward",
@@ -44,12 +45,11 @@ MUTANTS = [
     ),
     Mutant(
         "key heads go round", "compat/zig_zag_attention.py:zig_zag_attn",
-        "both.repeat_interleave(q.shape[1] // k.shape[1], 1)",
-        "both.repeat(1, q.shape[1] // k.shape[1], 1, 1)",
+        "both.repeat_interleave(queries_per_key, 1)", "both.repeat(1, queries_per_key, 1, 1)",
     ),
     Mutant(
         "keys stand in order", "compat/zig_zag_attention.py:zig_zag_shard",
-        "torch.cat(at).to(t.device)", "torch.cat(at).sort().values.to(t.device)",
+        "torch.cat(by_rank)", "torch.cat(by_rank).sort().values",
     ),
     Mutant(
         "the diagonal is always seen", "compat/triton_flash_attn.py:_block",
@@ -57,11 +57,11 @@ MUTANTS = [
     ),
     Mutant(
         "blocks before are forgotten", "compat/triton_flash_attn.py:flash_attn_forward",
-        "merge_(found, seen, before, _infinite(lse_))", "pass",
+        "merge_(out, out_lse, before, _infinite(old_lse))", "pass",
     ),
     Mutant(
         "a row that saw nothing is no number", "compat/triton_flash_attn.py:flash_attn_forward",
-        "seen.masked_fill(seen == -torch.inf, _NOTHING_SEEN)", "seen",
+        "out_lse.masked_fill(out_lse == -torch.inf, _NOTHING_SEEN)", "out_lse",
     ),
 ]  # fmt: skip
 

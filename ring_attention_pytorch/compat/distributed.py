@@ -43,8 +43,8 @@ def gather_sizes(t: Tensor, *, dim: int) -> Tensor:
     """Gather every rank's length of t along dim, int64 `[ranks]`; t itself is not sent."""
     problem = _dim_problem(t, dim)
     own = {} if problem else {"length": t.shape[dim]}
-    found = agree(Ring(), "gather_sizes", {}, own, problem)
-    return torch.tensor([each["length"] for each in found], device=t.device)
+    notes = agree(Ring(), "gather_sizes", {}, own, problem)
+    return torch.tensor([note["length"] for note in notes], device=t.device)
 
 
 def all_gather_same_dim(t: Tensor) -> list[Tensor]:
@@ -124,22 +124,24 @@ def gather_as(
     problem = problem or _dim_problem(t, dim)
     if problem is None:
         dim = dim % t.ndim
-        same["the rest of the shape"] = [*t.shape[:dim], *t.shape[dim + 1 :]]
+        before, after = list(t.shape[:dim]), list(t.shape[dim + 1 :])
+        same["the rest of the shape"] = before + after
         own["length"] = t.shape[dim]
     if problem is None and sizes is not None:
-        same["sizes"] = told = sizes.tolist()
-        if len(told) != ring.size or told[ring.rank] != t.shape[dim]:
-            problem = f"sizes must be every rank's length along dim, got {told}"
-    found = [each["length"] for each in agree(ring, caller, same, own, problem)]
-    whole = [t]
+        same["sizes"] = expected = sizes.tolist()
+        if len(expected) != ring.size or expected[ring.rank] != t.shape[dim]:
+            problem = f"sizes must be every rank's length along dim, got {expected}"
+    lengths = [note["length"] for note in agree(ring, caller, same, own, problem)]
+    parts = [t]
     if ring.size > 1:
-        shapes = [(*t.shape[:dim], n, *t.shape[dim + 1 :]) for n in found]
-        whole = _Gather.apply(t, ring, shapes)
-    return torch.cat(whole, dim), torch.tensor(found, device=t.device)
+        parts = _Gather.apply(t, ring, [(*before, n, *after) for n in lengths])
+    return torch.cat(parts, dim), torch.tensor(lengths, device=t.device)
 
 
 def _dim_problem(t: Tensor, dim: int) -> str | None:
-    return None if -t.ndim <= dim < t.ndim else f"t {list(t.shape)} has no dimension {dim}"
+    if -t.ndim <= dim < t.ndim:
+        return None
+    return f"t {list(t.shape)} has no dimension {dim}"
 
 
 def same_of(t: Tensor) -> dict[str, Any]:

@@ -90,11 +90,13 @@ def send_and_receive_(
     ring, caller = Ring(), "send_and_receive_"
     same, problem = {"shape": list(x.shape), "dtype": x.dtype}, _buffer_problem(x, receive_buffer)
     own = {"to": send_to_rank, "from": receive_from_rank}
-    told = [tuple(each.values()) for each in agree(ring, caller, same, own, problem)]
-    if sorted((at, to) for at, (to, _) in enumerate(told)) != sorted(
-        (source, at) for at, (_, source) in enumerate(told)
-    ):
-        raise_together(ring, caller, f"who is sent to must receive; (to, from) of ranks are {told}")
+    notes = agree(ring, caller, same, own, problem)
+    sends = {(rank, note["to"]) for rank, note in enumerate(notes)}
+    receives = {(note["from"], rank) for rank, note in enumerate(notes)}
+    if sends != receives:
+        by_rank = [tuple(note.values()) for note in notes]
+        problem = f"who is sent to must receive; (to, from) of ranks are {by_rank}"
+        raise_together(ring, caller, problem)
     _exchange(ring, caller, x.detach(), receive_buffer, send_to_rank, receive_from_rank)
 
 
@@ -175,10 +177,10 @@ def all_ring_pass(
         place = circular_index_left(ring.rank, ring.size, hop)
         yield RingInfo(place, (hop == 0, hop == total - 1)), (tensors, buffers)
         if hop < total - 1:
-            tensors = tuple(
-                None if t is None else one_ring_pass(t, buffer, ring_size)[0]
-                for t, buffer in zip(tensors, buffers, strict=True)
-            )
+            received = []
+            for t, buffer in zip(tensors, buffers, strict=True):
+                received.append(None if t is None else one_ring_pass(t, buffer, ring_size)[0])
+            tensors = tuple(received)
             buffers = _for_each(None, tensors)
 
 
@@ -192,7 +194,7 @@ class _Pass(Function):
             buffer = torch.empty_like(x)
         else:
             ctx.mark_dirty(buffer)
-        to, source = ((ring.rank + way) % ring.size for way in (by, -by))
+        to, source = (ring.rank + by) % ring.size, (ring.rank - by) % ring.size
         _exchange(ring, "ring_pass", x, buffer, to, source)
         return buffer
 

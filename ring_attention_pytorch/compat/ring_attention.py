@@ -46,8 +46,10 @@ def maybe_pad_seq_and_mask(
     more = -x.shape[1] % seq_size
     if more == 0:
         return x, mask
-    mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
-    return F.pad(x, (*(0, 0) * (x.ndim - 2), 0, more)), F.pad(mask, (0, more))
+    if mask is None:
+        mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+    none_after = (0, 0) * (x.ndim - 2)
+    return F.pad(x, (*none_after, 0, more)), F.pad(mask, (0, more))
 
 
 def sharded_batch_to_sharded_seq(
@@ -78,11 +80,10 @@ def sharded_batch_to_sharded_seq(
         )
     ring = Ring(None, size)
     here = slice(ring.rank * seq_size, (ring.rank + 1) * seq_size)
-    kept = [
-        None if t is None else t[ring.first // size :: rings, here]
-        for t in (whole, None if mask is None else all_gather(mask)[0])
-    ]
-    return (kept[0], kept[1]), sizes, rings
+    samples = slice(ring.first // size, None, rings)
+    if mask is not None:
+        mask = all_gather(mask)[0][samples, here]
+    return (whole[samples, here], mask), sizes, rings
 
 
 def sharded_seq_to_sharded_batch(
@@ -93,4 +94,5 @@ def sharded_seq_to_sharded_batch(
     size = len(parts) // num_sharded_batches
     rings = [torch.cat(parts[first : first + size], 1) for first in range(0, len(parts), size)]
     whole = torch.stack(rings, 1).flatten(0, 1)
-    return split_by_rank(whole.split(sizes.tolist()))[0]
+    samples = whole.split(sizes.tolist())
+    return split_by_rank(samples)[0]

@@ -40,12 +40,11 @@ def ring_flash_attn_cuda(  # noqa: PLR0913 - a public entry point
         ValueError: as `ring_flash_attn`, and if the Triton kernel can't run: see
             `explain_kernel(q, k, v, kernel="triton")`.
     """
-    asked = dict(
-        window=max_lookback_seq_len, key_mask=mask,
+    request = KernelRequest.of(
+        like_autocast(q), like_autocast(v), window=max_lookback_seq_len, key_mask=mask,
         softclamp=softclamp_value if softclamp_qk_sim else None,
     )  # fmt: skip
-    case = KernelRequest.of(like_autocast(q), like_autocast(v), **asked)
-    flash = any(problem(name, case) is None for name in ("flash-attn-4", "flash-attn-2"))
+    flash = any(problem(name, request) is None for name in ("flash-attn-4", "flash-attn-2"))
     return ring_flash_attn(
         q, k, v, mask, causal, bucket_size, ring_reduce_col, striped_ring_attn,
         max_lookback_seq_len, ring_size, softclamp_qk_sim, softclamp_value, layout=layout,

@@ -53,24 +53,24 @@ def flash_attn_forward(  # noqa: PLR0913 - parameters of 0.5
             values.
     """
     if head_first_dim:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         o = None if o is None else o.transpose(1, 2)
     n, clamp = q.shape[1], softclamp_value if softclamp_qk_sim else None
     plan = _block(q, k, v, bias, causal, causal_mask_diagonal, softmax_scale, clamp)
-    found, seen = forward(plan, q, k, v, None)
+    out, out_lse = forward(plan, q, k, v, None)
     if load_accumulated and o is not None and m is not None and lse is not None:
-        m_, lse_ = m[..., :n], lse[..., :n]
-        before = o.float() * (m_ - lse_).exp().transpose(1, 2).unsqueeze(-1)
-        found = found.to(accumulation_dtype(found.dtype))
-        merge_(found, seen, before, _infinite(lse_))
-    seen = seen.masked_fill(seen == -torch.inf, _NOTHING_SEEN)
+        old_m, old_lse = m[..., :n], lse[..., :n]
+        factor = (old_m - old_lse).exp()
+        before = o.float() * factor.transpose(1, 2).unsqueeze(-1)
+        out = out.to(accumulation_dtype(out.dtype))
+        merge_(out, out_lse, before, _infinite(old_lse))
+    rows = out_lse.masked_fill(out_lse == -torch.inf, _NOTHING_SEEN)
     if not remove_padding:
-        seen = F.pad(seen, (0, -n % 128), value=_NOTHING_SEEN)
-    o = found.to(q.dtype) if o is None else o.copy_(found)
-    m, lse = (
-        seen.clone() if t is None or t.shape != seen.shape else t.copy_(seen) for t in (m, lse)
-    )
-    return o.transpose(1, 2) if head_first_dim else o, m, lse
+        rows = F.pad(rows, (0, -n % 128), value=_NOTHING_SEEN)
+    o = out.to(q.dtype) if o is None else o.copy_(out)
+    if head_first_dim:
+        o = o.transpose(1, 2)
+    return o, _written(rows, m), _written(rows, lse)
 
 
 @torch.no_grad()
@@ -110,13 +110,14 @@ def flash_attn_backward(  # noqa: PLR0913 - parameters of 0.5
     """
     n, clamp = q.shape[1], softclamp_value if softclamp_qk_sim else None
     plan = _block(q, k, v, bias, causal, causal_mask_diagonal, softmax_scale, clamp)
-    do, own, dlse = do.to(q.dtype), sum_of_products(do, o), None
+    own_delta, dlse = sum_of_products(do, o), None
     if delta is None:
-        delta = F.pad(own, (0, lse.shape[-1] - n))
+        delta = F.pad(own_delta, (0, lse.shape[-1] - n))
     else:
-        dlse = own - delta[..., :n]
-    found = backward(plan, q, k, v, None, do, dlse, o, _infinite(lse[..., :n]).contiguous())
-    for place, grad in zip((dq, dk, dv), found):
+        dlse = own_delta - delta[..., :n]
+    lse = _infinite(lse[..., :n]).contiguous()
+    grads = backward(plan, q, k, v, None, do.to(q.dtype), dlse, o, lse)
+    for place, grad in zip((dq, dk, dv), grads):
         place.copy_(grad)
     return delta
 
@@ -141,12 +142,20 @@ def _block(
                 "ring_attn takes others, as key_bias, alibi_slopes or mask_mod"
             )
     if causal:
-        at = (torch.arange(q.shape[1]), torch.arange(k.shape[1]) + diagonal)
-        options = dict(causal=True, cross=True, query_positions=at[0], key_positions=at[1])
+        rows = torch.arange(q.shape[1])
+        cols = torch.arange(k.shape[1]) + diagonal
+        options = dict(causal=True, cross=True, query_positions=rows, key_positions=cols)
     return RingPlan.make(
         q, k, v, key_mask=key_mask, scale=scale, softclamp=softclamp, group=Ring.alone(),
         kernel="triton", **options,
     )  # fmt: skip
+
+
+def _written(rows: Tensor, place: Tensor | None) -> Tensor:
+    """Return rows, in this place where it fits."""
+    if place is None or place.shape != rows.shape:
+        return rows.clone()
+    return place.copy_(rows)
 
 
 def _infinite(lse: Tensor) -> Tensor:

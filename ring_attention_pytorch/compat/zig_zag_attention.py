@@ -33,7 +33,8 @@ def zig_zag_pad_seq(t: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     (torch.Size([1, 4, 2]), torch.Size([1, 3, 2]))
     """
     n = t.shape[-2]
-    padded = F.pad(t, (0, 0, 0, -n % (2 * get_world_size())))
+    missing = -n % (2 * get_world_size())
+    padded = F.pad(t, (0, 0, 0, missing))
     return padded, lambda out: out[..., :n, :]
 
 
@@ -65,14 +66,20 @@ def zig_zag_shard(
     if all_gather_batch:
         t, sizes = all_gather(t)
     ring, n = Ring(), t.shape[-2]
-    at = [positions("zigzag", rank=r, ring_size=ring.size, length=n) for r in range(ring.size)]
+    by_rank = []
+    for rank in range(ring.size):
+        held = positions("zigzag", rank=rank, ring_size=ring.size, length=n)
+        by_rank.append(held.to(t.device))
     local = shard_sequence(t, dim=-2, layout="zigzag", group=ring)
 
     def inverse(local: Tensor) -> Tensor:
         whole = unshard_sequence(local, length=n, dim=-2, layout="zigzag", group=ring)
-        return whole if sizes is None else split_by_rank(whole.split(sizes.tolist()))[0]
+        if sizes is None:
+            return whole
+        samples = whole.split(sizes.tolist())
+        return split_by_rank(samples)[0]
 
-    return ShardOutput(local, at[ring.rank].to(t.device), torch.cat(at).to(t.device)), inverse
+    return ShardOutput(local, by_rank[ring.rank], torch.cat(by_rank)), inverse
 
 
 @typed(told_by_group("zig_zag_attn"))
@@ -105,18 +112,28 @@ def zig_zag_attn(
     >>> zig_zag_attn(q, k, k, attn_mask=torch.ones(3, 3).tril().bool()).shape
     torch.Size([1, 4, 3, 8])
     """
-    caller, shapes = "zig_zag_attn", [list(t.shape) for t in (q, k, v)]
-    fits = q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and k.dtype == v.dtype
-    fits = fits and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
-    fits = fits and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
-    wanted = "q [b, h, n, d], k [b, h_kv, m, d], v [b, h_kv, m, d_v] with h a multiple of h_kv"
-    problem = None if fits else f"it needs {wanted}, got {shapes}"
-    both = torch.cat((k, v), -1) if fits else k
+    caller = "zig_zag_attn"
+    problem = _shapes_problem(q, k, v)
+    both = k if problem else torch.cat((k, v), -1)
     both, sizes = gather_as(caller, both, -2, problem=problem)
-    want = (q.shape[2], int(sizes.sum()))
-    given = want if attn_mask is None else attn_mask.shape[-2:]
-    if any(n not in (1, m) for n, m in zip(given, want)):
-        problem = f"attn_mask must be {list(want)}, keys of all ranks, got {list(given)}"
+    if attn_mask is not None:
+        want, shape = [q.shape[2], int(sizes.sum())], list(attn_mask.shape[-2:])
+        if any(n not in (1, m) for n, m in zip(shape, want)):
+            problem = f"attn_mask must be {want}, keys of all ranks, got {shape}"
     agree(Ring(), caller, {}, problem=problem)
-    k, v = both.repeat_interleave(q.shape[1] // k.shape[1], 1).split((k.shape[3], v.shape[3]), -1)
+    queries_per_key = q.shape[1] // k.shape[1]
+    both = both.repeat_interleave(queries_per_key, 1)
+    k, v = both.split((k.shape[3], v.shape[3]), -1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout)
+
+
+def _shapes_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Say what is wrong with the shapes of q, k and v, heads first; None if nothing."""
+    if q.ndim == k.ndim == v.ndim == 4 and k.dtype == v.dtype and k.shape[:3] == v.shape[:3]:
+        b, h, _, d = q.shape
+        if k.shape[1] > 0 and h % k.shape[1] == 0 and (k.shape[0], k.shape[3]) == (b, d):
+            return None
+    return (
+        "it needs q [b, h, n, d], k [b, h_kv, m, d], v [b, h_kv, m, d_v] with h a multiple of "
+        f"h_kv, got {[list(t.shape) for t in (q, k, v)]}"
+    )
