@@ -14,7 +14,7 @@ MUTANTS = [
         "if self.broken is not None:", "if True:",
     ),
     Mutant(
-        "a broken ring goes on", "comm/steps.py:Steps._check_whole",
+        "a broken ring goes on", "comm/steps.py:Steps._go_on",
         "if self.broken is not None:", "if False:",
     ),
     Mutant(
@@ -31,7 +31,7 @@ MUTANTS = [
     ),
     Mutant("peers are told nothing", "comm/steps.py:Steps.call", "tell_peers()", "pass"),
     Mutant(
-        "what devices find is told to nobody", "comm/steps.py:Steps._check_whole",
+        "what devices find is told to nobody", "comm/steps.py:Steps._go_on",
         "if self.guards and", "if False and",
     ),
     Mutant(
@@ -66,7 +66,7 @@ MUTANTS = [
     ),
     Mutant(
         "groups of another process are used", "comm/failures.py:known",
-        "group in _inherited or _world() in _inherited", "False",
+        "group in inherited or _world() in inherited", "False",
     ),
 ]  # fmt: skip
 

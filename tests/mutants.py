@@ -225,7 +225,7 @@ MUTANTS = [
     ),
     Mutant(
         "keys are computed on before their stage has come",
-        "comm/gather_symmetric.py:SymmetricGather._pull", "shelf.join(end) if part", "if part",
+        "comm/gather_symmetric.py:SymmetricGather._pull", "shelf.join(end)", "pass",
     ),
     Mutant(
         "the next of several turns comes before all is read",
@@ -272,7 +272,7 @@ MUTANTS = [
     ),
     Mutant(
         "too little room for out and lse", "comm/ulysses.py:most_bytes",
-        ", (like(v, places * rows, heads), lse)", "",
+        "(by_token, by_head, results)", "(by_token, by_head)",
     ),
     Mutant(
         "all ranks pull from the last one at a time",
@@ -429,21 +429,20 @@ MUTANTS = [
     # the ring
     Mutant(
         "a gradient hop dropped", "comm/send_recv.py:SendRecv.stream_back",
-        "_add(grads, opened(received, forms[self._owner(here)]))", "pass",
+        "_add(grads, form.open(received))", "pass",
     ),
     Mutant(
         "gradients not brought home", "comm/send_recv.py:SendRecv.stream_back",
-        "_add(own, opened(received, forms[self.ring.rank]))", "pass",
+        "_add(own, forms[self.ring.rank].open(received))", "pass",
     ),
     Mutant(
         "gradients home to the wrong rank", "comm/send_recv.py:SendRecv.stream_back",
-        "ends = [*self.distances[2:], self.ring.size]",
-        "ends = [*self.distances[2:], self.ring.size - 1]",
+        "jumps = [*self.distances[1:], self.ring.size]",
+        "jumps = [*self.distances[1:], self.ring.size - 1]",
     ),
     Mutant(
-        "keys of the wrong owner", "comm/send_recv.py:SendRecv._owner",
-        "return (self.ring.rank - distance) % self.ring.size",
-        "return (self.ring.rank + distance) % self.ring.size",
+        "keys of the wrong owner", "comm/send_recv.py:SendRecv.owners",
+        "(rank - distance) % size", "(rank + distance) % size",
     ),
     Mutant(
         "last hop dropped in both directions", "comm/send_recv.py:SendRecv.make",
@@ -452,8 +451,8 @@ MUTANTS = [
     ),
     Mutant(
         "last hop dropped in backward", "comm/send_recv.py:SendRecv.stream_back",
-        "ends = [*self.distances[2:], self.ring.size]",
-        "ends = [*self.distances[2:-1], self.ring.size]",
+        "jumps = [*self.distances[1:], self.ring.size]",
+        "jumps = [*self.distances[1:-1], self.ring.size]",
     ),
     Mutant(
         "stale key block", "comm/send_recv.py:SendRecv.stream", "held, spare = spare, held",
@@ -461,9 +460,9 @@ MUTANTS = [
     ),
     Mutant(
         "stale key block in backward", "comm/send_recv.py:SendRecv.stream_back",
-        "yield theirs, grads",
-        "fresh = theirs.k.shape == own_keys.k.shape; yield (theirs._replace(k=own_keys.k) if "
-        "fresh else theirs), grads",
+        "yield block, grads",
+        "fresh = block.k.shape == own_keys.k.shape; yield (block._replace(k=own_keys.k) if "
+        "fresh else block), grads",
     ),
     Mutant(
         "stale key mask", "comm/send_recv.py:SendRecv.stream", "mask[0] if mask else None",
@@ -522,8 +521,8 @@ MUTANTS = [
         "start == end", "start >= end",
     ),
     Mutant(
-        "a message's tensors overlap", "comm/messages.py:_starts",
-        "-(-part.nbytes // _ALIGNED)", "(part.nbytes // _ALIGNED)",
+        "a message's tensors overlap", "comm/messages.py:Form.of_parts",
+        "-(-end // _ALIGNED) * _ALIGNED", "0",
     ),
     # shared memory
     Mutant(

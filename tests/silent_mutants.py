@@ -107,8 +107,8 @@ MUTANTS = [
         "not isinstance(note.get(name, ...), kind)", "False",
     ),
     Mutant(
-        "messages of any plan", "comm/steps.py:Steps._begin", "(self.notes, call, about)",
-        "(self.notes, call)",
+        "messages of any plan", "comm/steps.py:Steps._begin", "(self._since, call, about)",
+        "(self._since, call)",
     ),
     Mutant("messages of any call", "comm/steps.py:Steps.call", "self.calls + 1", "self.calls"),
     Mutant(

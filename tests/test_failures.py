@@ -249,7 +249,7 @@ def test_a_group_of_the_process_that_this_one_was_forked_from_is_refused():
         pass
 
     group = Group()
-    inherited = mock.patch("ring_attention_pytorch.comm.failures._inherited", WeakSet([group]))
+    inherited = mock.patch("ring_attention_pytorch.comm.failures.inherited", WeakSet([group]))
     with inherited, pytest.raises(RingError, match="'spawn' or 'forkserver'"):
         known(group)
 

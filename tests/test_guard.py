@@ -42,7 +42,10 @@ def without_clock() -> None:
 
 
 def meet(rank: int, boards: list[Tensor], purposes: Purposes, patience: float) -> dict[str, Any]:
-    """Come to these meetings, and read others' memory after each; what was found, on this rank."""
+    """Come to these meetings, and read others' memory after each; what was found, on this rank.
+
+    After one that is "slow" this takes a second, but not on the last rank.
+    """
     without_clock()
     board, read = Board(CPU, rank, boards, patience), []
     for purpose in purposes:
@@ -53,6 +56,7 @@ def meet(rank: int, boards: list[Tensor], purposes: Purposes, patience: float) -
             time.sleep(1.0)
             continue
         board.meet(purpose)
+        time.sleep(purpose == "slow" and rank < RANKS - 1)
         read.append(torch.ones(5, dtype=torch.bfloat16))
         board.spoil(read[-1], torch.ones(0))
     begin = time.monotonic()
@@ -64,9 +68,14 @@ def meet(rank: int, boards: list[Tensor], purposes: Purposes, patience: float) -
     return dict(trouble=trouble, read=[t[-1].item() for t in read], seconds=seconds)
 
 
-def met(pool: ProcessPoolExecutor, *each: Purposes, patience: float = 20.0) -> list[dict[str, Any]]:
+def met(
+    pool: ProcessPoolExecutor, *each: Purposes, patience: float | list[float] = 20.0
+) -> list[dict[str, Any]]:
     boards = [torch.zeros(2, len(each), dtype=torch.int64).share_memory_() for _ in each]
-    futures = [pool.submit(meet, rank, boards, mine, patience) for rank, mine in enumerate(each)]
+    seconds = patience if isinstance(patience, list) else [patience] * len(each)
+    futures = [
+        pool.submit(meet, rank, boards, mine, seconds[rank]) for rank, mine in enumerate(each)
+    ]
     return [future.result(timeout=100.0) for future in futures]
 
 
@@ -109,6 +118,23 @@ def test_a_rank_that_comes_too_late_gets_nothing(ranks):
     for mine in found:
         assert [math.isnan(x) for x in mine["read"]] == [True]
         assert mine["trouble"] is not None
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_rank_that_gives_up_is_waited_for_by_nobody(before, ranks):
+    """However often ranks have met before."""
+    begin, common = time.monotonic(), ("keys",) * before
+    found = met(ranks, (*common, "keys"), common, (*common, "keys"), patience=[0.5, 60.0, 60.0])
+    assert time.monotonic() - begin < 30.0
+    assert all(math.isnan(found[rank]["read"][-1]) for rank in (0, 2))
+    assert "rank 1 did not come within 0.5 s" in found[0]["trouble"]
+    assert "rank 0 has failed" in found[2]["trouble"]
+
+
+def test_what_is_read_of_a_rank_that_fails_meanwhile_is_nan(ranks):
+    """It may have been overwritten."""
+    found = met(ranks, ("slow",), ("slow",), ("slow", "fail"))
+    assert [math.isnan(each["read"][0]) for each in found] == [True, True, False]
 
 
 def test_a_rank_that_fails_is_waited_for_by_nobody(ranks):

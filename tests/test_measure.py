@@ -36,14 +36,14 @@ def measured(without: int = -1, forgets: int = -1) -> tuple[dict, bool, list[int
     """
     ring, like, asked = Ring(), torch.empty(0), KernelRequest("cpu", torch.float32, d=16, d_v=16)
     kernel, times = choose("sdpa", asked), []
-    counted, seconds, room = mock.Mock(wraps=calibrate._seconds), [], calibrate.room
+    counted, seconds, buffers = mock.Mock(wraps=calibrate._seconds), [], calibrate._two_buffers
 
     def no_room(*given: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory left")
 
     calibrate._known.pop(ring.group, None)
     small = dict(_BYTES=(1 << 10, 1 << 12, 1 << 16), _FLOPS=1 << 22, _seconds=counted)
-    small |= dict(room=no_room if ring.rank == without else room)
+    small |= dict(_two_buffers=no_room if ring.rank == without else buffers)
     with mock.patch.multiple(calibrate, **small):
         for _ in range(2):
             seconds.append(hardware_of(ring, 1, kernel, JOB, like))

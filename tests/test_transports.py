@@ -27,7 +27,7 @@ from ring_attention_pytorch.comm.all_to_all import SharedSwap
 from ring_attention_pytorch.comm.gather import Gather
 from ring_attention_pytorch.comm.gather_first import GatherFirst
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
-from ring_attention_pytorch.comm.messages import form_of, message_bytes, opened, packed
+from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.comm.transports import TRANSPORTS, make_transport, owners_at_once
@@ -474,10 +474,10 @@ def messages_of_each_exchange(transport: str) -> tuple[list[int], list[int]]:
 def test_a_message_holds_its_tensors(lengths, size):
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[size]
     tensors = [torch.randn(2, 3, n).to(dtype) for n in lengths] + [torch.rand(2, 3) < 0.5]
-    form = form_of(tensors, 3)
-    message = packed(tensors, form)
-    assert message.numel() == message_bytes(form)
-    for t, found in zip(tensors, opened(message, form)):
+    form = Form.of(tensors, 3)
+    message = form.pack(tensors, form.empty(torch.device("cpu")))
+    assert message.numel() == form.nbytes
+    for t, found in zip(tensors, form.open(message)):
         assert torch.equal(t, found)
         assert t.numel() == 0 or (found.data_ptr() - message.data_ptr()) % 16 == 0
 

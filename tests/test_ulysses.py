@@ -20,7 +20,7 @@ from ring_attention_pytorch import (
 )
 from ring_attention_pytorch.comm import all_to_all
 from ring_attention_pytorch.comm.all_to_all import CopyPlan, SharedSwap
-from ring_attention_pytorch.comm.messages import message_bytes
+from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.ulysses import HeadPartition, key_heads, land, most_bytes
 from ring_attention_pytorch.functional import ring_attn, ulysses_attn
@@ -164,8 +164,8 @@ def test_a_shelf_has_room_for_all_that_is_swapped(
         ):  # fmt: skip
             for place, back in product(range(degree), (False, True)):
                 ways = [s.to_sequence if back else s.to_heads for s in spreads]
-                form = tuple(way.form(t, place) for way, t in zip(ways, tensors))
-                needed = max(needed, message_bytes(form))
+                parts = tuple(way.part(t, place) for way, t in zip(ways, tensors))
+                needed = max(needed, Form.of_parts(parts).nbytes)
     assert len(most) == 1, "not the same on all ranks"
     assert needed <= most.pop()
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm import gather_symmetric
-from ring_attention_pytorch.comm.messages import Form, opened
+from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring, SubRing
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricWorkspace, rounded
 
@@ -166,7 +166,7 @@ class ThreadShelf:
         self.turn = 1 - half
 
     def of(self, rank: int, form: Form) -> list[Tensor]:
-        return opened(self.hub.shelves[self.name, rank][self.turn], form)
+        return form.open(self.hub.shelves[self.name, rank][self.turn])
 
     def follow(self) -> None:
         pass

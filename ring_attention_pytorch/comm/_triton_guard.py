@@ -53,12 +53,15 @@ def meet_kernel(state, purpose, rank, patience, RANKS: tl.constexpr, LANES: tl.c
         begin = globaltimer()
         while waiting:
             so_far = tl.atomic_add(own, 0, mask=peer, sem="acquire", scope="sys")
-            absent = peer & (so_far >> 32 != number) & (so_far != FAILED)
-            waiting = (tl.sum(absent.to(tl.int32)) > 0) & (globaltimer() - begin < patience)
+            absent = tl.sum((peer & (so_far >> 32 != number)).to(tl.int32))
+            failed = tl.sum((peer & (so_far == FAILED)).to(tl.int32))
+            waiting = (absent > 0) & (failed == 0) & (globaltimer() - begin < patience)
         seen = tl.load(own, mask=peer, other=0, volatile=True)
         wrong = peer & (seen != word)
         if tl.sum(wrong.to(tl.int32)) > 0:
-            first = tl.min(tl.where(wrong, lane, LANES))
+            gave_up = peer & (seen == FAILED)  # who makes others absent
+            blamed = gave_up | (wrong & (tl.sum(gave_up.to(tl.int32)) == 0))
+            first = tl.min(tl.where(blamed, lane, LANES))
             _report(state, first, word, tl.sum(tl.where(lane == first, seen, 0)))
     if tl.load(state + WRONG) != 0:
         for other in tl.static_range(2):
@@ -98,11 +101,9 @@ def spoil_kernel(
     first = tl.load(own, mask=peer, other=0, volatile=True)
     second = tl.load(own + RANKS, mask=peer, other=0, volatile=True)
     failed = peer & ((first == FAILED) | (second == FAILED))
-    wrong = tl.sum(failed.to(tl.int32)) > 0
-    if wrong:
+    if tl.sum(failed.to(tl.int32)) > 0:  # perhaps this rank itself
         gone = tl.full((), FAILED, tl.int64)
         _report(state, tl.min(tl.where(failed, lane, LANES)), gone, gone)
-    if wrong | (tl.load(state + WRONG) != 0):
         _fill(t, nbytes, BLOCK)
 
 
@@ -118,5 +119,5 @@ def compare_kernel(state, number, stamp, peer, expected, t, nbytes, BLOCK: tl.co
     came = tl.load(stamp)
     if came != expected:
         _report(state, peer, expected, came)
-    if (came != expected) | (tl.load(state + WRONG) != 0):
+    if tl.load(state + WRONG) != 0:
         _fill(t, nbytes, BLOCK)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.messages import Form, Part, message_bytes, opened, packed, room
+from ring_attention_pytorch.comm.messages import Form, Part
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import (
     PeerGroup,
@@ -45,7 +45,7 @@ class CopyPlan:
     got: tuple[tuple[int, int], ...]  # what each place gets
     moves: tuple[tuple[Move, ...], ...]  # to each place
 
-    def form(self, t: Tensor, place: int) -> Part:
+    def part(self, t: Tensor, place: int) -> Part:
         """Return the shape and dtype of what that place gives, for tensors like this one."""
         return Part((t.shape[0], *self.given[place], *t.shape[3:]), t.dtype)
 
@@ -59,22 +59,23 @@ class CopyPlan:
 
 def by_messages(ring: Ring, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
     """Exchange tensors by their plans, in one message to each rank; return what arrives here."""
-    me, others = ring.rank, [rank for rank in range(ring.size) if rank != ring.rank]
-    to = {rank: _form(tensors, ways, me, rank) for rank in others}
-    come = {rank: _form(tensors, ways, rank, me) for rank in others}
-    sends = [
-        (rank, packed(_given(tensors, ways, me, rank), form, _room(tensors[0], form)))
-        for rank, form in to.items()
-    ]
-    receives = [(rank, _room(tensors[0], form)) for rank, form in come.items()]
+    me, device = ring.rank, tensors[0].device
+    sends, receives, forms = [], [], {}
+    for rank in range(ring.size):
+        if rank != me:
+            form = _form(tensors, ways, me, rank)
+            sends.append((rank, form.pack(_given(tensors, ways, me, rank), form.empty(device))))
+            forms[rank] = _form(tensors, ways, rank, me)
+            receives.append((rank, forms[rank].empty(device)))
     messages = ring.exchange(sends, receives).wait()
     parts = {me: _given(tensors, ways, me, me)}
-    parts |= {rank: opened(m, form) for m, (rank, form) in zip(messages, come.items())}
-    found = [way.room(t, me) for t, way in zip(tensors, ways)]
+    for message, (rank, form) in zip(messages, forms.items()):
+        parts[rank] = form.open(message)
+    arrived = [way.room(t, me) for t, way in zip(tensors, ways)]
     for rank, theirs in parts.items():
-        for place, part in zip(_taken(found, ways, rank, me), theirs):
+        for place, part in zip(_taken(arrived, ways, rank, me), theirs):
             place.copy_(part)
-    return found
+    return arrived
 
 
 def _between(ways: Sequence[CopyPlan], sender: int, receiver: int) -> Iterator[tuple[int, Move]]:
@@ -86,13 +87,14 @@ def _between(ways: Sequence[CopyPlan], sender: int, receiver: int) -> Iterator[t
 
 
 def _form(tensors: Sequence[Tensor], ways: Sequence[CopyPlan], sender: int, receiver: int) -> Form:
+    """Return the form of the message from one rank to another."""
     parts = []
     for i, move in _between(ways, sender, receiver):
         t, rows = tensors[i], move.rows
         length = len(range(rows.start, rows.stop, rows.step or 1))
         heads = move.heads.stop - move.heads.start
         parts.append(Part((t.shape[0], length, heads, *t.shape[3:]), t.dtype))
-    return tuple(parts)
+    return Form.of_parts(tuple(parts))
 
 
 def _given(
@@ -105,10 +107,6 @@ def _taken(
     tensors: Sequence[Tensor], ways: Sequence[CopyPlan], sender: int, receiver: int
 ) -> list[Tensor]:
     return [tensors[i][:, m.to_rows, m.to_heads] for i, m in _between(ways, sender, receiver)]
-
-
-def _room(like: Tensor, form: Form) -> Tensor:
-    return room(like, message_bytes(form))
 
 
 # --- shared memory ---
@@ -149,7 +147,7 @@ class SharedSwap:
         """Exchange tensors by their plans; return what arrives at place `me`."""
         shelf = self.space.swaps
         forms = [
-            tuple(way.form(t, place) for t, way in zip(tensors, ways))
+            Form.of_parts(tuple(way.part(t, place) for t, way in zip(tensors, ways)))
             for place in range(len(self.ranks))
         ]
         self.space.follow_stream()

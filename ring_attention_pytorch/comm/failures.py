@@ -93,7 +93,7 @@ def timeout_of(group: ProcessGroup) -> timedelta:
 
 _groups: WeakSet[ProcessGroup] = WeakSet()  # groups over which ranks exchange anything
 guards: WeakSet[Guard] = WeakSet()  # of devices, which can tell others at once
-_inherited: WeakSet[ProcessGroup] = WeakSet()  # groups of the process that this one was forked from
+inherited: WeakSet[ProcessGroup] = WeakSet()  # groups of the process that this one was forked from
 _blocks = 0  # blocks of fail_together that are open
 
 
@@ -103,7 +103,7 @@ def known(group: ProcessGroup) -> ProcessGroup:
     Raises:
         RingError: the process inherited it when it was forked.
     """
-    if _inherited and (group in _inherited or _world() in _inherited):
+    if inherited and (group in inherited or _world() in inherited):
         raise RingError(
             "this process was forked from one that had a process group, whose connections it "
             "can't use: start processes with 'spawn' or 'forkserver', or call this in the parent"
@@ -117,9 +117,9 @@ def _world() -> ProcessGroup | None:
 
 
 def _remember_groups() -> None:
-    _inherited.update(_groups)
+    inherited.update(_groups)
     if (world := _world()) is not None:
-        _inherited.add(world)
+        inherited.add(world)
 
 
 if hasattr(os, "register_at_fork"):

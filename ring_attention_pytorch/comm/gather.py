@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.messages import Form, form_of, message_bytes, opened, packed, room
+from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring, Transfer
 from ring_attention_pytorch.geometry.layouts import Segments, count
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
@@ -163,7 +163,7 @@ class Gather:
         tensors = [t for t in own[:3] if t is not None]
         sends = {user: of_owner(group.pieces[user], rank) for user in self._users(group.distances)}
         forms = {
-            owner: form_of(tensors, tokens(of_owner(pieces, owner)))
+            owner: Form.of(tensors, tokens(of_owner(pieces, owner)))
             for owner in self._owners(group.distances)
         }
         taken = {theirs: _taken(tensors, theirs) for theirs in set(sends.values())}
@@ -173,8 +173,9 @@ class Gather:
         def wait() -> tuple[list[Tensor], Iterable[slice]]:
             if not (received := coming.wait()) or not pieces:
                 return [t[:, :0] for t in tensors], ()
-            found = (opened(m, form) for m, form in zip(received, forms.values()))
-            by_owner = {owner: _split(pieces, owner, t) for owner, t in zip(forms, found)}
+            by_owner = {}
+            for message, (owner, form) in zip(received, forms.items()):
+                by_owner[owner] = _split(pieces, owner, form.open(message))
             in_order = [next(by_owner[piece.owner]) for piece in pieces]
             return [torch.cat(parts, dim=1) for parts in zip(*in_order)], self._parts(group)
 
@@ -194,19 +195,19 @@ class Gather:
         """Post a group's gradients; return a function that waits and adds what came to `own`."""
         rank, kinds = self.ring.rank, as_sent(own_keys)
         mine, messages = group.pieces[rank], {}
-        found = [total.finalize() for total in grads]
+        sums = [total.finalize() for total in grads]
         for owner in self._owners(group.distances):
-            at = [where for _, where in places(mine, owner)]
-            form = form_of(kinds, tokens(of_owner(mine, owner)))
-            parts = [_columns(t, at) for t in found] if at else [t[:, :0] for t in kinds]
-            messages[owner] = packed(parts, form)
+            columns = [where for _, where in places(mine, owner)]
+            form = Form.of(kinds, tokens(of_owner(mine, owner)))
+            parts = [_columns(t, columns) for t in sums] if columns else [t[:, :0] for t in kinds]
+            messages[owner] = form.pack(parts, form.empty(own_keys.k.device))
         theirs = {user: of_owner(group.pieces[user], rank) for user in self._users(group.distances)}
-        forms = {user: form_of(kinds, tokens(pieces)) for user, pieces in theirs.items()}
+        forms = {user: Form.of(kinds, tokens(pieces)) for user, pieces in theirs.items()}
         coming = self._exchange(own_keys.k, messages, forms)
 
         def wait() -> None:
             for message, (user, pieces) in zip(coming.wait(), theirs.items()):
-                for total, part in zip(own, opened(message, forms[user])):
+                for total, part in zip(own, forms[user].open(message)):
                     total.add_all((piece.cols, part[:, at]) for piece, at in places(pieces, rank))
 
         return wait
@@ -214,7 +215,7 @@ class Gather:
     def _exchange(
         self, like: Tensor, messages: dict[int, Tensor], forms: dict[int, Form]
     ) -> Transfer:
-        received = [(rank, room(like, message_bytes(form))) for rank, form in forms.items()]
+        received = [(rank, form.empty(like.device)) for rank, form in forms.items()]
         return self.ring.exchange(list(messages.items()), received)
 
     def _owners(self, distances: tuple[int, ...]) -> list[int]:
@@ -261,7 +262,8 @@ def _columns(t: Tensor, at: list[slice]) -> Tensor:
 def _taken(tensors: list[Tensor], pieces: Chunks) -> Tensor:
     """Pack these pieces of own keys into a message."""
     chosen = [p.cols for p in pieces] or [slice(0, 0)]
-    return packed([_columns(t, chosen) for t in tensors], form_of(tensors, tokens(pieces)))
+    form = Form.of(tensors, tokens(pieces))
+    return form.pack([_columns(t, chosen) for t in tensors], form.empty(tensors[0].device))
 
 
 def _split(pieces: Chunks, owner: int, tensors: list[Tensor]) -> Iterator[list[Tensor]]:

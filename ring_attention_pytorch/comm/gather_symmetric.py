@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.gather import Gather, as_sent
-from ring_attention_pytorch.comm.messages import Form, form_of
+from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import Mark, PeerGroup, SymmetricWorkspace
 from ring_attention_pytorch.geometry.layouts import count
@@ -190,9 +190,9 @@ class SymmetricGather(Gather):
         Forms are kept, because keys are always alike.
         """
         if (masks, length) not in self.known:
-            k, v, *mask = form_of(keys[:3] if masks else as_sent(keys), length)
+            k, v, *mask = Form.of(keys[:3] if masks else as_sent(keys), length).parts
             both = k._replace(shape=(*k.shape[:-1], k.shape[-1] + v.shape[-1]))
-            self.known[masks, length] = both, *mask
+            self.known[masks, length] = Form.of_parts((both, *mask))
         return self.known[masks, length]
 
     def _grads_of(self, keys: KVBlock) -> tuple[GradAccumulator, GradAccumulator]:

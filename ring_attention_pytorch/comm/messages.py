@@ -1,8 +1,8 @@
 """Several tensors in one message: their bytes one after another, each start aligned."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -25,48 +25,58 @@ class Part(NamedTuple):
         return size
 
 
-Form = tuple[Part, ...]
+@dataclass(frozen=True)
+class Form:
+    """The parts of a message, and where each starts. Of equal parts it is made once.
 
-
-def form_of(tensors: Sequence[Tensor | None], length: int) -> Form:
-    """Return the form of tensors like these `[b, n, ...]` with `length` tokens; None takes no room.
-
-    >>> form_of([torch.empty(1, 2, 3), None], length=5)
+    >>> form = Form.of([torch.empty(1, 2, 3), None], length=5)
+    >>> form.parts
     (Part(shape=(1, 5, 3), dtype=torch.float32),)
+    >>> form.nbytes
+    60
     """
-    given = (t for t in tensors if t is not None)
-    return tuple(Part((t.shape[0], length, *t.shape[2:]), t.dtype) for t in given)
 
+    parts: tuple[Part, ...]
+    starts: tuple[int, ...] = field(compare=False)
+    nbytes: int = field(compare=False)  # without padding at the end
 
-@lru_cache(maxsize=1024)
-def _starts(form: Form) -> list[int]:
-    """List where each part starts, and where the message ends, which is not padded."""
-    padded = (-(-part.nbytes // _ALIGNED) * _ALIGNED for part in form[:-1])
-    starts = list(accumulate(padded, initial=0)) if form else []
-    return [*starts, starts[-1] + form[-1].nbytes if form else 0]
+    @classmethod
+    def of(
+        cls, tensors: Sequence[Tensor | None], length: int, dtype: torch.dtype | None = None
+    ) -> "Form":
+        """Return the form of tensors like these `[b, n, ...]`, but of `length` tokens.
 
+        None has no part. `dtype` is theirs by default.
+        """
+        parts = []
+        for t in tensors:
+            if t is not None:
+                parts.append(Part((t.shape[0], length, *t.shape[2:]), dtype or t.dtype))
+        return cls.of_parts(tuple(parts))
 
-def message_bytes(form: Form) -> int:
-    """Return the bytes of a message of this form."""
-    return _starts(form)[-1]
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def of_parts(cls, parts: tuple[Part, ...]) -> "Form":
+        starts, end = [], 0
+        for part in parts:
+            start = -(-end // _ALIGNED) * _ALIGNED
+            end = start + part.nbytes
+            starts.append(start)
+        return cls(parts, tuple(starts), end)
 
+    def empty(self, device: torch.device) -> Tensor:
+        """Return memory for a message, uint8 `[nbytes]`."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
-def room(like: Tensor, length: int) -> Tensor:
-    """Return empty memory for a message of `length` bytes, on the device of `like`."""
-    return torch.empty(length, dtype=torch.uint8, device=like.device)
+    def open(self, message: Tensor) -> list[Tensor]:
+        """Return the tensors of a message, as views into it."""
+        return [
+            message[start : start + part.nbytes].view(part.dtype).view(part.shape)
+            for start, part in zip(self.starts, self.parts)
+        ]
 
-
-def opened(message: Tensor, form: Form) -> list[Tensor]:
-    """Return the tensors of a message, as views into it."""
-    return [
-        message[start : start + part.nbytes].view(part.dtype).view(part.shape)
-        for start, part in zip(_starts(form), form)
-    ]
-
-
-def packed(tensors: Sequence[Tensor], form: Form, into: Tensor | None = None) -> Tensor:
-    """Pack tensors into one message of this form, rounded to its dtypes; `into` it, if given."""
-    message = room(tensors[0], message_bytes(form)) if into is None else into
-    for place, t in zip(opened(message, form), tensors):
-        place.copy_(t)
-    return message
+    def pack(self, tensors: Sequence[Tensor], message: Tensor) -> Tensor:
+        """Write tensors into a message, rounded to its dtypes; return it."""
+        for place, t in zip(self.open(message), tensors):
+            place.copy_(t)
+        return message

@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attention_pytorch.comm.failures import RingError, Waiting, awaiting, known, timeout_of
+from ring_attention_pytorch.comm.failures import (
+    RingError,
+    Waiting,
+    awaiting,
+    inherited,
+    known,
+    timeout_of,
+)
 from ring_attention_pytorch.comm.guard import Stamps
 from ring_attention_pytorch.comm.notes import call_site, exchange
 from ring_attention_pytorch.comm.steps import Steps
@@ -153,7 +160,7 @@ class Ring:
             ways.append((dist.irecv, [(rank, t) for (rank, _), t in zip(receives, here)]))
             check = partial(stamps.compare, here, tag)
         ops = [
-            dist.P2POp(way, t, self._global(rank), self.group, tag)
+            dist.P2POp(way, t, None, self.group, tag, group_peer=self.first + rank)
             for way, messages in ways
             for rank, t in messages
         ]
@@ -207,7 +214,7 @@ class Ring:
         """
         if self.size == 1:
             return nullcontext()
-        if self.group is not None:
+        if inherited and self.group is not None:
             known(self.group)
         return self.steps.call(operation, plan)
 
@@ -245,9 +252,6 @@ class Ring:
         if self.group is None or self.several:
             return None
         return self.group, tuple(range(self.size))
-
-    def _global(self, rank: int) -> int:
-        return dist.get_global_rank(self.group, self.first + rank)
 
 
 class SubRing(Ring):

@@ -3,13 +3,15 @@
 Liu et al. 2023, section 3. Memory does not grow with the ring.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.messages import Form, form_of, message_bytes, opened, packed, room
+from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring, Transfer
 from ring_attention_pytorch.geometry.layouts import Segments, count
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
@@ -23,9 +25,9 @@ class SendRecv:
     """A transport of one neighbour's keys at a time; the next hop is under way while one computes.
 
     `segments` are every rank's keys; `distances` say which owners any rank needs, 0 first.
-    All ranks pass the same distances in the same order. So there are no tags and no barriers, and
-    whether there is a message never depends on the rank. All that belongs to an owner is one
-    message, passed on as it came. A message's memory is used again for the one after next.
+    All ranks pass the same distances in the same order. So there are no barriers, and whether there
+    is a message never depends on the rank. All that belongs to an owner is one message, passed on
+    as it came. A message's memory is used again for the one after next.
     """
 
     ring: Ring
@@ -48,25 +50,32 @@ class SendRecv:
         """Make one; owners come one at a time, whatever `at_once` there is room for."""
         return cls(ring, blocks.keys, blocks.distances)
 
+    @cached_property
+    def owners(self) -> dict[int, int]:
+        """The rank whose keys are here after so many hops; after all of them its own are."""
+        rank, size = self.ring.rank, self.ring.size
+        return {distance: (rank - distance) % size for distance in range(size + 1)}
+
     def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
         """Yield the positions of own keys, and of those at each needed distance."""
-        return (self.segments[self._owner(distance)] for distance in self.distances)
+        return (self.segments[self.owners[distance]] for distance in self.distances)
 
     def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
         """Yield own keys, then those at each needed distance."""
         if self.distances == (0,):
             yield keys
             return
-        forms = self._forms(keys[:3])
-        held, spare = self._rooms(keys.k, forms, 2)
-        packed([t for t in keys[:3] if t is not None], forms[self.ring.rank], into=held)
+        tensors = [t for t in keys[:3] if t is not None]
+        forms = [Form.of(tensors, count(segments)) for segments in self.segments]
+        held, spare = _buffers(2, forms, keys.k.device)
+        forms[self.ring.rank].pack(tensors, held)
         for here, there in pairwise(self.distances):
             coming = self._pass(held, spare, forms, here, there)
             yield keys
             coming.wait()
             held, spare = spare, held
-            owner = self._owner(there)
-            k, v, *mask = opened(held, forms[owner])
+            owner = self.owners[there]
+            k, v, *mask = forms[owner].open(held)
             keys = KVBlock(k, v, mask[0] if mask else None, self.segments[owner])
         yield keys
 
@@ -83,44 +92,43 @@ class SendRecv:
         if self.distances == (0,):
             return
         wide = accumulation_dtype(own_keys.k.dtype)
-        forms = [tuple(p._replace(dtype=wide) for p in form) for form in self._forms(own_keys[:2])]
-        computed, sent, received = self._rooms(own_keys.k, forms, 3)
-        travelling = None
-        ends = [*self.distances[2:], self.ring.size]
-        for here, there, theirs in zip(self.distances[1:], ends, keys):
-            memory = opened(computed, forms[self._owner(here)])
-            grads = tuple(GradAccumulator(t, into=m) for t, m in zip(theirs[:2], memory))
-            yield theirs, grads
+        forms = [Form.of(own_keys[:2], count(segments), wide) for segments in self.segments]
+        computed, sent, received = _buffers(3, forms, own_keys.k.device)
+        travelling: Transfer | None = None
+        jumps = [*self.distances[1:], self.ring.size]
+        for (here, there), block in zip(pairwise(jumps), keys):
+            form = forms[self.owners[here]]
+            grads = tuple(
+                GradAccumulator(t, into=memory) for t, memory in zip(block[:2], form.open(computed))
+            )
+            yield block, grads
             if travelling is not None:
                 travelling.wait()
-                _add(grads, opened(received, forms[self._owner(here)]))
+                _add(grads, form.open(received))
             for total in grads:
                 total.begin_update()  # the whole sum, in `computed`
             travelling = self._pass(computed, received, forms, here, there)
             computed, sent = sent, computed
         travelling.wait()
-        _add(own, opened(received, forms[self.ring.rank]))
-
-    def _forms(self, tensors: tuple[Tensor | None, ...]) -> list[Form]:
-        """List the form of each owner's message."""
-        return [form_of(tensors, count(s)) for s in self.segments]
-
-    def _rooms(self, like: Tensor, forms: list[Form], how_many: int) -> list[Tensor]:
-        """Return memory for so many messages of any owner."""
-        longest = max(map(message_bytes, forms))
-        return [room(like, longest) for _ in range(how_many)]
+        _add(own, forms[self.ring.rank].open(received))
 
     def _pass(
         self, held: Tensor, spare: Tensor, forms: list[Form], here: int, there: int
     ) -> Transfer:
         """Send what is of the owner at distance `here` to the rank for which it is at `there`."""
         ring = self.ring
-        target, source = ((ring.rank + step) % ring.size for step in (there - here, here - there))
-        sent, received = (message_bytes(forms[self._owner(at)]) for at in (here, there))
+        target, source = (
+            (ring.rank + there - here) % ring.size,
+            (ring.rank + here - there) % ring.size,
+        )
+        sent, received = forms[self.owners[here]].nbytes, forms[self.owners[there]].nbytes
         return ring.exchange([(target, held[:sent])], [(source, spare[:received])])
 
-    def _owner(self, distance: int) -> int:
-        return (self.ring.rank - distance) % self.ring.size
+
+def _buffers(number: int, forms: Sequence[Form], device: torch.device) -> list[Tensor]:
+    """Return so many buffers for a message of any of these forms."""
+    longest = max(forms, key=lambda form: form.nbytes)
+    return [longest.empty(device) for _ in range(number)]
 
 
 def _add(totals: tuple[GradAccumulator, ...], parts: list[Tensor]) -> None:

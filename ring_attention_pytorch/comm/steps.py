@@ -51,8 +51,7 @@ class Steps:
         Raises:
             RingError: an earlier call has failed, so the others' messages are not for this one.
         """
-        self._check_whole()
-        self._count_on()
+        self._go_on()
         self._begin(self.calls + 1, (plan, operation))
         try:
             yield
@@ -65,8 +64,7 @@ class Steps:
 
     def tag(self) -> int:
         """Return the tag of the next messages, positive and of 31 bits."""
-        self._check_whole()
-        self._count_on()
+        self._go_on()
         self.hops += 1
         return crc32(self.hops.to_bytes(4, "little"), self._base) >> 1
 
@@ -108,7 +106,8 @@ class Steps:
         # gloo's buffers must live until what is under way has come, which nobody waits for now
         self._left, self.under_way = self.under_way, []
 
-    def _check_whole(self) -> None:
+    def _go_on(self) -> None:
+        """Raise if the ring is broken; count from anew if another of the group compared notes."""
         if self.guards and (trouble := self.trouble()) is not None:
             self.broken = f"{self.now}: {trouble}"
         if self.broken is not None:
@@ -117,11 +116,9 @@ class Steps:
                 "whole again once all ranks make a plan, or call without one",
                 self.now,
             )
-
-    def _count_on(self) -> None:
-        if self._since != self.notes:  # another ring of the group has compared notes
+        if self._since != self._met[0]:
             self._begin(0, self.about)
 
     def _begin(self, call: int, about: tuple[int, str]) -> None:
-        self._since, self.calls, self.hops, self.about = self.notes, call, 0, about
-        self._base = crc32(repr((self.notes, call, about)).encode())
+        self._since, self.calls, self.hops, self.about = self._met[0], call, 0, about
+        self._base = crc32(repr((self._since, call, about)).encode())

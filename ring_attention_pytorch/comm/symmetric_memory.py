@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ring_attention_pytorch.comm.failures import timeout_of
 from ring_attention_pytorch.comm.guard import Board
-from ring_attention_pytorch.comm.messages import Form, opened
+from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.streams import captures_for_good, capturing, current_stream
@@ -78,7 +78,7 @@ class SymmetricBuffer:
             if len(self.views) >= _VIEWS:
                 self.views.clear()
             with torch.inference_mode(False):
-                self.views[asked] = opened(self.halves[rank][self.turn], form)
+                self.views[asked] = form.open(self.halves[rank][self.turn])
         return self.views[asked]
 
     def follow(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.comm.all_to_all import CopyPlan, Move, SharedSwap, by_messages
-from ring_attention_pytorch.comm.messages import Part, message_bytes
+from ring_attention_pytorch.comm.messages import Form, Part
 from ring_attention_pytorch.comm.ring import Ring, SubRing
 from ring_attention_pytorch.geometry.layouts import Segment, Segments, count
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
@@ -317,13 +317,11 @@ def most_bytes(
     def like(t: Tensor, length: int, heads: int) -> Part:
         return Part((t.shape[0], length, heads, t.shape[3]), t.dtype)
 
+    by_token = [like(q, rows, q.shape[2]), *(like(t, cols, t.shape[2]) for t in (k, v))]
+    by_head = [like(q, places * rows, heads), *(like(t, places * cols, few) for t in (k, v))]
     lse = Part((q.shape[0], places * rows, heads), accumulation_dtype(q.dtype))
-    forms = (
-        (like(q, rows, q.shape[2]), *(like(t, cols, t.shape[2]) for t in (k, v))),
-        (like(q, places * rows, heads), *(like(t, places * cols, few) for t in (k, v))),
-        (like(v, places * rows, heads), lse),
-    )
-    return max(map(message_bytes, forms))
+    results = [like(v, places * rows, heads), lse]
+    return max(Form.of_parts(tuple(parts)).nbytes for parts in (by_token, by_head, results))
 
 
 def _summed(t: Tensor, heads: Heads) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ring_attention_pytorch.comm.messages import form_of, room
+from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
 from ring_attention_pytorch.geometry.layouts import Segment
@@ -150,13 +150,17 @@ def _slowest(ring: Ring, mine: Seconds | None) -> Seconds:
     return slowest
 
 
+def _two_buffers(device: torch.device) -> list[Tensor]:
+    return [torch.zeros(_BYTES[-1], dtype=torch.uint8, device=device) for _ in range(2)]
+
+
 def _links(ring: Ring, degree: int, hosts: Sequence[str], device: torch.device) -> Seconds | None:
     """Time messages between neighbours, and pulls; None if some rank lacks memory.
 
     Messages of n bytes are "near n" if both neighbours are on this host, and else "far n".
     """
     try:  # all of them or none: from here on ranks wait for one another
-        buffers = [room(torch.empty(0, device=device), _BYTES[-1]).zero_() for _ in range(2)]
+        buffers = _two_buffers(device)
     except RuntimeError:  # no memory left: measuring is not worth a failure
         buffers = []
     if b"" in ring.gather_notes("room to measure", b"here" if buffers else b""):
@@ -188,7 +192,7 @@ def _pulls(ring: Ring, into: Tensor) -> Seconds:
 
     def pull() -> None:
         for rank, part in zip(others, parts):
-            part.copy_(space.keys.of(rank, form_of([part.unsqueeze(0)], len(part)))[0][0])
+            part.copy_(space.keys.of(rank, Form.of([part.unsqueeze(0)], len(part)))[0][0])
 
     return {"pull": _seconds(pull, into.device, ring)}
 

@@ -78,13 +78,15 @@ def record_use(*tensors: Tensor) -> None:
 
 def wait_side_streams(device: torch.device) -> None:
     """Let the current stream wait for its side streams."""
-    for end in _returning(device):
-        current_stream(device).wait_event(end)
+    if _away.ends:
+        for end in _returning(device):
+            current_stream(device).wait_event(end)
 
 
 def reset_side_streams(device: torch.device) -> None:
     """Drop what a call of this thread that failed has left for others to wait for."""
-    _returning(device)
+    if _away.ends:
+        _returning(device)
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
@@ -114,7 +116,8 @@ def captures_for_good(device: torch.device) -> bool:
 
 
 def _returning(device: torch.device) -> list[torch.cuda.Event]:
-    if not _away.ends or device.type != "cuda":
+    """Take the ends of side streams that the current stream has not waited for."""
+    if device.type != "cuda":
         return []
     current = current_stream(device)
     found = [_away.ends.pop((current, lane), None) for lane in range(len(_PRIORITIES))]
