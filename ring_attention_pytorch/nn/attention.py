@@ -3,7 +3,6 @@
 Parameter names, defaults and state-dict keys are those of ring-attention-pytorch 0.5.20.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,12 @@ from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders
 from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.geometry.tiles import Mask
-from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.nn.checks import (
+    regular_problem,
+    scores_problem,
+    shape_problem,
+    unused_problem,
+)
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
@@ -120,10 +124,10 @@ class RingAttention(nn.Module):
         super().__init__()
         over_ring = dict(transport=transport, ulysses=ulysses, memory=memory)
         problem = (
-            _shape_problem(dim, dim_head, heads, num_grouped_query_heads, bucket_size)
-            or _scores_problem(max_lookback_seq_len, softclamp, kernel)
-            or _unused_problem(eps, use_cuda_kernel, rotary_restart and not rotary_embed)
-            or _regular_problem(force_regular_attn, kernel, dropout)
+            shape_problem(dim, dim_head, heads, num_grouped_query_heads, bucket_size)
+            or scores_problem(max_lookback_seq_len, softclamp, kernel)
+            or unused_problem(eps, use_cuda_kernel, rotary_restart and not rotary_embed)
+            or regular_problem(force_regular_attn, kernel, dropout)
             or over_ring_problem(ring_attn and not force_regular_attn, heads, **over_ring)
             or (in_graphs and in_graphs_problem(force_regular_attn, dropout, transport))
             or dropout_problem(dropout, None)
@@ -423,46 +427,3 @@ class RingAttention(nn.Module):
         q = rearrange(q, by_head, d=self.dim_head)
         k = rearrange(k, by_head, d=self.dim_head)
         return q, k, rearrange(v, by_head, d=self.dim_head)
-
-
-def _shape_problem(
-    dim: int, dim_head: int, heads: int, num_grouped_query_heads: int, bucket_size: int
-) -> str | None:
-    """Say what is wrong with a layer's sizes; None if nothing."""
-    if num_grouped_query_heads < 1 or heads % num_grouped_query_heads != 0:
-        return f"num_grouped_query_heads must divide heads={heads}, got {num_grouped_query_heads}"
-    if min(dim, dim_head, bucket_size) < 1:
-        got = f"{dim}, {dim_head} and {bucket_size}"
-        return f"dim, dim_head and bucket_size must be at least 1, got {got}"
-    return None
-
-
-def _scores_problem(
-    lookback: int | None, softclamp: float | None, kernel: str | None
-) -> str | None:  # fmt: skip
-    """Say what is wrong with the scores that a layer asks for; None if nothing."""
-    if lookback is not None and lookback < 0:
-        return f"max_lookback_seq_len must be None or at least 0, got {lookback}"
-    if softclamp is not None and not 0 < softclamp < math.inf:
-        return f"softclamp must be None or positive, got {softclamp}"
-    if kernel not in (None, *KERNELS):
-        return f"kernel must be None or one of {list(KERNELS)}, got {kernel!r}"
-    return None
-
-
-def _unused_problem(eps: float, use_cuda_kernel: bool | None, restart_alone: bool) -> str | None:
-    """Say which option would have no effect; None if none."""
-    if eps != 1e-10:
-        return f"eps has no effect, results are normalised exactly; got {eps}"
-    if use_cuda_kernel:
-        return "use_cuda_kernel=True: leave it None, and choose with kernel="
-    if restart_alone:
-        return "rotary_restart needs rotary_embed=True: there is nothing to restart"
-    return None
-
-
-def _regular_problem(regular: bool, kernel: str | None, dropout: float) -> str | None:
-    """Say what regular attention can't do; None if nothing of it is asked for."""
-    if regular and (kernel is not None or dropout > 0):
-        return f"force_regular_attn uses no kernel and no dropout, got {kernel!r} and {dropout}"
-    return None

@@ -8,7 +8,8 @@ import triton.language as tl
 @triton.jit
 def partition_kernel(s, bound, count, top, total, per_eps, n, blocks, BLOCK: tl.constexpr):
     """Count a block's scores >= bound; compute the others' max and sum of exp, over eps."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     cols = block * BLOCK + tl.arange(0, BLOCK)
     held = cols < n
     scores = tl.load(s + row * n + cols, mask=held, other=-float("inf"))
@@ -41,7 +42,8 @@ def slope_kernel(
         weight = tl.load(coef + term + t)
         below = scores < tl.load(bound + term + t)
         shown = below & (weight != 0)
-        x = (scores + tl.load(shift + term + t)) / tl.load(e + t)
+        shifted = scores + tl.load(shift + term + t)
+        x = shifted / tl.load(e + t)
         power = tl.exp(tl.where(shown, x, 0.0))
         sums += tl.where(shown, weight * power, 0.0)
     tl.store(slopes + row * n + cols, sums, mask=held)

@@ -105,7 +105,8 @@ class HeavyAttention(nn.Module):
         by these a rank might find a plan that another rank would not find.
         """
         dtype = q.dtype
-        key = ("heavy", causal, counts, q.shape[2:], k.shape[2:], dtype, self.kernel)
+        shapes = (q.shape[2:], k.shape[2:])
+        key = ("heavy", causal, counts, shapes, dtype, self.kernel)
         options = dict(causal=causal, cross=not causal, kernel=self.kernel, layout="striped")
         made = plan.attention_plan(
             key, lambda: RingPlan.make(q, k, v, key_mask=seen, group=plan.ring, **options)
@@ -133,7 +134,8 @@ def base_for(x: Tensor, null: Tensor | None) -> Tensor:
     """Return the heavy branch's result for tokens not routed, like x: the null token, or 0."""
     if null is None:
         return torch.zeros_like(x)
-    return repeat(null.to(x.dtype), "d -> b n d", b=x.shape[0], n=x.shape[1])
+    b, n, _ = x.shape
+    return repeat(null.to(x.dtype), "d -> b n d", b=b, n=n)
 
 
 def light_attention(attn: RingAttention, x: Tensor, plan: RoutingPlan) -> Tensor:

@@ -148,7 +148,8 @@ class ConditionalRoutedAutoregressiveAttention(ConditionalRoutedAttention):
         for queries_at, keys_at in zip(turns.queries_at, turns.keys_at):
             counts.append(len(queries_at) + len(keys_at))
         rank = plan.ring.rank
-        n, queries_at, keys_at = counts[rank], turns.queries_at[rank], turns.keys_at[rank]
+        n = counts[rank]
+        queries_at, keys_at = turns.queries_at[rank], turns.keys_at[rank]
         q = self.heavy_attn.routed_queries(queries)
         k, v = self.heavy_attn.keys(keys)
         q = _placed(q, queries_at, n)

@@ -99,7 +99,9 @@ class ConditionalRoutedFeedForward(nn.Module):
         Raises:
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
-        k = self.num_heavy_tokens if num_heavy_tokens is None else num_heavy_tokens
+        k = num_heavy_tokens
+        if k is None:
+            k = self.num_heavy_tokens
         problem = count_problem("num_heavy_tokens", k) or self.router.problem(x, None)
         also = {"num_heavy_tokens": k, "heavy_window_size": self.window}
         caller = "ConditionalRoutedFeedForward"

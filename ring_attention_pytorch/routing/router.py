@@ -103,10 +103,12 @@ class _Scores(Function):
     def forward(ctx: Any, x: Tensor, toward: Tensor) -> Tensor:
         ctx.save_for_backward(x, toward)
         routes = toward.unsqueeze(-2).unbind(1)
-        if x.is_cuda and x.dtype != torch.float64 and has_triton():
-            along = (t.expand(x.shape).unsqueeze(2) for t in routes)
-            return torch.cat([sum_of_products(x.unsqueeze(2), t) for t in along], 1)
         scores = []
+        if x.is_cuda and x.dtype != torch.float64 and has_triton():
+            for t in routes:
+                along = t.expand(x.shape).unsqueeze(2)
+                scores.append(sum_of_products(x.unsqueeze(2), along))
+            return torch.cat(scores, 1)
         for part in x.split(_AT_ONCE, 1):
             wide = part.to(toward.dtype)
             scores.append(torch.stack([(wide * t).sum(-1) for t in routes], 1))
@@ -258,7 +260,8 @@ class CoordinateDescentRouter(nn.Module):
         """Say what is wrong with this rank's arguments, without asking other ranks."""
         if x.ndim != 3 or x.shape[2] != self.dim:
             return f"tokens must be [batch, tokens, {self.dim}], got {list(x.shape)}"
-        if (problem := self.passes.problem(x.device)) is not None:
+        problem = self.passes.problem(x.device)
+        if problem is not None:
             return problem
         if (routing_tokens is None) == (self.routing_token is None):
             return "routing_tokens go with learned_routing_tokens=True, and with that only"

@@ -46,7 +46,8 @@ def slots(k: int | float, size: int) -> int:
 def best(scores: Tensor, count: Tensor, most: int) -> Tensor:
     """Choose the `count` `[..., W]` best of `[..., W, size]`: positions `[..., W * most]`."""
     order = scores.sort(dim=-1, descending=True, stable=True).indices
-    chosen = torch.arange(most, device=scores.device) < count.unsqueeze(-1)
+    rank = torch.arange(most, device=scores.device)
+    chosen = rank < count.unsqueeze(-1)
     return _ascending(order[..., :most], chosen, scores.shape[-1])
 
 

@@ -210,7 +210,8 @@ def soft_topk(
             hidden = hidden.masked_fill(~mask, -torch.inf)
         shapes = [(*rows, note["n"]) for note in notes]
         whole = torch.cat(everyones(hidden, shapes, ring), -1)
-        solution = fixed_point(whole, counts(k, (whole > -torch.inf).sum(-1)), float(eps))
+        real = (whole > -torch.inf).sum(-1)
+        solution = fixed_point(whole, counts(k, real), float(eps))
     return _apply(scores, mask, solution, ring)
 
 
@@ -273,7 +274,8 @@ def coordinate_descent(
         raise ValueError(f"coordinate_descent: {problem}")
     with torch.no_grad():
         hidden = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
-        count = counts(k, (hidden > -torch.inf).sum(-1))
+        real = (hidden > -torch.inf).sum(-1)
+        count = counts(k, real)
         solution = descent(
             hidden, count, n_iters, float(eps), eps_init, float(eps_decay), by=passes.partition
         )

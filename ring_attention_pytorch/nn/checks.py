@@ -1,0 +1,48 @@
+"""Checks of the options of an attention layer, as they are given to its constructor."""
+
+import math
+
+from ring_attention_pytorch.kernels import KERNELS
+
+
+def shape_problem(
+    dim: int, dim_head: int, heads: int, num_grouped_query_heads: int, bucket_size: int
+) -> str | None:
+    """Say what is wrong with a layer's sizes; None if nothing."""
+    if num_grouped_query_heads < 1 or heads % num_grouped_query_heads != 0:
+        return f"num_grouped_query_heads must divide heads={heads}, got {num_grouped_query_heads}"
+    if min(dim, dim_head, bucket_size) < 1:
+        got = f"{dim}, {dim_head} and {bucket_size}"
+        return f"dim, dim_head and bucket_size must be at least 1, got {got}"
+    return None
+
+
+def scores_problem(
+    lookback: int | None, softclamp: float | None, kernel: str | None
+) -> str | None:  # fmt: skip
+    """Say what is wrong with the scores that a layer asks for; None if nothing."""
+    if lookback is not None and lookback < 0:
+        return f"max_lookback_seq_len must be None or at least 0, got {lookback}"
+    if softclamp is not None and not 0 < softclamp < math.inf:
+        return f"softclamp must be None or positive, got {softclamp}"
+    if kernel not in (None, *KERNELS):
+        return f"kernel must be None or one of {list(KERNELS)}, got {kernel!r}"
+    return None
+
+
+def unused_problem(eps: float, use_cuda_kernel: bool | None, restart_alone: bool) -> str | None:
+    """Say which option would have no effect; None if none."""
+    if eps != 1e-10:
+        return f"eps has no effect, results are normalised exactly; got {eps}"
+    if use_cuda_kernel:
+        return "use_cuda_kernel=True: leave it None, and choose with kernel="
+    if restart_alone:
+        return "rotary_restart needs rotary_embed=True: there is nothing to restart"
+    return None
+
+
+def regular_problem(regular: bool, kernel: str | None, dropout: float) -> str | None:
+    """Say what regular attention can't do; None if nothing of it is asked for."""
+    if regular and (kernel is not None or dropout > 0):
+        return f"force_regular_attn uses no kernel and no dropout, got {kernel!r} and {dropout}"
+    return None
