@@ -29,10 +29,9 @@ def from_bottom_right(tile: Tile) -> tuple[int, int]:
     """
     rows, cols, left, right = tile
     shift = (cols.stop - cols.start) - (rows.stop - rows.start)
-    return (
-        NO_BOUND if left is None else left + shift,
-        NO_BOUND if right is None else right - shift,
-    )
+    left = NO_BOUND if left is None else left + shift
+    right = NO_BOUND if right is None else right - shift
+    return left, right
 
 
 def windows(tiles: Sequence[Tile]) -> Iterator[tuple[Tile, tuple[int, int]]]:
@@ -54,8 +53,10 @@ def _apart(tile: Tile) -> Iterator[Tile]:
     """Yield the rows of a tile that see all columns on one side apart from those that do not."""
     rows, cols, left, right = tile
     n, m = rows.stop - rows.start, cols.stop - cols.start
-    left = None if left is None or left >= n - 1 else left
-    right = None if right is None or right >= m - 1 else right
+    if left is not None and left >= n - 1:
+        left = None
+    if right is not None and right >= m - 1:
+        right = None
     if right is not None and right + n - m >= m:  # rows from here on see the last column
         cut, first = m - right, (left, right)
     elif left is not None and right is None and n > m + 1:  # rows up to here see the first
@@ -63,9 +64,10 @@ def _apart(tile: Tile) -> Iterator[Tile]:
     else:
         yield Tile(rows, cols, left, right)
         return
-    yield Tile(slice(rows.start, rows.start + cut), cols, *first)
+    middle = rows.start + cut
+    yield Tile(slice(rows.start, middle), cols, *first)
     left = None if left is None else left - cut
-    yield from _apart(Tile(slice(rows.start + cut, rows.stop), cols, left, None))
+    yield from _apart(Tile(slice(middle, rows.stop), cols, left, None))
 
 
 def lane(tiles: Sequence[Tile], keys: KVBlock, *memory: Tensor) -> AbstractContextManager[None]:
@@ -73,8 +75,9 @@ def lane(tiles: Sequence[Tile], keys: KVBlock, *memory: Tensor) -> AbstractConte
 
     It is a side stream, beside the other calls, where the tiles allow it.
     """
-    apart = isinstance(tiles, Tiles) and tiles.concurrent
-    return side_stream(keys.k.device, keys.own, *memory) if apart else nullcontext()
+    if isinstance(tiles, Tiles) and tiles.concurrent:
+        return side_stream(keys.k.device, keys.own, *memory)
+    return nullcontext()
 
 
 def part(t: Tensor, at: slice) -> Tensor:

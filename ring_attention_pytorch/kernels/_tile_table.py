@@ -50,7 +50,8 @@ def _make_table(
     start, stop = (0, 1) if side == "rows" else (2, 3)
     tiles = sorted(tiles, key=itemgetter(start))
     starts = [tile[start] for tile in tiles]
-    stops = [*accumulate((tile[stop] for tile in tiles), max)]  # the last up to each tile
+    stops = [tile[stop] for tile in tiles]
+    stops = list(accumulate(stops, max))  # the last up to each tile
     length = stops[-1] if every is None else every
     by_work = []
     for number in range(-(-length // block)):

@@ -6,9 +6,21 @@ import triton.language as tl
 
 # arguments for whose values no kernel is compiled anew
 VARYING = [
-    "count", "beside", "n", "m", "lse_b", "lse_h", "delta_b", "delta_h", "mask_b",
-    "word", "other_word", "bar", "sample", "first_head",
-]  # fmt: skip
+    "count",
+    "beside",
+    "n",
+    "m",
+    "lse_b",
+    "lse_h",
+    "delta_b",
+    "delta_h",
+    "mask_b",
+    "word",
+    "other_word",
+    "bar",
+    "sample",
+    "first_head",
+]
 
 
 @triton.jit
@@ -29,10 +41,10 @@ def block_of(blocks, count, beside):
 def tile_at(tiles, t):
     """Load rows from and to, columns from and to, left and right of one tile of the table."""
     at = tiles + 6 * t
-    return (
-        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
-        tl.load(at + 5),
-    )  # fmt: skip
+    r0, r1 = tl.load(at), tl.load(at + 1)
+    c0, c1 = tl.load(at + 2), tl.load(at + 3)
+    left, right = tl.load(at + 4), tl.load(at + 5)
+    return r0, r1, c0, c1, left, right
 
 
 @triton.jit

@@ -52,11 +52,15 @@ class VarlenCall(NamedTuple):
     def flat(self, *tensors: Tensor) -> list[Tensor]:
         """Return tensors [b, n, h, d] as the call takes them: samples one after another."""
         tensors = aligned(*tensors)
-        return [t.flatten(0, 1) for t in tensors] if self.sequences else tensors
+        if not self.sequences:
+            return tensors
+        return [t.flatten(0, 1) for t in tensors]
 
     def flat_by_head(self, t: Tensor) -> Tensor:
         """Return a tensor [b, h, n], such as lse, as the call takes it."""
-        return (rearrange(t, "b h n -> h (b n)") if self.sequences else t).contiguous()
+        if self.sequences:
+            t = rearrange(t, "b h n -> h (b n)")
+        return t.contiguous()
 
     def alloc(self, total: GradAccumulator, at: slice) -> Tensor:
         """Return memory for what the call gives for these rows, or columns."""
@@ -146,12 +150,16 @@ def _follows(tile: Tile, last: Tile, disjoint_keys: bool) -> bool:
 
 def _cut(tiles: Sequence[Tile]) -> Iterator[Tile]:
     """Yield the tiles; full ones in pieces whose rows begin and end where those of others do."""
-    borders = sorted({end for tile in tiles for end in (tile.rows.start, tile.rows.stop)})
+    ends = set()
+    for tile in tiles:
+        ends |= {tile.rows.start, tile.rows.stop}
+    borders = sorted(ends)
     for tile in tiles:
         if tile[2:] != (None, None):
             yield tile
             continue
-        first, last = bisect_left(borders, tile.rows.start), bisect_right(borders, tile.rows.stop)
+        first = bisect_left(borders, tile.rows.start)
+        last = bisect_right(borders, tile.rows.stop)
         for start, stop in pairwise(borders[first:last]):
             yield tile._replace(rows=slice(start, stop))
 
@@ -162,15 +170,16 @@ def _joined(tiles: Iterable[Tile]) -> list[Tile]:
     The bounds of the right tile, from its bottom right, are those of both: each of its rows sees
     something, and so sees all that lies left of it.
     """
-    found: list[Tile] = []
+    joined: list[Tile] = []
     for tile in sorted(tiles, key=lambda t: (t.rows.start, t.cols.start)):
         rows, cols, left, right = tile
-        while found and left is None and _shows_all_before(found[-1], rows, cols.start):
-            width = cols.start - found[-1].cols.start
-            cols = slice(found.pop().cols.start, cols.stop)
+        while joined and left is None and _shows_all_before(joined[-1], rows, cols.start):
+            start = joined.pop().cols.start
+            width = cols.start - start
+            cols = slice(start, cols.stop)
             right = None if right is None else right + width
-        found.append(Tile(rows, cols, left, right))
-    return found
+        joined.append(Tile(rows, cols, left, right))
+    return joined
 
 
 def _shows_all_before(tile: Tile, rows: slice, col: int) -> bool:
@@ -180,15 +189,23 @@ def _shows_all_before(tile: Tile, rows: slice, col: int) -> bool:
 
 def _pack(run: list[Tile], disjoint_keys: bool, batch: int, device: torch.device) -> VarlenCall:
     """Make one call of a run of tiles, its numbers brought to the device together."""
-    rows, cols = [tile.rows for tile in run], [tile.cols for tile in run]
-    pack = VarlenCall(_spanned(rows), _spanned(cols), *from_bottom_right(run[0]))
+    rows = [tile.rows for tile in run]
+    cols = [tile.cols for tile in run]
+    left, right = from_bottom_right(run[0])
+    pack = VarlenCall(_spanned(rows), _spanned(cols), left, right)
     if len(run) == 1:
         return pack
-    gaps = _gaps(rows), _gaps(cols) if disjoint_keys else []
-    numbers = [*_sequences(rows, batch), *_sequences(cols, batch), *gaps]
+    numbers = [*_sequences(rows, batch), *_sequences(cols, batch), _gaps(rows)]
+    numbers.append(_gaps(cols) if disjoint_keys else [])
     cu_q, used_q, cu_k, used_k, row_gaps, col_gaps = _on_device(numbers, device)
+    sequences = dict(
+        cu_seqlens_q=cu_q,
+        seqused_q=used_q,
+        cu_seqlens_k=cu_k,
+        seqused_k=used_k,
+    )
     return pack._replace(
-        sequences=dict(cu_seqlens_q=cu_q, seqused_q=used_q, cu_seqlens_k=cu_k, seqused_k=used_k),
+        sequences=sequences,
         row_gaps=row_gaps.long() if len(row_gaps) else None,
         col_gaps=col_gaps.long() if len(col_gaps) else None,
     )
@@ -206,14 +223,21 @@ def _sequences(side: list[slice], batch: int) -> tuple[list[int], list[int]]:
     """
     span = _spanned(side)
     length = span.stop - span.start
-    starts = [i * length + at.start - span.start for i in range(batch) for at in side]
-    return [*starts, batch * length], [at.stop - at.start for at in side] * batch
+    all_starts = []
+    for i in range(batch):
+        starts = [i * length + at.start - span.start for at in side]
+        all_starts += starts
+    lengths = [at.stop - at.start for at in side]
+    return [*all_starts, batch * length], lengths * batch
 
 
 def _gaps(side: list[slice]) -> list[int]:
     """List the numbers between ascending spans, counted from the first."""
     first = side[0].start
-    return [i - first for a, b in pairwise(side) for i in range(a.stop, b.start)]
+    gaps: list[int] = []
+    for a, b in pairwise(side):
+        gaps += range(a.stop - first, b.start - first)
+    return gaps
 
 
 def _on_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:

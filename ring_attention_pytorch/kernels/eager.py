@@ -47,10 +47,8 @@ def backward(
     for rows, cols, hidden, bias, left in visible_parts(keys, tiles, terms, saved.q.shape[2]):
         q, k, v = grouped(saved.q[:, rows], keys.k[:, cols], keys.v[:, cols])
         dout = by_key_head(saved.dout[:, rows], h_kv)
-        lse, delta = (
-            rearrange(t[..., rows], "b (g r) i -> b g r i 1", g=h_kv)
-            for t in (saved.lse, saved.delta)
-        )
+        lse = rearrange(saved.lse[..., rows], "b (g r) i -> b g r i 1", g=h_kv)
+        delta = rearrange(saved.delta[..., rows], "b (g r) i -> b g r i 1", g=h_kv)
         scores, slope = scores_of(q, k, terms, bias)
         p = scores.masked_fill_(hidden, -torch.inf).sub_(finite(lse)).exp_()
         dp = _less(einsum(dout, v, "b i g r d, b j g d -> b g r i j"), left)
@@ -80,13 +78,20 @@ def visible_parts(
                 hidden = hidden | ~_allowed(keys, tiles, part, terms, h)
             bias = None
             if terms.alibi is not None:
-                far = (tiles.rows_at[part.rows].unsqueeze(1) - tiles.cols_at[part.cols]).abs()
-                bias = -rearrange(terms.alibi, "(g r) -> g r 1 1", g=keys.k.shape[2]) * far
+                row_at = tiles.rows_at[part.rows].unsqueeze(1)
+                distance = (row_at - tiles.cols_at[part.cols]).abs()
+                slopes = rearrange(terms.alibi, "(g r) -> g r 1 1", g=keys.k.shape[2])
+                bias = -slopes * distance
             left = None
             if marks is not None:
-                by_row = (t[..., part.rows, :] for t in marks)
-                kept = terms.dropout.kept(*by_row, tiles.col_numbers[part.cols])
-                left = kept.to(accumulation_dtype(keys.k.dtype)).mul_(terms.dropout.inverse)
+                first, second = marks
+                kept = terms.dropout.kept(
+                    first[..., part.rows, :],
+                    second[..., part.rows, :],
+                    tiles.col_numbers[part.cols],
+                )
+                left = kept.to(accumulation_dtype(keys.k.dtype))
+                left.mul_(terms.dropout.inverse)
             yield part.rows, part.cols, hidden, bias, left
 
 
@@ -130,14 +135,16 @@ def scores_of(
     scores = einsum(q, k, "b i g r d, b j g d -> b g r i j").mul_(terms.scale)
     slope: Tensor | float = terms.scale
     if terms.softclamp is not None:
-        t = scores.div_(terms.softclamp).tanh_()
+        t = scores.div_(terms.softclamp)
+        t.tanh_()
         scores, slope = t * terms.softclamp, (1 - t.square()) * terms.scale
     return scores if bias is None else scores.add_(bias), slope
 
 
 def grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast to the accumulator's dtype, query head i put beside its key head i // (h / h_kv)."""
-    k, v = (t.to(accumulation_dtype(t.dtype)) for t in (k, v))
+    k = k.to(accumulation_dtype(k.dtype))
+    v = v.to(accumulation_dtype(v.dtype))
     return by_key_head(q, k.shape[2]), k, v
 
 

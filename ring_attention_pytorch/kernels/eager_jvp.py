@@ -91,11 +91,11 @@ def backward(
     h_kv, running = keys.k.shape[2], [total.begin_update() for total in grads]
     delta_along = tangent_of_delta(saved, along)
     for part in _parts(saved.q, along.q, saved.lse, keys, tiles, terms):
-        dout, tdout = (by_key_head(t.dout[:, part.rows], h_kv) for t in (saved, along))
-        delta, tlse, tdelta = (
-            rearrange(t[..., part.rows], "b (g r) i -> b g r i 1", g=h_kv)
-            for t in (saved.delta, along.lse, delta_along)
-        )
+        dout = by_key_head(saved.dout[:, part.rows], h_kv)
+        tdout = by_key_head(along.dout[:, part.rows], h_kv)
+        delta = _of_rows(saved.delta, part, h_kv)
+        tlse = _of_rows(along.lse, part, h_kv)
+        tdelta = _of_rows(delta_along, part, h_kv)
         p, tp = part.p, part.p * (part.ts - tlse)
         dp = part.less(_by_pair(dout, part.v)) - delta
         tdp = part.less(_by_pair(cat((dout, tdout), -1), cat((part.tv, part.v), -1))) - tdelta
@@ -106,8 +106,9 @@ def backward(
         dk = cat((_to_cols(tdqk, part.q) + _to_cols(dqk, part.tq), _to_cols(dqk, part.q)), -1)
         p, tp = part.less(p), part.less(tp)
         dv = cat((_to_cols(tp, dout) + _to_cols(p, tdout), _to_cols(p, dout)), -1)
-        for total, at, found in zip(running, (part.rows, part.cols, part.cols), (dq, dk, dv)):
-            total[:, at] += found
+        running[0][:, part.rows] += dq
+        running[1][:, part.cols] += dk
+        running[2][:, part.cols] += dv
 
 
 def _parts(
@@ -116,7 +117,8 @@ def _parts(
     h_kv = keys.k.shape[2]
     for rows, cols, hidden, bias, left in visible_parts(keys, tiles, terms, tq.shape[2]):
         rows_q, both_k, both_v = grouped(q[:, rows], keys.k[:, cols], keys.v[:, cols])
-        (k, tk), (v, tv) = (t.chunk(2, dim=-1) for t in (both_k, both_v))
+        k, tk = both_k.chunk(2, dim=-1)
+        v, tv = both_v.chunk(2, dim=-1)
         along = by_key_head(tq[:, rows], h_kv)
         tqk = _by_pair(cat((along, rows_q), -1), both_k)
         scores, slope = scores_of(rows_q, k, terms, None)
@@ -128,6 +130,11 @@ def _parts(
         total = rearrange(lse[..., rows], "b (g r) i -> b g r i 1", g=h_kv)
         p = scores.masked_fill(hidden, -inf).sub_(finite(total)).exp_()
         yield Part(rows, cols, rows_q, along, k, tk, v, tv, p, slope * tqk, slope, tslope, left)
+
+
+def _of_rows(t: Tensor, part: Part, h_kv: int) -> Tensor:
+    """Return t [b, h, n] of a part's rows beside their keys: [b, g, r, i, 1]."""
+    return rearrange(t[..., part.rows], "b (g r) i -> b g r i 1", g=h_kv)
 
 
 def _by_pair(rows: Tensor, cols: Tensor) -> Tensor:

@@ -55,8 +55,10 @@ def forward(
     q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
 ) -> None:
     for mask, score_mod in _calls(q, keys, tiles, terms):
-        given = (t.detach() for t in (q, keys.k, keys.v))  # else each kind had its variant
-        part, lse = _attention(*given, mask, score_mod, terms.scale)
+        # detached, for else tensors with and without a gradient had variants of their own
+        part, lse = _attention(
+            q.detach(), keys.k.detach(), keys.v.detach(), mask, score_mod, terms.scale
+        )
         result.add(slice(0, q.shape[1]), part, lse)
 
 
@@ -80,11 +82,11 @@ def _calls(
 ) -> Iterator[tuple[BlockMask, ScoreMod | None]]:
     if not tiles or not q.numel():
         return
-    masks, score_mod = (
-        tiles.once("flex", lambda: _block(q, keys, tiles, terms), of_mask=True)
-        if isinstance(tiles, Tiles)
-        else _block(q, keys, tiles, terms)
-    )
+    if isinstance(tiles, Tiles):
+        block = tiles.once("flex", lambda: _block(q, keys, tiles, terms), of_mask=True)
+    else:
+        block = _block(q, keys, tiles, terms)
+    masks, score_mod = block
     for mask in masks:
         yield mask, score_mod
 
@@ -94,9 +96,10 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute out [b, n, h, d_v] and lse [b, h, n] of what a mask shows."""
     n, d_v = q.shape[1], v.shape[-1]
-    filled = (_heads_first(t) for t in (q, k, v))
-    out, lse = _run(_attend, *filled, mask, score_mod, scale)
-    return rearrange(out[:, :, :n, :d_v], "b h n d -> b n h d"), lse[..., :n]
+    q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
+    out, lse = _run(_attend, q, k, v, mask, score_mod, scale)
+    out = rearrange(out[:, :, :n, :d_v], "b h n d -> b n h d")
+    return out, lse[..., :n]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, score_mod: Any, scale: float) -> Any:
@@ -110,18 +113,23 @@ def _block(q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods) ->
     """Return the masks of a block, one for each stretch, and what is done to its scores."""
     (b, n, h, _), m = q.shape, keys.k.shape[1]
     sizes = b, h, _room(n), _room(m)
-    hidden, mask_mod, at = keys.key_mask, terms.mask_mod, (None, None)
-    if hidden is not None:
-        hidden = _filled(hidden, sizes[3])
+    visible = keys.key_mask
+    mask_mod = terms.mask_mod
+    rows_at = cols_at = None
+    if visible is not None:
+        visible = _filled(visible, sizes[3])
     if mask_mod is not None or terms.alibi is not None:
-        at = [_filled(t.long(), s) for t, s in zip((tiles.rows_at, tiles.cols_at), sizes[2:])]
+        rows_at = _filled(tiles.rows_at.long(), sizes[2])
+        cols_at = _filled(tiles.cols_at.long(), sizes[3])
     if mask_mod is not None:
-        mask_mod = _of_positions(mask_mod, tiles.first + torch.arange(b, device=q.device), *at)
+        samples = tiles.first + torch.arange(b, device=q.device)
+        mask_mod = _of_positions(mask_mod, samples, rows_at, cols_at)
     masks = []
     for stretch in _stretches(tiles, n):
-        shown = _shown(*_filled(stretch, sizes[2]).to(q.device), hidden, mask_mod)
+        starts, stops = _filled(stretch, sizes[2]).to(q.device)
+        shown = _shown(starts, stops, visible, mask_mod)
         masks.append(_mask(shown, sizes, q.device))
-    return masks, _score_mod(terms.softclamp, terms.alibi, *at)
+    return masks, _score_mod(terms.softclamp, terms.alibi, rows_at, cols_at)
 
 
 def _stretches(tiles: Sequence[Tile], n: int) -> list[Tensor]:
@@ -134,10 +142,12 @@ def _stretches(tiles: Sequence[Tile], n: int) -> list[Tensor]:
     """
     found: list[Tensor] = []
     for rows, cols, left, right in tiles:
-        row = torch.arange(cols.start, cols.start + rows.stop - rows.start, dtype=torch.int32)
+        end = cols.start + rows.stop - rows.start
+        row = torch.arange(cols.start, end, dtype=torch.int32)
         start = torch.full_like(row, cols.start) if left is None else row - left
         stop = torch.full_like(row, cols.stop) if right is None else row + right + 1
-        start, stop = start.clamp(min=cols.start), stop.clamp(max=cols.stop)
+        start = start.clamp(min=cols.start)
+        stop = stop.clamp(max=cols.stop)
         for starts, stops in (t[:, rows] for t in found):
             free = stops == 0
             if (free | (stops == start)).all():
@@ -145,8 +155,9 @@ def _stretches(tiles: Sequence[Tile], n: int) -> list[Tensor]:
                 stops.copy_(stop)
                 break
         else:
-            found.append(torch.zeros((2, n), dtype=torch.int32))
-            found[-1][:, rows] = torch.stack((start, stop))
+            stretch = torch.zeros((2, n), dtype=torch.int32)
+            stretch[:, rows] = torch.stack((start, stop))
+            found.append(stretch)
     return found
 
 
@@ -155,7 +166,9 @@ def _shown(starts: Tensor, stops: Tensor, mask: Tensor | None, mask_mod: MaskMod
         seen = (starts[i] <= j) & (j < stops[i])
         if mask is not None:
             seen = seen & mask[b, j]
-        return seen if mask_mod is None else seen & mask_mod(b, h, i, j)
+        if mask_mod is not None:
+            seen = seen & mask_mod(b, h, i, j)
+        return seen
 
     return shown
 
@@ -187,9 +200,12 @@ def _mask(shown: MaskMod, sizes: tuple[int, ...], device: torch.device) -> Block
     count = _run(_count, shown, sizes, device)
     full = _CELL * _CELL
     return BlockMask.from_kv_blocks(
-        *_in_order((count > 0) & (count < full)), *_in_order(count == full), BLOCK_SIZE=_CELL,
-        mask_mod=shown, seq_lengths=sizes[2:],
-    )  # fmt: skip
+        *_in_order((count > 0) & (count < full)),
+        *_in_order(count == full),
+        BLOCK_SIZE=_CELL,
+        mask_mod=shown,
+        seq_lengths=sizes[2:],
+    )
 
 
 def _count(shown: MaskMod, sizes: tuple[int, ...], device: torch.device) -> Tensor:
@@ -215,8 +231,10 @@ def _in_order(chosen: Tensor) -> tuple[Tensor, Tensor]:
 def _heads_first(t: Tensor) -> Tensor:
     """Return [b, h, tokens, head size], zeros beyond what there is; always laid out in one way."""
     n, d = t.shape[1], t.shape[3]
-    more = 0, max(_NARROWEST, 1 << (d - 1).bit_length()) - d, 0, 0, 0, _room(n) - n
-    t = F.pad(t, more) if any(more) else t
+    width = max(_NARROWEST, 1 << (d - 1).bit_length())
+    more = 0, width - d, 0, 0, 0, _room(n) - n
+    if any(more):
+        t = F.pad(t, more)
     return rearrange(t.contiguous(), "b n h d -> b h n d")
 
 
@@ -232,7 +250,8 @@ def _room(length: int) -> int:
 
 def _filled(t: Tensor, size: int) -> Tensor:
     """Return a copy with zeros behind it, up to so many."""
-    return torch.cat((t, t.new_zeros((*t.shape[:-1], size - t.shape[-1]))), -1)
+    *others, length = t.shape
+    return torch.cat((t, t.new_zeros((*others, size - length))), -1)
 
 
 def _run(function: Callable[..., Any], *given: Any) -> Any:

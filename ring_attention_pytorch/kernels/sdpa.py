@@ -58,7 +58,8 @@ def forward(
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *operands, 0.0, call.causal, attn_mask=call.mask, scale=terms.scale
         )
-        if (lost := _lost(*operands[:2], part_lse)) is not None:
+        lost = _lost(*operands[:2], part_lse)
+        if lost is not None:
             part_lse = part_lse.masked_fill(lost, torch.nan)
             part = part.masked_fill(lost.unsqueeze(-1), torch.nan)
         if call.unseen is not None:
@@ -85,14 +86,18 @@ def backward(
     lse = saved.lse.masked_fill(saved.lse == -torch.inf, 0.0)
     for call in _calls(q, keys, tiles, terms):
         q_, k_, v_ = _operands(q[:, call.rows], k[:, call.cols], v[:, call.cols])
-        dout_, out_ = (
-            _padded(rearrange(t[:, call.rows], "b n h d -> b h n d"), q_.shape[-1])
-            for t in (dout, out)
-        )
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout_, q_, k_, v_, out_, lse[..., call.rows], 0.0, call.causal,
-            attn_mask=call.mask, scale=terms.scale,
-        )  # fmt: skip
+            _heads_first(dout[:, call.rows], q_.shape[-1]),
+            q_,
+            k_,
+            v_,
+            _heads_first(out[:, call.rows], q_.shape[-1]),
+            lse[..., call.rows],
+            0.0,  # dropout
+            call.causal,
+            attn_mask=call.mask,
+            scale=terms.scale,
+        )
         places = (call.rows, d), (call.cols, d), (call.cols, d_v)
         for total, (at, width), part in zip(grads, places, parts):
             total.add(at, rearrange(part[..., :width], "b h n d -> b n h d"))
@@ -106,7 +111,9 @@ def _dense(t: Tensor) -> Tensor:
 def _lost(q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:
     """Mark rows [b, h, n] that the op takes to see nothing, for all their scores are NaN."""
     nothing = lse == 0
-    return nothing & (q.isnan().any(-1) | k.isnan().any()) if nothing.any() else None
+    if not nothing.any():
+        return None
+    return nothing & (q.isnan().any(-1) | k.isnan().any())
 
 
 def _calls(q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods) -> Iterator[_Call]:
@@ -115,14 +122,18 @@ def _calls(q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods) ->
         cut = _pieces if simple else buckets
         for part in cut(tile, terms.bucket_size):
             causal = part[2:] == (None, 0)
-            seen = None if causal or part[2:] == (None, None) else band(part, q.device)
-            mask = unseen = None
+            whole = part[2:] == (None, None)
+            seen = mask = unseen = None
+            if not (causal or whole):
+                seen = band(part, q.device)
             if keys.key_mask is not None:
                 visible = keys.key_mask[:, part.cols]
                 unseen = _unseen(visible, part)
-                seen = rearrange(visible, "b j -> b 1 1 j") & (True if seen is None else seen)
+                upright = rearrange(visible, "b j -> b 1 1 j")
+                seen = upright & (True if seen is None else seen)
             if seen is not None:
-                mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
+                mask = torch.zeros_like(seen, dtype=q.dtype)
+                mask.masked_fill_(~seen, -torch.inf)
             yield _Call(part.rows, part.cols, causal, mask, unseen)
 
 
@@ -140,9 +151,11 @@ def _pieces(tile: Tile, bucket_size: int) -> Iterator[Tile]:
         return
     half = -(-size // (2 * smallest)) * smallest
     row, col = rows.start + half, cols.start + half
-    yield from _pieces(Tile(slice(rows.start, row), slice(cols.start, col), None, 0), bucket_size)
-    yield Tile(slice(row, rows.stop), slice(cols.start, col), None, None)
-    yield from _pieces(Tile(slice(row, rows.stop), slice(col, cols.stop), None, 0), bucket_size)
+    above, below = slice(rows.start, row), slice(row, rows.stop)
+    left, right = slice(cols.start, col), slice(col, cols.stop)
+    yield from _pieces(Tile(above, left, None, 0), bucket_size)
+    yield Tile(below, left, None, None)
+    yield from _pieces(Tile(below, right, None, 0), bucket_size)
 
 
 def _unseen(visible: Tensor, tile: Tile) -> Tensor:
@@ -150,16 +163,21 @@ def _unseen(visible: Tensor, tile: Tile) -> Tensor:
     n, m = tile.rows.stop - tile.rows.start, visible.shape[1]
     row = torch.arange(n, device=visible.device)
     before = F.pad(visible.cumsum(dim=1), (1, 0))  # [b, m + 1]: unmasked keys before key j
-    end = row + 1 + (m if tile.right is None else tile.right)
-    start = row - (n if tile.left is None else tile.left)
-    return before[:, end.clamp(max=m)] == before[:, start.clamp(min=0)]
+    ahead = m if tile.right is None else tile.right
+    back = n if tile.left is None else tile.left
+    end = (row + 1 + ahead).clamp(max=m)
+    start = (row - back).clamp(min=0)
+    return before[:, end] == before[:, start]
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Put heads first, and add zeros to make k and v equally wide, which the op insists on."""
     width = max(q.shape[-1], v.shape[-1])
-    return [_padded(rearrange(t, "b n h d -> b h n d"), width) for t in (q, k, v)]
+    return [_heads_first(t, width) for t in (q, k, v)]
 
 
-def _padded(t: Tensor, width: int) -> Tensor:
-    return t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))
+def _heads_first(t: Tensor, width: int) -> Tensor:
+    t = rearrange(t, "b n h d -> b h n d")
+    if t.shape[-1] == width:
+        return t
+    return F.pad(t, (0, width - t.shape[-1]))

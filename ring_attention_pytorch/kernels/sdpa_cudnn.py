@@ -68,21 +68,38 @@ def _backward(
 ) -> None:
     for rows, cols, causal, by_hand in _calls(saved.q, tiles):
         operands = (
-            part(saved.q, rows), part(keys.k, cols), part(keys.v, cols), part(saved.out, rows),
+            part(saved.q, rows),
+            part(keys.k, cols),
+            part(keys.v, cols),
+            part(saved.out, rows),
             part(saved.dout, rows),
-        )  # fmt: skip
+        )
         lse = saved.lse[..., rows]
         with lane(tiles, keys):
             if by_hand:
                 found = _one_key_backward(*operands, lse, terms)
             else:
                 q, k, v, out, dout = _heads_first(*operands)
-                out, dout = (_as_told_by(q, t) for t in (out, dout))
+                out, dout = _as_told_by(q, out), _as_told_by(q, dout)
                 unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's numbers
                 found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                    dout, q, k, v, out, lse.unsqueeze(-1).contiguous(), unused, unused, None, None,
-                    None, q.shape[2], k.shape[2], 0.0, causal, scale=terms.scale,
-                )  # fmt: skip
+                    dout,
+                    q,
+                    k,
+                    v,
+                    out,
+                    lse.unsqueeze(-1).contiguous(),
+                    unused,
+                    unused,
+                    None,  # bias
+                    None,
+                    None,
+                    q.shape[2],
+                    k.shape[2],
+                    0.0,  # dropout
+                    causal,
+                    scale=terms.scale,
+                )
                 found = [t.transpose(1, 2) for t in found]
         for total, at, t in zip(grads, (rows, cols, cols), found):
             total.add(at, t)
@@ -143,8 +160,9 @@ def _as_told_by(q: Tensor, t: Tensor) -> Tensor:
     out and dout beside these, however they lie: silently, and wrong.
     """
     b, h, n, d = t.shape
-    strides = n * h * d, d, h * d, 1
-    if b > 1 and q.stride()[1:] == strides[1:] and n * h * d <= q.stride(0) <= 8 * n * h * d:
+    size = n * h * d
+    strides = size, d, h * d, 1
+    if b > 1 and q.stride()[1:] == strides[1:] and size <= q.stride(0) <= 8 * size:
         strides = q.stride()  # some rows of all, as they lie
     if t.stride() == strides:
         return t
@@ -168,10 +186,7 @@ def _one_key_backward(
     """Compute dq, dk and dv of one key; out and lse are of all keys that the rows see."""
     lse = rearrange(lse, "b (g r) n -> b n g r", g=k.shape[2])
     q, k, v = _by_key_head(q, k, v)
-    out, dout = (
-        rearrange(t.to(accumulation_dtype(t.dtype)), "b n (g r) d -> b n g r d", g=k.shape[1])
-        for t in (out, dout)
-    )
+    out, dout = _grouped(out, k.shape[1]), _grouped(dout, k.shape[1])
     p = (terms.scale * einsum(q, k, "b n g r d, b g d -> b n g r") - lse).exp()
     value = rearrange(v, "b g d -> b 1 g 1 d")
     seen = einsum(dout, value - out, "b n g r d, b n g r d -> b n g r")
@@ -183,5 +198,11 @@ def _one_key_backward(
 
 
 def _by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (t.to(accumulation_dtype(t.dtype)) for t in (q, k, v))
-    return rearrange(q, "b n (g r) d -> b n g r d", g=k.shape[2]), k.squeeze(1), v.squeeze(1)
+    k = k.to(accumulation_dtype(k.dtype))
+    v = v.to(accumulation_dtype(v.dtype))
+    return _grouped(q, k.shape[2]), k.squeeze(1), v.squeeze(1)
+
+
+def _grouped(t: Tensor, h_kv: int) -> Tensor:
+    """Cast to the accumulator's dtype, each query head put beside its key head."""
+    return rearrange(t.to(accumulation_dtype(t.dtype)), "b n (g r) d -> b n g r d", g=h_kv)

@@ -187,7 +187,8 @@ def fused_add_(total: Tensor, *parts: Tensor, fresh: bool) -> None:
     in_rows = all(t.stride(2) == t.shape[3] * t.stride(3) for t in each)
     if in_rows and total[0, 0].numel() <= _ELEMENTS:
         each = [t.flatten(2).unsqueeze(2) for t in each]  # a token's heads are one row
-    (total, *parts), (b, n, h, d) = each, each[0].shape
+    total, *parts = each
+    b, n, h, d = total.shape
     width = triton.next_power_of_2(d)
     rows = max(1, _ELEMENTS // width)
     with torch.cuda.device_of(total):

@@ -151,6 +151,7 @@ class _Accumulator:
             self._parts[: len(self._taken)] = [(self._whole, place)]
 
     def _widened(self, part: Tensors) -> Tensors:
+        """Return the part in the running tensors' dtype, and where they have to be."""
         if self._into is None:
             return tuple([t.to(self._dtype) for t in part])
         for memory, t in zip(self._into, part):
@@ -335,8 +336,11 @@ class GradAccumulator(_Accumulator):
         parts = self._parts
         if self._wide is not None:
             parts = [(self._whole, self._wide), *parts]
+        moved = []
+        for at, (part,) in parts:
+            moved.append((slice(first + at.start, first + at.stop), part))
         whole._waits += self._waits
-        whole.add_all((slice(first + at.start, first + at.stop), part) for at, (part,) in parts)
+        whole.add_all(moved)
         self._parts, self._wide, self._waits = [], None, []
 
     def samples(self, which: slice) -> "GradAccumulator":
@@ -352,7 +356,9 @@ class GradAccumulator(_Accumulator):
         self._join()
         if self._crowded:
             wide = self.begin_update()  # it stays here: another stream may be reading it
-            return wide.to(self._end) if self._place is None else self._place[0].copy_(wide)
+            if self._place is None:
+                return wide.to(self._end)
+            return self._place[0].copy_(wide)
         if self._place is not None:
             self._join_in_place(self._place)
             return self._written(self._place)
@@ -402,7 +408,8 @@ def _fill(place: Tensor, taken: list[slice], parts: Sequence[Part]) -> bool:
     """Tell whether the first parts are those that took a place, and together fill it."""
     if not taken or sum(at.stop - at.start for at in taken) < place.shape[1]:
         return False
-    first, step = place.data_ptr(), place.stride(1) * place.element_size()
+    first = place.data_ptr()
+    step = place.stride(1) * place.element_size()
     found = [(at, part[0].data_ptr()) for at, part in parts[: len(taken)]]
     return found == [(at, first + at.start * step) for at in taken]
 
@@ -411,8 +418,10 @@ def _deepest(parts: Sequence[Part]) -> int:
     """Return the largest number of parts that cover one token."""
     ends = []
     for at, _ in parts:
-        ends += [(at.start, 1), (at.stop, -1)]
-    return max(accumulate((by for _, by in sorted(ends)), initial=0))
+        ends.append((at.start, 1))
+        ends.append((at.stop, -1))
+    ends.sort()
+    return max(accumulate((by for _, by in ends), initial=0))
 
 
 def _narrowed(tensors: Tensors, dims: Sequence[int], start: int, stop: int) -> Tensors:
@@ -443,8 +452,11 @@ def disjoint_spans(spans: Sequence[slice]) -> Iterator[tuple[slice, list[int]]]:
     >>> list(disjoint_spans([slice(0, 4), slice(2, 4)]))
     [(slice(0, 2, None), [0]), (slice(2, 4, None), [0, 1])]
     """
-    cuts = sorted({end for at in spans for end in (at.start, at.stop)})
-    for start, stop in pairwise(cuts):
+    cuts = set()
+    for at in spans:
+        cuts.add(at.start)
+        cuts.add(at.stop)
+    for start, stop in pairwise(sorted(cuts)):
         which = [i for i, at in enumerate(spans) if at.start <= start and stop <= at.stop]
         if which:
             yield slice(start, stop), which

@@ -40,8 +40,9 @@ class Dropout(NamedTuple):
     def numbers(self) -> tuple[int, int, int]:
         """Both words of the seed and the bound below which draws are dropped, as signed int32."""
         mixed = _mixed_seed(self.seed)
-        found = mixed % _WORD, mixed // _WORD, int(self.rate * _WORD)
-        return tuple(map(_signed, found))
+        word, other_word = mixed % _WORD, mixed // _WORD
+        bound = int(self.rate * _WORD)
+        return _signed(word), _signed(other_word), _signed(bound)
 
     def for_layer(self, number: int) -> "Dropout":
         """Return this dropout with another seed, made of its seed and the layer's number."""
@@ -50,9 +51,12 @@ class Dropout(NamedTuple):
     def marks(self, sample: Tensor, head: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return both marks of each query, of int32 tensors that broadcast; heads are local."""
         head = head + self.first_head
-        first, second = (
-            _mixed(_mixed(_mixed(word ^ sample) ^ head) ^ query) for word in self.numbers[:2]
-        )
+        marks = []
+        for word in self.numbers[:2]:
+            mark = _mixed(word ^ sample)
+            mark = _mixed(mark ^ head)
+            marks.append(_mixed(mark ^ query))
+        first, second = marks
         return first, second
 
     def kept(self, first: Tensor, second: Tensor, key: Tensor) -> Tensor:

@@ -19,18 +19,19 @@ def bias_problem(
     """Say what is wrong with a bias for keys like these; None if nothing is."""
     if bias is None:
         return None
-    b, m, h = k.shape[0], k.shape[1], q.shape[2]
-    if list(bias.shape) not in ([b, m], [b, m, h]) or (bias.dtype, bias.device) != (
-        k.dtype,
-        k.device,
-    ):
+    b, m = k.shape[:2]
+    h = q.shape[2]
+    alike = bias.dtype == k.dtype and bias.device == k.device
+    if not alike or list(bias.shape) not in ([b, m], [b, m, h]):
         return (
             f"key_bias must be [{b}, {m}] or [{b}, {m}, {h}] in the keys' {k.dtype} on {k.device}, "
             f"got {list(bias.shape)} in {bias.dtype} on {bias.device}"
         )
     if softclamp is not None:
         return "key_bias and softclamp exclude each other: the clamp would bend the bias too"
-    scale, held = q.shape[-1] ** -0.5 if scale is None else scale, torch.finfo(k.dtype)
+    held = torch.finfo(k.dtype)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
     if scale == 0:
         return "key_bias needs a scale that is not 0"
     if not held.tiny <= _undoing(scale) <= held.max:
@@ -44,7 +45,9 @@ def bias_problem(
 
 def columns(q: Tensor, k: Tensor, bias: Tensor) -> int:
     """Count the columns of a bias: two each in 16 bits, which hold too few digits in one."""
-    heads = 1 if bias.ndim == 2 else q.shape[2] // k.shape[2]
+    if bias.ndim == 2:
+        return _parts(k.dtype)
+    heads = q.shape[2] // k.shape[2]
     return heads * _parts(k.dtype)
 
 
@@ -68,7 +71,7 @@ def with_bias(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor,
         parts.append((exact - parts[0].to(exact.dtype)).to(k.dtype))
     # each query head reads its own one of its key head's columns
     picks = pick * torch.eye(own.shape[-1], dtype=q.dtype, device=q.device)
-    picks = picks.repeat(1 if not shared else h // h_kv, len(parts))
+    picks = picks.repeat(h // h_kv if shared else 1, len(parts))
     picks = picks.repeat(h_kv, 1).expand(*q.shape[:2], -1, -1)
     return torch.cat((q, picks), -1), torch.cat((k, *parts), -1)
 
@@ -96,15 +99,19 @@ def per_head_problem(name: str, q: Tensor, t: Tensor | None) -> str | None:
     """Say what is wrong with one number for each head of q; None if nothing is."""
     if t is None:
         return None
-    if list(t.shape) == [q.shape[2]] and t.is_floating_point() and t.device == q.device:
+    h = q.shape[2]
+    if list(t.shape) == [h] and t.is_floating_point() and t.device == q.device:
         return None
     return (
-        f"{name} must be floating [{q.shape[2]}], one for each head of q, on {q.device}; "
+        f"{name} must be floating [{h}], one for each head of q, on {q.device}; "
         f"got {t.dtype} {list(t.shape)} on {t.device}"
     )
 
 
 def sinks_note(sinks: Tensor | None) -> str | None:
     """Return a note to compare: a rank that goes backward must not find the others' sinks gone."""
-    grad = sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
-    return None if sinks is None else "with a gradient" if grad else "without a gradient"
+    if sinks is None:
+        return None
+    if sinks.requires_grad and torch.is_grad_enabled():
+        return "with a gradient"
+    return "without a gradient"
