@@ -87,7 +87,9 @@ def test_ranks_in_step_wait_for_one_another(ranks):
         assert found["read"] == [1.0] * 5
 
 
-@pytest.mark.parametrize("other", [("keys", "keys"), ("gradients", "keys")])
+@pytest.mark.parametrize(
+    "other", [("keys", "keys"), pytest.param(("gradients", "keys"), marks=pytest.mark.thorough)]
+)
 def test_a_rank_that_comes_for_something_else_is_found_by_all(other, ranks):
     """All that is read from there on is NaN, though later meetings may be of one mind again."""
     found = met(
@@ -112,6 +114,7 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(rank
     assert all("rank 1 did not come" in each or "has failed" in each for each in told), told
 
 
+@pytest.mark.thorough
 def test_a_rank_that_comes_too_late_gets_nothing(ranks):
     """The others have given up, and may write what it would read."""
     found = met(ranks, ("keys",), ("sleep", "sleep", "keys"), ("keys",), patience=0.5)
@@ -120,7 +123,7 @@ def test_a_rank_that_comes_too_late_gets_nothing(ranks):
         assert mine["trouble"] is not None
 
 
-@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("before", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_rank_that_gives_up_is_waited_for_by_nobody(before, ranks):
     """However often ranks have met before."""
     begin, common = time.monotonic(), ("keys",) * before
@@ -137,6 +140,7 @@ def test_what_is_read_of_a_rank_that_fails_meanwhile_is_nan(ranks):
     assert [math.isnan(each["read"][0]) for each in found] == [True, True, False]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_fails_is_waited_for_by_nobody(ranks):
     begin = time.monotonic()
     found = met(ranks, ("keys", "keys"), ("keys", "fail"), ("keys", "keys"), patience=60.0)

@@ -178,6 +178,7 @@ def late(rank: int) -> int:
     return rank
 
 
+@pytest.mark.thorough
 def test_who_is_done_waits_for_the_others_without_a_timeout():
     assert spawn(late, 2, timeout=1.0, start_method="forkserver") == [0, 1]
 
@@ -197,6 +198,7 @@ def endless() -> Iterator[int]:
 
 
 @linux
+@pytest.mark.thorough
 def test_the_demo_s_processes_end_with_its_generator():
     from examples import demo
 

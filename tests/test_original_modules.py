@@ -225,8 +225,10 @@ def module_against_dense(script: str, options: dict[str, Any]) -> Errors:
     return found | gradient_errors(module, dense, ranks="own")
 
 
-SCRIPTS: list[tuple[str, dict[str, Any]]] = [
-    (script, dict(n=n, **options))
+SCRIPTS = [
+    pytest.param(
+        script, dict(n=n, **options), marks=[pytest.mark.thorough] if "rings" in options else []
+    )
     for script in ("assert", "assert_attn")
     for n, options in (
         (31, {}),
@@ -696,7 +698,9 @@ BLOCKS = [
 
 
 @needs_triton
-@pytest.mark.parametrize("case", BLOCKS[:2], ids=str)
+@pytest.mark.parametrize(
+    "case", [BLOCKS[0], pytest.param(BLOCKS[1], marks=pytest.mark.thorough)], ids=str
+)
 def test_blocks_of_a_striped_ring_merge_and_sum_by_triton(interpreted: Any, case: dict) -> None:
     check([interpreted.submit(striped_blocks, case).result()], 1e-5)
 
