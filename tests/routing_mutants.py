@@ -13,12 +13,12 @@ MUTANTS = [
         "((top + alpha >= 0).sum(-1) - 1).clamp(min=0).minimum(most)",
     ),
     Mutant(
-        "gates above 1", "routing/soft_topk.py:gates", "(x.masked_fill(x >= 0, 0.0) / eps)",
-        "(x / eps)",
+        "gates above 1", "routing/soft_topk.py:gates", "x.masked_fill(x >= 0, 0.0) / eps",
+        "x / eps",
     ),
     Mutant(
         "no gradient through a", "routing/soft_topk.py:_Threshold.backward",
-        "return -grad * ctx.by(", "return 0 * grad * ctx.by(",
+        "return -grad * slopes", "return 0 * grad * slopes",
     ),
     Mutant(
         "a's gradient of this rank only", "routing/soft_topk.py:_Threshold.backward",
@@ -95,7 +95,7 @@ MUTANTS = [
     ),
     Mutant(
         "no gate on results", "routing/router.py:Routed.home",
-        'gated = y * rearrange(self.gates, "b 1 k -> b k 1").to(y.dtype)', "gated = y",
+        "gated = y * gates.to(y.dtype)", "gated = y",
     ),
     Mutant(
         "light window of twice the size",

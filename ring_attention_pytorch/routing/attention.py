@@ -105,8 +105,7 @@ class HeavyAttention(nn.Module):
         by these a rank might find a plan that another rank would not find.
         """
         dtype = q.dtype
-        shapes = (q.shape[2:], k.shape[2:])
-        key = ("heavy", causal, counts, shapes, dtype, self.kernel)
+        key = ("heavy", causal, counts, q.shape[2:], k.shape[2:], dtype, self.kernel)
         options = dict(causal=causal, cross=not causal, kernel=self.kernel, layout="striped")
         made = plan.attention_plan(
             key, lambda: RingPlan.make(q, k, v, key_mask=seen, group=plan.ring, **options)

@@ -25,7 +25,8 @@ def everyones(x: Tensor, shapes: Sequence[Shape], ring: Ring) -> list[Tensor]:
 
 def total_over_ranks(x: Tensor, ring: Ring) -> Tensor:
     """Sum all ranks' x, of one shape, in the order of ranks, so that all get the same bits."""
-    parts = everyones(x, [tuple(x.shape)] * ring.size, ring)
+    shape = tuple(x.shape)
+    parts = everyones(x, [shape] * ring.size, ring)
     total = parts[0].clone()
     for part in parts[1:]:
         total += part

@@ -88,7 +88,8 @@ class Routed(NamedTuple):
 
     def home(self, y: Tensor, base: Tensor) -> Tensor:
         """Send y `[b, K, dim]`, times gates, to the owners; return base `[b, n, dim]` with it."""
-        gated = y * rearrange(self.gates, "b 1 k -> b k 1").to(y.dtype)
+        gates = rearrange(self.gates, "b 1 k -> b k 1")
+        gated = y * gates.to(y.dtype)
         return self.way.home(gated.unsqueeze(1), base)
 
 

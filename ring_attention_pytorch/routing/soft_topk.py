@@ -145,7 +145,8 @@ class _Threshold(Function):
         refuse_second_order("soft_topk")
         scores, window, *terms = ctx.saved_tensors
         grad = total_over_ranks(grad, ctx.ring).index_select(-1, window)
-        return -grad * ctx.by(scores, terms, window), None, None, None, None
+        slopes = ctx.by(scores, terms, window)
+        return -grad * slopes, None, None, None, None
 
 
 def threshold(
@@ -158,7 +159,8 @@ def threshold(
 def gates(scores: Tensor, a: Tensor, eps: float) -> Tensor:
     """Compute gates min(1, exp((s + a) / eps)), with no gradient where they are 1."""
     x = scores + a
-    return (x.masked_fill(x >= 0, 0.0) / eps).exp()
+    x = x.masked_fill(x >= 0, 0.0) / eps
+    return x.exp()
 
 
 @typed(told_by_group("soft_topk"))
@@ -285,7 +287,8 @@ def coordinate_descent(
 def counts(k: Count, real: Tensor) -> Tensor:
     """Return how many of `real` `[...]` scores to choose: k or the share k, at most all."""
     if isinstance(k, Tensor):
-        return k.to(real.device).double().expand(real.shape).minimum(real)
+        wanted = k.to(real.device).double()
+        return wanted.expand(real.shape).minimum(real)
     if isinstance(k, float):
         share = k * real.double() - 1e-9  # 0.1 * 30 is 3, not 4
         return share.ceil().clamp(min=0)
@@ -307,7 +310,9 @@ def _note_of(k: Count, ring: Ring) -> object:
     """Return k for the check between ranks; of a tensor its numbers, which waits for its device."""
     if not isinstance(k, Tensor):
         return k
-    return "a tensor" if ring.size == 1 else f"a tensor of {k.flatten().tolist()}"
+    if ring.size == 1:
+        return "a tensor"
+    return f"a tensor of {k.flatten().tolist()}"
 
 
 def scores_problem(scores: Tensor, k: Count, mask: Tensor | None) -> str | None:
@@ -327,7 +332,9 @@ def scores_problem(scores: Tensor, k: Count, mask: Tensor | None) -> str | None:
 
 
 def eps_problem(eps: float) -> str | None:
-    return None if 0 < eps < float("inf") else f"eps must be positive, got {eps}"
+    if 0 < eps < float("inf"):
+        return None
+    return f"eps must be positive, got {eps}"
 
 
 def descent_problem(
@@ -339,4 +346,6 @@ def descent_problem(
             "n_iters must be at least 1, and eps_decay above 0 and at most 1, "
             f"got {n_iters} and {eps_decay}"
         )
-    return eps_problem(eps) or eps_problem(1.0 if eps_init is None else eps_init)
+    if eps_init is None:
+        return eps_problem(eps)
+    return eps_problem(eps) or eps_problem(eps_init)
