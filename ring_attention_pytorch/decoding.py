@@ -57,20 +57,24 @@ def tree_attn_decode(
     ring = as_ring(group)
     d_v = _agreed_width(ring, q, k, v, key_mask, eps, shard_kv_seq, use_triton)
     if shard_kv_seq and k is not None and v is not None:
-        k, v = (t.tensor_split(ring.size, dim=2)[ring.rank] for t in (k, v))
+        k = k.tensor_split(ring.size, dim=2)[ring.rank]
+        v = v.tensor_split(ring.size, dim=2)[ring.rank]
         if key_mask is not None:
             key_mask = key_mask.tensor_split(ring.size, dim=1)[ring.rank]
 
     queries = rearrange(q, "b h t d -> b t h d")
     result = OutputAccumulator(queries, queries[..., :1].expand(*queries.shape[:3], d_v))
     if k is not None and v is not None and 0 not in (k.shape[2], q.shape[2]):
-        keys = KVBlock(*(rearrange(t, "b h n d -> b n h d") for t in (k, v)), key_mask, ())
+        by_token = rearrange(k, "b h n d -> b n h d"), rearrange(v, "b h n d -> b n h d")
+        keys = KVBlock(*by_token, key_mask, ())
         kernel = choose(None, KernelRequest.of(queries, v, key_mask=key_mask))
         everything = Tile(slice(0, q.shape[2]), slice(0, k.shape[2]), None, None)
         terms = ScoreMods(q.shape[-1] ** -0.5, None, 1024)
         with torch.autocast(q.device.type, enabled=False):
             kernel.forward(queries, keys, [everything], terms, result)
-    return rearrange(_merge(*result.begin_update(), eps, ring), "b t h d -> b h t d").to(q.dtype)
+    out, lse = result.begin_update()
+    out = _merge(out, lse, eps, ring)
+    return rearrange(out, "b t h d -> b h t d").to(q.dtype)
 
 
 def _merge(out: Tensor, lse: Tensor, eps: float, ring: Ring) -> Tensor:
@@ -79,7 +83,8 @@ def _merge(out: Tensor, lse: Tensor, eps: float, ring: Ring) -> Tensor:
     largest = lse.clone()
     ring.largest(largest)
     # ranks without keys get weight exp(-inf) = 0, also where no rank has keys
-    weight = (lse - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)
+    weight = (lse - largest).exp()
     weight = rearrange(weight, "b h t -> b t h 1")
     total = torch.cat((out * weight, weight), dim=-1)
     ring.total(total)
@@ -104,12 +109,17 @@ def _agreed_width(
         problem = "use_triton=True: leave it None, the fastest kernel there is gets chosen"
     if shard_kv_seq and k is None:
         problem = "shard_kv_seq=True needs the whole k and v on every rank"
-    same = {"q": list(q.shape), "dtype": q.dtype, "shard_kv_seq": shard_kv_seq}
-    same["device"] = q.device.type
+    same = {
+        "q": list(q.shape),
+        "dtype": q.dtype,
+        "shard_kv_seq": shard_kv_seq,
+        "device": q.device.type,
+    }
     if shard_kv_seq and k is not None:
         same |= {"k": list(k.shape), "key_mask": key_mask is not None}
     own = {} if problem or v is None else {"d_v": v.shape[-1]}
-    widths = {n["d_v"] for n in agree(ring, "tree_attn_decode", same, own, problem) if "d_v" in n}
+    notes = agree(ring, "tree_attn_decode", same, own, problem)
+    widths = {note["d_v"] for note in notes if "d_v" in note}
     if len(widths) != 1:
         raise ValueError(
             "tree_attn_decode: some rank must have keys, and all v one head size, "

@@ -49,10 +49,10 @@ class RingTangents(Function):
         with plan.call("tangents"), torch.autocast(q.device.type, enabled=False):
             pairs = plan.keys(*_beside((k, v), (tk, tv)))
             for keys in plan.transport_of_pairs.stream(pairs):
-                for some, tiles in plan.tiles(keys.segments):
-                    ours = (t[some] for t in (q, tq, lse))
-                    sums = tout[some], tlse[some]
-                    eager_jvp.forward(*ours, keys.samples(some), tiles, plan.terms, sums)
+                for samples, tiles in plan.tiles(keys.segments):
+                    rows = q[samples], tq[samples], lse[samples]
+                    sums = tout[samples], tlse[samples]
+                    eager_jvp.forward(*rows, keys.samples(samples), tiles, plan.terms, sums)
         if sinks is not None:
             tlse += sink_weights(sinks, lse) * tsinks.to(lse.dtype).unsqueeze(1)
         tout -= tlse.transpose(1, 2).unsqueeze(-1) * out
@@ -87,28 +87,30 @@ class RingGradientTangents(Function):
     def forward(plan: RingPlan, *given: Tensor | None) -> Found:
         q, k, v, sinks, dout, dlse, out, lse = given[:8]
         tq, tk, tv, tsinks, tdout, tdlse, tout, tlse = given[8:]
-        saved, along = Residuals(q, out, lse, dout, dlse), Residuals(tq, tout, tlse, tdout, tdlse)
+        saved = Residuals(q, out, lse, dout, dlse)
+        along = Residuals(tq, tout, tlse, tdout, tdlse)
         both = _beside((q, k, v), (tq, tk, tv))
         own = Grads(*map(GradAccumulator, both))
         with plan.call("tangents of gradients"), torch.autocast(q.device.type, enabled=False):
             stream = plan.transport_of_pairs.stream_back(plan.keys(*both[1:]), own[1:])
             for keys, of_keys in stream:
-                for some, tiles in plan.tiles(keys.segments):
-                    ours, seen = (saved.samples(some), along.samples(some)), keys.samples(some)
-                    grads = Grads(own.dq, *of_keys).samples(some)
-                    eager_jvp.backward(*ours, seen, tiles, plan.terms, grads)
-        found, themselves = zip(*(total.finalize().chunk(2, dim=-1) for total in own))
-        of_sinks = (None, None)
+                for samples, tiles in plan.tiles(keys.segments):
+                    rows = saved.samples(samples), along.samples(samples)
+                    kv = keys.samples(samples)
+                    grads = Grads(own.dq, *of_keys).samples(samples)
+                    eager_jvp.backward(*rows, kv, tiles, plan.terms, grads)
+        moved, themselves = [], []
+        for total in own:
+            tangent, grad = total.finalize().chunk(2, dim=-1)
+            # copies, since results that are views of one tensor can't be changed in place
+            moved.append(tangent.clone())
+            themselves.append(grad.clone())
+        tdsinks = dsinks = None
         if sinks is not None:
             with torch.autocast(q.device.type, enabled=False):
-                of_sinks = _of_sinks(sinks, tsinks, saved, along), grad_of_sinks(sinks, saved)
-        # copies, since results that are views of one tensor can't be changed in place
-        return (
-            *(t.clone() for t in found),
-            of_sinks[0],
-            *(t.clone() for t in themselves),
-            of_sinks[1],
-        )
+                tdsinks = _of_sinks(sinks, tsinks, saved, along)
+                dsinks = grad_of_sinks(sinks, saved)
+        return *moved, tdsinks, *themselves, dsinks
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Found) -> None:
@@ -150,15 +152,20 @@ def gradient_tangents(
     along = _filled(along, given)
     tout, tlse = tangents(plan, given, along, (out, lse))
     (tdout,) = _filled((tdout,), (dout,))
-    found = RingGradientTangents.apply(
+    moved = RingGradientTangents.apply(
         plan, *given, dout, dlse, out, lse, *along, tdout, tdlse, tout, tlse
     )
-    return found[:4], tout, tlse
+    return moved[:4], tout, tlse
 
 
 def _filled(along: Some, given: Some) -> list[Tensor | None]:
     """List the tangents `along`, with zeros where a given tensor has none."""
-    return [torch.zeros_like(t) if d is None and t is not None else d for d, t in zip(along, given)]
+    filled = []
+    for tangent, t in zip(along, given):
+        if tangent is None and t is not None:
+            tangent = torch.zeros_like(t)
+        filled.append(tangent)
+    return filled
 
 
 def _beside(given: Sequence[Tensor], along: Sequence[Tensor]) -> list[Tensor]:
@@ -170,5 +177,5 @@ def _of_sinks(sinks: Tensor, tsinks: Tensor, saved: Residuals, along: Residuals)
     """Compute the tangent of the sinks' gradient, which is -p * delta, `[h]`."""
     p = sink_weights(sinks, saved.lse)
     tp = p * (tsinks.to(p.dtype).unsqueeze(1) - along.lse)
-    found = tp * saved.delta + p * tangent_of_delta(saved, along)
-    return -found.sum(dim=(0, 2)).to(sinks.dtype)
+    moved = tp * saved.delta + p * tangent_of_delta(saved, along)
+    return -moved.sum(dim=(0, 2)).to(sinks.dtype)

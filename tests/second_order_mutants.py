@@ -36,7 +36,7 @@ MUTANTS = [
     ),
     Mutant(
         "a sink's weight stands still", "second_order.py:_of_sinks",
-        "found = tp * saved.delta + p *", "found = p *",
+        "moved = tp * saved.delta + p *", "moved = p *",
     ),
     Mutant(
         "dlse has no gradient", "attention.py:RingGradients.backward",

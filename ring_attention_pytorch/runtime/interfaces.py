@@ -26,10 +26,18 @@ from ring_attention_pytorch.runtime.rowwise import sum_of_products
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # features that a kernel may lack; each is a field of `KernelRequest`
-FEATURES = frozenset({
-    "window", "key_mask", "softclamp", "unusual_scale", "deterministic", "alibi", "mask_mod",
-    "dropout",
-})  # fmt: skip
+FEATURES = frozenset(
+    {
+        "window",
+        "key_mask",
+        "softclamp",
+        "unusual_scale",
+        "deterministic",
+        "alibi",
+        "mask_mod",
+        "dropout",
+    }
+)
 
 
 class KVBlock(NamedTuple):
@@ -191,13 +199,18 @@ class KernelRequest(NamedTuple):
         `others` are window, key_mask, softclamp and mask_mod, None where they are not given.
         """
         return cls(
-            q.device.type, q.dtype, d=q.shape[-1], d_v=v.shape[-1],
+            q.device.type,
+            q.dtype,
+            d=q.shape[-1],
+            d_v=v.shape[-1],
             capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
             unusual_scale=scale is not None and scale < torch.finfo(torch.float32).tiny,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            alibi=alibi_slopes is not None, dropout=dropout > 0, packed=packed,
+            alibi=alibi_slopes is not None,
+            dropout=dropout > 0,
+            packed=packed,
             **{name: value is not None for name, value in others.items()},
-        )  # fmt: skip
+        )
 
 
 class Dependency(NamedTuple):
@@ -227,9 +240,8 @@ class Capabilities(NamedTuple):
     one_head_dim: bool = False  # d and d_v must be the same
     varlen: bool = False  # computes many tiles in a few calls: the first choice for documents
     preemptible: bool = False  # a backward call that has begun gives way to one of higher priority
-    fuses_merge: bool = (
-        False  # merges by itself: for few tokens one call of all keys is faster than several
-    )
+    # merges by itself: for few tokens one call of all keys is faster than several
+    fuses_merge: bool = False
     features: frozenset[str] = FEATURES
     package: Dependency | None = None
 
@@ -318,5 +330,5 @@ def grad_of_sinks(sinks: Tensor, saved: Residuals) -> Tensor:
 
 def tangent_of_delta(saved: Residuals, along: Residuals) -> Tensor:
     """Return the tangent [b, h, n] of delta, `along` being the tangents of what was saved."""
-    found = sum_of_products(along.dout, saved.out) + sum_of_products(saved.dout, along.out)
-    return found if along.dlse is None else found - along.dlse
+    tangent = sum_of_products(along.dout, saved.out) + sum_of_products(saved.dout, along.out)
+    return tangent if along.dlse is None else tangent - along.dlse
