@@ -189,7 +189,7 @@ def test_theta_changes_the_angles_and_only_with_them() -> None:
     ("options", "words"),
     [
         ({"eps": 1e-6}, "eps has no effect"),
-        ({"use_cuda_kernel": True}, "leave it None"),
+        ({"use_cuda_kernel": True, "kernel": "eager"}, "leave one out"),
         ({"num_grouped_query_heads": 3}, "must divide heads=4"),
         ({"num_grouped_query_heads": 0}, "must divide heads=4"),
         ({"max_lookback_seq_len": -1}, "at least 0, got -1"),
@@ -218,6 +218,13 @@ def test_a_module_that_cannot_be_is_refused_when_it_is_made(
 @pytest.mark.parametrize("value", [None, False])
 def test_without_a_cuda_kernel_is_what_there_is(value: bool | None) -> None:
     assert made(RingAttention, {"use_cuda_kernel": value}).kernel is None
+
+
+def test_a_cuda_kernel_is_ours_and_wants_a_cuda_device() -> None:
+    attn = made(RingAttention, {"use_cuda_kernel": True})
+    assert attn.kernel == "triton"
+    with pytest.raises(ValueError, match="'triton' runs on CUDA"):
+        attn(torch.randn(1, 9, 12))
 
 
 x3 = torch.randn(2, 6, 12, dtype=torch.float64)

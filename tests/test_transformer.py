@@ -286,7 +286,7 @@ def test_blocks_are_prenorm_attention_and_gelu_feedforward_with_residuals() -> N
     [
         ({"max_lookback_seq_len": (1, 2, 3)}, "one for each of 2 blocks, got 3"),
         ({"max_lookback_seq_len": (1, -2)}, "at least 0, got -2"),
-        ({"use_cuda_kernel": True}, "leave it None"),
+        ({"use_cuda_kernel": True, "kernel": "sdpa"}, "leave one out"),
         ({"num_grouped_query_heads": 3}, "must divide heads=4"),
         ({"auto_shard_seq": True}, "auto_shard_seq needs ring_attn=True"),
         ({"layout": "zigzag"}, "a layout needs ring_attn=True"),

@@ -19,7 +19,7 @@ from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders
 from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.nn.checks import (
-    regular_problem,
+    kernel_problem,
     scores_problem,
     shape_problem,
     unused_problem,
@@ -68,7 +68,7 @@ class RingAttention(nn.Module):
         rotary_embed, rotary_embed_theta: rotate queries and keys by their global positions.
         rotary_restart: rotate by positions within each document instead, which keeps angles small
             and precise.
-        use_cuda_kernel: must not be True; choose with `kernel`, where None takes the fastest.
+        use_cuda_kernel: True is `kernel="triton"`, for tensors on CUDA; else nothing.
         layout: which tokens a rank holds. None is "contiguous"; with auto_shard_seq it is
             "zigzag" if causal, and as `balanced` deals them if there are documents.
         group: the ring's processes, a ProcessGroup or a DeviceMesh of one dimension; None is the
@@ -125,9 +125,9 @@ class RingAttention(nn.Module):
         over_ring = dict(transport=transport, ulysses=ulysses, memory=memory)
         problem = (
             shape_problem(dim, dim_head, heads, num_grouped_query_heads, bucket_size)
-            or scores_problem(max_lookback_seq_len, softclamp, kernel)
-            or unused_problem(eps, use_cuda_kernel, rotary_restart and not rotary_embed)
-            or regular_problem(force_regular_attn, kernel, dropout)
+            or scores_problem(max_lookback_seq_len, softclamp)
+            or kernel_problem(kernel, use_cuda_kernel, force_regular_attn, dropout)
+            or unused_problem(eps, rotary_restart and not rotary_embed)
             or over_ring_problem(ring_attn and not force_regular_attn, heads, **over_ring)
             or (in_graphs and in_graphs_problem(force_regular_attn, dropout, transport))
             or dropout_problem(dropout, None)
@@ -140,7 +140,7 @@ class RingAttention(nn.Module):
         )  # fmt: skip
         self.causal, self.window = causal, max_lookback_seq_len
         self.softclamp, self.dropout = softclamp, dropout
-        self.kernel, self.over_ring = kernel, over_ring
+        self.kernel, self.over_ring = "triton" if use_cuda_kernel else kernel, over_ring
         self.force_regular_attn, self.bucket_size = force_regular_attn, bucket_size
         self.kept = GraphCache() if in_graphs else None
         self.heads, self.dim_head = heads, dim_head

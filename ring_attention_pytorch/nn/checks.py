@@ -17,32 +17,33 @@ def shape_problem(
     return None
 
 
-def scores_problem(
-    lookback: int | None, softclamp: float | None, kernel: str | None
-) -> str | None:  # fmt: skip
+def kernel_problem(
+    kernel: str | None, use_cuda_kernel: bool | None, regular: bool, dropout: float
+) -> str | None:
+    """Say what is wrong with a kernel, of regular attention or of ours; None if nothing."""
+    if kernel not in (None, *KERNELS):
+        return f"kernel must be None or one of {list(KERNELS)}, got {kernel!r}"
+    if use_cuda_kernel and kernel not in (None, "triton"):
+        return f"use_cuda_kernel=True is kernel='triton', got kernel={kernel!r}; leave one out"
+    kernel = "triton" if use_cuda_kernel else kernel
+    if regular and (kernel is not None or dropout > 0):
+        return f"force_regular_attn uses no kernel and no dropout, got {kernel!r} and {dropout}"
+    return None
+
+
+def scores_problem(lookback: int | None, softclamp: float | None) -> str | None:
     """Say what is wrong with the scores that a layer asks for; None if nothing."""
     if lookback is not None and lookback < 0:
         return f"max_lookback_seq_len must be None or at least 0, got {lookback}"
     if softclamp is not None and not 0 < softclamp < math.inf:
         return f"softclamp must be None or positive, got {softclamp}"
-    if kernel not in (None, *KERNELS):
-        return f"kernel must be None or one of {list(KERNELS)}, got {kernel!r}"
     return None
 
 
-def unused_problem(eps: float, use_cuda_kernel: bool | None, restart_alone: bool) -> str | None:
+def unused_problem(eps: float, restart_alone: bool) -> str | None:
     """Say which option would have no effect; None if none."""
     if eps != 1e-10:
         return f"eps has no effect, results are normalised exactly; got {eps}"
-    if use_cuda_kernel:
-        return "use_cuda_kernel=True: leave it None, and choose with kernel="
     if restart_alone:
         return "rotary_restart needs rotary_embed=True: there is nothing to restart"
-    return None
-
-
-def regular_problem(regular: bool, kernel: str | None, dropout: float) -> str | None:
-    """Say what regular attention can't do; None if nothing of it is asked for."""
-    if regular and (kernel is not None or dropout > 0):
-        return f"force_regular_attn uses no kernel and no dropout, got {kernel!r} and {dropout}"
     return None
