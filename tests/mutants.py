@@ -907,7 +907,9 @@ MUTANTS = [
         "- saved.delta",
     ),
     # agreement
-    Mutant("ranks may differ", "comm/agreement.py:_check_same", "if len(found) > 1:", "if False:"),
+    Mutant(
+        "ranks may differ", "comm/agreement.py:_check_same", "if len({*texts}) > 1:", "if False:",
+    ),
     Mutant(
         "what one ring gets wrong is kept to itself", "comm/agreement.py:raise_together",
         "if ring.several:", "if False:",

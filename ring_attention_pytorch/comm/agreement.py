@@ -6,7 +6,7 @@ So ranks first compare notes, in one small all-gather over the host.
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from hashlib import sha256
@@ -41,31 +41,25 @@ def agree(
         ValueError: ranks are in different calls, one has a problem, or they differ; the same text
             on all ranks.
     """
-    note = {
+    mine = {
         "everywhere": {"ring size": ring.size, **(everywhere or {})},
         "same": {name: _plain(value) for name, value in same.items()},
         "own": dict(own or {}),
         "step": ring.steps.notes,
         "problem": _shortened(problem or ring.problem or "") or None,
     }
-    notes = [
-        _read(caller, rank, told)
-        for rank, told in enumerate(ring.gather_notes(caller, json.dumps(note).encode()))
-    ]
-    problems = by_value([n["problem"] for n in notes])
-    problems.pop(None, None)
-    if problems:
-        found = (_at(p, ranks, len(notes)) for p, ranks in problems.items())
-        raise Disagreement(f"{caller}: {'; '.join(found)}")
-    _check_in_step(ring, caller, [n["step"] for n in notes])
+    notes = []
+    for rank, note in enumerate(ring.gather_notes(caller, json.dumps(mine).encode())):
+        notes.append(_read(caller, rank, note))
+    _check_problems(caller, [note["problem"] for note in notes])
+    _check_in_step(ring, caller, [note["step"] for note in notes])
     for name in notes[0]["everywhere"]:
-        _check_same(caller, name, [n["everywhere"].get(name) for n in notes], first=0)
-    rings = [notes[first : first + ring.size] for first in range(0, len(notes), ring.size)]
-    for number, members in enumerate(rings):  # all of them: every rank raises
-        for name in _names(members):
-            values = [n["same"].get(name) for n in members]
-            _check_same(caller, name, values, first=number * ring.size)
-    return [n["own"] for n in rings[ring.first // ring.size]]
+        _check_same(caller, name, [note["everywhere"].get(name) for note in notes], first=0)
+    for first in range(0, len(notes), ring.size):  # all rings: every rank raises
+        members = [note["same"] for note in notes[first : first + ring.size]]
+        for name in dict.fromkeys(name for member in members for name in member):
+            _check_same(caller, name, [member.get(name) for member in members], first)
+    return [note["own"] for note in notes[ring.first : ring.first + ring.size]]
 
 
 def problem_of(find: Callable[[], str | None]) -> str | None:
@@ -195,25 +189,46 @@ def in_one_line(error: BaseException, name: str) -> str:
     return f"{name}() {text[max(0, text.find('parameter ')) :]}"
 
 
+def _check_problems(caller: str, problems: list[str | None]) -> None:
+    """Raise what ranks found wrong by themselves: each problem once, with who has it."""
+    texts = []
+    for problem, ranks in by_value(problems).items():
+        if problem is not None:
+            where = "" if len(ranks) == len(problems) else f" (on {ranks_of(ranks)})"
+            texts.append(f"{problem}{where}")
+    if texts:
+        raise Disagreement(f"{caller}: {'; '.join(texts)}")
+
+
 def _check_in_step(ring: Ring, caller: str, steps: list[int]) -> None:
     """Raise if ranks have not compared notes equally often; after that all count alike."""
-    if len(found := by_value(steps)) == 1:
-        return
-    ring.steps.notes = max(steps) + 1
-    told = ", ".join(f"{n} on {ranks_of(at)}" for n, at in found.items())
-    raise Disagreement(
-        f"{caller}: ranks are out of step, some have skipped a call: notes were compared before "
-        f"this {told}; all ranks must make the same calls in the same order"
-    )
+    if len({*steps}) > 1:
+        ring.steps.notes = max(steps) + 1
+        raise Disagreement(
+            f"{caller}: ranks are out of step, some have skipped a call: notes were compared "
+            f"before this {_each(steps)}; all ranks must make the same calls in the same order"
+        )
 
 
 def _check_same(caller: str, name: str, values: list[Any], first: int) -> None:
-    found = by_value([json.dumps(value, ensure_ascii=False) for value in values])
-    if len(found) > 1:
-        got = ", ".join(f"{v} on {ranks_of([first + r for r in at])}" for v, at in found.items())
+    texts = [json.dumps(value, ensure_ascii=False) for value in values]
+    if len({*texts}) > 1:
+        got = _each(texts, first)
         raise Disagreement(
             f"{caller}: {name} must be the same on every rank, got {got}; pass the same on all"
         )
+
+
+def _each(values: Sequence[object], first: int = 0) -> str:
+    """Name each value and the ranks that have it, of which `first` is the first.
+
+    >>> _each([3, 4, 3], first=4)
+    '3 on ranks 4, 6, 4 on rank 5'
+    """
+    texts = []
+    for value, ranks in by_value(values).items():
+        texts.append(f"{value} on {ranks_of([first + rank for rank in ranks])}")
+    return ", ".join(texts)
 
 
 def _shortened(text: str) -> str:
@@ -243,10 +258,6 @@ def _unreadable(caller: str, rank: int, why: str) -> Disagreement:
     )
 
 
-def _names(notes: list[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for n in notes for name in n["same"]))
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
@@ -256,7 +267,3 @@ def _plain(value: Any) -> Any:
     if len(text) <= _LONGEST:
         return text
     return f"{text[:200]}... ({sha256(text.encode(errors='replace')).hexdigest()[:12]})"
-
-
-def _at(problem: str, ranks: list[int], size: int) -> str:
-    return problem if len(ranks) == size else f"{problem} (on {ranks_of(ranks)})"

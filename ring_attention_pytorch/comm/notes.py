@@ -45,36 +45,36 @@ def exchange(gather: Gather, subject: str, note: bytes) -> list[bytes]:
     about = subject.encode(errors="replace")[:_LONGEST_SUBJECT]
     message = _HEAD.pack(_MARK, len(about), len(note)) + about + note
     firsts = gather(message[:FIRST], FIRST)
-    found = [_opened(first) for first in firsts]
-    check_subjects([None if each is None else each[0] for each in found])
-    starts = [each[1] for each in found if each is not None]
-    ends = [start + each[2] for start, each in zip(starts, found) if each is not None]
-    more = max(ends) - FIRST
-    rests = gather(message[FIRST:], more) if more > 0 else [b""] * len(ends)
-    whole = (first + rest for first, rest in zip(firsts, rests))
-    return [text[start:end] for text, start, end in zip(whole, starts, ends)]
+    subjects, spans = zip(*(_opened(first) for first in firsts))
+    check_subjects(subjects)
+    more = max(span.stop for span in spans) - FIRST
+    rests = gather(message[FIRST:], more) if more > 0 else [b""] * len(spans)
+    notes = []
+    for first, rest, span in zip(firsts, rests, spans):
+        notes.append((first + rest)[span])
+    return notes
 
 
-def _opened(first: bytes) -> tuple[str, int, int] | None:
-    """Return a message's subject, and start and length of its note; None if it is no note."""
+def _opened(first: bytes) -> tuple[str | None, slice]:
+    """Return a message's subject, and where its note is; no subject if it is no note."""
     mark, about, length = _HEAD.unpack(first[: _HEAD.size])
-    start = _HEAD.size + about
     if mark != _MARK or about > _LONGEST_SUBJECT:
-        return None
-    return first[_HEAD.size : start].decode(errors="replace"), start, length
+        return None, slice(0, 0)
+    start = _HEAD.size + about
+    return first[_HEAD.size : start].decode(errors="replace"), slice(start, start + length)
 
 
 def check_subjects(subjects: Sequence[str | None]) -> None:
     """Raise Disagreement where ranks are in different calls, or one is in none of this library."""
-    first_lines = [None if subject is None else subject.split("\n")[0] for subject in subjects]
+    first_lines = [subject and subject.split("\n")[0] for subject in subjects]
     if len({*first_lines}) == 1 and first_lines[0] is not None:
         return
-    told = "; ".join(
-        f"{ranks_of(at)}: {_in_one_line(subjects[at[0]])}" for at in by_value(first_lines).values()
-    )
+    calls = []
+    for ranks in by_value(first_lines).values():
+        calls.append(f"{ranks_of(ranks)}: {_in_one_line(subjects[ranks[0]])}")
     raise Disagreement(
         "ranks are in different calls, all of them must make the same ones in the same order; "
-        f"now they are in {told}"
+        f"now they are in {'; '.join(calls)}"
     )
 
 

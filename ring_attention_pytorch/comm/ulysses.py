@@ -48,37 +48,34 @@ class HeadPartition:
     @cached_property
     def to_heads(self) -> CopyPlan:
         """The all-to-all from own tokens of all heads to all tokens of own heads."""
-        every = 1 + max(h for theirs in self.heads for h in theirs)
-        return CopyPlan(
-            given=tuple((length, every) for length in self.lengths),
-            got=tuple((sum(self.lengths), len(theirs)) for theirs in self.heads),
-            moves=tuple(
-                tuple(
-                    Move(place, rows, which, at, here)
-                    for place, rows, at in self.landings
-                    for which, here in _neighbours(theirs)
-                )
-                for theirs in self.heads
-            ),
-        )
+        every = 1 + max(head for heads in self.heads for head in heads)
+        tokens = sum(self.lengths)
+        given = [(length, every) for length in self.lengths]
+        got = [(tokens, len(heads)) for heads in self.heads]
+        moves = []
+        for heads in self.heads:
+            to_place = []
+            for place, rows, at in self.landings:
+                for which, here in _neighbours(heads):
+                    to_place.append(Move(place, rows, which, at, here))
+            moves.append(tuple(to_place))
+        return CopyPlan(tuple(given), tuple(got), tuple(moves))
 
     @cached_property
     def to_sequence(self) -> CopyPlan:
         """The all-to-all back to sequence, the heads of one place behind those of another."""
-        ends = (*accumulate(map(len, self.heads)),)
-        return CopyPlan(
-            given=self.to_heads.got,
-            got=tuple((length, ends[-1]) for length in self.lengths),
-            moves=tuple(
-                tuple(
-                    Move(p, at, slice(0, len(theirs)), rows, slice(end - len(theirs), end))
-                    for p, (theirs, end) in enumerate(zip(self.heads, ends))
-                    for whose, rows, at in self.landings
-                    if whose == place
-                )
-                for place in range(len(self.lengths))
-            ),
-        )
+        starts = [0, *accumulate(map(len, self.heads))]
+        got = [(length, starts[-1]) for length in self.lengths]
+        moves = []
+        for place in range(len(self.lengths)):
+            to_place = []
+            for sender, heads in enumerate(self.heads):
+                there, here = slice(0, len(heads)), slice(starts[sender], starts[sender + 1])
+                for owner, rows, at in self.landings:
+                    if owner == place:
+                        to_place.append(Move(sender, at, there, rows, here))
+            moves.append(tuple(to_place))
+        return CopyPlan(self.to_heads.got, tuple(got), tuple(moves))
 
 
 def ulysses_problem(degree: int, ring_size: int, heads: int) -> str | None:
@@ -182,19 +179,17 @@ class Ulysses:
         """
         place = ring.rank % degree
         first = ring.rank - place
-        heads = q.shape[2], k.shape[2]
-        share = heads[0] // degree
-        of_heads = (
-            tuple(tuple(range(p * share, (p + 1) * share)) for p in range(degree)),
-            key_heads(*heads, degree),
-        )
+        heads, key_head_count = q.shape[2], k.shape[2]
+        share = heads // degree
+        query_heads = tuple(tuple(range(p * share, (p + 1) * share)) for p in range(degree))
+        of_heads = query_heads, key_heads(heads, key_head_count, degree)
         spreads, landed = [], []
         for shards, theirs in zip(segments, of_heads):
-            found = [land(shards[f : f + degree]) for f in range(0, ring.size, degree)]
-            lengths = tuple(count(s) for s in shards[first : first + degree])
+            landings = [land(shards[f : f + degree]) for f in range(0, ring.size, degree)]
+            lengths = tuple(map(count, shards[first : first + degree]))
             longest = max(map(count, shards))
-            spreads.append(HeadPartition(lengths, longest, found[first // degree][1], theirs))
-            landed.append(tuple(s for s, _ in found))
+            spreads.append(HeadPartition(lengths, longest, landings[first // degree][1], theirs))
+            landed.append(tuple(positions for positions, _ in landings))
         together = SubRing(ring, range(first, first + degree))
         rest = SubRing(ring, range(place, ring.size, degree))
         shared = SharedSwap.among(together, most_bytes((spreads[0], spreads[1]), q, k, v), q.device)
