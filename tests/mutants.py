@@ -142,7 +142,7 @@ MUTANTS = [
     ),
     Mutant(
         "own keys kept for the end land first", "comm/gather.py:_of_own",
-        "part.move_to(total, at.start)", "part.move_to(total, 0)",
+        "part.move_to(total, span.start)", "part.move_to(total, 0)",
     ),
     Mutant(
         "a call of the kernel is not counted", "comm/gather.py:Gather.comes",
@@ -277,12 +277,13 @@ MUTANTS = [
     Mutant(
         "all ranks pull from the last one at a time",
         "comm/gather_symmetric.py:SymmetricGather._of_keys",
-        "_in_rounds(found[::-1] if most_in_front(group) else found)", "_in_rounds(found)",
+        "_in_rounds(sources[::-1] if most_in_front(group) else sources)", "_in_rounds(sources)",
     ),
     Mutant(
         "all ranks pull from the first one at a time",
         "comm/gather_symmetric.py:SymmetricGather._of_keys",
-        "_in_rounds(found[::-1] if most_in_front(group) else found)", "_in_rounds(found[::-1])",
+        "_in_rounds(sources[::-1] if most_in_front(group) else sources)",
+        "_in_rounds(sources[::-1])",
     ),
     Mutant(
         "gradients wait for copy engines though nothing goes on",
@@ -536,8 +537,8 @@ MUTANTS = [
     ),
     Mutant(
         "gradients of keys for those of values",
-        "comm/gather_symmetric.py:SymmetricGather._grads_of", "k, v = apart(place, keys)",
-        "v, k = apart(place, keys)",
+        "comm/gather_symmetric.py:SymmetricGather._grads_of", "dk, dv = apart(place, keys)",
+        "dv, dk = apart(place, keys)",
     ),
     Mutant(
         "gradients of keys come home as those of values",

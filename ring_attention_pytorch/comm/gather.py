@@ -161,13 +161,14 @@ class Gather:
         """Post the messages of a group; return a function that waits and joins what came."""
         rank, pieces = self.ring.rank, group.pieces[self.ring.rank]
         tensors = [t for t in own[:3] if t is not None]
-        sends = {user: of_owner(group.pieces[user], rank) for user in self._users(group.distances)}
-        forms = {
-            owner: Form.of(tensors, tokens(of_owner(pieces, owner)))
-            for owner in self._owners(group.distances)
-        }
-        taken = {theirs: _taken(tensors, theirs) for theirs in set(sends.values())}
-        messages = {user: taken[theirs] for user, theirs in sends.items()}
+        forms, taken, messages = {}, {}, {}
+        for owner in self._owners(group.distances):
+            forms[owner] = Form.of(tensors, tokens(of_owner(pieces, owner)))
+        for user in self._users(group.distances):
+            theirs = of_owner(group.pieces[user], rank)
+            if theirs not in taken:  # what several ranks need is packed once
+                taken[theirs] = _taken(tensors, theirs)
+            messages[user] = taken[theirs]
         coming = self._exchange(own.k, messages, forms)
 
         def wait() -> tuple[list[Tensor], Iterable[slice]]:
@@ -229,34 +230,37 @@ class Gather:
 
 def as_sent(keys: KVBlock) -> tuple[Tensor, Tensor]:
     """Return tensors like the gradients of k and v that travel, but for the number of tokens."""
-    k, v = (
-        t if t.dtype == wire_dtype(t.dtype) else t[:, :0].to(wire_dtype(t.dtype)) for t in keys[:2]
-    )
-    return k, v
+    wide = wire_dtype(keys.k.dtype)
+    if wide == keys.k.dtype:
+        return keys.k, keys.v
+    return keys.k[:, :0].to(wide), keys.v[:, :0].to(wide)
 
 
-def _some(keys: KVBlock, at: slice) -> KVBlock:
+def _some(keys: KVBlock, span: slice) -> KVBlock:
     """Return the keys of some tokens, as views."""
-    if at == slice(0, keys.k.shape[1]):
+    if span == slice(0, keys.k.shape[1]):
         return keys
-    k, v, mask = (None if t is None else t[:, at] for t in keys[:3])
-    return keys._replace(k=k, v=v, key_mask=mask, segments=slice_segments(keys.segments, at))
+    mask = None if keys.key_mask is None else keys.key_mask[:, span]
+    k, v, segments = keys.k[:, span], keys.v[:, span], slice_segments(keys.segments, span)
+    return keys._replace(k=k, v=v, key_mask=mask, segments=segments)
 
 
 def _of_own(
-    keys: KVBlock, at: slice, own: tuple[GradAccumulator, GradAccumulator]
+    keys: KVBlock, span: slice, own: tuple[GradAccumulator, GradAccumulator]
 ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
     """Yield some own keys and accumulators for them; then add those gradients to `own`."""
-    some = _some(keys, at)
-    grads = GradAccumulator(some.k), GradAccumulator(some.v)
-    yield some, grads
+    some_keys = _some(keys, span)
+    grads = GradAccumulator(some_keys.k), GradAccumulator(some_keys.v)
+    yield some_keys, grads
     for total, part in zip(own, grads):
-        part.move_to(total, at.start)
+        part.move_to(total, span.start)
 
 
-def _columns(t: Tensor, at: list[slice]) -> Tensor:
-    parts = [t[:, cols] for cols in at]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+def _columns(t: Tensor, spans: list[slice]) -> Tensor:
+    """Return these tokens, one span behind another; a view if it is one span."""
+    if len(spans) == 1:
+        return t[:, spans[0]]
+    return torch.cat([t[:, span] for span in spans], dim=1)
 
 
 def _taken(tensors: list[Tensor], pieces: Chunks) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -55,13 +55,13 @@ class Source(NamedTuple):
         >>> Source(0, 9, moves).joined().moves
         ((slice(0, 3, None), slice(4, 7, None)), (slice(3, 4, None), slice(8, 9, None)))
         """
-        found: list[tuple[slice, slice]] = []
+        joined: list[tuple[slice, slice]] = []
         for there, here in self.moves:
-            if found and (found[-1][0].stop, found[-1][1].stop) == (there.start, here.start):
-                before, after = found.pop()
+            if joined and (joined[-1][0].stop, joined[-1][1].stop) == (there.start, here.start):
+                before, after = joined.pop()
                 there, here = slice(before.start, there.stop), slice(after.start, here.stop)
-            found.append((there, here))
-        return self._replace(moves=tuple(found))
+            joined.append((there, here))
+        return self._replace(moves=tuple(joined))
 
 
 @dataclass(frozen=True)
@@ -198,10 +198,11 @@ class SymmetricGather(Gather):
     def _grads_of(self, keys: KVBlock) -> tuple[GradAccumulator, GradAccumulator]:
         """Make (dk, dv) accumulators where owners read them; kernels that can write there."""
         (place,) = self.space.grads.own(self._form(keys, keys.k.shape[1]))
-        k, v = apart(place, keys)
-        found = ((keys.k, k), (keys.v, v))
-        return tuple(
-            GradAccumulator(t, calls=1, place=at, dtype=wire_dtype(t.dtype)) for t, at in found
+        dk, dv = apart(place, keys)
+        wide = wire_dtype(keys.k.dtype)
+        return (
+            GradAccumulator(keys.k, calls=1, place=dk, dtype=wide),
+            GradAccumulator(keys.v, calls=1, place=dv, dtype=wide),
         )
 
     def _send_home(
@@ -212,10 +213,9 @@ class SymmetricGather(Gather):
         own: tuple[GradAccumulator, GradAccumulator],
     ) -> Callable[[], None]:
         shelf = self.space.grads
-        coming = [
-            (here, room_for(parts[0], wide=len(parts) > 1), parts)
-            for here, parts in self._coming(group, own_keys)
-        ]
+        coming = []
+        for here, parts in self._coming(group, own_keys):
+            coming.append((here, room_for(parts[0], wide=len(parts) > 1), parts))
         with side_stream_after_others(own_keys.k.device) if self.overtaken else nullcontext():
             for total in grads if group.pieces[self.ring.rank] else ():
                 total.finalize()
@@ -241,29 +241,25 @@ class SymmetricGather(Gather):
     def _coming(self, group: Round, own: KVBlock) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield stretches of own tokens, and their gradients in other ranks' memory."""
         for here, users in self._of_grads(group):
-            found = (
-                (self.space.grads.of(rank, self._form(own, length))[0], there)
-                for rank, length, there in users
-            )
-            yield here, [theirs[:, there] for theirs, there in found]
+            parts = []
+            for rank, length, there in users:
+                (both,) = self.space.grads.of(rank, self._form(own, length))
+                parts.append(both[:, there])
+            yield here, parts
 
     def _of_keys(self, group: Round) -> list[list[Source]]:
         """List what this rank needs of each owner's keys, stage by stage."""
         if ("keys", id(group)) not in self.known:
             pieces, stages = group.pieces[self.ring.rank], []
             for stage in group.stages:
-                found = [
-                    Source(
-                        self.ranks[owner],
-                        self.lengths[owner],
-                        tuple((piece.cols, here) for piece, here in places(pieces, owner)),
-                    )
-                    for owner in self._owners(stage)
-                ]
+                sources = []
+                for owner in self._owners(stage):
+                    moves = tuple((piece.cols, here) for piece, here in places(pieces, owner))
+                    sources.append(Source(self.ranks[owner], self.lengths[owner], moves))
                 if len(group.stages) > 1:
-                    stages.append([source.joined() for source in found])
+                    stages.append([source.joined() for source in sources])
                 else:
-                    stages.append(_in_rounds(found[::-1] if most_in_front(group) else found))
+                    stages.append(_in_rounds(sources[::-1] if most_in_front(group) else sources))
             self.known["keys", id(group)] = stages
         return self.known["keys", id(group)]
 
@@ -273,17 +269,13 @@ class SymmetricGather(Gather):
         A rank comes with the number of tokens it has in all, and where these lie among them.
         """
         if ("grads", id(group)) not in self.known:
-            sources = [
-                Source(
-                    self.ranks[user],
-                    tokens(group.pieces[user]),
-                    tuple(
-                        (there, piece.cols)
-                        for piece, there in places(group.pieces[user], self.ring.rank)
-                    ),
-                ).joined()
-                for user in self._users(group.distances)
-            ]
+            sources = []
+            for user in self._users(group.distances):
+                theirs = group.pieces[user]
+                moves = tuple(
+                    (there, piece.cols) for piece, there in places(theirs, self.ring.rank)
+                )
+                sources.append(Source(self.ranks[user], tokens(theirs), moves).joined())
             self.known["grads", id(group)] = _by_stretch(sources)
         return self.known["grads", id(group)]
 
@@ -292,20 +284,21 @@ def _by_stretch(sources: Sequence[Source]) -> list[tuple[slice, list[tuple[int, 
     """List stretches of what is here, each with the ranks that have something for all of it.
 
     >>> at = {1: (slice(4, 8), slice(0, 4)), 2: (slice(0, 2), slice(2, 4))}
-    >>> for found in _by_stretch([Source(rank, 8, (move,)) for rank, move in at.items()]):
-    ...     print(*found)
+    >>> for stretch in _by_stretch([Source(rank, 8, (move,)) for rank, move in at.items()]):
+    ...     print(*stretch)
     slice(0, 2, None) [(1, 8, slice(4, 6, None))]
     slice(2, 4, None) [(1, 8, slice(6, 8, None)), (2, 8, slice(0, 2, None))]
     """
-    moves = [(source, *move) for source in sources for move in source.moves]
-    found = []
-    for at, which in disjoint_spans([here for _, _, here in moves]):
+    moves = [(source, there, here) for source in sources for there, here in source.moves]
+    stretches = []
+    for span, which in disjoint_spans([here for _, _, here in moves]):
         users = []
-        for source, there, here in (moves[i] for i in which):
-            by = there.start - here.start
-            users.append((source.rank, source.length, slice(at.start + by, at.stop + by)))
-        found.append((at, users))
-    return found
+        for number in which:
+            source, there, here = moves[number]
+            shift = there.start - here.start
+            users.append((source.rank, source.length, slice(span.start + shift, span.stop + shift)))
+        stretches.append((span, users))
+    return stretches
 
 
 def _in_rounds(sources: list[Source]) -> list[Source]:
@@ -321,9 +314,14 @@ def _in_rounds(sources: list[Source]) -> list[Source]:
     >>> [s.rank for s in _in_rounds([Source(i, 4, ((),) * n) for i, n in ((2, 2), (3, 2), (0, 1))])]
     [2, 3, 0, 2, 3]
     """
-    few = (source if len(source.moves) <= 2 else source.joined() for source in sources)
-    each = ([source._replace(moves=(move,)) for move in source.moves] for source in few)
-    return [source for some in zip_longest(*each) for source in some if source is not None]
+    by_round: list[list[Source]] = []
+    for source in sources:
+        moves = source.moves if len(source.moves) <= 2 else source.joined().moves
+        for number, move in enumerate(moves):
+            if number == len(by_round):
+                by_round.append([])
+            by_round[number].append(source._replace(moves=(move,)))
+    return list(chain.from_iterable(by_round))
 
 
 def apart(both: Tensor, keys: KVBlock) -> tuple[Tensor, ...]:
