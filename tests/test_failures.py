@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 from weakref import WeakSet, ref
 
@@ -22,7 +23,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from ring_attention_pytorch import RingAttention, RingError, RingPlan, fail_together, ring_attn
-from ring_attention_pytorch.comm.failures import Step, known
+from ring_attention_pytorch.comm.failures import Step, known, timeout_of
 from ring_attention_pytorch.comm.notes import Disagreement
 from ring_attention_pytorch.comm.ring import Ring, _host_group
 from ring_attention_pytorch.comm.steps import Steps
@@ -252,6 +253,20 @@ def test_a_group_of_the_process_that_this_one_was_forked_from_is_refused():
     inherited = mock.patch("ring_attention_pytorch.comm.failures.inherited", WeakSet([group]))
     with inherited, pytest.raises(RingError, match="'spawn' or 'forkserver'"):
         known(group)
+
+
+def test_a_group_waits_as_long_as_the_least_patient_of_its_backends():
+    def group(*seconds: float | None) -> SimpleNamespace:
+        backends = []
+        for each in seconds:
+            options = None if each is None else SimpleNamespace(_timeout=timedelta(seconds=each))
+            backends.append(SimpleNamespace(options=options))
+        return SimpleNamespace(
+            _device_types=range(len(backends)), _get_backend=backends.__getitem__
+        )
+
+    assert timeout_of(group(7, None, 5)) == timedelta(seconds=5)
+    assert timeout_of(group(None)) == timedelta(minutes=30)
 
 
 # --- notes in each call ---

@@ -36,6 +36,13 @@ def _report(state, peer, expected, seen):
         tl.store(state + WRONG, 1)
 
 
+@triton.jit
+def _give_up(boards, peer, rank, RANKS: tl.constexpr):
+    """Tell all ranks, this one too, that nobody need wait for this one."""
+    for half in tl.static_range(2):
+        tl.atomic_xchg(boards + half * RANKS + rank, FAILED, mask=peer, sem="release", scope="sys")
+
+
 @triton.jit(do_not_specialize=["purpose", "rank", "patience"])
 def meet_kernel(state, purpose, rank, patience, RANKS: tl.constexpr, LANES: tl.constexpr):
     """Wait until all ranks have come for this `purpose`, for at most `patience` nanoseconds."""
@@ -47,10 +54,11 @@ def meet_kernel(state, purpose, rank, patience, RANKS: tl.constexpr, LANES: tl.c
     half = (number % 2) * RANKS
     own = _board(state, rank) + half + lane
     theirs = tl.load(state + BOARDS + lane, mask=peer, other=0).to(tl.pointer_type(tl.int64))
-    waiting = tl.load(state + WRONG) == 0
-    if waiting:
+    gives_up = tl.load(state + WRONG) != 0
+    if not gives_up:
         tl.atomic_xchg(theirs + half + rank, word, mask=peer, sem="release", scope="sys")
         begin = globaltimer()
+        waiting = number > 0  # always
         while waiting:
             so_far = tl.atomic_add(own, 0, mask=peer, sem="acquire", scope="sys")
             absent = tl.sum((peer & (so_far >> 32 != number)).to(tl.int32))
@@ -58,16 +66,14 @@ def meet_kernel(state, purpose, rank, patience, RANKS: tl.constexpr, LANES: tl.c
             waiting = (absent > 0) & (failed == 0) & (globaltimer() - begin < patience)
         seen = tl.load(own, mask=peer, other=0, volatile=True)
         wrong = peer & (seen != word)
-        if tl.sum(wrong.to(tl.int32)) > 0:
+        gives_up = tl.sum(wrong.to(tl.int32)) > 0
+        if gives_up:
             gave_up = peer & (seen == FAILED)  # who makes others absent
             blamed = gave_up | (wrong & (tl.sum(gave_up.to(tl.int32)) == 0))
             first = tl.min(tl.where(blamed, lane, LANES))
             _report(state, first, word, tl.sum(tl.where(lane == first, seen, 0)))
-    if tl.load(state + WRONG) != 0:
-        for other in tl.static_range(2):
-            tl.atomic_xchg(
-                theirs + other * RANKS + rank, FAILED, mask=peer, sem="release", scope="sys"
-            )
+    if gives_up:
+        _give_up(theirs, peer, rank, RANKS)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -77,8 +83,7 @@ def fail_kernel(state, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
     peer = lane < RANKS
     theirs = tl.load(state + BOARDS + lane, mask=peer, other=0).to(tl.pointer_type(tl.int64))
     tl.store(state + WRONG, 1)
-    for half in tl.static_range(2):
-        tl.atomic_xchg(theirs + half * RANKS + rank, FAILED, mask=peer, sem="release", scope="sys")
+    _give_up(theirs, peer, rank, RANKS)
 
 
 @triton.jit
@@ -117,7 +122,8 @@ def compare_kernel(state, number, stamp, peer, expected, t, nbytes, BLOCK: tl.co
         report = tl.load(state + REPORT).to(tl.pointer_type(tl.int64))
         tl.store(report + 4, number)
     came = tl.load(stamp)
-    if came != expected:
+    wrong = came != expected
+    if wrong:
         _report(state, peer, expected, came)
-    if tl.load(state + WRONG) != 0:
+    if wrong | (tl.load(state + WRONG) != 0):  # not all threads see at once what one has stored
         _fill(t, nbytes, BLOCK)

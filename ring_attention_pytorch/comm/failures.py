@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.constants import default_pg_timeout
 
 from ring_attention_pytorch.comm.guard import Guard
 from ring_attention_pytorch.comm.notes import ranks_of
@@ -86,9 +87,13 @@ def awaiting(step: Step, ranks: Sequence[int]) -> Iterator[None]:
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """Return how long a group's ranks wait for one another."""
-    backends = (group._get_backend(device) for device in group._device_types)
-    return min(backend.options._timeout for backend in backends)
+    """Return how long a group's ranks wait for one another; PyTorch's default if none is known."""
+    timeouts = []
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:  # not all backends have some
+            timeouts.append(options._timeout)
+    return min(timeouts, default=default_pg_timeout)
 
 
 _groups: WeakSet[ProcessGroup] = WeakSet()  # groups over which ranks exchange anything
