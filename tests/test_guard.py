@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from ring_attention_pytorch.comm.failures import RingError, fail_together
-from ring_attention_pytorch.comm.guard import Board, Stamps
+from ring_attention_pytorch.comm.guard import Board, Guard, Stamps
 from ring_attention_pytorch.comm.overdue import Overdue
 from ring_attention_pytorch.comm.steps import Steps
 from tests import threads
@@ -44,7 +45,7 @@ def without_clock() -> None:
 def meet(rank: int, boards: list[Tensor], purposes: Purposes, patience: float) -> dict[str, Any]:
     """Come to these meetings, and read others' memory after each; what was found, on this rank.
 
-    After one that is "slow" this takes a second, but not on the last rank.
+    "keys@3" is by plan 3. After one that is "slow" this takes a second, but not on the last rank.
     """
     without_clock()
     board, read = Board(CPU, rank, boards, patience), []
@@ -55,7 +56,8 @@ def meet(rank: int, boards: list[Tensor], purposes: Purposes, patience: float) -
         if purpose == "sleep":
             time.sleep(1.0)
             continue
-        board.meet(purpose)
+        kind, _, plan = purpose.partition("@")
+        board.meet(kind, int(plan or 0))
         time.sleep(purpose == "slow" and rank < RANKS - 1)
         read.append(torch.ones(5, dtype=torch.bfloat16))
         board.spoil(read[-1], torch.ones(0))
@@ -88,7 +90,12 @@ def test_ranks_in_step_wait_for_one_another(ranks):
 
 
 @pytest.mark.parametrize(
-    "other", [("keys", "keys"), pytest.param(("gradients", "keys"), marks=pytest.mark.thorough)]
+    "other",
+    [
+        ("keys", "keys"),
+        ("keys@3", "keys"),
+        pytest.param(("gradients", "keys"), marks=pytest.mark.thorough),
+    ],
 )
 def test_a_rank_that_comes_for_something_else_is_found_by_all(other, ranks):
     """All that is read from there on is NaN, though later meetings may be of one mind again."""
@@ -215,6 +222,38 @@ def waits(numbers: int, come: int) -> str:
 def test_the_first_exchange_that_does_not_come_is_reported():
     assert waits(3, come=3) == ""
     assert waits(3, come=1) == "exchange 2, for 0 s by now\n"
+
+
+def test_what_inference_made_can_be_forgotten_in_training():
+    with torch.inference_mode():
+        guard = Guard(CPU)
+    guard.reset()
+    assert guard.trouble() is None
+
+
+def test_who_watches_exchanges_ends_with_them():
+    overdue = Overdue(lambda: 0, timeout=100.0)
+    overdue.add(1, "an exchange")
+    thread = overdue._thread
+    del overdue
+    thread.join(10.0)
+    assert not thread.is_alive()
+
+
+def of_many_plans(plans: int) -> tuple[int, str]:
+    """How many kinds of meetings a board remembers, and what it says of the last."""
+    without_clock()
+    board = Board(CPU, 0, [torch.zeros(2, 1, dtype=torch.int64)], patience=5.0)
+    for plan in range(plans):
+        board.meet("keys", plan)
+    board.fail()
+    board.meet("gradients", plans)
+    return len(board._kinds), board._purpose((plans << 16) + (crc32(b"keys") & 0xFFFF))
+
+
+def test_a_board_remembers_no_plan(ranks):
+    """One is made for each batch, perhaps for weeks."""
+    assert ranks.submit(of_many_plans, 9).result() == (2, "keys by plan 9")
 
 
 class Found:

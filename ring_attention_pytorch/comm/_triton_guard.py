@@ -16,12 +16,16 @@ FAILED = tl.constexpr(-1)
 # the state of a guard, in words: whether something is wrong, the number of times that ranks met,
 # the address of the report, those of the boards
 WRONG, MET, REPORT, BOARDS = (tl.constexpr(i) for i in range(4))
-LANES = 32  # ranks that one warp waits for; more take more words a thread
 
 
 @triton.jit
 def _board(state, rank):
     return tl.load(state + BOARDS + rank).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _boards(state, lane, peer):
+    return tl.load(state + BOARDS + lane, mask=peer, other=0).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
@@ -53,7 +57,7 @@ def meet_kernel(state, purpose, rank, patience, RANKS: tl.constexpr, LANES: tl.c
     word = (number << 32) | purpose
     half = (number % 2) * RANKS
     own = _board(state, rank) + half + lane
-    theirs = tl.load(state + BOARDS + lane, mask=peer, other=0).to(tl.pointer_type(tl.int64))
+    theirs = _boards(state, lane, peer)
     gives_up = tl.load(state + WRONG) != 0
     if not gives_up:
         tl.atomic_xchg(theirs + half + rank, word, mask=peer, sem="release", scope="sys")
@@ -81,9 +85,8 @@ def fail_kernel(state, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
     """Tell all ranks that this one has given up."""
     lane = tl.arange(0, LANES)
     peer = lane < RANKS
-    theirs = tl.load(state + BOARDS + lane, mask=peer, other=0).to(tl.pointer_type(tl.int64))
     tl.store(state + WRONG, 1)
-    _give_up(theirs, peer, rank, RANKS)
+    _give_up(_boards(state, lane, peer), peer, rank, RANKS)
 
 
 @triton.jit

@@ -123,16 +123,16 @@ class SymmetricGather(Gather):
     def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
         if self.groups:
             self.space.begin(len(self.groups), back=False)
-        return self._whole(super().stream(keys))
+        return self._awaiting_copies(super().stream(keys))
 
     def stream_back(
         self, own_keys: KVBlock, own: tuple[GradAccumulator, GradAccumulator]
     ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
         if self.groups:
             self.space.begin(len(self.groups), back=True)
-        return self._whole(super().stream_back(own_keys, own))
+        return self._awaiting_copies(super().stream_back(own_keys, own))
 
-    def _whole(self, blocks: Iterator[Block]) -> Iterator[Block]:
+    def _awaiting_copies(self, blocks: Iterator[Block]) -> Iterator[Block]:
         """Yield all blocks; if a call fails, nothing else uses memory that copies still write."""
         try:
             yield from blocks

@@ -7,7 +7,6 @@ timeout, what was to come is NaN, and so is all that comes later. The host hears
 call.
 """
 
-import ctypes
 from collections.abc import Sequence
 from zlib import crc32
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from ring_attention_pytorch.comm.overdue import Overdue
 
 _STAMPS = 1 << 20  # a message out of step passes for another one time in a million
+_KINDS, _PLANS = 1 << 16, 1 << 15  # that meetings tell apart, in 31 bits
 _BLOCK = 4096  # bytes that one program fills at a time
 _PROGRAMS = 64
 
@@ -30,16 +30,16 @@ class Guard:
 
     def __init__(self, device: torch.device, *addresses: int) -> None:
         self.device = device
-        self._told = torch.zeros(5, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._anything = ctypes.c_int64.from_address(self._told.data_ptr())  # read in 50 ns
-        state = [0, 0, self._told.data_ptr(), *addresses]
-        with torch.inference_mode(False):  # else nobody could write it outside of that
+        with torch.inference_mode(False):  # else nobody could write them outside of that
+            self._told = torch.zeros(5, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._anything = self._told[0]  # read in 0.15 us
+            state = [0, 0, self._told.data_ptr(), *addresses]
             self.state = torch.tensor(state, dtype=torch.int64, device=device)
         self.wait()
 
     def trouble(self) -> str | None:
         """Say what was found wrong; None if nothing was, so far: the device is not waited for."""
-        if not self._anything.value:
+        if not self._anything.item():
             return None
         self.wait()
         _, rank, expected, came, _ = self._told.tolist()
@@ -78,22 +78,26 @@ class Board(Guard):
         super().__init__(device, *(board.data_ptr() for board in boards))
         self.rank, self.ranks, self.patience = rank, len(boards), int(patience * 1e9)
         self._boards = boards
-        self._purposes: dict[int, str] = {}
+        self._kinds: dict[int, str] = {}  # of meetings, by their numbers
 
     @property
     def _lanes(self) -> int:
         """Threads that wait, each for one rank or more."""
         return max(32, 1 << (self.ranks - 1).bit_length())
 
-    def meet(self, purpose: str) -> None:
-        """Let the current stream wait until all ranks have come, and check that it is for this."""
+    def meet(self, kind: str, plan: int = 0) -> None:
+        """Let the current stream wait until all ranks have come, and check that it is for this.
+
+        There are few kinds, and any number of plans.
+        """
         from ring_attention_pytorch.comm._triton_guard import meet_kernel
 
-        number = crc32(purpose.encode()) >> 1
-        self._purposes[number] = purpose
+        number = crc32(kind.encode()) % _KINDS
+        self._kinds[number] = kind
+        purpose = plan % _PLANS * _KINDS + number
         with torch.cuda.device_of(self.state):
             meet_kernel[(1,)](
-                self.state, number, self.rank, self.patience, self.ranks, self._lanes,
+                self.state, purpose, self.rank, self.patience, self.ranks, self._lanes,
                 num_warps=1,
             )  # fmt: skip
 
@@ -126,7 +130,9 @@ class Board(Guard):
         return f"rank {rank} has come for {self._purpose(came)}, and this one for {purpose}"
 
     def _purpose(self, word: int) -> str:
-        return self._purposes.get(word & 0x7FFFFFFF, "what this rank has never done")
+        plan, number = divmod(word % (_PLANS * _KINDS), _KINDS)
+        kind = self._kinds.get(number, "what this rank has never done")
+        return f"{kind} by plan {plan}" if plan else kind
 
     def reset(self) -> None:
         self._boards[self.rank].zero_()
@@ -142,8 +148,7 @@ class Stamps(Guard):
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         super().__init__(device)
-        come = ctypes.c_int64.from_address(self._told[4:].data_ptr())
-        self._number, self._overdue = 0, Overdue(lambda: come.value, timeout)
+        self._number, self._overdue = 0, Overdue(self._told[4].item, timeout)
         with torch.inference_mode(False):  # of which the stamps that are sent are views
             self._every = torch.arange(_STAMPS, dtype=torch.int32, device=device)
 

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from weakref import ref
 
 _SOONER = 0.8  # of the timeout, when the report is made
 
@@ -25,19 +26,33 @@ class Overdue:
         self._drop_those_that_came()
         self._waiting.append((number, time.monotonic() + self._seconds, what))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, daemon=True)
+            # ends with this object, which it does not keep
+            self._thread = threading.Thread(target=_watch, args=(ref(self),), daemon=True)
             self._thread.start()
+
+    def report(self) -> bool:
+        """Print the first exchange whose time is nearly up; tell whether there is one."""
+        self._drop_those_that_came()
+        if not self._waiting or time.monotonic() <= self._waiting[0][1]:
+            return False
+        what = self._waiting[0][2]
+        print(f"{what}, for {self._seconds:.0f} s by now", file=sys.stderr, flush=True)
+        return True
+
+    @property
+    def period(self) -> float:
+        """Seconds from one look to the next."""
+        return min(1.0, self._seconds / 20)
 
     def _drop_those_that_came(self) -> None:
         come = self._come()
         while self._waiting and self._waiting[0][0] <= come:
             self._waiting.popleft()
 
-    def _watch(self) -> None:
-        while True:
-            time.sleep(self._seconds / 20)
-            self._drop_those_that_came()
-            if self._waiting and time.monotonic() > self._waiting[0][1]:
-                what = self._waiting[0][2]
-                print(f"{what}, for {self._seconds:.0f} s by now", file=sys.stderr, flush=True)
-                return  # what waits for this one can't come either
+
+def _watch(overdue: "ref[Overdue]") -> None:
+    """Report once: what waits for a late exchange can't come either."""
+    while (watched := overdue()) is not None and not watched.report():
+        period = watched.period
+        del watched
+        time.sleep(period)

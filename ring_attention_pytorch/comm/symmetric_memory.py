@@ -15,6 +15,7 @@ from ring_attention_pytorch.comm.failures import timeout_of
 from ring_attention_pytorch.comm.guard import Board
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.steps import Steps
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.streams import captures_for_good, capturing, current_stream
 
@@ -144,12 +145,8 @@ class SymmetricWorkspace:
         self.stream: torch.cuda.Stream | None = None  # of the last call
 
     def _buffer(self, group: ProcessGroup, name: str, nbytes: int) -> SymmetricBuffer:
-        meet = partial(self._meet, name)
+        meet = partial(_meet, self.board, self.steps, name)
         return SymmetricBuffer(group, self.device, nbytes, meet, _HALVES[name])
-
-    def _meet(self, name: str, why: str) -> None:
-        plan, operation = self.steps.about
-        self.board.meet(f"{operation}, plan {plan}, to {why}: {name}")
 
     def begin(self, turns: int, back: bool) -> None:
         """Begin a call with so many turns of keys, which writes nothing that may still be read.
@@ -188,6 +185,12 @@ class SymmetricWorkspace:
                 if old.captured:
                     self.outgrown.append(old)
                 setattr(self, name, larger)
+
+
+def _meet(board: Board, steps: Steps, name: str, why: str) -> None:
+    """Let the current stream wait until all ranks are where the steps are, with this buffer."""
+    plan, operation = steps.about
+    board.meet(f"{operation}, to {why}: {name}", plan)
 
 
 class PeerGroup(NamedTuple):
