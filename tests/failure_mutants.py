@@ -53,6 +53,13 @@ MUTANTS = [
         "devices tell nobody of a failure", "comm/failures.py:tell_peers", "guard.fail()", "pass",
     ),
     Mutant(
+        "devices tell nobody of a call's", "comm/steps.py:Steps._break", "guard.fail()", "pass",
+    ),
+    Mutant(
+        "a device's error hides others", "comm/steps.py:Steps._break",
+        "with suppress(RuntimeError):", "if True:",
+    ),
+    Mutant(
         "nobody compares notes in calls", "plan/ring_plan.py:RingPlan.call",
         "self.always", "False",
     ),
@@ -88,7 +95,8 @@ def battery() -> Iterator[Callable[[], object]]:
     yield guard.test_the_next_call_says_what_a_device_found
     yield guard.test_a_plan_says_on_all_ranks_what_one_device_found_and_mends_the_ring
     yield guard.test_what_a_call_has_said_a_plan_does_not_say_again
-    yield guard.test_devices_tell_of_a_failure_in_fail_together_alone
+    yield guard.test_devices_tell_of_a_failure_in_a_call_and_elsewhere_in_fail_together
+    yield guard.test_a_device_that_fails_hides_no_error
     yield partial(
         failures.test_notes_in_each_call_tell_all_ranks_at_once_who_is_where,
         "skips_backward", "gather",

@@ -2,6 +2,7 @@
 
 import faulthandler
 import multiprocessing as mp
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -26,6 +27,19 @@ _context.set_forkserver_preload(
 )
 
 
+def take_gpu(rank: int, size: int) -> torch.device:
+    """Make this rank's GPU the current one; where GPUs are fewer than ranks, some share one.
+
+    Then symmetric memory must be told, and NCCL must think that each is on a host of its own.
+    """
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    if torch.cuda.device_count() < size:
+        os.environ["NCCL_HOSTID"] = f"rank {rank}"
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    return device
+
+
 class RankFailed(AssertionError):
     """A rank raised, died or hung."""
 
@@ -40,11 +54,9 @@ def _serve(
     store.wait(everyone, timedelta(seconds=_START))  # a short timeout is not for that
     hung = 0.9 * timeout  # seconds, after which it tells where it is
     faulthandler.dump_traceback_later(hung)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
     dist.init_process_group(
         backend, rank=rank, world_size=size, store=store, timeout=timedelta(seconds=timeout),
-        device_id=torch.device("cuda", rank) if backend == "nccl" else None,
+        device_id=take_gpu(rank, size) if backend == "nccl" else None,
     )  # fmt: skip
     faulthandler.cancel_dump_traceback_later()
     while (task := pipe.recv()) is not None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from unittest import mock
 from zlib import crc32
 
 import pytest
@@ -160,9 +161,15 @@ def test_a_rank_that_fails_is_waited_for_by_nobody(ranks):
 SIGNATURES = {
     "meet_kernel": dict(state="*i64", purpose="i32", rank="i32", patience="i64"),
     "fail_kernel": dict(state="*i64", rank="i32"),
-    "spoil_kernel": dict(state="*i64", rank="i32", t="*bf16", nbytes="i32"),
+    "spoil_kernel": dict(state="*i64", rank="i32", address="i64", nbytes="i64"),
     "compare_kernel": dict(
-        state="*i64", number="i32", stamp="*i32", peer="i32", expected="i32", t="*u8", nbytes="i32"
+        state="*i64",
+        number="i64",
+        stamp="i64",
+        peer="i32",
+        expected="i32",
+        address="i64",
+        nbytes="i64",
     ),
 }
 
@@ -320,15 +327,26 @@ def test_what_a_call_has_said_a_plan_does_not_say_again():
                 pass
         assert ring.gather_notes("a plan", b"note") == [b"note"] * RANKS
 
-    assert of_ring({2: "rank 0 did not come"}, run) == [(None, ["wait", "reset"], None)] * RANKS
+    found = of_ring({2: "rank 0 did not come"}, run)
+    assert found[1:] == [(None, ["wait", "reset"], None)] * 2
+    assert found[0] == (None, ["fail", "wait", "reset"], None)
 
 
-def test_devices_tell_of_a_failure_in_fail_together_alone():
+def test_devices_tell_of_a_failure_in_a_call_and_elsewhere_in_fail_together():
     steps, guard = Steps(), Found(None)
     steps.watch(guard)
-    with pytest.raises(MemoryError), steps.call("forward"):
-        raise MemoryError
-    assert guard.done == []
     with pytest.raises(ZeroDivisionError), fail_together():
         raise ZeroDivisionError
     assert guard.done == ["fail"]
+    with pytest.raises(MemoryError), steps.call("forward"), steps.call("a part of it"):
+        raise MemoryError
+    assert guard.done == ["fail", "fail"]
+
+
+def test_a_device_that_fails_hides_no_error():
+    steps, guard = Steps(), Found(None)
+    guard.fail = mock.Mock(side_effect=RuntimeError)
+    steps.watch(guard)
+    with pytest.raises(MemoryError), fail_together(), steps.call("forward"):
+        raise MemoryError
+    assert guard.fail.called

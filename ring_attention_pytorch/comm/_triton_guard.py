@@ -48,7 +48,14 @@ def _give_up(boards, peer, rank, RANKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["purpose", "rank", "patience"])
-def meet_kernel(state, purpose, rank, patience, RANKS: tl.constexpr, LANES: tl.constexpr):
+def meet_kernel(
+    state,
+    purpose: tl.int32,
+    rank: tl.int32,
+    patience: tl.int64,
+    RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Wait until all ranks have come for this `purpose`, for at most `patience` nanoseconds."""
     lane = tl.arange(0, LANES)
     peer = lane < RANKS
@@ -81,7 +88,7 @@ def meet_kernel(state, purpose, rank, patience, RANKS: tl.constexpr, LANES: tl.c
 
 
 @triton.jit(do_not_specialize=["rank"])
-def fail_kernel(state, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
+def fail_kernel(state, rank: tl.int32, RANKS: tl.constexpr, LANES: tl.constexpr):
     """Tell all ranks that this one has given up."""
     lane = tl.arange(0, LANES)
     peer = lane < RANKS
@@ -90,17 +97,23 @@ def fail_kernel(state, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _fill(t, nbytes, BLOCK: tl.constexpr):
+def _fill(address, nbytes, BLOCK: tl.constexpr):
     """Set all bits, which is NaN in every floating dtype."""
-    place = t.to(tl.pointer_type(tl.int8), bitcast=True)
+    place = address.to(tl.pointer_type(tl.int8))
     for first in range(tl.program_id(0) * BLOCK, nbytes, tl.num_programs(0) * BLOCK):
         at = first + tl.arange(0, BLOCK)
         tl.store(place + at, tl.full((BLOCK,), -1, tl.int8), mask=at < nbytes)
 
 
-@triton.jit(do_not_specialize=["rank", "nbytes"])
+@triton.jit(do_not_specialize=["rank", "address", "nbytes"])
 def spoil_kernel(
-    state, rank, t, nbytes, RANKS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr
+    state,
+    rank: tl.int32,
+    address: tl.int64,
+    nbytes: tl.int64,
+    RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Fill what was read in others' memory with NaN, if anything is wrong or a rank gave up."""
     lane = tl.arange(0, LANES)
@@ -112,11 +125,20 @@ def spoil_kernel(
     if tl.sum(failed.to(tl.int32)) > 0:  # perhaps this rank itself
         gone = tl.full((), FAILED, tl.int64)
         _report(state, tl.min(tl.where(failed, lane, LANES)), gone, gone)
-        _fill(t, nbytes, BLOCK)
+        _fill(address, nbytes, BLOCK)
 
 
-@triton.jit(do_not_specialize=["number", "peer", "expected", "nbytes"])
-def compare_kernel(state, number, stamp, peer, expected, t, nbytes, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["number", "stamp", "peer", "expected", "address", "nbytes"])
+def compare_kernel(
+    state,
+    number: tl.int64,
+    stamp: tl.int64,
+    peer: tl.int32,
+    expected: tl.int32,
+    address: tl.int64,
+    nbytes: tl.int64,
+    BLOCK: tl.constexpr,
+):
     """Fill a peer's message with NaN if its stamp is another, or anything was wrong before.
 
     The host is told the number of the exchange that has come.
@@ -124,9 +146,9 @@ def compare_kernel(state, number, stamp, peer, expected, t, nbytes, BLOCK: tl.co
     if tl.program_id(0) == 0:
         report = tl.load(state + REPORT).to(tl.pointer_type(tl.int64))
         tl.store(report + 4, number)
-    came = tl.load(stamp)
+    came = tl.load(stamp.to(tl.pointer_type(tl.int32)))
     wrong = came != expected
     if wrong:
         _report(state, peer, expected, came)
     if wrong | (tl.load(state + WRONG) != 0):  # not all threads see at once what one has stored
-        _fill(t, nbytes, BLOCK)
+        _fill(address, nbytes, BLOCK)

@@ -158,7 +158,8 @@ def tell_peers() -> None:
     if not _blocks:
         return
     for guard in [*guards]:
-        guard.fail()
+        with suppress(RuntimeError):  # perhaps it was the device that failed
+            guard.fail()
     for group in [*_groups, *([] if (world := _world()) is None else [world])]:
         config = str(dist.get_backend_config(group))
         if "gloo" in config:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.overdue import Overdue
+from ring_attention_pytorch.runtime.launches import Launch
+from ring_attention_pytorch.runtime.streams import capturing, current_stream
 
 _STAMPS = 1 << 20  # a message out of step passes for another one time in a million
 _KINDS, _PLANS = 1 << 16, 1 << 15  # that meetings tell apart, in 31 bits
@@ -80,44 +82,40 @@ class Board(Guard):
         self._boards = boards
         self._kinds: dict[int, str] = {}  # of meetings, by their numbers
 
-    @property
-    def _lanes(self) -> int:
-        """Threads that wait, each for one rank or more."""
-        return max(32, 1 << (self.ranks - 1).bit_length())
+        from ring_attention_pytorch.comm import _triton_guard as kernels
+
+        lanes = max(32, 1 << (self.ranks - 1).bit_length())  # threads that wait, each for a rank
+        among = dict(RANKS=self.ranks, LANES=lanes)
+        self._meet = Launch(kernels.meet_kernel, 1, num_warps=1, **among)
+        self._fail = Launch(kernels.fail_kernel, 1, num_warps=1, **among)
+        self._spoil = Launch(kernels.spoil_kernel, _PROGRAMS, **among, BLOCK=_BLOCK)
 
     def meet(self, kind: str, plan: int = 0) -> None:
         """Let the current stream wait until all ranks have come, and check that it is for this.
 
         There are few kinds, and any number of plans.
         """
-        from ring_attention_pytorch.comm._triton_guard import meet_kernel
-
         number = crc32(kind.encode()) % _KINDS
         self._kinds[number] = kind
         purpose = plan % _PLANS * _KINDS + number
         with torch.cuda.device_of(self.state):
-            meet_kernel[(1,)](
-                self.state, purpose, self.rank, self.patience, self.ranks, self._lanes,
-                num_warps=1,
-            )  # fmt: skip
+            self._meet(self.state, purpose, self.rank, self.patience)
 
     def spoil(self, *tensors: Tensor) -> None:
         """Fill dense tensors, read in others' memory, with NaN if a rank was out of step."""
-        from ring_attention_pytorch.comm._triton_guard import spoil_kernel
-
         with torch.cuda.device_of(self.state):
             for t in filter(Tensor.numel, tensors):
-                spoil_kernel[(_PROGRAMS,)](
-                    self.state, self.rank, t, t.nbytes, self.ranks, self._lanes, _BLOCK
-                )
+                self._spoil(self.state, self.rank, t.data_ptr(), t.nbytes)
 
     def fail(self) -> None:
-        from ring_attention_pytorch.comm._triton_guard import fail_kernel
-
-        # another one: the current stream may be waiting
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        if self.device.type != "cuda":
+            self._fail(self.state, self.rank)
+            return
+        stream = torch.cuda.Stream(self.device)  # the current one may be waiting
         with torch.cuda.stream(stream):
-            fail_kernel[(1,)](self.state, self.rank, self.ranks, self._lanes, num_warps=1)
+            self._fail(self.state, self.rank)
+        if not capturing(self.device):
+            current_stream(self.device).wait_stream(stream)  # what comes later knows it
 
     def explained(self, rank: int, expected: int, came: int) -> str:
         purpose = self._purpose(expected)
@@ -152,6 +150,10 @@ class Stamps(Guard):
         with torch.inference_mode(False):  # of which the stamps that are sent are views
             self._every = torch.arange(_STAMPS, dtype=torch.int32, device=device)
 
+        from ring_attention_pytorch.comm._triton_guard import compare_kernel
+
+        self._compare = Launch(compare_kernel, _PROGRAMS, BLOCK=_BLOCK)
+
     def of(self, tag: int) -> Tensor:
         """Return the stamp of messages with this tag, int32 `[1]`."""
         return self._every[tag % _STAMPS :][:1]
@@ -171,15 +173,13 @@ class Stamps(Guard):
 
         `waiting` is what to report if they don't come.
         """
-        from ring_attention_pytorch.comm._triton_guard import compare_kernel
-
         self._number += 1
         self._overdue.add(self._number, waiting)
         with torch.cuda.device_of(self.state):
             for stamp, (rank, message) in zip(stamps, messages):
-                compare_kernel[(_PROGRAMS,)](
-                    self.state, self._number, stamp, rank, tag % _STAMPS, message, message.nbytes,
-                    _BLOCK,
+                self._compare(
+                    self.state, self._number, stamp.data_ptr(), rank, tag % _STAMPS,
+                    message.data_ptr(), message.nbytes,
                 )  # fmt: skip
 
     def explained(self, rank: int, expected: int, came: int) -> str:

@@ -1,7 +1,7 @@
 """Numbers of what a ring's ranks have done together: a rank out of step has other ones."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from zlib import crc32
 
 from ring_attention_pytorch.comm.failures import RingError, Step, guards, tell_peers
@@ -103,6 +103,9 @@ class Steps:
         if self.broken is not None:  # by a call within this one
             return
         self.broken = f"{self.now}: {type(error).__name__}: {error}"
+        for guard in self.guards:
+            with suppress(RuntimeError):  # perhaps it was the device that failed
+                guard.fail()
         # gloo's buffers must live until what is under way has come, which nobody waits for now
         self._left, self.under_way = self.under_way, []
 

@@ -13,7 +13,7 @@ def poisoned():
 
 @pytest.fixture(scope="module")
 def nccl():
-    """`nccl(size)`: a pool of that many processes, each with a GPU, kept as long as it is used."""
+    """`nccl(size)`: a pool of that many processes on GPUs, kept as long as it is used."""
     pools: dict[int, Pool] = {}
 
     def of(size: int) -> Pool:

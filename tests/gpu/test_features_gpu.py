@@ -124,7 +124,6 @@ TRIALS = [
 TRIALS += [t._replace(graphs=True) for t in trials(None, "gather")]
 
 
-@pytest.mark.skipif(GPUS < 2, reason="there are no two CUDA devices")
 @pytest.mark.parametrize(
     "trial",
     TRIALS,

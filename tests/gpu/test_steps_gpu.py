@@ -1,9 +1,10 @@
 """Ranks out of step on GPUs, where the host is far ahead: nobody goes on with wrong numbers.
 
 What a rank gets that is not for it is NaN, and the next call or plan raises. Over NCCL, where a
-message of another size came, PyTorch ends the process, after our report.
+message of another size came, PyTorch ends the process, after our report. Two processes share a GPU
+where there is one.
 
-`python -m tests.gpu.test_steps_gpu shared` prints what becomes of each, or `nccl`, or `one`.
+`python -m tests.gpu.test_steps_gpu shared` prints what becomes of each, or `nccl`.
 """
 
 import sys
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from ring_attention_pytorch import RingError, RingPlan, ring_attn
 from ring_attention_pytorch.comm.ring import Ring
-from tests.gpu import one_gpu
 from tests.ranks import Pool
 from tests.reference import dense_attention, relative_error
 
@@ -30,7 +30,6 @@ Layer = Callable[[], None]
 WAYS = ["one by one", "in_graphs", "one graph"]
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason="there are no two GPUs")
 
 
 class Run:
@@ -59,9 +58,7 @@ class Run:
         for _ in range(3 if self.way == "in_graphs" else 1):
             given = [self.mine(t).requires_grad_() for t in self.shard(0)[:3]]
             out = ring_attn(*given, plan=plan)
-            self.meet()  # on one GPU nobody can capture what others wait for
             torch.autograd.grad(out.sum(), given)
-            self.meet()
         return plan
 
     def meet(self) -> None:
@@ -74,13 +71,10 @@ class Run:
         given = [self.mine(t) for t in self.shard(0)]
         leaves = [t.requires_grad_() for t in given[:3]]
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        mode = dict(capture_error_mode="thread_local", stream=torch.cuda.current_stream())
-        if mode["stream"] == torch.cuda.default_stream():
-            mode["stream"] = torch.cuda.Stream()
         self.meet()
-        with torch.cuda.graph(forward, **mode):
+        with torch.cuda.graph(forward):
             out = ring_attn(*leaves, plan=self.plans[which])
-        with torch.cuda.graph(backward, pool=forward.pool(), **mode):
+        with torch.cuda.graph(backward, pool=forward.pool()):
             grads = torch.autograd.grad(out, leaves, given[3])
         self.meet()
         return given, forward.replay, [out.detach(), *grads], backward.replay
@@ -89,7 +83,8 @@ class Run:
         """A layer of that plan, forward; its backward is returned."""
         whole = self.shard(seed)
         leaves = [t.requires_grad_() for t in whole[:3]]
-        wants, _ = dense_attention(*leaves, causal=bool(which))
+        with self.device:
+            wants, _ = dense_attention(*leaves, causal=bool(which))
         exact = torch.autograd.grad(wants, leaves, whole[3], retain_graph=True)
         wants, exact = self.mine(wants), [self.mine(t) for t in exact]
         if self.way == "one graph":
@@ -236,22 +231,12 @@ def pool():
 @pytest.mark.parametrize("ulysses", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("event", EVENTS)
-def test_in_shared_memory_of_one_gpu(event, way, ulysses):
-    found = one_gpu.run(SIZE, TIMEOUT, lambda ring: outcome(ring, event, "gather", way, ulysses))
-    check(event, [("ok", each) for each in found])
-
-
-@two_gpus
-@pytest.mark.parametrize("ulysses", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("event", EVENTS)
 def test_in_shared_memory(event, way, ulysses, pool):
     answers = pool.answers(of_processes, False, event, "gather", way, ulysses)
     assert all(kind == "ok" for kind, _ in answers), answers
     check(event, answers)
 
 
-@two_gpus
 @pytest.mark.parametrize("transport", ["ring", "gather"])
 @pytest.mark.parametrize("event", EVENTS)
 def test_over_nccl(event, transport, capfd):
@@ -270,16 +255,11 @@ def main() -> None:
     """Print what becomes of each."""
     pool = Pool(SIZE, timeout=40.0, group_timeout=TIMEOUT, backend="nccl")
     cases = {
-        "one": product([False], EVENTS, ["gather"], WAYS, [1, 2]),
         "shared": product([False], EVENTS, ["gather"], WAYS, [1, 2]),
         "nccl": product([True], EVENTS, ["ring", "gather"], WAYS[:1], [1]),
     }
     for case in cases[sys.argv[1]]:
-        if sys.argv[1] == "one":
-            found = one_gpu.run(SIZE, TIMEOUT, lambda ring, case=case: outcome(ring, *case[1:]))
-            answers = [("ok", each) for each in found]
-        else:
-            answers = pool.answers(of_processes, *case)
+        answers = pool.answers(of_processes, *case)
         print("\n", *case, flush=True)
         for rank, (kind, found) in enumerate(answers):
             print("   rank", rank, kind, found, flush=True)

@@ -27,6 +27,7 @@ from tests.gpu.test_kernels_gpu import asked
 from tests.gpu.test_transports_gpu import WAYS, plan_for, say
 from tests.kernel_cases import FAR, FAR_CASES, KernelCase, far, faults
 from tests.random_memory import laid, uniform
+from tests.ranks import take_gpu
 from tests.reference import dense_attention, relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -154,7 +155,6 @@ def test_decoding(dtype, memory):
 # --- several GPUs ---
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two CUDA devices")
 def test_over_two_gpus() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
@@ -241,8 +241,7 @@ def kinds_and_ways() -> Iterator[tuple[str, dict]]:
 
 
 def main() -> None:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
+    device = take_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
     dist.init_process_group("nccl", device_id=device)
     wrong_types_are_told()
     for kernel in (name for name in FUSED if can(name, torch.float16)):
