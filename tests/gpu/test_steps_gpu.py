@@ -7,11 +7,13 @@ where there is one.
 `python -m tests.gpu.test_steps_gpu shared` prints what becomes of each, or `nccl`.
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch import RingError, RingPlan, ring_attn
+from ring_attention_pytorch import RingError, RingPlan, fail_together, ring_attn
 from ring_attention_pytorch.comm.ring import Ring
 from tests.ranks import Pool
 from tests.reference import dense_attention, relative_error
@@ -202,11 +204,28 @@ def outcome(ring: Ring, event: str, transport: str, way: str, ulysses: int = 1) 
     return dict(wrong=wrong, spoiled=spoiled, heard=heard, seconds=seconds, right_again=right)
 
 
-def of_processes(apart: bool, *how: Any) -> dict:
-    """For a pool: the same, of GPUs that share memory or are as if `apart`."""
-    without = mock.patch.object(Ring, "shared", return_value=None)
-    with without if apart else nullcontext():
+def in_shared_memory(*how: Any) -> dict:
+    """For a pool: the same."""
+    return outcome(Ring(), *how)
+
+
+def over_nccl(said: Path, *how: Any) -> dict:
+    """For a pool: the same, as if GPUs shared no memory. What is reported goes to a file."""
+    os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
+    with mock.patch.object(Ring, "shared", return_value=None):
         return outcome(Ring(), *how)
+
+
+def fails_alone() -> None:
+    """For a pool: the others hear of it in `fail_together`."""
+    with fail_together(), mock.patch.object(Ring, "shared", return_value=None):
+        run = Run(Ring(), "one by one", "ring", 1)
+        run.meet()
+        with run.plans[0].call("forward") if run.rank == OTHER else nullcontext():
+            if run.rank == OTHER:
+                raise MemoryError
+            run.forward(0, 1)
+            run.meet()
 
 
 def check(event: str, answers: list[tuple[str, dict]]) -> None:
@@ -232,35 +251,46 @@ def pool():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("event", EVENTS)
 def test_in_shared_memory(event, way, ulysses, pool):
-    answers = pool.answers(of_processes, False, event, "gather", way, ulysses)
+    answers = pool.answers(in_shared_memory, event, "gather", way, ulysses)
     assert all(kind == "ok" for kind, _ in answers), answers
     check(event, answers)
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])
 @pytest.mark.parametrize("event", EVENTS)
-def test_over_nccl(event, transport, capfd):
-    pool = Pool(SIZE, timeout=4 * TIMEOUT, group_timeout=TIMEOUT, backend="nccl")
-    answers = pool.answers(of_processes, True, event, transport, "one by one")
+def test_over_nccl(event, transport, tmp_path):
+    pool, said = Pool(SIZE, 4 * TIMEOUT, TIMEOUT, "nccl"), tmp_path / "said"
+    answers = pool.answers(over_nccl, said, event, transport, "one by one")
     pool.stop()
     alive = [(kind, found) for kind, found in answers if kind == "ok"]
     assert not any(found["wrong"] for _, found in alive), answers
     if len(alive) < SIZE:
-        assert "waits for rank" in capfd.readouterr().err, answers
+        assert "waits for rank" in said.read_text(), answers
     else:
         check(event, answers)
+
+
+def test_in_fail_together_nccl_ends_at_once():
+    pool = Pool(SIZE, timeout=60.0, group_timeout=100.0, backend="nccl")
+    begin = time.monotonic()
+    (ended, why), (_, raised) = pool.answers(fails_alone)
+    pool.stop()
+    assert raised.startswith("MemoryError")
+    assert ended == "error", why
+    assert "gave no answer" not in why
+    assert time.monotonic() - begin < 50.0
 
 
 def main() -> None:
     """Print what becomes of each."""
     pool = Pool(SIZE, timeout=40.0, group_timeout=TIMEOUT, backend="nccl")
     cases = {
-        "shared": product([False], EVENTS, ["gather"], WAYS, [1, 2]),
-        "nccl": product([True], EVENTS, ["ring", "gather"], WAYS[:1], [1]),
+        "shared": product([in_shared_memory], EVENTS, ["gather"], WAYS, [1, 2]),
+        "nccl": product([over_nccl], [Path(os.devnull)], EVENTS, ["ring", "gather"], WAYS[:1]),
     }
     for case in cases[sys.argv[1]]:
-        answers = pool.answers(of_processes, *case)
-        print("\n", *case, flush=True)
+        answers = pool.answers(*case)
+        print("\n", *case[1:], flush=True)
         for rank, (kind, found) in enumerate(answers):
             print("   rank", rank, kind, found, flush=True)
         if any(kind != "ok" for kind, _ in answers):

@@ -197,7 +197,8 @@ def one(
     mine = [t[:, at].to(device).requires_grad_() for t in (q, k, v)]
     key_mask = None if mask is None else mask[:, at].to(device)
     plan = plan_for(*mine, causal=causal, layout=layout, key_mask=key_mask, kernel="eager", **how)
-    shared = all(torch.cuda.can_device_access_peer(device, d) for d in range(torch.cuda.device_count()) if d != device)
+    others = (d for d in range(torch.cuda.device_count()) if d != device)
+    shared = all(torch.cuda.can_device_access_peer(device, d) for d in others)
     if plan.transport_name == "gather" and shared:
         assert isinstance(plan.transport, SymmetricGather) != how.get("apart", False)
         others = len(plan.blocks.keys) > 1
