@@ -11,12 +11,12 @@ from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.schedule.cost import (
     H200,
     Hardware,
-    gather_steps,
+    likely_gather,
     predict,
-    ring_steps,
     swap_seconds,
 )
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
+from ring_attention_pytorch.schedule.steps import ring
 
 HERE = Path(__file__).parent
 JOB = KVShape(batch=1, heads=32, key_heads=8, d=128, d_v=128, itemsize=2)
@@ -62,11 +62,11 @@ def share(way: tuple[str, int], ranks: int, tokens: int, machine: Hardware) -> t
     job = JOB._replace(heads=JOB.heads // degree, key_heads=-(-JOB.key_heads // degree))
     inner = machine._replace(domain=max(1, machine.domain // degree))
     if transport == "ring":
-        steps = ring_steps(blocks, size // 2, inner.domain)
+        schedule = ring(blocks)
     else:
         at_once = owners_at_once(ROOM, blocks, job)
-        steps = gather_steps(blocks, size // 2, inner.domain, at_once)
-    cost = predict(transport, steps, job, inner)
+        schedule = likely_gather(blocks, job, at_once, inner.domain)
+    cost = predict(schedule, size // 2, job, inner)
     seconds = cost.forward + cost.backward + swap_seconds(tokens, JOB, degree, machine)
     return cost.ideal / seconds, seconds
 
@@ -77,12 +77,11 @@ def checked() -> list[tuple[str, int, int, float, float]]:
     for (transport, ranks, tokens), measured in MEASURED.items():
         everyone = all_segments("zigzag", ranks, ranks * tokens)
         blocks = Workload(everyone, everyone, Mask(causal=True))
-        steps = (
-            [ring_steps(blocks, rank, 8) for rank in range(ranks)]
-            if transport == "ring"
-            else [gather_steps(blocks, rank, 8, ranks - 1) for rank in range(ranks)]
-        )
-        predicted = min(predict(transport, each, JOB, H200).share for each in steps)
+        if transport == "ring":
+            schedule = ring(blocks)
+        else:
+            schedule = likely_gather(blocks, JOB, ranks - 1, H200.domain)
+        predicted = min(predict(schedule, rank, JOB).share for rank in range(ranks))
         found.append((transport, ranks, tokens, measured, predicted))
     return found
 

@@ -145,8 +145,8 @@ MUTANTS = [
         "part.move_to(total, span.start)", "part.move_to(total, 0)",
     ),
     Mutant(
-        "a call of the kernel is not counted", "comm/gather.py:Gather.comes",
-        "if cut < length: yield slice_segments(own, slice(cut, length))", "",
+        "a call of the kernel is not counted", "schedule/steps.py:Schedule.positions",
+        "for part in program.parts:", "for part in program.parts[:-1] or program.parts:",
     ),
     Mutant(
         "merge weights swapped", "runtime/rowwise.py:merge_", "torch.sigmoid(part_lse - lse)",
@@ -247,7 +247,7 @@ MUTANTS = [
         "whole._waits += self._waits", "",
     ),
     Mutant(
-        "what documents need is kept when they are gone", "schedule/pieces.py:_cached",
+        "what documents need is kept when they are gone", "schedule/pieces.py:cached",
         "if workload.lasting:", "if True:",
     ),
     Mutant(
@@ -287,7 +287,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients wait for copy engines though nothing goes on",
-        "schedule/pieces.py:come_home_aside", "(2 * brought + coming / 2)", "(coming / 2)",
+        "schedule/policy.py:come_home_aside", "(2 * brought + coming / 2)", "(coming / 2)",
     ),
     Mutant(
         "the first part is added to what was there", "runtime/rowwise.py:add_",
@@ -335,12 +335,12 @@ MUTANTS = [
         "one_by_one[half:]", "one_by_one[:half]",
     ),
     Mutant(
-        "keys come in stages where they are in time", "schedule/pieces.py:keys_come_late",
+        "keys come in stages where they are in time", "schedule/policy.py:keys_come_late",
         "own < _FLOPS_A_BYTE", "own > _FLOPS_A_BYTE",
     ),
     Mutant(
         "keys come in stages where some have none of their own",
-        "schedule/pieces.py:keys_come_late", "own == 0", "own < 0",
+        "schedule/policy.py:keys_come_late", "own == 0", "own < 0",
     ),
     # graphs
     Mutant(
@@ -552,23 +552,23 @@ MUTANTS = [
         "zip(*(x.split(own.k.shape[-1], -1) for x in pair))):",
     ),
     Mutant(
-        "few tokens have as many calls as others", "schedule/pieces.py:is_few",
+        "few tokens have as many calls as others", "schedule/policy.py:is_few",
         "pairs * shape.pair_flops <= _LATENCY_BOUND", "pairs < 0",
     ),
     Mutant(
-        "few are counted whatever their keys weigh", "schedule/pieces.py:is_few",
+        "few are counted whatever their keys weigh", "schedule/policy.py:is_few",
         "* shape.token_bytes > _SOON_COPIED", "< 0",
     ),
     Mutant(
-        "few are counted without their mask", "schedule/pieces.py:is_few",
+        "few are counted without their mask", "schedule/policy.py:is_few",
         "/ (1 + mask.causal)", "/ 1",
     ),
     Mutant(
-        "few are counted without their window", "schedule/pieces.py:is_few",
+        "few are counted without their window", "schedule/policy.py:is_few",
         "keys_seen = min(keys_seen, (2 - mask.causal) * mask.window + 1)", "pass",
     ),
     Mutant(
-        "few are counted without their documents", "schedule/pieces.py:is_few",
+        "few are counted without their documents", "schedule/policy.py:is_few",
         "if mask.documents is not None: whole", "if False: whole",
     ),
     Mutant(

@@ -16,12 +16,12 @@ from ring_attention_pytorch.schedule.cost import (
     H200,
     choose_transport,
     costs,
-    gather_steps,
+    likely_gather,
     predict,
-    ring_steps,
     swap_seconds,
 )
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
+from ring_attention_pytorch.schedule.steps import gather_first, ring
 from tests import threads
 from tests.cases import Attention, over_shared_memory
 from tests.test_ring_attention import hops
@@ -62,8 +62,10 @@ def test_every_visible_pair_is_counted_once(layout, size, length, visible, at_on
     found = blocks(layout, size, length, visible)
     for rank, mine in enumerate(found.queries):
         pairs = sum(visible_pairs(tiles(mine, k, visible)) for k in found.keys)
-        for steps in (ring_steps(found, rank, 8), gather_steps(found, rank, 8, at_once)):
-            assert sum(step.pairs for step in steps) == pairs
+        for schedule in (ring(found), likely_gather(found, JOB, at_once, 8), gather_first(found)):
+            for back in (False, True):
+                keys = schedule.positions(back, rank)
+                assert sum(visible_pairs(tiles(mine, each, visible)) for each in keys) == pairs
 
 
 def test_more_speed_never_takes_longer():
@@ -78,7 +80,7 @@ def test_more_speed_never_takes_longer():
 
 def test_one_rank_costs_its_kernel_and_the_call():
     found = blocks("contiguous", 1, 8192, Mask())
-    cost = predict("gather", gather_steps(found, 0, 8, 1), JOB)
+    cost = predict(likely_gather(found, JOB, 1, 8), 0, JOB)
     assert cost.received == 0
     assert cost.share > 0.95
     assert swap_seconds(8192, JOB, 1) == 0
@@ -142,8 +144,11 @@ def test_stages_are_explained():
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        (dict(aside=False), "go home, added where they lie\n"),
-        (dict(aside=True), "go home by copy engine\n"),
+        (
+            dict(aside=False),
+            "added where they lie, those of the last while half of own keys ",
+        ),
+        (dict(aside=True), "go home by copy engine, those of the last while half of own keys "),
         (dict(aside=True, overtaken=True), "by copy engine, while own keys are computed on\n"),
         (dict(together=True), "keys out of shared memory before any call; "),
     ],

@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BELOW = {
     "geometry": set(),
     "schedule": {"geometry"},
-    "runtime": {"geometry"},
+    "runtime": {"geometry", "schedule"},
     "comm": {"geometry", "schedule", "runtime"},
     "kernels": {"geometry", "runtime"},
     "plan": {"geometry", "schedule", "runtime", "comm", "kernels"},

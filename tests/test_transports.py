@@ -46,18 +46,17 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime import rowwise, streams
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.schedule import pieces
+from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.pieces import (
     KVShape,
     Workload,
-    come_home_aside,
     in_two_stages,
     joined,
-    keys_come_late,
     schedule,
     slice_segments,
     tokens,
 )
+from ring_attention_pytorch.schedule.policy import come_home_aside, keys_come_late
 from tests import threads
 from tests.cases import (
     Attention,
@@ -589,7 +588,8 @@ def test_all_ranks_divide_own_keys_or_none(layout, window, divided):
     blocks = Workload(everyone, everyone, Mask(True, window))
     for place, own in enumerate(everyone):
         ring = SimpleNamespace(rank=place, size=size)
-        came = [*Gather.make(ring, blocks, at_once=size).comes(own, back=True)]
+        transport = Gather.make(ring, blocks, at_once=size)
+        came = [*transport.schedule(blocks).positions(True, place)]
         if divided:
             assert (came[0], came[-1]) == (
                 slice_segments(own, slice(0, 8)),
@@ -720,8 +720,8 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
     for *bounds, found in (
         (flops, copied, few), (flops - 1, copied, many), (flops, copied - 1, many)
     ):  # fmt: skip
-        monkeypatch.setattr(pieces, "_LATENCY_BOUND", bounds[0])
-        monkeypatch.setattr(pieces, "_SOON_COPIED", bounds[1])
+        monkeypatch.setattr(policy, "_LATENCY_BOUND", bounds[0])
+        monkeypatch.setattr(policy, "_SOON_COPIED", bounds[1])
         assert threads.run(4, main)[0] == [[found, many]] * 4
 
 
@@ -783,7 +783,7 @@ def test_plans_know_their_own_transport():
 def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
     """By the transport of their graphs, if not by their own."""
     q = torch.randn(1, 8, 2, 4)
-    patch.setattr(pieces, "_SMALL", -1)
+    patch.setattr(policy, "_SMALL", -1)
     for overtaken in (False, True):
         few, made = (SimpleNamespace(overtaken=on) for on in (False, overtaken))
         patch.setattr(ring_plan, "make_transport", lambda *_, made=made: made)
@@ -798,12 +798,12 @@ def test_few_may_be_short(monkeypatch):
 def test_long_calls_go_one_after_another(monkeypatch):
     long = [torch.randn(1, 8, 2, 4) for _ in range(3)]
     for most, short in ((2 * 64 * 2 * 8, True), (2 * 64 * 2 * 8 - 1, False)):
-        monkeypatch.setattr(pieces, "_SMALL", most)
+        monkeypatch.setattr(policy, "_SMALL", most)
         assert RingPlan.make(*long, causal=True).concurrent == short
     held = ((Segment(0, 1, 8),),)
     blocks, job = Workload(held, held, Mask(causal=True)), KVShape(1, 2, 2, 4, 4, itemsize=4)
-    monkeypatch.setattr(pieces, "_SMALL_UNDIVIDED", 64 * job.pair_flops)
-    assert [pieces.is_small(blocks, job, undivided) for undivided in (False, True)] == [False, True]
+    monkeypatch.setattr(policy, "_SMALL_UNDIVIDED", 64 * job.pair_flops)
+    assert [policy.is_small(blocks, job, undivided) for undivided in (False, True)] == [False, True]
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])

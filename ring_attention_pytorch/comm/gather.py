@@ -6,7 +6,7 @@ it computed for the owner's keys, in the inputs' dtype (float16 as float32). The
 the accumulator's dtype, always in the same order.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring, Transfer
-from ring_attention_pytorch.geometry.layouts import Segments, count
+from ring_attention_pytorch.geometry.layouts import count
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import wire_dtype
+from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.pieces import (
     Chunks,
     Round,
     Workload,
-    coming_home,
     joined,
     of_owner,
     places,
@@ -32,6 +32,8 @@ from ring_attention_pytorch.schedule.pieces import (
     slice_segments,
     tokens,
 )
+from ring_attention_pytorch.schedule.policy import much_comes_last
+from ring_attention_pytorch.schedule.steps import Schedule
 
 
 @dataclass(frozen=True)
@@ -67,16 +69,11 @@ class Gather:
         """Return None: no memory is shared, so no stream waits."""
         return None
 
-    def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
-        """Yield positions of own keys, then of others'; in backward some own ones come last."""
-        length = count(own)
-        cut = self._cut(length) if back else length
-        yield slice_segments(own, slice(0, cut))
-        for group in self._back if back else self.groups:
-            whole = joined(group.pieces[self.ring.rank])
-            yield from (slice_segments(whole, part) for part in self._parts(group))
-        if cut < length:
-            yield slice_segments(own, slice(cut, length))
+    def schedule(self, workload: Workload) -> Schedule:
+        """Return what all ranks do."""
+        rounds = [group.in_order for group in self.groups]
+        cut = any(self._cut(length) < length for length in self.lengths)
+        return steps.gather(workload, rounds, cut, gives_way=self.overtaken)
 
     def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
         """Yield own keys, then those of the others, stage by stage."""
@@ -124,13 +121,7 @@ class Gather:
 
     @cached_property
     def _much_comes_last(self) -> bool:
-        """Tell whether the last group keeps some rank waiting for a quarter of its gradients.
-
-        Less takes NVLink no longer than a further call of a kernel takes to pass over all queries.
-        All ranks go by the one that waits longest: any that did otherwise would keep it waiting.
-        """
-        coming = coming_home(self.groups[-1]) if self.groups else Counter[int]()
-        return any(4 * coming[owner] >= length > 0 for owner, length in enumerate(self.lengths))
+        return much_comes_last(self.groups, self.lengths)
 
     @cached_property
     def _back(self) -> tuple[Round, ...]:

@@ -26,6 +26,7 @@ from ring_attention_pytorch.schedule.pieces import (
     joined,
     tokens,
 )
+from ring_attention_pytorch.schedule.steps import Schedule, gather_first
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class GatherFirst(SymmetricGather):
         """False: there is nothing that could run beside a call."""
         return False
 
-    def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
-        yield self._segments
+    def schedule(self, workload: Workload) -> Schedule:
+        return gather_first(workload)
 
     def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
         self.space.begin(turns=1, back=False)

@@ -29,13 +29,13 @@ from ring_attention_pytorch.schedule.pieces import (
     KVShape,
     Round,
     Workload,
-    come_home_aside,
     in_two_stages,
     most_in_front,
     places,
     schedule,
     tokens,
 )
+from ring_attention_pytorch.schedule.policy import come_home_aside
 
 Block = TypeVar("Block")
 

@@ -17,7 +17,9 @@ from ring_attention_pytorch.geometry.layouts import Segments, count
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.pieces import Workload
+from ring_attention_pytorch.schedule.steps import Schedule
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ class SendRecv:
         rank, size = self.ring.rank, self.ring.size
         return {distance: (rank - distance) % size for distance in range(size + 1)}
 
-    def comes(self, own: Segments, back: bool) -> Iterator[Segments]:
-        """Yield the positions of own keys, and of those at each needed distance."""
-        return (self.segments[self.owners[distance]] for distance in self.distances)
+    def schedule(self, workload: Workload) -> Schedule:
+        """Return what all ranks do."""
+        return steps.ring(workload)
 
     def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
         """Yield own keys, then those at each needed distance."""

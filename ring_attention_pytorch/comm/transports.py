@@ -15,7 +15,8 @@ from ring_attention_pytorch.comm.send_recv import SendRecv
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
 from ring_attention_pytorch.geometry.layouts import count
 from ring_attention_pytorch.runtime.interfaces import Transport
-from ring_attention_pytorch.schedule.pieces import KVShape, Workload, is_few, keys_come_late
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload
+from ring_attention_pytorch.schedule.policy import is_few, keys_come_late
 
 TRANSPORTS: dict[str, type[SendRecv] | type[Gather]] = {"ring": SendRecv, "gather": Gather}
 

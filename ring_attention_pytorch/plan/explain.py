@@ -2,16 +2,13 @@
 
 from beartype import beartype
 
-from ring_attention_pytorch.comm.gather_first import GatherFirst
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.geometry.layouts import Segments, count
 from ring_attention_pytorch.geometry.tiles import tiles, visible_pairs
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.schedule.cost import (
     Cost,
-    gather_steps,
     predict,
-    ring_steps,
     swap_seconds,
 )
 from ring_attention_pytorch.schedule.pieces import joined, tokens
@@ -61,12 +58,8 @@ def _prediction(plan: RingPlan, cost: Cost, swap: float) -> str:
 def predicted(plan: RingPlan) -> tuple[Cost, float]:
     """Predict the cost of this rank's part in the transport, and seconds of the all-to-all."""
     degree, shape = plan.degree, plan.kv_shape
-    domain = max(1, plan.machine.domain // degree)
-    if plan.transport_name == "ring":
-        steps = ring_steps(plan.blocks, plan.place, domain)
-    else:
-        steps = gather_steps(plan.blocks, plan.place, domain, plan.at_once)
-    cost = predict(plan.transport_name, steps, shape, plan.machine._replace(domain=domain))
+    near = plan.machine._replace(domain=max(1, plan.machine.domain // degree))
+    cost = predict(plan.schedule, plan.place, shape, near)
     tokens = count(plan.query_segments[plan.ring.rank])
     all_heads = shape._replace(heads=shape.heads * degree, key_heads=shape.key_heads * degree)
     return cost, swap_seconds(tokens, all_heads, degree, plan.machine)
@@ -121,10 +114,11 @@ def _pairs(plan: RingPlan, keys: Segments) -> str:
 
 
 def _of_ring(plan: RingPlan) -> list[str]:
-    lines = ["ring: one neighbour at a time"]
-    for distance in plan.blocks.distances[1:]:
-        owner = (plan.place - distance) % len(plan.blocks.keys)
-        keys = plan.blocks.keys[owner]
+    lines, program, place = ["ring: one neighbour at a time"], plan.schedule.forward, plan.place
+    for part in program.parts[1:]:
+        (distance,) = program.blocks[part.block].distances
+        owner = (place - distance) % len(plan.blocks.keys)
+        keys = program.segments(part, place)
         weight = _bytes(count(keys) * plan.kv_shape.token_bytes)
         lines.append(
             f"hop {distance}: keys of place {owner}, {weight}, while the one before computes; "
@@ -134,32 +128,41 @@ def _of_ring(plan: RingPlan) -> list[str]:
 
 
 def _of_gather(plan: RingPlan) -> list[str]:
-    transport = plan.transport
-    if isinstance(transport, GatherFirst):
-        return [_of_all_together(plan, transport)]
-    pulled = isinstance(transport, SymmetricGather)
+    program, place = plan.schedule.forward, plan.place
+    if program.parts[0].block != 0:
+        return [_of_all_together(plan)]
+    pulled = isinstance(plan.transport, SymmetricGather)
     lines = [f"gather: {'pulled out of shared memory' if pulled else 'sent point to point'}"]
-    home = "go home"
-    if pulled:
-        home += " by copy engine" if transport.aside else ", added where they lie"
-        home += ", while own keys are computed on" if transport.overtaken else ""
-    for number, group in enumerate(transport.groups, 1):
-        chunks = group.pieces[plan.place]
+    for number, block in enumerate(program.blocks[1:], 1):
+        chunks = program.chunks(number, place)
         if not chunks:
             lines.append(f"group {number}: nothing")
             continue
         owners = sorted({chunk.owner for chunk in chunks})
         weight = _bytes(tokens(chunks) * plan.kv_shape.token_bytes)
-        stages = ", forward in two stages" if len(group.stages) > 1 else ""
+        stages = ", forward in two stages" if len(block.stages) > 1 else ""
         lines.append(
             f"group {number}: {tokens(chunks)} keys of places {owners}, {weight}, while the last "
-            f"computes{stages}; {_pairs(plan, joined(chunks))}, then their gradients {home}"
+            f"computes{stages}; {_pairs(plan, joined(chunks))}, then their gradients {_home(plan)}"
         )
     return lines
 
 
-def _of_all_together(plan: RingPlan, transport: GatherFirst) -> str:
-    chunks = transport.groups[0].pieces[plan.place]
+def _home(plan: RingPlan) -> str:
+    """Describe how gradients go home, and what is computed meanwhile."""
+    words = "go home"
+    if isinstance(plan.transport, SymmetricGather):
+        words += " by copy engine" if plan.transport.aside else ", added where they lie"
+    first, *_, last = plan.schedule.backward.parts
+    if first.gives_way:
+        words += ", while own keys are computed on"
+    elif last.block == 0:
+        words += ", those of the last while half of own keys are computed on"
+    return words
+
+
+def _of_all_together(plan: RingPlan) -> str:
+    chunks = plan.schedule.forward.chunks(1, plan.place)
     return (
         f"gather: all {tokens(chunks)} keys out of shared memory before any call; "
         f"{_pairs(plan, joined(chunks))}, then gradients are added where they lie"
@@ -168,10 +171,13 @@ def _of_all_together(plan: RingPlan, transport: GatherFirst) -> str:
 
 def _held(plan: RingPlan) -> int:
     """Return the most bytes of others' keys and gradients that are here at once."""
-    shape = plan.kv_shape
+    shape, program = plan.kv_shape, plan.schedule.forward
     longest = max(map(count, plan.blocks.keys))
     if plan.transport_name == "ring":
         return longest * (2 * shape.token_bytes + 3 * shape.wide_bytes)
+    if program.parts[0].block != 0:  # all keys and their gradients, then the sum of what comes
+        here = tokens(program.chunks(1, plan.place))
+        return here * (shape.token_bytes + shape.grad_bytes) + longest * shape.wide_bytes
     of_owner = 3 * shape.token_bytes + 2 * shape.grad_bytes + 2 * shape.wide_bytes
     return longest * (4 * shape.token_bytes + plan.at_once * of_owner)
 

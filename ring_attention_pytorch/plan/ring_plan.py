@@ -53,7 +53,9 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.scores import per_head_problem
 from ring_attention_pytorch.runtime.torch_func import outside_transforms
 from ring_attention_pytorch.schedule.cost import Hardware
-from ring_attention_pytorch.schedule.pieces import KVShape, Workload, is_small
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload
+from ring_attention_pytorch.schedule.policy import is_small
+from ring_attention_pytorch.schedule.steps import Schedule
 
 
 @dataclass(frozen=True)
@@ -248,11 +250,16 @@ class RingPlan:
             return None
         if back not in self._calls:
             calls = 0
-            for keys in self.transport.comes(self.blocks.keys[self.place], back):
+            for keys in self.schedule.positions(back, self.place):
                 _, visible = self.tiles(keys)[0]
                 calls += bool(visible)
             self._calls[back] = calls
         return self._calls[back]
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What all ranks do in a call, forward and backward."""
+        return self.transport.schedule(self.blocks)
 
     @cached_property
     def transport_of_pairs(self) -> Transport:

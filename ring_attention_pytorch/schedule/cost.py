@@ -5,13 +5,29 @@ Defaults were measured on H200 GPUs within one NVLink domain. The network is a 4
 each GPU, which was not measured.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.geometry.tiles import Tile, tiles, visible_pairs
-from ring_attention_pytorch.schedule.pieces import KVShape, Workload, joined, needed
+from ring_attention_pytorch.schedule.pieces import (
+    KVShape,
+    Workload,
+    in_two_stages,
+    needed,
+    tokens,
+)
+from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
+from ring_attention_pytorch.schedule.policy import keys_come_late, much_comes_last
+from ring_attention_pytorch.schedule.steps import (
+    KEYS,
+    Part,
+    Program,
+    Schedule,
+    Transfer,
+    gather,
+    ring,
+)
 
 # bytes and seconds of one NCCL send/recv hop between H200s, both ways at once
 _HOPS = ((0, 1.0e-4), (8 << 20, 1.71e-4), (32 << 20, 5.13e-4), (128 << 20, 9.68e-4),
@@ -38,16 +54,6 @@ H200 = Hardware()
 _BESIDE = 0.4  # share of `call` that stays where other calls fill what one leaves idle
 
 
-class Step(NamedTuple):
-    """One block of keys: how many have to have come for it, and what is computed on it."""
-
-    near: int  # keys from within the domain
-    far: int  # keys from outside
-    pairs: int
-    rows: int
-    calls: int
-
-
 class Cost(NamedTuple):
     """The predicted cost of one rank."""
 
@@ -63,148 +69,137 @@ class Cost(NamedTuple):
         return self.ideal / (self.forward + self.backward)
 
 
-def ring_steps(workload: Workload, rank: int, domain: int) -> list[Step]:
-    """List the steps of a ring: own block, then each hop, which is as slow as its slowest link."""
-    ring_size = len(workload.keys)
-    queries = workload.queries[rank]
-    steps = []
-    before = 0
-    for distance in workload.distances:
-        keys = workload.keys[(rank - distance) % ring_size]
-        visible = tiles(queries, keys, workload.visible)
-        tokens = 0 if distance == 0 else count(keys)
-        if ring_size > domain or distance - before >= domain:
-            steps.append(_step(visible, near=0, far=tokens))
-        else:
-            steps.append(_step(visible, near=tokens, far=0))
-        before = distance
-    return steps
+class Clock(NamedTuple):
+    """Seconds that parts and transfers of one direction take on one rank."""
+
+    parts: dict[Part, float]
+    transfers: list[float]
 
 
-def gather_steps(workload: Workload, rank: int, domain: int, at_once: int) -> list[Step]:
-    """List the steps of a gather: own block, then each group of owners."""
-    queries = workload.queries[rank]
-    own = tiles(queries, workload.keys[rank], workload.visible)
-    steps = [_step(own, near=0, far=0)]
-    for distances in workload.others(at_once):
-        chunks = needed(rank, workload, distances)
-        if not chunks:
-            continue
-        near = far = 0
-        for chunk in chunks:
+def predict(schedule: Schedule, rank: int, shape: KVShape, machine: Hardware = H200) -> Cost:
+    """Predict the cost of a rank's part in a schedule."""
+    seconds, received = [], 0
+    for program, a_flop in (
+        (schedule.forward, 1.0 / machine.forward),
+        (schedule.backward, 2.5 / machine.backward),
+    ):
+        clock = Clock({}, [])
+        for part in program.parts:
+            clock.parts[part] = _part_seconds(program, part, rank, shape, machine, a_flop)
+        for transfer in program.transfers:
+            near, far = _moved(program, transfer, rank, machine.domain)
+            one = _bytes_of(transfer, shape)
+            clock.transfers.append(_transfer_seconds(transfer, near * one, far * one, machine))
+            received += (near + far) * one
+        seconds.append(_elapsed(program, clock))
+    visible = [_visible(schedule.forward, part, rank) for part in schedule.forward.parts]
+    flops = shape.pair_flops * sum(map(visible_pairs, visible))
+    return Cost(
+        forward=seconds[0],
+        backward=seconds[1],
+        ideal=flops / machine.forward + 2.5 * flops / machine.backward,
+        received=received,
+        calls=sum(map(len, visible)),
+    )
+
+
+def _elapsed(program: Program, clock: Clock) -> float:
+    """Return the seconds of a program: one stream computes, transfers follow one another.
+
+    What gives way is computed while nothing else can be, and what is left of it at the end.
+    """
+    now = link = left = 0.0
+    arrived: dict[int, float] = {}
+    for wait, start, part in program.steps:
+        for number in wait:
+            idle = max(0.0, arrived[number] - now)
+            left = max(0.0, left - idle)
+            now += idle
+        for number in start:
+            link = max(now, link) + clock.transfers[number]
+            arrived[number] = link
+        if part is not None and part.gives_way:
+            left += clock.parts[part]
+        elif part is not None:
+            now += clock.parts[part]
+    return now + left
+
+
+def _visible(program: Program, part: Part, rank: int) -> tuple[Tile, ...]:
+    work = program.workload
+    return tiles(work.queries[rank], program.segments(part, rank), work.visible)
+
+
+def _part_seconds(
+    program: Program,
+    part: Part,
+    rank: int,
+    shape: KVShape,
+    machine: Hardware,
+    seconds_a_flop: float,
+) -> float:
+    visible = _visible(program, part, rank)
+    rows = sum(tile.rows.stop - tile.rows.start for tile in visible)
+    kernel = visible_pairs(visible) * shape.pair_flops * seconds_a_flop
+    beside = 1.0
+    if len(program.blocks) == 2 and len(program.parts) > 1 and not program.blocks[1].whole:
+        beside = _BESIDE  # calls of one round go side by side
+    return kernel + len(visible) * machine.call * beside + rows * shape.row_bytes / machine.memory
+
+
+def _bytes_of(transfer: Transfer, shape: KVShape) -> int:
+    """Return the bytes of one key, or of its gradients: a ring hands on sums, in wide numbers."""
+    if transfer.kind == KEYS:
+        return shape.token_bytes
+    return shape.wide_bytes if transfer.hop else shape.grad_bytes
+
+
+def _moved(program: Program, transfer: Transfer, rank: int, domain: int) -> tuple[int, int]:
+    """Return how many tokens a rank brings from within its domain, and from outside.
+
+    Of gradients it is what it sends: others take as much at the same time. A hop is as slow as its
+    slowest link.
+    """
+    size = len(program.workload.keys)
+    if transfer.hop:
+        block = transfer.block if transfer.kind == KEYS else transfer.source
+        moved = tokens(program.chunks(block, rank))
+        crosses = size > domain or transfer.distances[0] >= domain
+        return (0, moved) if crosses else (moved, 0)
+    near = far = 0
+    block = transfer.block if transfer.kind == KEYS else transfer.source
+    stages = program.blocks[block].stages
+    groups = stages[transfer.stage] if transfer.kind == KEYS else chain.from_iterable(stages)
+    for distances in groups:
+        for chunk in needed(rank, program.workload, distances):
+            if chunk.owner == rank:
+                continue
             if chunk.owner // domain == rank // domain:
                 near += chunk.segment.length
             else:
                 far += chunk.segment.length
-        visible = tiles(queries, joined(chunks), workload.visible)
-        steps.append(_step(visible, near, far))
-    return steps
+    return near, far
 
 
-def _step(tiles: Sequence[Tile], near: int, far: int) -> Step:
-    rows = sum(tile.rows.stop - tile.rows.start for tile in tiles)
-    return Step(near, far, visible_pairs(tiles), rows, len(tiles))
+def _transfer_seconds(transfer: Transfer, near: int, far: int, machine: Hardware) -> float:
+    """Return the seconds that so many bytes take, from within the domain and from outside."""
+    if transfer.hop:
+        return _hop_seconds(near, far, machine)
+    pulled = near / machine.pull
+    return max(pulled, machine.network_hop + far / machine.network) if far else pulled
 
 
-def predict(
-    transport: str, steps: Sequence[Step], shape: KVShape, machine: Hardware = H200
-) -> Cost:
-    """Predict the cost of these steps: what comes next is under way while a step computes.
-
-    Backward the same keys come again, and gradients go the other way. In a ring they go along with
-    the keys, in float32; in a gather they go after each step, in `rowwise.wire_dtype`.
-    """
-    if transport == "ring":
-        seconds, grad_bytes = _ring_seconds, shape.wide_bytes
-    else:
-        seconds, grad_bytes = _gather_seconds, shape.grad_bytes
-    tokens = calls = pairs = 0
-    for step in steps:
-        tokens += step.near + step.far
-        calls += step.calls
-        pairs += step.pairs
-    flops = shape.pair_flops * pairs
-    return Cost(
-        forward=seconds(steps, shape, machine, 1.0 / machine.forward, 0),
-        backward=seconds(steps, shape, machine, 2.5 / machine.backward, grad_bytes),
-        ideal=flops / machine.forward + 2.5 * flops / machine.backward,
-        received=tokens * (2 * shape.token_bytes + grad_bytes),
-        calls=calls,
-    )
-
-
-def _compute_seconds(step: Step, shape: KVShape, machine: Hardware, seconds_a_flop: float) -> float:
-    kernel = step.pairs * shape.pair_flops * seconds_a_flop
-    merge = step.rows * shape.row_bytes / machine.memory
-    return kernel + step.calls * machine.call + merge
-
-
-def _ring_seconds(
-    steps: Sequence[Step],
-    shape: KVShape,
-    machine: Hardware,
-    seconds_a_flop: float,
-    grad_bytes: int,
-) -> float:
-    total = home = 0.0
-    computes = _compute_seconds(steps[0], shape, machine, seconds_a_flop)
-    # keys of the next step and gradients of the previous one travel while a step computes
-    for step in steps[1:]:
-        total += max(computes, _hop_seconds(step, shape.token_bytes, machine) + home)
-        if grad_bytes:
-            home = _hop_seconds(step, grad_bytes, machine)
-        computes = _compute_seconds(step, shape, machine, seconds_a_flop)
-    return total + computes + home
-
-
-def _hop_seconds(step: Step, token_bytes: int, machine: Hardware) -> float:
+def _hop_seconds(near: int, far: int, machine: Hardware) -> float:
     """Return the seconds of a hop, interpolated; beyond the last one measured at its speed."""
-    if step.far:
-        return machine.network_hop + step.far * token_bytes / machine.network
-    if step.near == 0:
+    if far:
+        return machine.network_hop + far / machine.network
+    if near == 0:
         return 0.0
-    nbytes = step.near * token_bytes
     for (less, start), (more, end) in pairwise(machine.hops):
-        if nbytes <= more:
-            return start + (nbytes - less) * (end - start) / (more - less)
+        if near <= more:
+            return start + (near - less) * (end - start) / (more - less)
     most, longest = machine.hops[-1]
-    return nbytes * longest / most
-
-
-def _gather_seconds(
-    steps: Sequence[Step],
-    shape: KVShape,
-    machine: Hardware,
-    seconds_a_flop: float,
-    grad_bytes: int,
-) -> float:
-    one_round = len(steps) == 2  # calls go side by side
-    if one_round:
-        machine = machine._replace(call=machine.call * _BESIDE)
-    computes = [_compute_seconds(step, shape, machine, seconds_a_flop) for step in steps]
-    pulls = [_pull_seconds(step, shape.token_bytes, machine) for step in steps[1:]]
-    if one_round and grad_bytes:  # half of own keys is computed while gradients travel
-        own, others = computes
-        home = _pull_seconds(steps[1], grad_bytes, machine)
-        return max(own / 2, pulls[0]) + others + max(own / 2, home)
-    if one_round and not steps[1].far:  # half of theirs is computed while the other half comes
-        own, others = computes
-        half_of_theirs = max(own, pulls[0] / 2) + others / 2
-        return max(half_of_theirs, pulls[0]) + others / 2
-    total = home = 0.0
-    for step, time, pull in zip(steps, computes, [*pulls, 0.0]):
-        total += max(time, pull + home)
-        if grad_bytes:
-            home = _pull_seconds(step, grad_bytes, machine)
-    return total + home
-
-
-def _pull_seconds(step: Step, token_bytes: int, machine: Hardware) -> float:
-    """Return the seconds to pull a step's keys: near and far ones at once, over different links."""
-    near = step.near * token_bytes / machine.pull
-    if step.far == 0:
-        return near
-    return max(near, machine.network_hop + step.far * token_bytes / machine.network)
+    return near * longest / most
 
 
 def swap_seconds(tokens: int, shape: KVShape, degree: int, machine: Hardware = H200) -> float:
@@ -225,12 +220,22 @@ def costs(
 ) -> dict[str, Cost]:
     """Predict the cost of each transport for a rank in the middle of the ring."""
     rank = len(workload.keys) // 2
-    ring = ring_steps(workload, rank, machine.domain)
-    gather = gather_steps(workload, rank, machine.domain, at_once)
-    return {
-        "ring": predict("ring", ring, shape, machine),
-        "gather": predict("gather", gather, shape, machine),
-    }
+    both = (ring(workload), likely_gather(workload, shape, at_once, machine.domain))
+    return {each.transport: predict(each, rank, shape, machine) for each in both}
+
+
+def likely_gather(workload: Workload, shape: KVShape, at_once: int, domain: int) -> Schedule:
+    """Return the schedule of a gather as it would be made for ranks in domains of this size.
+
+    Of more ranks than reach one another no two stages, and own keys cut if there is one round.
+    """
+    if len(workload.keys) > domain:
+        rounds = [[(distances,)] for distances in workload.others(at_once)]
+        return gather(workload, rounds, cut=len(rounds) == 1)
+    late = keys_come_late(workload, at_once, shape)
+    made = (in_two_stages(workload),) if late else rounds_of(workload, at_once)
+    lengths = [count(keys) for keys in workload.keys]
+    return gather(workload, [each.in_order for each in made], much_comes_last(made, lengths))
 
 
 def choose_transport(

@@ -6,16 +6,10 @@ from functools import lru_cache, wraps
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
-from ring_attention_pytorch.geometry.segments import Segment, Segments, count, whole_pieces
-from ring_attention_pytorch.geometry.tiles import Mask, needed_distances, tiles, visible_pairs
+from ring_attention_pytorch.geometry.segments import Segment, Segments, whole_pieces
+from ring_attention_pytorch.geometry.tiles import Mask, needed_distances, tiles
 
 _T = TypeVar("_T")
-_SMALL, _SMALL_UNDIVIDED = 2e13, 2e14  # FLOPs forward, if nothing were hidden
-# FLOPs forward: 6 ms with backward, which a host takes to launch overlapping calls
-_LATENCY_BOUND = 1e12
-_SOON_COPIED = 2**26  # bytes of own keys: with their gradients 0.1 ms of an H200's memory
-_FLOPS_A_BYTE = 1800  # of a kernel while a byte comes: an H200's 600 TFLOP/s over 330 GB/s
-_FLOPS_A_BYTE_BACK = 1600  # backward, at 525 TFLOP/s
 
 
 class Workload(NamedTuple):
@@ -50,17 +44,17 @@ class Workload(NamedTuple):
             yield others[first : first + at_once]
 
 
-def _cached(make: Callable[..., _T]) -> Callable[..., _T]:
+def cached(make: Callable[..., _T]) -> Callable[..., _T]:
     """Cache a function's results for workloads that will come again."""
     of_lasting = lru_cache(maxsize=1024)(make)
 
     @wraps(make)
-    def cached(workload: Workload, *args: Any, **kwargs: Any) -> _T:
+    def again(workload: Workload, *args: Any, **kwargs: Any) -> _T:
         if workload.lasting:
             return of_lasting(workload, *args, **kwargs)
         return make(workload, *args, **kwargs)
 
-    return cached
+    return again
 
 
 class KVShape(NamedTuple):
@@ -100,38 +94,6 @@ class KVShape(NamedTuple):
         return self.batch * self.heads * self.d_v * (2 * 4 + self.itemsize)
 
 
-def is_small(workload: Workload, shape: KVShape, undivided: bool = False) -> bool:
-    """Tell whether ranks have so little to compute that the ends of calls are much of it.
-
-    That is at most 16384 queries a rank, of 32 heads of size 128, over four ranks: 10 ms of an
-    H200. It is ten times the FLOPs where own keys are `undivided` backward, which spares calls of a
-    kernel.
-    """
-    pairs = max(map(count, workload.queries)) * sum(map(count, workload.keys))
-    most = _SMALL_UNDIVIDED if undivided else _SMALL
-    return pairs * shape.pair_flops <= most
-
-
-def is_few(workload: Workload, shape: KVShape) -> bool:
-    """Tell whether a GPU computes no longer than the host takes to launch calls that overlap.
-
-    Own keys must be soon copied, too. That is at most 4096 queries a rank, of 32 heads of size 128,
-    over four ranks under a causal mask; of short documents 16384, with 8 key heads.
-    """
-    queries, keys, mask, _ = workload
-    if max(map(count, keys)) * shape.token_bytes > _SOON_COPIED:
-        return False
-    if mask.documents is not None:
-        whole = (Segment(0, 1, sum(map(count, queries))),)  # whichever rank holds what of it
-        pairs = visible_pairs(tiles(whole, whole, mask)) / len(queries)
-    else:
-        keys_seen = sum(map(count, keys)) / (1 + mask.causal)
-        if mask.window is not None:
-            keys_seen = min(keys_seen, (2 - mask.causal) * mask.window + 1)
-        pairs = max(map(count, queries)) * keys_seen
-    return pairs * shape.pair_flops <= _LATENCY_BOUND
-
-
 class Chunk(NamedTuple):
     """Some of an owner's keys, from its own index `first` on; `segment` has their positions."""
 
@@ -163,6 +125,13 @@ class Round(NamedTuple):
     def distances(self) -> tuple[int, ...]:
         """Distances of all stages."""
         return tuple(chain.from_iterable(self.stages))
+
+    @property
+    def in_order(self) -> list[tuple[tuple[int, ...], ...]]:
+        """Distances of each stage; those of one tuple are in the order of positions."""
+        if len(self.stages) == 1:
+            return [self.stages]
+        return [tuple((distance,) for distance in stage) for stage in self.stages]
 
     @property
     def at_once(self) -> "Round":
@@ -210,7 +179,7 @@ def tokens(chunks: Sequence[Chunk]) -> int:
     return sum(chunk.segment.length for chunk in chunks)
 
 
-@_cached
+@cached
 def schedule(workload: Workload, at_once: int) -> tuple[Round, ...]:
     """Return the rounds, of `at_once` owners each, that bring every rank the keys that it needs.
 
@@ -226,7 +195,7 @@ def schedule(workload: Workload, at_once: int) -> tuple[Round, ...]:
     return tuple(_round(workload, [[distances]]) for distances in workload.others(at_once))
 
 
-@_cached
+@cached
 def in_two_stages(workload: Workload) -> Round:
     """Return the round of all owners in two stages, those nearest behind each rank first.
 
@@ -243,7 +212,7 @@ def in_two_stages(workload: Workload) -> Round:
     return _round(workload, [one_by_one[:half], one_by_one[half:]])
 
 
-@_cached
+@cached
 def all_together(workload: Workload) -> Round:
     """Return the round of all owners in one stage, each rank itself among them."""
     return _round(workload, [[workload.distances]])
@@ -265,27 +234,6 @@ def _round(workload: Workload, stages: Sequence[Sequence[tuple[int, ...]]]) -> R
         parts.append(tuple(spans))
     distances_of = tuple(tuple(chain.from_iterable(stage)) for stage in stages)
     return Round(distances_of, tuple(pieces), tuple(parts))
-
-
-@_cached
-def keys_come_late(workload: Workload, at_once: int, shape: KVShape) -> bool:
-    """Tell whether a rank has computed on own keys before those of several others have come.
-
-    All ranks must have work on own keys, and the others' keys must come together.
-    """
-    mask = workload.visible
-    if mask != Mask(mask.causal) or workload.apart:
-        return False  # keys are few, or make large tiles only in the order of positions
-    rounds = schedule(workload, at_once)
-    if len(rounds) != 1 or len(rounds[0].distances) < 2:
-        return False
-    late = False
-    for queries, keys, chunks in zip(workload.queries, workload.keys, rounds[0].pieces):
-        own = shape.pair_flops * visible_pairs(tiles(queries, keys, mask))
-        if own == 0:
-            return False
-        late |= own < _FLOPS_A_BYTE * shape.token_bytes * tokens(chunks)
-    return late
 
 
 def most_in_front(group: Round) -> bool:
@@ -313,32 +261,6 @@ def coming_home(group: Round) -> Counter[int]:
     for chunk in chain.from_iterable(group.pieces):
         keys[chunk.owner] += chunk.segment.length
     return keys
-
-
-def come_home_aside(
-    workload: Workload,
-    rounds: Sequence[Round],
-    cuts: Sequence[int],
-    shape: KVShape,
-    overtaken: bool,
-) -> bool:
-    """Tell whether ranks compute on while at least half of their gradients come home from others.
-
-    They compute on own keys from these `cuts` on, kept for the end. Or they compute on what is left
-    of own keys where their call is `overtaken`: it has gone on while the others' keys came, and
-    about as much in the gaps of their calls. With several rounds, the gradients of each but the
-    last come home while the next computes.
-    """
-    if len(rounds) != 1:
-        return True
-    coming = max(coming_home(rounds[0]).values(), default=0)
-    brought = max(map(tokens, rounds[0].pieces)) if overtaken else 0
-    pairs_left = []
-    for queries, keys, cut in zip(workload.queries, workload.keys, cuts):
-        kept = slice_segments(keys, slice(cut, count(keys)))
-        pairs_left.append(visible_pairs(tiles(queries, kept, workload.visible)))
-    moved = _FLOPS_A_BYTE_BACK * shape.grad_bytes * (2 * brought + coming / 2)
-    return 2.5 * shape.pair_flops * min(pairs_left) >= moved
 
 
 def needed(rank: int, workload: Workload, distances: Sequence[int]) -> Chunks:

@@ -1,0 +1,116 @@
+"""Decisions that the speeds of GPUs make: what comes in stages, together, beside calls or after.
+
+Each is a pure function of the work, so all ranks decide alike. Figures are those of an H200.
+"""
+
+from collections.abc import Sequence
+
+from ring_attention_pytorch.geometry.segments import Segment, count
+from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
+from ring_attention_pytorch.schedule.pieces import (
+    KVShape,
+    Round,
+    Workload,
+    cached,
+    coming_home,
+    schedule,
+    slice_segments,
+    tokens,
+)
+
+_SMALL, _SMALL_UNDIVIDED = 2e13, 2e14  # FLOPs forward, if nothing were hidden
+# FLOPs forward: 6 ms with backward, which a host takes to launch overlapping calls
+_LATENCY_BOUND = 1e12
+_SOON_COPIED = 2**26  # bytes of own keys: with their gradients 0.1 ms of an H200's memory
+_FLOPS_A_BYTE = 1800  # of a kernel while a byte comes: an H200's 600 TFLOP/s over 330 GB/s
+_FLOPS_A_BYTE_BACK = 1600  # backward, at 525 TFLOP/s
+
+
+def is_small(workload: Workload, shape: KVShape, undivided: bool = False) -> bool:
+    """Tell whether ranks have so little to compute that the ends of calls are much of it.
+
+    That is at most 16384 queries a rank, of 32 heads of size 128, over four ranks: 10 ms of an
+    H200. It is ten times the FLOPs where own keys are `undivided` backward, which spares calls of a
+    kernel.
+    """
+    pairs = max(map(count, workload.queries)) * sum(map(count, workload.keys))
+    most = _SMALL_UNDIVIDED if undivided else _SMALL
+    return pairs * shape.pair_flops <= most
+
+
+def is_few(workload: Workload, shape: KVShape) -> bool:
+    """Tell whether a GPU computes no longer than the host takes to launch calls that overlap.
+
+    Own keys must be soon copied, too. That is at most 4096 queries a rank, of 32 heads of size 128,
+    over four ranks under a causal mask; of short documents 16384, with 8 key heads.
+    """
+    queries, keys, mask, _ = workload
+    if max(map(count, keys)) * shape.token_bytes > _SOON_COPIED:
+        return False
+    if mask.documents is not None:
+        whole = (Segment(0, 1, sum(map(count, queries))),)  # whichever rank holds what of it
+        pairs = visible_pairs(tiles(whole, whole, mask)) / len(queries)
+    else:
+        keys_seen = sum(map(count, keys)) / (1 + mask.causal)
+        if mask.window is not None:
+            keys_seen = min(keys_seen, (2 - mask.causal) * mask.window + 1)
+        pairs = max(map(count, queries)) * keys_seen
+    return pairs * shape.pair_flops <= _LATENCY_BOUND
+
+
+@cached
+def keys_come_late(workload: Workload, at_once: int, shape: KVShape) -> bool:
+    """Tell whether a rank has computed on own keys before those of several others have come.
+
+    All ranks must have work on own keys, and the others' keys must come together.
+    """
+    mask = workload.visible
+    if mask != Mask(mask.causal) or workload.apart:
+        return False  # keys are few, or make large tiles only in the order of positions
+    rounds = schedule(workload, at_once)
+    if len(rounds) != 1 or len(rounds[0].distances) < 2:
+        return False
+    late = False
+    for queries, keys, chunks in zip(workload.queries, workload.keys, rounds[0].pieces):
+        own = shape.pair_flops * visible_pairs(tiles(queries, keys, mask))
+        if own == 0:
+            return False
+        late |= own < _FLOPS_A_BYTE * shape.token_bytes * tokens(chunks)
+    return late
+
+
+def come_home_aside(
+    workload: Workload,
+    rounds: Sequence[Round],
+    cuts: Sequence[int],
+    shape: KVShape,
+    overtaken: bool,
+) -> bool:
+    """Tell whether ranks compute on while at least half of their gradients come home from others.
+
+    They compute on own keys from these `cuts` on, kept for the end. Or they compute on what is left
+    of own keys where their call is `overtaken`: it has gone on while the others' keys came, and
+    about as much in the gaps of their calls. With several rounds, the gradients of each but the
+    last come home while the next computes.
+    """
+    if len(rounds) != 1:
+        return True
+    coming = max(coming_home(rounds[0]).values(), default=0)
+    brought = max(map(tokens, rounds[0].pieces)) if overtaken else 0
+    pairs_left = []
+    for queries, keys, cut in zip(workload.queries, workload.keys, cuts):
+        kept = slice_segments(keys, slice(cut, count(keys)))
+        pairs_left.append(visible_pairs(tiles(queries, kept, workload.visible)))
+    moved = _FLOPS_A_BYTE_BACK * shape.grad_bytes * (2 * brought + coming / 2)
+    return 2.5 * shape.pair_flops * min(pairs_left) >= moved
+
+
+def much_comes_last(rounds: Sequence[Round], lengths: Sequence[int]) -> bool:
+    """Tell whether the last round keeps some rank waiting for a quarter of its gradients.
+
+    Less takes NVLink no longer than a further call of a kernel takes to pass over all queries. All
+    ranks go by the one that waits longest: any that did otherwise would keep it waiting. `lengths`
+    are the keys that each rank has.
+    """
+    coming = coming_home(rounds[-1]) if rounds else {}
+    return any(4 * coming.get(owner, 0) >= length > 0 for owner, length in enumerate(lengths))

@@ -1,0 +1,300 @@
+"""A schedule: the steps of all ranks, forward and back, as ints.
+
+    step | waits for         | starts               | computes        a ring of three, forward
+    -----|-------------------|----------------------|-----------
+       0 |                   | keys of block 1      | block 0         block 0: own keys
+       1 | keys of block 1   | keys of block 2      | block 1         block 1: the neighbour's, ...
+       2 | keys of block 2   |                      | block 2
+
+A step first waits, then starts transfers, then computes. All ranks take the same steps, so they
+make the same exchanges in the same order. Only copies differ between ranks: which tokens come from
+whom. They follow from the blocks, and are worked out for the ranks that are asked for.
+
+What ranks do, what it costs and what is said about it are read from here.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+from ring_attention_pytorch.geometry.segments import Segments, whole_pieces
+from ring_attention_pytorch.schedule.pieces import (
+    Chunk,
+    Chunks,
+    Workload,
+    joined,
+    needed,
+    places,
+    slice_segments,
+    tokens,
+)
+
+KEYS, GRADS = "keys", "gradients"
+Stage = tuple[tuple[int, ...], ...]  # distances; those of one tuple in the order of positions
+
+
+class Block(NamedTuple):
+    """Keys of owners at some distances behind each rank, as they lie there stage by stage.
+
+    They are those that the rank's queries see; of a `whole` block all that its one owner has. A
+    block of own keys that is `cut` is computed on in two halves.
+    """
+
+    stages: tuple[Stage, ...]
+    whole: bool = False
+    cut: bool = False
+
+    @property
+    def distances(self) -> tuple[int, ...]:
+        return tuple(chain.from_iterable(chain.from_iterable(self.stages)))
+
+
+class Transfer(NamedTuple):
+    """A transfer to a block here, from a block of ranks at some `distances` behind.
+
+    Keys are copied there, gradients are added. All ranks exchange with those at these distances,
+    be there anything to copy or not.
+    """
+
+    kind: str
+    source: int  # number of the block there
+    block: int  # and here
+    distances: tuple[int, ...]
+    stage: int = 0  # of the keys' block
+    hop: bool = False  # of a ring: to one rank, in sums or as it came
+
+
+class Copy(NamedTuple):
+    """Tokens of a peer's block, and where they go in the transfer's block here."""
+
+    peer: int
+    start: int
+    to: int
+    length: int
+
+
+class Part(NamedTuple):
+    """Some of a block's keys, on which a rank computes at once."""
+
+    block: int
+    stage: int = 0
+    gives_way: bool = False  # to all calls after it, and goes on beside transfers
+
+
+class Step(NamedTuple):
+    """Numbers of transfers to wait for, then of those to start; then what is computed."""
+
+    wait: tuple[int, ...] = ()
+    start: tuple[int, ...] = ()
+    compute: Part | None = None
+
+
+class Program(NamedTuple):
+    """The steps of one direction. Block 0 has own keys."""
+
+    workload: Workload
+    blocks: tuple[Block, ...]
+    transfers: tuple[Transfer, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def parts(self) -> list[Part]:
+        """What is computed, in order."""
+        return [step.compute for step in self.steps if step.compute is not None]
+
+    def chunks(self, block: int, rank: int) -> Chunks:
+        """Return what a block has on a rank, in the order in which it lies there."""
+        stages, whole, _ = self.blocks[block]
+        if whole:
+            owner = (rank - stages[0][0][0]) % len(self.workload.keys)
+            pieces = whole_pieces(self.workload.keys[owner])
+            return tuple(Chunk(owner, start, segment) for start, segment in pieces)
+        found: list[Chunk] = []
+        for distances in chain.from_iterable(stages):
+            found += needed(rank, self.workload, distances)
+        return tuple(found)
+
+    def spans(self, block: int, rank: int) -> list[slice]:
+        """Return the tokens of each stage of a block."""
+        stages, _, cut = self.blocks[block]
+        if len(stages) == 1:
+            length = tokens(self.chunks(block, rank))
+            half = length - length // 2 if cut else length
+            return [slice(0, half), slice(half, length)] if cut else [slice(0, length)]
+        spans, start = [], 0
+        for stage in stages:
+            stop = start + sum(tokens(needed(rank, self.workload, each)) for each in stage)
+            spans.append(slice(start, stop))
+            start = stop
+        return spans
+
+    def segments(self, part: Part, rank: int) -> Segments:
+        """Return the positions of a part's keys."""
+        if self.blocks[part.block].whole:
+            owner = (rank - self.blocks[part.block].distances[0]) % len(self.workload.keys)
+            positions = self.workload.keys[owner]
+        else:
+            positions = joined(self.chunks(part.block, rank))
+        return slice_segments(positions, self.spans(part.block, rank)[part.stage])
+
+    def copies(self, transfer: Transfer, rank: int) -> list[Copy]:
+        """Return what a rank takes of others in a transfer, in the order in which it is added."""
+        size, (kind, source, block, distances, _, _) = len(self.workload.keys), transfer
+        peers = [(rank - distance) % size for distance in distances]
+        if source and block:  # handed on as it is
+            return [Copy(peers[0], 0, 0, tokens(self.chunks(block, rank)))]
+        copies = []
+        if kind == GRADS:
+            for peer in peers:
+                for chunk, at in places(self.chunks(source, peer), rank):
+                    copies.append(Copy(peer, at.start, chunk.first, chunk.segment.length))
+            return copies
+        for peer in peers:
+            for chunk, at in places(self.chunks(block, rank), peer):
+                copies.append(Copy(peer, chunk.first, at.start, chunk.segment.length))
+        return copies
+
+
+class Schedule(NamedTuple):
+    """What all ranks do in one call forward and one backward."""
+
+    transport: str
+    forward: Program
+    backward: Program
+
+    def positions(self, back: bool, rank: int) -> Iterator[Segments]:
+        """Yield the positions of the keys on which a rank computes, part by part."""
+        program = self.backward if back else self.forward
+        for part in program.parts:
+            keys = program.segments(part, rank)
+            if keys or part.block == 0:
+                yield keys
+
+
+OWN = Block((((0,),),), whole=True)
+
+
+def ring(workload: Workload) -> Schedule:
+    """Return the schedule of a ring: keys go from neighbour to neighbour, gradients behind them.
+
+    >>> from ring_attention_pytorch.geometry.layouts import all_segments
+    >>> from ring_attention_pytorch.geometry.tiles import Mask
+    >>> three = all_segments("contiguous", 3, 6)
+    >>> forward = ring(Workload(three, three, Mask())).forward
+    >>> [transfer.distances for transfer in forward.transfers], forward.steps[1]
+    ([(1,), (1,)], Step(wait=(0,), start=(1,), compute=Part(block=1, stage=0, gives_way=False)))
+    """
+    distances = workload.distances
+    blocks = tuple(Block((((distance,),),), whole=True) for distance in distances)
+    keys = []
+    for number, (here, there) in enumerate(pairwise(distances)):
+        keys.append(Transfer(KEYS, number, number + 1, (there - here,), hop=True))
+    jumps, grads = [*distances[1:], len(workload.keys)], []
+    for number, (here, there) in enumerate(pairwise(jumps), 1):
+        into = number + 1 if there < len(workload.keys) else 0
+        grads.append(Transfer(GRADS, number, into, (there - here,), hop=True))
+    forward, backward, last = [], [], len(keys)
+    for number in range(len(blocks)):
+        wait = (number - 1,) if number else ()
+        step = Step(wait, (number,) if number < last else (), Part(number))
+        forward.append(step)
+        backward.append(step)
+        if number:  # gradients follow the keys, one hop behind
+            before = (last + number - 2,) if number > 1 else ()
+            backward.append(Step(before, (last + number - 1,)))
+    if last:
+        backward.append(Step((2 * last - 1,)))
+    return Schedule(
+        "ring",
+        Program(workload, blocks, tuple(keys), tuple(forward)),
+        Program(workload, blocks, (*keys, *grads), tuple(backward)),
+    )
+
+
+def gather(
+    workload: Workload,
+    rounds: Sequence[Sequence[Stage]],
+    cut: bool = False,
+    gives_way: bool = False,
+) -> Schedule:
+    """Return the schedule of a gather: rounds of owners, whose keys come straight from them.
+
+    The next round comes while one computes.
+
+    Args:
+        workload: what all ranks have to do.
+        rounds: of each the stages in which its keys come, forward; backward they come at once.
+        cut: half of own keys is kept for the end of backward, while gradients go home.
+        gives_way: the call for own keys backward gives way to all others instead.
+
+    >>> from ring_attention_pytorch.geometry.layouts import all_segments
+    >>> from ring_attention_pytorch.geometry.tiles import Mask
+    >>> three = all_segments("contiguous", 3, 6)
+    >>> both = gather(Workload(three, three, Mask()), [[((1, 2),)]], cut=True)
+    >>> [part.block for part in both.backward.parts]
+    [0, 1, 0]
+    >>> both.forward.copies(both.forward.transfers[0], rank=0)
+    [Copy(peer=2, start=0, to=2, length=2), Copy(peer=1, start=0, to=0, length=2)]
+    """
+    blocks = (OWN, *(Block(tuple(stages)) for stages in rounds))
+    forward = _gathered(workload, blocks)
+    at_once = (OWN._replace(cut=cut), *(Block((tuple(chain(*stages)),)) for stages in rounds))
+    fetched = _gathered(workload, at_once)
+    transfers, steps = [*fetched.transfers], [*fetched.steps]
+    steps[0] = steps[0]._replace(compute=Part(0, gives_way=gives_way))
+    back, going = [steps[0]], ()
+    for number, step in enumerate(steps[1:], 1):
+        home = Transfer(GRADS, number, 0, _from_users(workload, at_once[number].distances))
+        transfers.append(home)
+        back += [step, Step(going, (len(transfers) - 1,))]
+        going = (len(transfers) - 1,)
+    if cut:
+        back.append(Step(compute=Part(0, stage=1)))
+    if going:
+        back.append(Step(going))
+    return Schedule("gather", forward, Program(workload, at_once, tuple(transfers), tuple(back)))
+
+
+def gather_first(workload: Workload) -> Schedule:
+    """Return the schedule of a gather of all keys, own ones too, before anything is computed.
+
+    >>> from ring_attention_pytorch.geometry.layouts import all_segments
+    >>> from ring_attention_pytorch.geometry.tiles import Mask
+    >>> two = all_segments("contiguous", 2, 4)
+    >>> gather_first(Workload(two, two, Mask())).forward.parts
+    [Part(block=1, stage=0, gives_way=False)]
+    """
+    blocks = (OWN, Block((((workload.distances),),)))
+    keys = Transfer(KEYS, 0, 1, workload.distances)
+    home = Transfer(GRADS, 1, 0, _from_users(workload, workload.distances))
+    forward = (Step(start=(0,)), Step(wait=(0,), compute=Part(1)))
+    backward = (*forward, Step(start=(1,)), Step(wait=(1,)))
+    return Schedule(
+        "gather",
+        Program(workload, blocks, (keys,), forward),
+        Program(workload, blocks, (keys, home), backward),
+    )
+
+
+def _gathered(workload: Workload, blocks: Sequence[Block]) -> Program:
+    """Return the steps that fetch blocks and compute on them: one is under way meanwhile."""
+    transfers: list[Transfer] = []
+    starts: list[tuple[int, ...]] = []  # of each block
+    for number, block in enumerate(blocks[1:], 1):
+        first = len(transfers)
+        for stage, groups in enumerate(block.stages):
+            distances = tuple(chain.from_iterable(groups))
+            transfers.append(Transfer(KEYS, 0, number, distances, stage))
+        starts.append(tuple(range(first, len(transfers))))
+    following = [*starts, ()]
+    steps = [Step(start=following[0], compute=Part(0))]
+    for number, (waits, start) in enumerate(zip(starts, following[1:]), 1):
+        for stage, transfer in enumerate(waits):
+            last = stage == len(waits) - 1
+            steps.append(Step((transfer,), start if last else (), Part(number, stage)))
+    return Program(workload, tuple(blocks), tuple(transfers), tuple(steps))
+
+
+def _from_users(workload: Workload, distances: tuple[int, ...]) -> tuple[int, ...]:
+    """Return how far behind an owner those are that have its keys from these distances."""
+    return tuple(-distance % len(workload.keys) for distance in distances)
