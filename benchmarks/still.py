@@ -4,18 +4,20 @@ Calls of the kernel, merging, own sums and the host remain, as of a gather that 
 few tokens that would come together.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from benchmarks.rings import Attend
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.comm.gather import Gather
+from ring_attention_pytorch.comm import carry_out
+from ring_attention_pytorch.comm.carry_out import KVGrads
+from ring_attention_pytorch.comm.gather import Gather, GatherCall
 from ring_attention_pytorch.comm.gather_symmetric import apart
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.schedule.pieces import Round, tokens
+from ring_attention_pytorch.schedule.pieces import tokens
+from ring_attention_pytorch.schedule.steps import KEYS, Transfer
 
 ALONE = "calls alone, "
 
@@ -24,31 +26,34 @@ ALONE = "calls alone, "
 class Still(Gather):
     """Own keys stand for the others', and nothing travels: the results mean nothing."""
 
-    gather: Gather  # that divides own keys
-    standing: dict[int, list[Tensor]] = field(default_factory=dict, compare=False, repr=False)
+    def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
+        program = self.schedule.forward
+        return carry_out.forward(program, _Call(self, program, keys))
 
-    def _cut(self, length: int) -> int:
-        return self.gather._cut(length)
+    def stream_back(self, own_keys: KVBlock, own: KVGrads) -> Iterator[tuple[KVBlock, KVGrads]]:
+        program = self.schedule.backward
+        return carry_out.backward(program, _Call(self, program, own_keys, own))
 
-    def _pull(
-        self, own: KVBlock, group: Round
-    ) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
-        if id(group) not in self.standing:
-            length = tokens(group.pieces[self.ring.rank])
+
+class _Call(GatherCall):
+    def _pull(self, transfer: Transfer) -> Callable[[], None]:
+        known, block = self.gather.known, transfer.block
+        if (KEYS, block) not in known:
+            length, own = tokens(self._chunks(block)), self.own
             rows = torch.cat((own.k, own.v), dim=-1).detach()  # as keys lie that were pulled
             given = [rows] if own.key_mask is None else [rows, own.key_mask]
             times = 1 + length // max(1, own.k.shape[1])
             rows, *mask = (torch.cat([t] * times, dim=1)[:, :length] for t in given)
-            self.standing[id(group)] = [*apart(rows, own), *mask]
-        return lambda: (self.standing[id(group)], self._parts(group))
+            known[KEYS, block] = [*apart(rows, own), *mask]
+        return lambda: self._has_come(block, known[KEYS, block])
 
-    def _send_home(self, *_: object) -> Callable[[], None]:
+    def _send_home(self, transfer: Transfer) -> Callable[[], None]:
+        del self.blocks[transfer.source], self.sums[transfer.source]
         return lambda: None
 
 
 def still(plan: RingPlan) -> Attend:
     """The calls that a gather's plan makes of its kernel on this rank."""
     gather = plan.overlapped or plan.transport
-    nothing_travels = Still(gather.ring, gather.groups, gather.lengths, gather)
-    alone = plan.by(nothing_travels)
+    alone = plan.by(Still(gather.ring, gather.schedule))
     return lambda q, k, v: ring_attn(q, k, v, plan=alone)

@@ -187,7 +187,7 @@ def test_graphs_of_other_memory_or_other_kernels_are_not_replayed(on_cpu, monkey
 def test_a_gathers_graphs_are_of_the_shelves_at_hand():
     told = []
     space = SimpleNamespace(keys="keys", grads="grads", follow_stream=lambda: told.append("waits"))
-    gather = SymmetricGather(Ring.alone(), (), (4,), space, (0,))
+    gather = SymmetricGather(Ring.alone(), None, space=space, ranks=(0,))
     assert gather.follow_stream() == ("keys", "grads")
     assert told == ["waits"]
 

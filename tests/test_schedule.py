@@ -24,6 +24,7 @@ from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
 from ring_attention_pytorch.schedule.steps import (
     GRADS,
     KEYS,
+    Block,
     Part,
     Program,
     Schedule,
@@ -156,11 +157,12 @@ def check(program: Program, back: bool) -> None:
 
 def schedules(work: Workload, at_once: int) -> Iterator[Schedule]:
     yield ring(work)
-    rounds = [each.in_order for each in rounds_of(work, at_once)]
+    rounds = [*map(Block.of, rounds_of(work, at_once))]
     for cut, gives_way in ((False, False), (True, False), (False, True)):
         yield gather(work, rounds, cut, gives_way)
     if len(work.distances) > 2:
-        yield gather(work, [in_two_stages(work).in_order])
+        yield gather(work, [Block.of(in_two_stages(work))])
+        yield gather(work, [Block(in_two_stages(work).in_order)])
     yield gather_first(work)
 
 
@@ -196,7 +198,7 @@ def test_keys_held_at_once_do_not_grow_with_the_ring(transport, memory):
     """Two blocks of others', if they come one at a time."""
     everyone = all_segments("zigzag", 8, 128)
     work = Workload(everyone, everyone, Mask(causal=True))
-    each = [[((distance,),)] for distance in work.distances[1:]]
+    each = [Block((((distance,),),)) for distance in work.distances[1:]]
     schedule = ring(work) if transport == "ring" else gather(work, each)
     for program in schedule[1:]:
         assert most_held(program) == 2

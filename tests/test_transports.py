@@ -26,7 +26,7 @@ from ring_attention_pytorch.comm import (
 from ring_attention_pytorch.comm.all_to_all import SharedSwap
 from ring_attention_pytorch.comm.gather import Gather
 from ring_attention_pytorch.comm.gather_first import GatherFirst
-from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
+from ring_attention_pytorch.comm.gather_symmetric import SymmetricCall, SymmetricGather
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
@@ -57,6 +57,7 @@ from ring_attention_pytorch.schedule.pieces import (
     tokens,
 )
 from ring_attention_pytorch.schedule.policy import come_home_aside, keys_come_late
+from ring_attention_pytorch.schedule.steps import ring as ring_schedule
 from tests import threads
 from tests.cases import (
     Attention,
@@ -285,11 +286,11 @@ def test_gradients_are_made_where_their_owners_read_them(monkeypatch):
 
 def test_rooms_are_there_before_the_stream_follows_that_fills_them(monkeypatch):
     """For PyTorch may fill new memory itself, on the stream that computes."""
-    coming = SymmetricGather._coming
+    coming = SymmetricCall._coming
 
-    def told(transport: SymmetricGather, *how: Any) -> list:
-        transport.space.grads.told_of.append("rooms")
-        return coming(transport, *how)
+    def told(call: SymmetricCall, *how: Any) -> list:
+        call.space.grads.told_of.append("rooms")
+        return coming(call, *how)
 
     def visit(transport: SymmetricGather, keys: KVBlock) -> None:
         grads = transport.space.grads
@@ -297,7 +298,7 @@ def test_rooms_are_there_before_the_stream_follows_that_fills_them(monkeypatch):
         gone_through(transport, keys)
         assert grads.told_of == ["rooms", "follow"]
 
-    monkeypatch.setattr(SymmetricGather, "_coming", told)
+    monkeypatch.setattr(SymmetricCall, "_coming", told)
     noted(monkeypatch, 9, True, visit)
 
 
@@ -332,10 +333,12 @@ class Place(Ring):
 @pytest.mark.parametrize(("layout", "causal"), [*product(("zigzag", "contiguous"), (False, True))])
 def test_no_two_ranks_pull_from_one_at_a_time(size, layout, causal):
     held = all_segments(layout, size, 8 * size)
-    groups, by_rank = schedule(Workload(held, held, Mask(causal)), size), []
+    work, by_rank = Workload(held, held, Mask(causal)), []
+    (group,) = schedule(work, size)
     for rank in range(size):
-        gather = SymmetricGather(Place(rank, size), groups, (8,) * size, None, tuple(range(size)))
-        ((sources,),) = map(gather._of_keys, groups)
+        ranks = tuple(range(size))
+        gather = SymmetricGather(Place(rank, size), ring_schedule(work), space=None, ranks=ranks)
+        (sources,) = gather._sources(work, group)
         assert {m[0].stop - m[0].start for s in sources for m in s.moves} <= {4, 8}
         by_rank.append([s.rank for s in sources for _ in s.moves])
     for asked in zip_longest(*by_rank):
@@ -589,7 +592,7 @@ def test_all_ranks_divide_own_keys_or_none(layout, window, divided):
     for place, own in enumerate(everyone):
         ring = SimpleNamespace(rank=place, size=size)
         transport = Gather.make(ring, blocks, at_once=size)
-        came = [*transport.schedule(blocks).positions(True, place)]
+        came = [*transport.schedule.positions(True, place)]
         if divided:
             assert (came[0], came[-1]) == (
                 slice_segments(own, slice(0, 8)),
@@ -842,8 +845,8 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
     for length, late in ((64, True), (1 << 22, False)):
         four = Workload(*[all_segments("zigzag", 4, length)] * 2, Mask(causal=True))
         among = SimpleNamespace(rank=1, size=4, shared=lambda: (group, range(4)))
-        (found,) = make_transport("gather", among, four, 3, job, device).groups
-        assert (len(found.stages) == 2) == late
+        made = make_transport("gather", among, four, 3, job, device)
+        assert (len(made.schedule.forward.blocks[1].stages) == 2) == late
     for other in (
         make_transport("gather", ring, blocks, 1, job, torch.device("cpu")),
         make_transport("ring", ring, blocks, 1, job, device),

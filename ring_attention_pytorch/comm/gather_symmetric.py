@@ -6,17 +6,19 @@ multiprocessors. An owner sums its gradients on such a stream, in one order. It 
 or, where nothing is left to compute meanwhile, reads them where they lie.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.gather import Gather, as_sent
+from ring_attention_pytorch.comm import carry_out
+from ring_attention_pytorch.comm.carry_out import KVGrads
+from ring_attention_pytorch.comm.gather import Gather, GatherCall, as_sent
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import Mark, PeerGroup, SymmetricWorkspace
@@ -25,6 +27,7 @@ from ring_attention_pytorch.runtime.accumulate import GradAccumulator, disjoint_
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, wire_dtype
 from ring_attention_pytorch.runtime.streams import side_stream_after_others
+from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.pieces import (
     KVShape,
     Round,
@@ -35,9 +38,10 @@ from ring_attention_pytorch.schedule.pieces import (
     schedule,
     tokens,
 )
-from ring_attention_pytorch.schedule.policy import come_home_aside
+from ring_attention_pytorch.schedule.policy import come_home_aside, much_comes_last
+from ring_attention_pytorch.schedule.steps import Block, Program, Transfer
 
-Block = TypeVar("Block")
+Yielded = TypeVar("Yielded")
 
 
 class Source(NamedTuple):
@@ -68,17 +72,13 @@ class Source(NamedTuple):
 class SymmetricGather(Gather):
     """A `Gather` in which pulls replace messages.
 
-    `ranks` are the ring's ranks in the workspace's group. `known` keeps what was worked out about
-    moves. If the call for own keys is `overtaken` by those for others' keys, it runs on while
-    gradients come home. If that leaves copy engines time, they bring gradients `aside`; else all
-    multiprocessors read them where they are.
+    `ranks` are the ring's ranks in the workspace's group. Gradients come home `aside`, by copy
+    engine, if there is time for it; else all multiprocessors read them where they are.
     """
 
-    space: SymmetricWorkspace
-    ranks: tuple[int, ...]
-    overtaken: bool = False
+    space: SymmetricWorkspace = field(kw_only=True)
+    ranks: tuple[int, ...] = field(kw_only=True)
     aside: bool = False
-    known: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def over(
@@ -93,19 +93,25 @@ class SymmetricGather(Gather):
     ) -> "SymmetricGather":
         """Make one, with room for the keys of `job` and their gradients.
 
-        Keys that come `late` come in two stages.
+        Keys that come `late` come in two stages. If the call for own keys is `overtaken` by those
+        for others' keys, it runs on while gradients come home.
         """
-        groups = (in_two_stages(blocks),) if late else schedule(blocks, at_once)
-        lengths = tuple(map(count, blocks.keys))
-        widest = max((tokens(p) for g in groups for p in g.pieces), default=0)
+        rounds = (in_two_stages(blocks),) if late else schedule(blocks, at_once)
+        lengths = [count(keys) for keys in blocks.keys]
+        widest = max((tokens(chunks) for each in rounds for chunks in each.pieces), default=0)
         space, group, ranks = shared
         token_bytes = job.token_bytes + job.batch  # with a key mask
         space.make_room(group, keys=max(lengths) * token_bytes, grads=widest * job.grad_bytes)
-        overtaken = overtaken and len(groups) == 1  # of several groups, calls wait for one another
-        divided = Gather(ring, groups, lengths)
-        cuts = [0 if overtaken else divided._cut(length) for length in lengths]
-        aside = come_home_aside(blocks, groups, cuts, job, overtaken)
-        return cls(ring, groups, lengths, space, ranks, overtaken, aside)
+        overtaken = overtaken and len(rounds) == 1  # of several rounds, calls wait for one another
+        cut = not overtaken and much_comes_last(rounds, lengths)
+        cuts = lengths
+        if overtaken:
+            cuts = [0] * len(lengths)
+        elif cut:
+            cuts = [length - length // 2 for length in lengths]
+        aside = come_home_aside(blocks, rounds, cuts, job, overtaken)
+        plan = steps.gather(blocks, [*map(Block.of, rounds)], cut, gives_way=overtaken)
+        return cls(ring, plan, space=space, ranks=ranks, aside=aside)
 
     @property
     def capturable(self) -> bool:
@@ -117,22 +123,28 @@ class SymmetricGather(Gather):
         self.space.follow_stream()
         return self.space.keys, self.space.grads
 
-    def _cut(self, length: int) -> int:
-        return length if self.overtaken else super()._cut(length)
-
     def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
-        if self.groups:
-            self.space.begin(len(self.groups), back=False)
-        return self._awaiting_copies(super().stream(keys))
+        program = self.schedule.forward
+        call = self._begin(program, keys)
+        return self._awaiting_copies(carry_out.forward(program, call))
 
-    def stream_back(
-        self, own_keys: KVBlock, own: tuple[GradAccumulator, GradAccumulator]
-    ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
-        if self.groups:
-            self.space.begin(len(self.groups), back=True)
-        return self._awaiting_copies(super().stream_back(own_keys, own))
+    def stream_back(self, own_keys: KVBlock, own: KVGrads) -> Iterator[tuple[KVBlock, KVGrads]]:
+        program = self.schedule.backward
+        call = self._begin(program, own_keys, own)
+        return self._awaiting_copies(carry_out.backward(program, call))
 
-    def _awaiting_copies(self, blocks: Iterator[Block]) -> Iterator[Block]:
+    def _begin(
+        self, program: Program, own: KVBlock, totals: KVGrads | None = None
+    ) -> "SymmetricCall":
+        rounds = len(program.blocks) - 1
+        if rounds:
+            self.space.begin(rounds, back=totals is not None)
+        return self._call(program, own, totals)
+
+    def _call(self, program: Program, own: KVBlock, totals: KVGrads | None) -> "SymmetricCall":
+        return SymmetricCall(self, program, own, totals)
+
+    def _awaiting_copies(self, blocks: Iterator[Yielded]) -> Iterator[Yielded]:
         """Yield all blocks; if a call fails, nothing else uses memory that copies still write."""
         try:
             yield from blocks
@@ -140,50 +152,7 @@ class SymmetricGather(Gather):
             self.space.wait_copies()
             raise
 
-    def _pull(
-        self, own: KVBlock, group: Round
-    ) -> Callable[[], tuple[list[Tensor], Iterable[slice]]]:
-        shelf, stages = self.space.keys, self._of_keys(group)
-        written = self._written(own)
-        whole = [room_for(t, tokens(group.pieces[self.ring.rank])) for t in written]
-        # before the kernel that runs beside the copies: else the barrier might wait for room there
-        shelf.publish()
-        shelf.follow()
-
-        def pull() -> tuple[list[Tensor], Iterable[slice]]:
-            # launched only now, after that kernel
-            ends = []
-            with shelf.beside():
-                for sources in stages:
-                    for rank, length, moves in sources:  # each rank begins with another owner
-                        form = self._form(own, length, masks=True)
-                        for place, t in zip(whole, shelf.of(rank, form)):
-                            for there, here in moves:
-                                _copy(place[:, here], t[:, there])
-                    ends.append(shelf.mark())
-            parts = come(ends)
-            found = [*apart(whole[0], own), *whole[1:]]
-            # with several groups all is read before the next turn, which tells others that it was
-            return found, parts if len(self.groups) == 1 else [*parts]
-
-        def come(ends: list[Mark]) -> Iterator[slice]:
-            for part, end in zip(group.parts[self.ring.rank], ends):
-                shelf.join(end)
-                self.space.board.spoil(whole[0])
-                if part.start < part.stop:
-                    yield part
-
-        return pull
-
-    def _written(self, own: KVBlock) -> list[Tensor]:
-        """Write own keys where the others will read them; return that memory."""
-        places = self.space.keys.own(self._form(own, own.k.shape[1], masks=True))
-        torch.cat((own.k, own.v), dim=-1, out=places[0])
-        if own.key_mask is not None:
-            places[1].copy_(own.key_mask)
-        return places
-
-    def _form(self, keys: KVBlock, length: int, masks: bool = False) -> Form:
+    def form(self, keys: KVBlock, length: int, masks: bool = False) -> Form:
         """Return the form of `length` keys with `masks`, or else of their gradients.
 
         k and v lie beside one another, so that one copy brings both: each takes some time to begin.
@@ -195,9 +164,109 @@ class SymmetricGather(Gather):
             self.known[masks, length] = Form.of_parts((both, *mask))
         return self.known[masks, length]
 
-    def _grads_of(self, keys: KVBlock) -> tuple[GradAccumulator, GradAccumulator]:
+    def sources_of_keys(self, program: Program, block: int) -> list[list["Source"]]:
+        """List what this rank needs of each owner's keys, stage by stage."""
+        made = program.blocks[block].made
+        if ("keys", id(made)) not in self.known:
+            self.known["keys", id(made)] = self._sources(program.workload, made)
+        return self.known["keys", id(made)]
+
+    def _sources(self, workload: Workload, made: Round) -> list[list["Source"]]:
+        pieces, stages = made.pieces[self.ring.rank], []
+        for distances in made.stages:
+            sources = []
+            for distance in distances:
+                owner = (self.ring.rank - distance) % self.ring.size
+                moves = tuple((piece.cols, here) for piece, here in places(pieces, owner))
+                sources.append(Source(self.ranks[owner], count(workload.keys[owner]), moves))
+            if len(made.stages) > 1:
+                stages.append([source.joined() for source in sources])
+            else:
+                stages.append(_in_rounds(sources[::-1] if most_in_front(made) else sources))
+        return stages
+
+    def users_of_own(
+        self, program: Program, transfer: Transfer
+    ) -> list[tuple[slice, list[tuple[int, int, slice]]]]:
+        """List stretches of own tokens, each with the ranks that have gradients of them.
+
+        A rank comes with the number of tokens it has in all, and where these lie among them.
+        """
+        made = program.blocks[transfer.source].made
+        if ("grads", id(made)) not in self.known:
+            sources = []
+            for distance in transfer.distances:
+                user = (self.ring.rank - distance) % self.ring.size
+                theirs, moves = made.pieces[user], []
+                for piece, there in places(theirs, self.ring.rank):
+                    moves.append((there, piece.cols))
+                source = Source(self.ranks[user], tokens(theirs), tuple(moves))
+                sources.append(source.joined())
+            self.known["grads", id(made)] = _by_stretch(sources)
+        return self.known["grads", id(made)]
+
+
+class SymmetricCall(GatherCall):
+    """One call of a gather through symmetric memory."""
+
+    gather: SymmetricGather
+
+    def __init__(
+        self,
+        gather: SymmetricGather,
+        program: Program,
+        own: KVBlock,
+        totals: KVGrads | None = None,
+    ) -> None:
+        super().__init__(gather, program, own, totals)
+        self.space = gather.space
+        self.rooms: list[Tensor] = []  # where the keys of a round come to
+        self.ends: list[Mark] = []  # of its stages
+
+    def _pull(self, transfer: Transfer) -> Callable[[], None]:
+        if transfer.stage == 0:
+            self._publish(transfer.block)
+        return partial(self._come, transfer)
+
+    def _publish(self, block: int) -> None:
+        shelf, written = self.space.keys, self._written()
+        self.rooms = [room_for(t, tokens(self._chunks(block))) for t in written]
+        # before the kernel that runs beside the copies: else the barrier might wait for room there
+        shelf.publish()
+        shelf.follow()
+
+    def _come(self, transfer: Transfer) -> None:
+        """Let the current stream wait for a stage."""
+        if transfer.stage == 0:
+            self._launch_copies(transfer.block)
+            self._has_come(transfer.block, [*apart(self.rooms[0], self.own), *self.rooms[1:]])
+        self.space.keys.join(self.ends[transfer.stage])
+        self.space.board.spoil(self.rooms[0])
+
+    def _launch_copies(self, block: int) -> None:
+        """Launch the copies of all stages: only now, after the kernel that runs beside them."""
+        shelf, self.ends = self.space.keys, []
+        with shelf.beside():
+            for sources in self.gather.sources_of_keys(self.program, block):
+                for rank, length, moves in sources:  # each rank begins with another owner
+                    form = self.gather.form(self.own, length, masks=True)
+                    for place, t in zip(self.rooms, shelf.of(rank, form)):
+                        for there, here in moves:
+                            _copy(place[:, here], t[:, there])
+                self.ends.append(shelf.mark())
+
+    def _written(self) -> list[Tensor]:
+        """Write own keys where the others will read them; return that memory."""
+        own = self.own
+        places = self.space.keys.own(self.gather.form(own, own.k.shape[1], masks=True))
+        torch.cat((own.k, own.v), dim=-1, out=places[0])
+        if own.key_mask is not None:
+            places[1].copy_(own.key_mask)
+        return places
+
+    def _grads_of(self, keys: KVBlock) -> KVGrads:
         """Make (dk, dv) accumulators where owners read them; kernels that can write there."""
-        (place,) = self.space.grads.own(self._form(keys, keys.k.shape[1]))
+        (place,) = self.space.grads.own(self.gather.form(keys, keys.k.shape[1]))
         dk, dv = apart(place, keys)
         wide = wire_dtype(keys.k.dtype)
         return (
@@ -205,79 +274,44 @@ class SymmetricGather(Gather):
             GradAccumulator(keys.v, calls=1, place=dv, dtype=wide),
         )
 
-    def _send_home(
-        self,
-        group: Round,
-        own_keys: KVBlock,
-        grads: tuple[GradAccumulator, GradAccumulator],
-        own: tuple[GradAccumulator, GradAccumulator],
-    ) -> Callable[[], None]:
-        shelf = self.space.grads
-        coming = []
-        for here, parts in self._coming(group, own_keys):
+    def _send_home(self, transfer: Transfer) -> Callable[[], None]:
+        shelf, coming = self.space.grads, []
+        for here, parts in self._coming(transfer):
             coming.append((here, room_for(parts[0], wide=len(parts) > 1), parts))
-        with side_stream_after_others(own_keys.k.device) if self.overtaken else nullcontext():
-            for total in grads if group.pieces[self.ring.rank] else ():
+        overtaken = self.gather.overtaken
+        with side_stream_after_others(self.own.k.device) if overtaken else nullcontext():
+            grads = self.sums.pop(transfer.source)
+            for total in grads if self._chunks(transfer.source) else ():
                 total.finalize()
             shelf.publish()  # every rank takes the turn, even with nothing to write
             shelf.follow()
+        del self.blocks[transfer.source]
         with shelf.beside():
             for _, room, parts in coming:
-                _sum(room, parts, self.aside)
+                _sum(room, parts, self.gather.aside)
                 self.space.board.spoil(room)
             end = shelf.mark()
 
         def wait() -> None:
-            if len(self.groups) > 1:
+            one_round = len(self.program.blocks) == 2
+            if not one_round:
                 shelf.join(end)
-            sums = [(here, apart(room, own_keys)) for here, room, _ in coming]
-            for i, total in enumerate(own):
-                if len(self.groups) == 1:  # dq need not wait for it
+            sums = [(here, apart(room, self.own)) for here, room, _ in coming]
+            for i, total in enumerate(self.totals):
+                if one_round:  # dq need not wait for it
                     total.after(partial(shelf.join, end))
                 total.add_all((here, both[i]) for here, both in sums)
 
         return wait
 
-    def _coming(self, group: Round, own: KVBlock) -> Iterator[tuple[slice, list[Tensor]]]:
+    def _coming(self, transfer: Transfer) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield stretches of own tokens, and their gradients in other ranks' memory."""
-        for here, users in self._of_grads(group):
+        for here, users in self.gather.users_of_own(self.program, transfer):
             parts = []
             for rank, length, there in users:
-                (both,) = self.space.grads.of(rank, self._form(own, length))
+                (both,) = self.space.grads.of(rank, self.gather.form(self.own, length))
                 parts.append(both[:, there])
             yield here, parts
-
-    def _of_keys(self, group: Round) -> list[list[Source]]:
-        """List what this rank needs of each owner's keys, stage by stage."""
-        if ("keys", id(group)) not in self.known:
-            pieces, stages = group.pieces[self.ring.rank], []
-            for stage in group.stages:
-                sources = []
-                for owner in self._owners(stage):
-                    moves = tuple((piece.cols, here) for piece, here in places(pieces, owner))
-                    sources.append(Source(self.ranks[owner], self.lengths[owner], moves))
-                if len(group.stages) > 1:
-                    stages.append([source.joined() for source in sources])
-                else:
-                    stages.append(_in_rounds(sources[::-1] if most_in_front(group) else sources))
-            self.known["keys", id(group)] = stages
-        return self.known["keys", id(group)]
-
-    def _of_grads(self, group: Round) -> list[tuple[slice, list[tuple[int, int, slice]]]]:
-        """List stretches of own tokens, each with the ranks that have gradients of them.
-
-        A rank comes with the number of tokens it has in all, and where these lie among them.
-        """
-        if ("grads", id(group)) not in self.known:
-            sources = []
-            for user in self._users(group.distances):
-                theirs = group.pieces[user]
-                moves = tuple(
-                    (there, piece.cols) for piece, there in places(theirs, self.ring.rank)
-                )
-                sources.append(Source(self.ranks[user], tokens(theirs), moves).joined())
-            self.known["grads", id(group)] = _by_stretch(sources)
-        return self.known["grads", id(group)]
 
 
 def _by_stretch(sources: Sequence[Source]) -> list[tuple[slice, list[tuple[int, int, slice]]]]:

@@ -256,10 +256,10 @@ class RingPlan:
             self._calls[back] = calls
         return self._calls[back]
 
-    @cached_property
+    @property
     def schedule(self) -> Schedule:
         """What all ranks do in a call, forward and backward."""
-        return self.transport.schedule(self.blocks)
+        return self.transport.schedule
 
     @cached_property
     def transport_of_pairs(self) -> Transport:

@@ -22,7 +22,6 @@ from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.rowwise import sum_of_products
-from ring_attention_pytorch.schedule.pieces import Workload
 from ring_attention_pytorch.schedule.steps import Schedule
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -296,8 +295,9 @@ class Transport(Protocol):
         Called before a graph is launched. Returns what is shared now.
         """
 
-    def schedule(self, workload: Workload) -> Schedule:
-        """Return what all ranks do, in the order in which `stream` and `stream_back` do it."""
+    @property
+    def schedule(self) -> Schedule:
+        """What all ranks do, in the order in which `stream` and `stream_back` do it."""
 
     def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
         """Yield own keys, then all others that anyone needs, those that come next under way."""

@@ -21,6 +21,7 @@ from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
 from ring_attention_pytorch.schedule.policy import keys_come_late, much_comes_last
 from ring_attention_pytorch.schedule.steps import (
     KEYS,
+    Block,
     Part,
     Program,
     Schedule,
@@ -230,12 +231,12 @@ def likely_gather(workload: Workload, shape: KVShape, at_once: int, domain: int)
     Of more ranks than reach one another no two stages, and own keys cut if there is one round.
     """
     if len(workload.keys) > domain:
-        rounds = [[(distances,)] for distances in workload.others(at_once)]
+        rounds = [Block(((distances,),)) for distances in workload.others(at_once)]
         return gather(workload, rounds, cut=len(rounds) == 1)
     late = keys_come_late(workload, at_once, shape)
     made = (in_two_stages(workload),) if late else rounds_of(workload, at_once)
     lengths = [count(keys) for keys in workload.keys]
-    return gather(workload, [each.in_order for each in made], much_comes_last(made, lengths))
+    return gather(workload, [*map(Block.of, made)], much_comes_last(made, lengths))
 
 
 def choose_transport(

@@ -127,11 +127,11 @@ class Round(NamedTuple):
         return tuple(chain.from_iterable(self.stages))
 
     @property
-    def in_order(self) -> list[tuple[tuple[int, ...], ...]]:
+    def in_order(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Distances of each stage; those of one tuple are in the order of positions."""
         if len(self.stages) == 1:
-            return [self.stages]
-        return [tuple((distance,) for distance in stage) for stage in self.stages]
+            return (self.stages,)
+        return tuple(tuple((distance,) for distance in stage) for stage in self.stages)
 
     @property
     def at_once(self) -> "Round":

@@ -21,7 +21,9 @@ from ring_attention_pytorch.geometry.segments import Segments, whole_pieces
 from ring_attention_pytorch.schedule.pieces import (
     Chunk,
     Chunks,
+    Round,
     Workload,
+    all_together,
     joined,
     needed,
     places,
@@ -36,17 +38,30 @@ Stage = tuple[tuple[int, ...], ...]  # distances; those of one tuple in the orde
 class Block(NamedTuple):
     """Keys of owners at some distances behind each rank, as they lie there stage by stage.
 
-    They are those that the rank's queries see; of a `whole` block all that its one owner has. A
-    block of own keys that is `cut` is computed on in two halves.
+    They are those that the rank's queries see, worked out already where `made` is given; of a
+    `whole` block all that its one owner has. Own keys that are `cut` are computed on in two halves.
     """
 
     stages: tuple[Stage, ...]
     whole: bool = False
     cut: bool = False
+    made: Round | None = None
+
+    @classmethod
+    def of(cls, made: Round) -> "Block":
+        """Return the block of a round."""
+        return cls(made.in_order, made=made)
 
     @property
     def distances(self) -> tuple[int, ...]:
         return tuple(chain.from_iterable(chain.from_iterable(self.stages)))
+
+    @property
+    def at_once(self) -> "Block":
+        """This block in one stage."""
+        if self.made is not None:
+            return Block.of(self.made.at_once)
+        return Block((tuple(chain.from_iterable(self.stages)),))
 
 
 class Transfer(NamedTuple):
@@ -104,7 +119,9 @@ class Program(NamedTuple):
 
     def chunks(self, block: int, rank: int) -> Chunks:
         """Return what a block has on a rank, in the order in which it lies there."""
-        stages, whole, _ = self.blocks[block]
+        stages, whole, _, made = self.blocks[block]
+        if made is not None:
+            return made.pieces[rank]
         if whole:
             owner = (rank - stages[0][0][0]) % len(self.workload.keys)
             pieces = whole_pieces(self.workload.keys[owner])
@@ -116,7 +133,9 @@ class Program(NamedTuple):
 
     def spans(self, block: int, rank: int) -> list[slice]:
         """Return the tokens of each stage of a block."""
-        stages, _, cut = self.blocks[block]
+        stages, _, cut, made = self.blocks[block]
+        if made is not None:
+            return list(made.parts[rank])
         if len(stages) == 1:
             length = tokens(self.chunks(block, rank))
             half = length - length // 2 if cut else length
@@ -136,6 +155,10 @@ class Program(NamedTuple):
         else:
             positions = joined(self.chunks(part.block, rank))
         return slice_segments(positions, self.spans(part.block, rank)[part.stage])
+
+    def counts(self, part: Part, keys: Segments) -> bool:
+        """Tell whether these keys are computed on: what an owner has is, be it nothing."""
+        return bool(keys) or (self.blocks[part.block].whole and part.stage == 0)
 
     def copies(self, transfer: Transfer, rank: int) -> list[Copy]:
         """Return what a rank takes of others in a transfer, in the order in which it is added."""
@@ -167,7 +190,7 @@ class Schedule(NamedTuple):
         program = self.backward if back else self.forward
         for part in program.parts:
             keys = program.segments(part, rank)
-            if keys or part.block == 0:
+            if program.counts(part, keys):
                 yield keys
 
 
@@ -212,10 +235,7 @@ def ring(workload: Workload) -> Schedule:
 
 
 def gather(
-    workload: Workload,
-    rounds: Sequence[Sequence[Stage]],
-    cut: bool = False,
-    gives_way: bool = False,
+    workload: Workload, rounds: Sequence[Block], cut: bool = False, gives_way: bool = False
 ) -> Schedule:
     """Return the schedule of a gather: rounds of owners, whose keys come straight from them.
 
@@ -223,22 +243,21 @@ def gather(
 
     Args:
         workload: what all ranks have to do.
-        rounds: of each the stages in which its keys come, forward; backward they come at once.
+        rounds: their blocks; keys come in stages forward, and at once backward.
         cut: half of own keys is kept for the end of backward, while gradients go home.
         gives_way: the call for own keys backward gives way to all others instead.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> from ring_attention_pytorch.geometry.tiles import Mask
     >>> three = all_segments("contiguous", 3, 6)
-    >>> both = gather(Workload(three, three, Mask()), [[((1, 2),)]], cut=True)
+    >>> both = gather(Workload(three, three, Mask()), [Block((((1, 2),),))], cut=True)
     >>> [part.block for part in both.backward.parts]
     [0, 1, 0]
     >>> both.forward.copies(both.forward.transfers[0], rank=0)
     [Copy(peer=2, start=0, to=2, length=2), Copy(peer=1, start=0, to=0, length=2)]
     """
-    blocks = (OWN, *(Block(tuple(stages)) for stages in rounds))
-    forward = _gathered(workload, blocks)
-    at_once = (OWN._replace(cut=cut), *(Block((tuple(chain(*stages)),)) for stages in rounds))
+    forward = _gathered(workload, (OWN, *rounds))
+    at_once = (OWN._replace(cut=cut), *(block.at_once for block in rounds))
     fetched = _gathered(workload, at_once)
     transfers, steps = [*fetched.transfers], [*fetched.steps]
     steps[0] = steps[0]._replace(compute=Part(0, gives_way=gives_way))
@@ -264,7 +283,7 @@ def gather_first(workload: Workload) -> Schedule:
     >>> gather_first(Workload(two, two, Mask())).forward.parts
     [Part(block=1, stage=0, gives_way=False)]
     """
-    blocks = (OWN, Block((((workload.distances),),)))
+    blocks = (OWN, Block.of(all_together(workload)))
     keys = Transfer(KEYS, 0, 1, workload.distances)
     home = Transfer(GRADS, 1, 0, _from_users(workload, workload.distances))
     forward = (Step(start=(0,)), Step(wait=(0,), compute=Part(1)))
