@@ -122,7 +122,9 @@ def drawing() -> str:
             x += end * PIXELS + 30
         right, y = max(right, x), y + PANEL
     parts.append(
-        text(LEFT, y - 4, f"rank {RANK} of {RANKS}, {TOKENS} tokens each, zigzag, causal; -1 is the")
+        text(
+            LEFT, y - 4, f"rank {RANK} of {RANKS}, {TOKENS} tokens each, zigzag, causal; -1 is the"
+        )
     )
     parts.append(
         text(LEFT, y + 14, "owner one place behind; predicted for H200 GPUs of one NVLink domain")
