@@ -137,12 +137,9 @@ MUTANTS = [
         "self._end if self._calls == 1 else", "self._end if self._calls else",
     ),
     Mutant(
-        "own keys kept for the end are forgotten", "comm/gather.py:Gather.stream_back",
-        "if cut < length: yield from _of_own", "if False: yield from _of_own",
-    ),
-    Mutant(
-        "own keys kept for the end land first", "comm/gather.py:_of_own",
-        "part.move_to(total, span.start)", "part.move_to(total, 0)",
+        "own keys kept for the end land first", "comm/gather.py:GatherCall.computed",
+        "of_part.move_to(total, self._span(part).start)",
+        "of_part.move_to(total, 0)",
     ),
     Mutant(
         "a call of the kernel is not counted", "schedule/steps.py:Schedule.positions",
@@ -211,31 +208,32 @@ MUTANTS = [
         ", own=True)", ")",
     ),
     Mutant(
-        "half of own keys are others'", "comm/gather.py:_some", "keys._replace(k=k,",
+        "half of own keys are others'", "comm/gather.py:some_of",
+        "keys._replace(k=k,",
         "keys._replace(own=False, k=k,",
     ),
     Mutant(
         "calls side by side whose keys go away", "comm/gather.py:Gather.keeps",
-        "return len(self.groups) == 1", "return True",
+        "return len(self.schedule.forward.blocks) == 2",
+        "return True",
     ),
     Mutant(
         "own keys wait for the end of one group of several",
-        "comm/gather_symmetric.py:SymmetricGather.over", "overtaken and len(groups) == 1",
+        "comm/gather_symmetric.py:SymmetricGather.over",
+        "overtaken and len(rounds) == 1",
         "overtaken",
     ),
     Mutant(
         "keys are computed on before their stage has come",
-        "comm/gather_symmetric.py:SymmetricGather._pull", "shelf.join(end)", "pass",
-    ),
-    Mutant(
-        "the next of several turns comes before all is read",
-        "comm/gather_symmetric.py:SymmetricGather._pull",
-        "parts if len(self.groups) == 1 else [*parts]", "parts",
+        "comm/gather_symmetric.py:SymmetricCall._come",
+        "self.space.keys.join(self.ends[transfer.stage])",
+        "pass",
     ),
     Mutant(
         "gradients of several turns are not read before the next",
-        "comm/gather_symmetric.py:SymmetricGather._send_home",
-        "if len(self.groups) > 1: shelf.join(end)", "",
+        "comm/gather_symmetric.py:SymmetricCall._send_home",
+        "if not one_round: shelf.join(end)",
+        "",
     ),
     Mutant(
         "dq waits for gradients that come home", "runtime/accumulate.py:GradAccumulator.add_all",
@@ -276,13 +274,14 @@ MUTANTS = [
     ),
     Mutant(
         "all ranks pull from the last one at a time",
-        "comm/gather_symmetric.py:SymmetricGather._of_keys",
-        "_in_rounds(sources[::-1] if most_in_front(group) else sources)", "_in_rounds(sources)",
+        "comm/gather_symmetric.py:SymmetricGather._sources",
+        "_in_rounds(sources[::-1] if most_in_front(made) else sources)",
+        "_in_rounds(sources)",
     ),
     Mutant(
         "all ranks pull from the first one at a time",
-        "comm/gather_symmetric.py:SymmetricGather._of_keys",
-        "_in_rounds(sources[::-1] if most_in_front(group) else sources)",
+        "comm/gather_symmetric.py:SymmetricGather._sources",
+        "_in_rounds(sources[::-1] if most_in_front(made) else sources)",
         "_in_rounds(sources[::-1])",
     ),
     Mutant(
@@ -322,8 +321,9 @@ MUTANTS = [
     ),
     Mutant(
         "gradients are added before they have come home",
-        "comm/gather_symmetric.py:SymmetricGather._send_home",
-        "total.after(partial(shelf.join, end))", "pass",
+        "comm/gather_symmetric.py:SymmetricCall._send_home",
+        "total.after(partial(shelf.join, end))",
+        "pass",
     ),
     Mutant(
         "a sum is read before what it waits for", "runtime/accumulate.py:GradAccumulator._join",
@@ -421,93 +421,84 @@ MUTANTS = [
     ),
     Mutant(
         "a ring's messages are captured", "comm/send_recv.py:SendRecv.capturable",
-        "return self.distances == (0,)", "return True",
+        "return not self.schedule.forward.transfers",
+        "return True",
     ),
     Mutant(
         "a gather's messages are captured", "comm/gather.py:Gather.capturable",
-        "return not self.groups", "return True",
+        "return not self.schedule.forward.transfers",
+        "return True",
     ),
     # the ring
     Mutant(
-        "a gradient hop dropped", "comm/send_recv.py:SendRecv.stream_back",
-        "_add(grads, form.open(received))", "pass",
+        "a gradient hop dropped", "comm/send_recv.py:_Call.wait",
+        "total.add(slice(0, part.shape[1]), part)",
+        "if not block: total.add(slice(0, part.shape[1]), part)",
     ),
     Mutant(
-        "gradients not brought home", "comm/send_recv.py:SendRecv.stream_back",
-        "_add(own, forms[self.ring.rank].open(received))", "pass",
+        "gradients not brought home", "comm/send_recv.py:_Call.wait",
+        "total.add(slice(0, part.shape[1]), part)",
+        "if block: total.add(slice(0, part.shape[1]), part)",
     ),
     Mutant(
-        "gradients home to the wrong rank", "comm/send_recv.py:SendRecv.stream_back",
-        "jumps = [*self.distances[1:], self.ring.size]",
-        "jumps = [*self.distances[1:], self.ring.size - 1]",
+        "keys of the wrong owner", "comm/send_recv.py:_Call._owner",
+        "(self.ring.rank - distance) % self.ring.size",
+        "(self.ring.rank + distance) % self.ring.size",
     ),
     Mutant(
-        "keys of the wrong owner", "comm/send_recv.py:SendRecv.owners",
-        "(rank - distance) % size", "(rank + distance) % size",
+        "stale key block", "comm/send_recv.py:_Call.keys",
+        "self.held[part.block % 2]",
+        "self.held[0]",
     ),
     Mutant(
-        "last hop dropped in both directions", "comm/send_recv.py:SendRecv.make",
-        "return cls(ring, blocks.keys, blocks.distances)",
-        "return cls(ring, blocks.keys, blocks.distances[: -1 or None] or (0,))",
+        "stale key block in backward", "comm/send_recv.py:_Call.keys", "KVBlock(k, v,",
+        "KVBlock((self.own.k if self.totals[0] and k.shape == self.own.k.shape else k), v,",
     ),
     Mutant(
-        "last hop dropped in backward", "comm/send_recv.py:SendRecv.stream_back",
-        "jumps = [*self.distances[1:], self.ring.size]",
-        "jumps = [*self.distances[1:-1], self.ring.size]",
+        "stale key mask", "comm/send_recv.py:_Call.keys",
+        "mask[0] if mask else None",
+        "(self.own.key_mask if self.own.key_mask.shape == mask[0].shape else mask[0]) if "
+        "mask else None",
     ),
     Mutant(
-        "stale key block", "comm/send_recv.py:SendRecv.stream", "held, spare = spare, held",
-        "",
+        "transfer not awaited", "comm/send_recv.py:_Call.wait",
+        "self.under_way.pop(number).wait()",
+        "self.under_way.pop(number)",
     ),
     Mutant(
-        "stale key block in backward", "comm/send_recv.py:SendRecv.stream_back",
-        "yield block, grads",
-        "fresh = block.k.shape == own_keys.k.shape; yield (block._replace(k=own_keys.k) if "
-        "fresh else block), grads",
+        "gradients modified in flight", "comm/send_recv.py:_Call.start",
+        "self.made, self.sent = self.sent, self.made",
+        "pass",
     ),
     Mutant(
-        "stale key mask", "comm/send_recv.py:SendRecv.stream", "mask[0] if mask else None",
-        "(keys.key_mask if keys.key_mask.shape == mask[0].shape else mask[0]) if mask else None",
-    ),
-    Mutant("transfer not awaited", "comm/send_recv.py:SendRecv.stream", "coming.wait()", ""),
-    Mutant(
-        "gradients modified in flight", "comm/send_recv.py:SendRecv.stream_back",
-        "computed, sent = sent, computed", "",
-    ),
-    Mutant(
-        "one buffer received into twice", "comm/send_recv.py:SendRecv.stream",
-        "self._pass(held, spare, forms", "self._pass(held, held, forms",
+        "one buffer received into twice", "comm/send_recv.py:_Call.start",
+        "self.held[source % 2], self.held[block % 2]",
+        "self.held[source % 2], self.held[source % 2]",
     ),
     Mutant(
         "gradients of the hop before last", "runtime/accumulate.py:_Accumulator._update",
         "self._clear(self._wide)", "pass",
     ),
     Mutant(
-        "dk and dv mixed", "comm/send_recv.py:_add", "for total, part in zip(totals, parts):",
-        "for total, part in zip(totals, reversed(parts)):",
+        "dk and dv mixed", "comm/send_recv.py:_Call.wait",
+        "zip(self.totals[block], parts)",
+        "zip(self.totals[block], reversed(parts))",
     ),
     # gather
     Mutant(
-        "pieces of the wrong owner", "comm/gather.py:Gather._owners",
-        "return [(self.ring.rank - t) % self.ring.size for t in distances]",
-        "return [(self.ring.rank + t) % self.ring.size for t in distances]",
+        "pieces of the wrong owner", "comm/gather.py:GatherCall._behind",
+        "return [(self.ring.rank - t) % self.ring.size for t in transfer.distances]",
+        "return [(self.ring.rank + t) % self.ring.size for t in transfer.distances]",
     ),
     Mutant(
-        "the last partial is dropped", "comm/gather.py:Gather.stream_back",
-        "own) if going is not None:", "own) if False:",
-    ),
-    Mutant(
-        "partials of all groups but the last are dropped",
-        "comm/gather.py:Gather.stream_back", "going() going = None", "pass",
-    ),
-    Mutant(
-        "a partial overwrites what is there", "comm/gather.py:Gather._send_home",
+        "a partial overwrites what is there", "comm/gather.py:GatherCall._send_home",
         "total.add_all((piece.cols, part[:, at]) for piece, at in places(pieces, rank))",
         "[total.begin_update()[:, p.cols].copy_(part[:, at]) for p, at in places(pieces, rank)]",
     ),
     Mutant(
-        "a partial lands at the owner's first keys", "comm/gather.py:Gather._send_home",
-        "((piece.cols, part[", "((slice(0, at.stop - at.start), part[",
+        "a partial lands at the owner's first keys", "comm/gather.py:GatherCall._send_home",
+        "((piece.cols, part[",
+        "((slice(0, at.stop - at.start), part[",
     ),
     Mutant(
         "pieces in no order", "schedule/pieces.py:needed",
@@ -527,29 +518,33 @@ MUTANTS = [
     ),
     # shared memory
     Mutant(
-        "keys pulled from the wrong rank", "comm/gather_symmetric.py:SymmetricGather._of_keys",
-        "self.ranks[owner]", "self.ranks[self.ring.rank]",
+        "keys pulled from the wrong rank", "comm/gather_symmetric.py:SymmetricGather._sources",
+        "self.ranks[owner]",
+        "self.ranks[self.ring.rank]",
     ),
     Mutant(
-        "values for keys", "comm/gather_symmetric.py:SymmetricGather._written",
+        "values for keys", "comm/gather_symmetric.py:SymmetricCall._written",
         "cat((own.k, own.v)",
         "cat((own.v, own.k)",
     ),
     Mutant(
         "gradients of keys for those of values",
-        "comm/gather_symmetric.py:SymmetricGather._grads_of", "dk, dv = apart(place, keys)",
+        "comm/gather_symmetric.py:SymmetricCall._grads_of",
+        "dk, dv = apart(place, keys)",
         "dv, dk = apart(place, keys)",
     ),
     Mutant(
         "gradients of keys come home as those of values",
-        "comm/gather_symmetric.py:SymmetricGather._send_home", "(here, both[i]) for",
+        "comm/gather_symmetric.py:SymmetricCall._send_home",
+        "(here, both[i]) for",
         "(here, both[0]) for",
     ),
     Mutant(
-        "keys and values come by a copy each", "comm/gather_symmetric.py:SymmetricGather._pull",
-        "for place, t in zip(whole, shelf.of(rank, form)):",
-        "for place, t in ((a, b) for pair in zip(whole, shelf.of(rank, form)) for a, b in "
-        "zip(*(x.split(own.k.shape[-1], -1) for x in pair))):",
+        "keys and values come by a copy each",
+        "comm/gather_symmetric.py:SymmetricCall._launch_copies",
+        "for place, t in zip(self.rooms, shelf.of(rank, form)):",
+        "for place, t in ((a, b) for pair in zip(self.rooms, shelf.of(rank, form)) for a, b "
+        "in zip(*(x.split(self.own.k.shape[-1], -1) for x in pair))):",
     ),
     Mutant(
         "few tokens have as many calls as others", "schedule/policy.py:is_few",
@@ -599,30 +594,38 @@ MUTANTS = [
     ),
     Mutant(
         "keys that come together are read before all have come",
-        "comm/gather_first.py:GatherFirst._all", "shelf.publish()", "",
+        "comm/gather_first.py:_Call._publish",
+        "self.space.keys.publish()",
+        "",
     ),
     Mutant(
         "keys that come together are written before all have read them",
-        "comm/gather_first.py:GatherFirst.stream", "begin(turns=1, back=False)",
-        "begin(turns=2, back=False)",
+        "comm/gather_symmetric.py:SymmetricGather._begin",
+        "self.space.begin(rounds, back=totals is not None)",
+        "self.space.begin(2 * rounds, back=totals is not None)",
     ),
     Mutant(
         "gradients are read before all have written them",
-        "comm/gather_first.py:GatherFirst.stream_back", "self.space.grads.publish()", "",
+        "comm/gather_first.py:_Call._send_home",
+        "self.space.grads.publish()",
+        "",
     ),
     Mutant(
-        "what nobody has seen has a gradient", "comm/gather_first.py:GatherFirst._brought",
-        "both.zero_()", "pass",
+        "what nobody has seen has a gradient", "comm/gather_first.py:_Call._brought",
+        "both.zero_()",
+        "pass",
     ),
     Mutant(
         "gradients that come together are those of the last",
-        "comm/gather_first.py:GatherFirst._brought", "add_(both[:, here], *parts, fresh=True)",
+        "comm/gather_first.py:_Call._brought",
+        "add_(both[:, here], *parts, fresh=True)",
         "add_(both[:, here], parts[-1], fresh=True)",
     ),
     Mutant(
         "gradients that come together are added in the inputs' dtype",
-        "comm/gather_first.py:GatherFirst._brought",
-        "dtype=accumulation_dtype(dtype))", "dtype=dtype)",
+        "comm/gather_first.py:_Call._brought",
+        "dtype=accumulation_dtype(dtype))",
+        "dtype=dtype)",
     ),
     Mutant(
         "too little room for gradients that come together", "comm/gather_first.py:GatherFirst.like",
@@ -630,8 +633,9 @@ MUTANTS = [
     ),
     Mutant(
         "gradients pulled from the wrong rank",
-        "comm/gather_symmetric.py:SymmetricGather._of_grads",
-        "self.ranks[user]", "self.ranks[self.ring.rank]",
+        "comm/gather_symmetric.py:SymmetricGather.users_of_own",
+        "self.ranks[user]",
+        "self.ranks[self.ring.rank]",
     ),
     Mutant(
         "keys written while others read", "comm/symmetric_memory.py:SymmetricWorkspace.begin",

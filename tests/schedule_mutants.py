@@ -87,10 +87,6 @@ MUTANTS = [
         "return [slice(0, half), slice(half, length)]",
         "return [slice(0, half), slice(length - half, length)]",
     ),
-    Mutant(
-        "a cut is another on one rank", STEPS + "Program.spans",
-        "half = length - length // 2 if cut else length", "half = length // 2 if cut else length",
-    ),
 ]  # fmt: skip
 
 

@@ -59,7 +59,8 @@ MUTANTS = [
         "if t.stride() == strides:", "if True:",
     ),
     Mutant(
-        "batches of nothing are copied", "comm/gather_first.py:GatherFirst._all", "if len(own.k):",
+        "batches of nothing are copied", "comm/gather_first.py:_Call._come",
+        "if len(self.own.k):",
         "if True:",
     ),
     # what is found again
