@@ -117,7 +117,7 @@ def test_the_predictions_are_those_of_the_model() -> None:
 def test_regrouped_query_heads_do_what_the_old_order_did() -> None:
     """docs/guide/coming-from-0.5.md tells how to carry over a checkpoint with grouped heads."""
     known: dict = {}
-    exec(blocks(ROOT / "docs" / "guide" / "coming-from-0.5.md")[0], known)
+    exec(blocks(ROOT / "docs" / "guide" / "coming-from-0.5.md")[1], known)
     heads, group, d = 6, 3, 4
     q = torch.randn(1, 5, heads, d)
     k = torch.randn(1, 5, heads // group, d)
