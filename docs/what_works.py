@@ -1,9 +1,14 @@
-"""Writes docs/what-works.md from what it measures: `TRITON_INTERPRET=1 python -m docs.what_works`.
+"""Writes docs/what-works.md and docs/what-works-layouts.md from what it measures.
+
+TRITON_INTERPRET=1 python -m docs.what_works
 
 Every feature of `tests/features.py` in every layout with every kernel that runs without a GPU, over
-rings of threads in every way that `OVER` names, against dense attention in float64.
+rings of threads in every way that `OVER` names, against dense attention in float64. The first page
+has the worst of all layouts and ways, the second each by itself. With `--summary` the first page is
+written from the second, and nothing is measured.
 """
 
+import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +18,9 @@ import torch
 from tests import threads
 from tests.features import FEATURES, LAYOUTS, Problem
 
-PAGE_AT = Path(__file__).parent / "what-works.md"
+HERE = Path(__file__).parent
+SUMMARY_AT, PAGE_AT = HERE / "what-works.md", HERE / "what-works-layouts.md"
+Rows = dict[tuple[str, str], list[str]]  # by feature and layout: a field for each column
 
 
 class Column(NamedTuple):
@@ -32,15 +39,36 @@ OVER = {
 }
 COLUMNS = {f"{k}, {over}": Column(k, *OVER[over]) for k in ("eager", "sdpa") for over in OVER}
 COLUMNS["triton"] = Column("triton", 1, {}, torch.float32)  # an interpreter is slow
-PAGE = """# What works
+SUMMARY = """# What works
 
-Worst relative error against dense attention in float64, forward (out, lse) / backward (dq, dk, dv
-and the gradients of what is learned), each result by itself, on every rank; or why it is refused,
-on all ranks alike and before anything is sent. Kernels `eager` and `sdpa` in float64, whose keys
-travel by `transport="ring"` or `transport="gather"` over three ranks, or by the ring between pairs
-of four that swap heads for sequence, `ulysses=2`. `triton` in float32 on one rank, where layouts
-are alike, through Triton's interpreter. By `TRITON_INTERPRET=1 python -m docs.what_works`;
-`tests/test_features.py` checks every pair of features besides.
+```
+a field   3e-16 / 5e-16     worst error forward (out, lse) / backward (dq, dk, dv, learned options)
+          has no softclamp  refused, with this text, on all ranks alike, before anything is sent
+```
+
+Each number is the worst relative error against dense attention in float64, of all layouts
+(contiguous, striped, zigzag, balanced) and transports (`"ring"`, `"gather"`, `ulysses=2`), and of
+all ranks. Around 1e-16 is what float64 can hold, around 1e-7 what float32 can.
+
+{table}
+
+[Each layout and transport by itself](what-works-layouts.md). `eager` and `sdpa` run in float64 on
+three or four ranks, `triton` in float32 on one rank through Triton's interpreter. Kernels for GPUs
+alone are tested on GPUs (`tests/gpu`); [what each can do](kernels.md). `tests/test_features.py`
+checks every pair of features besides.
+
+Written by `TRITON_INTERPRET=1 python -m docs.what_works`.
+"""
+PAGE = """# What works, in each layout
+
+```
+a field   3e-16 / 5e-16     worst error forward (out, lse) / backward (dq, dk, dv, learned options)
+```
+
+This is [what works](what-works.md) for each layout and transport by itself. `eager` and `sdpa` run
+in float64. Keys travel by `transport="ring"` or `transport="gather"` over three ranks, or by the ring
+between pairs of four ranks that swap heads for sequence (`ulysses=2`). `triton` runs in float32 on
+one rank, where all layouts are the same.
 
 {table}
 """
@@ -66,19 +94,65 @@ def reason(error: str, kernel: str) -> str:
     return next((s.removeprefix(own) for s in said.split("; ") if s.startswith(own)), said)
 
 
-def table() -> str:
-    """A row for each feature in each layout."""
-    lines = [" | ".join(["feature", "layout", *COLUMNS])]
-    lines.append(" | ".join(["---"] * (2 + len(COLUMNS))))
+def all_measured() -> Rows:
+    """Each feature in each layout."""
+    rows = {}
     for feature in FEATURES:
         for layout in LAYOUTS:
             places = [layout if column.size > 1 else "contiguous" for column in COLUMNS.values()]
-            found = [measured(feature, *at) for at in zip(places, COLUMNS)]
-            lines.append(" | ".join([feature, layout, *found]))
+            rows[feature, layout] = [measured(feature, *at) for at in zip(places, COLUMNS)]
+    return rows
+
+
+def read(page: str) -> Rows:
+    """The rows of the page of layouts."""
+    lines = [line.strip("|").split(" | ") for line in page.splitlines() if line[:1] == "|"]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    return {(feature, layout): found for feature, layout, *found in cells[2:]}
+
+
+def worst(fields: list[str]) -> str:
+    """The worst of some fields; a reason if one is refused.
+
+    >>> worst(["3e-16 / 5e-16", "4e-16 / 4e-16"]), worst(["has no dropout", "3e-16 / 5e-16"])
+    ('4e-16 / 5e-16', 'has no dropout')
+    """
+    for field in fields:
+        if " / " not in field:
+            return field
+    errors = [[float(error) for error in field.split(" / ")] for field in fields]
+    return " / ".join(f"{max(each):.0e}" for each in zip(*errors))
+
+
+def summary(rows: Rows) -> str:
+    """A row for each feature, a column for each kernel."""
+    kernels = dict.fromkeys(column.kernel for column in COLUMNS.values())
+    lines = [" | ".join(["feature", *kernels]), " | ".join(["---"] * (1 + len(kernels)))]
+    for feature in FEATURES:
+        found = []
+        for kernel in kernels:
+            fields = []
+            for layout in LAYOUTS:
+                for column, field in zip(COLUMNS.values(), rows[feature, layout]):
+                    if column.kernel == kernel:
+                        fields.append(field)
+            found.append(worst(fields))
+        lines.append(" | ".join([feature, *found]))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def table(rows: Rows) -> str:
+    """A row for each feature in each layout."""
+    lines = [" | ".join(["feature", "layout", *COLUMNS])]
+    lines.append(" | ".join(["---"] * (2 + len(COLUMNS))))
+    for (feature, layout), found in rows.items():
+        lines.append(" | ".join([feature, layout, *found]))
     return "\n".join(f"| {line} |" for line in lines)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     threads.PATIENCE = 900.0
-    PAGE_AT.write_text(PAGE.format(table=table()))
+    found = read(PAGE_AT.read_text()) if "--summary" in sys.argv else all_measured()
+    PAGE_AT.write_text(PAGE.format(table=table(found)))
+    SUMMARY_AT.write_text(SUMMARY.format(table=summary(found)))
