@@ -127,9 +127,9 @@ def test_what_no_query_can_use_is_not_sent():
     across = (torch.arange(32) + 4).div(8, rounding_mode="floor")[None]  # to the next
     for ids, distances in ((within, (0,)), (across, (0, 1, 3))):
         for plan in plans(4, "contiguous", ids)[0]:
-            assert plan.transport.distances == distances
+            assert plan.blocks.distances == distances
     for plan in plans(4, "contiguous", across, causal=True)[0]:
-        assert plan.transport.distances == (0, 1)
+        assert plan.blocks.distances == (0, 1)
 
 
 def test_layers_that_are_given_a_plan_exchange_keys_only():
