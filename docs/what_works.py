@@ -66,9 +66,9 @@ a field   3e-16 / 5e-16     worst error forward (out, lse) / backward (dq, dk, d
 ```
 
 This is [what works](what-works.md) for each layout and transport by itself. `eager` and `sdpa` run
-in float64. Keys travel by `transport="ring"` or `transport="gather"` over three ranks, or by the ring
-between pairs of four ranks that swap heads for sequence (`ulysses=2`). `triton` runs in float32 on
-one rank, where all layouts are the same.
+in float64. Keys travel by `transport="ring"` or `transport="gather"` over three ranks, or by the
+ring between pairs of four ranks that swap heads for sequence (`ulysses=2`). `triton` runs in
+float32 on one rank, where all layouts are the same.
 
 {table}
 """

@@ -1,15 +1,15 @@
 """Write the table of docs/reliability.md: `python -m docs.write_reliability`, about two minutes.
 
-Each row is a rank that fails in one way, in one phase, over one transport, on real processes; what
-the others see is measured. With `--check` nothing is written, and it is an error if what they see
-is another thing, or comes later, than the page says.
+A rank fails in one way, in one phase, over one transport, on real processes; what the others see
+is measured. Transports of which the same is seen share a row. With `--check` nothing is written,
+and it is an error if what they see is another thing, or comes later, than the page says.
 """
 
 import sys
-from itertools import starmap, zip_longest
+from itertools import groupby, starmap, zip_longest
 from pathlib import Path
 
-from tests.strikes import STRIKES, Seen, Strike, outcomes, told
+from tests.strikes import STRIKES, WAYS, Seen, Strike, outcomes, told
 
 PAGE = Path(__file__).with_name("reliability.md")
 BEGIN, END = "<!-- the table begins -->\n", "<!-- the table ends -->\n"
@@ -30,12 +30,40 @@ def table(found: dict[Strike, list[Seen]]) -> str:
     return "".join(f"{row}\n" for row in rows)
 
 
+def joined(rows: str) -> str:
+    """The rows, one for all transports where they differ in nothing else.
+
+    >>> print(joined("".join(f"| a | in b | {way} | c |\\n" for way in WAYS)), end="")
+    | a | in b | all | c |
+    """
+    lines = []
+    for cells, group in groupby(rows.splitlines(), key=_but_for_transport):
+        alike = list(group)
+        whole = len(alike) == len(WAYS)
+        lines += ["|".join([*cells[:3], " all ", *cells[3:]])] if whole else alike
+    return "".join(f"{line}\n" for line in lines)
+
+
+def apart(rows: str) -> list[str]:
+    """The rows, one for each transport."""
+    lines = []
+    for line in rows.splitlines():
+        ways = WAYS if " | all | " in line else ("all",)
+        lines += [line.replace(" | all | ", f" | {way} | ") for way in ways]
+    return lines
+
+
+def _but_for_transport(row: str) -> list[str]:
+    cells = row.split("|")
+    return cells[:3] + cells[4:]
+
+
 def untrue(page: str, rows: str) -> list[str]:
     """Rows that are not as the page promises, or not as soon."""
-    promised = page.split(BEGIN)[1].split(END)[0].splitlines()
+    promised = apart(page.split(BEGIN)[1].split(END)[0])
     return [
         row
-        for row, promise in zip_longest(rows.splitlines(), promised, fillvalue="")
+        for row, promise in zip_longest(apart(rows), promised, fillvalue="")
         if not all(starmap(_holds, zip_longest(row.split("|"), promise.split("|"), fillvalue="")))
     ]
 
@@ -47,7 +75,7 @@ def _holds(cell: str, promise: str) -> bool:
 def with_table(page: str, rows: str) -> str:
     """The page with these rows in place of its own."""
     before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}{rows}{END}{rest.split(END)[1]}"
+    return f"{before}{BEGIN}{joined(rows)}{END}{rest.split(END)[1]}"
 
 
 if __name__ == "__main__":
