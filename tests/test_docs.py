@@ -1,5 +1,7 @@
 """Every example of the README and the docs runs, and pictures are what their scripts draw."""
 
+import ast
+import inspect
 import json
 import re
 import runpy
@@ -10,15 +12,46 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_attention_pytorch import default_attention
+from docs import what_works
+from ring_attention_pytorch import attention, default_attention
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+def blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def prose(page: Path) -> str:
+    """What a page says outside of blocks of code."""
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def test_the_readme_can_be_read_in_two_minutes() -> None:
+    page = ROOT / "README.md"
+    assert len(page.read_text().splitlines()) <= 130
+    assert len(prose(page).split()) <= 900
+    assert len(re.findall(r"(?<![\w.])\d[\d.,]*", prose(page))) <= 40
+    (snippet,) = blocks(page)
+    assert len(snippet.splitlines()) <= 12
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_has_at_most_1500_words(page: Path) -> None:
+    if page.name == "architecture.md":
+        pytest.skip("its parts go to docs/design")
+    words = [word for word in prose(page).split() if re.search(r"\w", word)]  # no bars of tables
+    assert len(words) <= 1500
+
+
+def test_the_readme_quotes_the_loop_as_it_stands_in_the_code() -> None:
+    (quoted,) = blocks(ROOT / "README.md", "py")
+    lines = inspect.getsource(attention.forward).splitlines(keepends=True)
+    docstring = ast.parse("".join(lines)).body[0].body[0]
+    assert isinstance(docstring.value.value, str)
+    assert quoted == "".join(lines[: docstring.lineno - 1] + lines[docstring.end_lineno :])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -69,10 +102,11 @@ def test_a_trace_is_drawn_with_computing_and_the_rest_side_by_side(tmp_path: Pat
         assert drawn.count(colour) == 2  # in the legend, and once
 
 
-def test_the_readme_s_shards_run_under_torchrun_as_they_stand(tmp_path: Path) -> None:
-    script = tmp_path / "shards.py"
-    sharded = "assert mine[0].shape[1] in (333, 334) and not dist.is_initialized()\n"
-    script.write_text(blocks(ROOT / "README.md")[1] + sharded)
+def test_the_readme_s_example_runs_under_torchrun_as_it_stands(tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    sharded = "assert mine[0].shape[1] in (333, 334)\n"
+    sharded += "assert not torch.distributed.is_initialized()\n"
+    script.write_text(blocks(ROOT / "README.md")[0] + sharded)
     run = subprocess.run(
         [*TORCHRUN, "--nproc-per-node", "3", script],
         cwd=ROOT, capture_output=True, text=True, timeout=120,
@@ -97,6 +131,39 @@ def test_files_named_in_the_pages_exist() -> None:
 def test_the_drawing_is_what_its_script_draws() -> None:
     drawn = runpy.run_path(str(ROOT / "docs" / "draw_layouts.py"))["drawing"]()
     assert drawn == (ROOT / "docs" / "layouts.svg").read_text()
+
+
+def test_the_chart_of_speeds_is_what_its_script_draws_of_the_results() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "draw_speed.py"))
+    found = script["shares"](script["rows"]())
+    assert all(found[line.name] for line in script["LINES"])
+    assert script["drawing"](found) == (ROOT / "docs" / "speed.svg").read_text()
+
+
+def test_a_share_is_of_the_kernel_in_the_same_run() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "draw_speed.py"))
+    run = dict(tokens=2048, kernel="sdpa-cudnn")
+    kept = [
+        dict(run, subject="theory", mode="one by one", revision="a", tflops=400.0),
+        dict(run, subject="theory", mode="graph", revision="a", tflops=500.0),
+        dict(run, subject="theory", mode="one by one", revision="b", tflops=200.0),
+        dict(run, subject="gather", mode="one by one", revision="b", tflops=100.0),
+        dict(run, subject="gather", mode="replayed", revision="a", tflops=300.0),
+        dict(run, subject="ring", mode="one by one", revision="c", tflops=90.0),
+        dict(run, subject="gather", mode="graph", revision="a", tflops=450.0, kernel="triton"),
+    ]
+    found = {name: line for name, line in script["shares"](kept).items() if line}
+    assert found == {
+        "gather, replayed: plan.in_graphs()": {2048: 0.6},
+        "gather, launched one by one": {2048: 0.5},
+        "ring, launched one by one": {2048: 0.3},  # no kernel alone in its run: that of all
+    }
+
+
+def test_the_summary_of_what_works_is_the_worst_of_each_layout() -> None:
+    found = what_works.read(what_works.PAGE_AT.read_text())
+    written = what_works.SUMMARY_AT.read_text()
+    assert written == what_works.SUMMARY.format(table=what_works.summary(found))
 
 
 def test_the_page_of_kernels_is_what_they_say_of_themselves() -> None:
