@@ -179,10 +179,10 @@ def try_wheel(environment: Environment, wheel: Path) -> None:
     empty.mkdir()
     example = empty / "example.py"
     block = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
-    example.write_text(block + "print(tuple(out.shape))\n")
+    example.write_text(block + "print(tuple(whole.shape))\n")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     told, noise = environment.python(*launcher, example, folder=empty)
-    assert told.count("(1, 2048, 256)") == 2, told
+    assert told.count("(1, 1000, 8, 64)") == 2, told
     assert "process_group" not in noise, noise
 
 
