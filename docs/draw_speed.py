@@ -42,7 +42,7 @@ LINES = (
 )  # fmt: skip
 NOTES = (
     "One by one at 2k and 4k: measured before such few tokens took fewer launches.",
-    "yunchang runs flash-attn 2. context_parallel has no grouped heads, so keys are repeated to 32.",
+    "yunchang runs flash-attn 2. context_parallel gets its 8 key heads repeated to 32.",
     "ring_flash_attn (zhuzilin) is missing: it did not import beside the libraries there.",
     "Shares above 100 % are drifting clocks.",
 )
