@@ -114,6 +114,18 @@ def test_the_readme_s_example_runs_under_torchrun_as_it_stands(tmp_path: Path) -
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_examples_of_a_page_run_under_torchrun(page: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(blocks(page)):
+        if "with torchrun_group" in block:
+            script = tmp_path / f"example_{number}.py"
+            script.write_text(block)
+            subprocess.run(
+                [*TORCHRUN, "--nproc-per-node", "3", script], cwd=ROOT, timeout=120, check=True
+            )
+
+
 def test_links_of_the_pages_lead_somewhere() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
