@@ -34,7 +34,7 @@ COLOURS = ("#b04a4a", "#4878a8", "#d0943c", "#4a8a5c")
 
 # H200s, bf16, 32 query and 8 key heads of 128, causal, forward and backward: share of the same
 # kernel alone on one GPU over the whole sequence, up to 16384 tokens in a CUDA graph, by transport,
-# GPUs and tokens of each (benchmarks/results/2026-11-22-ring.md).
+# GPUs and tokens of each (benchmarks/results/ring.json).
 MEASURED = {
     ("gather", 4, 2048): 0.79,
     ("gather", 4, 4096): 0.89,
@@ -142,7 +142,7 @@ nobody else's.
 
 Share of the same kernel alone on one GPU over the whole sequence, forward and backward; H200s,
 bf16, 32 query and 8 key heads of 128, causal, zigzag, with cuDNN's kernel, up to 16k tokens
-in a CUDA graph (`benchmarks/results/2026-11-22-ring.md`).
+in a CUDA graph (`benchmarks/results/ring.json`).
 """
 
 PREDICTIONS = """\
