@@ -41,7 +41,7 @@ LINES = (
          "one by one", "#b04a4a", "9 5"),
 )  # fmt: skip
 NOTES = (
-    "One by one at 2k and 4k: measured before such few tokens took fewer launches.",
+    "gather one by one at 2k and 4k: measured before such few tokens took fewer launches.",
     "yunchang runs flash-attn 2. context_parallel gets its 8 key heads repeated to 32.",
     "ring_flash_attn (zhuzilin) is missing: it did not import beside the libraries there.",
     "Shares above 100 % are drifting clocks.",
@@ -50,36 +50,36 @@ NOTES = (
 
 def rows() -> list[dict[str, Any]]:
     """The measurements of four H200 under a causal mask, forward and backward together."""
-    wanted = {"gpus": 4, "mask": "causal", "pass": "both"}
-    return [
-        row
-        for row in json.loads(RESULTS.read_text())
-        if "H200" in row["device"] and wanted.items() <= row.items()
-    ]
+    wanted = {"device": "NVIDIA H200", "gpus": 4, "mask": "causal", "pass": "both"}
+    wanted |= {"heads": [32, 8], "head_dim": 128}
+    return [row for row in json.loads(RESULTS.read_text()) if wanted.items() <= row.items()]
 
 
 def shares(measured: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """By line and tokens, the median share of the runs.
-
-    A run is compared with the kernel alone in that run, or in all runs where it has none.
-    """
+    """By line and tokens, the median share of the runs."""
     found: dict[str, dict[int, float]] = {}
     for line in LINES:
-        mode = "one by one" if line.mode == "one by one" else "graph"
         found[line.name] = {}
         for tokens in TOKENS:
-            here = [row for row in measured if row["tokens"] == tokens]
-            alone = [r for r in here if (r["subject"], r["mode"]) == (ALONE, mode)]
-            alone = [row for row in alone if row["kernel"] == KERNEL]
-            each = []
-            for row in here:
-                own = row["kernel"] in (KERNEL, "", None) and row["subject"] == line.subject
-                if own and row["mode"] == line.mode:
-                    runs = [a for a in alone if a["revision"] == row["revision"]] or alone
-                    each.append(row["tflops"] / median(a["tflops"] for a in runs))
+            each = [
+                share(row, measured)
+                for row in measured
+                if (row["tokens"], row["subject"], row["mode"]) == (tokens, line.subject, line.mode)
+                and row["kernel"] in (KERNEL, None)  # peers bring their own
+            ]
             if each:
                 found[line.name][tokens] = median(each)
     return found
+
+
+def share(row: dict[str, Any], measured: list[dict[str, Any]]) -> float:
+    """The share that was noted, or else that of the kernel alone in the same run."""
+    if "share" in row:
+        return row["share"]
+    alone = {"subject": ALONE, "kernel": KERNEL}
+    alone |= {name: row[name] for name in ("command", "revision", "tokens", "mode")}
+    (whole,) = (each for each in measured if alone.items() <= each.items())
+    return row["tflops"] / whole["tflops"]
 
 
 def drawing(found: dict[str, dict[int, float]]) -> str:
@@ -95,7 +95,7 @@ def drawing(found: dict[str, dict[int, float]]) -> str:
         parts.append(text(place(tokens), TOP + HIGH + 20, name, INK, 13, "middle"))
     parts.append(text(LEFT + WIDE / 2, TOP + HIGH + 42, "tokens a GPU", INK, 13, "middle"))
     for number, line in enumerate(LINES):
-        points = [(place(tokens), height(share)) for tokens, share in found[line.name].items()]
+        points = [(place(tokens), height(part)) for tokens, part in found[line.name].items()]
         at = TOP + 20 + 26 * number
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         for stroke in (path, f"{LEFT + WIDE + 30},{at} {LEFT + WIDE + 70},{at}"):
@@ -121,8 +121,8 @@ def place(tokens: int) -> float:
     return LEFT + step * (TOKENS.index(tokens) + 0.5)
 
 
-def height(share: float) -> float:
-    return TOP + HIGH * (1 - share / MOST)
+def height(part: float) -> float:
+    return TOP + HIGH * (1 - part / MOST)
 
 
 def text(

@@ -152,23 +152,25 @@ def test_the_chart_of_speeds_is_what_its_script_draws_of_the_results() -> None:
     assert script["drawing"](found) == (ROOT / "docs" / "speed.svg").read_text()
 
 
-def test_a_share_is_of_the_kernel_in_the_same_run() -> None:
+def test_a_share_is_the_one_noted_or_that_of_the_kernel_in_the_same_run() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "draw_speed.py"))
-    run = dict(tokens=2048, kernel="sdpa-cudnn")
-    kept = [
-        dict(run, subject="theory", mode="one by one", revision="a", tflops=400.0),
-        dict(run, subject="theory", mode="graph", revision="a", tflops=500.0),
-        dict(run, subject="theory", mode="one by one", revision="b", tflops=200.0),
-        dict(run, subject="gather", mode="one by one", revision="b", tflops=100.0),
-        dict(run, subject="gather", mode="replayed", revision="a", tflops=300.0),
-        dict(run, subject="ring", mode="one by one", revision="c", tflops=90.0),
-        dict(run, subject="gather", mode="graph", revision="a", tflops=450.0, kernel="triton"),
+    peer = script["LINES"][-1]
+    run = dict(tokens=2048, mode="one by one", kernel="sdpa-cudnn", command="c", revision="a")
+    other = dict(run, revision="b")
+    measured = [
+        dict(run, subject="theory", tflops=400, share=1.0),
+        dict(run, subject="theory", tflops=500, share=1.0, mode="graph"),
+        dict(run, subject="theory", tflops=800, share=1.0, kernel="triton"),
+        dict(other, subject="theory", tflops=200, share=1.0),
+        dict(run, subject="gather", tflops=90, share=0.2),
+        dict(other, subject="gather", tflops=90, share=0.4),
+        dict(run, subject="gather", tflops=90, share=0.9, kernel="triton"),
+        dict(run, subject=peer.subject, tflops=100, kernel=None),
     ]
-    found = {name: line for name, line in script["shares"](kept).items() if line}
-    assert found == {
-        "gather, replayed: plan.in_graphs()": {2048: 0.6},
-        "gather, launched one by one": {2048: 0.5},
-        "ring, launched one by one": {2048: 0.3},  # no kernel alone in its run: that of all
+    found = script["shares"](measured)
+    assert {name: line for name, line in found.items() if line} == {
+        "gather, launched one by one": {2048: pytest.approx(0.3)},
+        peer.name: {2048: 0.25},
     }
 
 
