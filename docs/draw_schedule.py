@@ -1,8 +1,8 @@
-"""Draws docs/design/schedules.svg: `python docs/draw_schedule.py`.
+"""Draws docs/design/schedules.svg: `python -m docs.draw_schedule`.
 
 Four schedules of one case, as two streams of one rank: what it computes, and what is under way to
 it. Steps are those of `ring_attention_pytorch/schedule/steps.py`, lengths of bars the seconds that
-`ring_attention_pytorch/schedule/cost.py` predicts.
+`ring_attention_pytorch/schedule/cost.py` predicts. A bar says whose keys or gradients these are.
 """
 
 from pathlib import Path
@@ -24,6 +24,7 @@ from ring_attention_pytorch.schedule.steps import (
     Part,
     Program,
     Schedule,
+    Transfer,
     gather,
     gather_first,
     ring,
@@ -34,13 +35,15 @@ RANKS, TOKENS, RANK = 4, 2048, 1  # tokens of each rank; the rank that is drawn
 SHAPE = KVShape(batch=1, heads=32, key_heads=8, d=128, d_v=128, itemsize=2)
 PIXELS = 0.26  # of a microsecond
 LEFT, HIGH, GAP, PANEL = 92, 20, 5, 98
-OWN, OTHERS, KEYS_COME, GRADS_GO = "#4269d0", "#efb118", "#3ca951", "#ff725c"
-LEGEND = {
-    "computes on own keys": OWN,
-    "computes on others' keys": OTHERS,
-    "keys come": KEYS_COME,
-    "gradients travel": GRADS_GO,
-}
+OWN, OTHERS, ALL = "#4269d0", "#b07d00", "#7a5195"
+KEYS_COME, GRADS_GO = "#3ca951", "#d0503c"
+LEGEND = (
+    (LEFT, "computes on own keys", OWN),
+    (LEFT + 175, "on others' keys", OTHERS),
+    (LEFT + 295, "on all together", ALL),
+    (LEFT + 420, "keys come", KEYS_COME),
+    (LEFT + 510, "gradients travel", GRADS_GO),
+)
 INK, FAINT = "#57606a", "#d8dee4"
 
 
@@ -80,11 +83,13 @@ def bars(program: Program, back: bool) -> tuple[list[Bar], list[Bar]]:
             link = begin + 1e6 * cost._transfer_seconds(transfer, near * one, far * one, H200)
             arrived[number] = link
             colour = KEYS_COME if transfer.kind == KEYS else GRADS_GO
-            moved.append(Bar(begin, link, colour, ""))
+            moved.append(Bar(begin, link, colour, _whose(program, transfer)))
         if part is not None:
             seconds = cost._part_seconds(program, part, RANK, SHAPE, H200, a_flop)
-            words = _words(program, part)
-            computed.append(Bar(now, now + 1e6 * seconds, OTHERS if part.block else OWN, words))
+            distances = program.blocks[part.block].distances
+            colour = OTHERS if part.block else OWN
+            colour = ALL if part.block and 0 in distances else colour
+            computed.append(Bar(now, now + 1e6 * seconds, colour, _words(program, part)))
             now = computed[-1].stop
     return computed, moved
 
@@ -99,9 +104,16 @@ def _words(program: Program, part: Part) -> str:
     return " ".join("own" if distance == 0 else f"-{distance}" for distance in distances)
 
 
+def _whose(program: Program, transfer: Transfer) -> str:
+    """Return whose keys come, or to whose gradients others' are added."""
+    if transfer.kind == KEYS:
+        return _words(program, Part(transfer.block, transfer.stage))
+    return _words(program, Part(transfer.block)) if transfer.block else "own"
+
+
 def drawing() -> str:
     parts, y, right = [], 52, 0.0
-    for x, (words, colour) in zip((LEFT, 276, 484, 590), LEGEND.items()):
+    for x, words, colour in LEGEND:
         parts.append(f'<rect x="{x}" y="12" width="12" height="12" fill="{colour}"/>')
         parts.append(text(x + 18, 22, words))
     for name, both in schedules().items():
@@ -121,14 +133,9 @@ def drawing() -> str:
                     parts += drawn(bar, x, top)
             x += end * PIXELS + 30
         right, y = max(right, x), y + PANEL
-    parts.append(
-        text(
-            LEFT, y - 4, f"rank {RANK} of {RANKS}, {TOKENS} tokens each, zigzag, causal; -1 is the"
-        )
-    )
-    parts.append(
-        text(LEFT, y + 14, "owner one place behind; predicted for H200 GPUs of one NVLink domain")
-    )
+    case = f"rank {RANK} of {RANKS}, {TOKENS} tokens each, zigzag, causal"
+    parts.append(text(LEFT, y - 4, case + "; predicted for H200s of one NVLink domain"))
+    parts.append(text(LEFT, y + 14, "-1: keys, or gradients, of the owner one place behind"))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{right:.0f}" height="{y + 28}" '
         'font-family="system-ui, sans-serif" font-size="12">'
