@@ -65,7 +65,7 @@ def share(way: tuple[str, int], ranks: int, tokens: int, machine: Hardware) -> t
         schedule = ring(blocks)
     else:
         at_once = owners_at_once(ROOM, blocks, job)
-        schedule = likely_gather(blocks, job, at_once, inner.domain)
+        schedule = likely_gather(blocks, job, at_once, inner)
     cost = predict(schedule, size // 2, job, inner)
     seconds = cost.forward + cost.backward + swap_seconds(tokens, JOB, degree, machine)
     return cost.ideal / seconds, seconds
@@ -77,10 +77,7 @@ def checked() -> list[tuple[str, int, int, float, float]]:
     for (transport, ranks, tokens), measured in MEASURED.items():
         everyone = all_segments("zigzag", ranks, ranks * tokens)
         blocks = Workload(everyone, everyone, Mask(causal=True))
-        if transport == "ring":
-            schedule = ring(blocks)
-        else:
-            schedule = likely_gather(blocks, JOB, ranks - 1, H200.domain)
+        schedule = ring(blocks) if transport == "ring" else likely_gather(blocks, JOB, ranks - 1)
         predicted = min(predict(schedule, rank, JOB).share for rank in range(ranks))
         found.append((transport, ranks, tokens, measured, predicted))
     return found

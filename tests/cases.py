@@ -258,7 +258,7 @@ def over_shared_memory(
         swap, over = replace(swap, shared=among), swap.ring
         shared = shared._replace(ranks=over.places)
     transport = SymmetricGather.over(
-        over, plan.blocks, at_once, plan.kv_shape, shared, overtaken, late
+        over, plan.blocks, at_once, plan.kv_shape, shared, overtaken=overtaken, late=late
     )
     if aside is not None:
         transport = replace(transport, aside=aside)

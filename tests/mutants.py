@@ -258,7 +258,7 @@ MUTANTS = [
     ),
     Mutant(
         "nobody asks for stages", "comm/transports.py:make_transport",
-        "late = keys_come_late(blocks, at_once, job)", "late = False",
+        "late = keys_come_late(blocks, at_once, job, machine)", "late = False",
     ),
     Mutant(
         "a graph's tables go away", "comm/all_to_all.py:SharedSwap._moves",
@@ -336,7 +336,7 @@ MUTANTS = [
     ),
     Mutant(
         "keys come in stages where they are in time", "schedule/policy.py:keys_come_late",
-        "own < _FLOPS_A_BYTE", "own > _FLOPS_A_BYTE",
+        "own < machine.beside_forward", "own > machine.beside_forward",
     ),
     Mutant(
         "keys come in stages where some have none of their own",
@@ -548,11 +548,11 @@ MUTANTS = [
     ),
     Mutant(
         "few tokens have as many calls as others", "schedule/policy.py:is_few",
-        "pairs * shape.pair_flops <= _LATENCY_BOUND", "pairs < 0",
+        "pairs * shape.pair_flops * both <= machine.host", "pairs < 0",
     ),
     Mutant(
         "few are counted whatever their keys weigh", "schedule/policy.py:is_few",
-        "* shape.token_bytes > _SOON_COPIED", "< 0",
+        "* shape.token_bytes > _SOON_COPIED * machine.memory", "< 0",
     ),
     Mutant(
         "few are counted without their mask", "schedule/policy.py:is_few",
@@ -590,7 +590,7 @@ MUTANTS = [
     Mutant(
         "few tokens' graphs have calls that wait for one another",
         "plan/ring_plan.py:_chosen_transport",
-        "overlapping.overtaken or is_small", "(together or overlapping).overtaken or is_small",
+        "overlapping.overtaken or small", "(together or overlapping).overtaken or small",
     ),
     Mutant(
         "keys that come together are read before all have come",

@@ -62,7 +62,7 @@ def test_every_visible_pair_is_counted_once(layout, size, length, visible, at_on
     found = blocks(layout, size, length, visible)
     for rank, mine in enumerate(found.queries):
         pairs = sum(visible_pairs(tiles(mine, k, visible)) for k in found.keys)
-        for schedule in (ring(found), likely_gather(found, JOB, at_once, 8), gather_first(found)):
+        for schedule in (ring(found), likely_gather(found, JOB, at_once), gather_first(found)):
             for back in (False, True):
                 keys = schedule.positions(back, rank)
                 assert sum(visible_pairs(tiles(mine, each, visible)) for each in keys) == pairs
@@ -80,7 +80,7 @@ def test_more_speed_never_takes_longer():
 
 def test_one_rank_costs_its_kernel_and_the_call():
     found = blocks("contiguous", 1, 8192, Mask())
-    cost = predict(likely_gather(found, JOB, 1, 8), 0, JOB)
+    cost = predict(likely_gather(found, JOB, 1), 0, JOB)
     assert cost.received == 0
     assert cost.share > 0.95
     assert swap_seconds(8192, JOB, 1) == 0

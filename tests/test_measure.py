@@ -21,7 +21,8 @@ from ring_attention_pytorch.plan.calibrate import (
     select_transport,
 )
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
-from ring_attention_pytorch.schedule.cost import H200, choose_transport
+from ring_attention_pytorch.schedule.cost import choose_transport
+from ring_attention_pytorch.schedule.hardware import H200
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 
 JOB = KVShape(1, 2, 1, 16, 16, 4)
@@ -62,7 +63,7 @@ def test_all_ranks_see_the_same_machine_and_measure_it_once(pools, size):
     machine, repeats, times = found[0]
     assert all(each == found[0] for each in found)
     assert repeats
-    assert times == [3 + 2] * 3  # messages of three lengths, forward and backward
+    assert times == [3 + 1 + 2] * 3  # messages of three lengths, copies, forward and backward
     assert machine["domain"] == size
     assert machine["pull"] == H200.pull  # there is no shared memory to pull from
     for speed in ("forward", "backward"):
@@ -80,7 +81,7 @@ def test_what_one_rank_could_not_measure_nobody_knows(pools):
 def test_what_one_rank_has_forgotten_all_measure_again(pools):
     found = pools(4).run(measured, -1, 1)
     assert all(each[0] == found[0][0] for each in found)
-    assert [each[2] for each in found] == [[5, 10, 15]] * 4
+    assert [each[2] for each in found] == [[6, 12, 18]] * 4
 
 
 def test_slow_links_change_the_choice():
@@ -120,6 +121,7 @@ def test_a_cpu_measures_nothing_and_a_gpu_gives_at_most_half_of_what_is_left(mon
     finally:
         torch.use_deterministic_algorithms(False)
     assert calibrate.measures(on_gpu, None)
+    assert calibrate.measures(on_gpu, "gather")
     assert not calibrate.measures(on_gpu, "ring")
 
 

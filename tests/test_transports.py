@@ -47,6 +47,7 @@ from ring_attention_pytorch.runtime import rowwise, streams
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.schedule import policy
+from ring_attention_pytorch.schedule.hardware import H200
 from ring_attention_pytorch.schedule.pieces import (
     KVShape,
     Workload,
@@ -317,9 +318,10 @@ def test_gradients_come_aside_where_that_is_hidden(size, tokens, overtaken, asid
     held = all_segments("zigzag", size, size * tokens)
     blocks, cut = Workload(held, held, Mask(causal=True)), 0 if overtaken else tokens // 2
     job, groups = KVShape(1, 32, 8, 128, 128, itemsize=2), schedule(blocks, size)
-    assert come_home_aside(blocks, groups, [cut] * size, job, overtaken) == aside
+    assert come_home_aside(blocks, groups, [cut] * size, job, H200, overtaken) == aside
     one_by_one = schedule(blocks, 1)
-    assert come_home_aside(blocks, one_by_one, [cut] * size, job, False) == (size > 2 or aside)
+    late = come_home_aside(blocks, one_by_one, [cut] * size, job, H200, False)
+    assert late == (size > 2 or aside)
 
 
 class Place(Ring):
@@ -390,7 +392,7 @@ def test_few_tokens_of_many_ranks_come_late(tokens, late, otherwise):
     visible = Mask(causal, **{name: otherwise[name] for name in seen})
     blocks = Workload(everyone, otherwise.get("keys", everyone), visible)
     job = KVShape(1, 32, 8, 128, 128, itemsize=2)
-    assert keys_come_late(blocks, otherwise.get("at_once", 7), job) == late
+    assert keys_come_late(blocks, otherwise.get("at_once", 7), job, H200) == late
 
 
 # --- messages ---
@@ -710,7 +712,7 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
             transports.make_transport("gather", ring, plan.blocks, at_once, plan.kv_shape, q.device)
             for at_once in (9, 1)
         ]
-        few = (transports.make_together(each, plan.blocks, plan.kv_shape) for each in made)
+        few = (transports.make_together(each, plan.blocks, plan.kv_shape, machine) for each in made)
         return [(type(spares), type(each)) for spares, each in zip(few, made)]
 
     def shared_by(ring: threads.ThreadRing, _: torch.device) -> PeerGroup:
@@ -719,12 +721,14 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
     monkeypatch.setattr(transports, "shared_by", shared_by)
     job = KVShape(1, 2, 2, 4, 4, itemsize=4)
     flops, copied = 16 * most * job.pair_flops, 16 * job.token_bytes
+    of_both = 1 / H200.forward + 2.5 / H200.backward
     few, many = (GatherFirst, SymmetricGather), (type(None), SymmetricGather)
     for *bounds, found in (
         (flops, copied, few), (flops - 1, copied, many), (flops, copied - 1, many)
     ):  # fmt: skip
-        monkeypatch.setattr(policy, "_LATENCY_BOUND", bounds[0])
-        monkeypatch.setattr(policy, "_SOON_COPIED", bounds[1])
+        machine = H200._replace(
+            host=(bounds[0] + 0.5) * of_both, memory=(bounds[1] + 0.5) / policy._SOON_COPIED
+        )
         assert threads.run(4, main)[0] == [[found, many]] * 4
 
 
@@ -801,12 +805,14 @@ def test_few_may_be_short(monkeypatch):
 def test_long_calls_go_one_after_another(monkeypatch):
     long = [torch.randn(1, 8, 2, 4) for _ in range(3)]
     for most, short in ((2 * 64 * 2 * 8, True), (2 * 64 * 2 * 8 - 1, False)):
-        monkeypatch.setattr(policy, "_SMALL", most)
+        monkeypatch.setattr(policy, "_SMALL", (most + 0.5) / (H200.call * H200.forward))
         assert RingPlan.make(*long, causal=True).concurrent == short
     held = ((Segment(0, 1, 8),),)
     blocks, job = Workload(held, held, Mask(causal=True)), KVShape(1, 2, 2, 4, 4, itemsize=4)
-    monkeypatch.setattr(policy, "_SMALL_UNDIVIDED", 64 * job.pair_flops)
-    assert [policy.is_small(blocks, job, undivided) for undivided in (False, True)] == [False, True]
+    enough = (64 * job.pair_flops + 0.5) / (H200.call * H200.forward)
+    monkeypatch.setattr(policy, "_SMALL_UNDIVIDED", enough)
+    assert not policy.is_small(blocks, job, H200)
+    assert policy.is_small(blocks, job, H200, undivided=True)
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])

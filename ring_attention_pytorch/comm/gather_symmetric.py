@@ -28,6 +28,7 @@ from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, wire_dtype
 from ring_attention_pytorch.runtime.streams import side_stream_after_others
 from ring_attention_pytorch.schedule import steps
+from ring_attention_pytorch.schedule.hardware import H200, Hardware
 from ring_attention_pytorch.schedule.pieces import (
     KVShape,
     Round,
@@ -88,6 +89,7 @@ class SymmetricGather(Gather):
         at_once: int,
         job: KVShape,
         shared: PeerGroup,
+        machine: Hardware = H200,
         overtaken: bool = False,
         late: bool = False,
     ) -> "SymmetricGather":
@@ -109,7 +111,7 @@ class SymmetricGather(Gather):
             cuts = [0] * len(lengths)
         elif cut:
             cuts = [length - length // 2 for length in lengths]
-        aside = come_home_aside(blocks, rounds, cuts, job, overtaken)
+        aside = come_home_aside(blocks, rounds, cuts, job, machine, overtaken)
         plan = steps.gather(blocks, [*map(Block.of, rounds)], cut, gives_way=overtaken)
         return cls(ring, plan, space=space, ranks=ranks, aside=aside)
 

@@ -15,6 +15,7 @@ from ring_attention_pytorch.comm.send_recv import SendRecv
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
 from ring_attention_pytorch.geometry.layouts import count
 from ring_attention_pytorch.runtime.interfaces import Transport
+from ring_attention_pytorch.schedule.hardware import H200, Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 from ring_attention_pytorch.schedule.policy import is_few, keys_come_late
 
@@ -62,6 +63,7 @@ def make_transport(
     at_once: int,
     job: KVShape,
     device: torch.device,
+    machine: Hardware = H200,
     overtaken: bool = False,
 ) -> Transport:
     """Make the transport of that name; all ranks of the ring call this together.
@@ -69,17 +71,19 @@ def make_transport(
     Calls for own keys that are `overtaken` by the others' run on while gradients travel.
     """
     if name == "gather" and (shared := shared_by(ring, device)) is not None:
-        late = keys_come_late(blocks, at_once, job)
-        return SymmetricGather.over(ring, blocks, at_once, job, shared, overtaken, late)
+        late = keys_come_late(blocks, at_once, job, machine)
+        return SymmetricGather.over(ring, blocks, at_once, job, shared, machine, overtaken, late)
     return TRANSPORTS[name].make(ring, blocks, at_once)
 
 
-def make_together(gather: Transport, blocks: Workload, job: KVShape) -> GatherFirst | None:
+def make_together(
+    gather: Transport, blocks: Workload, job: KVShape, machine: Hardware = H200
+) -> GatherFirst | None:
     """Make a gather that spares the host, if tokens are few; else return None.
 
     With few tokens the host takes longer to launch a gather's calls than a GPU to run them. All
     ranks of the ring call this together.
     """
-    if not (isinstance(gather, SymmetricGather) and gather.keeps and is_few(blocks, job)):
+    if not (isinstance(gather, SymmetricGather) and gather.keeps and is_few(blocks, job, machine)):
         return None
     return GatherFirst.like(gather, blocks, job, shared_by(gather.ring, gather.space.device))

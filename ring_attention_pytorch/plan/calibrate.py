@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from statistics import median
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,8 @@ from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods
-from ring_attention_pytorch.schedule.cost import H200, Hardware, choose_transport
+from ring_attention_pytorch.schedule.cost import choose_transport
+from ring_attention_pytorch.schedule.hardware import H200, Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 
 Seconds = dict[str, float]
@@ -31,14 +33,17 @@ ROOM = 8 << 30  # bytes at most for others' keys where neither transport nor mem
 
 _BYTES = (1 << 16, 8 << 20, 64 << 20)  # of the messages that are timed
 _PULLED = 16 << 20  # bytes, of which symmetric memory keeps one rank's part
+_COPIES = 16  # of the longest message within a device
 _FLOPS = 1 << 37  # of the block that a kernel computes: a fraction of a millisecond on an H200
 _ROUNDS = 3
 _known: WeakKeyDictionary[ProcessGroup, dict[Hashable, Seconds]] = WeakKeyDictionary()
+_machines: WeakKeyDictionary[ProcessGroup, dict[Hashable, Hardware]] = WeakKeyDictionary()
 
 
 def measures(like: Tensor, named: str | None) -> bool:
     """Tell whether a plan that names this transport measures; a group's ranks must do alike."""
-    return named is None and like.is_cuda and not torch.are_deterministic_algorithms_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return named != "ring" and like.is_cuda and not deterministic
 
 
 def room_left(like: Tensor) -> int:
@@ -61,18 +66,36 @@ def select_transport(
     shape: KVShape,
     at_once: int,
     like: Tensor,
+    known: Hardware | None = None,
 ) -> tuple[str, Hardware]:
-    """Choose the transport of a plan; return it and the machine for which it was chosen.
+    """Choose the transport of a plan; return it and the speeds of those that it connects.
 
-    All ranks of the group call this together, if they measure.
+    All ranks of the group call this together, if they measure: unless the speeds are `known`.
     """
-    if not measures(like, named) or ring.size == 1:
-        machine = H200 if like.is_cuda else None
-        return named or choose_transport(blocks, shape, at_once, machine), H200
+    machine = H200
     degree = ring.size // len(blocks.keys)  # of Ulysses
-    machine = hardware_of(ring, degree, kernel, shape, like)
-    near = machine._replace(domain=max(1, machine.domain // degree))
-    return choose_transport(blocks, shape, at_once, near), machine
+    if measures(like, named) and ring.group is not None and ring.size > 1:
+        machine = known or hardware_of(ring, degree, kernel, shape, like)
+    if named is None:
+        near = machine.every(degree) if like.is_cuda else None
+        named = choose_transport(blocks, shape, at_once, near)
+    return named, machine
+
+
+def recall(ring: Ring, subject: Hashable) -> Hardware | None:
+    """Return the speeds that this rank remembers for a subject; None of a group of several rings.
+
+    Of those some ranks may remember what others don't.
+    """
+    if ring.group is None or ring.several:
+        return None
+    return _machines.get(ring.group, {}).get((ring.size, subject))
+
+
+def remember(ring: Ring, subject: Hashable, machine: Hardware) -> None:
+    """Remember measured speeds, so that the next plan of such a subject need not ask."""
+    if machine.measured:
+        _machines.setdefault(ring.group, {})[ring.size, subject] = machine
 
 
 def hardware_of(
@@ -115,6 +138,8 @@ def hardware_from(seconds: Seconds, domain: int, shape: KVShape) -> Hardware:
         machine = machine._replace(network_hop=hop, network=most / sending)
     if "pull" in seconds:
         machine = machine._replace(pull=_PULLED / seconds["pull"])
+    if "memory" in seconds:
+        machine = machine._replace(memory=2 * _COPIES * most / seconds["memory"])
     flops = shape._replace(batch=1).pair_flops * _tokens(shape) ** 2
     if "forward" in seconds:
         machine = machine._replace(forward=flops / seconds["forward"])
@@ -178,7 +203,13 @@ def _links(ring: Ring, degree: int, hosts: Sequence[str], device: torch.device) 
             ring.exchange([(after, sent[:n])], [(before, received[:n])]).wait()
 
         seconds[f"{kind} {n}"] = _seconds(hop, device, ring)
+    seconds["memory"] = _seconds(partial(_copy_often, received, sent), device)
     return seconds | _pulls(ring, received[:_PULLED])
+
+
+def _copy_often(place: Tensor, t: Tensor) -> None:
+    for _ in range(_COPIES):
+        place.copy_(t)
 
 
 def _pulls(ring: Ring, into: Tensor) -> Seconds:

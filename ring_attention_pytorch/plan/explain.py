@@ -58,7 +58,7 @@ def _prediction(plan: RingPlan, cost: Cost, swap: float) -> str:
 def predicted(plan: RingPlan) -> tuple[Cost, float]:
     """Predict the cost of this rank's part in the transport, and seconds of the all-to-all."""
     degree, shape = plan.degree, plan.kv_shape
-    near = plan.machine._replace(domain=max(1, plan.machine.domain // degree))
+    near = plan.machine.every(degree)
     cost = predict(plan.schedule, plan.place, shape, near)
     tokens = count(plan.query_segments[plan.ring.rank])
     all_heads = shape._replace(heads=shape.heads * degree, key_heads=shape.key_heads * degree)

@@ -4,7 +4,7 @@ Nothing here waits for another rank. Whatever goes wrong becomes the proposal's 
 ranks are told, so that none of them is left waiting.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,14 @@ class Proposal:
     scale: float = 1.0
     kernel: SelectedKernel | None = None
     shaped: tuple[Tensor, ...] = ()
+
+    @property
+    def subject(self) -> Hashable:
+        """What speeds are measured of: the kernel, heads and dtype, and the all-to-all if any."""
+        if self.problem is not None:
+            return None
+        heads = tuple(tuple(t.shape[2:]) for t in self.shaped)
+        return self.kernel.name, heads, self.shaped[0].dtype, self.options.ulysses
 
     @classmethod
     def of(cls, call: Call, given: Mapping[str, Any], also: Mapping[str, Any]) -> "Proposal":
@@ -90,7 +98,7 @@ class Proposal:
             everywhere={
                 **options.agreed(everywhere=True),
                 "query_positions and key_positions": "given" if options.placed else None,
-                "measuring (transport=None, unless deterministic)": measures(q, options.transport),
+                "measuring (not for 'ring', nor deterministic)": measures(q, options.transport),
             },
             options=options,
             scale=scale,

@@ -28,7 +28,7 @@ from ring_attention_pytorch.geometry.layouts import (
 )
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel
-from ring_attention_pytorch.plan.calibrate import select_transport
+from ring_attention_pytorch.plan.calibrate import recall, remember, select_transport
 from ring_attention_pytorch.plan.checks import (
     Signature,
     lengths_problem,
@@ -52,7 +52,7 @@ from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles,
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.scores import per_head_problem
 from ring_attention_pytorch.runtime.torch_func import outside_transforms
-from ring_attention_pytorch.schedule.cost import Hardware
+from ring_attention_pytorch.schedule.hardware import Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 from ring_attention_pytorch.schedule.policy import is_small
 from ring_attention_pytorch.schedule.steps import Schedule
@@ -133,7 +133,8 @@ class RingPlan:
         """
         ring = as_ring(group)
         mine = Proposal.of(Call(q, k, v, ring.size), options, also or {})
-        lengths = agree(ring, "ring attention", mine.same, mine.own, mine.problem, mine.everywhere)
+        own = {**mine.own, "knows": recall(ring, mine.subject) is not None}
+        lengths = agree(ring, "ring attention", mine.same, own, mine.problem, mine.everywhere)
         with ring.call("making a plan"):
             return cls._agreed(ring, mine, lengths)
 
@@ -267,7 +268,9 @@ class RingPlan:
         pairs = self.kv_shape._replace(d=2 * self.kv_shape.d, d_v=2 * self.kv_shape.d_v)
         at_once = owners_at_once(self.memory, self.blocks, pairs)
         ring = self.transport.ring
-        return make_transport(self.transport_name, ring, self.blocks, at_once, pairs, self.device)
+        return make_transport(
+            self.transport_name, ring, self.blocks, at_once, pairs, self.device, self.machine
+        )
 
     @property
     def alone(self) -> bool:
@@ -392,16 +395,20 @@ def _chosen_transport(
     options, kernel, blocks, ulysses = mine.options, mine.kernel, heads.blocks, heads.ulysses
     q, k, v = mine.shaped
     shape = job_of(q, k, v, ulysses)
-    memory = options.memory
-    if options.transport is None and memory is None:
+    memory, named = options.memory, options.transport
+    if named is None and memory is None:
         memory = min(rank["room"] for rank in lengths)
     at_once = owners_at_once(memory, blocks, shape)
-    name, machine = select_transport(options.transport, ring, kernel, blocks, shape, at_once, q)
+    known = recall(ring, mine.subject) if all(rank["knows"] for rank in lengths) else None
+    name, machine = select_transport(named, ring, kernel, blocks, shape, at_once, q, known)
+    remember(ring, mine.subject, machine)
+    near = machine.every(ring.size // len(blocks.keys))
     if ulysses is not None:
         ring = ulysses.ring
-    overtaken = alike and kernel.preemptible and is_small(blocks, shape, undivided=True)
-    overlapping = make_transport(name, ring, blocks, at_once, shape, q.device, overtaken)
-    together = make_together(overlapping, blocks, shape)
+    small = is_small(blocks, shape, near)
+    overtaken = alike and kernel.preemptible and is_small(blocks, shape, near, undivided=True)
+    overlapping = make_transport(name, ring, blocks, at_once, shape, q.device, near, overtaken)
+    together = make_together(overlapping, blocks, shape, near)
     return _TransportChoice(
         transport=together or overlapping,
         overlapped=together and overlapping,
@@ -410,5 +417,5 @@ def _chosen_transport(
         memory=memory,
         at_once=at_once,
         kv_shape=shape,
-        concurrent=alike and (overlapping.overtaken or is_small(blocks, shape)),
+        concurrent=alike and (overlapping.overtaken or small),
     )

@@ -1,8 +1,6 @@
 """A model of what a transport costs: bytes, FLOPs and links, as pure functions on ints.
 
 It is for choosing, explaining and extrapolating. docs/scaling.md says what it was compared with.
-Defaults were measured on H200 GPUs within one NVLink domain. The network is a 400 Gb/s link for
-each GPU, which was not measured.
 """
 
 from itertools import chain, pairwise
@@ -10,6 +8,7 @@ from typing import NamedTuple
 
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.geometry.tiles import Tile, tiles, visible_pairs
+from ring_attention_pytorch.schedule.hardware import H200, Hardware
 from ring_attention_pytorch.schedule.pieces import (
     KVShape,
     Workload,
@@ -30,28 +29,6 @@ from ring_attention_pytorch.schedule.steps import (
     ring,
 )
 
-# bytes and seconds of one NCCL send/recv hop between H200s, both ways at once
-_HOPS = ((0, 1.0e-4), (8 << 20, 1.71e-4), (32 << 20, 5.13e-4), (128 << 20, 9.68e-4),
-         (512 << 20, 1.68e-3))  # fmt: skip
-
-
-class Hardware(NamedTuple):
-    """Speeds of a device and its links: FLOP/s and bytes/s each way, seconds."""
-
-    forward: float = 600e12  # FLOP/s of a kernel on large tiles
-    backward: float = 525e12
-    memory: float = 4.3e12  # read and write together
-    pull: float = 350e9  # by copy engines within a domain
-    swap: float = 280e9  # of heads for sequence within a domain, out of shared memory
-    network: float = 45e9  # between domains, for each GPU
-    network_hop: float = 2e-5
-    call: float = 1e-4  # seconds of a kernel's call on top: to launch, ramp up and end
-    domain: int = 8  # GPUs that reach one another by NVLink
-    hops: tuple[tuple[int, float], ...] = _HOPS  # bytes and seconds between its neighbours
-    measured: bool = False  # whether on the group at hand
-
-
-H200 = Hardware()
 _BESIDE = 0.4  # share of `call` that stays where other calls fill what one leaves idle
 
 
@@ -221,19 +198,21 @@ def costs(
 ) -> dict[str, Cost]:
     """Predict the cost of each transport for a rank in the middle of the ring."""
     rank = len(workload.keys) // 2
-    both = (ring(workload), likely_gather(workload, shape, at_once, machine.domain))
+    both = (ring(workload), likely_gather(workload, shape, at_once, machine))
     return {each.transport: predict(each, rank, shape, machine) for each in both}
 
 
-def likely_gather(workload: Workload, shape: KVShape, at_once: int, domain: int) -> Schedule:
-    """Return the schedule of a gather as it would be made for ranks in domains of this size.
+def likely_gather(
+    workload: Workload, shape: KVShape, at_once: int, machine: Hardware = H200
+) -> Schedule:
+    """Return the schedule of a gather as it would be made for ranks of such a machine.
 
     Of more ranks than reach one another no two stages, and own keys cut if there is one round.
     """
-    if len(workload.keys) > domain:
+    if len(workload.keys) > machine.domain:
         rounds = [Block(((distances,),)) for distances in workload.others(at_once)]
         return gather(workload, rounds, cut=len(rounds) == 1)
-    late = keys_come_late(workload, at_once, shape)
+    late = keys_come_late(workload, at_once, shape, machine)
     made = (in_two_stages(workload),) if late else rounds_of(workload, at_once)
     lengths = [count(keys) for keys in workload.keys]
     return gather(workload, [*map(Block.of, made)], much_comes_last(made, lengths))

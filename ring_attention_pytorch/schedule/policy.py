@@ -1,12 +1,13 @@
 """Decisions that the speeds of GPUs make: what comes in stages, together, beside calls or after.
 
-Each is a pure function of the work, so all ranks decide alike. Figures are those of an H200.
+Each is a pure function of the work and of a machine's speeds, so all ranks decide alike.
 """
 
 from collections.abc import Sequence
 
 from ring_attention_pytorch.geometry.segments import Segment, count
 from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
+from ring_attention_pytorch.schedule.hardware import Hardware
 from ring_attention_pytorch.schedule.pieces import (
     KVShape,
     Round,
@@ -18,34 +19,32 @@ from ring_attention_pytorch.schedule.pieces import (
     tokens,
 )
 
-_SMALL, _SMALL_UNDIVIDED = 2e13, 2e14  # FLOPs forward, if nothing were hidden
-# FLOPs forward: 6 ms with backward, which a host takes to launch overlapping calls
-_LATENCY_BOUND = 1e12
-_SOON_COPIED = 2**26  # bytes of own keys: with their gradients 0.1 ms of an H200's memory
-_FLOPS_A_BYTE = 1800  # of a kernel while a byte comes: an H200's 600 TFLOP/s over 330 GB/s
-_FLOPS_A_BYTE_BACK = 1600  # backward, at 525 TFLOP/s
+_SMALL, _SMALL_UNDIVIDED = 334, 3340  # times what a call takes on top, if nothing were hidden
+_SOON_COPIED = 1.6e-5  # seconds to read own keys: copying them and their gradients takes 0.1 ms
 
 
-def is_small(workload: Workload, shape: KVShape, undivided: bool = False) -> bool:
+def is_small(
+    workload: Workload, shape: KVShape, machine: Hardware, undivided: bool = False
+) -> bool:
     """Tell whether ranks have so little to compute that the ends of calls are much of it.
 
-    That is at most 16384 queries a rank, of 32 heads of size 128, over four ranks: 10 ms of an
-    H200. It is ten times the FLOPs where own keys are `undivided` backward, which spares calls of a
+    On H200s that is at most 16384 queries a rank, of 32 heads of size 128, over four ranks: 10 ms.
+    It is ten times as many pairs where own keys are `undivided` backward, which spares calls of a
     kernel.
     """
     pairs = max(map(count, workload.queries)) * sum(map(count, workload.keys))
     most = _SMALL_UNDIVIDED if undivided else _SMALL
-    return pairs * shape.pair_flops <= most
+    return pairs * shape.pair_flops <= most * machine.call * machine.forward
 
 
-def is_few(workload: Workload, shape: KVShape) -> bool:
+def is_few(workload: Workload, shape: KVShape, machine: Hardware) -> bool:
     """Tell whether a GPU computes no longer than the host takes to launch calls that overlap.
 
-    Own keys must be soon copied, too. That is at most 4096 queries a rank, of 32 heads of size 128,
-    over four ranks under a causal mask; of short documents 16384, with 8 key heads.
+    Own keys must be soon copied, too. On H200s that is at most 4096 queries a rank, of 32 heads of
+    size 128, over four ranks under a causal mask; of short documents 16384, with 8 key heads.
     """
     queries, keys, mask, _ = workload
-    if max(map(count, keys)) * shape.token_bytes > _SOON_COPIED:
+    if max(map(count, keys)) * shape.token_bytes > _SOON_COPIED * machine.memory:
         return False
     if mask.documents is not None:
         whole = (Segment(0, 1, sum(map(count, queries))),)  # whichever rank holds what of it
@@ -55,11 +54,12 @@ def is_few(workload: Workload, shape: KVShape) -> bool:
         if mask.window is not None:
             keys_seen = min(keys_seen, (2 - mask.causal) * mask.window + 1)
         pairs = max(map(count, queries)) * keys_seen
-    return pairs * shape.pair_flops <= _LATENCY_BOUND
+    both = 1 / machine.forward + 2.5 / machine.backward
+    return pairs * shape.pair_flops * both <= machine.host
 
 
 @cached
-def keys_come_late(workload: Workload, at_once: int, shape: KVShape) -> bool:
+def keys_come_late(workload: Workload, at_once: int, shape: KVShape, machine: Hardware) -> bool:
     """Tell whether a rank has computed on own keys before those of several others have come.
 
     All ranks must have work on own keys, and the others' keys must come together.
@@ -75,7 +75,7 @@ def keys_come_late(workload: Workload, at_once: int, shape: KVShape) -> bool:
         own = shape.pair_flops * visible_pairs(tiles(queries, keys, mask))
         if own == 0:
             return False
-        late |= own < _FLOPS_A_BYTE * shape.token_bytes * tokens(chunks)
+        late |= own < machine.beside_forward * shape.token_bytes * tokens(chunks)
     return late
 
 
@@ -84,6 +84,7 @@ def come_home_aside(
     rounds: Sequence[Round],
     cuts: Sequence[int],
     shape: KVShape,
+    machine: Hardware,
     overtaken: bool,
 ) -> bool:
     """Tell whether ranks compute on while at least half of their gradients come home from others.
@@ -101,7 +102,7 @@ def come_home_aside(
     for queries, keys, cut in zip(workload.queries, workload.keys, cuts):
         kept = slice_segments(keys, slice(cut, count(keys)))
         pairs_left.append(visible_pairs(tiles(queries, kept, workload.visible)))
-    moved = _FLOPS_A_BYTE_BACK * shape.grad_bytes * (2 * brought + coming / 2)
+    moved = machine.beside_backward * shape.grad_bytes * (2 * brought + coming / 2)
     return 2.5 * shape.pair_flops * min(pairs_left) >= moved
 
 

@@ -1,0 +1,47 @@
+"""Speeds of a device and of its links: what every decision about time goes by.
+
+`H200` is for plans that measure nothing, and for what can't be measured. Its figures are those of
+H200 GPUs within one NVLink domain. The network is a 400 Gb/s link for each GPU, which was not
+measured.
+"""
+
+from typing import NamedTuple
+
+# bytes and seconds of one NCCL send/recv hop between H200s, both ways at once
+_HOPS = ((0, 1.0e-4), (8 << 20, 1.71e-4), (32 << 20, 5.13e-4), (128 << 20, 9.68e-4),
+         (512 << 20, 1.68e-3))  # fmt: skip
+
+
+class Hardware(NamedTuple):
+    """Speeds of a device and its links: FLOP/s and bytes/s each way, seconds."""
+
+    forward: float = 600e12  # FLOP/s of a kernel on large tiles
+    backward: float = 525e12
+    memory: float = 4.3e12  # read and write together
+    pull: float = 350e9  # by copy engines within a domain
+    beside: float = 0.95  # share of that while a kernel computes
+    swap: float = 280e9  # of heads for sequence within a domain, out of shared memory
+    network: float = 45e9  # between domains, for each GPU
+    network_hop: float = 2e-5
+    call: float = 1e-4  # seconds of a kernel's call on top: to launch, ramp up and end
+    host: float = 6.4e-3  # seconds to launch calls that overlap, forward and backward
+    domain: int = 8  # GPUs that reach one another by NVLink
+    hops: tuple[tuple[int, float], ...] = _HOPS  # bytes and seconds between its neighbours
+    measured: bool = False  # whether on the group at hand
+
+    def every(self, degree: int) -> "Hardware":
+        """Return the machine of ranks that are `degree` places apart."""
+        return self._replace(domain=max(1, self.domain // degree))
+
+    @property
+    def beside_forward(self) -> float:
+        """FLOPs of a kernel forward while a byte comes beside it."""
+        return self.forward / (self.beside * self.pull)
+
+    @property
+    def beside_backward(self) -> float:
+        """FLOPs of a kernel backward while a byte comes beside it."""
+        return self.backward / (self.beside * self.pull)
+
+
+H200 = Hardware()
