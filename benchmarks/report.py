@@ -1,0 +1,247 @@
+"""Writes the tables of docs/performance.md from benchmarks/results/*.json.
+
+    python -m benchmarks report            # write them
+    python -m benchmarks report --check    # only tell whether the page has them
+
+A result file is a list of flat rows, one figure a row. `revision` is the commit that was measured;
+"up to X" and "before X" where only that much is known. A row's `command` has measured it. Add the
+rows of a new run, take out those that it supersedes, and write the page again.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+PAGE = HERE.parent / "docs" / "performance.md"
+ALONE, ONE_BY_ONE, GRAPH, REPLAYED = "theory", "one by one", "graph", "replayed"
+KERNELS = {
+    "sdpa-cudnn": "cuDNN",
+    "flash-attn-4": "flash-attn 4",
+    "triton": "Triton",
+    "flash-attn-2": "flash-attn 2",
+    "sdpa-flash": "PyTorch flash",
+}
+Row = dict[str, Any]
+Table = tuple[list[list[str]], list[Row]]  # lines of cells, the head first, and what they quote
+
+
+@cache
+def results(name: str) -> list[Row]:
+    """Read the rows of a file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def found(name: str, **wanted: object) -> list[Row]:
+    """Return the rows of a file that have these values; None stands for a missing key."""
+    return [row for row in results(name) if all(row.get(k) == v for k, v in wanted.items())]
+
+
+def one(name: str, **wanted: object) -> list[Row]:
+    """Return the first such row in a list, or an empty list: the first run in a file counts."""
+    return found(name, **wanted)[:1]
+
+
+def share(rows: Sequence[Row]) -> str:
+    """Write TF/s, with the share of the kernel alone."""
+    if not rows:
+        return ""
+    (row,) = rows
+    told = "share" in row and row["subject"] != ALONE
+    return f"{row['tflops']:.0f} ({row['share']:.0%})" if told else f"{row['tflops']:.0f}"
+
+
+def both_ways(name: str, **wanted: object) -> tuple[str, list[Row]]:
+    """Write TF/s forward and backward."""
+    rows = [
+        *one(name, **wanted, **{"pass": "forward"}),
+        *one(name, **wanted, **{"pass": "backward"}),
+    ]
+    return " / ".join(f"{row['tflops']:.0f}" for row in rows), rows
+
+
+def thousands(tokens: int) -> str:
+    """Write a number of tokens.
+
+    >>> thousands(8192)
+    '8k'
+    """
+    return f"{tokens // 1024}k"
+
+
+def filled(
+    head: Sequence[str], lines: Iterable[tuple[Sequence[str], Sequence[list[Row]]]]
+) -> Table:
+    """Make a table of lines, each of its words and of the rows that its other cells quote."""
+    table, quoted = [list(head)], []
+    for words, cells in lines:
+        if any(cells):
+            table.append([*words, *map(share, cells)])
+            quoted += [row for rows in cells for row in rows]
+    return table, quoted
+
+
+def four_gpus() -> Table:
+    """One row a length and kernel: each way to launch a gather, and the ring."""
+    lines = []
+    for kernel in ("sdpa-cudnn", "flash-attn-4"):
+        for power in range(11, 19):
+            base = dict(
+                gpus=4,
+                tokens=1 << power,
+                mask="causal",
+                kernel=kernel,
+                load=None,
+                **{"pass": "both"},
+            )
+            graph = dict(base, mode=GRAPH)
+            single = dict(base, mode=ONE_BY_ONE)
+            cells = [
+                one("ring", subject=ALONE, **single),
+                one("ring", subject="ring", **single),
+                one("ring", subject="gather", **single),
+                one("ring", subject="gather", **dict(base, mode=REPLAYED)),
+                one("ring", subject="gather", **graph),
+                one("ring", subject="gather", **dict(single, load="lasting")),
+            ]
+            lines.append(((KERNELS[kernel], thousands(1 << power)), cells))
+    head = ("kernel", "tokens a GPU", "kernel alone", "ring", "gather", "gather, replayed",
+            "gather, in a graph", "gather, under lasting load")  # fmt: skip
+    return filled(head, lines)
+
+
+def other_numbers() -> Table:
+    """Gathers in a graph over two, four and eight GPUs."""
+    lines = []
+    for kernel in ("sdpa-cudnn", "flash-attn-4"):
+        for tokens in (2048, 4096, 8192, 16384):
+            asked = dict(tokens=tokens, mask="causal", kernel=kernel, mode=GRAPH, subject="gather")
+            cells = [one("ring", gpus=n, **asked, **{"pass": "both"}) for n in (2, 4, 8)]
+            lines.append(((KERNELS[kernel], thousands(tokens)), cells))
+    return filled(("kernel", "tokens a GPU", "2 GPUs", "4 GPUs", "8 GPUs"), lines)
+
+
+def peers() -> Table:
+    """Other libraries beside ours, in one run."""
+    run = dict(gpus=4, revision="601e5cb", mask="causal", **{"pass": "both"})
+    subjects = {
+        "ours, flash-attn 4": ("gather", "flash-attn-4", ONE_BY_ONE),
+        "ours, flash-attn 4, replayed": ("gather", "flash-attn-4", REPLAYED),
+        "ours, cuDNN": ("gather", "sdpa-cudnn", ONE_BY_ONE),
+        "ours, cuDNN, replayed": ("gather", "sdpa-cudnn", REPLAYED),
+        "PyTorch context_parallel, cuDNN": (
+            "torch context_parallel, cudnn, allgather", None, ONE_BY_ONE,
+        ),
+        "axolotl-ringmaster, zigzag": ("axolotl-ringmaster, zigzag", None, ONE_BY_ONE),
+        "yunchang, Ulysses 4": ("yunchang, Ulysses 4 x ring 1", None, ONE_BY_ONE),
+    }  # fmt: skip
+    lines = []
+    for name, (subject, kernel, mode) in subjects.items():
+        asked = dict(run, subject=subject, kernel=kernel, mode=mode)
+        cells = [one("ring", tokens=tokens, **asked) for tokens in (2048, 4096, 8192)]
+        lines.append(((name,), cells))
+    return filled(("library", "2k tokens a GPU", "4k", "8k"), lines)
+
+
+def masks() -> Table:
+    """Windows and documents, in TF/s of visible pairs, and as a share of the causal mask's."""
+    names = dict.fromkeys(row["mask"] for row in found("masks", gpus=4, tokens=8192))
+    table, quoted = [["mask", "tokens a GPU", "flash-attn 4", "Triton"]], []
+    for mask in names:
+        for tokens in (8192, 32768):
+            cells = []
+            for kernel in ("flash-attn-4", "triton"):
+                asked = dict(gpus=4, tokens=tokens, mask=mask, kernel=kernel, subject="gather")
+                (row,) = found("masks", **asked, **{"pass": "both"})
+                cells.append(f"{row['tflops']:.0f} ({row['share_of_full']:.0%})")
+                quoted.append(row)
+            table.append([mask, thousands(tokens), *cells])
+    return table, quoted
+
+
+def kernels() -> Table:
+    """Each kernel on one block, forward / backward."""
+    columns = [(64, "causal", 8192), (128, "causal", 2048), (128, "causal", 8192),
+               (128, "causal", 32768), (128, "full", 32768), (128, "window 4096", 32768),
+               (256, "causal", 8192)]  # fmt: skip
+    head = [f"d {d}, {mask}, {thousands(tokens)}" for d, mask, tokens in columns]
+    table, quoted = [["kernel", *head]], []
+    for kernel, name in KERNELS.items():
+        cells = []
+        for d, mask, tokens in columns:
+            asked = dict(kernel=kernel, head_dim=d, mask=mask, tokens=tokens, mode=ONE_BY_ONE)
+            words, rows = both_ways("kernels", **asked)
+            cells.append(words)
+            quoted += rows
+        table.append([name, *cells])
+    return table, quoted
+
+
+def cpu() -> Table:
+    """CPU time of four processes, relative to one."""
+    table, quoted = [["", "CPU time, one process is 1", "least - most"]], []
+    for row in results("cpu"):
+        if "relative" in row:
+            spread = f"{row['least']:.2f} - {row['most']:.2f}"
+            table.append([row["subject"], f"{row['relative']:.2f}", spread])
+            quoted.append(row)
+    return table, quoted
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "four": four_gpus,
+    "gpus": other_numbers,
+    "peers": peers,
+    "masks": masks,
+    "kernels": kernels,
+    "cpu": cpu,
+}
+
+
+def written(table: Table) -> str:
+    """Write a table, and below it when, of which revision and by which commands it was measured."""
+    lines, quoted = table
+    rows = ["| " + " | ".join(cells) + " |" for cells in lines]
+    rows.insert(1, "| " + " | ".join("---" for _ in lines[0]) + " |")
+    runs = dict.fromkeys((row["date"], row["revision"], row["command"]) for row in quoted)
+    width = max(len(revision) for _, revision, _ in runs)
+    source = [f"{date}  {revision:{width}}  {command}" for date, revision, command in sorted(runs)]
+    return "\n".join([*rows, "", "```", *source, "```"])
+
+
+def page(text: str) -> str:
+    """Return the page with its tables written anew, each between its two marks.
+
+    Raises:
+        ValueError: the page has no place for a table.
+    """
+    for name, make in TABLES.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        if begin not in text or end not in text:
+            raise ValueError(f"{PAGE.name} has no {begin} and {end}")
+        marked = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        here = f"{begin}\n{written(make())}\n{end}"
+        text = marked.sub(lambda _, here=here: here, text)
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page, or tell whether it is what the results say; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
+    check = parser.parse_args(argv).check
+    before = PAGE.read_text()
+    after = page(before)
+    if check:
+        return int(before != after)
+    PAGE.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
