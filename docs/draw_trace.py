@@ -1,8 +1,8 @@
 """Draws docs/trace.svg: `python docs/draw_trace.py TITLE=FILE.json ...`.
 
-The files are what `bench_ring --trace` wrote, one forward and backward of one rank each. A panel
-for each: what its GPU computes on the streams that attend, the first of them by itself, and what it
-does beside them.
+The files are what `python -m benchmarks ring --trace DIR` wrote, one forward and backward of one
+rank each. A panel for each: what its GPU computes on the streams that attend, the first of them by
+itself, and what it does beside them.
 """
 
 import json

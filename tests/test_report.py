@@ -29,8 +29,7 @@ def test_results_say_what_was_measured_when_and_how(file: Path) -> None:
 def test_commands_of_results_exist(file: Path) -> None:
     for command in {row.get("command") for row in json.loads(file.read_text())} - {None}:
         (name,) = re.findall(r"-m benchmarks ([\w-]+)", command)
-        places = [f"bench_{name}.py", f"{name}.py"]
-        assert any((ROOT / "benchmarks" / place).exists() for place in places), command
+        assert (ROOT / "benchmarks" / f"{name}.py").exists(), command
 
 
 def test_shares_are_of_the_kernel_alone_in_the_same_run() -> None:
