@@ -3,6 +3,7 @@
 python docs/draw_scaling.py
 """
 
+import json
 from pathlib import Path
 
 from ring_attention_pytorch.comm.transports import owners_at_once
@@ -32,25 +33,23 @@ WAYS = {  # name -> transport, Ulysses degree
 }
 COLOURS = ("#b04a4a", "#4878a8", "#d0943c", "#4a8a5c")
 
-# H200s, bf16, 32 query and 8 key heads of 128, causal, forward and backward: share of the same
-# kernel alone on one GPU over the whole sequence, up to 16384 tokens in a CUDA graph, by transport,
-# GPUs and tokens of each (benchmarks/results/ring.json).
-MEASURED = {
-    ("gather", 4, 2048): 0.79,
-    ("gather", 4, 4096): 0.89,
-    ("gather", 4, 8192): 0.94,
-    ("gather", 4, 16384): 0.95,
-    ("gather", 4, 32768): 1.03,
-    ("gather", 8, 2048): 0.77,
-    ("gather", 8, 4096): 0.89,
-    ("gather", 8, 8192): 0.96,
-    ("gather", 8, 16384): 0.98,
-    ("ring", 4, 2048): 0.52,
-    ("ring", 4, 4096): 0.76,
-    ("ring", 4, 8192): 0.84,
-    ("ring", 4, 16384): 0.92,
-    ("ring", 4, 32768): 1.00,
-}
+RESULTS = HERE.parent / "benchmarks" / "results" / "ring.json"
+
+
+def measured() -> dict[tuple[str, int, int], float]:
+    """Return the share of the kernel alone, by transport, GPUs and tokens of each.
+
+    H200s, causal, cuDNN's kernel, forward and backward, up to 16384 tokens in a CUDA graph.
+    """
+    wanted = {"mask": "causal", "kernel": "sdpa-cudnn", "pass": "both"}
+    found: dict[tuple[str, int, int], float] = {}
+    for row in json.loads(RESULTS.read_text()):
+        tokens, gpus, name = row["tokens"], row["gpus"], row["subject"]
+        mode = "graph" if tokens <= 16384 else "one by one"
+        fits = wanted.items() <= row.items() and row["mode"] == mode and tokens <= 32768
+        if fits and gpus in (4, 8) and name in ("gather", "ring"):
+            found.setdefault((name, gpus, tokens), row["share"])  # the first run in the file
+    return dict(sorted(found.items()))
 
 
 def share(way: tuple[str, int], ranks: int, tokens: int, machine: Hardware) -> tuple[float, float]:
@@ -74,12 +73,12 @@ def share(way: tuple[str, int], ranks: int, tokens: int, machine: Hardware) -> t
 def checked() -> list[tuple[str, int, int, float, float]]:
     """Transport, GPUs, tokens of each, measured share, predicted share of the slowest rank."""
     found = []
-    for (transport, ranks, tokens), measured in MEASURED.items():
+    for (transport, ranks, tokens), share_measured in measured().items():
         everyone = all_segments("zigzag", ranks, ranks * tokens)
         blocks = Workload(everyone, everyone, Mask(causal=True))
         schedule = ring(blocks) if transport == "ring" else likely_gather(blocks, JOB, ranks - 1)
         predicted = min(predict(schedule, rank, JOB).share for rank in range(ranks))
-        found.append((transport, ranks, tokens, measured, predicted))
+        found.append((transport, ranks, tokens, share_measured, predicted))
     return found
 
 
