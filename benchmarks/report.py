@@ -20,6 +20,11 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PAGE = HERE.parent / "docs" / "performance.md"
 ALONE, ONE_BY_ONE, GRAPH, REPLAYED = "theory", "one by one", "graph", "replayed"
+SHAPE: dict[str, object] = {
+    "heads": [32, 8],
+    "head_dim": 128,
+    "pass": "both",
+}  # if no other is named
 KERNELS = {
     "sdpa-cudnn": "cuDNN",
     "flash-attn-4": "flash-attn 4",
@@ -91,14 +96,7 @@ def four_gpus() -> Table:
     lines = []
     for kernel in ("sdpa-cudnn", "flash-attn-4"):
         for power in range(11, 19):
-            base = dict(
-                gpus=4,
-                tokens=1 << power,
-                mask="causal",
-                kernel=kernel,
-                load=None,
-                **{"pass": "both"},
-            )
+            base = dict(SHAPE, gpus=4, tokens=1 << power, mask="causal", kernel=kernel, load=None)
             graph = dict(base, mode=GRAPH)
             single = dict(base, mode=ONE_BY_ONE)
             cells = [
@@ -120,15 +118,15 @@ def other_numbers() -> Table:
     lines = []
     for kernel in ("sdpa-cudnn", "flash-attn-4"):
         for tokens in (2048, 4096, 8192, 16384):
-            asked = dict(tokens=tokens, mask="causal", kernel=kernel, mode=GRAPH, subject="gather")
-            cells = [one("ring", gpus=n, **asked, **{"pass": "both"}) for n in (2, 4, 8)]
+            asked = dict(SHAPE, tokens=tokens, mask="causal", kernel=kernel, mode=GRAPH)
+            cells = [one("ring", gpus=n, subject="gather", **asked) for n in (2, 4, 8)]
             lines.append(((KERNELS[kernel], thousands(tokens)), cells))
     return filled(("kernel", "tokens a GPU", "2 GPUs", "4 GPUs", "8 GPUs"), lines)
 
 
 def peers() -> Table:
     """Other libraries beside ours, in one run."""
-    run = dict(gpus=4, revision="601e5cb", mask="causal", **{"pass": "both"})
+    run = dict(SHAPE, gpus=4, revision="601e5cb", mask="causal")
     subjects = {
         "ours, flash-attn 4": ("gather", "flash-attn-4", ONE_BY_ONE),
         "ours, flash-attn 4, replayed": ("gather", "flash-attn-4", REPLAYED),
