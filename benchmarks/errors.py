@@ -1,22 +1,30 @@
-"""The error table of the README: `python -m benchmarks.errors --write README.md`.
+"""Find the worst errors of ring attention: the table of docs/exactness.md.
 
-Worst relative error of ring attention against dense attention in float64, over layouts, masks
-and heads, on real gloo processes, each result by itself on every rank.
+    python -m benchmarks errors            # print it
+    python -m benchmarks errors --write    # and put it into the page
+
+Errors are relative, against dense attention in float64, over layouts, masks and heads, on real gloo
+processes, each result by itself on every rank.
 """
 
+import sys
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-import click
 import torch
 
+from benchmarks.lib.options import parser
+from benchmarks.lib.results import markdown
 from tests.cases import NAMES, Attention, process_case
 from tests.ranks import Pool
 
+PAGE = Path(__file__).parents[1] / "docs" / "exactness.md"
 BEGIN, END = "<!-- errors: begin -->", "<!-- errors: end -->"
 
 
 def cases(dtype: torch.dtype, ring_size: int) -> list[Attention]:
+    """Make the cases of a number of processes."""
     lengths = (0, 1, 13, 64) if ring_size < 8 else (5, 32)
     return [
         Attention(
@@ -32,34 +40,30 @@ def cases(dtype: torch.dtype, ring_size: int) -> list[Attention]:
     ]  # fmt: skip
 
 
-def table(ring_sizes: list[int]) -> str:
-    head = "| processes | cases | dtype | " + " | ".join(NAMES) + " |"
-    lines = [head, "|" + " --- |" * (3 + len(NAMES))]
+def table(ring_sizes: Sequence[int]) -> str:
+    """Run all cases, and write the worst error of each result."""
+    lines = []
     for size in ring_sizes:
         pool = Pool(size, timeout=300)
         for dtype in (torch.float64, torch.float32):
             todo = cases(dtype, size)
-            click.echo(f"{size} processes, {dtype}, {len(todo)} cases", err=True)
-            ranks = pool.run(process_case, todo)
-            worst = " | ".join(
-                f"{max(case[name] for rank in ranks for case in rank):.0e}" for name in NAMES
-            )
-            lines.append(f"| {size} | {len(todo)} | {str(dtype)[6:]} | {worst} |")
+            print(f"{size} processes, {dtype}, {len(todo)} cases", file=sys.stderr)
+            found = [case for rank in pool.run(process_case, todo) for case in rank]
+            worst = [f"{max(case[name] for case in found):.0e}" for name in NAMES]
+            lines.append([str(size), str(len(todo)), str(dtype)[6:], *worst])
         pool.stop()
-    return "\n".join(lines)
+    return markdown(["processes", "cases", "dtype", *NAMES], lines)
 
 
-@click.command(help=__doc__)
-@click.option("--write", type=click.Path(exists=True, path_type=Path), help="put it in this file")
-@click.option("--ring-size", "ring_sizes", multiple=True, default=[1, 2, 3, 4, 8])
-def main(write: Path | None, ring_sizes: list[int]) -> None:
-    text = table(list(ring_sizes))
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table, and with `--write` put it between its two marks."""
+    options = parser("errors", __doc__)
+    options.add_argument("--write", type=Path, nargs="?", const=PAGE, metavar="FILE.md")
+    options.add_argument("--ring-size", type=int, nargs="+", default=[1, 2, 3, 4, 8])
+    asked = options.parse_args(argv)
+    text = table(asked.ring_size)
     print(text)
-    if write is not None:
-        before, rest = write.read_text().split(BEGIN)
+    if asked.write is not None:
+        before, rest = asked.write.read_text().split(BEGIN)
         _, after = rest.split(END)
-        write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-
-
-if __name__ == "__main__":
-    main()
+        asked.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")

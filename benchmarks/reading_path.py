@@ -1,25 +1,26 @@
-"""Count what a reader meets between `ring_attn` and a sent message: functions, files, classes.
+"""Count what a reader meets between `ring_attn` and a sent message.
 
-    python -m benchmarks.reading_path          # the table
-    python -m benchmarks.reading_path --list   # and every function, in the order of first calls
+    python -m benchmarks reading-path          # the table
+    python -m benchmarks reading-path --list   # and every function, in the order of first calls
 
 A call of four ranks over gloo, zigzag and causal, is profiled on rank 1. Counted is Python code of
 this package alone, once for each function. The wrappers of beartype are left out.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-import click
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import ring_attention_pytorch
+from benchmarks.lib.options import parser
+from benchmarks.lib.results import markdown
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.launch import spawn
 
@@ -28,7 +29,7 @@ INNER = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>")  # pa
 
 
 class Met(NamedTuple):
-    """What was met on the way."""
+    """Say what was met on the way."""
 
     functions: list[str]  # "file:name", in the order of first calls
     classes: list[str]  # whose methods ran
@@ -41,7 +42,7 @@ class Met(NamedTuple):
 
 
 class Profiler:
-    """Notes each call of a function of the package."""
+    """Note each call of a function of the package."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[str, str, str]] = []  # file, function, its class or ""
@@ -60,6 +61,7 @@ class Profiler:
         return str(file.relative_to(PACKAGE)), name, owner
 
     def met(self) -> Met:
+        """Sum up the calls so far."""
         files = [file for file, _, _ in self._calls]
         return Met(
             functions=list(dict.fromkeys(f"{file}:{name}" for file, name, _ in self._calls)),
@@ -70,7 +72,7 @@ class Profiler:
 
 
 def profiled(call: Callable[[], Any]) -> Met:
-    """What the call meets, in this thread."""
+    """Return what a call meets, in this thread."""
     profiler = Profiler()
     sys.setprofile(profiler)
     try:
@@ -81,7 +83,7 @@ def profiled(call: Callable[[], Any]) -> Met:
 
 
 def walks(rank: int, transport: str) -> dict[str, Met]:
-    """What a plan, a first forward and a second forward and backward meet on this rank."""
+    """Return what a plan, a first forward, a second one and a backward meet on this rank."""
     torch.set_num_threads(1)
     q, k, v = (torch.randn(1, 16, 4, 8, requires_grad=True) for _ in range(3))
     how: dict[str, Any] = dict(group=dist.group.WORLD, causal=True, layout="zigzag")
@@ -104,22 +106,22 @@ def walks(rank: int, transport: str) -> dict[str, Met]:
     return found
 
 
-@click.command()
-@click.option("--ranks", default=4)
-@click.option("--list", "listed", is_flag=True, help="Name the functions, too.")
-def main(ranks: int, listed: bool) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
-    print("| | functions | files | classes | calls | changes of file |\n|---|---|---|---|---|---|")
-    lists = []
-    for transport in ("ring", "gather"):
-        for name, met in spawn(walks, ranks, transport)[1].items():
-            counts = len(met.functions), met.files, len(met.classes), met.calls, met.switches
-            print(f"| {name}, {transport} | {' | '.join(map(str, counts))} |", flush=True)
-            lists.append((f"{name}, {transport}", met))
-    for title, met in lists if listed else ():
-        print(f"\n{title}\n  " + "\n  ".join(met.functions))
-        print(f"  classes: {', '.join(met.classes)}")
-
-
-if __name__ == "__main__":
-    main()
+    options = parser("reading-path", __doc__)
+    options.add_argument("--ranks", type=int, default=4)
+    options.add_argument("--list", action="store_true", help="name the functions, too")
+    asked = options.parse_args(argv)
+    met = {
+        f"{name}, {transport}": each
+        for transport in ("ring", "gather")
+        for name, each in spawn(walks, asked.ranks, transport)[1].items()
+    }
+    lines = []
+    for name, each in met.items():
+        counts = len(each.functions), each.files, len(each.classes), each.calls, each.switches
+        lines.append([name, *map(str, counts)])
+    print(markdown(["", "functions", "files", "classes", "calls", "changes of file"], lines))
+    for name, each in met.items() if asked.list else ():
+        print(f"\n{name}\n  " + "\n  ".join(each.functions))
+        print(f"  classes: {', '.join(each.classes)}")

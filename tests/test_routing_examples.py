@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import bench_routing
+from benchmarks import routing
 from examples import train_routed, train_text
 from examples.train_routed import Routed
 from examples.train_text import Config
@@ -78,8 +78,10 @@ def test_training_over_processes_gives_one_process_losses() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_benchmark_runs(causal: bool) -> None:
-    setting = bench_routing.Setting("cpu", torch.float32, 16, 2, 1 / 8, 8, causal, repeats=1)
-    found = bench_routing.compare(64, setting, "contiguous")
+    setting = routing.Setting("cpu", torch.float32, 16, 2, 1 / 8, 8, causal, repeats=1)
+    found = routing.compare(64, setting, "contiguous")
     assert set(found) == {"dense", "routed", "scores", "routing"}
     assert all(figures.seconds > 0 for figures in found.values())
-    assert len(bench_routing.row(64, found)) == 8
+    dense, routed = routing.rows(64, found, setting)
+    assert (dense["subject"], routed["subject"]) == ("dense", "routed")
+    assert routed["times_faster"] > 0

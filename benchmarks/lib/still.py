@@ -1,4 +1,4 @@
-"""A gather where nothing travels: what is left of its time is no transport's to save.
+"""Run a gather where nothing travels: what is left of its time is no transport's to save.
 
 Calls of the kernel, merging, own sums and the host remain, as of a gather that overlaps, be there
 few tokens that would come together.
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.rings import Attend
-from ring_attention_pytorch import RingPlan, ring_attn
+from benchmarks.lib.rings import Attend, planned
+from ring_attention_pytorch import RingPlan
 from ring_attention_pytorch.comm import carry_out
 from ring_attention_pytorch.comm.carry_out import KVGrads
 from ring_attention_pytorch.comm.gather import Gather, GatherCall
@@ -19,7 +19,7 @@ from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.schedule.pieces import tokens
 from ring_attention_pytorch.schedule.steps import KEYS, Transfer
 
-ALONE = "calls alone, "
+ALONE = "calls alone"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ class _Call(GatherCall):
 
 
 def still(plan: RingPlan) -> Attend:
-    """The calls that a gather's plan makes of its kernel on this rank."""
+    """Return the calls that a gather's plan makes of its kernel on this rank."""
     gather = plan.overlapped or plan.transport
-    alone = plan.by(Still(gather.ring, gather.schedule))
-    return lambda q, k, v: ring_attn(q, k, v, plan=alone)
+    return planned(plan.by(Still(gather.ring, gather.schedule)))

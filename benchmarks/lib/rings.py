@@ -1,4 +1,4 @@
-"""What benchmarks of rings have in common: tensors, times of the slowest rank, errors.
+"""Measure attention over a group: tensors, times of the slowest rank, errors.
 
 Times are the median of three rounds of calls back to back, or of rounds in which subjects take
 turns (`by_turns`); backward is both less forward. Errors are those of out and dq against float32,
@@ -8,27 +8,33 @@ on some rows of every rank.
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from statistics import median
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attention_pytorch import positions, unshard_sequence
+from benchmarks.lib.peers import one_gpu
+from benchmarks.lib.results import GRAPH, ONE_BY_ONE, Row, Subject, named_errors
+from ring_attention_pytorch import RingPlan, positions, ring_attn, unshard_sequence
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import Layout
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Errors = Callable[[Tensor, Tensor], tuple[float, ...]]  # of out and dq
 Hidden = Callable[[Tensor, Tensor], Tensor]  # of (positions of rows, of columns)
-Runs = Mapping[str, tuple[Callable[[], object], Callable[[], object]]]  # forward, both
+Runs = Mapping[Subject, tuple[Callable[[], object], Callable[[], object]]]  # forward, both
 ROWS = 16  # of each rank, whose errors are looked at
+THEORY = "theory"  # the kernel alone over the whole sequence, its time divided by the ranks
 
 
 class Shape(NamedTuple):
-    """What is measured; `tokens` are those of one rank."""
+    """Hold the sizes of what is measured; `tokens` are those of one rank."""
 
     tokens: int
     causal: bool
@@ -42,13 +48,23 @@ class Shape(NamedTuple):
     def layout(self) -> str:
         return "zigzag" if self.causal else "contiguous"
 
+    def about(self) -> Row:
+        """Return what rows say of it."""
+        return {
+            "tokens": self.tokens,
+            "mask": "causal" if self.causal else "full",
+            "heads": [self.heads, self.key_heads],
+            "head_dim": self.d,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
     def flops(self, ranks: int) -> float:
-        """Of one rank, forward."""
+        """Return the FLOPs of one rank, forward."""
         length = self.tokens * ranks
         return 4.0 * length**2 * self.heads * self.d * (0.5 if self.causal else 1.0) / ranks
 
     def tensors(self, length: int, seed: int) -> list[Tensor]:
-        """q, k, v and the cotangent of out."""
+        """Draw q, k, v and the cotangent of out."""
         draw = torch.Generator(self.device).manual_seed(seed)
         kinds = dict(device=self.device, dtype=self.dtype, generator=draw)
         heads = (self.heads, self.key_heads, self.key_heads, self.heads)
@@ -56,31 +72,81 @@ class Shape(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Seconds forward and both ways, the peak in GiB, and the errors of out and dq."""
+    """Hold seconds forward and both ways, the peak in GiB, and the errors of out and dq."""
 
     forward: float
     both: float
     peak: float
     errors: tuple[float, float] | None
 
+    def memory_and_errors(self) -> Row:
+        """Return what the row of both passes says of it."""
+        said: Row = {"peak_gib": round(self.peak, 1)}
+        if self.errors is not None:
+            said["errors"] = named_errors(("out", "dq"), self.errors)
+        return said
 
-def begun(name: str) -> tuple[torch.device, torch.dtype]:
-    """This rank's device of that kind, "cuda" or "cpu", once it has joined the others that torchrun
-    started; and the dtype that is measured there."""
+
+@contextmanager
+def joined(name: str) -> Iterator[torch.device]:
+    """Join the processes that torchrun started; yield this one's device, "cuda" or "cpu"."""
+    if not dist.is_torchelastic_launched():
+        raise SystemExit("start it by torchrun: torchrun --nproc-per-node 2 -m benchmarks ...")
     if name == "cpu":
         torch.set_num_threads(1)
+        device = torch.device("cpu")
         dist.init_process_group("gloo")
-        return torch.device("cpu"), torch.float32
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device, torch.bfloat16
+    else:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    yield device
+    dist.destroy_process_group()
+
+
+def shapes(asked: Namespace, device: torch.device) -> list[Shape]:
+    """Make a shape of each mask and number of tokens that were asked for."""
+    name = asked.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    dtype = getattr(torch, name)
+    return [
+        Shape(tokens, mask == "causal", *asked.heads, asked.dim_head, device, dtype)
+        for mask in asked.mask
+        for tokens in asked.tokens
+    ]
+
+
+def gpus(device: torch.device) -> Row:
+    """Count the processes, as rows say it."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    return {"gpus" if device.type == "cuda" else "ranks": size}
+
+
+def make_plan(shape: Shape, like: list[Tensor], **options: Any) -> RingPlan:
+    """Make a plan for such tensors, with their gradients."""
+    q, k, v = (t.detach().requires_grad_() for t in like[:3])
+    return RingPlan.make(q, k, v, causal=shape.causal, **options)
+
+
+def planned(plan: RingPlan) -> Attend:
+    """Return attention by a plan that is made once, as layers have it."""
+    return lambda q, k, v: ring_attn(q, k, v, plan=plan)
+
+
+def alone(shape: Shape, kernel: str, like: list[Tensor]) -> Attend:
+    """Return a kernel on this GPU: PyTorch's own operator where it is that, else by our loop."""
+    bare = one_gpu(kernel, shape.causal)
+    return bare or planned(make_plan(shape, like, kernel=kernel, group=Ring.alone()))
+
+
+def theory_of(subject: Subject) -> Subject:
+    """Return what a subject is compared with: the kernel alone, in a graph if it is."""
+    return Subject(THEORY, subject.kernel, ONE_BY_ONE if subject.mode == ONE_BY_ONE else GRAPH)
 
 
 def passes(
     attend: Attend, tensors: list[Tensor]
 ) -> tuple[Callable[[], None], Callable[[], tuple[Tensor, ...]]]:
-    """Forward alone; and both ways, which gives out, dq, dk and dv."""
+    """Make two calls: forward alone; and both ways, which gives out, dq, dk and dv."""
     q, k, v, dout = tensors
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
 
@@ -96,7 +162,7 @@ def passes(
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Of one call, the slowest rank's: the median of three rounds of calls back to back."""
+    """Time one call on the slowest rank: the median of three rounds of calls back to back."""
     found = []
     run()  # whatever is compiled or allocated once
     for _ in range(3 if repeats > 1 else 1):
@@ -111,7 +177,7 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
 
 
 class Times(NamedTuple):
-    """Seconds of a call, and of the host to launch the first one both ways."""
+    """Hold seconds of a call, and of the host to launch the first one both ways."""
 
     forward: float
     both: float
@@ -124,16 +190,16 @@ def by_turns(
     rounds: int,
     repeats: int,
     load: float = 0.0,
-    beside: Mapping[str, Callable[[], None]] = MappingProxyType({}),
-) -> dict[str, Times]:
-    """Medians of rounds of the slowest rank; subjects take turns, for clocks change.
+    beside: Mapping[Subject, Callable[[], None]] = MappingProxyType({}),
+) -> dict[Subject, Times]:
+    """Take medians of rounds of the slowest rank; subjects take turns, for clocks change.
 
     A turn is so many calls, or more: as many as take `load` seconds. `beside` has what the host
     does over and over while the device computes, of some subjects; it must not take long.
     """
     turns = [(name, i) for name in runs for i in (0, 1)]
-    calls: dict[tuple[str, int], int] = {}
-    found: dict[tuple[str, int], list[list[float]]] = {turn: [] for turn in turns}
+    calls: dict[tuple[Subject, int], int] = {}
+    found: dict[tuple[Subject, int], list[list[float]]] = {turn: [] for turn in turns}
     for name, i in turns:  # whatever is made once, and a guess
         _turn(runs[name][i], 1, device)
         guess, _ = _slowest(_turn(runs[name][i], repeats, device), device)
@@ -153,7 +219,7 @@ def _turn(
     device: torch.device,
     beside: Callable[[], None] | None = None,
 ) -> tuple[float, float]:
-    """Seconds of a call, and of the host to launch the first."""
+    """Return seconds of a call, and of the host to launch the first."""
     synchronize(device)
     dist.barrier()
     synchronize(device)
@@ -171,14 +237,14 @@ def _turn(
 
 
 def _slowest(times: Iterable[float], device: torch.device) -> list[float]:
-    """Of each, the slowest rank's."""
+    """Return the slowest rank's time of each."""
     found = torch.tensor([*times], device=device, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.tolist()
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """What replays a call as a CUDA graph, and gives what the call gave."""
+    """Return what replays a call as a CUDA graph, and gives what the call gave."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -196,6 +262,7 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -204,10 +271,10 @@ def measured(
     attend: Attend,
     tensors: list[Tensor],
     repeats: int,
-    errors: Callable | None,
+    errors: Errors | None,
     graph: bool = False,
 ) -> Result | str:
-    """The result; or what went wrong on this rank, which must not happen to it alone."""
+    """Return the result; or what went wrong here, which must not happen to this rank alone."""
     device = tensors[0].device
     problem, result, cuda = "", None, device.type == "cuda"
     try:
@@ -229,10 +296,8 @@ def measured(
     return problem or result
 
 
-def checker(
-    shape: Shape, tensors: list[Tensor], layout: Layout, hidden: Hidden | None
-) -> Callable[[Tensor, Tensor], tuple]:
-    """Errors of out and dq on some of this rank's rows, the worst rank's."""
+def checker(shape: Shape, tensors: list[Tensor], layout: Layout, hidden: Hidden | None) -> Errors:
+    """Make what tells the errors of out and dq on some rows of each rank: the worst rank's."""
     ring = Ring()
     q, k, v, dout = tensors
     length = shape.tokens * ring.size
@@ -262,25 +327,6 @@ def checker(
     return errors
 
 
-def speeds(flops: float, forward: float, both: float) -> list[str]:
-    """TF/s forward, backward and both ways, by seconds and by forward's FLOPs.
-
-    >>> speeds(4e12, 2.0, 7.0), speeds(4e12, 2.0, 1.5)[1]
-    (['2', '2', '2'], 'nan')
-    """
-    backward = both - forward
-    found = (
-        flops / forward,
-        2.5 * flops / backward if backward > 0 else float("nan"),  # lost in noise
-        3.5 * flops / both,
-    )
-    return [f"{s / 1e12:.3g}" for s in found]
-
-
 def device_name(device: torch.device) -> str:
+    """Return what the device is sold as."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def markdown(head: Sequence[str], table: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *table]
-    return "\n".join("| " + " | ".join(line).replace("\n", " ") + " |" for line in lines)

@@ -1,18 +1,18 @@
-"""Tokens per second and memory of a routed block against a dense one, forward and backward.
+"""Measure tokens per second and memory of a routed block against a dense one.
 
-    python -m benchmarks.bench_routing                                     # one GPU
-    torchrun --nproc-per-node 4 -m benchmarks.bench_routing                # the sequence over four
-    python -m benchmarks.bench_routing --device cpu --lengths 2048 4096    # a rough idea
+    python -m benchmarks routing --save                             # one GPU
+    torchrun --nproc-per-node 4 -m benchmarks routing               # the sequence over four
+    python -m benchmarks routing --device cpu --lengths 2048 4096   # a rough idea
 
 A dense block is attention to all tokens and a feed-forward of 4 dims; a routed one is CoLT5's,
-with a share of the tokens in its heavy branches. Of the routed block's time, forward and backward,
-"scores" is the share of its three routers' scores, and "top-k" that of soft top-k and selection.
+with a share of the tokens in its heavy branches. Time is of forward and backward. Of the routed
+block's time, "share_scores" is that of its three routers' scores, and "share_top_k" that of soft
+top-k and selection. Tokens are those of the whole sequence.
 """
 
-import argparse
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.lib.options import parser
+from benchmarks.lib.results import Row, Run
+from benchmarks.lib.rings import device_name, gpus, joined
 from ring_attention_pytorch import ConditionalRoutedTransformerBlock, RingAttention, RoutingPlan
 from ring_attention_pytorch.nn.transformer import feed_forward
 
@@ -28,7 +31,7 @@ LENGTHS = [2**14, 2**15, 2**16, 2**17, 2**18, 2**19, 2**20]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured; lengths are of the whole sequence."""
+    """Say what is measured."""
 
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
@@ -41,14 +44,14 @@ class Setting:
 
 
 class Figures(NamedTuple):
-    """Of one block at one length."""
+    """Hold the figures of one block at one length."""
 
     seconds: float
     gib: float  # the highest memory of any rank beside its input; 0 where it can't be told
 
 
 class Dense(nn.Module):
-    """The block that is compared against."""
+    """Be the block that is compared against."""
 
     def __init__(self, setting: Setting, layout: str):
         super().__init__()
@@ -66,6 +69,7 @@ class Dense(nn.Module):
 
 
 def routed_block(setting: Setting, layout: str) -> ConditionalRoutedTransformerBlock:
+    """Make a block with a share of its tokens in the heavy branches."""
     head, ring = setting.dim // setting.heads, dist.is_initialized()
     k = max(int(setting.window * setting.share), 1) if setting.causal else setting.share
     return ConditionalRoutedTransformerBlock(
@@ -77,7 +81,7 @@ def routed_block(setting: Setting, layout: str) -> ConditionalRoutedTransformerB
 
 
 def measured(run: Callable[[], None], setting: Setting) -> Figures:
-    """The least time of a few, of the slowest rank."""
+    """Return the least time of a few, of the slowest rank."""
     cuda = setting.device == "cuda"
 
     def finished() -> float:
@@ -105,6 +109,8 @@ def measured(run: Callable[[], None], setting: Setting) -> Figures:
 
 
 def step(block: nn.Module, x: Tensor) -> Callable[[], None]:
+    """Make a call of forward and backward."""
+
     def run() -> None:
         block.zero_grad()
         block(x).sum().backward()
@@ -115,7 +121,7 @@ def step(block: nn.Module, x: Tensor) -> Callable[[], None]:
 def routing(
     block: ConditionalRoutedTransformerBlock, x: Tensor
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The scores of a block's routers; and all that chooses tokens, the scores included."""
+    """Make calls of a block's scores; and of all that chooses tokens, the scores included."""
     attn, ff = block.conditional_attn, block.conditional_ff
     causal = ff.window is not None
     picks = [
@@ -141,7 +147,7 @@ def routing(
 
 
 def compare(length: int, setting: Setting, layout: str, dense: bool = True) -> dict[str, Figures]:
-    """Figures of the blocks at one length."""
+    """Measure the blocks at one length."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     torch.manual_seed(0)
     own = length // ranks
@@ -159,58 +165,46 @@ def compare(length: int, setting: Setting, layout: str, dense: bool = True) -> d
     return found
 
 
-def row(length: int, found: dict[str, Figures]) -> list[str]:
-    """A line of the table."""
+def rows(length: int, found: dict[str, Figures], setting: Setting) -> list[Row]:
+    """Make a row of each block."""
     routed, dense = found["routed"], found.get("dense")
-    cells = [f"{length:,}"]
-    for figures in (dense, routed):
-        known = figures is not None
-        cells += [f"{length / figures.seconds:,.0f}", f"{figures.gib:.2f}"] if known else ["", ""]
-    cells.append("" if dense is None else f"{dense.seconds / routed.seconds:.2f}")
+    about = {"tokens": length, "mask": "causal" if setting.causal else "full", "pass": "both"}
     scores, routing = (found[name].seconds / routed.seconds for name in ("scores", "routing"))
-    return [*cells, f"{scores:.1%}", f"{routing - scores:.1%}"]
+    made = [
+        {
+            **about, "subject": name, "peak_gib": round(found[name].gib, 2),
+            "tokens_per_second": round(length / found[name].seconds),
+        }
+        for name in ("dense", "routed") if name in found
+    ]  # fmt: skip
+    made[-1] |= {"share_scores": round(scores, 3), "share_top_k": round(routing - scores, 3)}
+    if dense is not None:
+        made[-1]["times_faster"] = round(dense.seconds / routed.seconds, 2)
+    return made
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--share", type=float, default=1 / 16, help="of tokens that are routed")
-    parser.add_argument("--window", type=int, default=256)
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--dense-up-to", type=int, default=2**20, help="the longest dense block")
-    args = parser.parse_args()
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if dist.is_torchelastic_launched():
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    setting = Setting(
-        args.device, torch.bfloat16 if args.device == "cuda" else torch.float32, args.dim,
-        args.heads, args.share, args.window, args.causal,
-    )  # fmt: skip
-    layout = "zigzag" if args.causal else "contiguous"
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    names = [
-        "tokens",
-        "dense, tokens/s",
-        "GiB",
-        "routed, tokens/s",
-        "GiB",
-        "times faster",
-        "scores",
-        "top-k",
-    ]
-    if first:
-        print(f"| {' | '.join(names)} |\n|{' --- |' * len(names)}", flush=True)
-    for length in args.lengths:
-        found = compare(length, setting, layout, dense=length <= args.dense_up_to)
-        if first:
-            print(f"| {' | '.join(row(length, found))} |", flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, and with `--save` keep."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    options = parser("routing", __doc__, save="routing", device=default)
+    options.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    options.add_argument("--dim", type=int, default=512)
+    options.add_argument("--heads", type=int, default=8)
+    options.add_argument("--share", type=float, default=1 / 16, help="of tokens that are routed")
+    options.add_argument("--window", type=int, default=256)
+    options.add_argument("--causal", action="store_true")
+    options.add_argument("--dense-up-to", type=int, default=2**20, help="the longest dense block")
+    asked = options.parse_args(argv)
+    together = dist.is_torchelastic_launched()
+    with joined(asked.device) if together else nullcontext(torch.device(asked.device)) as device:
+        dtype = torch.bfloat16 if asked.device == "cuda" else torch.float32
+        setting = Setting(
+            asked.device, dtype, asked.dim, asked.heads, asked.share, asked.window, asked.causal
+        )
+        layout = "zigzag" if asked.causal else "contiguous"
+        heads = {"heads": [asked.heads] * 2, "head_dim": asked.dim // asked.heads}
+        run = Run("routing", argv, device_name(device), **gpus(device), dim=asked.dim, **heads)
+        for length in asked.lengths:
+            found = compare(length, setting, layout, dense=length <= asked.dense_up_to)
+            run.add(rows(length, found, setting))
+        run.finish(asked.save)

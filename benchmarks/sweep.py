@@ -1,19 +1,21 @@
-"""The fastest block sizes of the Triton kernels for a shape: for the table in kernels/triton.py.
+"""Find the fastest block sizes of the Triton kernels: for the table in kernels/triton.py.
 
-python -m benchmarks.sweep_triton --d 128 --n 8192 --mask full
+    python -m benchmarks sweep --d 128 --n 8192 --mask full
+
+Needs a CUDA device.
 """
 
-import argparse
 import itertools
 import multiprocessing as mp
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
 
-from benchmarks.bench_kernels import Block, Shape, seconds
+from benchmarks.lib.blocks import MASKS, Block, Shape, seconds
+from benchmarks.lib.options import parser
 from ring_attention_pytorch.kernels import triton
 from ring_attention_pytorch.kernels.triton import Config
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
@@ -32,6 +34,7 @@ def warm(shape: Shape, direction: str, config: Config | None) -> None:
 
 
 def warm_all(jobs: list[tuple[Shape, str, Config | None]]) -> None:
+    """Compile all kernels, some at a time."""
     workers = min(14, os.cpu_count() or 1, len(jobs))
     with ProcessPoolExecutor(workers, mp_context=mp.get_context("spawn")) as pool:
         for each in as_completed([pool.submit(warm, *job) for job in jobs]):
@@ -39,7 +42,7 @@ def warm_all(jobs: list[tuple[Shape, str, Config | None]]) -> None:
 
 
 def run_direction(block: Block, direction: str, config: Config | None) -> Callable[[], None]:
-    """One launch of one kernel with a config."""
+    """Make what launches one kernel with a config."""
     keys = KVBlock(block.k, block.v, None, ())
     found, terms = block.found, block.terms
     result = OutputAccumulator(block.q, block.v)
@@ -60,7 +63,7 @@ def run_direction(block: Block, direction: str, config: Config | None) -> Callab
 
 
 def configs(direction: str, d: int) -> list[Config]:
-    """What may be worth trying; what does not fit fails and is left out."""
+    """List what may be worth trying; what does not fit fails and is left out."""
     sizes = {
         "forward": [(128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 128, 4)],
         "queries": [(128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 32, 4)],
@@ -79,7 +82,7 @@ def configs(direction: str, d: int) -> list[Config]:
 
 
 def sweep(shape: Shape, directions: list[str]) -> None:
-    """The fastest configs of each direction, for one shape."""
+    """Print the fastest configs of each direction, for one shape."""
     trials = [(x, config) for x in directions for config in configs(x, shape.d)]
     start = time.perf_counter()
     warm_all([(shape, *trial) for trial in trials])
@@ -100,20 +103,13 @@ def sweep(shape: Shape, directions: list[str]) -> None:
             print(f"  {speed:5.0f} TF/s  {tuple(config)}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--d", type=int, nargs="+", default=[128])
-    parser.add_argument("--n", type=int, nargs="+", default=[8192])
-    parser.add_argument("--mask", nargs="+", default=["causal", "full"])
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("H", "H_KV"))
-    parser.add_argument("--directions", nargs="+", default=list(DIRECTIONS), choices=DIRECTIONS)
-    asked = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Try all configs of each shape, and print the fastest."""
+    options = parser("sweep", __doc__, d=[128], n=[8192], heads=[32, 8], dtype="bfloat16")
+    options.add_argument("--mask", nargs="+", default=["causal", "full"], choices=MASKS)
+    options.add_argument("--directions", nargs="+", default=list(DIRECTIONS), choices=DIRECTIONS)
+    asked = options.parse_args(argv)
     if not torch.cuda.is_available():
-        raise SystemExit("sweep_triton needs a CUDA device")
+        raise SystemExit("sweep needs a CUDA device")
     for d, mask, n in itertools.product(asked.d, asked.mask, asked.n):
         sweep(Shape(n, d, mask, asked.dtype, *asked.heads), asked.directions)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""What `bench_cpu` measures, each in processes of their own: ours, PyTorch's, and the peers."""
+"""Measure attention on the CPU, each in processes of its own: ours, PyTorch's, and peers."""
 
 import math
 import multiprocessing as mp
@@ -26,7 +26,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Work(NamedTuple):
-    """What a process is to do; `peers` is the folder that comes first on its path."""
+    """Say what a process is to do; `peers` is the folder that comes first on its path."""
 
     subject: str
     rank: int
@@ -40,7 +40,7 @@ class Work(NamedTuple):
 
 
 def subject(work: Work) -> tuple[Attend, Tensor]:
-    """A causal attention function, and the positions of the tokens that it gets."""
+    """Return a causal attention function, and the positions of the tokens that it gets."""
     if work.subject == ONE:
         return _sdpa, torch.arange(work.length)
     if work.subject.startswith("ring-attention-pytorch"):
@@ -66,7 +66,7 @@ def _ours(work: Work) -> tuple[Attend, Tensor]:
         def exchange(self, sends: Any, receives: Any) -> Transfer:
             for (_, t), (_, given) in zip(receives, sends):
                 t.copy_(given)
-            return Transfer([], [t for _, t in receives], [])
+            return Transfer(self, sends, receives, [])
 
     layout, _, alone = work.subject.partition(", ")
     ring = Mirror() if alone else Ring()
@@ -106,20 +106,20 @@ def _ringmaster(work: Work) -> tuple[Attend, Tensor]:
 
 
 def draw(length: int, dtype: torch.dtype) -> list[Tensor]:
-    """Whole q, k, v and the cotangent of out, the same in every process."""
+    """Draw whole q, k, v and the cotangent of out, the same in every process."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(BATCH, length, HEADS, D, generator=generator, dtype=dtype) for _ in "qkvo"]
 
 
 def step(attend: Attend, tensors: list[Tensor]) -> list[Tensor]:
-    """One forward and backward: out, dq, dk, dv."""
+    """Run one forward and backward; return out, dq, dk, dv."""
     q, k, v = (t.detach().requires_grad_() for t in tensors[:3])
     out = attend(q, k, v)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
 
 
 def cpu_time(work: Work) -> Callable[[], tuple[float, float]]:
-    """Prepares; the answer is CPU seconds of one step, and the system's part of them."""
+    """Prepare to tell CPU seconds of one step, and the system's part of them."""
     attend, held = subject(work)
     tensors = [t[:, held].contiguous() for t in draw(work.length, work.dtype)]
     step(attend, tensors)
@@ -136,7 +136,7 @@ def cpu_time(work: Work) -> Callable[[], tuple[float, float]]:
 
 
 def sent_and_live(work: Work) -> Callable[[], tuple[int, int]]:
-    """Bytes sent in a step, and the most bytes of tensors alive at once."""
+    """Prepare to tell bytes sent in a step, and the most bytes of tensors alive at once."""
     attend, held = subject(work)
     tensors = [t[:, held].contiguous() for t in draw(work.length, work.dtype)]
     sent, real = [0], dist.batch_isend_irecv
@@ -156,7 +156,7 @@ def sent_and_live(work: Work) -> Callable[[], tuple[int, int]]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """The bytes of all storages alive, and the most there were, from `tensors` on."""
+    """Count the bytes of all storages alive, and the most there were, from `tensors` on."""
 
     def __init__(self, tensors: list[Tensor]):
         super().__init__()
@@ -184,7 +184,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def errors(work: Work) -> Callable[[], list[float]]:
-    """Relative errors of out, dq, dk and dv against dense attention in float64."""
+    """Prepare to tell relative errors of out, dq, dk and dv, against dense attention in float64."""
     attend, held = subject(work)
     whole = [t.to(work.dtype) for t in draw(work.length, torch.float64)]
 
@@ -206,11 +206,11 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Failed(RuntimeError):
-    """A process said why it can't."""
+    """Say why a process can't."""
 
 
 class Ranks:
-    """The processes of one subject, started and warmed up; `ask` gives every rank's answer."""
+    """Start and warm up the processes of one subject; `ask` gives every rank's answer."""
 
     def __init__(self, prepare: Callable, name: str, size: int, length: int, **options: Any):
         context = mp.get_context("spawn")
@@ -231,6 +231,7 @@ class Ranks:
             raise
 
     def ask(self) -> list[Any]:
+        """Return every rank's answer."""
         for pipe, _ in self.members:
             pipe.send("again")
         return self._answers()
@@ -248,6 +249,7 @@ class Ranks:
         return answers
 
     def stop(self) -> None:
+        """End the processes."""
         for pipe, process in self.members:
             process.kill()
             process.join()
@@ -273,7 +275,7 @@ def _serve(pipe: Connection, prepare: Callable, work: Work, folder: str) -> None
 
 
 def once(prepare: Callable, name: str, size: int, length: int, **options: Any) -> list[Any]:
-    """Every rank's answer from processes of their own."""
+    """Return every rank's answer from processes of their own."""
     ranks = Ranks(prepare, name, size, length, **options)
     try:
         return ranks.ask()

@@ -1,4 +1,4 @@
-"""Other packages' attention over shards of a GPU group, where they import: name -> function.
+"""Find other packages' attention over shards of a GPU group, where they import, by name.
 
 Each takes this rank's q, k, v `[1, n, h, d]` and gives out; all split a causal sequence as our
 "zigzag" does, and a full one in order, but for the ring of `ring_flash_attn` named striped. A
@@ -19,7 +19,7 @@ Peers = dict[str, AbstractContextManager[Attend]]
 
 
 def peers(causal: bool, tokens: int, key_heads: int) -> Peers:
-    """All that can be had here; who fails to be made is told of and left out."""
+    """Find all that can be had here; tell of those that fail to be made, and leave them out."""
     found: Peers = {}
     for make in (_torch, _ringmaster, _yunchang, _zhuzilin):
         try:
@@ -31,6 +31,7 @@ def peers(causal: bool, tokens: int, key_heads: int) -> Peers:
 
 
 def installed(name: str) -> bool:
+    """Tell whether a package is there to import."""
     return importlib.util.find_spec(name) is not None
 
 
@@ -131,16 +132,14 @@ def _causal(function: Callable[..., Tensor], causal: bool) -> Attend:
     return run
 
 
-def one_gpu(name: str, causal: bool) -> Iterator[Attend]:
-    """A kernel of PyTorch's by itself, by the name that it has among ours."""
+def one_gpu(name: str, causal: bool) -> Attend | None:
+    """Return a kernel of PyTorch by itself, by the name that it has among ours, if it is one."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backends = {
         "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
         "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     }
-    if name not in backends:
-        return
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -148,4 +147,4 @@ def one_gpu(name: str, causal: bool) -> Iterator[Attend]:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
         return out.transpose(1, 2)
 
-    yield run
+    return run if name in backends else None

@@ -1,4 +1,4 @@
-"""Kernels called by themselves, without this library, for ratios in the same run."""
+"""Call kernels by themselves, without this library, for ratios in the same run."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ def _window(tile: Tile) -> tuple[int, int]:
 
 
 def cudnn(block: Block) -> Runs:
-    """cuDNN through PyTorch; it has no window."""
+    """Call cuDNN through PyTorch; it has no window."""
     *tensors, tile = block
     if tile.left is not None:
         raise NotImplementedError
@@ -37,7 +37,7 @@ def cudnn(block: Block) -> Runs:
 
 
 def torch_flash(block: Block) -> Runs:
-    """Flash attention 2 as it is inside PyTorch."""
+    """Call flash attention 2 as it is inside PyTorch."""
     q, k, v, dout, tile = block
     aten, n, (left, right) = torch.ops.aten, q.shape[1], _window(tile)
     bounds = dict(window_size_left=left, window_size_right=right)
@@ -56,7 +56,7 @@ def torch_flash(block: Block) -> Runs:
 
 
 def flash_attn_2(block: Block) -> Runs:
-    """The package flash-attn 2."""
+    """Call the package flash-attn 2."""
     from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 
     q, k, v, dout, tile = block
@@ -75,7 +75,7 @@ def flash_attn_2(block: Block) -> Runs:
 
 
 def flash_attn_4(block: Block) -> Runs:
-    """The package flash-attn-4."""
+    """Call the package flash-attn-4."""
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     q, k, v, dout, tile = block
