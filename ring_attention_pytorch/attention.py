@@ -31,13 +31,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
 from ring_attention_pytorch.runtime.streams import reset_side_streams
-from ring_attention_pytorch.runtime.torch_func import signature_once
+from ring_attention_pytorch.runtime.torch_func import Function, is_first_order, needs_derivatives
 from ring_attention_pytorch.second_order import gradient_tangents, keep, tangents
 
 Gradients = tuple[Tensor | None, ...]
@@ -82,11 +81,17 @@ def backward(plan: RingPlan, *given: Tensor | None) -> Gradients:
     return *(total.finalize() for total in own), dsinks
 
 
+def attention(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) of (q, k, v, sinks), differentiable where anybody asks for it."""
+    if needs_derivatives(given):
+        return RingAttentionFunction.apply(plan, *given)
+    return plan.run("forward", forward, *given)
+
+
 class RingAttentionFunction(Function):
     """(plan, q, k, v, sinks) -> (out, lse)."""
 
     @staticmethod
-    @signature_once
     def forward(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
         return plan.run("forward", forward, *given)
 
@@ -98,6 +103,8 @@ class RingAttentionFunction(Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         *given, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
+        if is_first_order():
+            return None, *ctx.plan.run("backward", backward, *given, dout, dlse, out, lse)
         return None, *RingGradients.apply(ctx.plan, *given, dout, dlse, out.detach(), lse.detach())
 
     @staticmethod
@@ -110,7 +117,6 @@ class RingGradients(Function):
     """(plan, q, k, v, sinks, dout, dlse, out, lse) -> (dq, dk, dv, dsinks)."""
 
     @staticmethod
-    @signature_once
     def forward(plan: RingPlan, *given: Tensor | None) -> Gradients:
         return plan.run("backward", backward, *given)
 

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import torch
 from beartype import beartype
 from torch import Tensor
 
-from ring_attention_pytorch.attention import RingAttentionFunction
+from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.geometry.documents import Borders
@@ -154,9 +155,10 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     torch.Size([1, 6, 4, 8])
     """
     given = locals()
-    q, k, v = (t.to(autocast_dtype(t)) for t in (q, k, v))
-    if key_bias is not None:
-        given["key_bias"] = key_bias = key_bias.to(autocast_dtype(key_bias))
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = (t.to(autocast_dtype(t)) for t in (q, k, v))
+        if key_bias is not None:
+            given["key_bias"] = key_bias = key_bias.to(autocast_dtype(key_bias))
     if plan is None:
         also = tangents_note(q, k, v, sinks, key_bias)
         options = {name: given[name] for name in ROWS}
@@ -171,7 +173,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     if plan.ulysses is not None:
         q, k, v = plan.ulysses.to_heads(q, k, v)
         sinks = None if sinks is None else sinks[plan.ulysses.heads]
-    out, lse = RingAttentionFunction.apply(plan, q, k, v, sinks)
+    out, lse = attention(plan, q, k, v, sinks)
     if plan.ulysses is not None:
         out, lse = plan.ulysses.to_sequence(out, lse if return_lse else None)
     return (out, lse) if return_lse else out

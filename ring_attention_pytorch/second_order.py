@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ring_attention_pytorch.kernels import eager_jvp
 from ring_attention_pytorch.plan.ring_plan import RingPlan
@@ -26,7 +25,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     tangent_of_delta,
 )
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.runtime.torch_func import signature_once
+from ring_attention_pytorch.runtime.torch_func import Function
 
 Some = Sequence[Tensor | None]
 Found = tuple[Tensor | None, ...]
@@ -36,7 +35,6 @@ class RingTangents(Function):
     """(plan, q, k, v, sinks, tq, tk, tv, tsinks, out, lse) -> (tout, tlse)."""
 
     @staticmethod
-    @signature_once
     def forward(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, sinks, tq, tk, tv, tsinks, out, lse = given
         if {*plan.kernel.name.split("+")} != {"eager"}:
@@ -83,7 +81,6 @@ class RingGradientTangents(Function):
     (dq, dk, dv, dsinks), and those gradients themselves."""
 
     @staticmethod
-    @signature_once
     def forward(plan: RingPlan, *given: Tensor | None) -> Found:
         q, k, v, sinks, dout, dlse, out, lse = given[:8]
         tq, tk, tv, tsinks, tdout, tdlse, tout, tlse = given[8:]

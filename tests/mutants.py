@@ -589,7 +589,7 @@ MUTANTS = [
     ),
     Mutant(
         "few tokens' graphs have calls that wait for one another",
-        "plan/ring_plan.py:_chosen_transport",
+        "plan/prepare.py:settle_transport",
         "overlapping.overtaken or small", "(together or overlapping).overtaken or small",
     ),
     Mutant(
@@ -920,7 +920,7 @@ MUTANTS = [
         "if ring.several:", "if False:",
     ),
     Mutant(
-        "positions that one ring repeats are kept to itself", "plan/ring_plan.py:_placed",
+        "positions that one ring repeats are kept to itself", "plan/prepare.py:place_tokens",
         "repeats_problem(both) if dropped else None", "None",
     ),
     Mutant(

@@ -87,7 +87,7 @@ MUTANTS = [
         "(swap.queries.lengths, swap.keys.lengths)",
     ),
     Mutant(
-        "queries of two sequences in the order of ranks", "plan/ring_plan.py:_placed",
+        "queries of two sequences in the order of ranks", "plan/prepare.py:place_tokens",
         "dropped or options.alibi_slopes is not None or options.mask_mod is not None", "dropped",
     ),
     # what ranks tell one another

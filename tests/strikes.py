@@ -91,7 +91,7 @@ def struck_in(strike: Strike) -> Iterator[Callable[[RingPlan], None]]:
 
     places = {
         "agreeing": "ring_attention_pytorch.plan.proposal.qkv_problem",
-        "making a plan": "ring_attention_pytorch.plan.ring_plan.make_transport",
+        "making a plan": "ring_attention_pytorch.plan.prepare.make_transport",
     }
     with ExitStack() as stack:
         if strike.phase in places:

@@ -41,7 +41,7 @@ from ring_attention_pytorch.geometry.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
-from ring_attention_pytorch.plan import ring_plan
+from ring_attention_pytorch.plan import prepare
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime import rowwise, streams
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
@@ -793,8 +793,8 @@ def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(policy, "_SMALL", -1)
     for overtaken in (False, True):
         few, made = (SimpleNamespace(overtaken=on) for on in (False, overtaken))
-        patch.setattr(ring_plan, "make_transport", lambda *_, made=made: made)
-        patch.setattr(ring_plan, "make_together", lambda *_, few=few: few)
+        patch.setattr(prepare, "make_transport", lambda *_, made=made: made)
+        patch.setattr(prepare, "make_together", lambda *_, few=few: few)
         assert RingPlan.make(q, q, q, causal=True).concurrent == overtaken
 
 

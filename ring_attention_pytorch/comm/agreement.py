@@ -43,22 +43,23 @@ def agree(
     """
     mine = {
         "everywhere": {"ring size": ring.size, **(everywhere or {})},
-        "same": {name: _plain(value) for name, value in same.items()},
+        "same": same,
         "own": dict(own or {}),
         "step": ring.steps.notes,
         "problem": _shortened(problem or ring.problem or "") or None,
     }
-    notes = []
-    for rank, note in enumerate(ring.gather_notes(caller, json.dumps(mine).encode())):
-        notes.append(_read(caller, rank, note))
+    if ring.size == 1 and ring.group is None:
+        ring.gather_notes(caller, b"")
+        notes = [mine]
+    else:
+        mine["same"] = {name: _plain(value) for name, value in same.items()}
+        told = ring.gather_notes(caller, json.dumps(mine).encode())
+        notes = [_read(caller, rank, note) for rank, note in enumerate(told)]
     _check_problems(caller, [note["problem"] for note in notes])
     _check_in_step(ring, caller, [note["step"] for note in notes])
-    for name in notes[0]["everywhere"]:
-        _check_same(caller, name, [note["everywhere"].get(name) for note in notes], first=0)
+    _check_same(caller, [note["everywhere"] for note in notes], first=0)
     for first in range(0, len(notes), ring.size):  # all rings: every rank raises
-        members = [note["same"] for note in notes[first : first + ring.size]]
-        for name in dict.fromkeys(name for member in members for name in member):
-            _check_same(caller, name, [member.get(name) for member in members], first)
+        _check_same(caller, [note["same"] for note in notes[first : first + ring.size]], first)
     return [note["own"] for note in notes[ring.first : ring.first + ring.size]]
 
 
@@ -210,13 +211,17 @@ def _check_in_step(ring: Ring, caller: str, steps: list[int]) -> None:
         )
 
 
-def _check_same(caller: str, name: str, values: list[Any], first: int) -> None:
-    texts = [json.dumps(value, ensure_ascii=False) for value in values]
-    if len({*texts}) > 1:
-        got = _each(texts, first)
-        raise Disagreement(
-            f"{caller}: {name} must be the same on every rank, got {got}; pass the same on all"
-        )
+def _check_same(caller: str, members: list[dict[str, Any]], first: int) -> None:
+    """Raise if ranks have told different values of any name; `first` is the first of them."""
+    if all(member == members[0] for member in members):
+        return
+    for name in dict.fromkeys(name for member in members for name in member):
+        texts = [json.dumps(member.get(name), ensure_ascii=False) for member in members]
+        if len({*texts}) > 1:
+            got = _each(texts, first)
+            raise Disagreement(
+                f"{caller}: {name} must be the same on every rank, got {got}; pass the same on all"
+            )
 
 
 def _each(values: Sequence[object], first: int = 0) -> str:

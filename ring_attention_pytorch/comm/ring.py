@@ -30,6 +30,7 @@ from ring_attention_pytorch.runtime.rowwise import has_triton
 
 Messages = Sequence[tuple[int, Tensor]]  # rank of a ring, and what is sent to it or received
 _BROKEN = "broken"  # a ring, on a rank where that has been told
+_NOTHING = nullcontext()
 
 _met: WeakKeyDictionary[ProcessGroup, list[int]] = WeakKeyDictionary()
 _steps: WeakKeyDictionary[ProcessGroup, dict[tuple[int, int], Steps]] = WeakKeyDictionary()
@@ -213,7 +214,7 @@ class Ring:
             RingError: an earlier call has failed on this rank.
         """
         if self.size == 1:
-            return nullcontext()
+            return _NOTHING
         if inherited and self.group is not None:
             known(self.group)
         return self.steps.call(operation, plan)

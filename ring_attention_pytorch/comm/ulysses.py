@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from einops import rearrange
 from torch import Tensor
-from torch.autograd import Function
 
 from ring_attention_pytorch.comm.all_to_all import CopyPlan, Move, SharedSwap, by_messages
 from ring_attention_pytorch.comm.messages import Form, Part
@@ -22,7 +21,7 @@ from ring_attention_pytorch.comm.ring import Ring, SubRing
 from ring_attention_pytorch.geometry.layouts import Segment, Segments, count
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
-from ring_attention_pytorch.runtime.torch_func import signature_once
+from ring_attention_pytorch.runtime.torch_func import Function
 from ring_attention_pytorch.schedule.pieces import KVShape
 
 Heads = tuple[tuple[int, ...], ...]  # which heads each place gets
@@ -251,7 +250,6 @@ class _ToHeads(Function):
     """
 
     @staticmethod
-    @signature_once
     def forward(
         ulysses: Ulysses, spreads: tuple[HeadPartition, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
@@ -274,7 +272,6 @@ class _ToSequence(Function):
     """The all-to-all of tensors from heads back to sequence."""
 
     @staticmethod
-    @signature_once
     def forward(
         ulysses: Ulysses, spreads: tuple[HeadPartition, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:

@@ -84,8 +84,9 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
         merges = first.fuses_merge and second.fuses_merge
         return SelectedKernel(both, first.forward, second.backward, second.preemptible, merges)
     problems = {}
+    case = case._replace(named=name is not None)
     for each in _named(name, case):
-        problems[each] = problem(each, case._replace(named=name is not None))
+        problems[each] = problem(each, case)
         if problems[each] is None:
             if name is None:
                 _log(each, case)
@@ -143,11 +144,10 @@ def _named(name: str | None, case: KernelRequest) -> list[str]:
 
 
 def _device_problem(can: Capabilities, case: KernelRequest) -> str | None:
-    if can.devices is not None and case.device not in can.devices:
-        interpreted = case.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-        if not ("interpreter" in can.devices and interpreted and case.named):
-            where = {"cuda": "CUDA", "cpu": "the CPU"}[can.devices[0]]
-            return f"runs on {where}, the tensors are on {case.device}"
+    known = can.devices is None or case.device in can.devices
+    if not (known or ("interpreter" in can.devices and case.named and _interprets(case.device))):
+        where = {"cuda": "CUDA", "cpu": "the CPU"}[can.devices[0]]
+        return f"runs on {where}, the tensors are on {case.device}"
     if case.capability is None:
         return None
     got, oldest, newest = (
@@ -159,6 +159,11 @@ def _device_problem(can: Capabilities, case: KernelRequest) -> str | None:
     if can.max_capability is not None and case.capability > can.max_capability:
         return f"needs compute capability {newest} or earlier, got {got}"
     return None
+
+
+def _interprets(device: str) -> bool:
+    """Tell whether Triton's interpreter runs kernels there."""
+    return device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _shape_problem(can: Capabilities, case: KernelRequest) -> str | None:

@@ -27,6 +27,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     Residuals,
     ScoreMods,
 )
+from ring_attention_pytorch.runtime.tape import opaque
 
 _SMALLEST = 256  # keys of a causal tile that is not worth cutting
 
@@ -55,13 +56,7 @@ def forward(
     q, k, v = map(_dense, (q, keys.k, keys.v))
     for call in _calls(q, keys, tiles, terms):
         operands = _operands(q[:, call.rows], k[:, call.cols], v[:, call.cols])
-        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *operands, 0.0, call.causal, attn_mask=call.mask, scale=terms.scale
-        )
-        lost = _lost(*operands[:2], part_lse)
-        if lost is not None:
-            part_lse = part_lse.masked_fill(lost, torch.nan)
-            part = part.masked_fill(lost.unsqueeze(-1), torch.nan)
+        part, part_lse = _attention(*operands, call.causal, call.mask, terms.scale)
         if call.unseen is not None:
             part_lse = part_lse.masked_fill(call.unseen.unsqueeze(1), -torch.inf)
             part = part.masked_fill(rearrange(call.unseen, "b n -> b 1 n 1"), 0.0)
@@ -83,7 +78,7 @@ def backward(
         out, v = F.pad(out, (0, 1), value=1.0), F.pad(v, (0, 1))
         dout = torch.cat((dout, -column), -1)
     # rows that see nothing anywhere: any finite lse keeps exp(-inf - lse) at 0
-    lse = saved.lse.masked_fill(saved.lse == -torch.inf, 0.0)
+    lse = saved.lse.clamp(min=torch.finfo(saved.lse.dtype).min)
     for call in _calls(q, keys, tiles, terms):
         q_, k_, v_ = _operands(q[:, call.rows], k[:, call.cols], v[:, call.cols])
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -108,12 +103,25 @@ def _dense(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
+@opaque
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return what the op does, `[b, h, n, d]` and lse, but NaN where scores are."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    lost = _lost(q, k, lse)
+    if lost is None:
+        return out, lse
+    return out.masked_fill(lost.unsqueeze(-1), torch.nan), lse.masked_fill(lost, torch.nan)
+
+
 def _lost(q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:
     """Mark rows [b, h, n] that the op takes to see nothing, for all their scores are NaN."""
-    nothing = lse == 0
-    if not nothing.any():
+    if torch.count_nonzero(lse).item() == lse.numel():
         return None
-    return nothing & (q.isnan().any(-1) | k.isnan().any())
+    return (lse == 0) & (q.isnan().any(-1) | k.isnan().any())
 
 
 def _calls(q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods) -> Iterator[_Call]:

@@ -87,15 +87,14 @@ def recall(ring: Ring, subject: Hashable) -> Hardware | None:
 
     Of those some ranks may remember what others don't.
     """
-    if ring.group is None or ring.several:
+    if ring.several:
         return None
     return _machines.get(ring.group, {}).get((ring.size, subject))
 
 
 def remember(ring: Ring, subject: Hashable, machine: Hardware) -> None:
     """Remember measured speeds, so that the next plan of such a subject need not ask."""
-    if machine.measured:
-        _machines.setdefault(ring.group, {})[ring.size, subject] = machine
+    _machines.setdefault(ring.group, {})[ring.size, subject] = machine
 
 
 def hardware_of(

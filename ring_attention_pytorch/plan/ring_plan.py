@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,49 +12,41 @@ from torch import Tensor
 from ring_attention_pytorch.comm.agreement import (
     agree,
     in_the_same_call,
-    raise_together,
     told_by_group,
     typed,
 )
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
-from ring_attention_pytorch.comm.transports import make_together, make_transport, owners_at_once
-from ring_attention_pytorch.comm.ulysses import Ulysses, job_of
-from ring_attention_pytorch.geometry.documents import BatchDocuments, end_problem
+from ring_attention_pytorch.comm.transports import make_transport, owners_at_once
+from ring_attention_pytorch.comm.ulysses import Ulysses
+from ring_attention_pytorch.geometry.documents import BatchDocuments
 from ring_attention_pytorch.geometry.layouts import (
     Layout,
     Segments,
-    all_segments,
     segment_positions,
 )
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel
-from ring_attention_pytorch.plan.calibrate import recall, remember, select_transport
+from ring_attention_pytorch.plan.calibrate import recall
 from ring_attention_pytorch.plan.checks import (
     Signature,
-    lengths_problem,
     qkv_problem,
-    segments_of_two,
 )
 from ring_attention_pytorch.plan.masks import (
     by_sample,
-    copied,
-    gather_positions,
     positions_seen,
-    repeats_problem,
     seen_by_any,
 )
-from ring_attention_pytorch.plan.options import Call, Options
+from ring_attention_pytorch.plan.options import Call
 from ring_attention_pytorch.plan.packing import whole_packing
+from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
 from ring_attention_pytorch.plan.proposal import Proposal
-from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.graphs import Graphs, Tensors, can_be_captured, with_graphs
 from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles, Transport
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.scores import per_head_problem
+from ring_attention_pytorch.runtime.tape import Tapes
 from ring_attention_pytorch.runtime.torch_func import outside_transforms
 from ring_attention_pytorch.schedule.hardware import Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
-from ring_attention_pytorch.schedule.policy import is_small
 from ring_attention_pytorch.schedule.steps import Schedule
 
 
@@ -91,12 +83,14 @@ class RingPlan:
     always: bool = False  # whether ranks compare notes in each call, and not here only
     number: int = field(default=0, compare=False)  # the ranks' number for this plan
     graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
+    tapes: Tapes = field(default_factory=Tapes, init=False, compare=False, repr=False)
     # worked out when asked for, and shared with plans that differ only in dropout
     _tiles: dict[Segments, list] = field(default_factory=dict, compare=False, repr=False)
     _calls: dict[bool, int] = field(default_factory=dict, compare=False, repr=False)
     _of_mask: dict[Segments, list] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    _passed: set[tuple] = field(default_factory=set, init=False, compare=False, repr=False)
 
     @classmethod
     @outside_transforms
@@ -133,7 +127,8 @@ class RingPlan:
         """
         ring = as_ring(group)
         mine = Proposal.of(Call(q, k, v, ring.size), options, also or {})
-        own = {**mine.own, "knows": recall(ring, mine.subject) is not None}
+        known = None if ring.group is None else recall(ring, mine.subject)
+        own = {**mine.own, "knows": known is not None}
         lengths = agree(ring, "ring attention", mine.same, own, mine.problem, mine.everywhere)
         with ring.call("making a plan"):
             return cls._agreed(ring, mine, lengths)
@@ -144,12 +139,12 @@ class RingPlan:
         q, k, v = mine.shaped
         options = mine.options
         visible = Mask(options.causal, options.window)
-        segments = _placed(ring, options, visible, lengths)
+        segments = place_tokens(ring, options, visible, lengths)
         packing = whole_packing(ring, options.documents, options.cu_seqlens, segments[0], len(q))
         samples = by_sample(visible, packing, options.prefix, len(q))
         masks = seen_by_any(samples, visible, options.prefix is not None)
-        heads = _swapped(ring, mine, Workload(*segments, *masks), lengths[0]["seed"])
-        chosen = _chosen_transport(ring, mine, heads, lengths, alike=len(samples) == 1)
+        heads = swap_heads(ring, mine, Workload(*segments, *masks), lengths[0]["seed"])
+        chosen = settle_transport(ring, mine, heads, lengths, alike=len(samples) == 1)
         return cls(
             ring=ring,
             query_segments=segments[0],
@@ -219,9 +214,12 @@ class RingPlan:
         self, direction: str, function: Callable[..., Tensors], *given: Tensor | None
     ) -> Tensors:
         """Run a function of the plan and of tensors, by way of a CUDA graph if there are any."""
-        run = function if self.graphs is None else partial(self.graphs.run, function)
         with self.call(direction):
-            return run(self, *given)
+            if self.graphs is not None:
+                return self.graphs.run(function, self, *given)
+            if self.can_be_taped:
+                return self.tapes.run(function, self, *given)
+            return function(self, *given)
 
     def call(self, direction: str) -> AbstractContextManager[None]:
         """Return the block of a call; if `always`, all ranks raise where their calls differ."""
@@ -272,6 +270,12 @@ class RingPlan:
             self.transport_name, ring, self.blocks, at_once, pairs, self.device, self.machine
         )
 
+    @cached_property
+    def can_be_taped(self) -> bool:
+        """Tell whether what a call does is but operations on tensors, the same in each."""
+        travels = self.schedule.forward.transfers
+        return self.device.type == "cpu" and not travels and self.terms.mask_mod is None
+
     @property
     def alone(self) -> bool:
         """Tell whether one call of the kernel is all there is to do."""
@@ -305,6 +309,11 @@ class RingPlan:
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
+        kind = None
+        if sinks is None:
+            kind = tuple([(t.shape, t.dtype, t.device, t.layout) for t in (q, k, v)])
+            if kind in self._passed:
+                return
         problem = qkv_problem(q, k, v)
         if problem is None and sinks is not None:
             problem = per_head_problem("sinks", q, sinks)
@@ -312,110 +321,5 @@ class RingPlan:
             problem = f"the plan was made for {self.signature!r}; got {given!r}; make one for these"
         if problem is not None:
             raise ValueError(f"ring attention: {problem}")
-
-
-def _placed(
-    ring: Ring, options: Options, visible: Mask, lengths: list[dict[str, int]]
-) -> tuple[tuple[Segments, ...], tuple[Segments, ...]]:
-    """Return the positions that each rank holds, of queries and of keys.
-
-    Raises:
-        ValueError: lengths are not the layout's, or positions can't be used; on all ranks alike.
-    """
-    queries = [rank["n"] for rank in lengths]
-    keys = [rank["m"] for rank in lengths]
-    cross = options.cross
-    if cross is None:
-        cross = queries != keys or options.placed
-    dropped = options.dropout > 0
-    counted = dropped or options.alibi_slopes is not None or options.mask_mod is not None
-    problem = lengths_problem(
-        (queries, keys), options.layout, visible, cross,
-        packed=options.packed, placed=options.placed, counted=counted,
-    ) or end_problem(options.cu_seqlens, sum(queries))  # fmt: skip
-    raise_together(ring, "ring attention", problem)
-    if options.placed:
-        both = gather_positions(ring, (options.query_positions, options.key_positions))
-        raise_together(ring, "ring attention", repeats_problem(both) if dropped else None)
-        return both
-    if cross:
-        return segments_of_two(options.layout, queries, keys, counted)
-    segments = all_segments(options.layout, ring.size, sum(queries))
-    return segments, segments
-
-
-class _Heads(NamedTuple):
-    """The blocks, heads and mask that ranks work on, after the all-to-all if there is one."""
-
-    blocks: Workload
-    terms: ScoreMods
-    key_mask: Tensor | None
-    ulysses: Ulysses | None
-
-
-def _swapped(ring: Ring, mine: Proposal, blocks: Workload, seed: int) -> _Heads:
-    """Apply the all-to-all, if any, to what the plan is of: tokens, heads and mask."""
-    options = mine.options
-    q, k, v = mine.shaped
-    terms = ScoreMods(
-        mine.scale,
-        options.softclamp,
-        options.bucket_size,
-        copied(options.alibi_slopes, accumulation_dtype(q.dtype)),
-        options.mask_mod,
-        Dropout(options.dropout, seed) if options.dropout else None,
-    )
-    key_mask = copied(options.key_mask, torch.bool)
-    if not 1 < options.ulysses <= ring.size:
-        return _Heads(blocks, terms, key_mask, None)
-    ulysses, queries, keys = Ulysses.make(ring, options.ulysses, blocks[:2], q, k, v)
-    blocks = blocks._replace(queries=queries, keys=keys)
-    if key_mask is not None:
-        key_mask = ulysses.whole_mask(key_mask)
-    return _Heads(blocks, ulysses.of_heads(terms), key_mask, ulysses)
-
-
-class _TransportChoice(NamedTuple):
-    """The transport of keys, and what it was chosen by."""
-
-    transport: Transport
-    overlapped: Transport | None
-    transport_name: str
-    machine: Hardware
-    memory: int | None
-    at_once: int
-    kv_shape: KVShape
-    concurrent: bool
-
-
-def _chosen_transport(
-    ring: Ring, mine: Proposal, heads: _Heads, lengths: list[dict[str, int]], alike: bool
-) -> _TransportChoice:
-    """Choose and make the transport; `alike` tells whether all samples see alike."""
-    options, kernel, blocks, ulysses = mine.options, mine.kernel, heads.blocks, heads.ulysses
-    q, k, v = mine.shaped
-    shape = job_of(q, k, v, ulysses)
-    memory, named = options.memory, options.transport
-    if named is None and memory is None:
-        memory = min(rank["room"] for rank in lengths)
-    at_once = owners_at_once(memory, blocks, shape)
-    known = recall(ring, mine.subject) if all(rank["knows"] for rank in lengths) else None
-    name, machine = select_transport(named, ring, kernel, blocks, shape, at_once, q, known)
-    remember(ring, mine.subject, machine)
-    near = machine.every(ring.size // len(blocks.keys))
-    if ulysses is not None:
-        ring = ulysses.ring
-    small = is_small(blocks, shape, near)
-    overtaken = alike and kernel.preemptible and is_small(blocks, shape, near, undivided=True)
-    overlapping = make_transport(name, ring, blocks, at_once, shape, q.device, near, overtaken)
-    together = make_together(overlapping, blocks, shape, near)
-    return _TransportChoice(
-        transport=together or overlapping,
-        overlapped=together and overlapping,
-        transport_name=name,
-        machine=machine,
-        memory=memory,
-        at_once=at_once,
-        kv_shape=shape,
-        concurrent=alike and (overlapping.overtaken or small),
-    )
+        if kind is not None:
+            self._passed.add(kind)

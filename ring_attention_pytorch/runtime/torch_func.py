@@ -1,12 +1,12 @@
 """Helpers for torch.func: code that is no part of a transform, and Functions that can be in one."""
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 _P, _R = ParamSpec("_P"), TypeVar("_R")
@@ -26,13 +26,38 @@ def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return outside
 
 
-def signature_once(forward: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Store the signature of a Function's forward, beside setup_context, and return the forward.
+class Function(torch.autograd.Function):
+    """A Function with `setup_context`, whose `apply` takes all arguments by position.
 
-    PyTorch asks for the signature in each call, and working it out would take longer than the call.
+    Outside of transforms PyTorch's own `apply` works out the signature of forward in each call,
+    only to fill in defaults, which takes the host 10 us.
     """
-    forward.__signature__ = inspect.signature(forward)
-    return forward
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))
+
+
+def needs_derivatives(given: Iterable[Tensor | None]) -> bool:
+    """Tell whether what is computed of these tensors may be differentiated, in whatever way."""
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return True
+    if torch.is_grad_enabled():
+        for t in given:
+            if t is not None and t.requires_grad:
+                return True
+    return False
+
+
+def is_first_order() -> bool:
+    """Tell whether what is computed now, in a backward, is not differentiated in its turn."""
+    return not (
+        torch.is_grad_enabled()
+        or forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def refuse_second_order(what: str) -> None:

@@ -1,0 +1,133 @@
+"""The steps of making a plan, after ranks have agreed: tokens, heads, transport."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.agreement import raise_together
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.transports import make_together, make_transport, owners_at_once
+from ring_attention_pytorch.comm.ulysses import Ulysses, job_of
+from ring_attention_pytorch.geometry.documents import end_problem
+from ring_attention_pytorch.geometry.layouts import Segments, all_segments
+from ring_attention_pytorch.geometry.tiles import Mask
+from ring_attention_pytorch.plan.calibrate import recall, remember, select_transport
+from ring_attention_pytorch.plan.checks import lengths_problem, segments_of_two
+from ring_attention_pytorch.plan.masks import copied, gather_positions, repeats_problem
+from ring_attention_pytorch.plan.options import Options
+from ring_attention_pytorch.plan.proposal import Proposal
+from ring_attention_pytorch.runtime.dropout import Dropout
+from ring_attention_pytorch.runtime.interfaces import ScoreMods, Transport
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.schedule.hardware import Hardware
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload
+from ring_attention_pytorch.schedule.policy import is_small
+
+
+def place_tokens(
+    ring: Ring, options: Options, visible: Mask, lengths: list[dict[str, int]]
+) -> tuple[tuple[Segments, ...], tuple[Segments, ...]]:
+    """Return the positions that each rank holds, of queries and of keys.
+
+    Raises:
+        ValueError: lengths are not the layout's, or positions can't be used; on all ranks alike.
+    """
+    queries = [rank["n"] for rank in lengths]
+    keys = [rank["m"] for rank in lengths]
+    cross = options.cross
+    if cross is None:
+        cross = queries != keys or options.placed
+    dropped = options.dropout > 0
+    counted = dropped or options.alibi_slopes is not None or options.mask_mod is not None
+    problem = lengths_problem(
+        (queries, keys), options.layout, visible, cross,
+        packed=options.packed, placed=options.placed, counted=counted,
+    ) or end_problem(options.cu_seqlens, sum(queries))  # fmt: skip
+    raise_together(ring, "ring attention", problem)
+    if options.placed:
+        both = gather_positions(ring, (options.query_positions, options.key_positions))
+        raise_together(ring, "ring attention", repeats_problem(both) if dropped else None)
+        return both
+    if cross:
+        return segments_of_two(options.layout, queries, keys, counted)
+    segments = all_segments(options.layout, ring.size, sum(queries))
+    return segments, segments
+
+
+class Heads(NamedTuple):
+    """The blocks, heads and mask that ranks work on, after the all-to-all if there is one."""
+
+    blocks: Workload
+    terms: ScoreMods
+    key_mask: Tensor | None
+    ulysses: Ulysses | None
+
+
+def swap_heads(ring: Ring, mine: Proposal, blocks: Workload, seed: int) -> Heads:
+    """Apply the all-to-all, if any, to what the plan is of: tokens, heads and mask."""
+    options = mine.options
+    q, k, v = mine.shaped
+    terms = ScoreMods(
+        mine.scale,
+        options.softclamp,
+        options.bucket_size,
+        copied(options.alibi_slopes, accumulation_dtype(q.dtype)),
+        options.mask_mod,
+        Dropout(options.dropout, seed) if options.dropout else None,
+    )
+    key_mask = copied(options.key_mask, torch.bool)
+    if not 1 < options.ulysses <= ring.size:
+        return Heads(blocks, terms, key_mask, None)
+    ulysses, queries, keys = Ulysses.make(ring, options.ulysses, blocks[:2], q, k, v)
+    blocks = blocks._replace(queries=queries, keys=keys)
+    if key_mask is not None:
+        key_mask = ulysses.whole_mask(key_mask)
+    return Heads(blocks, ulysses.of_heads(terms), key_mask, ulysses)
+
+
+class TransportChoice(NamedTuple):
+    """The transport of keys, and what it was chosen by."""
+
+    transport: Transport
+    overlapped: Transport | None
+    transport_name: str
+    machine: Hardware
+    memory: int | None
+    at_once: int
+    kv_shape: KVShape
+    concurrent: bool
+
+
+def settle_transport(
+    ring: Ring, mine: Proposal, heads: Heads, lengths: list[dict[str, int]], alike: bool
+) -> TransportChoice:
+    """Choose and make the transport; `alike` tells whether all samples see alike."""
+    options, kernel, blocks, ulysses = mine.options, mine.kernel, heads.blocks, heads.ulysses
+    q, k, v = mine.shaped
+    shape = job_of(q, k, v, ulysses)
+    memory, named = options.memory, options.transport
+    if named is None and memory is None:
+        memory = min(rank["room"] for rank in lengths)
+    at_once = owners_at_once(memory, blocks, shape)
+    known = recall(ring, mine.subject) if all(rank["knows"] for rank in lengths) else None
+    name, machine = select_transport(named, ring, kernel, blocks, shape, at_once, q, known)
+    if machine.measured:
+        remember(ring, mine.subject, machine)
+    near = machine.every(ring.size // len(blocks.keys))
+    if ulysses is not None:
+        ring = ulysses.ring
+    small = is_small(blocks, shape, near)
+    overtaken = alike and kernel.preemptible and is_small(blocks, shape, near, undivided=True)
+    overlapping = make_transport(name, ring, blocks, at_once, shape, q.device, near, overtaken)
+    together = make_together(overlapping, blocks, shape, near)
+    return TransportChoice(
+        transport=together or overlapping,
+        overlapped=together and overlapping,
+        transport_name=name,
+        machine=machine,
+        memory=memory,
+        at_once=at_once,
+        kv_shape=shape,
+        concurrent=alike and (overlapping.overtaken or small),
+    )

@@ -1,0 +1,309 @@
+"""Tapes: the operations of a call, to be repeated without the Python that decided on them.
+
+Where tokens are few, deciding takes the host longer than the operations do. So the second and the
+third call of a kind are recorded while they run as ever. If both did the same, a function is made
+of what they did, a line for each operation, which from then on replaces them:
+
+    def replay(a0, a1, a2):
+        t3 = permute(a0, (0, 2, 1, 3))
+        t4 = permute(a1, (0, 2, 1, 3))
+        ...
+        return (t9, t10)
+
+Any tensor that is neither given nor made on the way is a constant. It was there before both calls
+and is the same in both; so a tensor that some operation made unseen refuses the tape. So do
+operations that tell Python what a tensor holds, unless they are within a `opaque` function.
+"""
+
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from functools import wraps
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, has_torch_function
+
+_P, _R = ParamSpec("_P"), TypeVar("_R")
+Tensors = tuple[Tensor | None, ...]
+Function = Callable[..., Tensors]
+
+_NEW, _ONCE = object(), object()  # what is known of a kind of calls at first
+_KINDS = 16  # kinds of calls whose tapes a plan keeps
+# operations that tell Python what tensors hold, and those of whose results it decides how long
+_READING = {
+    *("__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "__iter__"),
+    *("allclose", "equal", "is_nonzero", "item", "numpy", "tolist"),
+    *("argwhere", "masked_select", "nonzero", "unique", "unique_consecutive"),
+}
+
+
+class _Thread(threading.local):
+    """What this thread records at the moment."""
+
+    recorder: "_Recorder | None" = None
+
+
+_thread = _Thread()
+
+
+def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let tapes take a function as one operation, whatever it does and looks at.
+
+    It takes tensors and constants, by position, and returns a tensor, several, or None.
+    """
+
+    @wraps(function)
+    def operation(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        recorder = _thread.recorder
+        if recorder is None:
+            return function(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            _thread.recorder = None
+            try:
+                out = function(*args, **kwargs)
+            finally:
+                _thread.recorder = recorder
+        recorder.record(function, args, kwargs, out)
+        return out
+
+    return operation
+
+
+class Tapes:
+    """The tapes of one plan: one for each function of it, and for each kind of arguments."""
+
+    def __init__(self) -> None:
+        # what is known of a kind: that it came once, a first recording, what replays it; or None,
+        # if no tape can be made
+        self._kept: dict[Hashable, object] = {}
+
+    def run(self, function: Function, plan: Any, *given: Tensor | None) -> Tensors:
+        """Return `function(plan, *given)`, by a tape once there is one.
+
+        All that the function decides must depend on the plan and on what a kind has: strides and
+        alignment of tensors that are otherwise always alike, and global settings.
+        """
+        if _watched(given):
+            return function(plan, *given)
+        kind = (
+            function,
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_inference_mode_enabled(),
+            *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in given],
+        )
+        known = self._kept.get(kind, _NEW)
+        if type(known) is FunctionType:
+            return _without_autocast(known, plan.device.type, given)
+        if known is None:
+            return function(plan, *given)
+        if known is _NEW:  # many plans are for one call
+            if len(self._kept) >= _KINDS:
+                self._kept.clear()
+            self._kept[kind] = _ONCE
+            return function(plan, *given)
+        recorder = _Recorder(given)
+        results = recorder.run(function, plan)
+        if recorder.refused:
+            self._kept[kind] = None
+        elif known is _ONCE:
+            self._kept[kind] = recorder
+        else:
+            self._kept[kind] = recorder.replay() if recorder.agrees(known) else None
+        return results
+
+
+def _without_autocast(replay: Function, device: str, given: Tensors) -> Tensors:
+    """Run a tape as what it was made of ran, whatever autocast is on."""
+    if not torch._C._is_any_autocast_enabled():
+        return replay(*given)
+    with torch.autocast(device, enabled=False):
+        return replay(*given)
+
+
+def _watched(given: Tensors) -> bool:
+    """Tell whether operations are not what they seem: traced, transformed or of other tensors."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or has_torch_function(given)
+    )
+
+
+class _Recorder(TorchFunctionMode):
+    """A recording of one run: its lines, and the constants that they name."""
+
+    def __init__(self, given: Tensors) -> None:
+        super().__init__()
+        self.refused = False
+        self.given = given
+        self.lines: list[tuple[str, str, tuple[str, ...]]] = []  # targets, expression, names in it
+        self.views: dict[int, str] = {}  # of constants: which are views of others, and how made
+        self.constants: list[Any] = []
+        self.results = ""
+        self._names: dict[int, str] = {}  # of tensors, by identity
+        self._alive: list[Any] = []  # so that an identity is not another's later
+        self._used: list[str] = []
+        for number, t in enumerate(given):
+            if t is not None:
+                self._name(t, f"a{number}")
+
+    def run(self, function: Function, plan: Any) -> Tensors:
+        """Run the function of a plan and of what is given, and record it."""
+        _thread.recorder = self
+        try:
+            with self:
+                results = function(plan, *self.given)
+        finally:
+            _thread.recorder = None
+        self._used = []
+        self.results = self._text(tuple(results))
+        self.refused |= any(name.startswith("a") for name in self._used)
+        self._names, self._alive, self.given = {}, [], tuple(t is not None for t in self.given)
+        return results
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in _READING or (name == "__getitem__" and _has_bools(args[1])):
+            self.refused = True
+        if _has_tensors(out) or (out is None and name != "__get__"):
+            self.record(func, args, kwargs or {}, out)
+        return out
+
+    def record(self, func: Callable, args: tuple, kwargs: dict, out: Any) -> None:
+        """Record an operation that has been done."""
+        first = args[0] if args else None
+        if _is_as_given(out, first):
+            self._name(out, self._text(first))
+            return
+        if out is first and func.__name__ in ("to", "contiguous"):
+            return
+        self._used = []
+        texts = [self._text(each) for each in args]
+        texts += [f"{name}={self._text(each)}" for name, each in kwargs.items()]
+        expression = f"{self._constant(func)}({', '.join(texts)})"
+        if self._is_constant_view(out, (*args, *kwargs.values())):
+            self.views[len(self.constants)] = expression
+            self._name(out, self._constant(out))
+            return
+        self.lines.append((self._target(out), expression, tuple(self._used)))
+
+    def agrees(self, other: "_Recorder") -> bool:
+        """Tell whether two recordings are of the same operations, with the same constants."""
+        if (self.lines, self.views, self.results) != (other.lines, other.views, other.results):
+            return False
+        pairs = enumerate(zip(self.constants, other.constants, strict=True))
+        return all(number in self.views or _same(a, b) for number, (a, b) in pairs)
+
+    def replay(self) -> Function:
+        """Make a function of what was recorded, without anything else that was."""
+        parameters = [f"a{i}" if given else f"_{i}" for i, given in enumerate(self.given)]
+        body = [*self._lines_with_ends(), f"return {self.results}"]
+        source = f"def replay({', '.join(parameters)}):\n    " + "\n    ".join(body)
+        known = {f"c{i}": constant for i, constant in enumerate(self.constants)}
+        exec(compile(source, "<tape>", "exec"), known)
+        known["replay"].source = source
+        return known["replay"]
+
+    def _lines_with_ends(self) -> Iterator[str]:
+        """Yield the lines, and after each the end of what none needs any more: memory is freed."""
+        last = {}
+        for number, (targets, _, used) in enumerate(self.lines):
+            for name in (*used, *targets.split(", ")):
+                last[name] = number
+        kept = set(self.results.strip("()").split(", "))
+        for number, (targets, expression, used) in enumerate(self.lines):
+            yield f"{targets} = {expression}" if targets else expression
+            ends = {name for name in (*used, *targets.split(", ")) if last[name] == number}
+            gone = sorted(name for name in ends - kept if name[:1] in ("t", "a"))
+            if gone:
+                yield f"del {', '.join(gone)}"
+
+    def _text(self, value: Any) -> str:
+        """Write a value as Python."""
+        if isinstance(value, Tensor):
+            name = self._names.get(id(value)) or self._name(value, self._constant(value))
+            self._used.append(name)
+            return name
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._text, value))}]"
+        if isinstance(value, tuple):
+            return f"({''.join(self._text(each) + ', ' for each in value)})"
+        if isinstance(value, slice):
+            ends = value.start, value.stop, value.step
+            return f"slice({', '.join(map(self._text, ends))})"
+        if value is None or isinstance(value, int | str):
+            return repr(value)
+        return self._constant(value)
+
+    def _target(self, out: Any) -> str:
+        """Name what an operation made; return what stands left of its `=`."""
+        if isinstance(out, Tensor):
+            return "" if id(out) in self._names else self._name(out, f"t{len(self._names)}")
+        if not isinstance(out, tuple | list):
+            return ""
+        self.refused |= any(isinstance(each, tuple | list) for each in out)
+        return "".join((self._target(each) or "_") + ", " for each in out)
+
+    def _name(self, t: Tensor, name: str) -> str:
+        self._names[id(t)] = name
+        self._alive.append(t)
+        return name
+
+    def _constant(self, value: Any) -> str:
+        for number, known in enumerate(self.constants):
+            if _same(known, value):
+                return f"c{number}"
+        self.constants.append(value)
+        return f"c{len(self.constants) - 1}"
+
+    def _is_constant_view(self, out: Any, args: tuple) -> bool:
+        """Tell whether a tensor is a new view of a constant, and of no other tensor."""
+        if not isinstance(out, Tensor) or id(out) in self._names:
+            return False
+        memory, shares = out.untyped_storage().data_ptr(), False
+        for t in filter(_is_tensor, args):
+            if not self._names[id(t)].startswith("c"):
+                return False
+            shares |= t.untyped_storage().data_ptr() == memory
+        return shares
+
+
+def _is_as_given(out: Any, t: Any) -> bool:
+    """Tell whether a tensor is a view of another that differs from it in nothing."""
+    return (
+        isinstance(out, Tensor)
+        and isinstance(t, Tensor)
+        and out is not t
+        and out.shape == t.shape
+        and out.stride() == t.stride()
+        and out.dtype == t.dtype
+        and out.data_ptr() == t.data_ptr() != 0
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _has_tensors(value: Any) -> bool:
+    return _is_tensor(value) or (isinstance(value, tuple | list) and any(map(_has_tensors, value)))
+
+
+def _has_bools(value: Any) -> bool:
+    """Tell whether an index has tensors of bools: how much they pick depends on them."""
+    if isinstance(value, tuple | list):
+        return any(map(_has_bools, value))
+    return isinstance(value, Tensor) and value.dtype == torch.bool
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Tell whether two constants are: tensors by identity, others by value."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    return a is b or (type(a) is type(b) and a == b)

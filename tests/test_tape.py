@@ -1,0 +1,236 @@
+"""Tapes: what they replay is what was computed, to the bit; what can't be replayed is not."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from ring_attention_pytorch import RingPlan, ring_attn
+from ring_attention_pytorch.kernels import sdpa
+from ring_attention_pytorch.runtime import tape
+from ring_attention_pytorch.runtime.tape import Tapes, opaque
+
+CASES = {
+    "causal": dict(causal=True),
+    "full": dict(),
+    "window": dict(causal=True, window=5),
+    "documents": dict(causal=True, cu_seqlens=[0, 3, 17, 20]),
+    "two documents": dict(documents=torch.tensor([[0] * 20, [1] * 9 + [2] * 11])),
+    "masked": dict(key_mask=torch.arange(40).view(2, 20) % 3 > 0),
+    "softclamp": dict(softclamp=5.0),
+    "alibi": dict(causal=True, alibi_slopes=torch.tensor([0.5, 0.25, 0.125, 0.1])),
+    "dropout": dict(dropout=0.25, dropout_seed=3),
+    "prefix": dict(causal=True, prefix=7),
+    "narrow values": dict(causal=True),
+}
+
+
+def tensors(case: str, dtype: torch.dtype) -> list[Tensor]:
+    d_v = 4 if case == "narrow values" else 8
+    shapes = (2, 20, 4, 8), (2, 20, 2, 8), (2, 20, 2, d_v)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def replayed(plan: RingPlan) -> list[str]:
+    """List the functions of a plan that have a tape."""
+    kept = plan.tapes._kept.items()
+    return sorted(kind[0].__name__ for kind, known in kept if hasattr(known, "source"))
+
+
+def results(plan: RingPlan, given: list[Tensor], dout: Tensor, **more: Tensor) -> list[Tensor]:
+    out, lse = ring_attn(*given, plan=plan, return_lse=True, **more)
+    wanted = [*given, *more.values()]
+    grads = torch.autograd.grad((out, lse), wanted, (dout, torch.cos(lse).detach()))
+    return [out, lse, *grads]
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager", None])
+@pytest.mark.parametrize("case", CASES)
+def test_a_tape_does_what_was_recorded(case: str, kernel: str | None) -> None:
+    if kernel == "sdpa" and case in ("softclamp", "alibi", "dropout"):
+        pytest.skip("this kernel has none")
+    for dtype in (torch.float64, torch.bfloat16):
+        given = tensors(case, dtype)
+        plan, direct = (RingPlan.make(*given, **CASES[case], kernel=kernel) for _ in range(2))
+        object.__setattr__(direct, "can_be_taped", False)
+        for number in range(6):
+            given = tensors(case, dtype)
+            dout = torch.randn(2, 20, 4, given[2].shape[-1], dtype=dtype)
+            if number == 4:  # other strides have a tape of their own
+                given[0] = given[0].detach().transpose(1, 2).contiguous().transpose(1, 2)
+                given[0].requires_grad_()
+            pairs = zip(results(plan, given, dout), results(direct, given, dout))
+            for taped, computed in pairs:
+                assert torch.equal(taped, computed)
+                assert taped.stride() == computed.stride()
+        assert replayed(plan) == ["backward", "forward"]
+        assert not direct.tapes._kept
+
+
+def test_sinks_are_given_anew() -> None:
+    given, sinks = tensors("causal", torch.float64), torch.randn(4, dtype=torch.float64)
+    plan, direct = (RingPlan.make(*given, causal=True, sinks=sinks) for _ in range(2))
+    object.__setattr__(direct, "can_be_taped", False)
+    for _ in range(5):
+        sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+        dout = torch.randn_like(given[0])
+        pairs = zip(
+            results(plan, given, dout, sinks=sinks), results(direct, given, dout, sinks=sinks)
+        )
+        assert all(torch.equal(taped, computed) for taped, computed in pairs)
+    assert replayed(plan) == ["backward", "forward"]
+
+
+def taped(function: Callable, *given: Tensor, times: int = 5) -> tuple[list, list[str]]:
+    """Call a function by one plan's tapes; return its results, and the lines of its tape."""
+    tapes, plan = Tapes(), torch.empty(0)
+    found = [tapes.run(lambda_of(function), plan, *given) for _ in range(times)]
+    (known,) = tapes._kept.values()
+    return found, getattr(known, "source", "").splitlines()
+
+
+_wrapped: dict[Callable, Callable] = {}
+
+
+def lambda_of(function: Callable) -> Callable:
+    """Return the same function of a plan each time."""
+    return _wrapped.setdefault(function, lambda plan, *given: function(*given))
+
+
+def test_a_plan_of_one_call_records_nothing() -> None:
+    given = tensors("causal", torch.float32)
+    plan = RingPlan.make(*given)
+    ring_attn(*given, plan=plan)
+    assert not any(isinstance(known, tape._Recorder) for known in plan.tapes._kept.values())
+
+
+def test_a_tape_is_a_line_for_each_operation_and_frees_what_it_needs_no_more() -> None:
+    def function(x: Tensor) -> tuple[Tensor, None]:
+        double = x[:] * 2  # the view is x
+        return double.to(double.dtype).add_(3), None
+
+    (*_, (last, nothing)), lines = taped(function, torch.arange(3.0))
+    assert last.tolist() == [3, 5, 7]
+    assert nothing is None
+    doubled, freed, added, returned = [line.strip() for line in lines[1:]]
+    assert re.fullmatch(r"(t\d) = c\d\(a0, 2\)", doubled)
+    assert freed == "del a0"
+    assert re.fullmatch(r"c\d\(t\d, 3\)", added)
+    assert re.fullmatch(r"return \(t\d, None, \)", returned)
+
+
+def test_views_of_constants_are_made_once() -> None:
+    table = torch.arange(8.0)
+
+    def function(x: Tensor) -> tuple[Tensor]:
+        return (x + table[2:5],)
+
+    found, lines = taped(function, torch.zeros(3))
+    assert len(lines) == 4  # def, one sum, del, return
+    table.add_(1)
+    assert found[-1][0].tolist() == [2, 3, 4]
+    assert taped(function, torch.zeros(3))[0][-1][0].tolist() == [3, 4, 5]
+
+
+def reads(x: Tensor) -> tuple[Tensor]:
+    return (x + 1 if x.sum() > 0 else x,)
+
+
+def picks(x: Tensor) -> tuple[Tensor]:
+    return (x[x > 0],)
+
+
+def from_python(x: Tensor) -> tuple[Tensor]:
+    return (x + hidden(),)
+
+
+def hidden() -> Tensor:
+    """Make a tensor that no recorder sees."""
+    with torch._C.DisableTorchFunction():
+        return torch.ones(3)
+
+
+calls = iter(range(100))
+
+
+def alternates(x: Tensor) -> tuple[Tensor]:
+    return (x + next(calls),)
+
+
+@pytest.mark.parametrize("function", [reads, picks, from_python, alternates])
+def test_what_may_be_another_thing_next_time_has_no_tape(function: Callable) -> None:
+    found, lines = taped(function, torch.ones(3))
+    assert not lines
+    expected = [function(torch.ones(3))[0].shape for _ in found]
+    assert [out.shape for (out,) in found] == expected
+
+
+def test_what_looks_at_values_may_be_one_operation() -> None:
+    @opaque
+    def doubled_if_positive(x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x.clone()
+
+    def function(_: object, x: Tensor) -> tuple[Tensor]:
+        return (doubled_if_positive(x + 1),)
+
+    tapes = Tapes()
+    found = [
+        tapes.run(function, torch.empty(0), torch.full((2,), v)) for v in (1.0, 1.0, 1.0, -3.0)
+    ]
+    assert [out.tolist() for (out,) in found] == [[4, 4]] * 3 + [[-2, -2]]
+
+
+def test_rows_whose_scores_are_nan_are_nan_from_a_tape() -> None:
+    """The kernel's repair looks at values, so it is part of one operation."""
+    given = [t.detach() for t in tensors("causal", torch.float32)]
+    plan = RingPlan.make(*given, causal=True, kernel="sdpa")
+    for _ in range(4):
+        out = ring_attn(*given, plan=plan)
+    assert out.isfinite().all()
+    given[0][0, 3] = torch.nan
+    assert ring_attn(*given, plan=plan)[0, 3].isnan().all()
+    assert sdpa._attention.__wrapped__ is not None
+
+
+def test_autocast_is_no_matter_of_tapes() -> None:
+    given = [t.detach() for t in tensors("causal", torch.float32)]
+    plan = RingPlan.make(*[t.bfloat16() for t in given], causal=True, softclamp=3.0)
+    found = [ring_attn(*[t.bfloat16() for t in given], plan=plan) for _ in range(4)]
+    with torch.autocast("cpu", torch.bfloat16):
+        found += [ring_attn(*given, plan=plan) for _ in range(4)]
+    assert all(torch.equal(out, found[0]) for out in found)
+
+
+def test_transforms_and_traces_have_no_tapes() -> None:
+    given = [t.detach().double() for t in tensors("causal", torch.float32)]
+    plan = RingPlan.make(*given, causal=True, kernel="eager")
+    for _ in range(4):
+        out = ring_attn(*given, plan=plan)
+    assert replayed(plan) == ["forward"]
+    along = [torch.randn_like(t) for t in given]
+    primal, _ = torch.func.jvp(lambda *q: ring_attn(*q, plan=plan), tuple(given), tuple(along))
+    torch.testing.assert_close(primal, out)
+    grad = torch.func.grad(lambda q: ring_attn(q, *given[1:], plan=plan).sum())(given[0])
+    assert grad.isfinite().all()
+    with FlopCounterMode(display=False) as counter:
+        ring_attn(*given, plan=plan)
+    assert counter.get_total_flops() > 0
+
+
+def test_second_order_is_that_of_no_tape() -> None:
+    given = tensors("causal", torch.float64)
+    plan = RingPlan.make(*given, causal=True, kernel="eager")
+    for _ in range(5):
+        grads = torch.autograd.grad(
+            ring_attn(*given, plan=plan).square().sum(), given, create_graph=True
+        )
+        twice = torch.autograd.grad(grads[0].square().sum(), given)
+    direct = RingPlan.make(*given, causal=True, kernel="eager")
+    grads = torch.autograd.grad(
+        ring_attn(*given, plan=direct).square().sum(), given, create_graph=True
+    )
+    for taped_one, computed in zip(twice, torch.autograd.grad(grads[0].square().sum(), given)):
+        assert torch.equal(taped_one, computed)
