@@ -19,6 +19,7 @@ NAMES = {
     "cpu": "cpu",
     "errors": "errors",
     "few": "few",
+    "host": "host",
     "kernels": "kernels",
     "masks": "masks",
     "rank": "rank",

@@ -213,7 +213,7 @@ def _check_in_step(ring: Ring, caller: str, steps: list[int]) -> None:
 
 def _check_same(caller: str, members: list[dict[str, Any]], first: int) -> None:
     """Raise if ranks have told different values of any name; `first` is the first of them."""
-    if all(member == members[0] for member in members):
+    if len(members) == 1 or len({json.dumps(member) for member in members}) == 1:
         return
     for name in dict.fromkeys(name for member in members for name in member):
         texts = [json.dumps(member.get(name), ensure_ascii=False) for member in members]

@@ -142,6 +142,17 @@ class Ring:
         """Tell whether the group has other rings beside this one."""
         return self.group is not None and self.size < dist.get_world_size(self.group)
 
+    @property
+    def exists(self) -> bool:
+        """Tell whether the group has not been destroyed."""
+        if self.group is None:
+            return True
+        try:
+            dist.get_process_group_ranks(self.group)
+        except (KeyError, ValueError, RuntimeError):
+            return False
+        return True
+
     def exchange(self, sends: Messages, receives: Messages) -> Transfer:
         """Send each tensor to its rank, and receive from each rank into its buffer.
 

@@ -5,7 +5,7 @@ ranks are told, so that none of them is left waiting.
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from ring_attention_pytorch.plan.checks import (
     agreed_shapes,
     like_autocast,
     qkv_problem,
+    without_values,
 )
 from ring_attention_pytorch.plan.options import Call, Options
 from ring_attention_pytorch.runtime.dropout import own_seed
@@ -51,6 +52,12 @@ class Proposal:
             return None
         heads = tuple(tuple(t.shape[2:]) for t in self.shaped)
         return self.kernel.name, heads, self.shaped[0].dtype, self.options.ulysses
+
+    def without_values(self) -> "Proposal":
+        """Return this proposal, but tensors have no memory."""
+        if self.problem is not None:
+            return self
+        return replace(self, shaped=tuple(map(without_values, self.shaped)))
 
     @classmethod
     def of(cls, call: Call, given: Mapping[str, Any], also: Mapping[str, Any]) -> "Proposal":

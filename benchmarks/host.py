@@ -1,0 +1,116 @@
+"""Split the host's time of a call by cause, where there is next to nothing to compute.
+
+    python -m benchmarks host                  # 16 tokens, one process
+    python -m benchmarks host --tokens 128
+
+Each line adds something to the line above, so the last column is what that costs. Subjects take
+turns, one thread each; times are lower quartiles of the rounds. "operations" are what a call's
+tape replays. The first lines are PyTorch's own attention, for which the goals are multiples.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.lib.options import parser
+from ring_attention_pytorch import RingPlan, attention, ring_attn
+from ring_attention_pytorch.plan import kept
+
+Subject = Callable[[], object]
+_GOALS = {"a call with a plan": 2.5, "a call with a plan, and backward": 2.0}  # times SDPA's
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser("host", __doc__, tokens=[16], heads=[4, 4], dim_head=8, rounds=40, repeats=100)
+    args = options.parse_args(argv)
+    torch.set_num_threads(1)
+    for tokens in args.tokens:
+        shape = 1, tokens, args.heads[0], args.dim_head
+        found = quartiles(subjects(shape), args.rounds, args.repeats)
+        print(f"\n{tokens} tokens, one process, a thread of a CPU: us")
+        for name, of in chains().items():
+            print(table(name, of, found))
+
+
+def chains() -> dict[str, list[str]]:
+    """Return which subjects add to one another."""
+    return {
+        "forward": [
+            "SDPA", "operations", "finding the tape", "the call", "a call with a plan",
+            "a call without, the plan is kept",
+        ],
+        "forward, to be differentiated": ["SDPA, grad", "a call with a plan, grad"],
+        "forward and backward": ["SDPA, and backward", "a call with a plan, and backward"],
+        "plans": ["a plan that is kept", "a new plan"],
+    }  # fmt: skip
+
+
+def subjects(shape: tuple[int, ...]) -> dict[str, Subject]:
+    """Return what is timed."""
+    given = [torch.randn(shape) for _ in range(3)]
+    leaves = [t.clone().requires_grad_() for t in given]
+    dout = torch.randn(shape)
+    plan = RingPlan.make(*given, causal=True)
+    whole = (attention.forward, *given, None)
+    for _ in range(4):
+        plan.run("forward", *whole)
+    replay = next(known for known in plan.tapes._kept.values() if callable(known))
+
+    def new_plan() -> RingPlan:
+        kept.forget()
+        return RingPlan.make(*given, causal=True)
+
+    def differentiated(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(run(*leaves), leaves, dout)
+
+    with_plan, without = partial(ring_attn, plan=plan), partial(ring_attn, causal=True)
+    return {
+        "SDPA": partial(sdpa, *given),
+        "operations": partial(replay, *given, None),
+        "finding the tape": partial(plan.tapes.run, attention.forward, plan, *given, None),
+        "the call": partial(attention.attention, plan, *given, None),
+        "a call with a plan": partial(with_plan, *given),
+        "a call without, the plan is kept": partial(without, *given),
+        "SDPA, grad": partial(sdpa, *leaves),
+        "a call with a plan, grad": partial(with_plan, *leaves),
+        "SDPA, and backward": partial(differentiated, sdpa),
+        "a call with a plan, and backward": partial(differentiated, with_plan),
+        "a plan that is kept": partial(RingPlan.make, *given, causal=True),
+        "a new plan": new_plan,
+    }
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return PyTorch's own attention, of tensors laid out as ours."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def quartiles(timed: dict[str, Subject], rounds: int, repeats: int) -> dict[str, float]:
+    """Return the lower quartile of each subject's microseconds, by turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    for _ in range(rounds + 1):
+        for name, run in timed.items():
+            start = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            seconds[name].append((time.perf_counter() - start) / repeats)
+    return {name: 1e6 * sorted(found[1:])[rounds // 4] for name, found in seconds.items()}
+
+
+def table(title: str, names: Sequence[str], found: dict[str, float]) -> str:
+    """Write one chain: times, multiples of the first, and what each adds to the one before."""
+    lines = [f"\n| {title} | us | times the first | more than the line above | goal |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: |")
+    before = None
+    for name in names:
+        more = "" if before is None else f"{found[name] - before:.1f}"
+        goal = f"{_GOALS[name]:g} times" if name in _GOALS else ""
+        times = found[name] / found[names[0]]
+        lines.append(f"| {name} | {found[name]:.1f} | {times:.2f} | {more} | {goal} |")
+        before = found[name]
+    return "\n".join(lines)

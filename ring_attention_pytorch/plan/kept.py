@@ -1,0 +1,115 @@
+"""Plans of the last few kinds, found again by all that they depend on.
+
+So layers that are given no plan share one, and so do batches that are alike. Ranks compare notes
+for each plan nonetheless: another rank may want something else. They keep theirs only if all of
+them have found the one that they made together.
+"""
+
+import atexit
+import os
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.plan.calibrate import room_left
+from ring_attention_pytorch.plan.proposal import Proposal
+
+_KINDS = 8
+_SETTINGS = ("RING_ATTENTION_CHECK", "TRITON_INTERPRET")  # of the environment
+
+
+class Kept(NamedTuple):
+    """A plan, and what was proposed for it, without tensors."""
+
+    ring: Ring
+    proposal: Proposal
+    plan: Any
+
+
+_kept: dict[Hashable, Kept] = {}
+atexit.register(_kept.clear)  # before process groups go
+
+
+def kind_of(
+    ring: Ring, given: tuple[Tensor, ...], options: Mapping[str, Any], also: Mapping[str, Any]
+) -> Hashable:
+    """Return all that a plan depends on; None if it may depend on more, as on tensors' values.
+
+    >>> q = torch.empty(1, 6, 2, 4)
+    >>> alike = [kind_of(Ring(), (q, q, q), dict(causal=on), {}) for on in (True, True, False)]
+    >>> alike[0] == alike[1], alike[0] == alike[2]
+    (True, False)
+    >>> kind_of(Ring(), (q, q, q), dict(dropout=0.5), {}) is None
+    True
+    """
+    values = tuple(map(_seen, options, options.values()))
+    drawn = options.get("dropout") or options.get("mask_mod") is not None
+    if type(ring) is not Ring or ring.several or drawn:
+        return None
+    if any(isinstance(value, Tensor) for value in values) or not all(map(_is_plain, given)):
+        return None
+    kind = (
+        (ring.group, ring.first, ring.size, ring.rank),
+        tuple([(t.shape, t.dtype, t.device, t.layout, t.requires_grad) for t in given]),
+        tuple(options), values, tuple(map(type, values)), tuple(also.items()),
+        room_left(given[0]), *_globals(given[0].device.type),
+    )  # fmt: skip
+    try:
+        hash(kind)
+    except TypeError:  # a list of borders, say
+        return None
+    return kind
+
+
+def recalled(kind: Hashable) -> Kept | None:
+    """Return the plan of this kind that was made last; None if it is kept no more."""
+    found = None if kind is None else _kept.pop(kind, None)
+    if found is not None:
+        _kept[kind] = found  # the last to go
+    return found
+
+
+def keep(kind: Hashable, kept: Kept) -> None:
+    """Keep a plan of this kind, instead of those whose group is gone and of the oldest one."""
+    if kind is None:
+        return
+    for old, (ring, *_) in list(_kept.items()):
+        if not ring.exists:
+            del _kept[old]
+    if len(_kept) >= _KINDS:
+        del _kept[next(iter(_kept))]
+    _kept[kind] = kept
+
+
+def forget() -> None:
+    """Forget all plans: for those who change what plans depend on, such as tables of kernels."""
+    _kept.clear()
+
+
+def _seen(name: str, value: Any) -> Any:
+    """Return what a plan sees of an option: of sinks that there are some like these."""
+    if name == "sinks" and value is not None:
+        return value.shape, value.dtype, value.device, value.requires_grad
+    return value
+
+
+def _is_plain(t: Any) -> bool:
+    """Tell whether this is a tensor, and no transform's."""
+    return isinstance(t, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+def _globals(device: str) -> tuple[Hashable, ...]:
+    """List the settings that decide on plans."""
+    autocast = None
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device):
+        autocast = torch.get_autocast_dtype(device)
+    return (
+        autocast,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        *[os.environ.get(name) for name in _SETTINGS],
+    )
