@@ -25,7 +25,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     tangent_of_delta,
 )
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.runtime.torch_func import Function
+from ring_attention_pytorch.runtime.torch_func import Function, forward_mode
 
 Some = Sequence[Tensor | None]
 Found = tuple[Tensor | None, ...]
@@ -124,7 +124,8 @@ def keep(ctx: Any, plan: RingPlan, *tensors: Tensor | None) -> None:
     """Save the plan and the tensors that derivatives need, in reverse and in forward mode."""
     ctx.plan = plan
     ctx.save_for_backward(*tensors)
-    ctx.save_for_forward(*tensors)
+    if forward_mode():
+        ctx.save_for_forward(*tensors)
     ctx.set_materialize_grads(False)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 
+from ring_attention_pytorch.plan import kept
 from tests.cases import FIGURES, Figures
 from tests.interpreter import interpreters
 from tests.ranks import Pool
@@ -46,6 +47,7 @@ def interpreted():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+    kept.forget()  # a test may change what plans depend on
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

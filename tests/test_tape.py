@@ -10,8 +10,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.kernels import sdpa
+from ring_attention_pytorch.plan import kept
 from ring_attention_pytorch.runtime import tape
 from ring_attention_pytorch.runtime.tape import Tapes, opaque
+
+
+@pytest.fixture(autouse=True)
+def _new_plans() -> None:
+    kept.forget()
+
 
 CASES = {
     "causal": dict(causal=True),
@@ -40,6 +47,15 @@ def replayed(plan: RingPlan) -> list[str]:
     return sorted(kind[0].__name__ for kind, known in kept if hasattr(known, "source"))
 
 
+def untaped(given: list[Tensor], **options: object) -> RingPlan:
+    """Make a plan whose calls are never taped."""
+    kept.forget()
+    plan = RingPlan.make(*given, **options)
+    object.__setattr__(plan, "can_be_taped", False)
+    kept.forget()
+    return plan
+
+
 def results(plan: RingPlan, given: list[Tensor], dout: Tensor, **more: Tensor) -> list[Tensor]:
     out, lse = ring_attn(*given, plan=plan, return_lse=True, **more)
     wanted = [*given, *more.values()]
@@ -54,8 +70,8 @@ def test_a_tape_does_what_was_recorded(case: str, kernel: str | None) -> None:
         pytest.skip("this kernel has none")
     for dtype in (torch.float64, torch.bfloat16):
         given = tensors(case, dtype)
-        plan, direct = (RingPlan.make(*given, **CASES[case], kernel=kernel) for _ in range(2))
-        object.__setattr__(direct, "can_be_taped", False)
+        direct = untaped(given, **CASES[case], kernel=kernel)
+        plan = RingPlan.make(*given, **CASES[case], kernel=kernel)
         for number in range(6):
             given = tensors(case, dtype)
             dout = torch.randn(2, 20, 4, given[2].shape[-1], dtype=dtype)
@@ -72,8 +88,8 @@ def test_a_tape_does_what_was_recorded(case: str, kernel: str | None) -> None:
 
 def test_sinks_are_given_anew() -> None:
     given, sinks = tensors("causal", torch.float64), torch.randn(4, dtype=torch.float64)
-    plan, direct = (RingPlan.make(*given, causal=True, sinks=sinks) for _ in range(2))
-    object.__setattr__(direct, "can_be_taped", False)
+    direct = untaped(given, causal=True, sinks=sinks)
+    plan = RingPlan.make(*given, causal=True, sinks=sinks)
     for _ in range(5):
         sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
         dout = torch.randn_like(given[0])
@@ -228,7 +244,7 @@ def test_second_order_is_that_of_no_tape() -> None:
             ring_attn(*given, plan=plan).square().sum(), given, create_graph=True
         )
         twice = torch.autograd.grad(grads[0].square().sum(), given)
-    direct = RingPlan.make(*given, causal=True, kernel="eager")
+    direct = untaped(given, causal=True, kernel="eager")
     grads = torch.autograd.grad(
         ring_attn(*given, plan=direct).square().sum(), given, create_graph=True
     )

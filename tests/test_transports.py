@@ -41,7 +41,7 @@ from ring_attention_pytorch.geometry.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
-from ring_attention_pytorch.plan import prepare
+from ring_attention_pytorch.plan import kept, prepare
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime import rowwise, streams
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
@@ -792,6 +792,7 @@ def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 8, 2, 4)
     patch.setattr(policy, "_SMALL", -1)
     for overtaken in (False, True):
+        kept.forget()
         few, made = (SimpleNamespace(overtaken=on) for on in (False, overtaken))
         patch.setattr(prepare, "make_transport", lambda *_, made=made: made)
         patch.setattr(prepare, "make_together", lambda *_, few=few: few)
@@ -805,6 +806,7 @@ def test_few_may_be_short(monkeypatch):
 def test_long_calls_go_one_after_another(monkeypatch):
     long = [torch.randn(1, 8, 2, 4) for _ in range(3)]
     for most, short in ((2 * 64 * 2 * 8, True), (2 * 64 * 2 * 8 - 1, False)):
+        kept.forget()
         monkeypatch.setattr(policy, "_SMALL", (most + 0.5) / (H200.call * H200.forward))
         assert RingPlan.make(*long, causal=True).concurrent == short
     held = ((Segment(0, 1, 8),),)

@@ -40,9 +40,14 @@ class Function(torch.autograd.Function):
         return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))
 
 
+def forward_mode() -> bool:
+    """Tell whether there may be tangents: of forward mode, or within a transform of torch.func."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
 def needs_derivatives(given: Iterable[Tensor | None]) -> bool:
     """Tell whether what is computed of these tensors may be differentiated, in whatever way."""
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if forward_mode():
         return True
     if torch.is_grad_enabled():
         for t in given:
@@ -53,11 +58,7 @@ def needs_derivatives(given: Iterable[Tensor | None]) -> bool:
 
 def is_first_order() -> bool:
     """Tell whether what is computed now, in a backward, is not differentiated in its turn."""
-    return not (
-        torch.is_grad_enabled()
-        or forward_ad._current_level >= 0
-        or torch._C._are_functorch_transforms_active()
-    )
+    return not (torch.is_grad_enabled() or forward_mode())
 
 
 def refuse_second_order(what: str) -> None:
