@@ -1,13 +1,17 @@
 """Plans that are found again: only by all that they depend on, and only on all ranks together."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.plan import kept
+from ring_attention_pytorch.comm.agreement import agree
+from ring_attention_pytorch.plan import kept, ring_plan
+from ring_attention_pytorch.plan.kept import Kept
 
 Q = torch.randn(1, 6, 4, 8)
 
@@ -125,6 +129,22 @@ def test_ranks_keep_a_plan_only_if_all_have_found_that_one(pools: Callable) -> N
         assert numbers[2] == numbers[0]
         assert numbers[4] == numbers[3]
         assert len({*numbers[:2], numbers[3]}) == 3
+
+
+def test_who_has_found_another_plan_makes_a_new_one() -> None:
+    plan = RingPlan.make(Q, Q, Q, causal=True)
+
+    def another(*given: object) -> list[dict[str, int]]:
+        return [{**own, "plan": own["plan"] + 1} for own in agree(*given)]
+
+    with mock.patch.object(ring_plan, "agree", another):
+        assert RingPlan.make(Q, Q, Q, causal=True) is not plan
+
+
+def test_plans_of_groups_that_are_gone_go() -> None:
+    for name, exists in (("gone", False), ("here", True)):
+        kept.keep(name, Kept(SimpleNamespace(exists=exists), None, None))
+    assert list(kept._kept) == ["here"]
 
 
 def forgetful() -> tuple[bool, bool, str]:

@@ -151,6 +151,24 @@ def test_views_of_constants_are_made_once() -> None:
     assert taped(function, torch.zeros(3))[0][-1][0].tolist() == [3, 4, 5]
 
 
+def test_a_view_laid_out_otherwise_is_another_tensor() -> None:
+    square = torch.arange(4.0).view(2, 2)
+    found, lines = taped(lambda x: (x.t() - x,), square)
+    assert lines
+    assert all(out.tolist() == [[0, 1], [-1, 0]] for (out,) in found)
+
+
+def test_tensors_laid_out_otherwise_have_a_tape_of_their_own() -> None:
+    def function(_: object, x: Tensor) -> tuple[Tensor]:
+        rows = x.view(-1) if x.is_contiguous() else x.flatten()
+        return (rows + 1,)
+
+    tapes, dense = Tapes(), torch.arange(4.0).view(2, 2)
+    for x in [dense] * 4 + [dense.t()] * 4:
+        assert torch.equal(tapes.run(function, dense, x)[0], x.flatten() + 1)
+    assert len(tapes._kept) == 2
+
+
 def reads(x: Tensor) -> tuple[Tensor]:
     return (x + 1 if x.sum() > 0 else x,)
 
