@@ -27,7 +27,7 @@ test-all: test  ## `test`, and then what it leaves out
 	$(PYTEST) -m thorough
 
 test-install: $(VENV)/ready  ## wheel and sdist, installed where there is nothing else, and used
-	$(RUN) -m tests.check_install
+	$(RUN) -m tests.support.check_install
 
 test-gpu:  ## the kernels on a CUDA device, with the torch and triton that are installed there
 	$(PYTHON) -m pytest tests/gpu

@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.lib.options import parser
 from benchmarks.lib.results import markdown
-from tests.cases import NAMES, Attention, process_case
-from tests.ranks import Pool
+from tests.support.cases import NAMES, Attention, process_case
+from tests.support.ranks import Pool
 
 PAGE = Path(__file__).parents[1] / "docs" / "exactness.md"
 BEGIN, END = "<!-- errors: begin -->", "<!-- errors: end -->"

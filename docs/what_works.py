@@ -2,7 +2,7 @@
 
 TRITON_INTERPRET=1 python -m docs.what_works
 
-Every feature of `tests/features.py` in every layout with every kernel that runs without a GPU, over
+Every feature of `tests/support/features.py` in every layout with every kernel that runs without a GPU, over
 rings of threads in every way that `OVER` names, against dense attention in float64. The first page
 has the worst of all layouts and ways, the second each by itself. With `--summary` the first page is
 written from the second, and nothing is measured.
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests import threads
-from tests.features import FEATURES, LAYOUTS, Problem
+from tests.support import threads
+from tests.support.features import FEATURES, LAYOUTS, Problem
 
 HERE = Path(__file__).parent
 SUMMARY_AT, PAGE_AT = HERE / "what-works.md", HERE / "what-works-layouts.md"
@@ -54,7 +54,7 @@ all ranks. Around 1e-16 is what float64 can hold, around 1e-7 what float32 can.
 
 [Each layout and transport by itself](what-works-layouts.md). `eager` and `sdpa` run in float64 on
 three or four ranks, `triton` in float32 on one rank through Triton's interpreter. Kernels for GPUs
-alone are tested on GPUs (`tests/gpu`); [what each can do](kernels.md). `tests/test_features.py`
+alone are tested on GPUs (`tests/gpu`); [what each can do](kernels.md). `tests/kernels/test_features.py`
 checks every pair of features besides.
 
 Written by `TRITON_INTERPRET=1 python -m docs.what_works`.

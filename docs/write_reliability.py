@@ -9,7 +9,7 @@ import sys
 from itertools import groupby, starmap, zip_longest
 from pathlib import Path
 
-from tests.strikes import STRIKES, WAYS, Seen, Strike, outcomes, told
+from tests.support.strikes import STRIKES, WAYS, Seen, Strike, outcomes, told
 
 PAGE = Path(__file__).with_name("reliability.md")
 BEGIN, END = "<!-- the table begins -->\n", "<!-- the table ends -->\n"

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from ring_attention_pytorch.plan import kept
-from tests.cases import FIGURES, Figures
-from tests.interpreter import interpreters
-from tests.ranks import Pool
+from tests.support.cases import FIGURES, Figures
+from tests.support.interpreter import interpreters
+from tests.support.ranks import Pool
 
 torch.set_num_threads(1)
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.gpu.memory import poison
-from tests.ranks import Pool
+from tests.support.ranks import Pool
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from ring_attention_pytorch.runtime.rowwise import merge_, sum_of_products
-from tests.kernel_cases import CASES, KernelCase, faults
+from tests.support.kernel_cases import CASES, KernelCase, faults
 
 SMALL = [
     CASES[2],

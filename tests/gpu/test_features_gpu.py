@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.kernels import KERNELS
-from tests.features import FEATURES, N, Problem, together
 from tests.gpu.memory import poison
-from tests.reference import excess
+from tests.support.features import FEATURES, N, Problem, together
+from tests.support.reference import excess
 
 DEVICE = "cuda"
 GPUS = torch.cuda.device_count()

@@ -9,7 +9,7 @@ from ring_attention_pytorch import explain_kernel, ring_attn
 from ring_attention_pytorch.kernels import KERNELS, flex, problem
 from ring_attention_pytorch.kernels.triton import Config, configured
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
-from tests.kernel_cases import (
+from tests.support.kernel_cases import (
     CASES,
     NAMES,
     STRIDED,
@@ -21,7 +21,7 @@ from tests.kernel_cases import (
     results,
     unrepeated,
 )
-from tests.reference import relative_error
+from tests.support.reference import relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

@@ -17,10 +17,10 @@ from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.kernels import KERNELS, problem
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
-from tests import threads
-from tests.cases import NAMES, Attention, held, results, shard
 from tests.gpu.memory import poison
-from tests.reference import dense_attention, excess, relative_error
+from tests.support import threads
+from tests.support.cases import NAMES, Attention, held, results, shard
+from tests.support.reference import dense_attention, excess, relative_error
 
 GPUS = torch.cuda.device_count()
 SIZES = (1, 2, 3, 4)

@@ -8,7 +8,7 @@ from ring_attention_pytorch import (
     coordinate_descent,
     soft_topk,
 )
-from tests.reference import relative_error
+from tests.support.reference import relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 MILLION = 2**20

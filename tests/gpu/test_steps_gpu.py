@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ring_attention_pytorch import RingError, RingPlan, fail_together, ring_attn
 from ring_attention_pytorch.comm.ring import Ring
-from tests.ranks import Pool
-from tests.reference import dense_attention, relative_error
+from tests.support.ranks import Pool
+from tests.support.reference import dense_attention, relative_error
 
 SIZE, OTHER, TIMEOUT = 2, 1, 6.0
 Layer = Callable[[], None]

@@ -25,10 +25,10 @@ from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.rowwise import add_, merge_, sum_of_products
 from tests.gpu.test_kernels_gpu import asked
 from tests.gpu.test_transports_gpu import WAYS, plan_for, say
-from tests.kernel_cases import FAR, FAR_CASES, KernelCase, far, faults
-from tests.random_memory import laid, uniform
-from tests.ranks import take_gpu
-from tests.reference import dense_attention, relative_error
+from tests.support.kernel_cases import FAR, FAR_CASES, KernelCase, far, faults
+from tests.support.random_memory import laid, uniform
+from tests.support.ranks import take_gpu
+from tests.support.reference import dense_attention, relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

@@ -31,8 +31,8 @@ from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer, shared
 from ring_attention_pytorch.kernels import _flash, problem
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.streams import side_stream
-from tests.ranks import take_gpu
-from tests.reference import dense_attention, relative_error
+from tests.support.ranks import take_gpu
+from tests.support.reference import dense_attention, relative_error
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 WAYS = [

@@ -1,0 +1,413 @@
+"""Faults planted into `comm/`: a list for each battery."""
+
+from tests.faults.mutant import Mutant
+
+ATTENTION = [
+    Mutant(
+        "own keys kept for the end land first", "comm/gather.py:GatherCall.computed",
+        "of_part.move_to(total, self._span(part).start)",
+        "of_part.move_to(total, 0)",
+    ),
+    Mutant(
+        "half of own keys are others'", "comm/gather.py:some_of",
+        "keys._replace(k=k,",
+        "keys._replace(own=False, k=k,",
+    ),
+    Mutant(
+        "calls side by side whose keys go away", "comm/gather.py:Gather.keeps",
+        "return len(self.schedule.forward.blocks) == 2",
+        "return True",
+    ),
+    Mutant(
+        "own keys wait for the end of one group of several",
+        "comm/gather_symmetric.py:SymmetricGather.over",
+        "overtaken and len(rounds) == 1",
+        "overtaken",
+    ),
+    Mutant(
+        "keys are computed on before their stage has come",
+        "comm/gather_symmetric.py:SymmetricCall._come",
+        "self.space.keys.join(self.ends[transfer.stage])",
+        "pass",
+    ),
+    Mutant(
+        "gradients of several turns are not read before the next",
+        "comm/gather_symmetric.py:SymmetricCall._send_home",
+        "if not one_round: shelf.join(end)",
+        "",
+    ),
+    Mutant(
+        "nobody asks for stages", "comm/transports.py:make_transport",
+        "late = keys_come_late(blocks, at_once, job, machine)", "late = False",
+    ),
+    Mutant(
+        "a graph's tables go away", "comm/all_to_all.py:SharedSwap._moves",
+        "shelf.read_by_graphs.add(known[key].table)", "pass",
+    ),
+    Mutant(
+        "tables stay though no graph reads them", "comm/all_to_all.py:SharedSwap._moves",
+        "if captured: shelf", "if True: shelf",
+    ),
+    Mutant(
+        "too little room for out and lse", "comm/ulysses.py:most_bytes",
+        "(by_token, by_head, results)", "(by_token, by_head)",
+    ),
+    Mutant(
+        "all ranks pull from the last one at a time",
+        "comm/gather_symmetric.py:SymmetricGather._sources",
+        "_in_rounds(sources[::-1] if most_in_front(made) else sources)",
+        "_in_rounds(sources)",
+    ),
+    Mutant(
+        "all ranks pull from the first one at a time",
+        "comm/gather_symmetric.py:SymmetricGather._sources",
+        "_in_rounds(sources[::-1] if most_in_front(made) else sources)",
+        "_in_rounds(sources[::-1])",
+    ),
+    Mutant(
+        "gradients are added before they have come home",
+        "comm/gather_symmetric.py:SymmetricCall._send_home",
+        "total.after(partial(shelf.join, end))",
+        "pass",
+    ),
+    Mutant(
+        "a replay takes shelves as they were",
+        "comm/gather_symmetric.py:SymmetricGather.follow_stream",
+        "self.space.follow_stream() return", "return",
+    ),
+    Mutant(
+        "a ring's messages are captured", "comm/send_recv.py:SendRecv.capturable",
+        "return not self.schedule.forward.transfers",
+        "return True",
+    ),
+    Mutant(
+        "a gather's messages are captured", "comm/gather.py:Gather.capturable",
+        "return not self.schedule.forward.transfers",
+        "return True",
+    ),
+    Mutant(
+        "a gradient hop dropped", "comm/send_recv.py:_Call.wait",
+        "total.add(slice(0, part.shape[1]), part)",
+        "if not block: total.add(slice(0, part.shape[1]), part)",
+    ),
+    Mutant(
+        "gradients not brought home", "comm/send_recv.py:_Call.wait",
+        "total.add(slice(0, part.shape[1]), part)",
+        "if block: total.add(slice(0, part.shape[1]), part)",
+    ),
+    Mutant(
+        "keys of the wrong owner", "comm/send_recv.py:_Call._owner",
+        "(self.ring.rank - distance) % self.ring.size",
+        "(self.ring.rank + distance) % self.ring.size",
+    ),
+    Mutant(
+        "stale key block", "comm/send_recv.py:_Call.keys",
+        "self.held[part.block % 2]",
+        "self.held[0]",
+    ),
+    Mutant(
+        "stale key block in backward", "comm/send_recv.py:_Call.keys", "KVBlock(k, v,",
+        "KVBlock((self.own.k if self.totals[0] and k.shape == self.own.k.shape else k), v,",
+    ),
+    Mutant(
+        "stale key mask", "comm/send_recv.py:_Call.keys",
+        "mask[0] if mask else None",
+        "(self.own.key_mask if self.own.key_mask.shape == mask[0].shape else mask[0]) if "
+        "mask else None",
+    ),
+    Mutant(
+        "transfer not awaited", "comm/send_recv.py:_Call.wait",
+        "self.under_way.pop(number).wait()",
+        "self.under_way.pop(number)",
+    ),
+    Mutant(
+        "gradients modified in flight", "comm/send_recv.py:_Call.start",
+        "self.made, self.sent = self.sent, self.made",
+        "pass",
+    ),
+    Mutant(
+        "one buffer received into twice", "comm/send_recv.py:_Call.start",
+        "self.held[source % 2], self.held[block % 2]",
+        "self.held[source % 2], self.held[source % 2]",
+    ),
+    Mutant(
+        "dk and dv mixed", "comm/send_recv.py:_Call.wait",
+        "zip(self.totals[block], parts)",
+        "zip(self.totals[block], reversed(parts))",
+    ),
+    Mutant(
+        "pieces of the wrong owner", "comm/gather.py:GatherCall._behind",
+        "return [(self.ring.rank - t) % self.ring.size for t in transfer.distances]",
+        "return [(self.ring.rank + t) % self.ring.size for t in transfer.distances]",
+    ),
+    Mutant(
+        "a partial overwrites what is there", "comm/gather.py:GatherCall._send_home",
+        "total.add_all((piece.cols, part[:, at]) for piece, at in places(pieces, rank))",
+        "[total.begin_update()[:, p.cols].copy_(part[:, at]) for p, at in places(pieces, rank)]",
+    ),
+    Mutant(
+        "a partial lands at the owner's first keys", "comm/gather.py:GatherCall._send_home",
+        "((piece.cols, part[",
+        "((slice(0, at.stop - at.start), part[",
+    ),
+    Mutant(
+        "a message's tensors overlap", "comm/messages.py:Form.of_parts",
+        "-(-end // _ALIGNED) * _ALIGNED", "0",
+    ),
+    Mutant(
+        "keys pulled from the wrong rank", "comm/gather_symmetric.py:SymmetricGather._sources",
+        "self.ranks[owner]",
+        "self.ranks[self.ring.rank]",
+    ),
+    Mutant(
+        "values for keys", "comm/gather_symmetric.py:SymmetricCall._written",
+        "cat((own.k, own.v)",
+        "cat((own.v, own.k)",
+    ),
+    Mutant(
+        "gradients of keys for those of values",
+        "comm/gather_symmetric.py:SymmetricCall._grads_of",
+        "dk, dv = apart(place, keys)",
+        "dv, dk = apart(place, keys)",
+    ),
+    Mutant(
+        "gradients of keys come home as those of values",
+        "comm/gather_symmetric.py:SymmetricCall._send_home",
+        "(here, both[i]) for",
+        "(here, both[0]) for",
+    ),
+    Mutant(
+        "keys and values come by a copy each",
+        "comm/gather_symmetric.py:SymmetricCall._launch_copies",
+        "for place, t in zip(self.rooms, shelf.of(rank, form)):",
+        "for place, t in ((a, b) for pair in zip(self.rooms, shelf.of(rank, form)) for a, b "
+        "in zip(*(x.split(self.own.k.shape[-1], -1) for x in pair))):",
+    ),
+    Mutant(
+        "keys come together though not all at once", "comm/transports.py:make_together",
+        "gather.keeps and is_few", "is_few",
+    ),
+    Mutant(
+        "keys that come together are read before all have come",
+        "comm/gather_first.py:_Call._publish",
+        "self.space.keys.publish()",
+        "",
+    ),
+    Mutant(
+        "keys that come together are written before all have read them",
+        "comm/gather_symmetric.py:SymmetricGather._begin",
+        "self.space.begin(rounds, back=totals is not None)",
+        "self.space.begin(2 * rounds, back=totals is not None)",
+    ),
+    Mutant(
+        "gradients are read before all have written them",
+        "comm/gather_first.py:_Call._send_home",
+        "self.space.grads.publish()",
+        "",
+    ),
+    Mutant(
+        "what nobody has seen has a gradient", "comm/gather_first.py:_Call._brought",
+        "both.zero_()",
+        "pass",
+    ),
+    Mutant(
+        "gradients that come together are those of the last",
+        "comm/gather_first.py:_Call._brought",
+        "add_(both[:, here], *parts, fresh=True)",
+        "add_(both[:, here], parts[-1], fresh=True)",
+    ),
+    Mutant(
+        "gradients that come together are added in the inputs' dtype",
+        "comm/gather_first.py:_Call._brought",
+        "dtype=accumulation_dtype(dtype))",
+        "dtype=dtype)",
+    ),
+    Mutant(
+        "too little room for gradients that come together", "comm/gather_first.py:GatherFirst.like",
+        "grads=widest * job.grad_bytes", "grads=1",
+    ),
+    Mutant(
+        "gradients pulled from the wrong rank",
+        "comm/gather_symmetric.py:SymmetricGather.users_of_own",
+        "self.ranks[user]",
+        "self.ranks[self.ring.rank]",
+    ),
+    Mutant(
+        "keys written while others read", "comm/symmetric_memory.py:SymmetricWorkspace.begin",
+        "if not back: self.keys.meet()", "",
+    ),
+    Mutant(
+        "heads written while others read", "comm/all_to_all.py:SharedSwap.swap", "shelf.meet()", "",
+    ),
+    Mutant(
+        "all that is swapped comes from one place", "comm/all_to_all.py:SharedSwap.swap",
+        "sources[m.place][:, m.rows", "sources[0][:, m.rows",
+    ),
+    Mutant(
+        "heads of another place", "comm/ulysses.py:HeadPartition.to_heads",
+        "Move(place, rows, which, at, here)", "Move(place, rows, here, at, here)",
+    ),
+    Mutant(
+        "backward begins where forward ended", "comm/symmetric_memory.py:SymmetricWorkspace.begin",
+        "half=0 if back else turns % 2", "half=turns % 2",
+    ),
+    Mutant(
+        "key heads of another place", "comm/ulysses.py:key_heads", "(p * mine + i) // group",
+        "(p + i) // group",
+    ),
+    Mutant(
+        "only one of the replicated heads has a gradient", "comm/ulysses.py:_summed",
+        "total[:, :, head] += t[:, :, i]", "total[:, :, head] = t[:, :, i]",
+    ),
+    Mutant(
+        "slopes of other heads", "comm/ulysses.py:Ulysses.of_heads", "alibi[self.heads]",
+        "alibi[: len(alibi[self.heads])]",
+    ),
+    Mutant(
+        "a predicate counts heads from 0", "comm/ulysses.py:Ulysses.of_heads",
+        "mask_mod(b, h + first,",
+        "mask_mod(b, h,",
+    ),
+    Mutant(
+        "shards land in the order of places", "comm/ulysses.py:land",
+        "held.sort(key=lambda each: (each[0].start, each[1]))", "pass",
+    ),
+    Mutant(
+        "progressions taken in turn that are not", "comm/ulysses.py:_interleaved",
+        "if found == expected else None", "if expected else None",
+    ),
+    Mutant(
+        "heads that came by Ulysses drop as the first", "comm/ulysses.py:Ulysses.of_heads",
+        "_replace(first_head=first)", "_replace(first_head=0)",
+    ),
+    Mutant(
+        "ranks may differ", "comm/agreement.py:_check_same", "if len({*texts}) > 1:", "if False:",
+    ),
+    Mutant(
+        "what one ring gets wrong is kept to itself", "comm/agreement.py:raise_together",
+        "if ring.several:", "if False:",
+    ),
+    Mutant(
+        "a rank's problem is kept to itself", "comm/agreement.py:agree",
+        '_shortened(problem or ring.problem or "") or None', "None",
+    ),
+]  # fmt: skip
+
+SILENT = [
+    Mutant(
+        "batches of nothing are copied", "comm/gather_first.py:_Call._come",
+        "if len(self.own.k):",
+        "if True:",
+    ),
+    Mutant(
+        "any call's notes will do", "comm/notes.py:check_subjects",
+        "if len({*first_lines}) == 1 and first_lines[0] is not None:", "if True:",
+    ),
+    Mutant(
+        "notes end where they are exchanged", "comm/notes.py:exchange",
+        "if more > 0", "if False",
+    ),
+    Mutant(
+        "notes of any kind are read", "comm/agreement.py:_read",
+        "not isinstance(note.get(name, ...), kind)", "False",
+    ),
+    Mutant(
+        "messages of any plan", "comm/steps.py:Steps._begin", "(self._since, call, about)",
+        "(self._since, call)",
+    ),
+    Mutant("messages of any call", "comm/steps.py:Steps.call", "self.calls + 1", "self.calls"),
+    Mutant(
+        "ranks out of step go on", "comm/agreement.py:_check_in_step",
+        "if len({*steps}) > 1:", "if False:",
+    ),
+    Mutant(
+        "what differs late is taken for the same", "comm/agreement.py:_plain",
+        "if len(text) <= _LONGEST: return text", "return text[:_LONGEST]",
+    ),
+    Mutant(
+        "a wrong type is kept to itself", "comm/agreement.py:typed",
+        "tell(given, problem)", "tell, signature",
+    ),
+    Mutant(
+        "a wrong type within a call is told as its own", "comm/agreement.py:_of_this_call",
+        "trace.tb_next.tb_next is None", "True",
+    ),
+    Mutant(
+        "what breaks is kept to itself", "comm/agreement.py:problem_of",
+        "except Exception as error:",
+        "except OSError as error:",
+    ),
+]  # fmt: skip
+
+FAILING = [
+    Mutant(
+        "a ring stays whole whatever fails", "comm/steps.py:Steps._break",
+        "if self.broken is not None:", "if True:",
+    ),
+    Mutant(
+        "a broken ring goes on", "comm/steps.py:Steps._go_on",
+        "if self.broken is not None:", "if False:",
+    ),
+    Mutant(
+        "a broken ring is never mended", "comm/steps.py:Steps.mend",
+        "self.broken = None", "pass",
+    ),
+    Mutant(
+        "what is under way is let go", "comm/steps.py:Steps._break",
+        "self._left, self.under_way = self.under_way, []", "self.under_way = []",
+    ),
+    Mutant(
+        "what ranks disagree about breaks their ring", "comm/steps.py:Steps.call",
+        "except Disagreement:", "except ZeroDivisionError:",
+    ),
+    Mutant("peers are told nothing", "comm/steps.py:Steps.call", "tell_peers()", "pass"),
+    Mutant(
+        "what devices find is told to nobody", "comm/steps.py:Steps._go_on",
+        "if self.guards and", "if False and",
+    ),
+    Mutant(
+        "what devices have found is never forgotten", "comm/steps.py:Steps.mend",
+        "guard.reset()", "pass",
+    ),
+    Mutant(
+        "devices forget while others wait", "comm/steps.py:Steps.mend", "guard.wait()", "pass",
+    ),
+    Mutant(
+        "a plan keeps what a device found to itself", "comm/ring.py:Ring.gather_notes",
+        "if told not in", "if False and told not in",
+    ),
+    Mutant(
+        "one rank's device forgets alone", "comm/ring.py:Ring.gather_notes",
+        "if any(troubles)", "if trouble",
+    ),
+    Mutant(
+        "devices tell nobody of a failure", "comm/failures.py:tell_peers", "guard.fail()", "pass",
+    ),
+    Mutant(
+        "devices tell nobody of a call's", "comm/steps.py:Steps._break", "guard.fail()", "pass",
+    ),
+    Mutant(
+        "a device's error hides others", "comm/steps.py:Steps._break",
+        "with suppress(RuntimeError):", "if True:",
+    ),
+    Mutant(
+        "any call is the same", "comm/agreement.py:in_the_same_call",
+        'f"{ring.steps.now}\\n{call_site()}"', 'f"a call\\n{call_site()}"',
+    ),
+    Mutant(
+        "errors name no rank", "comm/failures.py:RingError.waiting",
+        "ranks = sorted({*ranks})", "ranks = []",
+    ),
+    Mutant(
+        "groups of another process are used", "comm/failures.py:known",
+        "group in inherited or _world() in inherited", "False",
+    ),
+]  # fmt: skip
+
+SECOND_ORDER = [
+    Mutant(
+        "Ulysses keeps its gradients' gradients", "comm/ulysses.py:_ToHeads.backward",
+        "*_ToSequence.apply(ctx.ulysses, ctx.spreads, *grads)",
+        "*ctx.ulysses.unspread([g.detach() for g in grads], ctx.spreads)",
+    ),
+]  # fmt: skip

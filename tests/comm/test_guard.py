@@ -1,0 +1,352 @@
+"""What devices check of other ranks: by Triton's interpreter, in processes that share memory."""
+
+import contextlib
+import io
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+from unittest import mock
+from zlib import crc32
+
+import pytest
+import torch
+import torch.multiprocessing
+from torch import Tensor
+
+from ring_attention_pytorch.comm.failures import RingError, fail_together
+from ring_attention_pytorch.comm.guard import Board, Guard, Stamps
+from ring_attention_pytorch.comm.overdue import Overdue
+from ring_attention_pytorch.comm.steps import Steps
+from tests.support import threads
+from tests.support.interpreter import interpreters, needs_triton
+
+pytestmark = needs_triton
+CPU = torch.device("cpu")
+RANKS = 3
+SIZES = dict(RANKS=2, LANES=32, BLOCK=4096)
+Purposes = tuple[str, ...]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Three processes that have Triton's interpreter."""
+    with interpreters(RANKS) as pool:
+        yield pool
+
+
+def without_clock() -> None:
+    """Let the kernels read this machine's clock: the interpreter has none of a GPU."""
+    from ring_attention_pytorch.comm import _triton_guard
+
+    _triton_guard.globaltimer = time.monotonic_ns
+
+
+def meet(rank: int, boards: list[Tensor], purposes: Purposes, patience: float) -> dict[str, Any]:
+    """Come to these meetings, and read others' memory after each; what was found, on this rank.
+
+    "keys@3" is by plan 3. After one that is "slow" this takes a second, but not on the last rank.
+    """
+    without_clock()
+    board, read = Board(CPU, rank, boards, patience), []
+    for purpose in purposes:
+        if purpose == "fail":
+            board.fail()
+            continue
+        if purpose == "sleep":
+            time.sleep(1.0)
+            continue
+        kind, _, plan = purpose.partition("@")
+        board.meet(kind, int(plan or 0))
+        time.sleep(purpose == "slow" and rank < RANKS - 1)
+        read.append(torch.ones(5, dtype=torch.bfloat16))
+        board.spoil(read[-1], torch.ones(0))
+    begin = time.monotonic()
+    trouble = board.trouble()
+    seconds = time.monotonic() - begin
+    board.reset()
+    assert board.trouble() is None
+    assert board.state[:2].tolist() == [0, 0]
+    return dict(trouble=trouble, read=[t[-1].item() for t in read], seconds=seconds)
+
+
+def met(
+    pool: ProcessPoolExecutor, *each: Purposes, patience: float | list[float] = 20.0
+) -> list[dict[str, Any]]:
+    boards = [torch.zeros(2, len(each), dtype=torch.int64).share_memory_() for _ in each]
+    seconds = patience if isinstance(patience, list) else [patience] * len(each)
+    futures = [
+        pool.submit(meet, rank, boards, mine, seconds[rank]) for rank, mine in enumerate(each)
+    ]
+    return [future.result(timeout=100.0) for future in futures]
+
+
+def test_ranks_in_step_wait_for_one_another(ranks):
+    everyone = ("keys", "keys", "gradients", "keys", "gradients")
+    late = ("sleep", *everyone)
+    for found in met(ranks, everyone, late, everyone):
+        assert found["trouble"] is None
+        assert found["read"] == [1.0] * 5
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("keys", "keys"),
+        ("keys@3", "keys"),
+        pytest.param(("gradients", "keys"), marks=pytest.mark.thorough),
+    ],
+)
+def test_a_rank_that_comes_for_something_else_is_found_by_all(other, ranks):
+    """All that is read from there on is NaN, though later meetings may be of one mind again."""
+    found = met(
+        ranks, ("keys", "gradients", "keys"), (*other, "keys"), ("keys", "gradients", "keys")
+    )
+    right = other[0] == "keys"
+    for rank, mine in enumerate(found):
+        assert [math.isnan(x) for x in mine["read"]] == [not right, True, True]
+        whose = "rank 0" if rank == 1 else "rank 1"
+        assert whose in mine["trouble"] or "has failed" in mine["trouble"], mine
+    assert any("has come for" in mine["trouble"] for mine in found), found
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(ranks):
+    begin = time.monotonic()
+    found = met(ranks, ("keys", "keys"), ("keys",), ("keys", "keys"), patience=2.0)
+    assert time.monotonic() - begin < 15.0
+    for rank in (0, 2):
+        assert [math.isnan(x) for x in found[rank]["read"]] == [False, True]
+    told = [found[rank]["trouble"] for rank in (0, 2)]
+    assert any("rank 1 did not come within 2 s: keys" in each for each in told), told
+    assert all("rank 1 did not come" in each or "has failed" in each for each in told), told
+
+
+@pytest.mark.thorough
+def test_a_rank_that_comes_too_late_gets_nothing(ranks):
+    """The others have given up, and may write what it would read."""
+    found = met(ranks, ("keys",), ("sleep", "sleep", "keys"), ("keys",), patience=0.5)
+    for mine in found:
+        assert [math.isnan(x) for x in mine["read"]] == [True]
+        assert mine["trouble"] is not None
+
+
+@pytest.mark.parametrize("before", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_a_rank_that_gives_up_is_waited_for_by_nobody(before, ranks):
+    """However often ranks have met before."""
+    begin, common = time.monotonic(), ("keys",) * before
+    found = met(ranks, (*common, "keys"), common, (*common, "keys"), patience=[0.5, 60.0, 60.0])
+    assert time.monotonic() - begin < 30.0
+    assert all(math.isnan(found[rank]["read"][-1]) for rank in (0, 2))
+    assert "rank 1 did not come within 0.5 s" in found[0]["trouble"]
+    assert "rank 0 has failed" in found[2]["trouble"]
+
+
+def test_what_is_read_of_a_rank_that_fails_meanwhile_is_nan(ranks):
+    """It may have been overwritten."""
+    found = met(ranks, ("slow",), ("slow",), ("slow", "fail"))
+    assert [math.isnan(each["read"][0]) for each in found] == [True, True, False]
+
+
+@pytest.mark.thorough
+def test_a_rank_that_fails_is_waited_for_by_nobody(ranks):
+    begin = time.monotonic()
+    found = met(ranks, ("keys", "keys"), ("keys", "fail"), ("keys", "keys"), patience=60.0)
+    assert time.monotonic() - begin < 30.0
+    for rank in (0, 2):
+        assert math.isnan(found[rank]["read"][1])
+        assert "rank 1 has failed" in found[rank]["trouble"] or rank, found
+
+
+SIGNATURES = {
+    "meet_kernel": dict(state="*i64", purpose="i32", rank="i32", patience="i64"),
+    "fail_kernel": dict(state="*i64", rank="i32"),
+    "spoil_kernel": dict(state="*i64", rank="i32", address="i64", nbytes="i64"),
+    "compare_kernel": dict(
+        state="*i64",
+        number="i64",
+        stamp="i64",
+        peer="i32",
+        expected="i32",
+        address="i64",
+        nbytes="i64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_kernels_are_code_for_a_gpu(name):
+    """Down to what the GPU's assembler takes, which no interpreter knows."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ring_attention_pytorch.comm import _triton_guard
+
+    kernel, types = getattr(_triton_guard, name), SIGNATURES[name]
+    sizes = {n: s for n, s in SIZES.items() if n in kernel.arg_names}
+    assert [*types, *sizes] == kernel.arg_names
+    source = ASTSource(kernel, {**types, **dict.fromkeys(sizes, "constexpr")}, sizes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=1))
+    assert ".entry" in made.asm["ptx"]
+
+
+def stamped(tags: list[int], sent: list[int]) -> tuple[str | None, list[bool]]:
+    """Messages that come with these stamps where others were expected; which of them are NaN."""
+    without_clock()
+    stamps, messages = Stamps(CPU, timeout=100.0), []
+    for tag, came in zip(tags, sent):
+        messages.append(torch.ones(9000))
+        here = stamps.empty()
+        here.copy_(stamps.of(came))
+        stamps.compare([here], tag, [(1, messages[-1])])
+    trouble = stamps.trouble()
+    stamps.reset()
+    assert stamps.trouble() is None
+    return trouble, [bool(message.isnan().all()) for message in messages]
+
+
+def test_messages_of_other_calls_are_nan_and_so_are_all_after_them(ranks):
+    tags = [5, 2**31 - 1, 7, 8]
+    assert ranks.submit(stamped, tags, tags).result() == (None, [False] * 4)
+    trouble, spoiled = ranks.submit(stamped, tags, [5, 6, 7, 8]).result()
+    assert spoiled == [False, True, True, True]
+    assert "what rank 1 sent was for another call" in trouble
+
+
+def waits(numbers: int, come: int) -> str:
+    """What is reported of so many exchanges, of which that many come."""
+    arrived, said = 0, io.StringIO()
+    with contextlib.redirect_stderr(said):
+        overdue = Overdue(lambda: arrived, timeout=0.5)
+        for number in range(1, numbers + 1):
+            overdue.add(number, f"exchange {number}")
+        arrived = come
+        time.sleep(1.0)
+    return said.getvalue()
+
+
+def test_the_first_exchange_that_does_not_come_is_reported():
+    assert waits(3, come=3) == ""
+    assert waits(3, come=1) == "exchange 2, for 0 s by now\n"
+
+
+def test_what_inference_made_can_be_forgotten_in_training():
+    with torch.inference_mode():
+        guard = Guard(CPU)
+    guard.reset()
+    assert guard.trouble() is None
+
+
+def test_who_watches_exchanges_ends_with_them():
+    overdue = Overdue(lambda: 0, timeout=100.0)
+    overdue.add(1, "an exchange")
+    thread = overdue._thread
+    del overdue
+    thread.join(10.0)
+    assert not thread.is_alive()
+
+
+def of_many_plans(plans: int) -> tuple[int, str]:
+    """How many kinds of meetings a board remembers, and what it says of the last."""
+    without_clock()
+    board = Board(CPU, 0, [torch.zeros(2, 1, dtype=torch.int64)], patience=5.0)
+    for plan in range(plans):
+        board.meet("keys", plan)
+    board.fail()
+    board.meet("gradients", plans)
+    return len(board._kinds), board._purpose((plans << 16) + (crc32(b"keys") & 0xFFFF))
+
+
+def test_a_board_remembers_no_plan(ranks):
+    """One is made for each batch, perhaps for weeks."""
+    assert ranks.submit(of_many_plans, 9).result() == (2, "keys by plan 9")
+
+
+class Found:
+    """A guard whose device has found something; `done` is what it was asked to do."""
+
+    def __init__(self, trouble: str | None) -> None:
+        self.told, self.done = trouble, []
+
+    def trouble(self) -> str | None:
+        return self.told
+
+    def wait(self) -> None:
+        self.done.append("wait")
+
+    def reset(self) -> None:
+        self.told = None
+        self.done.append("reset")
+
+    def fail(self) -> None:
+        self.done.append("fail")
+
+
+def of_ring(trouble: dict[int, str], run: Callable[[threads.ThreadRing], Any]) -> list[Any]:
+    """What each rank of a ring returns whose devices have found this."""
+
+    def main(ring: threads.ThreadRing) -> Any:
+        guard = Found(trouble.get(ring.rank))
+        ring.steps.watch(guard)
+        return run(ring), guard.done, guard.told
+
+    return threads.run(RANKS, main)[0]
+
+
+def test_the_next_call_says_what_a_device_found():
+    steps = Steps()
+    steps.watch(Found("rank 1 did not come"))
+    for _ in range(2):
+        with pytest.raises(RingError, match="rank 1 did not come"), steps.call("forward"):
+            pass
+    with pytest.raises(RingError, match="rank 1 did not come"):
+        steps.tag()
+
+
+def test_a_plan_says_on_all_ranks_what_one_device_found_and_mends_the_ring():
+    def run(ring: threads.ThreadRing) -> None:
+        with pytest.raises(RingError, match="rank 2: rank 0 did not come; the ring is whole again"):
+            ring.gather_notes("a plan", b"first")
+        assert ring.gather_notes("a plan", b"a\0b") == [b"a\0b"] * RANKS
+        with ring.call("forward"):
+            pass
+
+    assert of_ring({2: "rank 0 did not come"}, run) == [(None, ["wait", "reset"], None)] * RANKS
+
+
+def test_what_a_call_has_said_a_plan_does_not_say_again():
+    """Though all devices forget it, for ranks' numbers may differ by now."""
+
+    def run(ring: threads.ThreadRing) -> None:
+        if ring.rank == 0:
+            with pytest.raises(MemoryError), ring.call("forward"):
+                raise MemoryError
+        if ring.rank == 2:
+            with pytest.raises(RingError), ring.call("forward"):
+                pass
+        assert ring.gather_notes("a plan", b"note") == [b"note"] * RANKS
+
+    found = of_ring({2: "rank 0 did not come"}, run)
+    assert found[1:] == [(None, ["wait", "reset"], None)] * 2
+    assert found[0] == (None, ["fail", "wait", "reset"], None)
+
+
+def test_devices_tell_of_a_failure_in_a_call_and_elsewhere_in_fail_together():
+    steps, guard = Steps(), Found(None)
+    steps.watch(guard)
+    with pytest.raises(ZeroDivisionError), fail_together():
+        raise ZeroDivisionError
+    assert guard.done == ["fail"]
+    with pytest.raises(MemoryError), steps.call("forward"), steps.call("a part of it"):
+        raise MemoryError
+    assert guard.done == ["fail", "fail"]
+
+
+def test_a_device_that_fails_hides_no_error():
+    steps, guard = Steps(), Found(None)
+    guard.fail = mock.Mock(side_effect=RuntimeError)
+    steps.watch(guard)
+    with pytest.raises(MemoryError), fail_together(), steps.call("forward"):
+        raise MemoryError
+    assert guard.fail.called

@@ -1,0 +1,8 @@
+"""Planted faults that the suite must find: batteries of cases, and how faults are planted.
+
+The faults lie beside the tests of what they break: `tests/*/faults.py`.
+"""
+
+BATTERIES = (
+    "attention", "failing", "kept", "original", "routing", "schedules", "second_order", "silent",
+)  # fmt: skip

@@ -1,0 +1,446 @@
+"""Faults planted into attention, and a battery of cases that must find each of them.
+
+`python -m tests.faults.attention` prints what was found, as JSON; how is told in `hunt`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults import hunt
+from tests.faults.hunt import Case
+from tests.faults.mutant import planted
+
+MUTANTS = planted("ATTENTION")
+
+
+# --- the battery: what runs over a mutant ---
+
+
+def battery() -> Iterator[Case]:
+    """Cases that fail where something is wrong."""
+    from tests.support import threads
+    from tests.support.cases import Attention, check_in_threads, check_symmetric
+
+    torch.set_num_threads(1)
+    threads.PATIENCE = 10.0
+    cases = [
+        (Attention(12, "zigzag", causal=True, kernel="eager"), 3),
+        (Attention(12, kernel="sdpa"), 4),
+        (Attention(13, "striped", causal=True, window=3, kernel="eager"), 3),
+        (Attention(31, "zigzag", causal=True, window=4, masked=True, kernel="eager"), 4),
+        (Attention(31, "contiguous", window=9, masked=True, kernel="sdpa"), 3),
+        (Attention(24, "zigzag", causal=True, window=1, softclamp=1.0), 3),
+        (Attention(16, "zigzag", causal=True, masked=True, kernel="sdpa", heads=6), 2),
+        (Attention(16, masked=True, heads=3, key_heads=1, kernel="eager"), 4),
+        (Attention(24, "striped", window=3, kernel="sdpa", dtype=torch.float32), 3),
+        (Attention(7, "zigzag", causal=True, masked=True), 8),
+        (Attention(11, key_lengths=(3, 0, 8)), 3),
+        (Attention(13, batch=1, heads=1, key_heads=1, d=3, d_v=5, dtype=torch.float32), 3),
+        (Attention(29, "zigzag", causal=True, d_v=5, transport="gather", kernel="eager"), 4),
+        (Attention(31, "contiguous", window=7, masked=True, transport="gather", memory=0), 3),
+        (Attention(23, "striped", causal=True, masked=True, transport="gather", batch=1), 4),
+        (Attention(23, "zigzag", causal=True, ulysses=2, heads=4, key_heads=1, masked=True), 4),
+        (Attention(23, "striped", causal=True, ulysses=3, heads=6, key_heads=2), 3),
+        (Attention(23, "striped", causal=True, ulysses=2, transport="gather"), 4),
+        (Attention(12, "striped", causal=True, window=2, ids=((0,) * 3 + (1,) * 9,)), 3),
+        (Attention(12, ids=((0,) * 12, (3, 3, 0, 0) * 3), kernel="eager"), 4),
+        (Attention(12, "zigzag", ids=((0,) * 6 + (2,) * 6, (0,) * 5 + (2,) * 7), borders=True), 2),
+        (Attention(12, causal=True, window=2, batch=3, ids=(*[(1, 1, 0) * 4] * 2, (0,) * 12)), 2),
+        (Attention(8, ids=((0, 0, 1, 1, 2, 2, 3, 3), (0, 0, 0, 0, 0, 1, 1, 1))), 4),
+    ]
+    for case, size in cases:
+        yield lambda case=case, size=size: check_in_threads(case, size)
+    shared = Attention(29, "zigzag", causal=True, masked=True, d_v=5, kernel="eager")
+    yield lambda: check_symmetric(shared, 4, 2)
+    yield lambda: check_symmetric(replace(shared, ulysses=4), 4, 2)
+    yield lambda: check_symmetric(shared, 4, 9, late=True)
+    yield lambda: check_symmetric(shared, 4, 9, together=True)
+    yield zigzag_is_balanced
+    yield gathered_keys_are_few_large_tiles
+    yield the_same_is_dropped_everywhere
+    yield a_bias_keeps_its_digits
+    yield dealt_layouts_are_even
+    yield a_document_ends_where_another_begins
+    yield blocks_know_their_tiles
+    yield calls_are_counted
+    yield from no_ring_is_left_alone()
+    yield from streams_wait_for_one_another()
+    yield from calls_go_side_by_side_where_they_may()
+    yield from graphs_are_replayed_with_what_is_given()
+    yield mismatches_are_errors
+    yield plans_are_checked
+    yield from keys_come_in_stages_where_they_are_late()
+    yield from keys_come_together_where_they_are_few()
+    yield from prefixes_and_positions_hold()
+    yield from predicates_are_fused()
+    yield from other_kernels_calls_cover_the_tiles()
+    yield sums_of_16_bits_are_kept_in_32
+    yield from shared_memory_is_read_before_it_is_written()
+
+
+def patched(check: Callable[..., None], *given: Any, **named: Any) -> Case:
+    """A case that is given a MonkeyPatch last of all."""
+
+    def run() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            check(*given, patch, **named)
+
+    return run
+
+
+def shared_memory_is_read_before_it_is_written() -> Iterator[Case]:
+    """By a rank that is late."""
+    from tests.comm.test_transports import test_shared_memory_is_written_anew_when_all_have_read_it
+
+    for at_once, ulysses, how in ((3, 1, {}), (1, 2, {}), (3, 1, dict(together=True))):
+        yield partial(
+            test_shared_memory_is_written_anew_when_all_have_read_it, at_once, ulysses, how
+        )
+
+
+def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
+    """And calls wait for theirs, and what is shared for its readers."""
+    from tests.comm import test_transports, test_ulysses
+    from tests.runtime import test_running
+
+    for tokens, late, otherwise in test_transports.LATE:
+        yield partial(
+            test_transports.test_few_tokens_of_many_ranks_come_late, tokens, late, otherwise
+        )
+    yield patched(test_transports.test_calls_wait_for_the_keys_of_their_own_stage, late=True)
+    yield patched(test_transports.test_dq_waits_for_no_gradients_that_come_home, wide=True)
+    yield patched(test_transports.test_a_turn_of_several_says_that_the_last_one_was_read)
+    yield patched(test_transports.test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory)
+    yield patched(test_transports.test_shelves_stay_whose_graphs_others_captured)
+    yield patched(test_ulysses.test_what_a_graph_reads_is_made_before_it_and_stays)
+    yield test_transports.test_what_comes_but_once_is_not_kept
+    for aside in test_transports.ASIDE:
+        yield partial(test_transports.test_gradients_come_aside_where_that_is_hidden, *aside)
+    yield partial(test_running.test_what_is_not_yet_to_be_read_is_not_read, wide=False, moved=True)
+    for asks in (False, True):
+        yield partial(test_running.test_a_sum_is_made_where_it_has_to_be, asks)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield partial(test_running.test_parts_that_fill_their_place_are_the_result, dtype)
+        yield partial(test_running.test_parts_that_do_not_are_put_together, dtype)
+    yield test_running.test_the_place_of_parts_goes_when_they_were_read
+    yield test_ulysses.test_a_shelf_has_room_for_all_that_is_swapped
+
+
+def keys_come_together_where_they_are_few() -> Iterator[Case]:
+    """And from no rank to two others at a time."""
+    from tests.comm import test_transports
+
+    yield test_transports.unseen_keys_have_no_gradient
+    yield test_transports.plans_know_their_own_transport
+    yield test_transports.gradients_that_come_together_are_added_wide
+    yield patched(test_transports.few_may_be_short)
+    for few in test_transports.FEW:
+        yield patched(test_transports.test_few_tokens_come_together, *few)
+    yield patched(test_transports.test_keys_and_values_of_a_piece_come_by_one_copy, False, 18)
+    for layout in ("zigzag", "contiguous"):
+        yield partial(
+            test_transports.test_no_two_ranks_pull_from_one_at_a_time, 4, layout, causal=True
+        )
+
+
+def no_ring_is_left_alone() -> Iterator[Case]:
+    """With what one of them gets wrong."""
+    from tests.comm import test_agreement
+
+    for kind in ("lengths", "positions"):
+        yield partial(test_agreement.test_what_one_ring_gets_wrong_the_other_is_told, kind)
+    yield test_agreement.test_a_predicate_that_fails_on_one_rank_is_told_to_all
+    yield test_agreement.test_a_problem_of_one_rank_is_raised_on_all_and_names_it
+
+
+def streams_wait_for_one_another() -> Iterator[Case]:
+    """And whoever reads what is made on other streams waits for them."""
+    from tests.runtime import test_running, test_streams
+
+    for name in ("a_call_waits_for_what_was_before_and_nothing_waits_for_it_until_joined",
+                 "calls_for_own_keys_give_way_to_the_others",
+                 "what_is_behind_waits_for_all_others_whether_there_are_own_keys_or_not",
+                 "what_is_behind_does_not_wait_for_own_keys",
+                 "what_is_written_is_not_used_again_before_that",
+                 "what_is_read_is_not_used_again_before_that"):  # fmt: skip
+        check = getattr(test_streams, f"test_{name}")
+        yield patched(lambda patch, check=check: check(test_streams.stood_in(patch)))
+    for dtype in (torch.float32, torch.bfloat16):
+        yield partial(test_running.test_a_part_that_is_all_there_is_is_the_result_itself, dtype)
+        yield partial(test_running.test_a_sum_of_parts_waits_for_them, dtype)
+
+
+def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
+    """Those that can be."""
+    from tests.runtime import test_graphs
+    from tests.runtime.test_streams import stood_in
+
+    def on_cpu(check: Callable[[pytest.MonkeyPatch], None]) -> Case:
+        return patched(lambda patch: (test_graphs.stand_in(patch), check(patch)))
+
+    shared = test_graphs.test_layers_that_share_graphs_get_what_is_theirs
+    second = test_graphs.test_the_first_call_goes_as_ever_and_the_second_is_captured
+    other = test_graphs.test_graphs_of_other_memory_or_other_kernels_are_not_replayed
+    yield test_graphs.test_what_travels_in_messages_is_refused
+    yield test_graphs.test_what_a_graph_holds_overlaps
+    yield patched(test_graphs.test_what_graphs_of_ours_read_need_not_stay)
+    yield test_graphs.test_layers_that_drop_otherwise_have_graphs_of_their_own
+    yield on_cpu(lambda _: shared(None, overtaken=True))
+    yield on_cpu(lambda patch: second(None, patch))
+    yield on_cpu(test_graphs.test_the_first_call_makes_what_is_made_for_the_graph)
+    yield on_cpu(lambda _: test_graphs.another_plan_has_no_graphs_of_this_one())
+    yield test_graphs.test_a_gathers_graphs_are_of_the_shelves_at_hand
+    yield patched(test_graphs.batches_alike_share_graphs)
+    yield patched(test_graphs.what_is_changed_on_a_module_counts)
+    yield patched(test_graphs.others_lengths_make_another_kind)
+    yield on_cpu(lambda patch: other(None, patch, "memory"))
+    yield patched(lambda patch: test_graphs.replays_wait_for_those_before(stood_in(patch), patch))
+
+
+def zigzag_is_balanced() -> None:
+    """Causal work is equal on all ranks: what it is for, though any layout gives right results."""
+    from ring_attention_pytorch.geometry.layouts import all_segments
+    from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
+
+    everyone = all_segments("zigzag", 4, 32)
+    work = {sum(visible_pairs(tiles(q, k, Mask(True))) for k in everyone) for q in everyone}
+    assert len(work) == 1
+
+
+def gathered_keys_are_few_large_tiles() -> None:
+    """At most two calls for all other ranks' keys: what gathering is for."""
+    from ring_attention_pytorch.comm.ulysses import land
+    from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
+    from ring_attention_pytorch.geometry.tiles import Mask, tiles
+    from ring_attention_pytorch.schedule.pieces import Workload, joined, schedule
+
+    for layout, visible in [
+        ("zigzag", Mask(causal=True)),
+        ("zigzag", Mask()),
+        ("contiguous", Mask(causal=True, window=30)),
+    ]:
+        everyone = all_segments(layout, 5, 53)
+        (group,) = schedule(Workload(everyone, everyone, visible), at_once=4)
+        for rank, mine in enumerate(everyone):
+            assert len(tiles(mine, joined(group.pieces[rank]), visible)) <= 2
+    assert all(len(land(all_segments(layout, 5, 53))[0]) == 1 for layout in LAYOUTS)
+
+
+def prefixes_and_positions_hold() -> Iterator[Case]:
+    """The features whose masks are no arithmetic of a layout alone."""
+    from tests.support.features import FEATURES, Problem, together
+
+    def holds(feature: Any, *how: Any, **named: Any) -> None:
+        errors = Problem(feature).errors(*how, **named)
+        assert max(errors.values()) < 1e-12, errors
+
+    for name in ("prefix", "positions", "sinks", "alibi", "bias of heads", "mask_mod"):
+        wanted = FEATURES[name] | FEATURES["gradient of lse"]
+        yield partial(holds, wanted, 3, "zigzag", "eager")
+    yield partial(holds, together(("sinks", "alibi", "mask_mod")), 4, "zigzag", ulysses=2)
+    yield partial(holds, FEATURES["mask_mod"] | FEATURES["documents"], 2, "striped", "eager")
+
+
+def predicates_are_fused() -> Iterator[Case]:
+    """FlexAttention's adapter, over a stand-in that goes by the cells of masks."""
+    from tests.support.features import Problem, together
+    from tests.support.flex_on_cpu import stood_in
+    from tests.support.kernel_cases import CASES, faults
+
+    def alone(number: int) -> None:
+        with stood_in():
+            assert not (found := faults(CASES[number], "flex", "cpu")), found
+
+    def on_a_ring() -> None:
+        names = ("mask_mod", "documents", "gradient of lse")
+        with stood_in():
+            errors = Problem(together(names)).errors(2, "striped", "flex")
+        assert max(errors.values()) < 1e-12, errors
+
+    yield from (partial(alone, number) for number in (2, 5))
+    yield on_a_ring
+
+
+def other_kernels_calls_cover_the_tiles() -> Iterator[Case]:
+    """By stand-ins; and of a rank without queries, which has no tiles."""
+    from tests.kernels.test_adapters import ODD, STAND_INS, can
+    from tests.support.kernel_cases import KernelCase, faults
+
+    def covers(kernel: str, case: KernelCase, patch: pytest.MonkeyPatch) -> None:
+        STAND_INS[kernel](patch)
+        assert not faults(replace(case, dtype=torch.float64), kernel, "cpu"), case
+
+    for kernel in STAND_INS:
+        for case in ODD:
+            if can(kernel, case):
+                yield patched(covers, kernel, case)
+        yield patched(nothing_has_no_gradients, kernel)
+
+
+def nothing_has_no_gradients(kernel: str, patch: pytest.MonkeyPatch) -> None:
+    from ring_attention_pytorch.kernels import KERNELS
+    from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+    from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods
+    from tests.kernels.test_adapters import STAND_INS
+
+    STAND_INS[kernel](patch)
+    none, keys = torch.zeros(1, 0, 2, 8), torch.zeros(1, 3, 2, 8)
+    saved = Residuals(none, none, torch.zeros(1, 2, 0), none, torch.zeros(1, 2, 0))
+    grads = Grads(GradAccumulator(none), GradAccumulator(keys), GradAccumulator(keys))
+    KERNELS[kernel].backward(
+        saved, KVBlock(keys, keys, None, ()), (), ScoreMods(1.0, None, 8), grads
+    )
+
+
+def the_same_is_dropped_everywhere() -> None:
+    """Over rings, heads swapped or not, by a seed that one rank drew; not in another layer."""
+    from ring_attention_pytorch.functional import ring_attn
+    from ring_attention_pytorch.plan.ring_plan import RingPlan
+    from tests.support import threads
+    from tests.support.features import FEATURES, Problem, drawn, refusal
+    from tests.support.reference import relative_error
+
+    problem = Problem(FEATURES["dropout"] | FEATURES["causal"])
+    for size, way in ((3, {}), (2, dict(ulysses=2))):
+        problem.feature = replace(problem.feature, ring=FEATURES["dropout"].ring | way)
+        errors = problem.errors(size, "zigzag", "eager")
+        assert max(errors.values()) < 1e-12, errors
+    q, k = drawn(1, 4, 2, 4, seed=1), drawn(1, 12, 2, 4, seed=2)
+    whole = ring_attn(q, k, k, dropout=0.5, dropout_seed=1)
+
+    def main(ring: threads.ThreadRing) -> tuple[float, int]:
+        here, theirs = (t.tensor_split(2, dim=1)[ring.rank] for t in (q, k))
+        got = ring_attn(here, theirs, theirs, dropout=0.5, dropout_seed=1, group=ring)
+        plan = RingPlan.make(here, theirs, theirs, dropout=0.5, group=ring)
+        return (
+            relative_error(got, whole.tensor_split(2, dim=1)[ring.rank]),
+            plan.terms.dropout.seed,
+        )
+
+    (error, seed), (other_error, other_seed) = threads.run(2, main)[0]
+    assert max(error, other_error) < 1e-12
+    assert seed == other_seed
+    plan = RingPlan.make(q, q, q, dropout=0.5)
+    assert len({plan.for_layer(i).terms.dropout.seed for i in range(3)}) == 3
+    again = dict.fromkeys(("query_positions", "key_positions"), q[0, :, 0, 0].long() * 0)
+    assert refusal(lambda: ring_attn(q, q, q, dropout=0.5, **again)) is not None
+
+
+def a_bias_keeps_its_digits() -> None:
+    """Large ones in 16 bits, too."""
+    from ring_attention_pytorch.runtime.scores import with_bias
+
+    bias = torch.tensor([[100.5, -3.14159, 17.0]]).bfloat16()
+    q, k = with_bias(*[torch.zeros(1, n, 1, 8).bfloat16() for n in (1, 3)], bias, 128**-0.5)
+    got = 128**-0.5 * q[0, :, 0].float() @ k[0, :, 0].float().T
+    assert (got / bias.float() - 1).abs().max() < 1e-4
+
+
+def dealt_layouts_are_even() -> None:
+    """As zigzag, but of documents: no rank has much more to do than another."""
+    from ring_attention_pytorch.geometry.balance import balanced
+    from ring_attention_pytorch.geometry.documents import of_borders
+    from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
+
+    borders = [0, 700, 720, 1500, 1600, 4096]
+    everyone, visible = balanced(borders, 4).segments, Mask(True, None, of_borders(borders))
+    work = [sum(visible_pairs(tiles(q, k, visible)) for k in everyone) for q in everyone]
+    assert max(work) < 1.05 * sum(work) / 4
+    assert max(map(len, balanced([0, 4096], 4).segments)) == 2  # two chunks each are enough
+
+
+def a_document_ends_where_another_begins() -> None:
+    """What its last token would have to predict is not its business."""
+    from ring_attention_pytorch.geometry.documents import last_of_document, of_borders
+
+    found = last_of_document((of_borders([0, 2, 2, 5]),), torch.arange(5))
+    assert found.tolist() == [[False, True, False, False, True]]
+
+
+def blocks_know_their_tiles() -> None:
+    """The Triton kernels' tables: every tile that a block meets is in its range."""
+    from ring_attention_pytorch.geometry.documents import of_borders
+    from ring_attention_pytorch.geometry.layouts import all_segments
+    from ring_attention_pytorch.geometry.tiles import Mask, tiles
+    from ring_attention_pytorch.kernels._tile_table import tile_table
+
+    (whole,) = all_segments("contiguous", 1, 40)
+    found = tiles(whole, whole, Mask(True, None, of_borders(range(0, 41, 5))))
+    table = tile_table(found, "rows", 8, torch.empty(1, 40), every=True)
+    for number, first, last in table.blocks.tolist():
+        here = range(8 * number, 8 * number + 8)
+        meets = [i for i, t in enumerate(found) if {*range(t.rows.start, t.rows.stop)} & {*here}]
+        assert meets == list(range(first, last))
+
+
+def calls_are_counted() -> None:
+    """Else a kernel would round before the end."""
+    from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+    from tests.support.cases import Attention, miscounted
+
+    total = GradAccumulator(torch.empty(1, 2, 1, dtype=torch.bfloat16), calls=2)
+    assert [total.room()[1].dtype for _ in range(2)] == [torch.float32, torch.bfloat16]
+
+    assert not miscounted(Attention(29, "zigzag", causal=True, transport="gather"), 3)
+
+
+def calls_go_side_by_side_where_they_may() -> Iterator[Case]:
+    from tests.comm.test_transports import test_calls_go_side_by_side_where_keys_stay
+
+    for how, at_once, aside in ((dict(), 3, True), (dict(memory=0), 1, False)):
+        yield partial(test_calls_go_side_by_side_where_keys_stay, how, at_once, aside)
+
+
+def sums_of_16_bits_are_kept_in_32() -> None:
+    """One rounding at the end: 2 ** -9, however many blocks are summed."""
+    from tests.support import threads
+    from tests.support.cases import Attention, errors, oracle, shard
+
+    case = Attention(256, kernel="eager", dtype=torch.bfloat16, batch=1, d=16, d_v=16)
+    got, _ = threads.run(8, lambda ring: shard(case, ring))
+    for rank, mine in enumerate(got):
+        assert mine[1].dtype == torch.float32
+        assert max(errors(case, rank, 8, mine, oracle(case)).values()) < 2**-8
+
+
+def mismatches_are_errors() -> None:
+    """A rank that differs, errs or holds another's tokens: ValueError on all ranks."""
+    from ring_attention_pytorch.functional import ring_attn
+    from tests.support import threads
+
+    def said(n: Callable[[int], int], causal: Callable[[int], bool], window: int | None) -> list:
+        def main(ring: threads.ThreadRing) -> bool:
+            q = torch.randn(1, n(ring.rank), 2, 4)
+            try:
+                ring_attn(q, q, q, causal=causal(ring.rank), window=window, group=ring)
+            except ValueError:
+                return True
+            return False
+
+        return threads.run(3, main)[0]
+
+    assert said(lambda r: 4, lambda r: r == 1, None) == [True] * 3
+    assert said(lambda r: 4, lambda r: True, -1) == [True] * 3
+    assert said(lambda r: 4 + r, lambda r: True, None) == [True] * 3
+
+
+def plans_are_checked() -> None:
+    """A plan is for tensors of one shape."""
+    from ring_attention_pytorch.functional import ring_attn
+    from ring_attention_pytorch.plan.ring_plan import RingPlan
+
+    q = torch.randn(1, 5, 2, 4)
+    try:
+        ring_attn(q[:, :3], q, q, plan=RingPlan.make(q, q, q))
+    except ValueError:
+        return
+    raise AssertionError("a plan for other tensors was used")
+
+
+if __name__ == "__main__":
+    hunt.main("tests.faults.attention")

@@ -1,0 +1,40 @@
+"""Faults planted into what becomes of a ring that fails, and a battery that must find each."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from tests.faults import hunt
+from tests.faults.mutant import planted
+
+MUTANTS = planted("FAILING")
+
+
+def battery() -> Iterator[Callable[[], object]]:
+    """Cases that fail where something is wrong."""
+    from tests.comm import test_failures as failures
+    from tests.comm import test_guard as guard
+    from tests.support import threads
+
+    torch.set_num_threads(1)
+    threads.PATIENCE = 10.0
+    yield failures.test_an_error_names_its_step_and_survives_a_pipe
+    yield failures.test_what_is_under_way_when_a_call_fails_lives_on
+    yield failures.test_peers_are_told_of_what_fails_in_a_call_and_of_nothing_else
+    yield failures.test_a_group_of_the_process_that_this_one_was_forked_from_is_refused
+    yield failures.test_what_ranks_disagree_about_breaks_nothing
+    yield failures.test_a_broken_ring_says_so_until_the_next_plan
+    yield guard.test_the_next_call_says_what_a_device_found
+    yield guard.test_a_plan_says_on_all_ranks_what_one_device_found_and_mends_the_ring
+    yield guard.test_what_a_call_has_said_a_plan_does_not_say_again
+    yield guard.test_devices_tell_of_a_failure_in_a_call_and_elsewhere_in_fail_together
+    yield guard.test_a_device_that_fails_hides_no_error
+    yield partial(
+        failures.test_notes_in_each_call_tell_all_ranks_at_once_who_is_where,
+        "skips_backward", "gather",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    hunt.main("tests.faults.failing")

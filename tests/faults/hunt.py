@@ -1,0 +1,168 @@
+"""Whether planted faults are found, as JSON: `python -m tests.faults.hunt tests.faults.attention`.
+
+First it is learnt, of the package as it is, which case of a battery reaches which function and how
+long it takes. Then each fault is planted in a process of its own, forked from this one, that runs
+cases until one fails: first those that reach the function, the quickest of them before others.
+"""
+
+import gc
+import importlib
+import json
+import multiprocessing as mp
+import pkgutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.faults.mutant import PACKAGE, Misplaced, Mutant, Place, Sources
+from tests.faults.planting import Planter
+
+SECONDS = 60  # that a battery may take over a fault
+Case = Callable[[], None]
+
+
+class Learnt(NamedTuple):
+    """Of the cases of a battery, over the package as it is."""
+
+    problem: str  # of the first that fails, if any does
+    reached: list[set[tuple[str, str]]]  # file and name of functions that have faults
+    seconds: list[float]
+    modules: list[str]  # that were imported meanwhile
+
+
+class Verdict(NamedTuple):
+    found: bool
+    said: str
+
+
+# --- in processes of their own ---
+
+
+def learn(planter: Planter, cases: Sequence[Case], planted: Sequence[Mutant]) -> Learnt:
+    before, now = {*sys.modules}, set()
+    reached, seconds = [], []
+    planter.mark(_places(planter, planted), now.add)
+    for number, case in enumerate(cases):
+        now.clear()
+        begin = time.perf_counter()
+        if said := _problem(planter, case):
+            return Learnt(f"case {number}: {said}", [], [], [])
+        seconds.append(time.perf_counter() - begin)
+        reached.append({*now})
+    return Learnt("", reached, seconds, [name for name in sys.modules if name not in before])
+
+
+def judge(planter: Planter, cases: Sequence[Case], learnt: Learnt, mutant: Mutant) -> Verdict:
+    """Whether a case fails when the fault is planted, or why nothing was."""
+    if learnt.problem:
+        return Verdict(False, f"not planted, for without it {learnt.problem}")
+    try:
+        place = planter.plant(mutant)
+    except Misplaced as error:
+        return Verdict(False, str(error))
+    away = [place[:2] not in reached for reached in learnt.reached]
+    for number in sorted(range(len(cases)), key=lambda i: (away[i], learnt.seconds[i])):
+        if said := _problem(planter, cases[number]):
+            return Verdict(True, f"case {number}: {said}")
+    return Verdict(False, f"{away.count(False)} cases reach {mutant.where}, and none fails")
+
+
+def _places(planter: Planter, planted: Iterable[Mutant]) -> list[Place]:
+    found = []
+    for mutant in planted:
+        with suppress(Misplaced):  # which is said when it is to be planted
+            found.append(planter.sources.find(mutant.where))
+    return found
+
+
+def _problem(planter: Planter, case: Case) -> str:
+    """What a case finds wrong, as if it were the first to run."""
+    planter.forget()
+    torch.manual_seed(0)  # else a fault may show in some runs only
+    try:
+        case()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"[:300]
+    return ""
+
+
+# --- which are started here ---
+
+
+def forked(jobs: Iterable[Callable[[], Any]], ended: Any, at_once: int = 2) -> list[Any]:
+    """What each job returns, in a process that ends with it; `ended`, where that ended too soon."""
+    waiting = list(enumerate(jobs))[::-1]
+    running: dict[Connection, tuple[int, mp.Process]] = {}
+    answers: dict[int, Any] = {}
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            number, job = waiting.pop()
+            ours, process = _start(job)
+            running[ours] = number, process
+        for ready in wait(list(running)):
+            number, process = running.pop(ready)
+            try:
+                answers[number] = ready.recv()
+            except EOFError:
+                answers[number] = ended
+            process.kill()
+            process.join()
+    return [answers[number] for number in sorted(answers)]
+
+
+def _start(job: Callable[[], Any]) -> tuple[Connection, mp.Process]:
+    context = mp.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(job, theirs))
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def _answer(job: Callable[[], Any], to: Connection) -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(SECONDS)  # the end, whatever this process does and whoever waits for it
+    torch.set_num_threads(1)  # before any other thread asks, for only one may be the first
+    to.send(job())
+
+
+def verdicts(names: Sequence[str]) -> dict[str, dict[str, Verdict]]:
+    """On the faults of each module; "" is the package as it is."""
+    for found in pkgutil.walk_packages([str(PACKAGE)], f"{PACKAGE.name}."):
+        if "._triton" not in found.name and ".compat." not in found.name:  # GPUs alone; old paths
+            importlib.import_module(found.name)
+    modules = [importlib.import_module(name) for name in names]
+    lists = [(list(module.battery()), module.MUTANTS) for module in modules]
+    planter = Planter(Sources())
+    too_long = Learnt(f"no end in {SECONDS} s", [], [], [])
+    learnt = forked((partial(learn, planter, *each) for each in lists), too_long)
+    for name in sorted({name for each in learnt for name in each.modules}):
+        with suppress(ImportError):  # not all of them come by their name
+            importlib.import_module(name)
+    gc.freeze()  # what is here already is not looked through in each process
+    jobs = [
+        partial(judge, planter, cases, known, mutant)
+        for (cases, planted), known in zip(lists, learnt)
+        for mutant in planted
+    ]
+    told = iter(forked(jobs, Verdict(True, f"died, or no end in {SECONDS} s")))
+    return {
+        name: {"": Verdict(bool(known.problem), known.problem)}
+        | {mutant.name: next(told) for mutant in planted}
+        for name, (_, planted), known in zip(names, lists, learnt)
+    }
+
+
+def main(*names: str) -> None:
+    print(json.dumps(verdicts(names)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

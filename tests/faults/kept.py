@@ -1,0 +1,49 @@
+"""Faults planted into what calls and plans remember, and a battery that must find each."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from tests.faults import hunt
+from tests.faults.mutant import planted
+
+MUTANTS = planted("KEPT")
+
+
+def battery() -> Iterator[Callable[[], object]]:
+    """Cases that fail where something is remembered that should not be."""
+    from tests.plan import test_kept
+    from tests.runtime import test_tape
+
+    for case in ("causal", "masked", "documents"):
+        yield partial(test_tape.test_a_tape_does_what_was_recorded, case, "eager")
+    for function in (
+        test_tape.reads, test_tape.picks, test_tape.from_python, test_tape.alternates
+    ):  # fmt: skip
+        yield partial(test_tape.test_what_may_be_another_thing_next_time_has_no_tape, function)
+    yield test_tape.test_views_of_constants_are_made_once
+    yield test_tape.test_a_view_laid_out_otherwise_is_another_tensor
+    yield test_tape.test_tensors_laid_out_otherwise_have_a_tape_of_their_own
+    yield test_tape.test_what_looks_at_values_may_be_one_operation
+    yield test_tape.test_rows_whose_scores_are_nan_are_nan_from_a_tape
+    yield test_tape.test_autocast_is_no_matter_of_tapes
+    yield test_kept.test_a_plan_of_the_same_kind_is_found_again
+    yield test_kept.test_an_option_of_another_type_is_refused_though_it_equals_one_that_was_right
+    for name in ("key_mask", "alibi_slopes", "dropout"):
+        yield partial(test_kept.test_what_depends_on_values_is_made_each_time, name)
+    yield settings
+    yield test_kept.test_who_has_found_another_plan_makes_a_new_one
+    yield test_kept.test_plans_of_groups_that_are_gone_go
+
+
+def settings() -> None:
+    """Plans depend on settings."""
+    from tests.plan import test_kept
+
+    with pytest.MonkeyPatch.context() as patch:
+        test_kept.test_settings_are_part_of_the_kind(patch)
+
+
+if __name__ == "__main__":
+    hunt.main("tests.faults.kept")

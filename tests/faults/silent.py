@@ -1,0 +1,128 @@
+"""Faults that would give wrong numbers, or leave ranks waiting, without a word.
+
+Each is one that there was once: strides, scales and sizes of numbers that a kernel does not read
+as it is told; what is found again for another mask, layout or count; what ranks keep to themselves.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from tests.faults import hunt
+from tests.faults.hunt import Case
+from tests.faults.mutant import planted
+
+MUTANTS = planted("SILENT")
+
+
+def battery() -> Iterator[Case]:
+    """Cases that fail where something is wrong."""
+    from tests.comm import test_agreement as notes
+    from tests.comm import test_steps as steps
+    from tests.comm import test_transports
+    from tests.kernels import test_features
+    from tests.kernels import test_strides as strides
+    from tests.routing import test_routing
+    from tests.runtime import test_float16
+    from tests.schedule import test_cost
+    from tests.support import threads
+
+    torch.set_num_threads(1)
+    threads.PATIENCE = 10.0
+    yield partial(strides.test_results_do_not_depend_on_strides, "every other", "gather", "sdpa")
+    for scale in (-0.7, 1e-46):
+        yield partial(strides.test_any_scale_under_a_causal_mask, torch.float32, scale)
+    yield partial(
+        test_float16.test_a_bias_of_any_size_is_added, 64, None, -10000.0, "shared", "eager"
+    )
+    yield test_float16.test_a_bias_that_float16_cannot_bring_is_refused_with_its_bound
+    for way in ("gather", "shared memory"):
+        yield partial(test_float16.test_parts_may_cancel_that_float16_does_not_hold, way, "eager")
+    yield partial(test_float16.test_parts_may_cancel_that_float16_does_not_hold, "ring", "sdpa")
+    yield a_wide_sum_is_wide
+    yield what_is_compiled_fits
+    yield test_transports.batches_may_be_empty
+    yield test_routing.layers_that_route_other_numbers_share_a_plan
+    yield from found_again()
+    yield test_features.queries_of_two_sequences_stand_where_their_layout_has_them
+    yield test_cost.ranks_without_work_explain_themselves
+    yield notes.test_ranks_in_different_calls_are_all_told_which
+    yield notes.test_notes_are_of_any_length
+    yield notes.test_what_differs_late_differs
+    yield partial(notes.test_notes_that_are_none_are_an_error_that_names_the_rank, "other kinds")
+    yield notes.test_a_wrong_type_within_a_call_is_not_taken_for_one_of_its_own
+    yield a_wrong_type_is_told
+    yield steps.test_steps_that_differ_have_other_tags
+    yield steps.test_a_skipped_plan_is_an_error_at_once_and_then_all_go_on
+    yield partial(notes.test_all_ranks_hear_of_tensors_without_values, "documents")
+    yield partial(notes.test_all_ranks_hear_of_tensors_without_values, "cu_seqlens")
+
+
+def a_wrong_type_is_told() -> None:
+    """By whoever is told what is wrong, and then raised."""
+    from ring_attention_pytorch.comm.agreement import typed
+
+    told = []
+
+    @typed(lambda given, problem: told.append((given, problem)))
+    def twice(x: int) -> int:
+        return 2 * x
+
+    with pytest.raises(ValueError, match="violates type hint"):
+        twice("two")
+    ((given, problem),) = told
+    assert given == {"x": "two"}
+    assert problem.startswith("twice() parameter x='two'")
+
+
+def a_wide_sum_is_wide() -> None:
+    """Of parts in a narrower dtype: in memory of its own, and in memory that is given."""
+    from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+
+    part = torch.full((1, 3, 2, 4), 6e4).half()
+    for place in (None, torch.empty(1, 3, 2, 4)):
+        total = GradAccumulator(part, calls=1, place=place, dtype=torch.float32)
+        room = total.alloc(slice(0, 3))
+        assert room.dtype == torch.float16
+        total.add(slice(0, 3), part.clone())
+        found = total.finalize()
+        assert found.dtype == torch.float32
+        assert place is None or found.data_ptr() == place.data_ptr()
+        assert torch.equal(found, part.float())
+
+
+def what_is_compiled_fits() -> None:
+    """Of cuDNN's op, whose stand-in keeps what the op keeps."""
+    from tests.kernels.test_adapters import STAND_INS
+    from tests.support.kernel_cases import STRIDED, faults
+
+    with pytest.MonkeyPatch.context() as patch:
+        STAND_INS["sdpa-cudnn"](patch)
+        for case in STRIDED:
+            assert not faults(replace(case, dtype=torch.float64), "sdpa-cudnn", "cpu"), case
+
+
+def found_again() -> Iterator[Case]:
+    """What is kept for another time, by all that tells it apart."""
+    from tests.kernels import test_flex
+    from tests.runtime import test_graphs
+    from tests.support.flex_on_cpu import stood_in
+
+    def of_masks() -> None:
+        with stood_in():
+            test_flex.masks_of_plans_are_their_own()
+            test_flex.masks_of_owners_are_their_own()
+
+    def of_layouts() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            test_graphs.layouts_make_another_kind(patch)
+
+    yield of_masks
+    yield of_layouts
+
+
+if __name__ == "__main__":
+    hunt.main("tests.faults.silent")

@@ -1,0 +1,289 @@
+"""The Triton kernels through Triton's interpreter, and where they say that they can't.
+
+The interpreter is in processes of its own (`interpreter.py`). Its bf16 products are wrong, so that
+dtype is for the GPU's tests.
+"""
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from einops import repeat
+from torch import Tensor
+
+from ring_attention_pytorch import ring_attn
+from ring_attention_pytorch.geometry.tiles import Tile
+from ring_attention_pytorch.kernels import choose, package_problem, problem, triton
+from ring_attention_pytorch.kernels.triton import Config, config_for, configured
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.dropout import Dropout
+from ring_attention_pytorch.runtime.interfaces import (
+    Grads,
+    KernelRequest,
+    KVBlock,
+    Residuals,
+    ScoreMods,
+    Tiles,
+)
+from tests.support.cases import Attention, errors, oracle, shard
+from tests.support.features import Problem, drawn, together
+from tests.support.interpreter import interpreters, needs_triton
+from tests.support.kernel_cases import (
+    CASES,
+    FAR_CASES,
+    STRIDED,
+    disturbed,
+    faults,
+    random_cases,
+    unrepeated,
+)
+from tests.support.reference import relative_error
+
+ON_A_GPU = KernelRequest("cuda", torch.bfloat16, False, capability=(9, 0))
+SMALL = dict(
+    forward=Config(32, 16, 4, 1), keys=Config(16, 32, 4, 1), queries=Config(32, 16, 4, 1)
+)  # several blocks in a short sequence
+BY_DESCRIPTOR = {name: config._replace(tma=True) for name, config in SMALL.items()}
+
+RIGHT = [(case, SMALL) for case in CASES]
+RIGHT += [
+    (case, (SMALL, BY_DESCRIPTOR)[i % 2]) for i, case in enumerate(random_cases(14, torch.float32))
+]
+RIGHT += [(case, {}) for case in CASES[2:4]]
+RIGHT += [(case, SMALL) for case in (*FAR_CASES, *STRIDED)]
+RIGHT += [
+    (replace(case, dtype=torch.float16), (BY_DESCRIPTOR, SMALL)[i % 2])
+    for i, case in enumerate(CASES[:5] + random_cases(8, torch.float32)[4:])
+]
+OTHERS = [(disturbed, case) for case in CASES[4:7]] + [(unrepeated, CASES[6])]
+
+
+FEATURES_HERE = (("alibi",), ("cu_seqlens",), ("dropout", "cu_seqlens", "alibi"))
+
+
+def _with(configs: dict[str, Config], check: Callable, *args: object) -> object:
+    with configured(**configs):
+        return check(*args, "triton", "cpu")
+
+
+def _alone() -> dict[str, float]:
+    """Through the public function, as a ring of one."""
+    from ring_attention_pytorch.comm.ring import Ring
+
+    case = Attention(21, causal=True, masked=True, dtype=torch.float32, kernel="triton", batch=1)
+    return errors(case, 0, 1, shard(case, Ring.alone()), oracle(case))
+
+
+def _feature(*names: str) -> dict[str, float]:
+    with configured(**SMALL):
+        return Problem(together(names), torch.float32).errors(1, "contiguous", "triton")
+
+
+def _dropped(kernel: str) -> Tensor:
+    """Where nothing is left of a probability: v is the identity and all of them are alike."""
+    q, k = torch.zeros(1, 37, 4, 8), torch.zeros(1, 37, 2, 8)
+    v = repeat(torch.eye(37), "m d -> 1 m h d", h=2)
+    with configured(**SMALL):
+        return ring_attn(q, k, v, dropout=0.4, dropout_seed=2**63 + 1, kernel=kernel) == 0
+
+
+def _dropped_in_halves() -> float:
+    """Keys that come in two calls, by the numbers of their tokens: merged as if in one."""
+    q, k, v = (drawn(1, 37, 2, 8, seed=s).float() for s in (1, 2, 3))
+    terms, result = ScoreMods(0.3, None, 64, dropout=Dropout(0.4, 5)), OutputAccumulator(q, v)
+    numbers = torch.arange(37, dtype=torch.int32)
+    for cols in (slice(0, 20), slice(20, 37)):
+        tiles = Tiles([Tile(slice(0, 37), slice(0, cols.stop - cols.start), None, None)])
+        tiles.row_numbers, tiles.col_numbers = numbers, numbers[cols]
+        with configured(**SMALL):
+            triton.forward(q, KVBlock(k[:, cols], v[:, cols], None, ()), tiles, terms, result)
+    want = ring_attn(q, k, v, scale=0.3, dropout=0.4, dropout_seed=5, kernel="eager")
+    return relative_error(result.finalize()[0], want)
+
+
+def _wrong_spans() -> list[tuple[int, ...]]:
+    from tests.support.triton_spans import wrong_spans
+
+    return wrong_spans(150)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each check finds, worked out by two processes from the start on."""
+    pool = interpreters(2)
+    futures: dict[object, Future] = {"alone": pool.submit(_alone)}
+    for case in FEATURES_HERE:
+        futures["feature", case] = pool.submit(_feature, *case)
+    futures["dropped"] = pool.submit(_dropped, "triton")
+    futures["spans"] = pool.submit(_wrong_spans)
+    futures["in halves"] = pool.submit(_dropped_in_halves)
+    for i, (case, configs) in enumerate(RIGHT):
+        futures["right", i] = pool.submit(_with, configs, faults, case)
+    for i, (check, case) in enumerate(OTHERS):
+        futures["other", i] = pool.submit(_with, SMALL, check, case)
+    yield lambda *key: futures[key if len(key) > 1 else key[0]].result()
+    pool.shutdown(cancel_futures=True)
+
+
+@needs_triton
+def test_they_are_code_for_a_gpu():
+    """Of which the interpreter knows nothing: types that stay, what is left out."""
+    from tests.support.triton_ir import module_of, variants
+
+    for kernel, constants in variants():
+        assert "tt.func public" in module_of(kernel, constants)
+
+
+@needs_triton
+@pytest.mark.parametrize("i", range(len(RIGHT)))
+def test_right_by_the_dtypes_rule(found, i):
+    assert not found("right", i), RIGHT[i]
+
+
+@needs_triton
+@pytest.mark.parametrize("i", range(len(OTHERS)))
+def test_what_sees_nothing_stays_to_the_bit_and_backward_repeats(found, i):
+    assert not found("other", i), OTHERS[i]
+
+
+@needs_triton
+def test_by_name_through_the_public_function(found):
+    assert max(found("alone").values()) < 1e-5
+
+
+@needs_triton
+@pytest.mark.parametrize("case", FEATURES_HERE, ids=str)
+def test_features_that_its_code_knows(found, case):
+    assert max(found("feature", case).values()) < 1e-5
+
+
+@needs_triton
+def test_it_drops_what_the_eager_kernel_drops_to_the_bit(found):
+    assert torch.equal(found("dropped"), _dropped("eager"))
+
+
+@needs_triton
+def test_dropout_merges_with_what_came_before(found):
+    assert found("in halves") < 1e-5
+
+
+@needs_triton
+def test_blocks_hold_all_that_is_seen_and_start_where_tma_can(found):
+    assert not found("spans")
+
+
+def test_without_tiles_nothing_is_launched():
+    q, kv = torch.randn(1, 3, 2, 8), torch.randn(1, 5, 1, 8)
+    result, grads = (
+        OutputAccumulator(q, kv),
+        Grads(GradAccumulator(q), GradAccumulator(kv), GradAccumulator(kv)),
+    )
+    keys, terms = KVBlock(kv, kv, None, ()), ScoreMods(1.0, None, 1)
+    triton.forward(q, keys, [], terms, result)
+    out, lse = result.finalize()
+    triton.backward(Residuals(q, out, lse, q, None), keys, [], terms, grads)
+    assert not out.any()
+    assert not any(total.finalize().any() for total in grads)
+
+
+# --- what it can't do ---
+
+
+@needs_triton
+def test_it_runs_on_cuda():
+    assert problem("triton", ON_A_GPU) is None
+    assert (
+        problem(
+            "triton", KernelRequest("cuda", torch.float32, True, d=256, d_v=1, capability=(8, 0))
+        )
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (dict(device="cpu"), "runs on CUDA, the tensors are on cpu"),
+        (dict(device="mps"), "runs on CUDA, the tensors are on mps"),
+        (dict(dtype=torch.float64), "has no torch.float64"),
+        (dict(d=257), "no head size above 256, got 257"),
+        (dict(d_v=300), "no head size above 256, got 64 and 300"),
+        (dict(capability=(7, 5)), "8.0 or later, got 7.5"),
+    ],
+)
+def test_what_it_cannot_do_it_says(change, why):
+    assert why in problem("triton", ON_A_GPU._replace(**change))
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """`installed(version)`: as if that were the Triton here; None is none."""
+    package_problem.cache_clear()
+
+    def pretend(version: str | None) -> None:
+        fake = None if version is None else SimpleNamespace(__version__=version)
+        monkeypatch.setitem(sys.modules, "triton", fake)
+
+    yield pretend
+    package_problem.cache_clear()
+
+
+@pytest.mark.parametrize("version", [None, "2.1.0", "3.3.1"])
+def test_a_missing_or_old_package_is_named_with_how_to_get_it(installed, version):
+    installed(version)
+    how = r'needs triton 3.4 or later \(pip install "triton>=3.4"\)'
+    with pytest.raises(ValueError, match=f"kernel='triton' {how}"):
+        choose("triton", ON_A_GPU)
+
+
+@pytest.mark.parametrize("version", ["3.4.0", "3.6.0+git1234", "4.0"])
+def test_newer_packages_are_taken(installed, version):
+    installed(version)
+    assert choose("triton", ON_A_GPU).forward is triton.forward
+
+
+def test_on_the_cpu_it_is_never_chosen_and_only_interpreted_by_name(monkeypatch):
+    softclamped = KernelRequest("cpu", torch.float32, softclamp=True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="kernel='triton' runs on CUDA"):
+        choose("triton", softclamped)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose(None, softclamped).name == "eager"
+    assert choose(None, softclamped._replace(softclamp=False)).name == "sdpa"
+
+
+# --- configs ---
+
+
+@pytest.mark.parametrize("direction", ["forward", "keys", "queries"])
+@pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_head_size_has_a_config(direction, capability, dtype):
+    for width in range(1, 257):
+        for seen in (10, 10_000):
+            config = config_for(direction, width, dtype, capability, seen)
+            assert {config.rows, config.cols} <= {16, 32, 64, 128}
+            # keys and values twice over, or queries and theirs, within what every such GPU has
+            held = 2 * (config.rows + config.cols) * max(width, 16) * dtype.itemsize
+            big = capability in ((9, 0), (10, 0))
+            assert held <= (227 if big else 99) * 1024
+
+
+def test_few_keys_take_smaller_blocks_on_hopper_only():
+    for direction, capability in (("forward", (9, 0)), ("queries", (9, 0)), ("forward", (8, 0))):
+        few, many = (
+            config_for(direction, 128, torch.bfloat16, capability, seen) for seen in (100, 10_000)
+        )
+        assert (few.rows < many.rows) == (capability == (9, 0))
+
+
+def test_another_config_holds_while_it_is_asked_for():
+    asked = ("forward", 128, torch.bfloat16, (9, 0))
+    usual, other = config_for(*asked), Config(16, 16, 1, 1)
+    with configured(forward=other):
+        assert config_for(*asked) == other
+    assert config_for(*asked) == usual

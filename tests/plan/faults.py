@@ -1,0 +1,130 @@
+"""Faults planted into `plan/`: a list for each battery."""
+
+from tests.faults.mutant import Mutant
+
+ATTENTION = [
+    Mutant(
+        "all samples have the first one's documents", "plan/masks.py:by_sample",
+        "visible._replace(documents=documents)", "visible._replace(documents=packing[0])",
+    ),
+    Mutant(
+        "samples that see alike are only the first", "plan/masks.py:by_sample",
+        "stop = start + len(list(alike))", "stop = start + 1",
+    ),
+    Mutant(
+        "ids taken for another rank's", "plan/packing.py:gather_ids", "in zip(segments, notes):",
+        "in zip(reversed(segments), notes):",
+    ),
+    Mutant(
+        "positions of keys taken for queries'", "plan/masks.py:gather_positions",
+        "for runs_of_ranks in zip(*notes)", "for runs_of_ranks in [[*zip(*notes)][0]] * len(own)",
+    ),
+    Mutant(
+        "own keys' calls are taken for others'", "plan/ring_plan.py:RingPlan.keys",
+        ", own=True)", ")",
+    ),
+    Mutant(
+        "another transport's calls are counted as this one's", "plan/ring_plan.py:RingPlan.by",
+        ", _calls={})", ")",
+    ),
+    Mutant(
+        "calls overlap as another transport's", "plan/ring_plan.py:RingPlan.by",
+        "_tiles={}, _calls",
+        "_calls",
+    ),
+    Mutant(
+        "few tokens' graphs have calls that wait for one another",
+        "plan/prepare.py:settle_transport",
+        "overlapping.overtaken or small", "(together or overlapping).overtaken or small",
+    ),
+    Mutant(
+        "ALiBi by the places held", "plan/ring_plan.py:RingPlan._of_block",
+        "positions_seen(side, mask)",
+        "torch.arange(sum(s.length for s in side))",
+    ),
+    Mutant(
+        "dropout by the places held", "plan/ring_plan.py:RingPlan._of_block",
+        "segment_positions(side).to(",
+        "torch.arange(sum(s.length for s in side)).to(",
+    ),
+    Mutant(
+        "each rank drops by its own seed", "plan/ring_plan.py:RingPlan._agreed",
+        'lengths[0]["seed"]',
+        'lengths[ring.rank]["seed"]',
+    ),
+    Mutant(
+        "keys of another sequence start anew on each rank", "plan/checks.py:one_after_another",
+        "(Segment(start, 1, n),)", "(Segment(0, 1, n),)",
+    ),
+    Mutant(
+        "positions that repeat", "plan/masks.py:repeats_problem", "a.start + a.length > b.start",
+        "a.start > b.start",
+    ),
+    Mutant(
+        "positions that one ring repeats are kept to itself", "plan/prepare.py:place_tokens",
+        "repeats_problem(both) if dropped else None", "None",
+    ),
+    Mutant(
+        "a predicate's error is kept to itself", "plan/masks.py:mask_mod_problem",
+        "except Exception as",
+        "except OSError as",
+    ),
+    Mutant(
+        "lengths need not be the layout's", "plan/checks.py:shards_problem",
+        "if lengths == expected:",
+        "if True:",
+    ),
+    Mutant(
+        "any plan will do", "plan/ring_plan.py:RingPlan.check",
+        "!= self.signature:", "is None:",
+    ),
+]  # fmt: skip
+
+SILENT = [
+    Mutant(
+        "cells of another owner's mask", "plan/ring_plan.py:RingPlan.tiles",
+        "if self.repeats or keys not in self._of_mask:", "if keys not in self._of_mask:",
+    ),
+    Mutant(
+        "queries of two sequences in the order of ranks", "plan/prepare.py:place_tokens",
+        "dropped or options.alibi_slopes is not None or options.mask_mod is not None", "dropped",
+    ),
+    Mutant(
+        "a rank without work divides by it", "plan/explain.py:_prediction", "if seconds:",
+        "if True:",
+    ),
+]  # fmt: skip
+
+FAILING = [
+    Mutant(
+        "nobody compares notes in calls", "plan/ring_plan.py:RingPlan.call",
+        "self.always", "False",
+    ),
+]  # fmt: skip
+
+KEPT = [
+    Mutant(
+        "a plan that one rank has found is taken", "plan/ring_plan.py:RingPlan.make",
+        'all(rank["plan"] == kept.plan.number for rank in lengths)', "True",
+    ),
+    Mutant(
+        "options of other types are found again", "plan/kept.py:kind_of",
+        "tuple(map(type, values))", "()",
+    ),
+    Mutant(
+        "seeds that are drawn are found again", "plan/kept.py:kind_of",
+        'options.get("dropout") or options.get("mask_mod") is not None', "False",
+    ),
+    Mutant(
+        "options that are tensors are found again by their identity", "plan/kept.py:kind_of",
+        "any(isinstance(value, Tensor) for value in values)", "False",
+    ),
+    Mutant(
+        "plans are found again whatever the settings", "plan/kept.py:_globals",
+        "torch.is_grad_enabled(),", "",
+    ),
+    Mutant(
+        "plans of groups that are gone stay", "plan/kept.py:keep",
+        "if not ring.exists:", "if False:",
+    ),
+]  # fmt: skip

@@ -1,0 +1,147 @@
+"""Benchmarks run on the CPU at toy sizes, and what they say is right is."""
+
+import doctest
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks.lib import results, sequences
+
+ROOT = Path(__file__).parents[2]
+RUN = [
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+]  # fmt: skip
+SMALL = ["--device", "cpu", "--heads", "4", "2", "--dim-head", "16", "--repeats", "2"]
+ONE = {"device": "CPU", "command": "python -m benchmarks ring"}
+
+
+def run(name: str, *options: str, ranks: int = 2) -> None:
+    ran = subprocess.run(
+        [*RUN, str(ranks), "-m", "benchmarks", name, *SMALL, *options], cwd=ROOT,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+
+
+def saved(file: Path, name: str, *options: str, ranks: int = 2) -> list[dict[str, Any]]:
+    """Run a benchmark with --save; return its rows of both passes."""
+    run(name, *options, "--save", str(file), ranks=ranks)
+    rows = json.loads(file.read_text())
+    start = f"torchrun --nproc-per-node {ranks} -m benchmarks {name} --device cpu"
+    assert all(row["command"].startswith(start) for row in rows)
+    assert not any("--save" in row["command"] for row in rows)
+    return [row for row in rows if row["pass"] == "both"]
+
+
+def are_right(rows: list[dict[str, Any]]) -> bool:
+    return all(error < 1e-5 for row in rows for error in row["errors"].values())
+
+
+@pytest.mark.parametrize("module", [results, sequences])
+def test_examples_are_as_shown(module) -> None:
+    failed, attempted = doctest.testmod(module)
+    assert (failed, attempted > 0) == (0, True)
+
+
+def test_every_benchmark_is_listed_with_what_it_does(capsys) -> None:
+    assert command.main([]) == 0
+    listed = capsys.readouterr().out
+    for name, module in command.NAMES.items():
+        assert (ROOT / "benchmarks" / f"{module}.py").exists()
+        assert f"  {name:14}{command.about(name)}\n" in listed
+        assert len(command.about(name)) > 20
+    modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    assert modules - {"__init__", "__main__"} == set(command.NAMES.values())
+
+
+def test_an_unknown_benchmark_is_told(capsys) -> None:
+    assert command.main(["rings"]) == 2
+    assert "reading-path" in capsys.readouterr().out
+
+
+def test_saved_rows_come_first_and_replace_those_of_the_same_command(tmp_path: Path) -> None:
+    file, other = tmp_path / "ring.json", {"device": "CPU", "command": "another"}
+    results.save([ONE | {"tflops": 1.0}, other], file)
+    results.save([ONE | {"tflops": 2.0}], file)
+    assert json.loads(file.read_text()) == [ONE | {"tflops": 2.0}, other]
+
+
+@pytest.mark.parametrize("argv", [["--save", "a.json", "--n", "1"], ["--save", "--n", "1"]])
+def test_a_command_is_told_without_save(argv: list[str]) -> None:
+    assert results.command("ring", argv) == "python -m benchmarks ring --n 1"
+
+
+def test_every_transport_is_measured_and_right(tmp_path: Path) -> None:
+    rows = saved(tmp_path / "ring.json", "ring", "--tokens", "48", "--ulysses", "1", "2")
+    for mask in ("causal", "full"):
+        assert {row["subject"] for row in rows if row["mask"] == mask} >= {
+            "theory", "ring", "gather", "gather, Ulysses 2", "calls alone",
+        }  # fmt: skip
+    ours = [row for row in rows if row["subject"] not in ("theory", "calls alone")]
+    assert ours
+    assert are_right(ours)
+    assert all(row["share"] == 1.0 for row in rows if row["subject"] == "theory")
+
+
+@pytest.mark.thorough
+def test_masks_are_measured_and_right(tmp_path: Path) -> None:
+    options = "--tokens", "48", "--window", "16", "--kernels", "sdpa"
+    rows = saved(tmp_path / "masks.json", "masks", *options)
+    assert len(rows) == 12
+    gathers = [row for row in rows if row["subject"] == "gather"]
+    assert are_right(gathers)
+    received = {row["mask"]: row["keys_received"] for row in gathers}
+    assert received["causal"] == 48
+    assert received["window 16, contiguous"] == 16
+
+
+@pytest.mark.thorough
+def test_one_rank_of_many_is_measured(tmp_path: Path) -> None:
+    options = "--tokens", "48", "--kernels", "sdpa", "--rounds", "1", "--ranks", "0", "3"
+    rows = saved(tmp_path / "rank.json", "rank", *options, ranks=1)
+    assert [(row["rank"], row["ranks"], row["subject"]) for row in rows] == [
+        (rank, 4, name) for rank in (0, 3) for name in ("theory", "calls alone")
+    ]
+
+
+@pytest.mark.thorough
+def test_traces_are_kept(tmp_path: Path) -> None:
+    run("ring", "--tokens", "16", "--mask", "causal", "--trace", str(tmp_path))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"{t}-sdpa-16-rank{r}.json" for t in ("ring", "gather") for r in (0, 1)}
+
+
+@pytest.mark.thorough
+def test_load_that_lasts_is_measured(tmp_path: Path) -> None:
+    options = "--tokens", "48", "--kernels", "sdpa", "--rounds", "1", "--load", "0.01"
+    rows = saved(tmp_path / "sustained.json", "sustained", *options)
+    assert [row["subject"] for row in rows] == ["theory", "calls alone", "gather"]
+    assert rows[0]["share"] == 1.0
+    assert {row["load"] for row in rows} == {"lasting"}
+
+
+@pytest.mark.thorough
+def test_few_tokens_are_measured(tmp_path: Path) -> None:
+    (row,) = saved(tmp_path / "few.json", "few", "--tokens", "48", "--rounds", "1")
+    assert (row["subject"], row["kernel"], row["mode"]) == ("gather", "chosen", "one by one")
+    assert row["microseconds"] > 0
+
+
+@pytest.mark.thorough
+def test_cpu_time_is_measured_and_right(tmp_path: Path) -> None:
+    file = tmp_path / "cpu.json"
+    options = ["--length", "64", "--ranks", "2", "--repeats", "1", "--save", str(file)]
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "cpu", *options], cwd=ROOT, capture_output=True,
+        text=True, timeout=200,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    rows = {row["subject"]: row for row in json.loads(file.read_text())}
+    assert are_right([rows[name] for name in ("zigzag", "striped", "contiguous")])
+    assert "zigzag, compute alone" in rows  # the ring that hands every message back
+    assert rows["one process, SDPA"]["relative"] == 1.0

@@ -1,0 +1,225 @@
+"""The examples, end to end and small: what they promise to print is there, and true."""
+
+import doctest
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.multiprocessing import ProcessRaisedException
+
+from examples import demo, pictures, train_text
+from examples.train_text import Config, Step
+from ring_attention_pytorch.geometry.tiles import Mask, Tile
+
+ROOT = Path(__file__).parents[2]
+TINY = Config(steps=3, length=96, batch=4, dim=16, depth=1, heads=2)
+CAUSAL = Mask(causal=True)
+
+
+class Terminal(io.StringIO):
+    """A stdout that says it is a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def launch(*options: str, ranks: int = 4) -> subprocess.CompletedProcess[str]:
+    """`torchrun examples/train_text.py`, on a port that is free."""
+    run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    run += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    return subprocess.run(
+        [*run, "examples/train_text.py", *options],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--data-parallel=ddp", "--layout=zigzag"],
+        pytest.param(
+            ["--data-parallel=fsdp2", "--layout=striped", "--lookback=20"],
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_training_under_torchrun_has_one_process_gradients(options):
+    small = ["--check", "--steps=1", "--length=101", "--dim=16", "--heads=2"]
+    done = launch(*small, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASS: allowed is 1e-10" in done.stdout
+    assert "layers.*.0.to_qkv.1.weight" in done.stdout
+    assert done.stdout.count("step     0   loss") == 1
+    assert "Warning" not in done.stderr
+
+
+def test_training_without_torchrun():
+    options = "--check --steps 11 --length 64 --dim 16 --heads 2 --depth 1 --dtype bfloat16"
+    done = CliRunner().invoke(train_text.main, options.split())
+    assert done.exit_code == 0, done.output
+    assert "PASS" in done.output
+    assert "step     0" in done.output
+    assert "step    10" in done.output
+
+
+def test_a_wrong_gradient_ends_training_with_an_error(monkeypatch):
+    monkeypatch.setattr(train_text, "gradient_errors", lambda config: {"weight": 1e-9})
+    done = CliRunner().invoke(train_text.main, ["--check"])
+    assert done.exit_code == 1
+    assert "FAIL" in done.output
+    assert "step" not in done.output.split("FAIL")[1]
+
+
+def test_batches_are_the_same_whoever_draws_them():
+    assert torch.equal(train_text.sequences(TINY, 2), train_text.sequences(TINY, 2))
+    assert not torch.equal(train_text.sequences(TINY, 2), train_text.sequences(TINY, 3))
+    assert train_text.sequences(TINY, 0).shape == (4, 97)
+
+
+def test_demo_equality(capsys):
+    assert demo.show_equality(demo.Screen(), length=37)
+    text = capsys.readouterr().out
+    assert text.count("PASS") == 25
+    assert "24 cases; the worst error is" in text
+    assert "\x1b" not in text
+
+
+def test_demo_fails_for_one_wrong_gradient(capsys, monkeypatch):
+    found = [[1e-16] * 4] * 23 + [[1e-16, 1e-16, 1e-9, 1e-16]]
+    monkeypatch.setattr(demo, "on_ranks", lambda *_: iter(found))
+    assert not demo.show_equality(demo.Screen())
+    text = capsys.readouterr().out
+    assert text.count("PASS") == 23
+    assert "FAIL: 24 cases; the worst error is 1.0e-09" in text
+
+
+def test_demo_pictures(capsys):
+    assert demo.show_pictures(demo.Screen(), seconds=0.0)
+    text = capsys.readouterr().out
+    for promised in ("zigzag      0000111122223333", "hop 2 left out", "not sent", "triangle"):
+        assert promised in text
+    assert "the busiest rank does 1.72 x the average; with 8192 tokens 1.75 x" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_demo_costs(capsys):
+    assert demo.show_costs(demo.Screen(), demo.Sizes(batch=2, length=512, bucket=32))
+    text = capsys.readouterr().out
+    assert text.count("PASS") == 9
+    assert "one process, regular" in text
+
+
+def test_demo_training_equals_one_process(capsys):
+    assert demo.show_training(demo.Screen(), TINY)
+    text = capsys.readouterr().out
+    assert "4 processes  step    1   loss" in text
+    assert "one process  step    1   loss" in text
+    assert "◉ both" in text
+    assert "PASS: losses differ by at most" in text
+
+
+def test_demo_fails_where_a_loss_differs(capsys, monkeypatch):
+    monkeypatch.setattr(demo, "on_ranks", lambda *_: iter([Step(0, 5.0, 1.0), Step(1, 4.0, 1.0)]))
+    monkeypatch.setattr(demo, "train", lambda _: iter([Step(0, 5.0, 1.0), Step(1, 4.01, 1.0)]))
+    assert not demo.show_training(demo.Screen(), TINY)
+    assert "FAIL: losses differ by at most 2.5e-03" in capsys.readouterr().out
+
+
+def test_demo_ends_with_an_error_where_something_fails(monkeypatch):
+    monkeypatch.setitem(demo.PARTS, "costs", lambda screen: False)
+    done = CliRunner().invoke(demo.main, ["--part", "costs"])
+    assert done.exit_code == 1
+    assert "FAIL: not so: costs" in done.output
+
+
+def _fails_late():
+    yield 1
+    raise RuntimeError("in a rank")
+
+
+def test_an_error_in_a_rank_is_raised():
+    with pytest.raises(ProcessRaisedException, match="in a rank"):
+        list(demo.on_ranks(_fails_late))
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_a_terminal_gets_colours_with_rich_or_without(monkeypatch, rich):
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    screen = demo.Screen()
+    assert (screen.console is not None) == rich
+    assert demo.show_pictures(screen, seconds=0.0)
+    screen.table(["case", ""], [["one", "PASS"], ["two", "FAIL"]])
+    text = sys.stdout.getvalue()
+    assert "\x1b[38;5;" in text
+    assert "two" in text
+    assert ("\x1b[1A" in text) == rich  # the picture is drawn over itself
+
+
+def test_pictures_show_what_their_docstrings_say():
+    failed, attempted = doctest.testmod(pictures)
+    assert failed == 0
+    assert attempted >= 6
+
+
+def test_hops_shows_owners_states_and_work():
+    text = pictures.hops("contiguous", 24, 4, CAUSAL)
+    lines = text.splitlines()
+    assert lines[0].split() == ["hop", "0", "hop", "1", "hop", "2", "hop", "3", "work"]
+    third = next(line for line in lines if line.startswith("rank 2"))
+    owners = [word for before, word in zip(third.split(), third.split()[1:]) if before == "keys"]
+    assert owners == ["2", "1", "0", "3"]
+    assert [text.count(state) for state in ("triangle", "all", "skipped", "part")] == [4, 6, 6, 0]
+    assert "7.0%" in text
+    assert "43.0%" in text
+
+
+def test_hops_grows_with_what_is_shown():
+    first, last = (pictures.hops("zigzag", 24, 4, CAUSAL, shown=shown) for shown in (1, 4))
+    assert "hop 1" not in first
+    assert first.count("keys") == 4
+    assert last.count("keys") == 16
+    assert len(first.splitlines()) == len(last.splitlines())
+
+
+@pytest.mark.parametrize(("length", "ring_size"), [(0, 2), (3, 4), (7, 3), (5, 1), (40, 8)])
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+def test_pictures_of_any_length_and_ring(layout, length, ring_size):
+    for visible in (CAUSAL, Mask(), Mask(True, 2)):
+        work = pictures.pairs_by_hop(layout, length, ring_size, visible)
+        assert len(work) == ring_size
+        text = pictures.hops(layout, length, ring_size, visible)
+        assert text.count("rank") == ring_size
+    assert sum(map(sum, pictures.pairs_by_hop(layout, length, ring_size, CAUSAL))) == (
+        length * (length + 1) // 2
+    )
+
+
+def test_block_state():
+    diagonal = Tile(slice(1, 4), slice(0, 3), None, 0)
+    assert pictures.block_state([], 4, 4) == "skipped"
+    assert pictures.block_state([diagonal], 4, 4) == "triangle"
+    assert pictures.block_state([Tile(slice(0, 4), slice(0, 4), None, None)], 4, 4) == "all"
+    assert pictures.block_state([Tile(slice(0, 4), slice(0, 4), 2, 0)], 4, 4) == "part"
+
+
+def test_colour_takes_no_room():
+    painted = pictures.hops("striped", 24, 4, CAUSAL, paint=pictures.colour)
+    assert painted != pictures.hops("striped", 24, 4, CAUSAL)
+    assert pictures._ESCAPE.sub("", painted) == pictures.hops("striped", 24, 4, CAUSAL)
+
+
+def test_curves_mark_what_differs():
+    text = pictures.curves({"a": [3.0, 2.0, 1.0], "b": [3.0, 2.0, 2.0]}, height=3)
+    assert text.splitlines()[:3] == ["   3.00 │◉", "        │ ◉○", "   1.00 │  ●"]
+    assert pictures.curves({"a": [2.0]}).count("●") == 2

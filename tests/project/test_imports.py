@@ -1,0 +1,171 @@
+"""Who may know whom, and the limits of the house."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "ring_attention_pytorch"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# a file may import those of its own folder, and of these
+BELOW = {
+    "geometry": set(),
+    "schedule": {"geometry"},
+    "runtime": {"geometry", "schedule"},
+    "comm": {"geometry", "schedule", "runtime"},
+    "kernels": {"geometry", "runtime"},
+    "plan": {"geometry", "schedule", "runtime", "comm", "kernels"},
+}
+BELOW["second_order"] = {*BELOW} - {"comm"}
+BELOW["attention"] = {*BELOW} - {"comm"}
+BELOW["functional"] = BELOW["decoding"] = {*BELOW}
+BELOW["nn"] = {*BELOW} - {"decoding", "second_order"}
+BELOW["routing"] = BELOW["nn"] | {"nn"}
+BELOW["launch"] = {"comm"}
+BELOW["compat"] = {*BELOW} - {"routing", "schedule"}
+BELOW["__init__"] = {*BELOW}
+# point-to-point and collectives are nobody else's business
+MAY_COMMUNICATE = {"comm.failures", "comm.ring", "comm.symmetric_memory", "launch"}
+# public entry points: a long signature, and its checks in one place
+MAY_BE_LONG = {"RingAttention.__init__", "RingTransformer.__init__"}
+
+
+def name_of(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def imported(file: Path) -> set[str]:
+    """Full names of all that is imported, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative imports hide who imports whom"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def folder_of(file: Path) -> str:
+    """The folder that a file is in, or its own name."""
+    return name_of(file).split(".")[0]
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_files_import_only_what_is_below(file):
+    names = [name.split(".") for name in imported(file)]
+    found = {parts[1] for parts in names if parts[0] == PACKAGE.name and len(parts) > 1}
+    old = {name for name in found if (PACKAGE / "compat" / f"{name}.py").exists()}
+    folders = found - old | ({"compat"} if old else set())
+    assert folders <= BELOW[folder_of(file)] | {folder_of(file)}
+
+
+def modules_imported(file: Path) -> set[str]:
+    """Names of the files that a file imports; but that of the package, which every import runs."""
+    known = {name_of(other).removesuffix(".__init__") for other in FILES} - {"__init__"}
+    modules = set()
+    for full_name in imported(file):
+        package, _, name = full_name.partition(".")
+        for module in (name, name.rpartition(".")[0]):
+            for path in (module, f"compat.{module}"):
+                if package == PACKAGE.name and path in known:
+                    modules.add(path)
+    return modules - {name_of(file).removesuffix(".__init__")}
+
+
+def test_no_modules_import_one_another_in_a_circle_not_even_inside_functions():
+    imports = {name_of(file).removesuffix(".__init__"): modules_imported(file) for file in FILES}
+    del imports["__init__"]
+    TopologicalSorter(imports).prepare()  # raises a CycleError that names the circle
+
+
+def test_what_is_below_is_there():
+    assert {*BELOW} == {folder_of(file) for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_only_few_files_speak_with_other_processes(file):
+    talks = {n for n in imported(file) if n.startswith("torch.distributed")}
+    types = {n for n in talks if n.rsplit(".", 1)[1] in ("ProcessGroup", "DeviceMesh")}
+    assert name_of(file) in MAY_COMMUNICATE or talks == types
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_files_are_short(file):
+    text = file.read_text()
+    strings = [
+        range(node.lineno, node.end_lineno + 1)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    told = {number for lines in strings for number in lines}
+    code = [
+        line
+        for number, line in enumerate(text.splitlines(), 1)
+        if number not in told and line.strip() and not line.strip().startswith("#")
+    ]
+    assert len(code) <= 320
+
+
+def functions(tree: ast.AST, prefix: str = ""):
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield prefix + node.name, node
+        inner = f"{prefix}{node.name}." if isinstance(node, ast.ClassDef) else prefix
+        yield from functions(node, inner)
+
+
+def lines(function: ast.FunctionDef) -> int:
+    """From def to the end, less the docstring."""
+    total, first = function.end_lineno - function.lineno + 1, function.body[0]
+    if ast.get_docstring(function, clean=False) is not None:
+        total -= first.end_lineno - first.lineno + 1
+    return total
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_functions_are_short(file):
+    if file.stem.startswith("_triton"):
+        return  # Triton kernels: what could be called is inlined by hand where it pays
+    for name, function in functions(ast.parse(file.read_text())):
+        assert lines(function) <= 60 or name in MAY_BE_LONG, f"{name}: {lines(function)} lines"
+
+
+def test_there_is_no_drawer_for_odds_and_ends():
+    assert not [f for f in FILES if f.stem in ("utils", "util", "helpers", "common", "misc")]
+
+
+ALONE = f"""
+import importlib, pkgutil, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("triton", "flash_attn", "cutlass"):
+            raise ModuleNotFoundError(f"refused: {{name}}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+import {PACKAGE.name} as package
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    if "._triton" not in module.name and ".compat." not in module.name:
+        importlib.import_module(module.name)
+import torch
+import torch.distributed as dist
+assert not dist.is_initialized()
+q = torch.randn(1, 5, 2, 8)
+from {PACKAGE.name} import ring_attn
+assert ring_attn(q, q, q, causal=True).shape == q.shape
+assert not dist.is_initialized()
+print("fine")
+"""
+
+
+def test_the_package_works_without_optional_packages_and_starts_no_group(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:ring_attention_pytorch", "-c", ALONE],
+        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ran.stdout.strip() == "fine", ran.stderr

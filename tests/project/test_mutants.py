@@ -1,0 +1,57 @@
+"""Every planted fault is found. What a suite can't see, it does not test."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from importlib import import_module
+
+import pytest
+
+from tests.faults import BATTERIES
+from tests.faults.mutant import PACKAGE, Sources
+from tests.support.cases import FIGURES
+
+MODULES = [f"tests.faults.{name}" for name in BATTERIES]
+PLANTED_BY = {name: import_module(name).MUTANTS for name in MODULES}
+PLANTED = [(battery, mutant) for battery, planted in PLANTED_BY.items() for mutant in planted]
+
+
+@cache
+def verdicts() -> dict[str, dict[str, tuple[bool, str]]]:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.faults.hunt", *MODULES],
+        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=580,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    FIGURES.planted += len(PLANTED)
+    FIGURES.killed += sum(found[battery][mutant.name][0] for battery, mutant in PLANTED)
+    return found
+
+
+@cache
+def sources() -> Sources:
+    return Sources()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("battery", MODULES)
+def test_the_battery_finds_nothing_wrong_with_the_package_itself(battery):
+    found, said = verdicts()[battery][""]
+    assert not found, said
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("battery", "mutant"), PLANTED, ids=lambda x: getattr(x, "name", x))
+def test_a_planted_fault_is_found(battery, mutant):
+    sources().changed(mutant)  # or it says why it can't be planted, without a run
+    found, said = verdicts()[battery][mutant.name]
+    assert found, said
+
+
+@pytest.mark.parametrize("planted", PLANTED_BY.values(), ids=MODULES)
+def test_names_are_unique_and_every_fault_changes_something(planted):
+    assert max(Counter(m.name for m in planted).values()) == 1
+    assert all(m.old != m.new for m in planted)

@@ -1,0 +1,96 @@
+"""Tables of docs/performance.md are what the results say, and results agree with themselves."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+EVERY = {"device", "date", "revision", "tokens", "mask", "subject"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_results_say_what_was_measured_when_and_how(file: Path) -> None:
+    rows = json.loads(file.read_text())
+    for row in rows:
+        assert row.keys() >= EVERY, row
+        assert re.fullmatch(r"2026-\d\d-\d\d", row["date"]), row
+        assert re.fullmatch(r"((up to|before) )?[0-9a-f]{7}", row["revision"]), row
+        command = row.get("command", "python -m benchmarks NAME" if "note" in row else "")
+        assert re.match(r"(python|torchrun --nproc-per-node \d) -m benchmarks \w", command), row
+    assert len({json.dumps(row, sort_keys=True) for row in rows}) == len(rows), "rows that repeat"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_commands_of_results_exist(file: Path) -> None:
+    for command in {row.get("command") for row in json.loads(file.read_text())} - {None}:
+        (name,) = re.findall(r"-m benchmarks ([\w-]+)", command)
+        assert (ROOT / "benchmarks" / f"{name}.py").exists(), command
+
+
+def test_shares_are_of_the_kernel_alone_in_the_same_run() -> None:
+    rows = [row for row in report.results("ring") if row["pass"] == "both" and "tflops" in row]
+
+    def run(row: report.Row, mode: str) -> tuple[object, ...]:
+        named = ("revision", "command", "tokens", "mask", "kernel", "load")
+        return *(row.get(name) for name in named), mode
+
+    alone = {run(row, row["mode"]): row["tflops"] for row in rows if row["subject"] == report.ALONE}
+    compared = 0
+    for row in rows:
+        mode = report.ONE_BY_ONE if row["mode"] == report.ONE_BY_ONE else report.GRAPH
+        whole = alone.get(run(row, mode))
+        if "share" in row and whole is not None:
+            compared += 1
+            assert row["tflops"] / whole == pytest.approx(row["share"], abs=0.006), row
+    assert compared > 200
+
+
+def test_the_page_has_the_tables_of_the_results() -> None:
+    assert report.PAGE.read_text() == report.page(report.PAGE.read_text())
+    assert report.main(["--check"]) == 0
+
+
+def test_a_page_with_another_figure_is_told_and_written_anew(tmp_path, monkeypatch) -> None:
+    page = tmp_path / "performance.md"
+    whole = report.PAGE.read_text()
+    (line,) = re.findall(r"\| flash-attn 4 \| 32k \|.*\n", whole)
+    page.write_text(whole.replace(line, line.replace("6", "7")))
+    monkeypatch.setattr(report, "PAGE", page)
+    assert report.main(["--check"]) == 1
+    assert report.main([]) == 0
+    assert page.read_text() == whole
+
+
+def test_a_figure_that_changes_changes_the_page(monkeypatch) -> None:
+    changed = [dict(row) for row in report.results("kernels")]
+    row = next(row for row in changed if row["kernel"] == "triton" and row["tokens"] == 8192)
+    row["tflops"] = 1.0
+    kept = report.results
+    monkeypatch.setattr(
+        report, "results", lambda name: changed if name == "kernels" else kept(name)
+    )
+    whole = report.PAGE.read_text()
+    assert report.page(whole) != whole
+
+
+def test_a_page_without_a_place_for_a_table_is_told() -> None:
+    with pytest.raises(ValueError, match="has no <!-- four: begin -->"):
+        report.page("# Performance\n")
+
+
+def test_the_page_names_every_revision_that_it_quotes() -> None:
+    """Under each table stands each run that a figure of it is from."""
+    for name, make in report.TABLES.items():
+        lines, quoted = make()
+        assert len(lines) > 2, name
+        assert len({len(line) for line in lines}) == 1, name
+        text = report.written((lines, quoted))
+        for row in quoted:
+            assert row["command"] in text
+            assert f"{row['revision']} " in text
+    assert len(report.TABLES) <= 6

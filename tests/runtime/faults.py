@@ -1,0 +1,332 @@
+"""Faults planted into `runtime/`: a list for each battery."""
+
+from tests.faults.mutant import Mutant
+
+ATTENTION = [
+    Mutant(
+        "every call of a kernel rounds as the last", "runtime/accumulate.py:_Accumulator._room",
+        "self._end if self._calls == 1 else", "self._end if self._calls else",
+    ),
+    Mutant(
+        "merge weights swapped", "runtime/rowwise.py:merge_", "torch.sigmoid(part_lse - lse)",
+        "torch.sigmoid(lse - part_lse)",
+    ),
+    Mutant(
+        "merge does not rescale", "runtime/rowwise.py:merge_",
+        "merged.lerp_(part.to(wide), weight.transpose(1, 2).unsqueeze(-1))",
+        "merged.add_(part * weight.transpose(1, 2).unsqueeze(-1))",
+    ),
+    Mutant(
+        "merge of two -inf is NaN", "runtime/rowwise.py:merge_",
+        ".masked_fill_(part_lse == -torch.inf, 0.0)",
+        "",
+    ),
+    Mutant(
+        "lse is that of the last block", "runtime/rowwise.py:merge_",
+        "torch.logaddexp(lse, part_lse, out=lse)", "lse.copy_(part_lse)",
+    ),
+    Mutant(
+        "running sums in half precision", "runtime/rowwise.py:accumulation_dtype",
+        "torch.promote_types(dtype, torch.float32)",
+        "dtype if dtype == torch.float64 else torch.bfloat16",
+    ),
+    Mutant(
+        "running sums in the inputs' precision", "runtime/rowwise.py:accumulation_dtype",
+        "torch.promote_types(dtype, torch.float32)", "dtype",
+    ),
+    Mutant(
+        "sums do not wait for their parts", "runtime/accumulate.py:_Accumulator._update",
+        "self._join() if self._wide is None:", "if self._wide is None:",
+    ),
+    Mutant(
+        "a result does not wait for its parts", "runtime/accumulate.py:OutputAccumulator.finalize",
+        "self._join()", "pass",
+    ),
+    Mutant(
+        "a call waits for nothing", "runtime/streams.py:_SideStream.__enter__",
+        "self.stream.wait_event(side.begins)", "",
+    ),
+    Mutant(
+        "memory is used again that a call writes", "runtime/streams.py:_SideStream.__enter__",
+        "t.record_stream(self.stream)", "pass",
+    ),
+    Mutant(
+        "what is sent last is not waited for", "runtime/streams.py:_returning",
+        "in range(len(_PRIORITIES))",
+        "in range(len(_PRIORITIES) - 1)",
+    ),
+    Mutant(
+        "what is sent does not wait for the last call",
+        "runtime/streams.py:_SideStreamAfterOthers.__enter__",
+        "for lane in _OTHERS:", "for lane in _OTHERS[:1]:",
+    ),
+    Mutant(
+        "the others' calls do not go first", "runtime/streams.py:_PRIORITIES", "(0, -1, -1, -1)",
+        "(0, 0, 0, -1)",
+    ),
+    Mutant(
+        "dq waits for gradients that come home", "runtime/accumulate.py:GradAccumulator.add_all",
+        "if self._crowded and not self._waits:", "if self._crowded:",
+    ),
+    Mutant(
+        "what is moved to another sum is read at once",
+        "runtime/accumulate.py:GradAccumulator.move_to",
+        "whole._waits += self._waits", "",
+    ),
+    Mutant(
+        "shelves stay that graphs of ours outgrew", "runtime/streams.py:captures_for_good",
+        "return capturing(device) and not _captures.passing", "return capturing(device)",
+    ),
+    Mutant(
+        "graphs of ours are taken for others'", "runtime/graphs.py:captured",
+        "with passing_capture(), torch", "with torch",
+    ),
+    Mutant(
+        "the first part is added to what was there", "runtime/rowwise.py:add_",
+        "elif not fresh and len(parts) == 1:", "elif len(parts) == 1:",
+    ),
+    Mutant(
+        "a part in its place is lost", "runtime/accumulate.py:GradAccumulator._written",
+        "fresh=len(others) == len(parts))", "fresh=True)",
+    ),
+    Mutant(
+        "two parts in one place", "runtime/accumulate.py:_Accumulator._alloc",
+        "or apart or not _free(at, self._taken)",
+        "or apart",
+    ),
+    Mutant(
+        "parts that lie elsewhere are taken to be in their place", "runtime/accumulate.py:_fill",
+        "return found == [(at, first + at.start * step) for at in taken]", "return True",
+    ),
+    Mutant(
+        "a place that is half full is taken to be full", "runtime/accumulate.py:_fill",
+        "if not taken or sum(at.stop - at.start for at in taken) < place.shape[1]:",
+        "if not taken:",
+    ),
+    Mutant(
+        "the place of parts stays when they were read", "runtime/accumulate.py:_Accumulator._fold",
+        "self._place, self._taken = None, [] for", "pass for",
+    ),
+    Mutant(
+        "a running sum does not come to its place",
+        "runtime/accumulate.py:GradAccumulator.finalize",
+        "self._place[0].copy_(wide)", "self._place[0]",
+    ),
+    Mutant(
+        "a sum is read before what it waits for", "runtime/accumulate.py:GradAccumulator._join",
+        "self._waits.pop()()",
+        "self._waits.pop()",
+    ),
+    Mutant(
+        "a graph reads what it was captured with", "runtime/graphs.py:_Graph.run",
+        "torch._foreach_copy_(self._filled, [t for t in given if t is not None])", "pass",
+    ),
+    Mutant(
+        "a layer's results become the next one's", "runtime/graphs.py:_Graph.run",
+        "None if t is None else t.clone()", "t",
+    ),
+    Mutant(
+        "a replay does not wait for those before", "runtime/graphs.py:Graphs._follow_streams",
+        "current.wait_stream(self._last)", "pass",
+    ),
+    Mutant(
+        "graphs of memory that is left", "runtime/graphs.py:Graphs._follow_streams",
+        "self._kept.clear()",
+        "",
+    ),
+    Mutant(
+        "one graph whatever is given", "runtime/graphs.py:Graphs.run",
+        ", *(None if t is None else t.dtype for t in given)", "",
+    ),
+    Mutant(
+        "what is made once is made in a graph", "runtime/graphs.py:_Graph.run",
+        "if not self._warm:",
+        "if False:",
+    ),
+    Mutant(
+        "the first call is of tensors that lie otherwise", "runtime/graphs.py:_Graph.run",
+        "found = function(*self._places)", "found = function(*given)",
+    ),
+    Mutant(
+        "a plan that was replaced keeps graphs", "runtime/graphs.py:with_graphs",
+        "object.__setattr__(found, ", "type.__setattr__(type(found), ",
+    ),
+    Mutant(
+        "graphs of one batch's mask are another's", "runtime/graphs.py:GraphCache.of",
+        "(plan.key_mask, plan.packing, plan.terms.dropout)", "(None, plan.packing, None)",
+    ),
+    Mutant(
+        "batches of other lengths share graphs", "runtime/graphs.py:GraphCache.of",
+        "plan.signature, plan.blocks, swapped, plan.terms", "swapped, plan.terms",
+    ),
+    Mutant(
+        "each batch is captured anew", "runtime/graphs.py:GraphCache.of",
+        "self._plans.pop(kind, None) or (plan",
+        "(plan",
+    ),
+    Mutant(
+        "what comes once is captured", "runtime/graphs.py:GraphCache.of",
+        "(plan.in_graphs() if known else None)",
+        "plan.in_graphs()",
+    ),
+    Mutant(
+        "neighbours of other lengths share graphs", "runtime/graphs.py:GraphCache.of",
+        "plan.blocks, swapped,",
+        "plan.blocks,",
+    ),
+    Mutant(
+        "graphs go on with what a module was", "runtime/graphs.py:GraphCache.of",
+        "plan.terms, plan.kernel",
+        "plan.kernel",
+    ),
+    Mutant(
+        "graphs of all batches stay", "runtime/graphs.py:GraphCache.of",
+        "len(self._plans) > _KINDS", "False",
+    ),
+    Mutant(
+        "layers that drop otherwise have graphs anew each time",
+        "runtime/graphs.py:Graphs.of_layer",
+        "if number not in self._layers:", "if True:",
+    ),
+    Mutant(
+        "gradients of the hop before last", "runtime/accumulate.py:_Accumulator._update",
+        "self._clear(self._wide)", "pass",
+    ),
+    Mutant(
+        "graphs hold what spares the host", "runtime/graphs.py:with_graphs",
+        "plan.overlapped or plan.transport", "plan.transport",
+    ),
+    Mutant(
+        "calls overlap of what merges by itself", "runtime/graphs.py:with_graphs",
+        "plan.transport if plan.kernel.fuses_merge else", "",
+    ),
+    Mutant(
+        "no delta", "runtime/interfaces.py:Residuals.delta",
+        "return delta if self.dlse is None else delta - self.dlse",
+        "return delta * 0 if self.dlse is None else delta * 0 - self.dlse",
+    ),
+    Mutant(
+        "dlse forgotten", "runtime/interfaces.py:Residuals.delta",
+        "return delta if self.dlse is None else delta - self.dlse", "return delta",
+    ),
+    Mutant(
+        "dlse with the wrong sign", "runtime/interfaces.py:Residuals.delta",
+        "else delta - self.dlse",
+        "else delta + self.dlse",
+    ),
+    Mutant(
+        "the sink's gradient without the lse's", "runtime/interfaces.py:grad_of_sinks",
+        "* saved.delta).sum(",
+        "* (saved.delta + (0 if saved.dlse is None else saved.dlse))).sum(",
+    ),
+    Mutant(
+        "a sink that only lse has", "runtime/accumulate.py:OutputAccumulator.add_sinks",
+        "out.mul_(weight.transpose(1, 2).unsqueeze(-1))", "pass",
+    ),
+    Mutant(
+        "what is kept is not raised", "runtime/dropout.py:Dropout.inverse",
+        "return 1 / (1 - self.rate)",
+        "return 1.0",
+    ),
+    Mutant(
+        "draws with a sign", "runtime/dropout.py:Dropout.kept", "self.numbers[2] ^ -_SIGN",
+        "self.numbers[2]",
+    ),
+    Mutant(
+        "layers drop alike", "runtime/dropout.py:Dropout.for_layer",
+        "self.seed ^ _mixed_seed(number)",
+        "self.seed",
+    ),
+    Mutant("a bias is scaled", "runtime/scores.py:with_bias", "/ (scale * pick)", "/ pick"),
+    Mutant(
+        "a bias of another head", "runtime/scores.py:with_bias", '"b m (g r) -> b m g r"',
+        '"b m (r g) -> b m g r"',
+    ),
+    Mutant(
+        "half the digits of a bias in 16 bits", "runtime/scores.py:_parts",
+        "return 2 if dtype.itemsize == 2 else 1", "return 1",
+    ),
+]  # fmt: skip
+
+SILENT = [
+    Mutant(
+        "a scale that float32 takes for 0", "runtime/interfaces.py:KernelRequest.of",
+        "scale < torch.finfo(torch.float32).tiny", "0 >= scale",
+    ),
+    Mutant(
+        "a bias over its scale is larger than its dtype holds", "runtime/scores.py:_undoing",
+        "2.0 ** min(1023, 1 - math.frexp(scale)[1])", "1.0",
+    ),
+    Mutant(
+        "scales that float16 can't undo", "runtime/scores.py:bias_problem",
+        "if not held.tiny <= _undoing(scale) <= held.max:", "if False:",
+    ),
+    Mutant(
+        "parts of float16 travel as they are", "runtime/rowwise.py:wire_dtype",
+        "torch.float32 if dtype == torch.float16 else dtype", "dtype",
+    ),
+    Mutant(
+        "a part is taken for the sum in another dtype",
+        "runtime/accumulate.py:GradAccumulator.finalize",
+        "self._parts[0][1][0].dtype == self._end", "True",
+    ),
+    Mutant(
+        "kernels get memory of the sum's dtype", "runtime/accumulate.py:_Accumulator._alloc",
+        "if self._end != self._like.dtype:", "if False:",
+    ),
+    Mutant(
+        "another mask's cells", "runtime/interfaces.py:Tiles.of_another_mask",
+        "found.masked = {}", "pass",
+    ),
+    Mutant(
+        "another layout's graphs", "runtime/graphs.py:GraphCache.of",
+        "(repr(swap.queries), repr(swap.keys))",
+        "(swap.queries.lengths, swap.keys.lengths)",
+    ),
+]  # fmt: skip
+
+SECOND_ORDER = [
+    Mutant(
+        "delta moves with dout only", "runtime/interfaces.py:tangent_of_delta",
+        "+ sum_of_products(saved.dout, along.out)", "",
+    ),
+    Mutant(
+        "ranks may differ in tangents", "runtime/torch_func.py:tangents_note", "any(forward_ad",
+        "all(forward_ad",
+    ),
+]  # fmt: skip
+
+KEPT = [
+    Mutant(
+        "a tape of what differs each time", "runtime/tape.py:Tapes.run",
+        "recorder.replay() if recorder.agrees(known) else None", "recorder.replay()",
+    ),
+    Mutant(
+        "constants of a tape come and go", "runtime/tape.py:_Recorder.agrees",
+        "number in self.views or _same(a, b)", "True",
+    ),
+    Mutant(
+        "tensors laid out otherwise take the same tape", "runtime/tape.py:Tapes.run",
+        "(t.stride(), t.data_ptr() & 15)", "True",
+    ),
+    Mutant(
+        "what reads values is taped", "runtime/tape.py:_Recorder.__torch_function__",
+        "self.refused = True", "pass",
+    ),
+    Mutant(
+        "a tape runs under autocast", "runtime/tape.py:_without_autocast",
+        "if not torch._C._is_any_autocast_enabled():", "if True:",
+    ),
+    Mutant(
+        "views of what is given are made once", "runtime/tape.py:_Recorder._is_constant_view",
+        'if not self._names[id(t)].startswith("c"):', "if False:",
+    ),
+    Mutant(
+        "a view laid out otherwise is the tensor itself", "runtime/tape.py:_is_as_given",
+        "and out.stride() == t.stride()", "",
+    ),
+    Mutant(
+        "a tape's operations are taped within another", "runtime/tape.py:opaque",
+        "with torch._C.DisableTorchFunction():", "with contextlib.nullcontext():",
+    ),
+]  # fmt: skip

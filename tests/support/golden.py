@@ -1,0 +1,180 @@
+"""Compare two revisions to the bit: what they compute, send, call and say.
+
+    python -m tests.support.golden                       # this tree with the last commit
+    python -m tests.support.golden v1.0.0 --cases 5000   # with another revision
+    python -m tests.support.golden --write record.json   # the record alone
+
+For changes that must change nothing. A record belongs to one machine and one PyTorch, for another
+one rounds otherwise; so both revisions run here, each with its own tests. Its cases are the random
+ones, over rings of threads, whose sums have a fixed order.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.kernels import KERNELS
+from tests.comm.test_failing_well import ALTERATIONS, SIZE, told
+from tests.support import random_cases, threads
+from tests.support.random_draw import draw
+
+ROOT = Path(__file__).parents[2]
+Record = dict[str, dict[str, Any]]  # by case
+
+
+def digest(results: list[dict[str, Tensor]]) -> str:
+    """A hash of every bit of every rank's results."""
+    found = hashlib.sha256()
+    for rank, mine in enumerate(results):
+        for name, t in sorted(mine.items()):
+            found.update(f"{rank} {name} {t.dtype} {list(t.shape)}".encode())
+            found.update(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+class Counts:
+    """Counts what the ranks of a ring of threads send, and what they call."""
+
+    def __init__(self) -> None:
+        self.hubs: list[threads.Hub] = []
+        self.calls: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Count in this block."""
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(threads, "run", self._run(threads.run)))
+            for name, kernel in KERNELS.items():
+                for direction in ("forward", "backward"):
+                    stack.enter_context(self._of_kernel(name, kernel, direction))
+            yield
+
+    def _run(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*given: Any) -> Any:
+            found, hub = run(*given)
+            self.hubs.append(hub)
+            return found, hub
+
+        return counting
+
+    def _of_kernel(self, name: str, kernel: ModuleType, direction: str) -> Any:
+        run = getattr(kernel, direction)
+
+        def counting(*given: Any) -> None:
+            with self._lock:
+                self.calls[f"{name} {direction}"] += 1
+                self.calls[f"{name} {direction}, tiles"] += len(given[2])
+            run(*given)
+
+        return mock.patch.object(kernel, direction, counting)
+
+    def all(self) -> dict[str, Any]:
+        return {
+            "messages": [hub.exchanges for hub in self.hubs],
+            "bytes": [hub.sent_bytes for hub in self.hubs],
+            "notes": [hub.gathers for hub in self.hubs],
+            "calls": dict(sorted(self.calls.items())),
+        }
+
+
+def computed(seed: int) -> tuple[str, dict[str, Any]]:
+    """The record of a random case."""
+    case, counts = draw(seed), Counts()
+    try:
+        with counts.taken():
+            results = random_cases.computed(case)
+    except ValueError as error:
+        return f"seed {seed}", {"error": str(error)}
+    return f"seed {seed}", {"bits": digest(results), **counts.all()}
+
+
+def refusals() -> Record:
+    """What all ranks are told of each mistake of one of them."""
+
+    def main(ring: threads.ThreadRing) -> dict[str, str | None]:
+        return {name: told(ring, name)[0] for name in ALTERATIONS}
+
+    texts, _ = threads.run(SIZE, main)
+    return {name: {"texts": [each[name] for each in texts]} for name in ALTERATIONS}
+
+
+def record(cases: int, processes: int) -> Record:
+    """The record of this tree."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn, initializer=random_cases.by_itself) as pool:
+        found = dict(pool.map(computed, range(cases), chunksize=20))
+    return found | refusals()
+
+
+def differences(before: Record, now: Record) -> list[str]:
+    """A line for each case whose records differ, and in what."""
+    lines = []
+    for name in sorted({*before, *now}):
+        was, is_now = before.get(name, {}), now.get(name, {})
+        fields = [f for f in {**was, **is_now} if was.get(f) != is_now.get(f)]
+        if fields:
+            lines.append(f"{name}: {', '.join(fields)}")
+    return lines
+
+
+def record_of(folder: Path, cases: int, processes: int) -> Record:
+    """The record of the tree in a folder, by that tree's own tests."""
+    with tempfile.NamedTemporaryFile() as file:
+        options = [f"--write={file.name}", f"--cases={cases}", f"--processes={processes}"]
+        here = (folder / "tests" / "support").exists()
+        module = "tests.support.golden" if here else "tests.golden"
+        subprocess.run([sys.executable, "-m", module, *options], cwd=folder, check=True)
+        return json.loads(Path(file.name).read_text())
+
+
+@contextmanager
+def checked_out(revision: str) -> Iterator[Path]:
+    """A folder with the files of a revision."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "tree"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(folder), revision], check=True)
+        try:
+            yield folder
+        finally:
+            subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("revision", nargs="?", default="HEAD", help="of git")
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--write", type=Path, help="write this tree's record, and compare nothing")
+    args = parser.parse_args()
+    if args.write:
+        args.write.write_text(json.dumps(record(args.cases, args.processes)))
+        return 0
+    with checked_out(args.revision) as folder:
+        before = record_of(folder, args.cases, args.processes)
+    now = record_of(ROOT, args.cases, args.processes)
+    found = differences(before, now)
+    print("\n".join(found[:50]))
+    print(f"{len(found)} of {len(before)} cases differ from {args.revision}")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

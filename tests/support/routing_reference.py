@@ -1,0 +1,163 @@
+"""The oracle of routed modules: loops over samples and tokens, which know of no ranks or slots.
+
+It shares nothing with the package but the weights.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.reference import dense_attention
+
+
+def soft_gates(scores: Tensor, k: float, eps: float) -> tuple[Tensor, Tensor]:
+    """Gates of one sample's scores `[n]`, and a, by bisection; gradients by autograd."""
+    if k >= len(scores):
+        return torch.ones_like(scores), scores.new_tensor(math.inf)
+    with torch.no_grad():
+        low, high = -scores.max() - eps * 100 * len(scores), -scores.min()
+        for _ in range(200):
+            middle = (low + high) / 2
+            total = ((scores + middle) / eps).clamp(max=0).exp().sum()
+            low, high = (middle, high) if total < k else (low, middle)
+        below = scores + low < 0
+    # with who is below 1 known, a is explicit, and so are its gradients
+    a = eps * (math.log(k - (~below).sum().item()) - (scores[below] / eps).logsumexp(0))
+    return ((scores + a) / eps).clamp(max=0).exp(), a
+
+
+def top(scores: Tensor, k: int) -> list[int]:
+    """The k largest, ties to the earlier, in ascending order."""
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i].item(), i))
+    return sorted(order[:k])
+
+
+def how_many(k: float, n: int) -> int:
+    return min(k, n) if isinstance(k, int) else math.ceil(k * n - 1e-9)
+
+
+def scores_of(router: nn.Module, x: Tensor, route: int = 0) -> Tensor:
+    return x @ router.routing_token[route]
+
+
+def chosen(router: nn.Module, x: Tensor, real: Tensor, k: float, route: int = 0) -> dict:
+    """Of one sample x `[n, dim]`: token -> gate."""
+    at = real.nonzero().flatten()
+    scores = scores_of(router, x[at], route)
+    count = how_many(k, len(at))
+    gates, _ = soft_gates(scores, min(count * 9 / 8, len(at)), router.eps)
+    return {int(at[i]): gates[i] for i in top(scores, count)}
+
+
+def chosen_by_windows(
+    router: nn.Module, x: Tensor, real: Tensor, k: float, size: int, route: int = 0
+) -> dict:
+    found = {}
+    for first in range(0, len(x), size):
+        here = real.clone()
+        here[:first], here[first + size :] = False, False
+        found |= chosen(router, x, here, k, route)
+    return found
+
+
+def chosen_causally(router: nn.Module, x: Tensor, real: Tensor, k: float, size: int) -> dict:
+    """Token by token; only what came before is looked at."""
+    found, scores = {}, scores_of(router, x)
+    for i in range(size, len(x)):
+        start = i - i % size
+        before = [j for j in range(start - size, start) if real[j]]
+        taken = sum(start <= j < i for j in found)
+        if not real[i] or not before or taken == how_many(k, size):
+            continue
+        count = how_many(k, len(before))
+        _, a = soft_gates(scores[before], min(count * 9 / 8, len(before)), router.eps)
+        least = scores[before].sort(descending=True).values[count - 1]
+        if count == len(before) or scores[i] >= least:
+            found[i] = ((scores[i] + a) / router.eps).clamp(max=0).exp()
+    return found
+
+
+def heavy(attn: nn.Module, x: Tensor, context: Tensor, query: int, sets: list[dict]) -> Tensor:
+    """What one token reads from r sets of (token -> gate), before its own gate."""
+    h, d = attn.heads, attn.dim_head
+    q = attn.to_q(attn.norm(x[query])).view(h, d)
+    out = []
+    for head in range(h):
+        group = sets[head // (h // len(sets))]
+        weights = attn.to_kv.weight.view(2, h, d, -1)[:, head]
+        keys, values = [attn.null_kv[0, head]], [attn.null_kv[1, head]]
+        for token, gate in group.items():
+            k, v = weights @ attn.norm(context[token])
+            keys.append(k)
+            values.append(v * gate)
+        p = (torch.stack(keys) @ q[head] * d**-0.5).softmax(0)
+        out.append(p @ torch.stack(values))
+    return attn.to_out(torch.cat(out))
+
+
+def light(attn: nn.Module, x: Tensor, real: Tensor, causal: bool, window: int) -> Tensor:
+    """The local branch of one sample x `[n, dim]`."""
+    qkv = F.linear(attn.to_qkv[0](x), attn.to_qkv[1].weight)
+    q, k, v = qkv.view(1, len(x), 3, attn.heads, attn.dim_head).unbind(2)
+    out, _ = dense_attention(q, k, v, causal=causal, window=window, key_mask=real[None])
+    return attn.to_out(out[0].flatten(1))
+
+
+def attention(module: nn.Module, x: Tensor, mask: Tensor, window: int) -> Tensor:
+    """`ConditionalRoutedAttention` without rotary and without gates on queries or keys."""
+    out = []
+    for tokens, real in zip(x, mask):
+        queries = chosen(module.q_router, tokens, real, module.num_heavy_tokens_q)
+        sets = [
+            chosen(module.kv_router, tokens, real, module.num_heavy_tokens_kv, route)
+            for route in range(module.kv_router.routes)
+        ]
+        rows = [
+            queries[i] * heavy(module.heavy_attn, tokens, tokens, i, sets)
+            if i in queries else module.null_q_token
+            for i in range(len(tokens))
+        ]  # fmt: skip
+        out.append(torch.stack(rows) + light(module.light_attn, tokens, real, False, window // 2))
+    return torch.stack(out)
+
+
+def autoregressive(module: nn.Module, x: Tensor, mask: Tensor, window: int) -> Tensor:
+    """`ConditionalRoutedAutoregressiveAttention`, likewise."""
+    out, size = [], module.window
+    for tokens, real in zip(x, mask):
+        queries = chosen_causally(module.q_router, tokens, real, module.num_heavy_tokens_q, size)
+        sets = [
+            chosen_by_windows(
+                module.kv_router, tokens, real, module.num_heavy_tokens_kv, size, route
+            )
+            for route in range(module.kv_router.routes)
+        ]
+        rows = []
+        for i in range(len(tokens)):
+            seen = [{j: g for j, g in s.items() if j < i - i % size} for s in sets]
+            rows.append(
+                queries[i] * heavy(module.heavy_attn, tokens, tokens, i, seen)
+                if i in queries else module.null_q_token
+            )  # fmt: skip
+        out.append(torch.stack(rows) + light(module.light_attn, tokens, real, True, window))
+    return torch.stack(out)
+
+
+def feedforward(module: nn.Module, x: Tensor, mask: Tensor, _: int) -> Tensor:
+    """`ConditionalRoutedFeedForward`, over the whole or causally by windows."""
+    out = []
+    for tokens, real in zip(x, mask):
+        if module.window is None:
+            routed = chosen(module.router, tokens, real, module.num_heavy_tokens)
+        else:
+            routed = chosen_causally(
+                module.router, tokens, real, module.num_heavy_tokens, module.window
+            )
+        rows = [
+            module.light_ff(t) + (routed[i] * module.heavy_ff(t) if i in routed else 0)
+            for i, t in enumerate(tokens)
+        ]
+        out.append(torch.stack(rows))
+    return torch.stack(out)
