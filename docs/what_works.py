@@ -2,8 +2,8 @@
 
 TRITON_INTERPRET=1 python -m docs.what_works
 
-Every feature of `tests/support/features.py` in every layout with every kernel that runs without a GPU, over
-rings of threads in every way that `OVER` names, against dense attention in float64. The first page
+Every feature of `tests/support/features.py` in every layout with every kernel that runs without a
+GPU, over rings of threads in every way that `OVER` names, against dense attention in float64. The first page
 has the worst of all layouts and ways, the second each by itself. With `--summary` the first page is
 written from the second, and nothing is measured.
 """
@@ -54,8 +54,8 @@ all ranks. Around 1e-16 is what float64 can hold, around 1e-7 what float32 can.
 
 [Each layout and transport by itself](what-works-layouts.md). `eager` and `sdpa` run in float64 on
 three or four ranks, `triton` in float32 on one rank through Triton's interpreter. Kernels for GPUs
-alone are tested on GPUs (`tests/gpu`); [what each can do](kernels.md). `tests/kernels/test_features.py`
-checks every pair of features besides.
+alone are tested on GPUs (`tests/gpu`); [what each can do](kernels.md).
+`tests/kernels/test_features.py` checks every pair of features besides.
 
 Written by `TRITON_INTERPRET=1 python -m docs.what_works`.
 """

@@ -5,14 +5,14 @@ third call of a kind are recorded while they run as ever. If both did the same, 
 of what they did, a line for each operation, which from then on replaces them:
 
     def replay(a0, a1, a2):
-        t3 = permute(a0, (0, 2, 1, 3))
-        t4 = permute(a1, (0, 2, 1, 3))
+        t3 = permute(a0, [0, 2, 1, 3])
+        t4 = permute(a1, [0, 2, 1, 3])
         ...
         return (t9, t10)
 
 Any tensor that is neither given nor made on the way is a constant. It was there before both calls
 and is the same in both; so a tensor that some operation made unseen refuses the tape. So do
-operations that tell Python what a tensor holds, unless they are within a `opaque` function.
+operations that tell Python what a tensor holds, unless they are within an `opaque` function.
 """
 
 import threading
@@ -160,7 +160,7 @@ class _Recorder(TorchFunctionMode):
             _thread.recorder = None
         self._used = []
         self.results = self._text(tuple(results))
-        self.refused |= any(name.startswith("a") for name in self._used)
+        self.refused |= any(name[0] in "ac" for name in self._used)  # what others have, too
         self._names, self._alive, self.given = {}, [], tuple(t is not None for t in self.given)
         return results
 
