@@ -3,9 +3,9 @@
 TRITON_INTERPRET=1 python -m docs.what_works
 
 Every feature of `tests/support/features.py` in every layout with every kernel that runs without a
-GPU, over rings of threads in every way that `OVER` names, against dense attention in float64. The first page
-has the worst of all layouts and ways, the second each by itself. With `--summary` the first page is
-written from the second, and nothing is measured.
+GPU, over rings of threads in every way that `OVER` names, against dense attention in float64. The
+first page has the worst of all layouts and ways, the second each by itself. With `--summary` the
+first page is written from the second, and nothing is measured.
 """
 
 import sys
