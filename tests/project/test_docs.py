@@ -40,8 +40,6 @@ def test_the_readme_can_be_read_in_two_minutes() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_has_at_most_1500_words(page: Path) -> None:
-    if page.name == "architecture.md":
-        pytest.skip("its parts go to docs/design")
     words = [word for word in prose(page).split() if re.search(r"\w", word)]  # no bars of tables
     assert len(words) <= 1500
 
