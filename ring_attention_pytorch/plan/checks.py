@@ -52,12 +52,7 @@ def like_autocast(t: Tensor) -> Tensor:
     """Return the tensor, or one without memory that looks as autocast will make it."""
     if (dtype := autocast_dtype(t)) == t.dtype:
         return t
-    return without_values(t, dtype)
-
-
-def without_values(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor that looks like this one, in a dtype if given, and takes no memory."""
-    one = torch.empty((), dtype=dtype or t.dtype, device=t.device, requires_grad=t.requires_grad)
+    one = torch.empty((), dtype=dtype, device=t.device, requires_grad=t.requires_grad)
     return one.expand(t.shape)
 
 

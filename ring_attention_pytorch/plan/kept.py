@@ -45,16 +45,19 @@ def kind_of(
     >>> kind_of(Ring(), (q, q, q), dict(dropout=0.5), {}) is None
     True
     """
-    values = tuple(map(_seen, options, options.values()))
+    values, sinks = tuple(options.values()), options.get("sinks")
+    if sinks is not None:
+        values = tuple([_seen(value) if value is sinks else value for value in values])
+    types = tuple(map(type, values))
     drawn = options.get("dropout") or options.get("mask_mod") is not None
     if type(ring) is not Ring or ring.several or drawn:
         return None
-    if any(isinstance(value, Tensor) for value in values) or not all(map(_is_plain, given)):
+    if any(issubclass(each, Tensor) for each in {*types}) or not all(map(_is_plain, given)):
         return None
     kind = (
         (ring.group, ring.first, ring.size, ring.rank),
         tuple([(t.shape, t.dtype, t.device, t.layout, t.requires_grad) for t in given]),
-        tuple(options), values, tuple(map(type, values)), tuple(also.items()),
+        tuple(options), values, types, tuple(also.items()),
         room_left(given[0]), *_globals(given[0].device.type),
     )  # fmt: skip
     try:
@@ -74,8 +77,6 @@ def recalled(kind: Hashable) -> Kept | None:
 
 def keep(kind: Hashable, kept: Kept) -> None:
     """Keep a plan of this kind, instead of those whose group is gone and of the oldest one."""
-    if kind is None:
-        return
     for old, (ring, *_) in list(_kept.items()):
         if not ring.exists:
             del _kept[old]
@@ -89,11 +90,9 @@ def forget() -> None:
     _kept.clear()
 
 
-def _seen(name: str, value: Any) -> Any:
-    """Return what a plan sees of an option: of sinks that there are some like these."""
-    if name == "sinks" and value is not None:
-        return value.shape, value.dtype, value.device, value.requires_grad
-    return value
+def _seen(sinks: Tensor) -> Hashable:
+    """Return what a plan sees of sinks: that there are some like these."""
+    return sinks.shape, sinks.dtype, sinks.device, sinks.requires_grad
 
 
 def _is_plain(t: Any) -> bool:

@@ -17,7 +17,6 @@ from ring_attention_pytorch.plan.checks import (
     agreed_shapes,
     like_autocast,
     qkv_problem,
-    without_values,
 )
 from ring_attention_pytorch.plan.options import Call, Options
 from ring_attention_pytorch.runtime.dropout import own_seed
@@ -44,20 +43,11 @@ class Proposal:
     scale: float = 1.0
     kernel: SelectedKernel | None = None
     shaped: tuple[Tensor, ...] = ()
+    subject: Hashable = None  # what speeds are measured of
 
-    @property
-    def subject(self) -> Hashable:
-        """What speeds are measured of: the kernel, heads and dtype, and the all-to-all if any."""
-        if self.problem is not None:
-            return None
-        heads = tuple(tuple(t.shape[2:]) for t in self.shaped)
-        return self.kernel.name, heads, self.shaped[0].dtype, self.options.ulysses
-
-    def without_values(self) -> "Proposal":
-        """Return this proposal, but tensors have no memory."""
-        if self.problem is not None:
-            return self
-        return replace(self, shaped=tuple(map(without_values, self.shaped)))
+    def of_tensors(self, *given: Tensor) -> "Proposal":
+        """Return this proposal for other tensors, of the same kind; none are kept of no others."""
+        return replace(self, shaped=tuple(map(like_autocast, given)))
 
     @classmethod
     def of(cls, call: Call, given: Mapping[str, Any], also: Mapping[str, Any]) -> "Proposal":
@@ -111,4 +101,5 @@ class Proposal:
             scale=scale,
             kernel=kernel,
             shaped=(q, k, v),
+            subject=(kernel.name, q.shape[2:], v.shape[2:], q.dtype, options.ulysses),
         )

@@ -138,9 +138,12 @@ class RingPlan:
         lengths = agree(ring, "ring attention", mine.same, own, mine.problem, mine.everywhere)
         if kept is not None and all(rank["plan"] == kept.plan.number for rank in lengths):
             return kept.plan
+        if kept is not None:
+            mine = mine.of_tensors(q, k, v)
         with ring.call("making a plan"):
             plan = cls._agreed(ring, mine, lengths)
-        keep(kind, Kept(ring, mine.without_values(), plan))
+        if kind is not None:
+            keep(kind, Kept(ring, mine.of_tensors(), plan))
         return plan
 
     @classmethod

@@ -109,7 +109,7 @@ KEPT = [
     ),
     Mutant(
         "options of other types are found again", "plan/kept.py:kind_of",
-        "tuple(map(type, values))", "()",
+        "tuple(options), values, types, tuple", "tuple(options), values, tuple",
     ),
     Mutant(
         "seeds that are drawn are found again", "plan/kept.py:kind_of",
@@ -117,7 +117,7 @@ KEPT = [
     ),
     Mutant(
         "options that are tensors are found again by their identity", "plan/kept.py:kind_of",
-        "any(isinstance(value, Tensor) for value in values)", "False",
+        "any(issubclass(each, Tensor) for each in {*types})", "False",
     ),
     Mutant(
         "plans are found again whatever the settings", "plan/kept.py:_globals",
