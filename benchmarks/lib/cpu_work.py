@@ -75,10 +75,10 @@ def _ours(work: Work) -> tuple[Attend, Tensor]:
 
 
 def _original(work: Work) -> tuple[Attend, Tensor]:
-    from ring_attention_pytorch import functional
-    from ring_attention_pytorch.functional import ring_flash_attn
+    import ring_attention_pytorch as original
+    from ring_attention_pytorch import ring_flash_attn
 
-    if not Path(functional.__file__).is_relative_to(Path(work.peers).resolve()):
+    if not Path(original.__file__ or "").is_relative_to(Path(work.peers).resolve()):
         raise ModuleNotFoundError("the folder of peers has no ring_attention_pytorch")
     striped, n = work.subject.endswith("striped"), work.length // work.size
     options = dict(causal=True, bucket_size=min(n, 512), ring_reduce_col=True, ring_size=work.size)
