@@ -73,6 +73,11 @@ class Gather:
         """Tell whether a CUDA graph can hold the calls: only if nothing is sent."""
         return not self.schedule.forward.transfers
 
+    @property
+    def taped(self) -> bool:
+        """Tell whether a tape can hold the calls: only if nothing is sent."""
+        return not self.schedule.forward.transfers
+
     def follow_stream(self) -> Hashable:
         """Return None: no memory is shared, so no stream waits."""
         return None

@@ -45,6 +45,11 @@ class GatherFirst(SymmetricGather):
         """False: there is nothing that could run beside a call."""
         return False
 
+    @property
+    def taped(self) -> bool:
+        """True: all is on the current stream, and meetings are `opaque`."""
+        return True
+
     def _call(self, program: Program, own: KVBlock, totals: KVGrads | None) -> SymmetricCall:
         return _Call(self, program, own, totals)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ring_attention_pytorch.comm.overdue import Overdue
 from ring_attention_pytorch.runtime.launches import Launch
 from ring_attention_pytorch.runtime.streams import capturing, current_stream
+from ring_attention_pytorch.runtime.tape import opaque
 
 _STAMPS = 1 << 20  # a message out of step passes for another one time in a million
 _KINDS, _PLANS = 1 << 16, 1 << 15  # that meetings tell apart, in 31 bits
@@ -101,6 +102,7 @@ class Board(Guard):
         with torch.cuda.device_of(self.state):
             self._meet(self.state, purpose, self.rank, self.patience)
 
+    @opaque
     def spoil(self, *tensors: Tensor) -> None:
         """Fill dense tensors, read in others' memory, with NaN if a rank was out of step."""
         with torch.cuda.device_of(self.state):

@@ -18,6 +18,7 @@ from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.steps import Steps
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.streams import captures_for_good, capturing, current_stream
+from ring_attention_pytorch.runtime.tape import opaque
 
 _VIEWS = 1024  # views of a buffer that are kept
 _HALVES = {"keys": 2, "grads": 2, "swaps": 1}
@@ -68,6 +69,7 @@ class SymmetricBuffer:
         self.captured = self.captured or captures_for_good(self.device)
         return self.of(self.rank, form)
 
+    @opaque
     def publish(self) -> None:
         """Let the current stream wait until all ranks have published this turn."""
         self._meet("read what is written")
@@ -148,6 +150,7 @@ class SymmetricWorkspace:
         meet = partial(_meet, self.board, self.steps, name)
         return SymmetricBuffer(group, self.device, nbytes, meet, _HALVES[name])
 
+    @opaque
     def begin(self, turns: int, back: bool) -> None:
         """Begin a call with so many turns of keys, which writes nothing that may still be read.
 

@@ -59,7 +59,7 @@ _WORDS = {
 class SelectedKernel(NamedTuple):
     """A kernel under its name, or the forward of one with the backward of another.
 
-    `preemptible` is that of the backward.
+    `preemptible` is that of the backward; the others are true if they are of both.
     """
 
     name: str
@@ -67,6 +67,7 @@ class SelectedKernel(NamedTuple):
     backward: Callable[..., None]
     preemptible: bool
     fuses_merge: bool
+    taped: bool
 
 
 def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
@@ -81,8 +82,9 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
     if name is not None and name.count("+") == 1:
         first, second = (choose(part, case) for part in name.split("+"))
         both = f"{first.name}+{second.name}"
-        merges = first.fuses_merge and second.fuses_merge
-        return SelectedKernel(both, first.forward, second.backward, second.preemptible, merges)
+        merges, taped = first.fuses_merge and second.fuses_merge, first.taped and second.taped
+        calls = first.forward, second.backward
+        return SelectedKernel(both, *calls, second.preemptible, merges, taped)
     problems = {}
     case = case._replace(named=name is not None)
     for each in _named(name, case):
@@ -90,10 +92,9 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
         if problems[each] is None:
             if name is None:
                 _log(each, case)
-            found = KERNELS[each]
-            return SelectedKernel(
-                each, found.forward, found.backward, found.CAN.preemptible, found.CAN.fuses_merge
-            )
+            found, can = KERNELS[each], KERNELS[each].CAN
+            calls = found.forward, found.backward
+            return SelectedKernel(each, *calls, can.preemptible, can.fuses_merge, can.taped)
     told = "; ".join(f"kernel={each!r} {why}" for each, why in problems.items())
     raise ValueError(f"{told}; leave kernel=None to have one chosen that can")
 

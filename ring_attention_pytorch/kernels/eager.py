@@ -23,7 +23,7 @@ from ring_attention_pytorch.runtime.interfaces import (
 )
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, merge_
 
-CAN = Capabilities()
+CAN = Capabilities(taped=True)
 
 
 def forward(

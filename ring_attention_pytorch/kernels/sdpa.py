@@ -45,6 +45,7 @@ class _Call(NamedTuple):
 CAN = Capabilities(
     devices=("cpu",),
     dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    taped=True,
     features=FEATURES - {"softclamp", "unusual_scale", "alibi", "mask_mod", "dropout"},
 )
 

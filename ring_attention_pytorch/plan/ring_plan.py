@@ -231,7 +231,8 @@ class RingPlan:
             if self.graphs is not None:
                 return self.graphs.run(function, self, *given)
             if self.can_be_taped:
-                return self.tapes.run(function, self, *given)
+                memory = self.transport.follow_stream()
+                return self.tapes.run(function, self, *given, memory=memory)
             return function(self, *given)
 
     def call(self, direction: str) -> AbstractContextManager[None]:
@@ -285,9 +286,8 @@ class RingPlan:
 
     @cached_property
     def can_be_taped(self) -> bool:
-        """Tell whether what a call does is but operations on tensors, the same in each."""
-        travels = self.schedule.forward.transfers
-        return self.device.type == "cpu" and not travels and self.terms.mask_mod is None
+        """Tell whether what a call does is but operations that tapes see, the same in each."""
+        return self.kernel.taped and self.transport.taped and self.terms.mask_mod is None
 
     @property
     def alone(self) -> bool:

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_attention_pytorch.runtime.tape import opaque
+
 _ELEMENTS = 4096  # in the block of one program
 _AT_ONCE = 8  # parts of a sum that one launch adds
 
@@ -118,6 +120,7 @@ def _merge_kernel(
     tl.store(out_at, merged, mask=within)
 
 
+@opaque
 def fused_merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
     """Merge parts as `rowwise.merge_`, on a GPU, three at a time: reads each once, writes one."""
     b, n, h, d = out.shape
@@ -175,6 +178,7 @@ def _add_kernel(
     tl.store(total_at, sums, mask=within)
 
 
+@opaque
 def fused_add_(total: Tensor, *parts: Tensor, fresh: bool) -> None:
     """Add parts as `rowwise.add_`, on a GPU, eight parts at a time."""
     if total.numel() == 0:
@@ -230,6 +234,7 @@ def _product_kernel(
     tl.store(at, tl.sum(x * y, 1), mask=held)
 
 
+@opaque
 def fused_sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     """Compute `rowwise.sum_of_products` on a GPU."""
     batch, n, h, d = a.shape

@@ -243,6 +243,8 @@ class Capabilities(NamedTuple):
     preemptible: bool = False  # a backward call that has begun gives way to one of higher priority
     # merges by itself: for few tokens one call of all keys is faster than several
     fuses_merge: bool = False
+    # all that it does are PyTorch's operations and `opaque` functions, so a tape can hold its calls
+    taped: bool = False
     features: frozenset[str] = FEATURES
     package: Dependency | None = None
 
@@ -288,6 +290,10 @@ class Transport(Protocol):
     @property
     def capturable(self) -> bool:
         """Tell whether a CUDA graph can hold what the transport does."""
+
+    @property
+    def taped(self) -> bool:
+        """Tell whether a tape can: all of it is on the current stream, and it waits for no host."""
 
     def follow_stream(self) -> Hashable:
         """Let the current stream wait for calls on other streams that used shared memory.

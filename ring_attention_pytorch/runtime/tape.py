@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, has_torch_function
 
+from ring_attention_pytorch.runtime.streams import capturing
+
 _P, _R = ParamSpec("_P"), TypeVar("_R")
 Tensors = tuple[Tensor | None, ...]
 Function = Callable[..., Tensors]
@@ -78,15 +80,22 @@ class Tapes:
         # what is known of a kind: that it came once, a first recording, what replays it; or None,
         # if no tape can be made
         self._kept: dict[Hashable, object] = {}
+        self._memory: Hashable = None  # what the tapes read and write beside what they are given
 
-    def run(self, function: Function, plan: Any, *given: Tensor | None) -> Tensors:
+    def run(
+        self, function: Function, plan: Any, *given: Tensor | None, memory: Hashable = None
+    ) -> Tensors:
         """Return `function(plan, *given)`, by a tape once there is one.
 
         All that the function decides must depend on the plan and on what a kind has: strides and
-        alignment of tensors that are otherwise always alike, and global settings.
+        alignment of tensors that are otherwise always alike, and global settings. With other
+        shared `memory` than before, tapes are made anew.
         """
         if _watched(given):
             return function(plan, *given)
+        if memory != self._memory:
+            self._kept.clear()
+            self._memory = memory
         kind = (
             function,
             torch.are_deterministic_algorithms_enabled(),
@@ -95,7 +104,7 @@ class Tapes:
         )
         known = self._kept.get(kind, _NEW)
         if type(known) is FunctionType:
-            return _without_autocast(known, plan.device.type, given)
+            return _without_autocast(known, given)
         if known is None:
             return function(plan, *given)
         if known is _NEW:  # many plans are for one call
@@ -114,18 +123,19 @@ class Tapes:
         return results
 
 
-def _without_autocast(replay: Function, device: str, given: Tensors) -> Tensors:
+def _without_autocast(replay: Function, given: Tensors) -> Tensors:
     """Run a tape as what it was made of ran, whatever autocast is on."""
     if not torch._C._is_any_autocast_enabled():
         return replay(*given)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(given[0].device.type, enabled=False):
         return replay(*given)
 
 
 def _watched(given: Tensors) -> bool:
-    """Tell whether operations are not what they seem: traced, transformed or of other tensors."""
+    """Tell whether operations are not what they seem: traced, captured, of other tensors."""
     return (
         torch.compiler.is_compiling()
+        or (given[0].is_cuda and capturing(given[0].device))
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or has_torch_function(given)

@@ -32,6 +32,7 @@ from ring_attention_pytorch.kernels import _flash, problem
 from ring_attention_pytorch.plan import kept
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.streams import side_stream
+from ring_attention_pytorch.runtime.tape import Tapes
 from tests.support.ranks import take_gpu
 from tests.support.reference import dense_attention, relative_error
 
@@ -145,7 +146,10 @@ def delays() -> Iterator[None]:
     )
     SymmetricBuffer.meet = meet_late
     try:
-        with mock.patch.object(_flash, "side_stream", aside_late):
+        with (
+            mock.patch.object(_flash, "side_stream", aside_late),
+            mock.patch.object(Tapes, "run", _untaped),  # which know nothing of what is late
+        ):
             yield
     finally:
         (
@@ -154,6 +158,12 @@ def delays() -> Iterator[None]:
             SymmetricBuffer.follow,
             SymmetricBuffer.meet,
         ) = own, publish, follow, meet
+
+
+def _untaped(
+    _: Tapes, function: Callable, plan: RingPlan, *given: object, **how: object
+) -> tuple[Tensor | None, ...]:
+    return function(plan, *given)
 
 
 def _sleep() -> None:
@@ -218,6 +228,8 @@ def one(
         replay = replay or replayed(run)
         want = first.setdefault(id(way.transport), got)  # few tokens' graphs have another
         assert all(torch.equal(a, b) for a, b in zip(want, got)), (how, turn, "not repeated")
+    tapes = [known for known in plan.tapes._kept.values() if hasattr(known, "source")]
+    assert bool(tapes) == plan.transport.taped, "what can be taped is"
     with delays():
         for turn in range(6):
             way = (plan, captured)[turn % 2]

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from ring_attention_pytorch.kernels import sdpa
 from ring_attention_pytorch.plan import kept
 from ring_attention_pytorch.runtime import tape
 from ring_attention_pytorch.runtime.tape import Tapes, opaque
+from tests.support import threads
+from tests.support.cases import over_shared_memory
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +118,50 @@ _wrapped: dict[Callable, Callable] = {}
 def lambda_of(function: Callable) -> Callable:
     """Return the same function of a plan each time."""
     return _wrapped.setdefault(function, lambda plan, *given: function(*given))
+
+
+def test_a_kernel_that_does_not_say_so_has_no_tape() -> None:
+    """A kernel may write where no recorder sees it, as those do that Triton compiles."""
+    given = [t.detach() for t in tensors("causal", torch.float64)]
+    plan = RingPlan.make(*given, causal=True, kernel="eager")
+
+    def unseen(q: Tensor, *given: Any) -> None:
+        _, out, lse = given[-1].room()  # of an `OutputAccumulator`
+        with torch._C.DisableTorchFunction():
+            out.copy_(q)
+            lse.copy_(q[..., 0].transpose(1, 2))
+
+    plan = replace(plan, kernel=plan.kernel._replace(forward=unseen, taped=False))
+    for _ in range(6):
+        given = [t.detach() for t in tensors("causal", torch.float64)]
+        assert torch.equal(ring_attn(*given, plan=plan), given[0])
+
+
+def few_tokens_that_come_together_have_tapes() -> None:
+    """What ranks read of one another is the same memory each time, until that grows."""
+
+    def main(ring: threads.ThreadRing) -> list[list[str]]:
+        given = tensors("causal", torch.float64)
+        made = RingPlan.make(*given, causal=True, layout="zigzag", group=ring)
+        plan, direct = (over_shared_memory(made, given, ring, 9, together=True) for _ in range(2))
+        object.__setattr__(direct, "can_be_taped", False)
+        found = []
+        for number in range(10):
+            given = tensors("causal", torch.float64)
+            dout = torch.randn_like(given[0])
+            pairs = zip(results(plan, given, dout), results(direct, given, dout))
+            assert all(torch.equal(taped, computed) for taped, computed in pairs), number
+            found.append(replayed(plan))
+            if number == 4:
+                plan.transport.space.make_room(None, keys=1 << 16, grads=1 << 16)
+        return found[4:6] + found[-1:]
+
+    for found in threads.run(3, main)[0]:
+        assert found == [["backward", "forward"], [], ["backward", "forward"]]
+
+
+def test_few_tokens_that_come_together_have_tapes() -> None:
+    few_tokens_that_come_together_have_tapes()
 
 
 def test_a_plan_of_one_call_records_nothing() -> None:

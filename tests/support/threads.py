@@ -20,6 +20,7 @@ from ring_attention_pytorch.comm import gather_symmetric
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring, SubRing
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricWorkspace, rounded
+from ring_attention_pytorch.runtime.tape import opaque
 
 PATIENCE = 30.0  # seconds
 
@@ -147,6 +148,7 @@ class ThreadShelf:
         self.hub, self.name, self.rank, self.turn = hub, name, rank, 0
         self.told: list[Callable[[], object]] = []
         self.done = 0
+        self.views: dict[tuple, list[Tensor]] = {}
 
     def own(self, form: Form) -> list[Tensor]:
         self.turn = 1 - self.turn
@@ -156,6 +158,7 @@ class ThreadShelf:
     def mine(self, form: Form) -> list[Tensor]:
         return self.of(self.rank, form)
 
+    @opaque
     def publish(self) -> None:
         self.hub.barrier.wait()
 
@@ -166,7 +169,10 @@ class ThreadShelf:
         self.turn = 1 - half
 
     def of(self, rank: int, form: Form) -> list[Tensor]:
-        return form.open(self.hub.shelves[self.name, rank][self.turn])
+        asked = self.turn, rank, form
+        if asked not in self.views:
+            self.views[asked] = form.open(self.hub.shelves[self.name, rank][self.turn])
+        return self.views[asked]
 
     def follow(self) -> None:
         pass
@@ -189,6 +195,7 @@ class ThreadShelf:
 class ThreadBoard:
     """A `Board` of threads, none of which is ever out of step."""
 
+    @opaque
     def spoil(self, *tensors: Tensor) -> None:
         pass
 
@@ -238,6 +245,7 @@ class ThreadSpace(SymmetricWorkspace):
             halves = 1 if name == "swaps" else 2
             memory = torch.full((halves, rounded(nbytes)), 255, dtype=torch.uint8)
             self.hub.shelves[name, self.rank] = memory
+            setattr(self, name, ThreadShelf(self.hub, name, self.rank))
         self.hub.barrier.wait()
         for name in wanted:
             sizes = {self.hub.shelves[name, rank].shape for rank in range(self.hub.size)}
