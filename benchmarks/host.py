@@ -2,6 +2,7 @@
 
     python -m benchmarks host                  # 16 tokens, one process
     python -m benchmarks host --tokens 128
+    python -m benchmarks host --device cuda --tokens 16 2048 --heads 32 8 --dim-head 128
 
 Each line adds something to the line above, so the last column is what that costs. Subjects take
 turns, one thread each; times are lower quartiles of the rounds. "operations" are what a call's
@@ -10,6 +11,7 @@ tape replays. The first lines are PyTorch's own attention; goals are multiples o
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -30,12 +32,12 @@ _GOALS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser("host", __doc__, tokens=[16], heads=[4, 4], dim_head=8, rounds=40, repeats=100)
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = options.parse_args(argv)
     torch.set_num_threads(1)
     for tokens in args.tokens:
-        shape = 1, tokens, args.heads[0], args.dim_head
-        timed = subjects(shape)
-        print(f"\n{tokens} tokens, one process, a thread of a CPU")
+        timed = subjects(args.device, tokens, *args.heads, args.dim_head)
+        print(f"\n{tokens} tokens, one process, a thread of the host, tensors on {args.device}")
         for name, of in chains().items():
             found = quartiles({each: timed[each] for each in of}, args.rounds, args.repeats)
             print(table(name, of, found))
@@ -48,18 +50,22 @@ def chains() -> dict[str, list[str]]:
             "SDPA", "operations", "finding the tape", "the call", "a call with a plan",
             "a call whose plan is found again",
         ],
+        "forward without tapes": ["SDPA", "a call with a plan", "a call without tapes"],
         "forward, to be differentiated": ["SDPA, grad", "a call with a plan, grad"],
         "forward and backward": ["SDPA, and backward", "a call with a plan, and backward"],
         "plans": ["a plan that is found again", "a new plan"],
     }  # fmt: skip
 
 
-def subjects(shape: tuple[int, ...]) -> dict[str, Subject]:
+def subjects(device: str, n: int, h: int, h_kv: int, d: int) -> dict[str, Subject]:
     """Return what is timed."""
-    given = [torch.randn(shape) for _ in range(3)]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    shapes = [(1, n, heads, d) for heads in (h, h_kv, h_kv, h)]
+    *given, dout = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
     leaves = [t.clone().requires_grad_() for t in given]
-    dout = torch.randn(shape)
-    plan = RingPlan.make(*given, causal=True)
+    how = dict(causal=True, kernel="sdpa-cudnn" if device == "cuda" else None)
+    plan, untaped = (replace(RingPlan.make(*given, **how)) for _ in range(2))
+    vars(untaped)["can_be_taped"] = False
     whole = (attention.forward, *given, None)
     for _ in range(4):
         plan.run("forward", *whole)
@@ -67,32 +73,35 @@ def subjects(shape: tuple[int, ...]) -> dict[str, Subject]:
 
     def new_plan() -> RingPlan:
         kept.forget()
-        return RingPlan.make(*given, causal=True)
+        return RingPlan.make(*given, **how)
 
     def differentiated(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         return torch.autograd.grad(run(*leaves), leaves, dout)
 
-    with_plan, without = partial(ring_attn, plan=plan), partial(ring_attn, causal=True)
+    with_plan, without = partial(ring_attn, plan=plan), partial(ring_attn, **how)
     return {
         "SDPA": partial(sdpa, *given),
         "operations": partial(replay, *given, None),
         "finding the tape": partial(plan.tapes.run, attention.forward, plan, *given, None),
         "the call": partial(attention.attention, plan, *given, None),
         "a call with a plan": partial(with_plan, *given),
+        "a call without tapes": partial(ring_attn, *given, plan=untaped),
         "a call whose plan is found again": partial(without, *given),
         "SDPA, grad": partial(sdpa, *leaves),
         "a call with a plan, grad": partial(with_plan, *leaves),
         "SDPA, and backward": partial(differentiated, sdpa),
         "a call with a plan, and backward": partial(differentiated, with_plan),
-        "a plan that is found again": partial(RingPlan.make, *given, causal=True),
+        "a plan that is found again": partial(RingPlan.make, *given, **how),
         "a new plan": new_plan,
     }
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return PyTorch's own attention, of tensors laid out as ours."""
+    grouped = q.shape[2] != k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
 def quartiles(timed: dict[str, Subject], rounds: int, repeats: int) -> dict[str, float]:
@@ -104,6 +113,8 @@ def quartiles(timed: dict[str, Subject], rounds: int, repeats: int) -> dict[str,
             for _ in range(repeats):
                 run()
             seconds[name].append((time.perf_counter() - start) / repeats)
+            if torch.cuda.is_available():  # the device may be later than the host
+                torch.cuda.synchronize()
     return {name: 1e6 * sorted(found[1:])[rounds // 4] for name, found in seconds.items()}
 
 
