@@ -49,6 +49,7 @@ def kind_of(
     if sinks is not None:
         values = tuple([_seen(value) if value is sinks else value for value in values])
     types = tuple(map(type, values))
+    chooses = options.get("transport") is None and options.get("memory") is None
     drawn = options.get("dropout") or options.get("mask_mod") is not None
     if type(ring) is not Ring or ring.several or drawn:
         return None
@@ -58,7 +59,7 @@ def kind_of(
         (ring.group, ring.first, ring.size, ring.rank),
         tuple([(t.shape, t.dtype, t.device, t.layout, t.requires_grad) for t in given]),
         tuple(options), values, types, tuple(also.items()),
-        room_left(given[0]), *_globals(given[0].device.type),
+        room_left(given[0], ring.size) if chooses else 0, *_globals(given[0].device.type),
     )  # fmt: skip
     try:
         hash(kind)

@@ -69,7 +69,7 @@ class Proposal:
     @classmethod
     def _right(cls, call: Call, options: Options, also: Mapping[str, Any]) -> "Proposal":
         """Propose what passed all checks; raise ValueError if the kernel can't do it."""
-        q, k, v, _ = call
+        q, k, v, size = call
         scale = options.scale
         if scale is None:
             scale = q.shape[-1] ** -0.5
@@ -90,7 +90,7 @@ class Proposal:
                 "n": q.shape[1],
                 "m": k.shape[1],
                 "seed": own_seed(options.dropout, options.dropout_seed),
-                "room": room_left(q) if chooses and options.memory is None else 0,
+                "room": room_left(q, size) if chooses and options.memory is None else 0,
             },
             everywhere={
                 **options.agreed(everywhere=True),

@@ -104,19 +104,21 @@ def test_far_ranks_are_reached_over_the_network():
 def test_a_cpu_measures_nothing_and_a_gpu_gives_at_most_half_of_what_is_left(monkeypatch):
     q = torch.empty(1, 4, 2, 8)
     plan = RingPlan.make(q, q, q)
-    assert plan.memory == calibrate.ROOM == room_left(q)
+    assert plan.memory == calibrate.ROOM == room_left(q, 2)
     assert plan.machine is H200
     asked = plan.ring, plan.kernel, plan.blocks, plan.kv_shape, 1, q
     assert select_transport(None, *asked) == ("ring", H200)
     assert select_transport("gather", *asked) == ("gather", H200)
     on_gpu = SimpleNamespace(is_cuda=True, device="cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
-    assert room_left(on_gpu) == 512  # a power of two up to (1000 + 500 - 300) / 2
+    sizes = {"reserved_bytes": 500, "allocated_bytes": 300}
+    stats = {name: {"all": {"current": size}} for name, size in sizes.items()}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    assert room_left(on_gpu, 2) == 512  # a power of two up to (1000 + 500 - 300) / 2
+    assert room_left(on_gpu, 1) == calibrate.ROOM  # there are no others
     torch.use_deterministic_algorithms(True)
     try:
-        assert room_left(on_gpu) == calibrate.ROOM
+        assert room_left(on_gpu, 2) == calibrate.ROOM
         assert not calibrate.measures(on_gpu, None)
     finally:
         torch.use_deterministic_algorithms(False)
