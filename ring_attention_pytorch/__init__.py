@@ -32,6 +32,8 @@ from ring_attention_pytorch.routing import (
     select_topk,
     soft_topk,
 )
+from ring_attention_pytorch.training.batches import RingCollator, ShardedBatch, shard_batch
+from ring_attention_pytorch.training.losses import ring_cross_entropy, ring_token_logprobs
 
 __version__ = "1.0.0"
 
@@ -45,11 +47,13 @@ __all__ = [
     "ConditionalRoutedTransformerBlock",
     "CoordinateDescentRouter",
     "RingAttention",
+    "RingCollator",
     "RingError",
     "RingPlan",
     "RingRotaryEmbedding",
     "RingTransformer",
     "RoutingPlan",
+    "ShardedBatch",
     "apply_rotary_pos_emb",
     "balanced",
     "coordinate_descent",
@@ -59,11 +63,14 @@ __all__ = [
     "fail_together",
     "positions",
     "ring_attn",
+    "ring_cross_entropy",
     "ring_flash_attn",
     "ring_flash_attn_",
     "ring_flash_attn_cuda",
     "ring_flash_attn_cuda_",
+    "ring_token_logprobs",
     "select_topk",
+    "shard_batch",
     "shard_sequence",
     "soft_topk",
     "tree_attn_decode",

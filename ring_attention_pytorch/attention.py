@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.plan.placement import check_began_here, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
@@ -98,10 +99,12 @@ class RingAttentionFunction(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         keep(ctx, *inputs, *output)
+        ctx.placement = current()
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         *given, out, lse = ctx.saved_tensors
+        check_began_here(ctx.placement)
         dout = torch.zeros_like(out) if dout is None else dout
         if is_first_order():
             return None, *ctx.plan.run("backward", backward, *given, dout, dlse, out, lse)

@@ -13,18 +13,20 @@ from ring_attention_pytorch.nn.sharding import all_to_all
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
-def next_tokens(ids: Tensor, segments: tuple[Segments, ...], ring: Ring, nothing: int) -> Tensor:
-    """Return for each token held here the id of the next one, fetched from its owner.
+def next_tokens(
+    ids: Tensor, segments: tuple[Segments, ...], ring: Ring, nothing: int, ahead: int = 1
+) -> Tensor:
+    """Return for each token held here the id of the one `ahead` of it, fetched from its owner.
 
-    The sequence's last token gets `nothing`. Sender and receiver both go through positions in
+    The sequence's last tokens get `nothing`. Sender and receiver both go through positions in
     ascending order, in which every layout holds them, so no positions are sent.
     """
     mine = segment_positions(segments[ring.rank], ids.device)
     places, pieces, shapes = [], [], []
     for owned in segments:
         held = segment_positions(owned, ids.device)
-        is_next_there = torch.isin(mine + 1, held)
-        is_wanted_there = torch.isin(mine - 1, held)
+        is_next_there = torch.isin(mine + ahead, held)
+        is_wanted_there = torch.isin(mine - ahead, held)
         pieces.append(ids[:, is_wanted_there])
         columns = is_next_there.nonzero().flatten()
         places.append(columns)
@@ -45,10 +47,15 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: 
     labels = labels.flatten()
     total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
     real = (labels != ignore_index).sum()
+    total = sum_over_ranks(total, ring)
     if ring.size > 1:
-        total = _SumOverRanks.apply(total, ring)
         ring.total(real)
     return total / real.clamp(min=1)
+
+
+def sum_over_ranks(x: Tensor, ring: Ring) -> Tensor:
+    """Return the sum of all ranks' x, on every rank; backward sums all ranks' gradients."""
+    return _SumOverRanks.apply(x, ring) if ring.size > 1 else x
 
 
 class _SumOverRanks(Function):

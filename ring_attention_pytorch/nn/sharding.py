@@ -28,6 +28,7 @@ from ring_attention_pytorch.geometry.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.plan.packing import gather_packings
+from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 Shape = tuple[int, ...]
@@ -146,6 +147,11 @@ class AutoShard:
             ring_size = None  # with one process, a ring of any size is that process
         if ring_size is not None and (ring_size < 1 or everyone.size % ring_size):
             problem = f"ring_size must divide the group's {everyone.size} ranks, got {ring_size}"
+        if current() is not None:
+            problem = (
+                "the tokens of the batch whose block this is are sharded already; make the module "
+                "with auto_shard_seq=False"
+            )
         agreed = dict(same, ring_seq_size=ring_seq_size, ring_size=ring_size, layout=str(layout))
         agreed.update(dtype=x.dtype, device=x.device.type, width=list(x.shape[2:]))
         agreed.update(_grad_mode(x))

@@ -38,6 +38,7 @@ from ring_attention_pytorch.nn.sharding import (
 )
 from ring_attention_pytorch.plan.checks import shards_problem
 from ring_attention_pytorch.plan.packing import local_packing, whole_packing
+from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 
 
@@ -287,7 +288,10 @@ class RingTransformer(nn.Module):
         x, mask, labels = tokens
         batch, n = x.shape
         ring = self.spread.ring(True, ring_size)
-        layout = self.spread.layout
+        layout, of_block = self.spread.layout, current()
+        if of_block is not None:
+            layout = of_block.layout if layout == "contiguous" else layout
+            mask = of_block.key_mask if mask is None else mask
         has_documents = packed["documents"] is not None
         borders = packed["cu_seqlens"]
         given |= {"batch": batch, "device": x.device.type, "cu_seqlens": digest(borders)}
@@ -303,6 +307,8 @@ class RingTransformer(nn.Module):
         if located:
             segments = all_segments(layout, ring.size, total)
             packing = whole_packing(ring, **packed, segments=segments, batch=batch)
+        if of_block is not None and packing is None:
+            packing = of_block.packing
         if shift:
             labels = self._next_labels(x, mask, ring, segments, packing)
             if not self.causal:  # the sequence's last token is a target only: none may see it

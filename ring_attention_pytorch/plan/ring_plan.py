@@ -39,6 +39,7 @@ from ring_attention_pytorch.plan.masks import (
 )
 from ring_attention_pytorch.plan.options import Call
 from ring_attention_pytorch.plan.packing import whole_packing
+from ring_attention_pytorch.plan.placement import check_plan, placed
 from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
 from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.runtime.graphs import Graphs, Tensors, can_be_captured, with_graphs
@@ -127,9 +128,12 @@ class RingPlan:
         [0, 1, 2, 3, 4, 5]
         """
         ring, also = as_ring(group), also or {}
-        kind = kind_of(ring, (q, k, v), options, also)
+        options, problem = placed(ring, q, options)
+        kind = None if problem else kind_of(ring, (q, k, v), options, also)
         kept = recalled(kind)
-        if kept is None:
+        if problem:
+            mine = Proposal(problem=problem)
+        elif kept is None:
             mine = Proposal.of(Call(q, k, v, ring.size), options, also)
         else:
             mine = kept.proposal
@@ -322,6 +326,7 @@ class RingPlan:
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
+        check_plan(self.layout, self.packing, q)
         kind = None
         if sinks is None:
             kind = tuple([(t.shape, t.dtype, t.device, t.layout) for t in (q, k, v)])

@@ -25,6 +25,7 @@ BELOW["attention"] = {*BELOW} - {"comm"}
 BELOW["functional"] = BELOW["decoding"] = {*BELOW}
 BELOW["nn"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["routing"] = BELOW["nn"] | {"nn"}
+BELOW["training"] = BELOW["nn"] | {"nn"}
 BELOW["launch"] = {"comm"}
 BELOW["compat"] = {*BELOW} - {"routing", "schedule"}
 BELOW["__init__"] = {*BELOW}

@@ -1,0 +1,162 @@
+"""Placements: where the tokens of a batch are, known to all attention inside a block.
+
+A model between the data and its attention knows nothing of layouts. So the data says where its
+tokens are, and attention that is called inside its block takes layout, documents and mask from it:
+
+    with placement:                             # zigzag, documents [0, 5, 9]
+        model(ids)  ->  ring_attn(q, k, v)      # is of zigzag shards, with these documents
+
+What contradicts the placement raises. So does backward in the block of another placement: it would
+recompute what is checkpointed with that one.
+"""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.documents import BatchDocuments
+from ring_attention_pytorch.geometry.layouts import Layout, all_segments
+from ring_attention_pytorch.geometry.segments import Segments, count
+
+_open: list[tuple[int, "Placement"]] = []  # with the threads that opened them, innermost last
+_used: list[bool] = []  # whether there ever was one
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The layout of a batch's tokens over a ring, their documents, and which may be seen.
+
+    Attributes:
+        ring: the ranks that share the batch.
+        layout: which of the `length` tokens each of them holds.
+        packing: the documents of each sample; None if a sample is one.
+        key_mask: bool `[b, n]` of this rank's tokens, True where one may be seen; None if all may.
+    """
+
+    ring: Ring
+    layout: Layout
+    length: int
+    packing: BatchDocuments | None = None
+    key_mask: Tensor | None = None
+
+    @property
+    def segments(self) -> Segments:
+        """The positions that this rank holds."""
+        return all_segments(self.layout, self.ring.size, self.length)[self.ring.rank]
+
+    def __enter__(self) -> "Placement":
+        _used[:] = [True]
+        _open.append((threading.get_ident(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _open.remove((threading.get_ident(), self))
+
+    def problem(self, ring: Ring, n: int, given: Mapping[str, Any]) -> str | None:
+        """Say what of a call contradicts the placement; None if nothing.
+
+        Args:
+            ring: that of the call.
+            n: its queries on this rank.
+            given: its options.
+        """
+        mine, held = self.ring, count(self.segments)
+        if (ring.size, ring.rank) != (mine.size, mine.rank):
+            return (
+                f"the batch whose block this is lies on {mine.size} ranks, attention is over "
+                f"{ring.size}; give attention the batch's group"
+            )
+        layout = given.get("layout", "contiguous")
+        if layout not in ("contiguous", self.layout):
+            return f"layout={layout!r} was given in the block of a batch with {self.layout!r}"
+        if n != held:
+            return (
+                f"this rank holds {held} of the batch's {self.length} tokens, got queries of {n}: "
+                "shards are expected, not whole sequences"
+            )
+        for name, own in {"key_mask": self.key_mask, "documents": self.packing}.items():
+            if given.get(name) is not None and given[name] is not own:
+                return (
+                    f"{name} was given beside that of the batch whose block this is; leave it out"
+                )
+        if given.get("cu_seqlens") is not None:
+            return "cu_seqlens were given beside those of the batch whose block this is; drop them"
+        return None
+
+    def fits(self, q: Tensor) -> bool:
+        """Tell whether there are as many queries as this rank has tokens."""
+        return q.ndim > 1 and q.shape[1] == count(self.segments)
+
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a call's options with those of the placement."""
+        mine = {"layout": self.layout}
+        if not given.get("cross"):
+            mine |= {"documents": self.packing, "key_mask": self.key_mask}
+        return {**given, **mine}
+
+
+def current() -> Placement | None:
+    """Return the placement in whose block this is; None if it is in none.
+
+    Backward may run in threads of autograd. There it is the one that is open, if it is alone.
+    """
+    if not _open:
+        return None
+    here = threading.get_ident()
+    for thread, placement in reversed(_open):
+        if thread == here:
+            return placement
+    others = {id(placement): placement for _, placement in _open} if in_backward() else {}
+    return next(iter(others.values())) if len(others) == 1 else None
+
+
+def in_backward() -> bool:
+    """Tell whether autograd runs this, as it does where something is recomputed."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
+    """Return a call's options with those of the current placement, and what contradicts it.
+
+    Attention of this process alone to other tokens than the batch's is none of its business.
+    """
+    placement = current()
+    if placement is None and _used and in_backward():
+        return given, (
+            "attention is recomputed in backward outside of the block of its batch; call "
+            "backward() inside `with batch:`, where forward was, or give attention a plan"
+        )
+    if placement is None or (ring.size == 1 < placement.ring.size and not placement.fits(q)):
+        return given, None
+    problem = placement.problem(ring, q.shape[1], given)
+    return (given, problem) if problem else (placement.options(given), None)
+
+
+def check_plan(layout: Layout, packing: BatchDocuments | None, q: Tensor) -> None:
+    """Raise ValueError if a plan is given in the block of a batch that lies otherwise."""
+    if not _open:
+        return
+    placement = None if in_backward() else current()
+    if placement is None or not placement.fits(q):
+        return
+    if (layout, packing) != (placement.layout, placement.packing):
+        raise ValueError(
+            f"ring attention: the plan is for {layout!r} and its own documents, the batch in whose "
+            f"block it is used is in {placement.layout!r}; make the plan inside the block"
+        )
+
+
+def check_began_here(began: Placement | None) -> None:
+    """Raise ValueError in the backward of a call that began in the block of another placement."""
+    here = threading.get_ident()
+    mine = [placement for thread, placement in _open if thread == here]
+    found = mine or [placement for _, placement in _open]  # or this is a thread of autograd
+    if began is not None and found and began not in found:
+        raise ValueError(
+            "backward of one batch was called in the block of another one; call it in its own"
+        )

@@ -1,0 +1,1 @@
+"""What lies between a training loop and attention: batches, labels, losses, data."""

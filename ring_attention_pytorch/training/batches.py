@@ -1,0 +1,414 @@
+"""Batches of whole sequences, sharded: all that must be decided while a sequence is still whole.
+
+the batch, the same on all ranks of a ring      input_ids, labels, cu_seqlens ...
+    │ shard_batch
+this rank's tokens                              input_ids, position_ids, shift_labels ...
+and where they are                              layout, documents, key mask: `with batch:`
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from zlib import crc32
+
+import torch
+from beartype import beartype
+from torch import Tensor
+
+from ring_attention_pytorch.comm.agreement import agree, problem_of
+from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
+from ring_attention_pytorch.geometry.balance import deal
+from ring_attention_pytorch.geometry.documents import BatchDocuments, documents_problem
+from ring_attention_pytorch.geometry.layouts import (
+    Layout,
+    all_segments,
+    layout_problem,
+    segment_positions,
+)
+from ring_attention_pytorch.nn.loss import next_tokens
+from ring_attention_pytorch.nn.sharding import unshard_sequence
+from ring_attention_pytorch.plan.packing import local_packing
+from ring_attention_pytorch.plan.placement import Placement
+from ring_attention_pytorch.training.labels import (
+    digest,
+    documents_of_positions,
+    next_of_whole,
+)
+
+AUTO = "auto"
+_TOKENS = ("input_ids", "inputs_embeds")
+_MASKS = ("attention_mask", "key_mask")
+_READ = (*_MASKS, "documents", "cu_seqlens", "position_ids", "labels", "loss_weights")
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedBatch(Mapping[str, Any]):
+    """A rank's part of a batch, by name, and where its tokens are.
+
+    A mapping of what the batch had, each cut to this rank's tokens: `batch["input_ids"]`. To it
+    belong "position_ids", int64 `[b, n]`, and if there were labels "shift_labels", `[b, n]`: those
+    that the tokens predict. Names are those that Hugging Face's losses take.
+
+    Inside `with batch:` attention takes layout, documents and mask from it. Call backward() inside,
+    too, if anything is checkpointed.
+
+    Attributes:
+        layout, length: how the ranks hold the tokens, and how many there are.
+        rank, ring_size: this rank's place among those that share the batch.
+        packing: the documents of each sample; None if each is one.
+        key_mask: bool `[b, n]`, True where a token may be seen; None if all may.
+        num_items: real labels of the whole batch, a tensor of no dimension; None without labels.
+        group: the ring; None is the default group.
+    """
+
+    tensors: Mapping[str, Any]
+    layout: Layout
+    length: int
+    rank: int
+    ring_size: int
+    packing: BatchDocuments | None = None
+    key_mask: Tensor | None = None
+    num_items: Tensor | None = None
+    group: Group = None
+    told: int | None = None  # a digest that ranks have not compared yet
+    _blocks: list[Placement] = field(default_factory=list, init=False, repr=False)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def labels(self) -> Tensor:
+        """The label that each of this rank's tokens predicts, `[b, n]`."""
+        return self.tensors["shift_labels"]
+
+    @property
+    def ring(self) -> Ring:
+        """The ring of the batch; alone, where there is no process group."""
+        return as_ring(self.group, self.ring_size)
+
+    def over(self, group: Group) -> "ShardedBatch":
+        """Return this batch for the ring `group`: a collator knows ranks, but no groups."""
+        return replace(self, group=group)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "ShardedBatch":
+        """Return this batch with its tensors on a device."""
+        return self._each(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self, device: torch.device | str | None = None) -> "ShardedBatch":
+        """Return this batch in pinned memory, as DataLoader asks for it."""
+        return self._each(lambda t: t.pin_memory())
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "ShardedBatch":
+        def of(value: Any) -> Any:
+            return change(value) if isinstance(value, Tensor) else value
+
+        tensors = {name: of(value) for name, value in self.tensors.items()}
+        more = {name: of(getattr(self, name)) for name in ("key_mask", "num_items")}
+        return replace(self, tensors=tensors, **more)
+
+    def __enter__(self) -> "ShardedBatch":
+        """Begin the block in which attention is of this batch; the ring's ranks do it together.
+
+        Raises:
+            ValueError: the group is not the ring that the batch was sharded for, or its ranks hold
+                different batches; on all ranks.
+        """
+        ring, problem = self.ring, None
+        if (ring.rank, ring.size) != (self.rank, self.ring_size):
+            problem = (
+                f"the batch was sharded for rank {self.rank} of {self.ring_size}, this is rank "
+                f"{ring.rank} of {ring.size}; say the ring with batch.over(group)"
+            )
+        if self.told is not None or problem:
+            agree(ring, "a batch", {"batch (its digest)": self.told}, problem=problem)
+            object.__setattr__(self, "told", None)
+        placement = Placement(ring, self.layout, self.length, self.packing, self.key_mask)
+        self._blocks.append(placement.__enter__())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._blocks.pop().__exit__(*error)
+
+    def unshard(self, x: Tensor, *, dim: int = 1) -> Tensor:
+        """Gather the whole of what ranks have for their tokens, as `unshard_sequence`."""
+        how = dict(length=self.length, layout=self.layout, group=self.ring)
+        return unshard_sequence(x, dim=dim, **how)
+
+    def roll(self, x: Tensor, ahead: int, nothing: int) -> Tensor:
+        """Fetch for each token what the token `ahead` of it in its document has.
+
+        All ranks of the ring call this. It makes labels of further tokens:
+        `batch.roll(batch.labels, 1, -100)` are those of the next but one.
+
+        Args:
+            x: `[b, n]`, of this rank's tokens.
+            ahead: at least 0.
+            nothing: what tokens get whose document ends before.
+
+        Raises:
+            ValueError: x is of another shape, or ahead is negative; on all ranks.
+        """
+        segments = all_segments(self.layout, self.ring_size, self.length)
+        held = segment_positions(segments[self.rank])
+        problem = None
+        if x.ndim != 2 or x.shape[1] != len(held) or ahead < 0:
+            problem = (
+                f"x must be [batch, {len(held)}] and ahead at least 0, got {list(x.shape)}, {ahead}"
+            )
+        same = {"ahead": ahead, "batch": len(x), "dtype": x.dtype}
+        agree(self.ring, "rolling a batch", same, problem=problem)
+        found = next_tokens(x, segments, self.ring, nothing, ahead)
+        if self.packing is None or ahead == 0:
+            return found
+        ends = torch.stack([_ends(documents, self.length)[held] for documents in self.packing])
+        return found.masked_fill((held + ahead >= ends).to(x.device), nothing)
+
+
+@beartype
+def shard_batch(
+    batch: Mapping[str, Any],
+    *,
+    layout: Layout = AUTO,
+    group: Group = None,
+    rank: int | None = None,
+    ring_size: int | None = None,
+    shift_labels: bool = True,
+    ignore_index: int = -100,
+    check_same: bool = True,
+) -> ShardedBatch:
+    """Return this rank's part of a batch of whole sequences, the same on all ranks of a ring.
+
+    Args:
+        batch: tensors by name. The tokens are "input_ids" `[b, n]` or "inputs_embeds" `[b, n, d]`.
+            Known are also "labels" `[b, n]`, of the tokens themselves; "loss_weights" `[b, n]`, of
+            labels; "attention_mask" or "key_mask" `[b, n]`, 0 or False for padding; documents, as
+            "documents" `[b, n]`, as "cu_seqlens" or as "position_ids" `[b, n]` that begin anew with
+            each. Any further tensor `[b, n, ...]` is cut, too; anything else stays as it is.
+        layout: as for `ring_attn`. "auto" is zigzag, or balanced where there are documents.
+        group: the ring; None is the default group, or this process alone.
+        rank, ring_size: the place in the ring, where there is no group, as in workers that load
+            data. With a group, ring_size may be less than its ranks.
+        shift_labels: move each label to the token that predicts it: the one before, in its
+            document. False if labels are moved already.
+        ignore_index: the label of tokens that predict nothing, such as the last of a document.
+        check_same: let the ranks compare a digest of the batch: here, or where there is no group
+            when `with batch:` begins.
+
+    Returns:
+        A `ShardedBatch`. Nothing but the digest is sent.
+
+    Raises:
+        ValueError: tensors contradict one another or the layout, or ranks hold different batches;
+            on all ranks.
+
+    >>> batch = shard_batch({"input_ids": torch.tensor([[4, 5, 6, 7]])}, rank=1, ring_size=2)
+    >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
+    ([[5, 6]], [[1, 2]])
+    """
+    if rank is None:
+        ring = as_ring(group, ring_size)
+        place, size = ring.rank, ring.size
+    else:
+        ring, place, size = None, rank, ring_size or 0
+        if group is not None or not 0 <= place < size:
+            raise ValueError(
+                "shard_batch: rank needs a ring_size above it, and no group; "
+                f"got rank={rank}, ring_size={ring_size}, group={group}"
+            )
+    found: list[ShardedBatch] = []
+
+    def make() -> str | None:
+        whole = _Whole.read(batch, shift_labels, ignore_index)
+        chosen = whole.layout(size) if layout == AUTO else layout
+        if (problem := layout_problem(chosen, size, whole.length)) is None:
+            found.append(whole.shard(chosen, place, size))
+        return problem
+
+    problem = problem_of(make)
+    told = _digest(batch) if check_same and problem is None else None
+    if ring is not None:
+        agree(ring, "shard_batch", {"batch (its digest)": told}, problem=problem)
+        told = None
+    elif problem is not None:
+        raise ValueError(f"shard_batch: {problem}")
+    return replace(found[0], group=group, told=told)
+
+
+class RingCollator:
+    """A collator for DataLoader that shards what another one makes. It needs no process group.
+
+    Args:
+        inner: from samples to a batch of whole sequences, as for `shard_batch`.
+        rank, ring_size: this rank's place in its ring. All ranks of a ring must load the same.
+        options: those of `shard_batch`.
+
+    In the training loop say the ring if it is not the default group: `batch.over(mesh["cp"])`.
+
+    >>> def stack(ids):
+    ...     return {"input_ids": torch.stack(ids)}
+    >>> batch = RingCollator(stack, rank=0, ring_size=2)([torch.arange(4)])
+    >>> batch["input_ids"].tolist()
+    [[0, 3]]
+    """
+
+    @beartype
+    def __init__(
+        self,
+        inner: Callable[[Any], Mapping[str, Any]],
+        *,
+        rank: int,
+        ring_size: int,
+        **options: Any,
+    ):
+        self.inner, self.options = inner, dict(options, rank=rank, ring_size=ring_size)
+
+    def __call__(self, samples: Any) -> ShardedBatch:
+        """Collate samples, and return this rank's part."""
+        return shard_batch(self.inner(samples), **self.options)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A batch of whole sequences that has been read: `[b, length, ...]` each, by name."""
+
+    length: int
+    cut: Mapping[str, Tensor]
+    kept: Mapping[str, Any]
+    packing: BatchDocuments | None
+    real: Tensor | None
+    num_items: Tensor | None
+
+    @classmethod
+    def read(cls, batch: Mapping[str, Any], shift: bool, ignore_index: int) -> "_Whole":
+        """Read a batch; raise ValueError where its parts contradict one another."""
+        tokens = _tokens(batch)
+        b, n = tokens.shape[:2]
+        for name in (*_MASKS, "position_ids", "labels", "loss_weights"):
+            shape = getattr(batch.get(name), "shape", None)
+            if batch.get(name) is not None and shape != (b, n):
+                raise ValueError(
+                    f"{name} must be [{b}, {n}] as the tokens are, got {_shown(shape)}"
+                )
+        real = _real(batch)
+        packing = _packing(batch, tokens, real)
+        cut = {name: t for name, t in batch.items() if name in _TOKENS}
+        cut["position_ids"] = _positions(batch, tokens, packing)
+        num_items = None
+        if (labels := batch.get("labels")) is not None:
+            if real is not None:
+                labels = labels.masked_fill(~real, ignore_index)
+            if shift:
+                labels = next_of_whole(labels, packing, ignore_index)
+            cut["shift_labels"], num_items = labels, (labels != ignore_index).sum()
+        if (weights := batch.get("loss_weights")) is not None:
+            cut["loss_weights"] = next_of_whole(weights, packing, 0) if shift else weights
+        more = {name: t for name, t in batch.items() if name not in (*_TOKENS, *_READ)}
+        cut |= {name: t for name, t in more.items() if _is_cut(name, t, b, n)}
+        kept = {name: t for name, t in more.items() if name not in cut}
+        return cls(n, cut, kept, packing, real, num_items)
+
+    def layout(self, ring_size: int) -> Layout:
+        """Choose the layout that leaves ranks as much to do as one another."""
+        if self.packing is None:
+            return "zigzag"
+        return deal(self.packing, ring_size, causal=True, window=None)
+
+    def shard(self, layout: Layout, rank: int, ring_size: int) -> ShardedBatch:
+        """Return a rank's part of it."""
+        segments = all_segments(layout, ring_size, self.length)[rank]
+
+        def mine(t: Tensor) -> Tensor:
+            return t.index_select(1, segment_positions(segments, t.device))
+
+        tensors = {name: mine(t) for name, t in self.cut.items()} | dict(self.kept)
+        real = None if self.real is None else mine(self.real)
+        of = (self.packing, real, self.num_items)
+        return ShardedBatch(tensors, layout, self.length, rank, ring_size, *of)
+
+
+def _tokens(batch: Mapping[str, Any]) -> Tensor:
+    found = [batch[name] for name in _TOKENS if batch.get(name) is not None]
+    if len(found) == 1 and isinstance(found[0], Tensor) and found[0].ndim >= 2:
+        return found[0]
+    raise ValueError(
+        'a batch has "input_ids" [b, n] or "inputs_embeds" [b, n, d], one of them; '
+        f"got {', '.join(map(str, batch))}"
+    )
+
+
+def _real(batch: Mapping[str, Any]) -> Tensor | None:
+    """Return which tokens are real, bool `[b, n]`; None if all are."""
+    given = [batch[name] for name in _MASKS if batch.get(name) is not None]
+    if len(given) > 1:
+        raise ValueError("attention_mask and key_mask say the same thing; pass one of them")
+    if not given:
+        return None
+    real = given[0] != 0
+    if not bool(((given[0] == 1) | ~real).all()):
+        raise ValueError("attention_mask must be 1 or True for real tokens, 0 or False for padding")
+    return None if bool(real.all()) else real
+
+
+def _packing(
+    batch: Mapping[str, Any], tokens: Tensor, real: Tensor | None
+) -> BatchDocuments | None:
+    """Return the documents of each sample; None if each is one."""
+    documents, borders = batch.get("documents"), batch.get("cu_seqlens")
+    problem = documents_problem(documents, borders, tokens.shape, tokens.shape[1])
+    if problem is not None:
+        raise ValueError(problem)
+    if documents is None and borders is None and batch.get("position_ids") is not None:
+        documents = documents_of_positions(batch["position_ids"], real)
+    packing = local_packing(documents, borders, tokens)
+    if packing is None or all(len(each.runs) < 2 for each in packing):
+        return None
+    return packing
+
+
+def _positions(batch: Mapping[str, Any], tokens: Tensor, packing: BatchDocuments | None) -> Tensor:
+    """Return the position of each token, int64 `[b, n]`: as given, or counted in its document."""
+    b, n = tokens.shape[:2]
+    if (given := batch.get("position_ids")) is not None:
+        return given
+    (whole,) = all_segments("contiguous", 1, n)
+    if packing is None:
+        return segment_positions(whole, tokens.device).expand(b, n)
+    return torch.stack([documents.positions(whole) for documents in packing]).to(tokens.device)
+
+
+def _is_cut(name: str, value: Any, b: int, n: int) -> bool:
+    """Tell whether a further tensor has the sequence as its second dimension."""
+    if not isinstance(value, Tensor):
+        return False
+    if tuple(value.shape[:2]) == (b, n):
+        return True
+    if name.startswith("cu_seq"):
+        raise ValueError(f"{name} is not read; say the borders of documents as cu_seqlens")
+    if n > 1 and n in value.shape:
+        raise ValueError(
+            f"{name} {list(value.shape)} seems to have the {n} tokens elsewhere than in its second "
+            f"dimension; give it as [{b}, {n}, ...], or leave it out of the batch"
+        )
+    return False
+
+
+def _ends(documents: Any, length: int) -> Tensor:
+    """Return for each position of a sequence where the run of its document ends."""
+    stops = torch.tensor([run.stop for run in documents.runs])
+    return stops.repeat_interleave(stops.diff(prepend=stops.new_zeros(1)), output_size=length)
+
+
+def _digest(batch: Mapping[str, Any]) -> int:
+    """Return a number that tells batches apart."""
+    parts = [(name, digest(t)) for name, t in sorted(batch.items()) if isinstance(t, Tensor)]
+    return crc32(repr(parts).encode())
+
+
+def _shown(shape: Any) -> str:
+    return "no tensor" if shape is None else str(list(shape))

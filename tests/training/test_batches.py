@@ -1,0 +1,396 @@
+"""A step of training over a spread batch is that of one process; what is forgotten raises."""
+
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+
+from ring_attention_pytorch import (
+    RingAttention,
+    RingCollator,
+    RingPlan,
+    RingTransformer,
+    positions,
+    ring_attn,
+    ring_cross_entropy,
+    ring_token_logprobs,
+    shard_batch,
+)
+from tests.support import training
+from tests.support.reference import relative_error
+from tests.support.training import KINDS, LENGTH, Model, batch_of, spread, spread_attention
+
+EXACT = 1e-10
+
+
+def errors(got: tuple[Tensor, list[Tensor]], want: tuple[Tensor, list[Tensor]]) -> float:
+    pairs = zip((got[0], *got[1]), (want[0], *want[1]), strict=True)
+    return max(relative_error(a, b) for a, b in pairs)
+
+
+def all_kinds(how: str, checkpointed: bool, layout: str) -> dict[str, float]:
+    """For a pool: the worst error of each kind of batch."""
+    return {
+        kind: errors(
+            spread(kind, how, checkpointed, layout=layout), training.one_process(kind)
+        )
+        for kind in KINDS
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("size", "how", "checkpointed", "layout"),
+    [
+        (2, "logits", False, "auto"), (3, "head", True, "auto"), (4, "logits", True, "auto"),
+        (2, "head", False, "striped"), (3, "logits", False, "contiguous"),
+    ],
+)  # fmt: skip
+def test_a_step_is_that_of_one_process(size, how, checkpointed, layout, pools):
+    for found in pools(size).run(all_kinds, how, checkpointed, layout):
+        assert max(found.values()) < EXACT, found
+
+
+def test_a_step_of_a_ring_of_one_is_that_of_one_process():
+    for kind in KINDS:
+        batch = shard_batch(batch_of(kind))
+        model = Model(spread_attention)
+        with batch:
+            logits = model(batch["input_ids"], batch["position_ids"])
+            loss = ring_cross_entropy(
+                logits, batch.labels, weights=batch.get("loss_weights")
+            )  # fmt: skip
+            loss.backward()
+        found = loss.detach(), [p.grad for p in model.parameters()]
+        assert errors(found, training.one_process(kind)) < EXACT, kind
+
+
+def unequal_rings() -> float:
+    """Two rings of two, whose batches have unequal numbers of real tokens."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    kinds = ["labels for some", "padded right"]
+    model = Model(None)
+    here = kinds[mesh["dp"].get_local_rank()]
+    batch = shard_batch(batch_of(here, seed=1), group=mesh["cp"])
+    model.attend = lambda *qkv: ring_attn(*qkv, causal=True, group=mesh["cp"])
+    with batch:
+        logits = model(batch["input_ids"], batch["position_ids"])
+        loss = ring_cross_entropy(logits, batch.labels)
+        loss.backward()
+    whole = Model(None)
+    sums = [training.alone(kind, 1, whole)[:2] for kind in kinds]
+    want = sum(total for total, _ in sums) / sum(held for _, held in sums)
+    grads = torch.autograd.grad(want, [*whole.parameters()])
+    return errors((loss.detach(), training.averaged(model)), (want.detach(), [*grads]))
+
+
+def test_a_mean_over_rings_with_unequal_tokens_is_that_of_one_process(pools):
+    assert max(pools(4).run(unequal_rings)) < EXACT
+
+
+def rolled() -> bool:
+    """Labels of the next but one token, and beyond."""
+    right = []
+    for kind in ("plain", "borders"):
+        whole = shard_batch(batch_of(kind), rank=0, ring_size=1)
+        batch, documents = shard_batch(batch_of(kind)), training.documents_of(kind)
+        for ahead in (0, 1, 3):
+            want = torch.full_like(whole.labels, -100)
+            stop = LENGTH - ahead
+            same = documents[:, ahead:] == documents[:, :stop]
+            want[:, :stop] = whole.labels[:, ahead:].masked_fill(~same, -100)
+            got = batch.unshard(batch.roll(batch.labels, ahead, -100))
+            right.append(torch.equal(got, want))
+    return all(right)
+
+
+def test_rolling_reaches_over_shards_and_ends_with_documents(pools):
+    for size in (2, 3):
+        assert all(pools(size).run(rolled))
+
+
+def logprobs(how: str) -> float:
+    """A loss of whole sequences' log-probabilities, the same on every rank."""
+    model, batch = Model(spread_attention), shard_batch(batch_of("borders"))
+    with batch:
+        given = batch["input_ids"], batch["position_ids"]
+        if how == "head":
+            found = ring_token_logprobs(
+                model.hidden(*given), batch, head=model.head.weight, chunk=7
+            )  # fmt: skip
+        else:
+            found = ring_token_logprobs(model(*given), batch)
+        loss = found.sum(1).exp().sqrt().sum() + (found * torch.arange(LENGTH)).sum()
+        loss.backward()
+    documents = training.documents_of("borders")
+    whole = Model(lambda *qkv: training.dense_attention(*qkv, causal=True, documents=documents)[0])
+    alone = shard_batch(batch_of("borders"), rank=0, ring_size=1)
+    logits = whole(alone["input_ids"], alone["position_ids"]).log_softmax(-1)
+    labels = alone.labels.clamp(min=0)[..., None]
+    want = logits.gather(2, labels)[..., 0].masked_fill(alone.labels == -100, 0)
+    loss = want.sum(1).exp().sqrt().sum() + (want * torch.arange(LENGTH)).sum()
+    grads = torch.autograd.grad(loss, [*whole.parameters()])
+    return errors((found, training.averaged(model)), (want, [*grads]))
+
+
+@pytest.mark.parametrize("how", ["logits", "head"])
+def test_logprobs_of_whole_sequences_are_those_of_one_process(how, pools):
+    assert max(pools(3).run(logprobs, how)) < EXACT
+
+
+def test_a_batch_has_what_its_tokens_need():
+    batch = {
+        "input_ids": torch.arange(10, 16)[None], "labels": torch.arange(10, 16)[None],
+        "cu_seqlens": [0, 4, 6], "colours": torch.arange(12).view(1, 6, 2), "name": "one",
+        "of sample": torch.ones(1, 3),
+    }  # fmt: skip
+    found = shard_batch(batch, rank=1, ring_size=2, layout="contiguous")
+    assert found["input_ids"].tolist() == [[13, 14, 15]]
+    assert found["position_ids"].tolist() == [[3, 0, 1]]
+    assert found.labels.tolist() == [[-100, 15, -100]]
+    assert found["colours"].tolist() == [[[6, 7], [8, 9], [10, 11]]]
+    assert found["name"] == "one"
+    assert found["of sample"].shape == (1, 3)
+    assert found.num_items.item() == 4
+    assert {*found} == {*batch, "position_ids", "shift_labels"} - {"labels", "cu_seqlens"}
+    moved = shard_batch(batch, rank=1, ring_size=2, layout="contiguous", shift_labels=False)
+    assert moved.labels.tolist() == [[13, 14, 15]]
+    assert found.to("cpu").labels.tolist() == found.labels.tolist()
+
+
+def test_auto_is_zigzag_or_balanced():
+    ids = {"input_ids": torch.arange(16)[None]}
+    assert shard_batch(ids, rank=0, ring_size=2).layout == "zigzag"
+    packed = shard_batch({**ids, "cu_seqlens": [0, 12, 16]}, rank=0, ring_size=2)
+    assert not isinstance(packed.layout, str)
+    for length in (1, 2, 3, 5, 7):  # nothing is padded
+        ids = {"input_ids": torch.arange(length)[None]}
+        parts = [shard_batch(ids, rank=r, ring_size=3)["input_ids"] for r in range(3)]
+        assert sorted(torch.cat(parts, 1)[0].tolist()) == [*range(length)]
+
+
+WRONG = {
+    "no tokens": (dict(labels=torch.ones(1, 4)), "input_ids"),
+    "both": (dict(inputs_embeds=torch.ones(1, 4, 2)), "one of them"),
+    "labels of others": (dict(labels=torch.ones(1, 3, dtype=torch.long)), r"labels must be \[1, 4"),
+    "mask of scores": (dict(attention_mask=torch.ones(1, 1, 4, 4)), "attention_mask must be"),
+    "numbers as a mask": (dict(attention_mask=torch.tensor([[0.0, -9, 1, 1]])), "1 or True"),
+    "two masks": (
+        dict(attention_mask=torch.ones(1, 4), key_mask=torch.ones(1, 4)), "say the same thing",
+    ),
+    "positions back": (dict(position_ids=torch.tensor([[0, 1, 1, 2]])), "begin at 0"),
+    "borders short": (dict(cu_seqlens=[0, 3]), "must end with"),
+    "tokens elsewhere": (dict(scores=torch.ones(1, 2, 4)), "elsewhere"),
+    "borders of others": (dict(cu_seq_lens_q=torch.tensor([0, 4])), "say the borders"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_batch_that_contradicts_itself_raises(case):
+    more, text = WRONG[case]
+    batch = {"input_ids": torch.arange(4)[None], **more}
+    if case == "no tokens":
+        del batch["input_ids"]
+    with pytest.raises(ValueError, match=text):
+        shard_batch(batch, rank=0, ring_size=2)
+
+
+def refused(name: str) -> str:
+    """For a pool: what a mistake raises on this rank."""
+    try:
+        mistakes()[name]()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def mistakes() -> dict[str, Any]:
+    rank = dist.get_rank()
+    batch = shard_batch(batch_of("borders"))
+    q = torch.randn(2, batch["input_ids"].shape[1], 2, 8)
+    whole = torch.randn(2, LENGTH, 2, 8)
+    at = dict(layout="zigzag", rank=rank, ring_size=dist.get_world_size(), length=LENGTH)
+    plain, other = shard_batch(batch_of("plain")), shard_batch(batch_of("plain"), layout="striped")
+    local = torch.randn(2, len(positions(**at)), 2, 8)
+    documents = torch.zeros(2, q.shape[1], dtype=torch.long)
+
+    def inside(of: Any, run: Any) -> Any:
+        def call() -> None:
+            with of:
+                run()
+
+        return call
+
+    def checkpointed(backward_inside: Any) -> Any:
+        def call() -> None:
+            model = Model(spread_attention, checkpointed=True)
+            with plain:
+                loss = model(plain["input_ids"], plain["position_ids"]).sum()
+            if backward_inside is None:
+                loss.backward()
+            else:
+                with backward_inside:
+                    loss.backward()
+
+        return call
+
+    def of_another() -> None:
+        leaf = local.clone().requires_grad_()
+        with plain:
+            loss = ring_attn(leaf, leaf, leaf, causal=True).sum()
+        with other:
+            loss.backward()
+
+    layer = dict(dim=16, dim_head=8, heads=2, causal=True, ring_attn=True)
+    transformer = RingTransformer(num_tokens=training.WORDS, depth=1, **layer)
+    x = torch.randn(2, q.shape[1], 16)
+    loader = shard_batch(batch_of("plain", seed=rank), rank=rank, ring_size=2)
+    plan = RingPlan.make(local, local, local, causal=True, layout="zigzag")
+    return {
+        "another layout": inside(
+            plain, lambda: ring_attn(local, local, local, causal=True, layout="striped")
+        ),
+        "whole sequences": inside(plain, lambda: ring_attn(whole, whole, whole, causal=True)),
+        "a module of another layout": inside(
+            batch, lambda: RingAttention(**layer, layout="zigzag")(x)
+        ),
+        "a module that shards": inside(plain, lambda: transformer(plain["input_ids"])),
+        "a module without the ring": inside(
+            plain, lambda: RingAttention(**(layer | dict(ring_attn=False)))(torch.randn(
+                2, plain["input_ids"].shape[1], 16))
+        ),
+        "documents, too": inside(
+            batch, lambda: ring_attn(q, q, q, causal=True, documents=documents)
+        ),
+        "borders, too": inside(
+            batch, lambda: ring_attn(q, q, q, causal=True, cu_seqlens=[0, LENGTH])
+        ),
+        "a plan without documents": inside(
+            batch, lambda: ring_attn(q, q, q, plan=plan) if len(q[0]) == len(local[0]) else
+            ring_attn(q, q, q, causal=True, layout="zigzag")
+        ),
+        "different batches": lambda: shard_batch(batch_of("plain", seed=rank)),
+        "different batches of loaders": inside(loader, lambda: None),
+        "another rank": inside(shard_batch(batch_of("plain"), rank=0, ring_size=2), lambda: None),
+        "backward outside": checkpointed(None),
+        "backward in another block": checkpointed(other),
+        "backward of another batch": of_another,
+        "loss of a part": inside(
+            plain,
+            lambda: ring_cross_entropy(
+                torch.randn(2, plain.labels.shape[1], 5), plain.labels.clamp(max=4),
+                group=_alone()[rank],
+            ),
+        ),
+    }  # fmt: skip
+
+
+def _alone() -> list[Any]:
+    """A group of each rank alone."""
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+
+
+TEXTS = {
+    "another layout": "'striped' was given in the block of a batch with 'zigzag'",
+    "whole sequences": "not whole sequences",
+    "a module of another layout": "'zigzag' was given in the block",
+    "a module that shards": "sharded already",
+    "a module without the ring": "lies on 2 ranks",
+    "documents, too": "documents was given beside",
+    "borders, too": "cu_seqlens were given beside",
+    "a plan without documents": "in the block|in whose block",
+    "different batches": "its digest",
+    "different batches of loaders": "its digest",
+    "another rank": r"batch\.over\(group\)",
+    "backward outside": "inside `with batch:`",
+    "backward in another block": "'striped'|another one|not whole",
+    "backward of another batch": "another one",
+    "loss of a part": "averaged",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_mistake_raises_on_all_ranks(name, pools):
+    told = pools(2).run(refused, name)
+    assert all(re.search(TEXTS[name], text) for text in told), told
+
+
+def from_workers() -> float:
+    """A step whose batch a collator has made, and come from another process as pickled bytes."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    collator = RingCollator(_first, rank=rank, ring_size=size)
+    (batch,) = DataLoader([batch_of("borders")], collate_fn=collator)
+    batch = pickle.loads(pickle.dumps(batch)).to("cpu")
+    model = Model(spread_attention)
+    with batch:
+        logits = model(batch["input_ids"], batch["position_ids"])
+        loss = ring_cross_entropy(logits, batch.labels)
+        loss.backward()
+    return errors((loss.detach(), training.averaged(model)), training.one_process("borders"))
+
+
+def _first(samples: list[Any]) -> Any:
+    return samples[0]
+
+
+def test_workers_shard_without_a_group(pools):
+    assert max(pools(2).run(from_workers)) < EXACT
+
+
+def transformers_loss() -> float:
+    """Our own model takes layout, documents and mask from the block, and shifts labels by them."""
+    worst = 0.0
+    for kind in ("plain", "borders", "padded right"):
+        whole = batch_of(kind)
+        options = dict(
+            num_tokens=training.WORDS, dim=16, depth=2, dim_head=8, heads=2, causal=True,
+            ignore_index=-100,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        alone = RingTransformer(**options).double()
+        torch.manual_seed(0)
+        model = RingTransformer(**options, ring_attn=True, auto_shard_seq=False).double()
+        mask = whole.get("attention_mask")
+        ids = torch.cat((whole["input_ids"], whole["input_ids"][:, :1]), 1)  # is cut off again
+        borders = None if kind != "borders" else [*whole["cu_seqlens"], LENGTH + 1]
+        if mask is not None:
+            mask = torch.cat((mask, mask[:, :1] & False), 1)
+        if kind == "plain":
+            borders = [0, LENGTH, LENGTH + 1]
+        want = alone(ids, mask, return_loss=True, cu_seqlens=borders)
+        batch = shard_batch(whole)
+        with batch:
+            for labels in (None, batch.labels):
+                model.zero_grad()
+                loss = model(batch["input_ids"], labels=labels, return_loss=True)
+                loss.backward()
+                grads = torch.autograd.grad(want, [*alone.parameters()], retain_graph=True)
+                got = loss.detach(), training.averaged(model)
+                worst = max(worst, errors(got, (want.detach(), [*grads])))
+    return worst
+
+
+def test_our_own_model_is_right_in_a_block(pools):
+    assert max(pools(2).run(transformers_loss)) < EXACT
+
+
+def compared_before_all_else(kind: str) -> str:
+    """Digests see one token, wherever it is."""
+    batch = batch_of(kind)
+    if dist.get_rank():
+        batch["input_ids"][1, LENGTH - 1] += 1
+    try:
+        shard_batch(batch)
+    except ValueError as error:
+        return str(error)
+    shard_batch(batch, check_same=False)
+    return "nothing"
+
+
+def test_one_token_makes_another_batch(pools):
+    assert all("digest" in told for told in pools(2).run(compared_before_all_else, "plain"))
