@@ -40,20 +40,16 @@ def documents_of_positions(positions: Tensor, real: Tensor | None) -> Tensor | N
     return back.cumsum(1) if bool(back.any()) else None
 
 
-def next_of_whole(
-    x: Tensor, packing: BatchDocuments | None, nothing: int | float, real: Tensor | None = None
-) -> Tensor:
+def next_of_whole(x: Tensor, packing: BatchDocuments | None, nothing: int | float) -> Tensor:
     """Move whole sequences `[b, n]` one token ahead: each gets what its successor has.
 
-    The last token of a document gets `nothing`, and so does one before padding (`real` is False).
+    The last token of a document gets `nothing`.
 
     >>> next_of_whole(torch.tensor([[5, 6, 7]]), None, -100).tolist()
     [[6, 7, -100]]
     """
     moved = torch.full_like(x, nothing)
     moved[:, :-1] = x[:, 1:]
-    if real is not None:
-        moved[:, :-1].masked_fill_(~real[:, 1:], nothing)
     if packing is None:
         return moved
     positions = torch.arange(x.shape[1], device=x.device)

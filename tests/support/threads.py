@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch.comm import gather_symmetric
@@ -39,6 +40,7 @@ class Hub:
         self.exchanges = [0] * size  # of each rank
         self.sent_bytes = [0] * size
         self.gathers = [0] * size
+        self.summed: list[Tensor] = [torch.empty(0)] * size
 
     def box(self, sender: int, receiver: int, tag: int, number: int) -> Queue:
         """Where one message lies: they match by tags, and in the order in which they are posted."""
@@ -96,6 +98,13 @@ class ThreadRing(Ring):
         notes = list(self.hub.notes)
         self.hub.barrier.wait()
         return notes
+
+    def _reduce(self, t: Tensor, op: object) -> None:
+        assert op == dist.ReduceOp.SUM
+        self.hub.summed[self.rank] = t.clone()
+        self.hub.barrier.wait()
+        t.copy_(sum(self.hub.summed))
+        self.hub.barrier.wait()
 
 
 class PartRing(SubRing):

@@ -1,15 +1,16 @@
 """A small language model in plain PyTorch, and one step of it: spread, or in one process."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch import ring_attn, ring_cross_entropy, shard_batch
+from ring_attention_pytorch.comm.ring import Ring, as_ring
 from tests.support.reference import dense_attention
 
 WORDS, LENGTH = 23, 37
@@ -44,8 +45,8 @@ class Model(nn.Module):
         return x + self.attend(qkv[:, :, :2], qkv[:, :, 2:3], qkv[:, :, 3:]).flatten(2)
 
 
-def spread_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return ring_attn(q, k, v, causal=True)
+def spread_attention(q: Tensor, k: Tensor, v: Tensor, group: Ring | None = None) -> Tensor:
+    return ring_attn(q, k, v, causal=True, group=group)
 
 
 def batch_of(kind: str, seed: int = 0) -> dict[str, Any]:
@@ -118,24 +119,28 @@ def alone(kind: str, seed: int = 0, model: Model | None = None) -> tuple[Tensor,
     return (losses * weights).sum(), (weights * (labels.flatten() != -100)).sum(), model
 
 
-def averaged(model: nn.Module) -> list[Tensor]:
+def averaged(model: nn.Module, group: Ring | None = None) -> list[Tensor]:
     """Gradients averaged over all ranks, as DDP does."""
-    grads = [p.grad.clone() for p in model.parameters()]
+    ring, grads = as_ring(group), [p.grad.clone() for p in model.parameters()]
     for grad in grads:
-        dist.all_reduce(grad)
-        grad /= dist.get_world_size()
+        ring.total(grad)
+        grad /= ring.size
     return grads
 
 
 def spread(
-    kind: str, how: str = "logits", checkpointed: bool = False, **options: Any
+    kind: str,
+    how: str = "logits",
+    checkpointed: bool = False,
+    group: Ring | None = None,
+    **options: Any,
 ) -> tuple[Tensor, list[Tensor]]:
-    """(loss, gradients) of the same step over the ranks of the default group."""
-    model = Model(spread_attention, checkpointed)
-    batch = shard_batch(batch_of(kind), **options)
+    """(loss, gradients) of the same step over the ranks of a group."""
+    model = Model(partial(spread_attention, group=group), checkpointed)
+    batch = shard_batch(batch_of(kind), group=group, **options)
     with batch:
         given = batch["input_ids"], batch["position_ids"]
-        more = dict(weights=batch.get("loss_weights"))
+        more = dict(weights=batch.get("loss_weights"), group=group)
         if how == "head":
             hidden = model.hidden(*given)
             loss = ring_cross_entropy(
@@ -144,4 +149,4 @@ def spread(
         else:
             loss = ring_cross_entropy(model(*given), batch.labels, **more)
         loss.backward()
-    return loss.detach(), averaged(model)
+    return loss.detach(), averaged(model, group)

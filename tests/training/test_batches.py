@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from ring_attention_pytorch import (
     ring_token_logprobs,
     shard_batch,
 )
+from ring_attention_pytorch.comm.ring import Ring
 from tests.support import training
 from tests.support.reference import relative_error
 from tests.support.training import KINDS, LENGTH, Model, batch_of, spread, spread_attention
@@ -93,12 +95,13 @@ def test_a_mean_over_rings_with_unequal_tokens_is_that_of_one_process(pools):
     assert max(pools(4).run(unequal_rings)) < EXACT
 
 
-def rolled() -> bool:
+def rolled(group: Ring | None = None) -> bool:
     """Labels of the next but one token, and beyond."""
     right = []
     for kind in ("plain", "borders"):
         whole = shard_batch(batch_of(kind), rank=0, ring_size=1)
-        batch, documents = shard_batch(batch_of(kind)), training.documents_of(kind)
+        batch = shard_batch(batch_of(kind), group=group)
+        documents = training.documents_of(kind)
         for ahead in (0, 1, 3):
             want = torch.full_like(whole.labels, -100)
             stop = LENGTH - ahead
@@ -114,9 +117,10 @@ def test_rolling_reaches_over_shards_and_ends_with_documents(pools):
         assert all(pools(size).run(rolled))
 
 
-def logprobs(how: str) -> float:
+def logprobs(how: str, group: Ring | None = None) -> float:
     """A loss of whole sequences' log-probabilities, the same on every rank."""
-    model, batch = Model(spread_attention), shard_batch(batch_of("borders"))
+    model = Model(partial(spread_attention, group=group))
+    batch = shard_batch(batch_of("borders"), group=group)
     with batch:
         given = batch["input_ids"], batch["position_ids"]
         if how == "head":
@@ -135,7 +139,7 @@ def logprobs(how: str) -> float:
     want = logits.gather(2, labels)[..., 0].masked_fill(alone.labels == -100, 0)
     loss = want.sum(1).exp().sqrt().sum() + (want * torch.arange(LENGTH)).sum()
     grads = torch.autograd.grad(loss, [*whole.parameters()])
-    return errors((found, training.averaged(model)), (want, [*grads]))
+    return errors((found, training.averaged(model, group)), (want, [*grads]))
 
 
 @pytest.mark.parametrize("how", ["logits", "head"])

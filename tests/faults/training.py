@@ -1,0 +1,104 @@
+"""Faults between a training loop and attention, and a battery that must find each."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from tests.faults import hunt
+from tests.faults.mutant import planted
+
+MUTANTS = planted("TRAINING")
+
+
+def battery() -> Iterator[Callable[[], object]]:
+    """Steps over rings of threads against one process, and mistakes that must raise."""
+    from tests.support import threads
+
+    torch.set_num_threads(1)
+    threads.PATIENCE = 10.0
+    for kind in ("plain", "padded left", "padded right", "borders", "restarting positions"):
+        yield partial(step_is_right, kind, "logits")
+    yield partial(step_is_right, "weights", "head")
+    yield rolls
+    yield logprobs_are_right
+    for mistake in (whole_sequences, backward_outside, backward_elsewhere, a_plan_of_another):
+        yield partial(raises, mistake)
+
+
+def step_is_right(kind: str, how: str) -> None:
+    from tests.support import threads, training
+    from tests.training.test_batches import EXACT, errors
+
+    want = training.one_process(kind)
+    found, _ = threads.run(2, lambda ring: training.spread(kind, how, group=ring))
+    assert max(errors(got, want) for got in found) < EXACT
+
+
+def rolls() -> None:
+    from tests.support import threads
+    from tests.training.test_batches import rolled
+
+    assert all(threads.run(2, rolled)[0])
+
+
+def logprobs_are_right() -> None:
+    from tests.support import threads
+    from tests.training.test_batches import EXACT, logprobs
+
+    assert max(threads.run(2, lambda ring: logprobs("head", ring))[0]) < EXACT
+
+
+def raises(mistake: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="block|whole sequences"):
+        mistake()
+
+
+def whole_sequences() -> None:
+    batch = _batch("plain")
+    q = torch.randn(2, 60, 2, 8)
+    from ring_attention_pytorch import ring_attn
+
+    with batch:
+        ring_attn(q, q, q, causal=True)
+
+
+def backward_outside() -> None:
+    from tests.support.training import Model, spread_attention
+
+    batch, model = _batch("plain"), Model(spread_attention, checkpointed=True)
+    with batch:
+        loss = model(batch["input_ids"], batch["position_ids"]).sum()
+    loss.backward()
+
+
+def backward_elsewhere() -> None:
+    from tests.support.training import Model, spread_attention
+
+    batch, other, model = _batch("plain"), _batch("borders"), Model(spread_attention)
+    with batch:
+        loss = model(batch["input_ids"], batch["position_ids"]).sum()
+    with other:
+        loss.backward()
+
+
+def a_plan_of_another() -> None:
+    from ring_attention_pytorch import RingPlan, ring_attn
+    from tests.support.training import LENGTH
+
+    q = torch.randn(2, LENGTH, 2, 8)
+    plan = RingPlan.make(q, q, q, causal=True, cu_seqlens=[0, 20, LENGTH])
+    with _batch("borders"):
+        ring_attn(q, q, q, plan=plan)
+
+
+def _batch(kind: str):
+    from ring_attention_pytorch import shard_batch
+    from tests.support.training import batch_of
+
+    return shard_batch(batch_of(kind))
+
+
+if __name__ == "__main__":
+    hunt.main("tests.faults.training")

@@ -1,0 +1,91 @@
+"""Faults planted into `training/`, and into what batches tell attention."""
+
+from tests.faults.mutant import Mutant
+
+TRAINING = [
+    Mutant(
+        "labels are shifted within the shard's documents only", "training/labels.py:next_of_whole",
+        "moved.masked_fill(last_of_document(packing, positions), nothing)", "moved",
+    ),
+    Mutant(
+        "documents of positions are one", "training/labels.py:documents_of_positions",
+        "return back.cumsum(1) if bool(back.any()) else None", "return None",
+    ),
+    Mutant(
+        "labels are not shifted", "training/batches.py:_Whole.read",
+        "if shift:\n labels =", "if not shift:\n labels =",
+    ),
+    Mutant(
+        "weights are not shifted with labels", "training/batches.py:_Whole.read",
+        "next_of_whole(weights, packing, 0) if shift else weights", "weights",
+    ),
+    Mutant(
+        "labels of padding count", "training/batches.py:_Whole.read",
+        "labels = labels.masked_fill(~real, ignore_index)", "pass",
+    ),
+    Mutant(
+        "positions count in the sequence", "training/batches.py:_positions",
+        "if packing is None:", "if True:",
+    ),
+    Mutant(
+        "positions are the shard's", "training/batches.py:_Whole.shard",
+        "return t.index_select(1, segment_positions(segments, t.device))",
+        "return t[:, : len(segment_positions(segments))]",
+    ),
+    Mutant(
+        "masks stay whole", "training/batches.py:_Whole.shard",
+        "None if self.real is None else mine(self.real)", "None",
+    ),
+    Mutant(
+        "what is rolled passes documents", "training/batches.py:ShardedBatch.roll",
+        "if self.packing is None or ahead == 0:", "if True:",
+    ),
+    Mutant(
+        "a token ahead is the next one", "nn/loss.py:next_tokens",
+        "torch.isin(mine + ahead, held)", "torch.isin(mine + 1, held)",
+    ),
+    Mutant(
+        "the loss is the mean of this rank", "training/losses.py:ring_cross_entropy",
+        "ring.total(held)", "pass",
+    ),
+    Mutant(
+        "weights are not counted", "training/losses.py:ring_cross_entropy",
+        "held = (weights * real).sum()", "pass",
+    ),
+    Mutant(
+        "gradients of log-probabilities are a rank's own", "training/losses.py:_Whole.backward",
+        "* ctx.times", "",
+    ),
+    Mutant(
+        "chunks overlap", "training/losses.py:_chunks",
+        "stop = start + (chunk or n)", "stop = start + (chunk or n) + 1",
+    ),
+    Mutant(
+        "attention does not ask the batch for documents", "plan/placement.py:Placement.options",
+        '"documents": self.packing,', "",
+    ),
+    Mutant(
+        "attention does not ask the batch for its mask", "plan/placement.py:Placement.options",
+        '"key_mask": self.key_mask', "",
+    ),
+    Mutant(
+        "attention does not ask the batch for its layout", "plan/placement.py:Placement.options",
+        'mine = {"layout": self.layout}', "mine = {}",
+    ),
+    Mutant(
+        "whole sequences pass for shards", "plan/placement.py:Placement.problem",
+        "if n != held:", "if False:",
+    ),
+    Mutant(
+        "what is recomputed outside of its block is of no batch", "plan/placement.py:placed",
+        "placement is None and _used and in_backward()", "False",
+    ),
+    Mutant(
+        "backward is in any block", "plan/placement.py:check_began_here",
+        "began is not None and found and began not in found", "False",
+    ),
+    Mutant(
+        "a plan is for any batch", "plan/placement.py:check_plan",
+        "(layout, packing) != (placement.layout, placement.packing)", "False",
+    ),
+]  # fmt: skip
