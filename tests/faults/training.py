@@ -51,7 +51,7 @@ def logprobs_are_right() -> None:
 
 
 def raises(mistake: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match="block|whole sequences"):
+    with pytest.raises(ValueError, match=r"block|whole sequences"):
         mistake()
 
 

@@ -1,8 +1,11 @@
 """The examples, end to end and small: what they promise to print is there, and true."""
 
 import doctest
+import inspect
 import io
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +15,7 @@ import torch
 from click.testing import CliRunner
 from torch.multiprocessing import ProcessRaisedException
 
-from examples import demo, pictures, train_text
+from examples import demo, pictures, train_documents, train_text
 from examples.train_text import Config, Step
 from ring_attention_pytorch.geometry.tiles import Mask, Tile
 
@@ -30,12 +33,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def launch(*options: str, ranks: int = 4) -> subprocess.CompletedProcess[str]:
-    """`torchrun examples/train_text.py`, on a port that is free."""
+def launch(
+    *options: str, ranks: int = 4, example: str = "train_text"
+) -> subprocess.CompletedProcess[str]:
+    """`torchrun` an example, on a port that is free."""
     run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     run += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     return subprocess.run(
-        [*run, "examples/train_text.py", *options],
+        [*run, f"examples/{example}.py", *options],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
 
@@ -223,3 +228,24 @@ def test_curves_mark_what_differs():
     text = pictures.curves({"a": [3.0, 2.0, 1.0], "b": [3.0, 2.0, 2.0]}, height=3)
     assert text.splitlines()[:3] == ["   3.00 │◉", "        │ ◉○", "   1.00 │  ●"]
     assert pictures.curves({"a": [2.0]}).count("●") == 2
+
+
+def test_training_on_documents_is_that_of_one_process(tmp_path):
+    many, one, curves = (tmp_path / name for name in ("many.json", "one.json", "curves.svg"))
+    small = ["--steps=3", "--length=101", "--double"]
+    done = launch(*small, f"--losses={many}", ranks=2, example="train_documents")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = CliRunner()
+    assert run.invoke(train_documents.main, [*small, f"--losses={one}"]).exit_code == 0
+    pairs = zip(json.loads(many.read_text()), json.loads(one.read_text()), strict=True)
+    assert max(abs(a - b) for a, b in pairs) < 1e-10
+    drawn = run.invoke(train_documents.main, ["--draw", str(many), str(one), str(curves)])
+    assert "3 steps" in drawn.output
+    assert curves.read_text().count("<polyline") == 2
+
+
+def test_training_on_documents_has_four_lines_of_ours():
+    text = Path(train_documents.__file__).read_text()
+    assert len(re.findall(r"# [1-9]: ", text)) == 4
+    step = inspect.getsource(train_documents.train).splitlines()
+    assert len(step) + len(inspect.getsource(train_documents.Block.forward).splitlines()) <= 30
