@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.plan.placement import check_began_here, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
@@ -99,12 +98,12 @@ class RingAttentionFunction(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         keep(ctx, *inputs, *output)
-        ctx.placement = current()
+        ctx.block = ctx.plan.block()
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         *given, out, lse = ctx.saved_tensors
-        check_began_here(ctx.placement)
+        ctx.plan.check_block(ctx.block)
         dout = torch.zeros_like(out) if dout is None else dout
         if is_first_order():
             return None, *ctx.plan.run("backward", backward, *given, dout, dlse, out, lse)

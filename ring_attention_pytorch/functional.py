@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.comm.agreement import told_by_group, typed
-from ring_attention_pytorch.comm.ring import Group, as_ring
+from ring_attention_pytorch.comm.placement import attention_ring
+from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.geometry.documents import Borders
 from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.kernels import explain
@@ -21,7 +22,7 @@ from ring_attention_pytorch.runtime.scores import bias_problem, with_bias
 from ring_attention_pytorch.runtime.torch_func import tangents_note
 
 
-@typed(told_by_group("ring attention"))
+@typed(told_by_group("ring attention", ring_of=attention_ring))
 def ring_attn(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,
@@ -115,7 +116,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             torch.manual_seed repeats it. Steps that share a plan drop alike, and so do layers,
             unless each takes `plan.for_layer(i)`.
         group: the ring, a ProcessGroup or a DeviceMesh of one dimension. None is the default
-            group, or this process alone if there is none.
+            group, or this process alone if there is none; inside `with batch:` the batch's ring.
         layout: which tokens of the sequence a rank holds (`positions` lists them): "contiguous",
             "striped", "zigzag" or a result of `balanced`. Keys of another sequence are in the
             order of ranks.
@@ -227,7 +228,7 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
     return explain(request, kernel)
 
 
-@typed(told_by_group("ring attention"))
+@typed(told_by_group("ring attention", ring_of=attention_ring))
 def ulysses_attn(
     q: Tensor, k: Tensor, v: Tensor, *, group: Group = None, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -249,7 +250,7 @@ def ulysses_attn(
     >>> ulysses_attn(q, k, k, causal=True).shape
     torch.Size([1, 6, 4, 8])
     """
-    ring = as_ring(group)
+    ring = attention_ring(group)
     return ring_attn(q, k, v, group=ring, ulysses=ring.size, **options)
 
 

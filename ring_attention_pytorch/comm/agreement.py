@@ -81,11 +81,14 @@ def problem_of(find: Callable[[], str | None]) -> str | None:
 
 
 def told_by_group(
-    caller: str, agreed: tuple[str, Any] = ("plan", None)
+    caller: str,
+    agreed: tuple[str, Any] = ("plan", None),
+    ring_of: Callable[[Group, int | None], Ring] = as_ring,
 ) -> Callable[[dict[str, Any], str], None]:
     """Make the `tell` of `typed`, for functions with a `group` that agree under the name `caller`.
 
     They agree only if the argument `agreed[0]` is `agreed[1]`: by default, only without a plan.
+    `ring_of` makes the ring of a group, and of a ring size.
     """
 
     def tell(given: dict[str, Any], problem: str) -> None:
@@ -94,7 +97,7 @@ def told_by_group(
         if given.get(name) is value:
             group, size = given.get("group"), given.get("ring_size")
             group = group if isinstance(group, Group) else None
-            ring = as_ring(group, size if isinstance(size, int) else None)
+            ring = ring_of(group, size if isinstance(size, int) else None)
             agree(ring, caller, {}, problem=problem)
 
     return tell

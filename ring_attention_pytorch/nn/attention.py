@@ -39,7 +39,6 @@ from ring_attention_pytorch.plan.checks import (
     over_ring_problem,
 )
 from ring_attention_pytorch.plan.packing import local_packing
-from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.dropout import dropout_problem
 from ring_attention_pytorch.runtime.graphs import GraphCache
@@ -293,9 +292,7 @@ class RingAttention(nn.Module):
         if given := [name for name, value in decided.items() if value is not None]:
             raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
         over_ring = plan.ring.size > 1
-        layout = self.spread.layout
-        if layout == "contiguous" and (of_block := current()) is not None:
-            layout = of_block.layout
+        layout = self.spread.layout_here
         if over_ring and isinstance(plan.layout, str) and plan.layout != layout:
             raise ValueError(f"the plan has layout={plan.layout!r}, the module {layout!r}")
         visible = Mask(self.causal, self.window)

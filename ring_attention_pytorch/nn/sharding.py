@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.comm.placement import attention_ring, current
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.balance import deal
 from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders, documents_problem
@@ -28,7 +29,6 @@ from ring_attention_pytorch.geometry.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.plan.packing import gather_packings
-from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 Shape = tuple[int, ...]
@@ -264,10 +264,18 @@ class ShardConfig:
         """Tell whether a call goes over the ring, unless it is `off` for that call."""
         return self.ring_attn and not off
 
+    @property
+    def layout_here(self) -> Layout:
+        """The layout of a call: that of the batch in whose block it is, unless one is named."""
+        placement = current()
+        if placement is None or self.layout != "contiguous":
+            return self.layout
+        return placement.layout
+
     def ring(self, on: bool, ring_size: int | None) -> Ring:
         """Return the ring of a call, or a ring of this process alone."""
         if on:
-            return as_ring(self.group, ring_size)
+            return attention_ring(self.group, ring_size)
         if ring_size is not None:
             raise ValueError(f"ring_size={ring_size} was given while the ring is off")
         return Ring.alone()

@@ -11,6 +11,7 @@ from beartype import beartype
 from torch import Tensor, nn
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of, raise_together, typed
+from ring_attention_pytorch.comm.placement import current
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.documents import (
     BatchDocuments,
@@ -38,7 +39,6 @@ from ring_attention_pytorch.nn.sharding import (
 )
 from ring_attention_pytorch.plan.checks import shards_problem
 from ring_attention_pytorch.plan.packing import local_packing, whole_packing
-from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 
 
@@ -288,9 +288,8 @@ class RingTransformer(nn.Module):
         x, mask, labels = tokens
         batch, n = x.shape
         ring = self.spread.ring(True, ring_size)
-        layout, of_block = self.spread.layout, current()
+        layout, of_block = self.spread.layout_here, current()
         if of_block is not None:
-            layout = of_block.layout if layout == "contiguous" else layout
             mask = of_block.key_mask if mask is None else mask
         has_documents = packed["documents"] is not None
         borders = packed["cu_seqlens"]

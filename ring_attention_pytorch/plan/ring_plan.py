@@ -15,7 +15,15 @@ from ring_attention_pytorch.comm.agreement import (
     told_by_group,
     typed,
 )
-from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
+from ring_attention_pytorch.comm.placement import (
+    Placement,
+    attention_ring,
+    check_began_here,
+    check_plan,
+    current,
+    placed,
+)
+from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.comm.transports import make_transport, owners_at_once
 from ring_attention_pytorch.comm.ulysses import Ulysses
 from ring_attention_pytorch.geometry.documents import BatchDocuments
@@ -39,7 +47,6 @@ from ring_attention_pytorch.plan.masks import (
 )
 from ring_attention_pytorch.plan.options import Call
 from ring_attention_pytorch.plan.packing import whole_packing
-from ring_attention_pytorch.plan.placement import check_plan, placed
 from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
 from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.runtime.graphs import Graphs, Tensors, can_be_captured, with_graphs
@@ -96,7 +103,7 @@ class RingPlan:
 
     @classmethod
     @outside_transforms
-    @typed(told_by_group("ring attention"))
+    @typed(told_by_group("ring attention", ring_of=attention_ring))
     def make(
         cls,
         q: Tensor,
@@ -127,7 +134,7 @@ class RingPlan:
         >>> plan.positions().tolist()
         [0, 1, 2, 3, 4, 5]
         """
-        ring, also = as_ring(group), also or {}
+        ring, also = attention_ring(group), also or {}
         options, problem = placed(ring, q, options)
         kind = None if problem else kind_of(ring, (q, k, v), options, also)
         kept = recalled(kind)
@@ -243,6 +250,16 @@ class RingPlan:
         """Return the block of a call; if `always`, all ranks raise where their calls differ."""
         block = self.ring.call(f"ring attention, {direction}", self.number)
         return in_the_same_call(self.ring, block) if self.always else block
+
+    @staticmethod
+    def block() -> Placement | None:
+        """Return the placement in whose block this is."""
+        return current()
+
+    @staticmethod
+    def check_block(began: Placement | None) -> None:
+        """Raise ValueError if backward is in another block than forward, which `began` in one."""
+        check_began_here(began)
 
     def keys(self, k: Tensor, v: Tensor) -> KVBlock:
         """Make the KV block that the transport wants of this rank's keys, after any all-to-all."""

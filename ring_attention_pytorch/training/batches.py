@@ -16,6 +16,7 @@ from beartype import beartype
 from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of
+from ring_attention_pytorch.comm.placement import Placement
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.balance import deal
 from ring_attention_pytorch.geometry.documents import BatchDocuments, documents_problem
@@ -28,7 +29,6 @@ from ring_attention_pytorch.geometry.layouts import (
 from ring_attention_pytorch.nn.loss import next_tokens
 from ring_attention_pytorch.nn.sharding import unshard_sequence
 from ring_attention_pytorch.plan.packing import local_packing
-from ring_attention_pytorch.plan.placement import Placement
 from ring_attention_pytorch.training.labels import (
     digest,
     documents_of_positions,

@@ -61,31 +61,31 @@ TRAINING = [
         "stop = start + (chunk or n)", "stop = start + (chunk or n) + 1",
     ),
     Mutant(
-        "attention does not ask the batch for documents", "plan/placement.py:Placement.options",
+        "attention does not ask the batch for documents", "comm/placement.py:Placement.options",
         '"documents": self.packing,', "",
     ),
     Mutant(
-        "attention does not ask the batch for its mask", "plan/placement.py:Placement.options",
+        "attention does not ask the batch for its mask", "comm/placement.py:Placement.options",
         '"key_mask": self.key_mask', "",
     ),
     Mutant(
-        "attention does not ask the batch for its layout", "plan/placement.py:Placement.options",
+        "attention does not ask the batch for its layout", "comm/placement.py:Placement.options",
         'mine = {"layout": self.layout}', "mine = {}",
     ),
     Mutant(
-        "whole sequences pass for shards", "plan/placement.py:Placement.problem",
+        "whole sequences pass for shards", "comm/placement.py:Placement.problem",
         "if n != held:", "if False:",
     ),
     Mutant(
-        "what is recomputed outside of its block is of no batch", "plan/placement.py:placed",
+        "what is recomputed outside of its block is of no batch", "comm/placement.py:placed",
         "placement is None and _used and in_backward()", "False",
     ),
     Mutant(
-        "backward is in any block", "plan/placement.py:check_began_here",
+        "backward is in any block", "comm/placement.py:check_began_here",
         "began is not None and found and began not in found", "False",
     ),
     Mutant(
-        "a plan is for any batch", "plan/placement.py:check_plan",
+        "a plan is for any batch", "comm/placement.py:check_plan",
         "(layout, packing) != (placement.layout, placement.packing)", "False",
     ),
 ]  # fmt: skip

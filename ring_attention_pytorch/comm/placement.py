@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.documents import BatchDocuments
 from ring_attention_pytorch.geometry.layouts import Layout, all_segments
 from ring_attention_pytorch.geometry.segments import Segments, count
@@ -113,6 +113,12 @@ def current() -> Placement | None:
             return placement
     others = {id(placement): placement for _, placement in _open} if in_backward() else {}
     return next(iter(others.values())) if len(others) == 1 else None
+
+
+def attention_ring(group: Group, size: int | None = None) -> Ring:
+    """Return the ring of attention: of a group that is named, else that of the batch's block."""
+    placement = current() if group is None and size is None else None
+    return as_ring(group, size) if placement is None else placement.ring
 
 
 def in_backward() -> bool:
