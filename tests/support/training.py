@@ -22,12 +22,14 @@ class Model(nn.Module):
 
     def __init__(self, attend: Attend, checkpointed: bool = False, dim: int = 16):
         super().__init__()
-        torch.manual_seed(7)
         self.words, self.places = nn.Embedding(WORDS, dim), nn.Embedding(LENGTH + 1, dim)
         self.layers = nn.ModuleList(nn.Linear(dim, 2 * dim) for _ in range(2))
         self.head = nn.Linear(dim, WORDS, bias=False)
         self.attend, self.checkpointed = attend, checkpointed
         self.double()
+        draw = torch.Generator().manual_seed(7)  # of its own, for ranks may be threads
+        for p in self.parameters():
+            nn.init.normal_(p, std=p.shape[-1] ** -0.5, generator=draw)
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         return F.linear(self.hidden(ids, positions), self.head.weight)
