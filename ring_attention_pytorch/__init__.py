@@ -33,6 +33,7 @@ from ring_attention_pytorch.routing import (
     soft_topk,
 )
 from ring_attention_pytorch.training.batches import RingCollator, ShardedBatch, shard_batch
+from ring_attention_pytorch.training.dataset import SequenceShardedDataset, TokenFile
 from ring_attention_pytorch.training.losses import ring_cross_entropy, ring_token_logprobs
 
 __version__ = "1.0.0"
@@ -53,7 +54,9 @@ __all__ = [
     "RingRotaryEmbedding",
     "RingTransformer",
     "RoutingPlan",
+    "SequenceShardedDataset",
     "ShardedBatch",
+    "TokenFile",
     "apply_rotary_pos_emb",
     "balanced",
     "coordinate_descent",

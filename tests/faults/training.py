@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ MUTANTS = planted("TRAINING")
 def battery() -> Iterator[Callable[[], object]]:
     """Steps over rings of threads against one process, and mistakes that must raise."""
     from tests.support import threads
+    from tests.training import test_dataset
 
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
@@ -23,6 +26,8 @@ def battery() -> Iterator[Callable[[], object]]:
     yield partial(step_is_right, "weights", "head")
     yield rolls
     yield logprobs_are_right
+    yield test_dataset.test_documents_are_packed_without_a_gap_and_predict_nothing_beyond_them
+    yield goes_on
     for mistake in (whole_sequences, backward_outside, backward_elsewhere, a_plan_of_another):
         yield partial(raises, mistake)
 
@@ -48,6 +53,14 @@ def logprobs_are_right() -> None:
     from tests.training.test_batches import EXACT, logprobs
 
     assert max(threads.run(2, lambda ring: logprobs("head", ring))[0]) < EXACT
+
+
+def goes_on() -> None:
+    from tests.training import test_dataset
+
+    with TemporaryDirectory() as folder:
+        file = test_dataset.token_file(Path(folder))
+        test_dataset.test_a_run_goes_on_with_other_rings("file", file)
 
 
 def raises(mistake: Callable[[], object]) -> None:

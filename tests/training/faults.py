@@ -4,6 +4,20 @@ from tests.faults.mutant import Mutant
 
 TRAINING = [
     Mutant(
+        "replicas count from the first batch of all",
+        "training/dataset.py:SequenceShardedDataset.__iter__",
+        "(number - first) % self.replicas", "number % self.replicas",
+    ),
+    Mutant(
+        "documents of the corpus predict the next one",
+        "training/dataset.py:SequenceShardedDataset._of_documents",
+        "row[[start - 1 for start in starts[1:]]] = _IGNORE", "pass",
+    ),
+    Mutant(
+        "a resumed epoch begins anew", "training/dataset.py:SequenceShardedDataset._order",
+        "first % numbers if epoch == first // numbers else 0", "0",
+    ),
+    Mutant(
         "labels are shifted within the shard's documents only", "training/labels.py:next_of_whole",
         "moved.masked_fill(last_of_document(packing, positions), nothing)", "moved",
     ),
