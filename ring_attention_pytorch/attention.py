@@ -104,6 +104,7 @@ class RingAttentionFunction(Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         *given, out, lse = ctx.saved_tensors
         ctx.plan.check_block(ctx.block)
+        ctx.block = None  # nothing of it is to be recomputed any more
         dout = torch.zeros_like(out) if dout is None else dout
         if is_first_order():
             return None, *ctx.plan.run("backward", backward, *given, dout, dlse, out, lse)

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -24,7 +25,9 @@ from ring_attention_pytorch.geometry.layouts import Layout, all_segments
 from ring_attention_pytorch.geometry.segments import Segments, count
 
 _open: list[tuple[int, "Placement"]] = []  # with the threads that opened them, innermost last
-_used: list[bool] = []  # whether there ever was one
+# those whose blocks have ended, while autograd has nodes that may be recomputed
+_ended: WeakSet["Placement"] = WeakSet()
+_unseen: list[bool] = []  # whether attention was in a block without autograd: it may be, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +53,12 @@ class Placement:
         return all_segments(self.layout, self.ring.size, self.length)[self.ring.rank]
 
     def __enter__(self) -> "Placement":
-        _used[:] = [True]
         _open.append((threading.get_ident(), self))
         return self
 
     def __exit__(self, *_: object) -> None:
         _open.remove((threading.get_ident(), self))
+        _ended.add(self)
 
     def problem(self, ring: Ring, n: int, given: Mapping[str, Any]) -> str | None:
         """Say what of a call contradicts the placement; None if nothing.
@@ -132,13 +135,15 @@ def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> tuple[Mapping[str
     Attention of this process alone to other tokens than the batch's is none of its business.
     """
     placement = current()
-    if placement is None and _used and in_backward():
+    if placement is None and (_ended or _unseen) and in_backward():
         return given, (
             "attention is recomputed in backward outside of the block of its batch; call "
             "backward() inside `with batch:`, where forward was, or give attention a plan"
         )
     if placement is None or (ring.size == 1 < placement.ring.size and not placement.fits(q)):
         return given, None
+    if not torch.is_grad_enabled():
+        _unseen[:] = [True]
     problem = placement.problem(ring, q.shape[1], given)
     return (given, problem) if problem else (placement.options(given), None)
 

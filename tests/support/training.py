@@ -135,11 +135,12 @@ def spread(
     how: str = "logits",
     checkpointed: bool = False,
     group: Ring | None = None,
+    device: str = "cpu",
     **options: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     """(loss, gradients) of the same step over the ranks of a group."""
-    model = Model(partial(spread_attention, group=group), checkpointed)
-    batch = shard_batch(batch_of(kind), group=group, **options)
+    model = Model(partial(spread_attention, group=group), checkpointed).to(device)
+    batch = shard_batch(batch_of(kind), group=group, **options).to(device)
     with batch:
         given = batch["input_ids"], batch["position_ids"]
         more = dict(weights=batch.get("loss_weights"), group=group)

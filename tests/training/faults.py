@@ -92,7 +92,7 @@ TRAINING = [
     ),
     Mutant(
         "what is recomputed outside of its block is of no batch", "comm/placement.py:placed",
-        "placement is None and _used and in_backward()", "False",
+        "placement is None and (_ended or _unseen) and in_backward()", "False",
     ),
     Mutant(
         "backward is in any block", "comm/placement.py:check_began_here",

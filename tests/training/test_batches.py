@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from ring_attention_pytorch import (
@@ -23,6 +24,7 @@ from ring_attention_pytorch import (
     ring_token_logprobs,
     shard_batch,
 )
+from ring_attention_pytorch.comm import placement
 from ring_attention_pytorch.comm.ring import Ring
 from tests.support import training
 from tests.support.reference import relative_error
@@ -398,3 +400,38 @@ def compared_before_all_else(kind: str) -> str:
 
 def test_one_token_makes_another_batch(pools):
     assert all("digest" in told for told in pools(2).run(compared_before_all_else, "plain"))
+
+
+def recomputed_without_batches(reentrant: bool) -> str:
+    """Attention that is of no batch, in a process where there was one."""
+    step = partial(spread, "plain", checkpointed=True)
+    step()
+    q = torch.randn(1, 8, 2, 4, dtype=torch.float64, requires_grad=True)
+    out = checkpoint(partial(ring_attn, causal=True), q, q, q, use_reentrant=reentrant)
+    out.sum().backward()
+    step()
+    return "right"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_who_has_no_batch_may_recompute(reentrant, pools):
+    assert pools(2).run(recomputed_without_batches, reentrant) == ["right"] * 2
+
+
+def reentrant_outside() -> str:
+    """Forward without autograd leaves no trace but that there was a block."""
+    batch = shard_batch(batch_of("plain"))
+    x = torch.randn(2, batch["input_ids"].shape[1], 2, 8, requires_grad=True)
+    with batch:
+        out = checkpoint(partial(ring_attn, causal=True), x, x, x, use_reentrant=True)
+    try:
+        out.sum().backward()
+    except ValueError as error:
+        return str(error)
+    finally:
+        placement._unseen.clear()
+    return "nothing"
+
+
+def test_recomputing_outside_of_the_block_raises_in_any_way_of_checkpointing(pools):
+    assert all("inside `with batch:`" in told for told in pools(2).run(reentrant_outside))
