@@ -77,7 +77,7 @@ def ring_cross_entropy(
         weights = weights.to(total.dtype)
         held = (weights * real).sum()
     for part in _chunks(chunk, x, labels, weights):
-        total = total + _again(_loss_of_chunk, *part, head, ignore_index)
+        total = total + _again(_loss_of_chunk, chunk, *part, head, ignore_index)
     total, held = sum_over_ranks(total, ring), held.detach().to(total.dtype)
     if ring.size > 1:
         ring.total(held)
@@ -124,7 +124,7 @@ def ring_token_logprobs(
         chunk = _CHUNK
     found = []
     for part in _chunks(chunk, x, labels, None):
-        found.append(_again(_logprobs_of_chunk, *part, head, ignore_index))
+        found.append(_again(_logprobs_of_chunk, chunk, *part, head, ignore_index))
     return _Whole.apply(torch.cat(found).view(labels.shape), batch)
 
 
@@ -155,25 +155,28 @@ def _chunks(chunk: int | None, *given: Tensor | None) -> Iterator[list[Tensor | 
         yield [None if t is None else t[start:stop] for t in flat]
 
 
-def _again(function: Any, *given: Any) -> Tensor:
-    """Call a function whose results inside are made again in backward, not kept."""
-    if not torch.is_grad_enabled():
+def _again(function: Any, chunk: int | None, *given: Any) -> Tensor:
+    """Call a function; what it makes of chunks is made again in backward, and not kept."""
+    if chunk is None or not torch.is_grad_enabled():
         return function(*given)
     return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
 
 
-def _entropies(x: Tensor, labels: Tensor, head: Tensor | None, ignore_index: int) -> Tensor:
-    """Return the cross entropy of each token `[n]`, 0 where there is no label."""
+def _entropies(
+    x: Tensor, labels: Tensor, head: Tensor | None, ignore_index: int, reduction: str = "none"
+) -> Tensor:
+    """Return the cross entropy of each token `[n]`, 0 where there is no label; or their sum."""
     logits = x if head is None else F.linear(x, head)
     logits = logits.to(accumulation_dtype(logits.dtype))
-    return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="none")
+    return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction=reduction)
 
 
 def _loss_of_chunk(
     x: Tensor, labels: Tensor, weights: Tensor | None, head: Tensor | None, ignore_index: int
 ) -> Tensor:
-    found = _entropies(x, labels, head, ignore_index)
-    return found.sum() if weights is None else (found * weights).sum()
+    if weights is None:
+        return _entropies(x, labels, head, ignore_index, "sum")
+    return (_entropies(x, labels, head, ignore_index) * weights).sum()
 
 
 def _logprobs_of_chunk(
