@@ -69,10 +69,10 @@ class Placement:
             given: its options.
         """
         mine, held = self.ring, count(self.segments)
-        if (ring.size, ring.rank) != (mine.size, mine.rank):
+        if _ranks(ring) != _ranks(mine):
             return (
                 f"the batch whose block this is lies on {mine.size} ranks, attention is over "
-                f"{ring.size}; give attention the batch's group"
+                f"{ring.size}, or others; leave its group out, or give it the batch's"
             )
         layout = given.get("layout", "contiguous")
         if layout not in ("contiguous", self.layout):
@@ -101,6 +101,10 @@ class Placement:
         if not given.get("cross"):
             mine |= {"documents": self.packing, "key_mask": self.key_mask}
         return {**given, **mine}
+
+
+def _ranks(ring: Ring) -> tuple[object, ...]:
+    return ring.group, ring.first, ring.size, ring.rank
 
 
 def current() -> Placement | None:

@@ -15,11 +15,12 @@ import torch
 from beartype import beartype
 from torch import Tensor
 
-from ring_attention_pytorch.comm.agreement import agree, problem_of
+from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.comm.placement import Placement
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.balance import deal
 from ring_attention_pytorch.geometry.documents import BatchDocuments, documents_problem
+from ring_attention_pytorch.geometry.documents import digest as of_borders
 from ring_attention_pytorch.geometry.layouts import (
     Layout,
     all_segments,
@@ -126,7 +127,8 @@ class ShardedBatch(Mapping[str, Any]):
                 f"{ring.rank} of {ring.size}; say the ring with batch.over(group)"
             )
         if self.told is not None or problem:
-            agree(ring, "a batch", {"batch (its digest)": self.told}, problem=problem)
+            same = {"batch, layout and labels (their digest)": self.told}
+            agree(ring, "a batch", same, problem=problem)
             object.__setattr__(self, "told", None)
         placement = Placement(ring, self.layout, self.length, self.packing, self.key_mask)
         self._blocks.append(placement.__enter__())
@@ -170,7 +172,7 @@ class ShardedBatch(Mapping[str, Any]):
         return found.masked_fill((held + ahead >= ends).to(x.device), nothing)
 
 
-@beartype
+@typed(told_by_group("shard_batch", agreed=("rank", None)))
 def shard_batch(
     batch: Mapping[str, Any],
     *,
@@ -227,17 +229,20 @@ def shard_batch(
         whole = _Whole.read(batch, shift_labels, ignore_index)
         chosen = whole.layout(size) if layout == AUTO else layout
         if (problem := layout_problem(chosen, size, whole.length)) is None:
-            found.append(whole.shard(chosen, place, size))
+            made = whole.shard(chosen, place, size)
+            told = _digest(batch, chosen, shift_labels, ignore_index) if check_same else None
+            found.append(replace(made, group=group, told=told))
         return problem
 
     problem = problem_of(make)
-    told = _digest(batch) if check_same and problem is None else None
-    if ring is not None:
-        agree(ring, "shard_batch", {"batch (its digest)": told}, problem=problem)
-        told = None
-    elif problem is not None:
+    if ring is None and problem is not None:
         raise ValueError(f"shard_batch: {problem}")
-    return replace(found[0], group=group, told=told)
+    if ring is None:
+        return found[0]
+    told = found[0].told if found else None
+    same = {"check_same": check_same, "batch, layout and labels (their digest)": told}
+    agree(ring, "shard_batch", same, problem=problem)
+    return replace(found[0], told=None)
 
 
 class RingCollator:
@@ -404,9 +409,10 @@ def _ends(documents: Any, length: int) -> Tensor:
     return stops.repeat_interleave(stops.diff(prepend=stops.new_zeros(1)), output_size=length)
 
 
-def _digest(batch: Mapping[str, Any]) -> int:
-    """Return a number that tells batches apart."""
-    parts = [(name, digest(t)) for name, t in sorted(batch.items()) if isinstance(t, Tensor)]
+def _digest(batch: Mapping[str, Any], *options: object) -> int:
+    """Return a number that tells batches, and options for them, apart."""
+    parts: list[object] = [of_borders(batch.get("cu_seqlens")), *map(str, options)]
+    parts += [(name, digest(t)) for name, t in sorted(batch.items()) if isinstance(t, Tensor)]
     return crc32(repr(parts).encode())
 
 

@@ -310,8 +310,8 @@ TEXTS = {
     "documents, too": "documents was given beside",
     "borders, too": "cu_seqlens were given beside",
     "a plan without documents": "in the block|in whose block",
-    "different batches": "its digest",
-    "different batches of loaders": "its digest",
+    "different batches": "their digest",
+    "different batches of loaders": "their digest",
     "another rank": r"batch\.over\(group\)",
     "backward outside": "inside `with batch:`",
     "backward in another block": "'striped'|another one|not whole",
@@ -435,3 +435,43 @@ def reentrant_outside() -> str:
 
 def test_recomputing_outside_of_the_block_raises_in_any_way_of_checkpointing(pools):
     assert all("inside `with batch:`" in told for told in pools(2).run(reentrant_outside))
+
+
+def told_otherwise(what: str) -> str:
+    """What each rank is told where one asks for something else."""
+    batch, options, odd = batch_of("borders"), {}, dist.get_rank() == 1
+    if odd:
+        if what == "borders":
+            batch["cu_seqlens"] = [0, 5, LENGTH]
+        elif what == "type":
+            options["shift_labels"] = "yes"
+        else:
+            options |= {"layout": dict(layout="striped"), "labels": dict(shift_labels=False)}[what]
+    try:
+        shard_batch(batch, **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("what", ["borders", "layout", "labels", "type"])
+def test_ranks_must_ask_for_the_same(what, pools):
+    text = "shift_labels" if what == "type" else "digest"
+    assert all(text in told for told in pools(2).run(told_otherwise, what))
+
+
+def over_other_ranks() -> str:
+    """Attention over as many ranks as the batch lies on, but not the same."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    batch = shard_batch(batch_of("plain"), group=mesh["cp"])
+    q = torch.randn(2, batch["input_ids"].shape[1], 2, 8)
+    with batch:
+        try:
+            ring_attn(q, q, q, causal=True, group=mesh["dp"])
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_attention_over_other_ranks_raises(pools):
+    assert all("or others" in told for told in pools(4).run(over_other_ranks))
