@@ -150,7 +150,7 @@ def _chunks(chunk: int | None, *given: Tensor | None) -> Iterator[list[Tensor | 
     """Yield tensors `[b, n, ...]` as chunks of so many of their b * n tokens."""
     flat = [None if t is None else t.flatten(0, 1) for t in given]
     n = len(flat[0])
-    for start in range(0, n, chunk or max(1, n)):
+    for start in range(0, max(1, n), chunk or max(1, n)):  # of no tokens one, for its graph
         stop = start + (chunk or n)
         yield [None if t is None else t[start:stop] for t in flat]
 

@@ -24,6 +24,7 @@ def battery() -> Iterator[Callable[[], object]]:
     for kind in ("plain", "padded left", "padded right", "borders", "restarting positions"):
         yield partial(step_is_right, kind, "logits")
     yield partial(step_is_right, "weights", "head")
+    yield loss_of_nothing
     yield rolls
     yield logprobs_are_right
     yield test_dataset.test_documents_are_packed_without_a_gap_and_predict_nothing_beyond_them
@@ -39,6 +40,14 @@ def step_is_right(kind: str, how: str) -> None:
     want = training.one_process(kind)
     found, _ = threads.run(2, lambda ring: training.spread(kind, how, group=ring))
     assert max(errors(got, want) for got in found) < EXACT
+
+
+def loss_of_nothing() -> None:
+    """It has a graph, so that a rank without tokens takes part in backward."""
+    from ring_attention_pytorch import ring_cross_entropy
+
+    x = torch.zeros(1, 0, 4, requires_grad=True)
+    assert ring_cross_entropy(x, torch.zeros(1, 0, dtype=torch.long)).requires_grad
 
 
 def rolls() -> None:

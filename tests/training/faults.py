@@ -71,6 +71,10 @@ TRAINING = [
         "* ctx.times", "",
     ),
     Mutant(
+        "a rank without tokens takes no part", "training/losses.py:_chunks",
+        "range(0, max(1, n), chunk or max(1, n))", "range(0, n, chunk or max(1, n))",
+    ),
+    Mutant(
         "chunks overlap", "training/losses.py:_chunks",
         "stop = start + (chunk or n)", "stop = start + (chunk or n) + 1",
     ),

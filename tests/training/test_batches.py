@@ -475,3 +475,31 @@ def over_other_ranks() -> str:
 
 def test_attention_over_other_ranks_raises(pools):
     assert all("or others" in told for told in pools(4).run(over_other_ranks))
+
+
+def short(length: int) -> float:
+    """A step of fewer tokens than ranks: some have none, and all take part."""
+    size = dist.get_world_size()
+    ids = torch.arange(length)[None] + 1
+    whole = {"input_ids": ids, "labels": ids}
+    model, alone = Model(spread_attention), Model(None)
+    batch = shard_batch(whole)
+    with batch:
+        logits = model(batch["input_ids"], batch["position_ids"])
+        loss = ring_cross_entropy(logits, batch.labels)
+        loss.backward()
+        found = ring_token_logprobs(logits.detach().requires_grad_(), batch)
+        found.sum().backward()
+    alone.attend = lambda *qkv: training.dense_attention(*qkv, causal=True)[0]
+    logits = alone(ids, torch.arange(length)[None])[:, :-1].flatten(0, 1)
+    want = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
+    want = want / max(1, length - 1)
+    grads = torch.autograd.grad(want, [*alone.parameters()])
+    assert found.shape == (1, length)
+    assert size > length
+    return errors((loss.detach(), training.averaged(model)), (want.detach(), [*grads]))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_ranks_may_have_no_token(length, pools):
+    assert max(pools(4).run(short, length)) < EXACT
