@@ -243,18 +243,21 @@ def struck(message: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("message", [1, 2, 3, 5])
-def test_survivors_of_a_rank_raise_at_once(message):
+def test_a_survivor_of_a_rank_raises_at_once_and_the_other_in_time(message):
     pool = Pool(3, timeout=30, group_timeout=20)
     try:
         answers = pool.answers(struck, message)
     finally:
         pool.stop()
     assert "the process died" in str(answers[1])
-    for kind, value in (answers[0], answers[2]):
-        assert kind == "ok"
-        text, seconds = value
-        assert "waited for" in text
-        assert seconds < 10  # there are two in the ring, and one of them was its neighbour
+    assert [kind for kind, _ in (answers[0], answers[2])] == ["ok"] * 2
+    (text, seconds), (other_text, other_seconds) = answers[0][1], answers[2][1]
+    assert "waited for" in text
+    assert "waited for" in other_text
+    assert min(seconds, other_seconds) < 10
+    # a rank whose message had left before the other died waits for the first one to raise, which
+    # has not sent yet: seldom, and at most for the timeout
+    assert max(seconds, other_seconds) < 21
 
 
 def planned_for_other_lengths() -> tuple[str, float]:
