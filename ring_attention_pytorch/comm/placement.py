@@ -152,17 +152,20 @@ def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> tuple[Mapping[str
     return (given, problem) if problem else (placement.options(given), None)
 
 
-def check_plan(layout: Layout, packing: BatchDocuments | None, q: Tensor) -> None:
+def check_plan(
+    layout: Layout, packing: BatchDocuments | None, key_mask: Tensor | None, q: Tensor
+) -> None:
     """Raise ValueError if a plan is given in the block of a batch that lies otherwise."""
     if not _open:
         return
     placement = None if in_backward() else current()
     if placement is None or not placement.fits(q):
         return
-    if (layout, packing) != (placement.layout, placement.packing):
+    mine = placement.layout, placement.packing, placement.key_mask is None
+    if (layout, packing, key_mask is None) != mine:
         raise ValueError(
-            f"ring attention: the plan is for {layout!r} and its own documents, the batch in whose "
-            f"block it is used is in {placement.layout!r}; make the plan inside the block"
+            f"ring attention: the plan is for {layout!r}, its own documents and mask, the batch in "
+            f"whose block it is used is in {placement.layout!r}; make the plan inside the block"
         )
 
 

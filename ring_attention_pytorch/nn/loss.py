@@ -47,15 +47,18 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: 
     labels = labels.flatten()
     total = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
     real = (labels != ignore_index).sum()
-    total = sum_over_ranks(total, ring)
+    return mean_over_ranks(total, real, ring)
+
+
+def mean_over_ranks(total: Tensor, held: Tensor, ring: Ring) -> Tensor:
+    """Divide the sum of all ranks' `total` by that of what they `held`; 0 if they held nothing.
+
+    Backward sums all ranks' gradients. `held` is overwritten.
+    """
     if ring.size > 1:
-        ring.total(real)
-    return total / real.clamp(min=1)
-
-
-def sum_over_ranks(x: Tensor, ring: Ring) -> Tensor:
-    """Return the sum of all ranks' x, on every rank; backward sums all ranks' gradients."""
-    return _SumOverRanks.apply(x, ring) if ring.size > 1 else x
+        total = _SumOverRanks.apply(total, ring)
+        ring.total(held)
+    return total / torch.where(held == 0, torch.ones_like(held), held)
 
 
 class _SumOverRanks(Function):

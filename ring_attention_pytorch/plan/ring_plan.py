@@ -343,7 +343,7 @@ class RingPlan:
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
-        check_plan(self.layout, self.packing, q)
+        check_plan(self.layout, self.packing, self.key_mask, q)
         kind = None
         if sinks is None:
             kind = tuple([(t.shape, t.dtype, t.device, t.layout) for t in (q, k, v)])

@@ -230,7 +230,9 @@ def shard_batch(
         chosen = whole.layout(size) if layout == AUTO else layout
         if (problem := layout_problem(chosen, size, whole.length)) is None:
             made = whole.shard(chosen, place, size)
-            told = _digest(batch, chosen, shift_labels, ignore_index) if check_same else None
+            told = None
+            if check_same and size > 1:
+                told = _digest(batch, chosen, shift_labels, ignore_index)
             found.append(replace(made, group=group, told=told))
         return problem
 

@@ -19,7 +19,7 @@ from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_gro
 from ring_attention_pytorch.comm.placement import current
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
-from ring_attention_pytorch.nn.loss import sum_over_ranks
+from ring_attention_pytorch.nn.loss import mean_over_ranks
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.training.batches import ShardedBatch
 
@@ -65,7 +65,9 @@ def ring_cross_entropy(
     """
     ring = as_ring(group)
     problem = problem_of(lambda: _problem(x, labels, head, weights, chunk, ring))
-    same = {"classes": (x if head is None else head).shape[-1 if head is None else 0]}
+    same: dict[str, Any] = {}
+    if problem is None:  # else there may be no such dimension
+        same["classes"] = x.shape[2] if head is None else head.shape[0]
     same |= {"dtype": x.dtype, "weights": weights is not None, "ignore_index": ignore_index}
     same |= {"grad mode": torch.is_grad_enabled()}
     agree(ring, "ring_cross_entropy", same, problem=problem)
@@ -78,10 +80,7 @@ def ring_cross_entropy(
         held = (weights * real).sum()
     for part in _chunks(chunk, x, labels, weights):
         total = total + _again(_loss_of_chunk, chunk, *part, head, ignore_index)
-    total, held = sum_over_ranks(total, ring), held.detach().to(total.dtype)
-    if ring.size > 1:
-        ring.total(held)
-    return total / torch.where(held == 0, torch.ones_like(held), held)
+    return mean_over_ranks(total, held.detach(), ring)
 
 
 @beartype

@@ -59,7 +59,7 @@ TRAINING = [
         "torch.isin(mine + ahead, held)", "torch.isin(mine + 1, held)",
     ),
     Mutant(
-        "the loss is the mean of this rank", "training/losses.py:ring_cross_entropy",
+        "the loss is the mean of this rank", "nn/loss.py:mean_over_ranks",
         "ring.total(held)", "pass",
     ),
     Mutant(
@@ -104,6 +104,6 @@ TRAINING = [
     ),
     Mutant(
         "a plan is for any batch", "comm/placement.py:check_plan",
-        "(layout, packing) != (placement.layout, placement.packing)", "False",
+        "(layout, packing, key_mask is None) != mine", "False",
     ),
 ]  # fmt: skip

@@ -503,3 +503,23 @@ def short(length: int) -> float:
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_ranks_may_have_no_token(length, pools):
     assert max(pools(4).run(short, length)) < EXACT
+
+
+def test_a_plan_without_the_mask_of_a_batch_raises():
+    q = torch.randn(2, LENGTH, 2, 8)
+    plan = RingPlan.make(q, q, q, causal=True, layout="zigzag")
+    with shard_batch(batch_of("padded right")), pytest.raises(ValueError, match="and mask"):
+        ring_attn(q, q, q, plan=plan)
+
+
+def one_without_dimensions() -> str:
+    x = torch.tensor(1.0) if dist.get_rank() else torch.zeros(1, 3, 4)
+    try:
+        ring_cross_entropy(x, torch.zeros(1, 3, dtype=torch.long))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_all_ranks_hear_of_logits_without_dimensions(pools):
+    assert all("[b, n, d]" in told for told in pools(2).run(one_without_dimensions))
