@@ -5,15 +5,17 @@ Each is a pure function of the work and of a machine's speeds, so all ranks deci
 
 from collections.abc import Sequence
 
-from ring_attention_pytorch.geometry.segments import Segment, count
+from ring_attention_pytorch.geometry.segments import Segment, Segments, count
 from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
 from ring_attention_pytorch.schedule.hardware import Hardware
 from ring_attention_pytorch.schedule.pieces import (
     KVShape,
     Round,
     Workload,
+    all_together,
     cached,
     coming_home,
+    joined,
     schedule,
     slice_segments,
     tokens,
@@ -56,6 +58,41 @@ def is_few(workload: Workload, shape: KVShape, machine: Hardware) -> bool:
         pairs = max(map(count, queries)) * keys_seen
     both = 1 / machine.forward + 2.5 / machine.backward
     return pairs * shape.pair_flops * both <= machine.host
+
+
+@cached
+def own_keys_apart(workload: Workload, square: bool) -> bool:
+    """Tell whether own keys are better a block by themselves, where nothing overlaps.
+
+    They are for a kernel that knows `square` causal tiles only, if that takes no more calls: a tile
+    whose diagonal begins further right takes two. Own keys that are apart need no copy, and their
+    gradients go nowhere. Other kernels take one call of all keys.
+
+    >>> from ring_attention_pytorch.geometry.layouts import all_segments
+    >>> two = all_segments("zigzag", 2, 64)  # two calls instead of four on rank 1
+    >>> own_keys_apart(Workload(two, two, Mask(causal=True)), square=True)
+    True
+    """
+    if not square:
+        return False
+    together = all_together(workload)
+    others = schedule(workload, max(1, len(workload.keys) - 1))
+    most_apart = most_together = 0
+    for rank, queries in enumerate(workload.queries):
+        blocks = [workload.keys[rank], *(joined(each.pieces[rank]) for each in others)]
+        mask = workload.visible
+        most_apart = max(most_apart, sum(_square_calls(queries, keys, mask) for keys in blocks))
+        every = joined(together.pieces[rank])
+        most_together = max(most_together, _square_calls(queries, every, mask))
+    return most_apart <= most_together
+
+
+def _square_calls(queries: Segments, keys: Segments, mask: Mask) -> int:
+    """Count the calls of a kernel that knows full tiles and square causal ones."""
+    calls = 0
+    for _, _, _, right in tiles(queries, keys, mask):
+        calls += 1 if right is None or right <= 0 else 2
+    return calls
 
 
 @cached
