@@ -85,8 +85,8 @@ def _head(plan: RingPlan) -> list[str]:
             f"swaps heads for sequence with {neighbours}: {heads} and {key_heads} of {tokens_here} "
             "tokens"
         )
-        if plan.ulysses.shared is not None:
-            line += ", out of shared memory"
+        if plan.ulysses.by.name:
+            line += f", out of {plan.ulysses.by.name}"
         lines.append(line)
     keys = blocks.keys[place]
     return [*lines, f"own keys: {count(keys)}, {_pairs(plan, keys)}"]

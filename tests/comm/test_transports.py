@@ -22,7 +22,7 @@ from ring_attention_pytorch.comm import (
     symmetric_memory,
     transports,
 )
-from ring_attention_pytorch.comm.all_to_all import SharedSwap
+from ring_attention_pytorch.comm.all_to_all import MessageSwap, swap_among
 from ring_attention_pytorch.comm.gather import Gather
 from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricCall, SymmetricGather
@@ -825,7 +825,7 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
     gather = make_transport("gather", ring, blocks, 1, job, device)
     assert isinstance(gather, SymmetricGather)
     assert (gather.space, gather.ranks) == (space, (4, 6))
-    swap = SharedSwap.among(ring, 100, device)
+    swap = swap_among(ring, 100, device)
     assert (swap.space, swap.ranks) == (space, (4, 6))
     assert wanted == [{group, "keys", "grads"}, {group, "swaps"}]
     for length, late in ((64, True), (1 << 22, False)):
@@ -838,9 +838,9 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
         make_transport("ring", ring, blocks, 1, job, device),
     ):
         assert not isinstance(other, SymmetricGather)
-    assert SharedSwap.among(ring, 100, torch.device("cpu")) is None
+    assert isinstance(swap_among(ring, 100, torch.device("cpu")), MessageSwap)
     monkeypatch.setattr(symmetric_memory, "_spaces", {group: None})
-    assert SharedSwap.among(ring, 100, device) is None
+    assert isinstance(swap_among(ring, 100, device), MessageSwap)
 
 
 def test_both_halves_of_a_shelf_start_where_any_dtype_may(monkeypatch):

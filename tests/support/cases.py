@@ -255,7 +255,7 @@ def over_shared_memory(
     if swap is not None:
         most = most_bytes((swap.queries, swap.keys), *tensors)
         among = SharedSwap.over(shared._replace(ranks=swap.together.places), most)
-        swap, over = replace(swap, shared=among), swap.ring
+        swap, over = replace(swap, by=among), swap.ring
         shared = shared._replace(ranks=over.places)
     transport = SymmetricGather.over(
         over, plan.blocks, at_once, plan.kv_shape, shared, **overlapping
