@@ -757,8 +757,8 @@ def plans_know_their_own_transport() -> None:
         return found[0]
 
     own_alone, both = threads.run(2, main)[0]
-    assert own_alone == [[1, 2, True], [1, 1, False]]
-    assert both == [[2, 3, True], [1, 1, False]]
+    assert own_alone == [[1, 1, True], [1, 1, False]]
+    assert both == [[2, 2, True], [1, 1, False]]
 
 
 def test_plans_know_their_own_transport():
