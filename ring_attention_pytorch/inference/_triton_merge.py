@@ -1,0 +1,200 @@
+# ruff: noqa: PLR0913 - a kernel takes every size by itself
+"""Merge partial results: of splits, and of ranks that share memory, in one kernel.
+
+Each rank pushes its rows to all ranks and waits for theirs. A word of 64 bits is a number and a
+mark, so whoever sees the mark of this call sees the number, too, and nobody need signal:
+
+    | 63 .. 44: number of the call | 43 .. 32: what for | 31 .. 0: a number in float32 |
+
+Calls write the two halves of the memory in turn. A rank that writes a half again has had all rows
+of the call between from everyone. So all have read what was there before.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+
+FAILED = tl.constexpr(-1)
+# a state, in words: whether something is wrong, the number of the call, the address of the report,
+# those of all ranks' memory
+WRONG, CALL, REPORT, MEMORY = (tl.constexpr(i) for i in range(4))
+_CALLS = tl.constexpr(1 << 20)
+
+
+@triton.jit
+def _merged(acc_of, lse_of, row, acc_split, acc_row, lse_split, lse_row, parts, D, PARTS, WIDTH):
+    """Merge a row of so many parts; return its out `[WIDTH]` and lse."""
+    col = tl.arange(0, WIDTH)
+    acc = tl.zeros([WIDTH], tl.float32)
+    top = tl.full([1], -float("inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    for first in range(0, parts, PARTS):
+        part = (first + tl.arange(0, PARTS)).to(tl.int64)
+        there = part < parts
+        lse = tl.load(lse_of + part * lse_split + row * lse_row, mask=there, other=-float("inf"))
+        at = acc_of + (part * acc_split)[:, None] + row * acc_row + col[None, :]
+        x = tl.load(at, mask=there[:, None] & (col < D)[None, :], other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weight = tl.exp(lse - base)
+        fade = tl.exp(top - base)
+        acc = acc * fade + tl.sum(x * weight[:, None], 0)
+        total = total * fade + tl.sum(weight, 0)
+        top = new_top
+    return _normalised(acc, top, total)
+
+
+@triton.jit
+def _normalised(acc, top, total):
+    """Return out and lse of a sum of exponentials; 0 and -inf of none."""
+    some = tl.where(total == 0.0, 1.0, total)
+    return acc / some, tl.where(total == 0.0, -float("inf"), top + tl.log(some))
+
+
+@triton.jit
+def _finish(out, out_lse, sinks, acc, lse, row, bad, HEADS, D, WIDTH, SINKS):
+    """Write a row, with its head's sink; NaN if it is `bad`."""
+    col = tl.arange(0, WIDTH)
+    if SINKS:
+        sink = tl.load(sinks + row % HEADS).to(tl.float32)
+        top = tl.maximum(lse, sink)
+        with_sink = top + tl.log(tl.exp(lse - top) + tl.exp(sink - top))
+        acc = acc * tl.exp(lse - with_sink)
+        lse = with_sink
+    nan = float("nan")
+    tl.store(out + row * D + col, tl.where(bad, nan, acc), mask=col < D)
+    tl.store(out_lse + row + tl.arange(0, 1), tl.where(bad, nan, lse))
+
+
+@triton.jit
+def _memory(state, rank):
+    return tl.load(state + MEMORY + rank).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _word(x, mark):
+    """Return float32 numbers under a mark."""
+    return (mark << 32) | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _number(word):
+    return word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _report(state, peer, expected, seen):
+    if tl.load(state + WRONG) == 0:
+        report = tl.load(state + REPORT).to(tl.pointer_type(tl.int64))
+        tl.store(report + 1, peer)
+        tl.store(report + 2, expected)
+        tl.store(report + 3, seen)
+        tl.store(report, 1)
+        tl.store(state + WRONG, 1)
+
+
+@triton.jit(do_not_specialize=["parts", "rows", "sequences", "patience", "purpose", "acc_split", "acc_row", "lse_split", "lse_row"])
+def merge_kernel(
+    acc_of,
+    lse_of,
+    out,
+    out_lse,
+    sinks,
+    lengths,
+    next_lengths,
+    overflown,
+    state,
+    acc_split: tl.int64,
+    acc_row: tl.int64,
+    lse_split: tl.int64,
+    lse_row: tl.int64,
+    parts: tl.int32,
+    rows: tl.int32,
+    sequences: tl.int32,
+    patience: tl.int64,
+    purpose: tl.int64,
+    ROWS_EACH: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANK: tl.constexpr,
+    ADVANCE: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Merge all rows `[parts, rows, D]` to out `[rows, D]`; with other ranks' if RANKS are several.
+
+    A row's sequence is the one of ROWS_EACH rows. Where that has overflown, the row is NaN.
+    """
+    program = tl.program_id(0)
+    if ADVANCE and program == 0:
+        for i in range(sequences):
+            new = tl.load(next_lengths + i)
+            if new >= 0:
+                tl.store(lengths + i, new)
+            else:
+                tl.store(overflown + i, 1)
+    col = tl.arange(0, WIDTH)
+    one = tl.arange(0, 1)
+    zero = tl.full((), 0, tl.int64)
+    if RANKS == 1:
+        for row in range(program, rows, tl.num_programs(0)):
+            at = zero + row
+            acc, lse = _merged(
+                acc_of, lse_of, at, acc_split, acc_row, lse_split, lse_row, parts, D, PARTS, WIDTH
+            )
+            bad = tl.load(next_lengths + at // ROWS_EACH) < 0
+            _finish(out, out_lse, sinks, acc, lse, at, bad, HEADS, D, WIDTH, SINKS)
+    else:
+        call = tl.load(state + CALL)
+        mark = (call % _CALLS << 12) | purpose
+        mark = tl.where(mark >= 1 << 31, mark - (tl.full((), 1, tl.int64) << 32), mark)
+        word_of_half = RANKS * rows * (D + 1)
+        half = call % 2 * word_of_half
+        wrong = tl.load(state + WRONG) != 0
+        for row in range(program, rows, tl.num_programs(0)):
+            acc, lse = _merged(
+                acc_of, lse_of, zero + row, acc_split, acc_row, lse_split, lse_row, parts, D,
+                PARTS, WIDTH,
+            )  # fmt: skip
+            place = half + (RANK * rows + row) * (D + 1)
+            for peer in tl.static_range(RANKS):
+                there = _memory(state, peer) + place
+                tl.store(there + col, _word(acc, mark), mask=col < D)
+                tl.store(there + D + one, _word(lse, mark))
+        failed = _memory(state, RANK) + 2 * word_of_half
+        begin = globaltimer()
+        for row in range(program, rows, tl.num_programs(0)):
+            acc = tl.zeros([WIDTH], tl.float32)
+            top = tl.full([1], -float("inf"), tl.float32)
+            total = tl.zeros([1], tl.float32)
+            for peer in tl.static_range(RANKS):
+                here = _memory(state, RANK) + half + (peer * rows + row) * (D + 1)
+                x = tl.zeros([WIDTH], tl.int64)
+                y = tl.zeros([1], tl.int64)
+                waiting = wrong == 0
+                while waiting:
+                    x = tl.load(here + col, mask=col < D, other=0, volatile=True)
+                    y = tl.load(here + D + one, volatile=True)
+                    absent = tl.sum(((col < D) & (x >> 32 != mark)).to(tl.int32))
+                    absent += tl.sum((y >> 32 != mark).to(tl.int32))
+                    gone = tl.load(failed + peer, volatile=True) == FAILED
+                    late = globaltimer() - begin > patience
+                    came = tl.sum(y)
+                    other = (came >> 44 == mark >> 12) & (came >> 32 != mark)
+                    waiting = (absent > 0) & (gone == 0) & (late == 0) & (other == 0)
+                    if (absent > 0) & (gone | late | other):
+                        _report(state, peer, mark, tl.where(gone, FAILED, came >> 32))
+                        wrong = wrong | (absent > 0)
+                lse = _number(y)
+                new_top = tl.maximum(top, lse)
+                base = tl.where(new_top == -float("inf"), 0.0, new_top)
+                weight, fade = tl.exp(lse - base), tl.exp(top - base)
+                acc = acc * fade + _number(x) * weight
+                total = total * fade + weight
+                top = new_top
+            at = zero + row
+            bad = wrong | (tl.load(next_lengths + at // ROWS_EACH) < 0)
+            acc, lse = _normalised(acc, top, total)
+            _finish(out, out_lse, sinks, acc, lse, at, bad, HEADS, D, WIDTH, SINKS)

@@ -1,0 +1,277 @@
+"""A plan of attention to a cache: everything that is decided once for queries of a shape."""
+
+from functools import cached_property
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.symmetric_memory import shared_by
+from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.exchange import MOST, PushedRows, gathered, words_of
+from ring_attention_pytorch.inference.partial import Scores, attend, merged
+from ring_attention_pytorch.runtime.launches import Launch
+
+_LOG2_E = 1.4426950408889634
+_PURPOSES = 1 << 12  # that memory tells apart
+_MERGERS = 128  # programs that wait for other ranks: all of them run at once on any GPU
+_CPU_PROGRAMS = 8
+
+
+class Asked(NamedTuple):
+    """What decides on a plan. `new`: the queries' own keys come beside the cache."""
+
+    shape: tuple[int, ...]  # of q: [b, n, h, d]
+    new: bool
+    starts: bool  # sequences may be padded on the left
+    scores: Scores
+    sinks: bool
+    slopes: bool
+    kernel: str  # "triton" or "eager"
+
+
+class Tuning(NamedTuple):
+    """How the kernel is cut: keys at a time, warps, stages, programs for each multiprocessor."""
+
+    cols: int = 64
+    warps: int = 4
+    stages: int = 3
+    programs: int = 2
+
+
+class DecodePlan:
+    """Attention of queries like these to a cache. All ranks make it together."""
+
+    def __init__(self, cache: RingCache, asked: Asked, tuning: Tuning | None = None) -> None:
+        self.cache, self.asked, self.ring = cache, asked, cache.ring
+        self.tuning = tuning or Tuning()
+        self.purpose = crc32(repr(asked).encode()) % _PURPOSES
+        b, n, h, _ = asked.shape
+        self.rows, self.width = b * n * h, cache.value_dim
+        self.pushed: PushedRows | None = None
+        words = words_of(self.rows, self.width, self.ring.size)
+        if self.ring.size > 1 and asked.kernel == "triton" and words * 8 <= MOST:
+            shared = shared_by(self.ring, cache.device)
+            if shared is not None:
+                self.pushed = PushedRows.among(shared, self.ring, words)
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: int,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return out `[b, n, h, d_v]` and lse `[b, n, h]` over all ranks' keys."""
+        with self.ring.call("attention to a cache", self.purpose):
+            if self.asked.kernel == "triton":
+                return self._by_triton(q, k, v, layer, sinks, slopes)
+            return self._by_pytorch(q, k, v, layer, sinks, slopes)
+
+    # ---- PyTorch's operators
+
+    def _by_pytorch(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: int,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        cache, n = self.cache, q.shape[1]
+        if k is not None and v is not None:
+            cache.write(k, v, layer)
+        new = 0 if k is None else n
+        starts = cache.starts.tolist()
+        parts = []
+        for i, length in enumerate(cache.lengths_in(layer)):
+            keys, values, tokens = cache.local(i, layer, length + new)
+            rows = torch.arange(n, device=q.device) + (length + new - n)
+            places = rows, tokens
+            parts.append(attend(q[i], keys, values, places, self.asked.scores, starts[i], slopes))
+        out, lse = (torch.stack(each) for each in zip(*parts))
+        message = torch.cat((out, lse.unsqueeze(-1)), dim=-1)
+        every = gathered(self.ring, message) if self.ring.size > 1 else message.unsqueeze(0)
+        out, lse = merged(every[..., :-1], every[..., -1], sinks)
+        return out.to(q.dtype), lse
+
+    # ---- our kernels
+
+    def _by_triton(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: int,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        cache, scores = self.cache, self.asked.scores
+        k, v = (q, q) if k is None or v is None else (_plain(k), _plain(v))
+        factor = scores.scale * _LOG2_E
+        clamp = 0.0
+        if scores.softclamp is not None:
+            factor, clamp = scores.scale / scores.softclamp, scores.softclamp * _LOG2_E
+        acc, lse = self.parts
+        with torch.cuda.device_of(q):
+            self.attend(
+                _plain(q), k, v, q if slopes is None else slopes,
+                cache.keys[layer], cache.values[layer], cache.tables, cache.lengths_of[layer],
+                cache.starts, cache.rooms, acc, lse, self.next_lengths, self.state,
+                cache.tables.shape[1], factor, clamp, scores.window or 0,
+            )  # fmt: skip
+            if self.ring.size == 1 or self.pushed is not None:
+                return self._merge(self.merge, q, acc, lse, layer, sinks)
+            message = q.new_empty(self.rows * (self.width + 1), dtype=torch.float32)
+            out, out_lse = self._apart(message.unsqueeze(0))
+            self._launch(self.merge_splits, acc, lse, out[0], out_lse[0], layer, None)
+            every = self._apart(gathered(self.ring, message))
+            return self._merge(self.merge_ranks, q, *every, layer, sinks)
+
+    def _merge(
+        self,
+        launch: Launch,
+        q: Tensor,
+        acc: Tensor,
+        lse: Tensor,
+        layer: int,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        b, n, h, _ = self.asked.shape
+        out = q.new_empty((b, n, h, self.width))
+        out_lse = q.new_empty((b, n, h), dtype=torch.float32)
+        self._launch(launch, acc, lse, out, out_lse, layer, sinks)
+        return out, out_lse
+
+    def _launch(
+        self,
+        launch: Launch,
+        acc: Tensor,
+        lse: Tensor,
+        out: Tensor,
+        out_lse: Tensor,
+        layer: int,
+        sinks: Tensor | None,
+    ) -> None:
+        """Merge parts `[parts, rows, width]`; a row's number in all parts is the same."""
+        cache = self.cache
+        launch(
+            acc, lse, out, out_lse, lse if sinks is None else sinks,
+            cache.lengths_of[layer], self.next_lengths, cache.overflown, self.state,
+            acc.stride(0), acc.stride(1), lse.stride(0), lse.stride(1),
+            len(acc), self.rows, cache.sequences,
+            0 if self.pushed is None else self.pushed.patience, self.purpose,
+        )  # fmt: skip
+
+    def _apart(self, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the out `[messages, rows, width]` and lse `[messages, rows]` of flat messages."""
+        out, lse = messages.split((self.rows * self.width, self.rows), dim=1)
+        return out.unflatten(1, (self.rows, self.width)), lse
+
+    @cached_property
+    def splits(self) -> int:
+        """How many programs share the keys of one head."""
+        b, n, h, _ = self.asked.shape
+        device = self.cache.device
+        programs = _CPU_PROGRAMS
+        if device.type == "cuda":
+            count = torch.cuda.get_device_properties(device).multi_processor_count
+            programs = count * self.tuning.programs
+        return max(1, programs // (b * self.cache.key_heads * self.blocks))
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a program's matrix of queries: tokens, times heads of a group."""
+        _, n, h, _ = self.asked.shape
+        return min(64, max(16, 1 << (n * h // self.cache.key_heads - 1).bit_length()))
+
+    @property
+    def blocks(self) -> int:
+        _, n, h, _ = self.asked.shape
+        return -(-n * h // self.cache.key_heads // self.block_rows)
+
+    @cached_property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Memory for what splits find. It stays, because CUDA graphs point to it."""
+        with torch.inference_mode(False):
+            shape = self.splits, self.rows, self.width
+            acc = torch.empty(shape, dtype=torch.float32, device=self.cache.device)
+            return acc, torch.empty(shape[:2], dtype=torch.float32, device=self.cache.device)
+
+    @cached_property
+    def next_lengths(self) -> Tensor:
+        with torch.inference_mode(False):
+            b = self.cache.sequences
+            return torch.zeros(b, dtype=torch.int32, device=self.cache.device)
+
+    @cached_property
+    def state(self) -> Tensor:
+        return self.next_lengths if self.pushed is None else self.pushed.state
+
+    @cached_property
+    def attend(self) -> Launch:
+        from ring_attention_pytorch.inference._triton_attend import attend_kernel
+
+        cache, asked, (b, n, h, d) = self.cache, self.asked, self.asked.shape
+        return Launch(
+            attend_kernel, self.splits * self.blocks * cache.key_heads * b,
+            num_warps=self.tuning.warps, num_stages=self.tuning.stages,
+            N=n, ROWS_IN_ALL=self.rows, SPLITS=self.splits, BLOCKS=self.blocks,
+            KV=cache.key_heads, GROUP=h // cache.key_heads, D=d, D_V=self.width,
+            WIDTH=_power_of_2(d), WIDTH_V=_power_of_2(self.width), ROWS=self.block_rows,
+            COLS=self.tuning.cols, NEW_COLS=min(64, max(16, _power_of_2(n))),
+            PAGE=cache.pages.page, RANKS=cache.pages.ranks, RANK=self.ring.rank,
+            NEW=asked.new, WINDOW=asked.scores.window is not None, STARTS=asked.starts,
+            CLAMP=asked.scores.softclamp is not None, ALIBI=asked.slopes,
+            SHARED=self.pushed is not None,
+            PRECISION="ieee" if cache.dtype == torch.float32 else "tf32",
+        )  # fmt: skip
+
+    @cached_property
+    def merge(self) -> Launch:
+        """From splits to the result, with other ranks' where memory is shared."""
+        shared = self.pushed is not None
+        programs = min(self.rows, _MERGERS) if shared else self.rows
+        return self._merger(programs, self.splits, self.ring.size if shared else 1, True)
+
+    @cached_property
+    def merge_splits(self) -> Launch:
+        """From splits to this rank's message."""
+        return self._merger(self.rows, self.splits, 1, True, sinks=False)
+
+    @cached_property
+    def merge_ranks(self) -> Launch:
+        """From all ranks' messages to the result."""
+        return self._merger(self.rows, self.ring.size, 1, False)
+
+    def _merger(
+        self, programs: int, parts: int, ranks: int, advance: bool, sinks: bool = True
+    ) -> Launch:
+        from ring_attention_pytorch.inference._triton_merge import merge_kernel
+
+        _, n, h, _ = self.asked.shape
+        return Launch(
+            merge_kernel, programs, num_warps=4,
+            ROWS_EACH=n * h, HEADS=h, D=self.width, WIDTH=_power_of_2(self.width),
+            PARTS=min(16, _power_of_2(parts)), RANKS=ranks, RANK=self.ring.rank,
+            ADVANCE=advance and self.asked.new, SINKS=sinks and self.asked.sinks,
+        )  # fmt: skip
+
+
+def _power_of_2(n: int) -> int:
+    """Return the least power of two from 16 that is at least n.
+
+    >>> [_power_of_2(n) for n in (1, 16, 17)]
+    [16, 16, 32]
+    """
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def _plain(t: Tensor) -> Tensor:
+    """Return t, contiguous and at an address that kernels take."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
