@@ -5,8 +5,8 @@ A program takes some keys of one key head, and all queries that use them, so tha
 once. The query heads of a group are rows of one matrix. What it finds is a partial result, out and
 lse in float32; `_triton_merge` merges those of all splits, and of all ranks.
 
-New tokens come beside the cache: the last split attends to those that this rank owns, and writes
-them. Nobody reads there before the next call, for all others know the old length.
+New tokens come beside the cache: the last split is they. It attends to those that this rank owns,
+and writes them. Nobody reads there before the next call, for all others know the old length.
 """
 
 import triton
@@ -53,6 +53,16 @@ def _add(running, scores, v, PRECISION: tl.constexpr):
     fade = tl.exp2(top - base)
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     return acc, new_top, total * fade + tl.sum(p, 1)
+
+
+@triton.jit
+def _pages(table, j, end, PAGE: tl.constexpr, COLS: tl.constexpr):
+    """Return the page of each key from j to `end`; one for all, where they are of one."""
+    if PAGE % COLS == 0:
+        return tl.load(table + j // PAGE, mask=j < end, other=0).to(tl.int64)
+    else:
+        index = j + tl.arange(0, COLS)
+        return tl.load(table + index // PAGE, mask=index < end, other=0).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["width", "factor", "clamp", "window"])
@@ -136,23 +146,23 @@ def attend_kernel(
         unseen = tl.maximum(start, first_query + block * ROWS // GROUP - window)
     count = _held(length, PAGE, RANKS, RANK)
     first = tl.minimum(_held(unseen, PAGE, RANKS, RANK), count) // COLS * COLS
-    each = tl.cdiv(tl.cdiv(count - first, SPLITS), COLS) * COLS
+    each = tl.cdiv(tl.cdiv(count - first, SPLITS - NEW), COLS) * COLS
     begin = first + split * each
-    end = tl.minimum(begin + each, count)
+    end = tl.minimum(begin + each, count)  # before begin, for the split of new tokens
     acc = tl.zeros([ROWS, WIDTH_V], tl.float32)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     table = tables + sample.to(tl.int64) * width
 
+    # read one step ahead: loads that depend on loads of the same step halve what is under way
+    page = _pages(table, begin, end, PAGE, COLS)
     for j in range(begin, end, COLS):
         index = j + tl.arange(0, COLS)
         there = index < end
+        at = (page * KV + kv) * PAGE + index % PAGE
         if PAGE % COLS == 0:
-            page = tl.load(table + j // PAGE).to(tl.int64)
             at = (page * KV + kv) * PAGE + j % PAGE + tl.arange(0, COLS)
-        else:
-            pages = tl.load(table + index // PAGE, mask=there, other=0).to(tl.int64)
-            at = (pages * KV + kv) * PAGE + index % PAGE
+        page = _pages(table, j + COLS, end, PAGE, COLS)
         k_mask = there[:, None] if D == WIDTH else there[:, None] & (col < D)[None, :]
         v_mask = there[:, None] if D_V == WIDTH_V else there[:, None] & (col_v < D_V)[None, :]
         k = tl.load(keys + at[:, None] * D + col[None, :], mask=k_mask, other=0.0)

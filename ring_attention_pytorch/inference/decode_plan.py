@@ -174,14 +174,14 @@ class DecodePlan:
 
     @cached_property
     def splits(self) -> int:
-        """How many programs share the keys of one head."""
+        """How many parts a head's keys are in: of the cache, and one of new tokens."""
         b, n, h, _ = self.asked.shape
         device = self.cache.device
         programs = _CPU_PROGRAMS
         if device.type == "cuda":
             count = torch.cuda.get_device_properties(device).multi_processor_count
             programs = count * self.tuning.programs
-        return max(1, programs // (b * self.cache.key_heads * self.blocks))
+        return max(1, programs // (b * self.cache.key_heads * self.blocks)) + self.asked.new
 
     @property
     def block_rows(self) -> int:
