@@ -1,0 +1,146 @@
+"""The kernels of decoding: by Triton's interpreter, in processes that share memory."""
+
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.failures import RingError
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.inference import decode_plan
+from ring_attention_pytorch.inference.attention import ring_attn_with_cache
+from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.exchange import PushedRows
+from tests.inference.stories import Story, Teller, told
+from tests.support.interpreter import interpreters, needs_triton
+
+pytestmark = needs_triton
+CPU = torch.device("cpu")
+RANKS = 3
+WORDS = 1 << 15
+ALONE = Story(dtype=torch.float32, kernel="triton", steps=6, most=3, deeds=("attend",))
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Three processes that have Triton's interpreter."""
+    with interpreters(RANKS) as pool:
+        yield pool
+
+
+CASES = {
+    "pages that hold a block of keys": replace(ALONE, page=64, steps=4, most=20),
+    "small pages": replace(ALONE, page=3),
+    "windows": replace(ALONE, options={"window": 2}, given=("starts",)),
+    "scores": replace(ALONE, options={"softclamp": 1.5}, given=("sinks", "alibi_slopes")),
+    "appended before": replace(ALONE, deeds=("append", "attend", "rollback")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_are_dense_attention(name: str, ranks: ProcessPoolExecutor) -> None:
+    (error,) = ranks.submit(told, [CASES[name]]).result(timeout=200.0)
+    assert error < 1e-5
+
+
+# ---- ranks that share memory
+
+
+class Sharing(Ring):
+    """A rank of several that are no process group, but share memory."""
+
+    def __init__(self, rank: int, memories: list[Tensor], patience: float) -> None:
+        self.group, self.size, self.rank, self.first = None, len(memories), rank, 0
+        self.memories, self.patience, self.taken = memories, patience, 0
+        self.plans: list[PushedRows] = []
+
+    def rows(self, words: int) -> PushedRows:
+        """Take the next part of all memories, as every rank does."""
+        parts = [memory[self.taken : self.taken + words] for memory in self.memories]
+        self.taken += words
+        assert self.taken <= WORDS
+        self.plans.append(PushedRows(CPU, self.rank, parts, self.patience))
+        self.steps.watch(self.plans[-1])
+        return self.plans[-1]
+
+
+def sharing(rank: int, memories: list[Tensor], patience: float = 60.0) -> Sharing:
+    from ring_attention_pytorch.inference import _triton_merge
+
+    _triton_merge.globaltimer = time.monotonic_ns
+    decode_plan.shared_by = lambda ring, device: ring
+    decode_plan.PushedRows.among = classmethod(lambda _, shared, ring, words: ring.rows(words))
+    return Sharing(rank, memories, patience)
+
+
+def together(pool: ProcessPoolExecutor, run: Any, *each: Any) -> list[Any]:
+    memories = [torch.zeros(WORDS, dtype=torch.int64).share_memory_() for _ in range(RANKS)]
+    futures = [pool.submit(run, rank, memories, given) for rank, given in enumerate(each)]
+    return [future.result(timeout=200.0) for future in futures]
+
+
+def tell(rank: int, memories: list[Tensor], story: Story) -> float:
+    return Teller(story, sharing(rank, memories)).tell()
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_ranks_that_share_memory_merge_in_one_kernel(
+    seed: int, ranks: ProcessPoolExecutor
+) -> None:
+    story = replace(ALONE, seed=seed, sequences=1, page=2, steps=8, given=("sinks",))
+    for error in together(ranks, tell, *[story] * RANKS):
+        assert error < 1e-5
+
+
+def decode(rank: int, memories: list[Tensor], tokens: tuple[int, ...]) -> tuple[Any, str | None]:
+    """Decode so many tokens at a time; whether each result is NaN, and what was found wrong."""
+    ring = sharing(rank, memories, patience=2.0)
+    cache, nan, trouble = RingCache(1, 1, 16, page=2, group=ring), [], None
+    for n in tokens:
+        if not n:
+            ring.plans[-1].fail()
+            break
+        q = torch.ones(1, n, 2, 16)
+        try:
+            out = ring_attn_with_cache(q, q[:, :, :1], q[:, :, :1], cache, kernel="triton")
+            nan.append(bool(out.isnan().all()))
+        except RingError as error:
+            trouble = str(error)
+            break
+    return nan, trouble or ring.steps.trouble()
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(
+    ranks: ProcessPoolExecutor,
+) -> None:
+    found = together(ranks, decode, (1, 1), (1,), (1, 1))
+    for nan, trouble in (found[0], found[2]):
+        assert nan == [False, True]
+        assert "rank 1 did not come within 2 s" in trouble
+
+
+def test_a_rank_that_fails_is_waited_for_by_nobody(ranks: ProcessPoolExecutor) -> None:
+    begin = time.monotonic()
+    found = together(ranks, decode, (1, 1), (1, 0), (1, 1))
+    for nan, trouble in (found[0], found[2]):
+        assert nan == [False, True]
+        assert "rank 1 has failed" in trouble
+    assert time.monotonic() - begin < 60.0
+
+
+def mismatched(rank: int, memories: list[Tensor], window: int) -> tuple[bool, str | None]:
+    ring = sharing(rank, memories, patience=2.0)
+    cache, q = RingCache(1, 1, 16, page=2, group=ring), torch.ones(1, 1, 2, 16)
+    options = dict(kernel="triton", window=window)
+    out = ring_attn_with_cache(q, q[:, :, :1], q[:, :, :1], cache, **options)
+    return bool(out.isnan().all()), ring.steps.trouble()
+
+
+def test_a_rank_that_calls_with_other_options_is_found(ranks: ProcessPoolExecutor) -> None:
+    found = together(ranks, mismatched, 3, 4, 3)
+    assert all(nan for nan, _ in found)
+    assert "with other shapes or options" in str(found[0][1])
