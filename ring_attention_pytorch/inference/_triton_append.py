@@ -1,15 +1,15 @@
 # ruff: noqa: PLR0913 - a kernel takes every size by itself
 """Append tokens to a cache, at lengths that only the device knows: for CUDA graphs, too."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.pages import Pages
+
+_ROWS = 16  # tokens of one program
+_LANES = 128  # sequences of one program
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def append_kernel(
 ):
     """Write this rank's share of k `[b, n, KV, D]` and v behind the last tokens."""
     blocks = tl.cdiv(n, ROWS)
-    block, kv, sample = tl.program_id(0) % blocks, tl.program_id(0) // blocks % KV, 0
+    block, kv = tl.program_id(0) % blocks, tl.program_id(0) // blocks % KV
     sample = (tl.program_id(0) // (blocks * KV)).to(tl.int64)
     length = tl.load(lengths + sample)
     new = block * ROWS + tl.arange(0, ROWS)
@@ -78,31 +78,39 @@ def advance_kernel(lengths, rooms, overflown, n: tl.int32, count: tl.int32, LANE
     tl.store(overflown + at, 1, mask=held & (fits == 0))
 
 
-def append(cache: "RingCache", k: Tensor, v: Tensor, layer: int) -> None:
-    """Write tokens of one layer and advance the device's lengths."""
-    b, n, h_kv, _ = k.shape
-    rows = 16
+def append(
+    new: tuple[Tensor, Tensor],
+    pools: tuple[Tensor, Tensor],
+    tables: Tensor,
+    lengths: Tensor,
+    rooms: Tensor,
+    overflown: Tensor,
+    pages: Pages,
+    rank: int,
+) -> None:
+    """Write new keys and values of one layer into its pools, and advance its lengths."""
+    k, v = (t.contiguous() for t in new)
+    b, n, h_kv, d = k.shape
+    d_v = v.shape[-1]
     with torch.cuda.device_of(k):
-        append_kernel[(triton.cdiv(n, rows) * h_kv * b,)](
-            k.contiguous(),
-            v.contiguous(),
-            cache.keys[layer],
-            cache.values[layer],
-            cache.tables,
-            cache.lengths_of[layer],
-            cache.rooms,
+        append_kernel[(triton.cdiv(n, _ROWS) * h_kv * b,)](
+            k,
+            v,
+            *pools,
+            tables,
+            lengths,
+            rooms,
             n,
-            cache.tables.shape[1],
-            PAGE=cache.pages.page,
-            RANKS=cache.pages.ranks,
-            RANK=cache.ring.rank,
+            tables.shape[1],
+            PAGE=pages.page,
+            RANKS=pages.ranks,
+            RANK=rank,
             KV=h_kv,
-            D=cache.head_dim,
-            D_V=cache.value_dim,
-            ROWS=rows,
-            WIDTH=triton.next_power_of_2(cache.head_dim),
-            WIDTH_V=triton.next_power_of_2(cache.value_dim),
+            D=d,
+            D_V=d_v,
+            ROWS=_ROWS,
+            WIDTH=triton.next_power_of_2(d),
+            WIDTH_V=triton.next_power_of_2(d_v),
         )
-        advance_kernel[(triton.cdiv(b, 128),)](
-            cache.lengths_of[layer], cache.rooms, cache.overflown, n, b, LANES=128
-        )
+        grid = (triton.cdiv(b, _LANES),)
+        advance_kernel[grid](lengths, rooms, overflown, n, b, LANES=_LANES)

@@ -1,4 +1,4 @@
-# ruff: noqa: PLR0913 - a kernel takes every size by itself
+# ruff: noqa: C901, PLR0913, PLR0915, SIM102 - a kernel takes every size by itself, forks early
 """Attention of few queries to one rank's cached keys, split over keys: at the memory's speed.
 
 A program takes some keys of one key head, and all queries that use them, so that each key is read
@@ -60,9 +60,8 @@ def _pages(table, j, end, PAGE: tl.constexpr, COLS: tl.constexpr):
     """Return the page of each key from j to `end`; one for all, where they are of one."""
     if PAGE % COLS == 0:
         return tl.load(table + j // PAGE, mask=j < end, other=0).to(tl.int64)
-    else:
-        index = j + tl.arange(0, COLS)
-        return tl.load(table + index // PAGE, mask=index < end, other=0).to(tl.int64)
+    index = j + tl.arange(0, COLS)
+    return tl.load(table + index // PAGE, mask=index < end, other=0).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["width", "factor", "clamp", "window"])
@@ -194,7 +193,9 @@ def attend_kernel(
                 if block == 0:
                     write = mine & fits
                     store_rows(keys, table, k, new_token, write, kv, PAGE, RANKS, KV, D, WIDTH)
-                    store_rows(values, table, v, new_token, write, kv, PAGE, RANKS, KV, D_V, WIDTH_V)
+                    store_rows(
+                        values, table, v, new_token, write, kv, PAGE, RANKS, KV, D_V, WIDTH_V
+                    )
                 distance = (token[:, None] - new_token[None, :]).to(tl.float32)
                 scores = _scores(q_rows, k, factor, clamp, slope, distance, PRECISION, CLAMP, ALIBI)
                 seen = mine[None, :] & (new_token[None, :] <= token[:, None])
@@ -202,7 +203,9 @@ def attend_kernel(
                     seen = seen & (new_token >= start)[None, :]
                 if WINDOW:
                     seen = seen & (new_token[None, :] >= token[:, None] - window)
-                running = _add((acc, top, total), tl.where(seen, scores, -float("inf")), v, PRECISION)
+                running = _add(
+                    (acc, top, total), tl.where(seen, scores, -float("inf")), v, PRECISION
+                )
                 acc, top, total = running
 
     place = place.to(tl.int64) + split * ROWS_IN_ALL

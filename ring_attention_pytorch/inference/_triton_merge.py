@@ -1,4 +1,4 @@
-# ruff: noqa: PLR0913 - a kernel takes every size by itself
+# ruff: noqa: PLR0913, PLR0915 - a kernel takes every size by itself, forks early
 """Merge partial results: of splits, and of ranks that share memory, in one kernel.
 
 Each rank pushes its rows to all ranks and waits for theirs. A word of 64 bits is a number and a
@@ -93,7 +93,19 @@ def _report(state, peer, expected, seen):
         tl.store(state + WRONG, 1)
 
 
-@triton.jit(do_not_specialize=["parts", "rows", "sequences", "patience", "purpose", "acc_split", "acc_row", "lse_split", "lse_row"])
+@triton.jit(
+    do_not_specialize=[
+        "parts",
+        "rows",
+        "sequences",
+        "patience",
+        "purpose",
+        "acc_split",
+        "acc_row",
+        "lse_split",
+        "lse_row",
+    ]
+)
 def merge_kernel(
     acc_of,
     lse_of,

@@ -1,4 +1,4 @@
-"""`ring_attn_with_cache`: attention of new tokens to all that a `RingCache` holds, and to themselves.
+"""`ring_attn_with_cache`: attention of new tokens to a `RingCache`, and to themselves.
 
 Queries are the same on every rank. Each rank attends to the keys that it holds, and partial results
 are merged by their lse:
@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import Layout, all_segments, layout_problem
+from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan, Tuning
-from ring_attention_pytorch.inference.partial import Scores
+from ring_attention_pytorch.inference.partial import Scores, with_sinks
+from ring_attention_pytorch.inference.prefill import Chunk, prefill
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
 _CALLER = "attention to a cache"
-
 
 
 def _tell(given: dict[str, Any], problem: str) -> None:
@@ -43,6 +44,7 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     cache: RingCache,
     *,
     layer: int = 0,
+    layout: Layout | None = None,
     window: int | None = None,
     scale: float | int | None = None,
     softclamp: float | int | None = None,
@@ -58,11 +60,14 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     There are no gradients. Ranks agree once for each shape and set of options, not for each token.
 
     Args:
-        q: `[b, n, h, d]`, the same on every rank: queries of the last n tokens of all sequences.
+        q: `[b, n, h, d]`, queries of the last n tokens of all sequences: the same on every rank,
+            or with a layout this rank's shard.
         k, v: `[b, n, h_kv, d]` and `[b, n, h_kv, d_v]`, appended to the cache. None if they were
             appended before.
         cache: holds the sequences; all ranks of its ring call this together.
         layer: the layer that q, k and v are of.
+        layout: None if ranks have all the same tokens. For a chunk of a prompt that is spread over
+            them, the layout of its shards, as for `ring_attn`; results are spread likewise.
         window: a query sees its own token and at most this many before it.
         scale: the factor of q.k in a score; None is d ** -0.5.
         softclamp: c replaces a scaled score s by c * tanh(s / c).
@@ -76,7 +81,8 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
 
     Returns:
         `[b, n, h, d_v]` in q's dtype; with return_lse also lse `[b, h, n]`, float32 (float64 for
-        float64). The same on every rank. Queries that see no key get 0 and -inf.
+        float64). The same on every rank, or shards in the layout. Queries that see no key get 0
+        and -inf.
 
     Raises:
         ValueError: an argument is invalid, does not fit the cache, or differs between ranks.
@@ -91,10 +97,19 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     """
     scores = Scores(q.shape[-1] ** -0.5 if scale is None else float(scale), softclamp, window)
     new = k is not None
+    if layout is not None:
+        tensors = q, k, v, sinks, alibi_slopes
+        out, lse = _sharded(tensors, cache, layer, layout, scores, kernel)
+        return (out, lse) if return_lse else out
     flags = sinks is not None, alibi_slopes is not None
     key = q.shape, q.dtype, new, cache.has_starts, scores, flags, kernel
     plan = cache.plans.get(key)
     given = (q, k, v, sinks, alibi_slopes)
+    if cache.in_graph and (plan is None or not plan.ran):
+        raise ValueError(
+            f"{_CALLER}: before a CUDA graph is captured, the same call must have run once; "
+            "run it, roll back what it appended, then capture"
+        )
     if plan is None:
         plan = cache.plans[key] = _plan(given, cache, layer, scores, kernel)
     elif (problem := _problem(given, cache, layer)) is not None:
@@ -107,6 +122,71 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     if new:
         cache.advance(q.shape[1], layer, on_device=plan.asked.kernel == "eager")
     return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _sharded(
+    given: tuple[Tensor | None, ...],
+    cache: RingCache,
+    layer: int,
+    layout: Layout,
+    scores: Scores,
+    kernel: str | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of a chunk of which each rank has a shard."""
+    q, k, v, sinks, slopes = given
+    assert q is not None
+    ring = cache.ring
+    problem = problem_of(lambda: _sharded_problem(given, cache, layer, kernel))
+    same = {
+        "layout": str(layout),
+        "layer": layer,
+        "dtype": q.dtype,
+        "scores": list(scores),
+        "given": [t is not None for t in given],
+        "kernel": kernel,
+    }
+    notes = agree(ring, _CALLER, same, {"tokens": q.shape[1] if q.ndim > 1 else 0}, problem)
+    counts = tuple(note["tokens"] for note in notes)
+    if (wrong := _layout_problem(layout, counts)) is not None:
+        raise ValueError(f"{_CALLER}: {wrong}")
+    chunk = Chunk(ring, layout, counts)
+    assert k is not None
+    assert v is not None
+    if scores.window is None and slopes is None and kernel is None and not cache.has_starts:
+        out, lse = prefill(q, k, v, cache, layer, chunk, scores)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
+        return out.to(q.dtype), lse
+    with ring.call("gathering a chunk"):
+        order = chunk.order(q.device)
+        whole = [t[:, order] for t in chunk.gathered(q, k, v)]
+    options = dict(window=scores.window, scale=scores.scale, softclamp=scores.softclamp)
+    out, lse = ring_attn_with_cache(
+        *whole, cache, layer=layer, sinks=sinks, alibi_slopes=slopes, kernel=kernel,
+        return_lse=True, **options,
+    )  # fmt: skip
+    mine = chunk.positions(ring.rank).to(q.device)
+    return out[:, mine], lse[..., mine]
+
+
+def _sharded_problem(
+    given: tuple[Tensor | None, ...], cache: RingCache, layer: int, kernel: str | None
+) -> str | None:
+    if given[1] is None:
+        return "a chunk in a layout comes with its k and v"
+    if cache.in_graph:
+        return "a chunk in a layout can't be captured in a CUDA graph; decoding can"
+    return _problem(given, cache, layer, some=False)
+
+
+def _layout_problem(layout: Layout, counts: tuple[int, ...]) -> str | None:
+    """Say why ranks can't have so many tokens each; None if they can."""
+    if (problem := layout_problem(layout, len(counts), sum(counts))) is not None:
+        return problem
+    wanted = [count(each) for each in all_segments(layout, len(counts), sum(counts))]
+    if wanted != [*counts]:
+        return f"shards of {layout!r} would have {wanted} tokens, got {[*counts]}"
+    return None if sum(counts) else "a chunk must have a token"
 
 
 def plan_decoding(
@@ -177,14 +257,18 @@ def _option_problem(scores: Scores, kernel: str | None) -> str | None:
     return None
 
 
-def _problem(given: tuple[Tensor | None, ...], cache: RingCache, layer: int) -> str | None:
+def _problem(
+    given: tuple[Tensor | None, ...], cache: RingCache, layer: int, some: bool = True
+) -> str | None:
     q, k, v, sinks, slopes = given
     assert q is not None
     if (k is None) != (v is None):
         return "k and v must be given together; without them the cache must have them already"
-    if q.ndim != 4 or q.shape[0] != cache.sequences or q.shape[3] != cache.head_dim or 0 in q.shape:
+    if q.ndim != 4 or q.shape[0] != cache.sequences or q.shape[3] != cache.head_dim:
         return f"q must be [{cache.sequences}, n, h, {cache.head_dim}], got {[*q.shape]}"
-    if q.shape[2] % cache.key_heads:
+    if some and not q.shape[1]:
+        return "q must have a token"
+    if not q.shape[2] or q.shape[2] % cache.key_heads:
         return f"heads of q must be a multiple of {cache.key_heads}, got {q.shape[2]}"
     if q.dtype != cache.dtype or q.device != cache.device:
         return (

@@ -171,6 +171,13 @@ class RingCache:
         tokens = (index // page * self.pages.ranks + self.ring.rank) * page + index % page
         return k, v, tokens
 
+    def local_of_all(self, which: slice, held: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the first `held` keys and values here of some sequences, `[b, held, h_kv, d]`."""
+        tables = self.tables[which, : -(-held // self.pages.page)].long()
+        k = self.keys[layer].transpose(1, 2)[tables].flatten(1, 2)[:, :held]
+        v = self.values[layer].transpose(1, 2)[tables].flatten(1, 2)[:, :held]
+        return k, v
+
     # ---- changes
 
     def append(self, k: Tensor, v: Tensor, layer: int = 0) -> None:
@@ -187,7 +194,10 @@ class RingCache:
         if self.device.type == "cuda" and has_triton() and self.dtype != torch.float64:
             from ring_attention_pytorch.inference._triton_append import append
 
-            append(self, k, v, layer)
+            append(
+                (k, v), (self.keys[layer], self.values[layer]), self.tables,
+                self.lengths_of[layer], self.rooms, self.overflown, self.pages, self.ring.rank,
+            )  # fmt: skip
             self.advance(k.shape[1], layer, on_device=False)
         else:
             self.write(k, v, layer)

@@ -49,6 +49,7 @@ class DecodePlan:
         self.purpose = crc32(repr(asked).encode()) % _PURPOSES
         b, n, h, _ = asked.shape
         self.rows, self.width = b * n * h, cache.value_dim
+        self.ran = False  # so that all kernels are compiled, and graphs can hold them
         self.pushed: PushedRows | None = None
         words = words_of(self.rows, self.width, self.ring.size)
         if self.ring.size > 1 and asked.kernel == "triton" and words * 8 <= MOST:
@@ -66,10 +67,11 @@ class DecodePlan:
         slopes: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return out `[b, n, h, d_v]` and lse `[b, n, h]` over all ranks' keys."""
+        way = self._by_triton if self.asked.kernel == "triton" else self._by_pytorch
         with self.ring.call("attention to a cache", self.purpose):
-            if self.asked.kernel == "triton":
-                return self._by_triton(q, k, v, layer, sinks, slopes)
-            return self._by_pytorch(q, k, v, layer, sinks, slopes)
+            found = way(q, k, v, layer, sinks, slopes)
+        self.ran = True
+        return found
 
     # ---- PyTorch's operators
 
@@ -175,8 +177,7 @@ class DecodePlan:
     @cached_property
     def splits(self) -> int:
         """How many parts a head's keys are in: of the cache, and one of new tokens."""
-        b, n, h, _ = self.asked.shape
-        device = self.cache.device
+        b, device = self.asked.shape[0], self.cache.device
         programs = _CPU_PROGRAMS
         if device.type == "cuda":
             count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -257,7 +258,7 @@ class DecodePlan:
         return Launch(
             merge_kernel, programs, num_warps=4,
             ROWS_EACH=n * h, HEADS=h, D=self.width, WIDTH=_power_of_2(self.width),
-            PARTS=min(16, _power_of_2(parts)), RANKS=ranks, RANK=self.ring.rank,
+            PARTS=min(64, _power_of_2(parts)), RANKS=ranks, RANK=self.ring.rank,
             ADVANCE=advance and self.asked.new, SINKS=sinks and self.asked.sinks,
         )  # fmt: skip
 

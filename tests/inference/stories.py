@@ -1,4 +1,4 @@
-"""Stories of caches: what is done to one, drawn at random, beside dense tensors that know no ranks."""
+"""Stories of caches: what is done to one, at random, beside dense tensors that know no ranks."""
 
 import random
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from tests.support.reference import dense_attention, relative_error
@@ -138,6 +139,26 @@ class Teller:
             mine, right = (t.double().cpu().nan_to_num(neginf=0.0) for t in (mine, right))
             self.worst = max(self.worst, relative_error(mine, right))
 
+    def prefill(self) -> None:
+        """Attend with a chunk that is spread over the ranks."""
+        layout = self.draw.choice(("contiguous", "zigzag", "striped"))
+        n = min(self.draw.randint(1, 3 * self.story.most), self._room())
+        for layer in range(self.story.layers):
+            if n < 1:
+                return
+            q, k, v = self._chunk(n)
+            self.dense.append(k, v, layer)
+            ring = self.cache.ring
+            mine = positions(layout, rank=ring.rank, ring_size=ring.size, length=n)
+            tensors = {name: self._as_given(t) for name, t in self.tensors.items()}
+            got = ring_attn_with_cache(
+                *[self._as_given(t[:, mine]) for t in (q, k, v)], self.cache, layer=layer,
+                layout=layout, return_lse=True, **self.story.options, **tensors,
+            )  # fmt: skip
+            out, lse = self.dense.attend(q, layer, {**self.story.options, **self.tensors})
+            if len(mine):
+                self.compare(got, (out[:, mine], lse[..., mine]))
+
     def append(self) -> None:
         n = min(self.draw.randint(1, self.story.most), self._room())
         for layer in range(self.story.layers):
@@ -149,9 +170,7 @@ class Teller:
     def rollback(self) -> None:
         n = [self.draw.randint(0, min(length, 7)) for length in self.cache.lengths]
         self.cache.rollback(n)
-        self.dense.each(
-            lambda kv: [(k[: len(k) - m], v[: len(v) - m]) for (k, v), m in zip(kv, n)]
-        )
+        self.dense.each(lambda kv: [(k[: len(k) - m], v[: len(v) - m]) for (k, v), m in zip(kv, n)])
 
     def reorder(self) -> None:
         beams = [self.draw.randrange(self.story.sequences) for _ in range(self.story.sequences)]

@@ -34,6 +34,9 @@ def cases() -> list[Story]:
         Story(seed, page=2, sequences=3, given=("starts",), options={"window": 5})
         for seed in range(3)
     ]
+    chunks = Story(page=2, deeds=("prefill", "attend", "rollback"), steps=12)
+    found += [replace(chunks, **each) for each in OPTIONS]
+    found += [replace(chunks, seed=seed, sequences=1, page=3) for seed in range(3)]
     return found
 
 

@@ -88,9 +88,7 @@ def tell(rank: int, memories: list[Tensor], story: Story) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_ranks_that_share_memory_merge_in_one_kernel(
-    seed: int, ranks: ProcessPoolExecutor
-) -> None:
+def test_ranks_that_share_memory_merge_in_one_kernel(seed: int, ranks: ProcessPoolExecutor) -> None:
     story = replace(ALONE, seed=seed, sequences=1, page=2, steps=8, given=("sinks",))
     for error in together(ranks, tell, *[story] * RANKS):
         assert error < 1e-5
