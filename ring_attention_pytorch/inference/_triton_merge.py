@@ -1,10 +1,15 @@
-# ruff: noqa: PLR0913, PLR0915 - a kernel takes every size by itself, forks early
+# ruff: noqa: C901, PLR0913, PLR0915 - a kernel takes every size by itself, forks early
 """Merge partial results: of splits, and of ranks that share memory, in one kernel.
 
-Each rank pushes its rows to all ranks and waits for theirs. A word of 64 bits is a number and a
-mark, so whoever sees the mark of this call sees the number, too, and nobody need signal:
+Each rank pushes its rows to all ranks and waits for theirs. A word of 64 bits is a number under the
+number of the call, so whoever sees that this call has come has the number, too, and nobody need
+signal:
 
-    | 63 .. 44: number of the call | 43 .. 32: what for | 31 .. 0: a number in float32 |
+    | 63 .. 32: the call | 31 .. 0: a number in float32 |
+
+A rank's memory is for all calls of a group, in words:
+
+    | rows of rank 0, 1, ... | those of the next call | what each came for, twice | who failed |
 
 Calls write the two halves of the memory in turn. A rank that writes a half again has had all rows
 of the call between from everyone. So all have read what was there before.
@@ -18,7 +23,6 @@ FAILED = tl.constexpr(-1)
 # a state, in words: whether something is wrong, the number of the call, the address of the report,
 # those of all ranks' memory
 WRONG, CALL, REPORT, MEMORY = (tl.constexpr(i) for i in range(4))
-_CALLS = tl.constexpr(1 << 20)
 
 
 @triton.jit
@@ -100,6 +104,7 @@ def _report(state, peer, expected, seen):
         "sequences",
         "patience",
         "purpose",
+        "slot",
         "acc_split",
         "acc_row",
         "lse_split",
@@ -125,6 +130,7 @@ def merge_kernel(
     sequences: tl.int32,
     patience: tl.int64,
     purpose: tl.int64,
+    slot: tl.int64,
     ROWS_EACH: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -160,29 +166,32 @@ def merge_kernel(
             _finish(out, out_lse, sinks, acc, lse, at, bad, HEADS, D, WIDTH, SINKS)
     else:
         call = tl.load(state + CALL)
-        mark = (call % _CALLS << 12) | purpose
-        mark = tl.where(mark >= 1 << 31, mark - (tl.full((), 1, tl.int64) << 32), mark)
-        word_of_half = RANKS * rows * (D + 1)
-        half = call % 2 * word_of_half
+        mark = call << 32 >> 32  # as words are compared, with its sign
+        half = call % 2 * (RANKS * slot)
+        own = _memory(state, RANK)
+        failed = own + RANKS * (2 * slot + 2)
+        purposes = RANKS * (2 * slot + call % 2)
+        if program == 0:
+            for peer in tl.static_range(RANKS):
+                tl.store(_memory(state, peer) + purposes + RANK, (mark << 32) | purpose)
         wrong = tl.load(state + WRONG) != 0
         for row in range(program, rows, tl.num_programs(0)):
             acc, lse = _merged(
                 acc_of, lse_of, zero + row, acc_split, acc_row, lse_split, lse_row, parts, D,
                 PARTS, WIDTH,
             )  # fmt: skip
-            place = half + (RANK * rows + row) * (D + 1)
+            place = half + RANK * slot + row * (D + 1)
             for peer in tl.static_range(RANKS):
                 there = _memory(state, peer) + place
                 tl.store(there + col, _word(acc, mark), mask=col < D)
                 tl.store(there + D + one, _word(lse, mark))
-        failed = _memory(state, RANK) + 2 * word_of_half
         begin = globaltimer()
         for row in range(program, rows, tl.num_programs(0)):
             acc = tl.zeros([WIDTH], tl.float32)
             top = tl.full([1], -float("inf"), tl.float32)
             total = tl.zeros([1], tl.float32)
             for peer in tl.static_range(RANKS):
-                here = _memory(state, RANK) + half + (peer * rows + row) * (D + 1)
+                here = own + half + peer * slot + row * (D + 1)
                 x = tl.zeros([WIDTH], tl.int64)
                 y = tl.zeros([1], tl.int64)
                 waiting = wrong == 0
@@ -191,14 +200,16 @@ def merge_kernel(
                     y = tl.load(here + D + one, volatile=True)
                     absent = tl.sum(((col < D) & (x >> 32 != mark)).to(tl.int32))
                     absent += tl.sum((y >> 32 != mark).to(tl.int32))
+                    came_for = tl.load(own + purposes + peer, volatile=True)
+                    absent += (came_for >> 32 != mark).to(tl.int32)
                     gone = tl.load(failed + peer, volatile=True) == FAILED
                     late = globaltimer() - begin > patience
-                    came = tl.sum(y)
-                    other = (came >> 44 == mark >> 12) & (came >> 32 != mark)
+                    other = (came_for >> 32 == mark) & (came_for != ((mark << 32) | purpose))
                     waiting = (absent > 0) & (gone == 0) & (late == 0) & (other == 0)
-                    if (absent > 0) & (gone | late | other):
-                        _report(state, peer, mark, tl.where(gone, FAILED, came >> 32))
-                        wrong = wrong | (absent > 0)
+                    if other | (gone | late) & (absent > 0):
+                        seen = tl.where(gone, FAILED, came_for)
+                        _report(state, peer, (mark << 32) | purpose, seen)
+                        wrong = wrong | (absent >= 0)
                 lse = _number(y)
                 new_top = tl.maximum(top, lse)
                 base = tl.where(new_top == -float("inf"), 0.0, new_top)

@@ -7,16 +7,15 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.symmetric_memory import shared_by
 from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.inference.exchange import MOST, PushedRows, gathered, words_of
+from ring_attention_pytorch.inference.exchange import PushedRows, gathered, pushed_rows
 from ring_attention_pytorch.inference.partial import Scores, attend, merged
 from ring_attention_pytorch.runtime.launches import Launch
 
 _LOG2_E = 1.4426950408889634
-_PURPOSES = 1 << 12  # that memory tells apart
+_PURPOSES = 1 << 31  # that memory tells apart
 _MERGERS = 128  # programs that wait for other ranks: all of them run at once on any GPU
-_CPU_PROGRAMS = 8
+_CPU_PROGRAMS = 4
 
 
 class Asked(NamedTuple):
@@ -51,11 +50,10 @@ class DecodePlan:
         self.rows, self.width = b * n * h, cache.value_dim
         self.ran = False  # so that all kernels are compiled, and graphs can hold them
         self.pushed: PushedRows | None = None
-        words = words_of(self.rows, self.width, self.ring.size)
-        if self.ring.size > 1 and asked.kernel == "triton" and words * 8 <= MOST:
-            shared = shared_by(self.ring, cache.device)
-            if shared is not None:
-                self.pushed = PushedRows.among(shared, self.ring, words)
+        if asked.kernel == "triton":
+            self.pushed = pushed_rows(self.ring, cache.device)
+        if self.pushed is not None and self.rows * (self.width + 1) > self.pushed.slot:
+            self.pushed = None
 
     def run(
         self,
@@ -166,7 +164,7 @@ class DecodePlan:
             cache.lengths_of[layer], self.next_lengths, cache.overflown, self.state,
             acc.stride(0), acc.stride(1), lse.stride(0), lse.stride(1),
             len(acc), self.rows, cache.sequences,
-            0 if self.pushed is None else self.pushed.patience, self.purpose,
+            *((0, 0, 0) if (to := self.pushed) is None else (to.patience, self.purpose, to.slot)),
         )  # fmt: skip
 
     def _apart(self, messages: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ What travels in 1 depends on the chunk alone. Where positions count in the cache
 whole chunk goes the way of decoding, which knows them.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -43,8 +44,7 @@ class Chunk(NamedTuple):
 
     def order(self, device: torch.device) -> Tensor:
         """Return where each token of the chunk is among those of all ranks, one after another."""
-        places = torch.cat([self.positions(rank) for rank in range(self.ring.size)])
-        return places.argsort().to(device)
+        return _order(self.layout, self.ring.size, sum(self.counts), device)
 
     def gathered(self, *tensors: Tensor) -> list[Tensor]:
         """Return the tensors `[b, n, ...]` of all ranks, one after another."""
@@ -80,6 +80,12 @@ class Chunk(NamedTuple):
             found.append(mine)
         ring.exchange(_some(sends), _some(receives)).wait()
         return found
+
+
+@lru_cache(maxsize=8)
+def _order(layout: Layout, ranks: int, length: int, device: torch.device) -> Tensor:
+    each = [positions(layout, rank=r, ring_size=ranks, length=length) for r in range(ranks)]
+    return torch.cat(each).argsort().to(device)
 
 
 def _some(messages: Messages) -> list[tuple[int, Tensor]]:

@@ -21,7 +21,7 @@ from tests.support.interpreter import interpreters, needs_triton
 pytestmark = needs_triton
 CPU = torch.device("cpu")
 RANKS = 3
-WORDS = 1 << 15
+SLOT = 1 << 12
 ALONE = Story(dtype=torch.float32, kernel="triton", steps=6, most=3, deeds=("attend",))
 
 
@@ -55,30 +55,21 @@ class Sharing(Ring):
 
     def __init__(self, rank: int, memories: list[Tensor], patience: float) -> None:
         self.group, self.size, self.rank, self.first = None, len(memories), rank, 0
-        self.memories, self.patience, self.taken = memories, patience, 0
-        self.plans: list[PushedRows] = []
-
-    def rows(self, words: int) -> PushedRows:
-        """Take the next part of all memories, as every rank does."""
-        parts = [memory[self.taken : self.taken + words] for memory in self.memories]
-        self.taken += words
-        assert self.taken <= WORDS
-        self.plans.append(PushedRows(CPU, self.rank, parts, self.patience))
-        self.steps.watch(self.plans[-1])
-        return self.plans[-1]
+        self.rows = PushedRows(CPU, rank, memories, SLOT, patience)
+        self.steps.watch(self.rows)
 
 
 def sharing(rank: int, memories: list[Tensor], patience: float = 60.0) -> Sharing:
     from ring_attention_pytorch.inference import _triton_merge
 
     _triton_merge.globaltimer = time.monotonic_ns
-    decode_plan.shared_by = lambda ring, device: ring
-    decode_plan.PushedRows.among = classmethod(lambda _, shared, ring, words: ring.rows(words))
+    decode_plan.pushed_rows = lambda ring, device: ring.rows if ring.size > 1 else None
     return Sharing(rank, memories, patience)
 
 
 def together(pool: ProcessPoolExecutor, run: Any, *each: Any) -> list[Any]:
-    memories = [torch.zeros(WORDS, dtype=torch.int64).share_memory_() for _ in range(RANKS)]
+    words = PushedRows.words_for(SLOT, RANKS)
+    memories = [torch.zeros(words, dtype=torch.int64).share_memory_() for _ in range(RANKS)]
     futures = [pool.submit(run, rank, memories, given) for rank, given in enumerate(each)]
     return [future.result(timeout=200.0) for future in futures]
 
@@ -89,7 +80,7 @@ def tell(rank: int, memories: list[Tensor], story: Story) -> float:
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_ranks_that_share_memory_merge_in_one_kernel(seed: int, ranks: ProcessPoolExecutor) -> None:
-    story = replace(ALONE, seed=seed, sequences=1, page=2, steps=8, given=("sinks",))
+    story = replace(ALONE, seed=seed, sequences=1, page=2, steps=6, given=("sinks",))
     for error in together(ranks, tell, *[story] * RANKS):
         assert error < 1e-5
 
@@ -100,7 +91,7 @@ def decode(rank: int, memories: list[Tensor], tokens: tuple[int, ...]) -> tuple[
     cache, nan, trouble = RingCache(1, 1, 16, page=2, group=ring), [], None
     for n in tokens:
         if not n:
-            ring.plans[-1].fail()
+            ring.rows.fail()
             break
         q = torch.ones(1, n, 2, 16)
         try:
