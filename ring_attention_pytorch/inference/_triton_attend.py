@@ -58,9 +58,7 @@ def _add(running, scores, v, PRECISION: tl.constexpr):
 @triton.jit
 def _pages(table, j, end, PAGE: tl.constexpr, COLS: tl.constexpr):
     """Return the page of each key from j to `end`; one for all, where they are of one."""
-    if PAGE % COLS == 0:
-        return tl.load(table + j // PAGE, mask=j < end, other=0).to(tl.int64)
-    index = j + tl.arange(0, COLS)
+    index = j if PAGE % COLS == 0 else j + tl.arange(0, COLS)
     return tl.load(table + index // PAGE, mask=index < end, other=0).to(tl.int64)
 
 
