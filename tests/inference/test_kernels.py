@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -133,3 +134,64 @@ def test_a_rank_that_calls_with_other_options_is_found(ranks: ProcessPoolExecuto
     found = together(ranks, mismatched, 3, 4, 3)
     assert all(nan for nan, _ in found)
     assert "with other shapes or options" in str(found[0][1])
+
+
+# ---- code for GPUs
+
+
+ATTEND = dict(
+    q="*bf16", k_new="*bf16", v_new="*bf16", slopes="*bf16", keys="*bf16", values="*bf16",
+    tables="*i32", lengths="*i32", starts="*i32", rooms="*i32", acc_of="*fp32", lse_of="*fp32",
+    next_lengths="*i32", state="*i64", width="i32", factor="fp32", clamp="fp32", window="i32",
+)  # fmt: skip
+ATTEND_SIZES = dict(
+    N=1, ROWS_IN_ALL=32, SPLITS=33, BLOCKS=1, KV=8, GROUP=4, D=128, D_V=128, WIDTH=128,
+    WIDTH_V=128, ROWS=16, COLS=64, NEW_COLS=16, PAGE=64, RANKS=2, RANK=1, NEW=True, WINDOW=False,
+    STARTS=False, CLAMP=False, ALIBI=False, SHARED=True, PRECISION="tf32",
+)  # fmt: skip
+MERGE = dict(
+    acc_of="*fp32", lse_of="*fp32", out="*bf16", out_lse="*fp32", sinks="*bf16", lengths="*i32",
+    next_lengths="*i32", overflown="*i32", state="*i64", acc_split="i64", acc_row="i64",
+    lse_split="i64", lse_row="i64", parts="i32", rows="i32", sequences="i32", patience="i64",
+    purpose="i64", slot="i64",
+)  # fmt: skip
+MERGE_SIZES = dict(
+    ROWS_EACH=32, HEADS=32, D=128, WIDTH=128, PARTS=64, RANKS=1, RANK=0, ADVANCE=True, SINKS=False
+)
+APPEND = dict(
+    k="*bf16", v="*bf16", keys="*bf16", values="*bf16", tables="*i32", lengths="*i32",
+    rooms="*i32", n="i32", width="i32",
+)  # fmt: skip
+APPEND_SIZES = dict(PAGE=16, RANKS=2, RANK=1, KV=8, D=80, D_V=64, ROWS=16, WIDTH=128, WIDTH_V=64)
+VARIANTS = {
+    "decode": ("_triton_attend", "attend_kernel", ATTEND, ATTEND_SIZES, {}),
+    "all terms": (
+        "_triton_attend", "attend_kernel", ATTEND, ATTEND_SIZES,
+        dict(WINDOW=True, STARTS=True, CLAMP=True, ALIBI=True, PAGE=3, D=80, SHARED=False),
+    ),
+    "drafts, appended before": (
+        "_triton_attend", "attend_kernel", ATTEND, ATTEND_SIZES,
+        dict(NEW=False, N=40, ROWS=64, BLOCKS=3, ROWS_IN_ALL=1280, NEW_COLS=64),
+    ),
+    "merge": ("_triton_merge", "merge_kernel", MERGE, MERGE_SIZES, {}),
+    "merge ranks": (
+        "_triton_merge", "merge_kernel", MERGE, MERGE_SIZES, dict(RANKS=4, RANK=2, SINKS=True),
+    ),
+    "append": ("_triton_append", "append_kernel", APPEND, APPEND_SIZES, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_kernels_are_code_for_a_gpu(name: str) -> None:
+    """Down to what the GPU's assembler takes, which no interpreter knows."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, function, types, sizes, changes = VARIANTS[name]
+    kernel = getattr(import_module(f"ring_attention_pytorch.inference.{module}"), function)
+    sizes = {**sizes, **changes}
+    assert [*types, *sizes] == kernel.arg_names
+    source = ASTSource(kernel, {**types, **dict.fromkeys(sizes, "constexpr")}, sizes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert ".entry" in made.asm["ptx"]
