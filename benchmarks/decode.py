@@ -185,7 +185,7 @@ def tune(b: int, keys: int, device: torch.device) -> None:
 
             def call(i: int, plan=plan, cache=cache) -> object:
                 cache.prepare(k, k, i)
-                found = plan.run(q, k, k, i, None, None)
+                found = plan.run(q, k, k, i)
                 cache.advance(1, i, on_device=False)
                 return found
 

@@ -62,12 +62,15 @@ def _pages(table, j, end, PAGE: tl.constexpr, COLS: tl.constexpr):
     return tl.load(table + index // PAGE, mask=index < end, other=0).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["width", "factor", "clamp", "window"])
+@triton.jit(
+    do_not_specialize=["width", "page_rows", "head_rows", "masked", "factor", "clamp", "window"]
+)
 def attend_kernel(
     q,
     k_new,
     v_new,
     slopes,
+    key_mask,
     # the cache
     keys,
     values,
@@ -81,6 +84,9 @@ def attend_kernel(
     next_lengths,
     state,
     width: tl.int32,
+    page_rows: tl.int64,
+    head_rows: tl.int64,
+    masked: tl.int64,
     factor: tl.float32,
     clamp: tl.float32,
     window: tl.int32,
@@ -98,11 +104,14 @@ def attend_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     NEW_COLS: tl.constexpr,
+    STEP: tl.constexpr,
     PAGE: tl.constexpr,
     RANKS: tl.constexpr,
     RANK: tl.constexpr,
     # forks
     NEW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     STARTS: tl.constexpr,
     CLAMP: tl.constexpr,
@@ -110,7 +119,11 @@ def attend_kernel(
     SHARED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend to one split of the cached keys, of one key head and sequence."""
+    """Attend to one split of the cached keys, of one key head and sequence.
+
+    With MASKED, `key_mask` `[b, masked]` says which keys of one page are seen.
+    Pages, heads and tokens are `page_rows`, `head_rows` and STEP rows of keys or values apart.
+    """
     split, of = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     block, of = of % BLOCKS, of // BLOCKS
     kv, sample = of % KV, of // KV
@@ -156,9 +169,9 @@ def attend_kernel(
     for j in range(begin, end, COLS):
         index = j + tl.arange(0, COLS)
         there = index < end
-        at = (page * KV + kv) * PAGE + index % PAGE
+        at = page * page_rows + kv * head_rows + index % PAGE * STEP
         if PAGE % COLS == 0:
-            at = (page * KV + kv) * PAGE + j % PAGE + tl.arange(0, COLS)
+            at = page * page_rows + kv * head_rows + (j % PAGE + tl.arange(0, COLS)) * STEP
         page = _pages(table, j + COLS, end, PAGE, COLS)
         k_mask = there[:, None] if D == WIDTH else there[:, None] & (col < D)[None, :]
         v_mask = there[:, None] if D_V == WIDTH_V else there[:, None] & (col_v < D_V)[None, :]
@@ -168,7 +181,10 @@ def attend_kernel(
         distance = (token[:, None] - key_token[None, :]).to(tl.float32)
         scores = _scores(q_rows, k, factor, clamp, slope, distance, PRECISION, CLAMP, ALIBI)
         seen = there[None, :]
-        if (not NEW) and N > 1:
+        if MASKED:
+            shown = tl.load(key_mask + sample * masked + index, mask=there, other=0)
+            seen = seen & (shown != 0)[None, :]
+        if CAUSAL and (not NEW) and N > 1:
             seen = seen & (key_token[None, :] <= token[:, None])
         if STARTS:
             seen = seen & (key_token >= start)[None, :]

@@ -118,7 +118,7 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
         agree(cache.ring, _CALLER, {"values of q, k and v": _digest(q, k, v), "layer": layer})
     if k is not None and v is not None:
         cache.prepare(k, v, layer)
-    out, lse = plan.run(q, k, v, layer, sinks, alibi_slopes)
+    out, lse = plan.run(q, k, v, layer, (sinks, alibi_slopes))
     if new:
         cache.advance(q.shape[1], layer, on_device=plan.asked.kernel == "eager")
     return (out, lse.transpose(1, 2)) if return_lse else out

@@ -86,6 +86,7 @@ class RingCache:
         agree(self.ring, "RingCache", same, problem=_problem(sizes, capacity, page, dtype))
 
         self.pages = Pages(page, self.ring.size)
+        self.rows, self.step = (key_heads * page, page), 1  # between pages, heads and tokens
         self.fixed = capacity is not None
         turns = 0 if capacity is None else self.pages.turns(capacity)
         self._table = PageTable(sequences, self.pages, self.ring.rank, sequences * turns)

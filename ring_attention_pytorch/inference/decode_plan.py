@@ -1,14 +1,16 @@
 """A plan of attention to a cache: everything that is decided once for queries of a shape."""
 
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.exchange import PushedRows, gathered, pushed_rows
+from ring_attention_pytorch.inference.pages import Pages
 from ring_attention_pytorch.inference.partial import Scores, attend, merged
 from ring_attention_pytorch.runtime.launches import Launch
 
@@ -16,6 +18,9 @@ _LOG2_E = 1.4426950408889634
 _PURPOSES = 1 << 31  # that memory tells apart
 _MERGERS = 128  # programs that wait for other ranks: all of them run at once on any GPU
 _CPU_PROGRAMS = 4
+
+
+Terms = tuple[Tensor | None, Tensor | None]  # sinks and slopes, `[h]` each
 
 
 class Asked(NamedTuple):
@@ -28,6 +33,7 @@ class Asked(NamedTuple):
     sinks: bool
     slopes: bool
     kernel: str  # "triton" or "eager"
+    causal: bool = True
 
 
 class Tuning(NamedTuple):
@@ -39,16 +45,38 @@ class Tuning(NamedTuple):
     programs: int = 2
 
 
+class HeldKeys(Protocol):
+    """What a plan reads of a cache, or of keys that were given."""
+
+    ring: Ring
+    device: torch.device
+    dtype: torch.dtype
+    sequences: int
+    key_heads: int
+    value_dim: int
+    pages: Pages
+    rows: tuple[int, int]  # between pages and between heads, in rows of keys or values
+    step: int  # between tokens
+    keys: list[Tensor]
+    values: list[Tensor]
+    tables: Tensor
+    lengths_of: Tensor
+    starts: Tensor
+    rooms: Tensor
+    overflown: Tensor
+
+
 class DecodePlan:
     """Attention of queries like these to a cache. All ranks make it together."""
 
-    def __init__(self, cache: RingCache, asked: Asked, tuning: Tuning | None = None) -> None:
+    def __init__(self, cache: HeldKeys, asked: Asked, tuning: Tuning | None = None) -> None:
         self.cache, self.asked, self.ring = cache, asked, cache.ring
         self.tuning = tuning or Tuning()
-        self.purpose = crc32(repr(asked).encode()) % _PURPOSES
+        self.purpose = crc32(repr((asked, cache.value_dim)).encode()) % _PURPOSES
         b, n, h, _ = asked.shape
         self.rows, self.width = b * n * h, cache.value_dim
         self.ran = False  # so that all kernels are compiled, and graphs can hold them
+        self._attends: dict[bool, Launch] = {}  # with a key mask, and without
         self.pushed: PushedRows | None = None
         if asked.kernel == "triton":
             self.pushed = pushed_rows(self.ring, cache.device)
@@ -61,13 +89,18 @@ class DecodePlan:
         k: Tensor | None,
         v: Tensor | None,
         layer: int,
-        sinks: Tensor | None,
-        slopes: Tensor | None,
+        terms: Terms = (None, None),
+        key_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return out `[b, n, h, d_v]` and lse `[b, n, h]` over all ranks' keys."""
-        way = self._by_triton if self.asked.kernel == "triton" else self._by_pytorch
+        """Return out `[b, n, h, d_v]` and lse `[b, n, h]` over all ranks' keys.
+
+        `terms` are sinks and slopes. `key_mask` bool `[b, m]` is of keys that were given.
+        """
         with self.ring.call("attention to a cache", self.purpose):
-            found = way(q, k, v, layer, sinks, slopes)
+            if self.asked.kernel == "triton":
+                found = self._by_triton(q, k, v, layer, terms, key_mask)
+            else:
+                found = self._by_pytorch(q, k, v, layer, terms)
         self.ran = True
         return found
 
@@ -79,10 +112,10 @@ class DecodePlan:
         k: Tensor | None,
         v: Tensor | None,
         layer: int,
-        sinks: Tensor | None,
-        slopes: Tensor | None,
+        terms: Terms,
     ) -> tuple[Tensor, Tensor]:
-        cache, n = self.cache, q.shape[1]
+        cache, n, (sinks, slopes) = self.cache, q.shape[1], terms
+        assert isinstance(cache, RingCache)
         if k is not None and v is not None:
             cache.write(k, v, layer)
         new = 0 if k is None else n
@@ -107,10 +140,10 @@ class DecodePlan:
         k: Tensor | None,
         v: Tensor | None,
         layer: int,
-        sinks: Tensor | None,
-        slopes: Tensor | None,
+        terms: Terms,
+        key_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        cache, scores = self.cache, self.asked.scores
+        cache, scores, (sinks, slopes) = self.cache, self.asked.scores, terms
         k, v = (q, q) if k is None or v is None else (_plain(k), _plain(v))
         factor = scores.scale * _LOG2_E
         clamp = 0.0
@@ -118,11 +151,14 @@ class DecodePlan:
             factor, clamp = scores.scale / scores.softclamp, scores.softclamp * _LOG2_E
         acc, lse = self.parts
         with torch.cuda.device_of(q):
-            self.attend(
-                _plain(q), k, v, q if slopes is None else slopes,
+            masked, shown = 0, q
+            if key_mask is not None:
+                masked, shown = key_mask.shape[1], _plain(key_mask.view(torch.uint8))
+            self._attend(key_mask is not None)(
+                _plain(q), k, v, q if slopes is None else slopes, shown,
                 cache.keys[layer], cache.values[layer], cache.tables, cache.lengths_of[layer],
                 cache.starts, cache.rooms, acc, lse, self.next_lengths, self.state,
-                cache.tables.shape[1], factor, clamp, scores.window or 0,
+                cache.tables.shape[1], *cache.rows, masked, factor, clamp, scores.window or 0,
             )  # fmt: skip
             if self.ring.size == 1 or self.pushed is not None:
                 return self._merge(self.merge, q, acc, lse, layer, sinks)
@@ -183,6 +219,12 @@ class DecodePlan:
         return max(1, programs // (b * self.cache.key_heads * self.blocks)) + self.asked.new
 
     @property
+    def cols(self) -> int:
+        """Keys at a time, fewer where heads are large: several blocks of them are on their way."""
+        widest = max(_power_of_2(self.asked.shape[3]), _power_of_2(self.width))
+        return max(16, min(self.tuning.cols, self.tuning.cols * 128 // widest))
+
+    @property
     def block_rows(self) -> int:
         """Rows of a program's matrix of queries: tokens, times heads of a group."""
         _, n, h, _ = self.asked.shape
@@ -211,8 +253,12 @@ class DecodePlan:
     def state(self) -> Tensor:
         return self.next_lengths if self.pushed is None else self.pushed.state
 
-    @cached_property
-    def attend(self) -> Launch:
+    def _attend(self, masked: bool) -> Launch:
+        if masked not in self._attends:
+            self._attends[masked] = self._attender(masked)
+        return self._attends[masked]
+
+    def _attender(self, masked: bool) -> Launch:
         from ring_attention_pytorch.inference._triton_attend import attend_kernel
 
         cache, asked, (b, n, h, d) = self.cache, self.asked, self.asked.shape
@@ -222,9 +268,10 @@ class DecodePlan:
             N=n, ROWS_IN_ALL=self.rows, SPLITS=self.splits, BLOCKS=self.blocks,
             KV=cache.key_heads, GROUP=h // cache.key_heads, D=d, D_V=self.width,
             WIDTH=_power_of_2(d), WIDTH_V=_power_of_2(self.width), ROWS=self.block_rows,
-            COLS=self.tuning.cols, NEW_COLS=min(64, max(16, _power_of_2(n))),
-            PAGE=cache.pages.page, RANKS=cache.pages.ranks, RANK=self.ring.rank,
-            NEW=asked.new, WINDOW=asked.scores.window is not None, STARTS=asked.starts,
+            COLS=self.cols, NEW_COLS=min(64, max(16, _power_of_2(n))),
+            STEP=cache.step, PAGE=cache.pages.page, RANKS=cache.pages.ranks,
+            RANK=self.ring.rank % cache.pages.ranks, NEW=asked.new, CAUSAL=asked.causal,
+            MASKED=masked, WINDOW=asked.scores.window is not None, STARTS=asked.starts,
             CLAMP=asked.scores.softclamp is not None, ALIBI=asked.slopes,
             SHARED=self.pushed is not None,
             PRECISION="ieee" if cache.dtype == torch.float32 else "tf32",

@@ -140,14 +140,17 @@ def test_a_rank_that_calls_with_other_options_is_found(ranks: ProcessPoolExecuto
 
 
 ATTEND = dict(
-    q="*bf16", k_new="*bf16", v_new="*bf16", slopes="*bf16", keys="*bf16", values="*bf16",
-    tables="*i32", lengths="*i32", starts="*i32", rooms="*i32", acc_of="*fp32", lse_of="*fp32",
-    next_lengths="*i32", state="*i64", width="i32", factor="fp32", clamp="fp32", window="i32",
+    q="*bf16", k_new="*bf16", v_new="*bf16", slopes="*bf16", key_mask="*u8", keys="*bf16",
+    values="*bf16", tables="*i32", lengths="*i32", starts="*i32", rooms="*i32", acc_of="*fp32",
+    lse_of="*fp32",
+    next_lengths="*i32", state="*i64", width="i32",
+    page_rows="i64", head_rows="i64", masked="i64", factor="fp32", clamp="fp32", window="i32",
 )  # fmt: skip
 ATTEND_SIZES = dict(
     N=1, ROWS_IN_ALL=32, SPLITS=33, BLOCKS=1, KV=8, GROUP=4, D=128, D_V=128, WIDTH=128,
-    WIDTH_V=128, ROWS=16, COLS=64, NEW_COLS=16, PAGE=64, RANKS=2, RANK=1, NEW=True, WINDOW=False,
-    STARTS=False, CLAMP=False, ALIBI=False, SHARED=True, PRECISION="tf32",
+    WIDTH_V=128, ROWS=16, COLS=64, NEW_COLS=16, STEP=1, PAGE=64, RANKS=2, RANK=1, NEW=True,
+    CAUSAL=True, MASKED=False, WINDOW=False, STARTS=False, CLAMP=False, ALIBI=False, SHARED=True,
+    PRECISION="tf32",
 )  # fmt: skip
 MERGE = dict(
     acc_of="*fp32", lse_of="*fp32", out="*bf16", out_lse="*fp32", sinks="*bf16", lengths="*i32",
@@ -171,7 +174,10 @@ VARIANTS = {
     ),
     "drafts, appended before": (
         "_triton_attend", "attend_kernel", ATTEND, ATTEND_SIZES,
-        dict(NEW=False, N=40, ROWS=64, BLOCKS=3, ROWS_IN_ALL=1280, NEW_COLS=64),
+        dict(
+            NEW=False, MASKED=True, CAUSAL=False, N=40, ROWS=64, BLOCKS=3, ROWS_IN_ALL=1280,
+            NEW_COLS=64,
+        ),
     ),
     "merge": ("_triton_merge", "merge_kernel", MERGE, MERGE_SIZES, {}),
     "merge ranks": (
