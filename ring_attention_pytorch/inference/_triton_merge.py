@@ -7,9 +7,12 @@ signal:
 
     | 63 .. 32: the call | 31 .. 0: a number in float32 |
 
+A program has some columns of a row, a unit: their words lie together, with one more for lse. It is
+one warp, whose threads see memory that changes alike; several could disagree, and wait for ever.
+
 A rank's memory is for all calls of a group, in words:
 
-    | rows of rank 0, 1, ... | those of the next call | what each came for, twice | who failed |
+    | units of rank 0, 1, ... | those of the next call | what each came for, twice | who failed |
 
 Calls write the two halves of the memory in turn. A rank that writes a half again has had all rows
 of the call between from everyone. So all have read what was there before.
@@ -26,18 +29,18 @@ WRONG, CALL, REPORT, MEMORY = (tl.constexpr(i) for i in range(4))
 
 
 @triton.jit
-def _merged(acc_of, lse_of, row, acc_split, acc_row, lse_split, lse_row, parts, D, PARTS, WIDTH):
-    """Merge a row of so many parts; return its out `[WIDTH]` and lse."""
-    col = tl.arange(0, WIDTH)
-    acc = tl.zeros([WIDTH], tl.float32)
+def _merged(acc_of, lse_of, row, col, held, strides, parts, PARTS: tl.constexpr):
+    """Merge columns of a row of so many parts; return them and the row's lse `[1]`."""
+    acc_split, acc_row, lse_split, lse_row = strides
+    acc = tl.zeros([col.shape[0]], tl.float32)
     top = tl.full([1], -float("inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     for first in range(0, parts, PARTS):
         part = (first + tl.arange(0, PARTS)).to(tl.int64)
         there = part < parts
         lse = tl.load(lse_of + part * lse_split + row * lse_row, mask=there, other=-float("inf"))
-        at = acc_of + (part * acc_split)[:, None] + row * acc_row + col[None, :]
-        x = tl.load(at, mask=there[:, None] & (col < D)[None, :], other=0.0)
+        at = acc_of + (part * acc_split)[:, None] + (row * acc_row + col)[None, :]
+        x = tl.load(at, mask=there[:, None] & held[None, :], other=0.0)
         new_top = tl.maximum(top, tl.max(lse, 0))
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         weight = tl.exp(lse - base)
@@ -56,9 +59,8 @@ def _normalised(acc, top, total):
 
 
 @triton.jit
-def _finish(out, out_lse, sinks, acc, lse, row, bad, HEADS, D, WIDTH, SINKS):
-    """Write a row, with its head's sink; NaN if it is `bad`."""
-    col = tl.arange(0, WIDTH)
+def _finish(out, out_lse, sinks, acc, lse, row, col, held, bad, HEADS, D, SINKS: tl.constexpr):
+    """Write columns of a row, with its head's sink; NaN if it is `bad`."""
     if SINKS:
         sink = tl.load(sinks + row % HEADS).to(tl.float32)
         top = tl.maximum(lse, sink)
@@ -66,7 +68,7 @@ def _finish(out, out_lse, sinks, acc, lse, row, bad, HEADS, D, WIDTH, SINKS):
         acc = acc * tl.exp(lse - with_sink)
         lse = with_sink
     nan = float("nan")
-    tl.store(out + row * D + col, tl.where(bad, nan, acc), mask=col < D)
+    tl.store(out + row * D + col, tl.where(bad, nan, acc), mask=held)
     tl.store(out_lse + row + tl.arange(0, 1), tl.where(bad, nan, lse))
 
 
@@ -134,7 +136,7 @@ def merge_kernel(
     ROWS_EACH: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    WIDTH: tl.constexpr,
+    COLS: tl.constexpr,
     PARTS: tl.constexpr,
     RANKS: tl.constexpr,
     RANK: tl.constexpr,
@@ -153,17 +155,19 @@ def merge_kernel(
                 tl.store(lengths + i, new)
             else:
                 tl.store(overflown + i, 1)
-    col = tl.arange(0, WIDTH)
+    blocks = (D + COLS - 1) // COLS
+    units = rows * blocks
     one = tl.arange(0, 1)
     zero = tl.full((), 0, tl.int64)
+    strides = acc_split, acc_row, lse_split, lse_row
     if RANKS == 1:
-        for row in range(program, rows, tl.num_programs(0)):
-            at = zero + row
-            acc, lse = _merged(
-                acc_of, lse_of, at, acc_split, acc_row, lse_split, lse_row, parts, D, PARTS, WIDTH
-            )
-            bad = tl.load(next_lengths + at // ROWS_EACH) < 0
-            _finish(out, out_lse, sinks, acc, lse, at, bad, HEADS, D, WIDTH, SINKS)
+        for unit in range(program, units, tl.num_programs(0)):
+            row = zero + unit // blocks
+            col = unit % blocks * COLS + tl.arange(0, COLS)
+            held = col < D
+            acc, lse = _merged(acc_of, lse_of, row, col, held, strides, parts, PARTS)
+            bad = tl.load(next_lengths + row // ROWS_EACH) < 0
+            _finish(out, out_lse, sinks, acc, lse, row, col, held, bad, HEADS, D, SINKS)
     else:
         call = tl.load(state + CALL)
         mark = call << 32 >> 32  # as words are compared, with its sign
@@ -175,30 +179,30 @@ def merge_kernel(
             for peer in tl.static_range(RANKS):
                 tl.store(_memory(state, peer) + purposes + RANK, (mark << 32) | purpose)
         wrong = tl.load(state + WRONG) != 0
-        for row in range(program, rows, tl.num_programs(0)):
-            acc, lse = _merged(
-                acc_of, lse_of, zero + row, acc_split, acc_row, lse_split, lse_row, parts, D,
-                PARTS, WIDTH,
-            )  # fmt: skip
-            place = half + RANK * slot + row * (D + 1)
+        lane = tl.arange(0, COLS)
+        for unit in range(program, units, tl.num_programs(0)):
+            row = zero + unit // blocks
+            col = unit % blocks * COLS + lane
+            acc, lse = _merged(acc_of, lse_of, row, col, col < D, strides, parts, PARTS)
+            place = half + RANK * slot + unit * (COLS + 1)
             for peer in tl.static_range(RANKS):
                 there = _memory(state, peer) + place
-                tl.store(there + col, _word(acc, mark), mask=col < D)
-                tl.store(there + D + one, _word(lse, mark))
+                tl.store(there + lane, _word(acc, mark))
+                tl.store(there + COLS + one, _word(lse, mark))
         begin = globaltimer()
-        for row in range(program, rows, tl.num_programs(0)):
-            acc = tl.zeros([WIDTH], tl.float32)
+        for unit in range(program, units, tl.num_programs(0)):
+            acc = tl.zeros([COLS], tl.float32)
             top = tl.full([1], -float("inf"), tl.float32)
             total = tl.zeros([1], tl.float32)
             for peer in tl.static_range(RANKS):
-                here = own + half + peer * slot + row * (D + 1)
-                x = tl.zeros([WIDTH], tl.int64)
+                here = own + half + peer * slot + unit * (COLS + 1)
+                x = tl.zeros([COLS], tl.int64)
                 y = tl.zeros([1], tl.int64)
                 waiting = wrong == 0
                 while waiting:
-                    x = tl.load(here + col, mask=col < D, other=0, volatile=True)
-                    y = tl.load(here + D + one, volatile=True)
-                    absent = tl.sum(((col < D) & (x >> 32 != mark)).to(tl.int32))
+                    x = tl.load(here + lane, volatile=True)
+                    y = tl.load(here + COLS + one, volatile=True)
+                    absent = tl.sum((x >> 32 != mark).to(tl.int32))
                     absent += tl.sum((y >> 32 != mark).to(tl.int32))
                     came_for = tl.load(own + purposes + peer, volatile=True)
                     absent += (came_for >> 32 != mark).to(tl.int32)
@@ -217,7 +221,8 @@ def merge_kernel(
                 acc = acc * fade + _number(x) * weight
                 total = total * fade + weight
                 top = new_top
-            at = zero + row
-            bad = wrong | (tl.load(next_lengths + at // ROWS_EACH) < 0)
+            row = zero + unit // blocks
+            col = unit % blocks * COLS + lane
+            bad = wrong | (tl.load(next_lengths + row // ROWS_EACH) < 0)
             acc, lse = _normalised(acc, top, total)
-            _finish(out, out_lse, sinks, acc, lse, at, bad, HEADS, D, WIDTH, SINKS)
+            _finish(out, out_lse, sinks, acc, lse, row, col, col < D, bad, HEADS, D, SINKS)

@@ -16,7 +16,8 @@ from ring_attention_pytorch.runtime.launches import Launch
 
 _LOG2_E = 1.4426950408889634
 _PURPOSES = 1 << 31  # that memory tells apart
-_MERGERS = 128  # programs that wait for other ranks: all of them run at once on any GPU
+_MERGERS = 1024  # programs of one warp, that wait for other ranks: all run at once on any GPU
+_UNIT = 32  # columns of one program
 _CPU_PROGRAMS = 4
 
 
@@ -80,7 +81,7 @@ class DecodePlan:
         self.pushed: PushedRows | None = None
         if asked.kernel == "triton":
             self.pushed = pushed_rows(self.ring, cache.device)
-        if self.pushed is not None and self.rows * (self.width + 1) > self.pushed.slot:
+        if self.pushed is not None and self.units * (_UNIT + 1) > self.pushed.slot:
             self.pushed = None
 
     def run(
@@ -208,6 +209,11 @@ class DecodePlan:
         out, lse = messages.split((self.rows * self.width, self.rows), dim=1)
         return out.unflatten(1, (self.rows, self.width)), lse
 
+    @property
+    def units(self) -> int:
+        """Pieces of rows that are merged by one program each."""
+        return self.rows * -(-self.width // _UNIT)
+
     @cached_property
     def splits(self) -> int:
         """How many parts a head's keys are in: of the cache, and one of new tokens."""
@@ -281,18 +287,18 @@ class DecodePlan:
     def merge(self) -> Launch:
         """From splits to the result, with other ranks' where memory is shared."""
         shared = self.pushed is not None
-        programs = min(self.rows, _MERGERS) if shared else self.rows
+        programs = min(self.units, _MERGERS) if shared else self.units
         return self._merger(programs, self.splits, self.ring.size if shared else 1, True)
 
     @cached_property
     def merge_splits(self) -> Launch:
         """From splits to this rank's message."""
-        return self._merger(self.rows, self.splits, 1, True, sinks=False)
+        return self._merger(self.units, self.splits, 1, True, sinks=False)
 
     @cached_property
     def merge_ranks(self) -> Launch:
         """From all ranks' messages to the result."""
-        return self._merger(self.rows, self.ring.size, 1, False)
+        return self._merger(self.units, self.ring.size, 1, False)
 
     def _merger(
         self, programs: int, parts: int, ranks: int, advance: bool, sinks: bool = True
@@ -301,8 +307,8 @@ class DecodePlan:
 
         _, n, h, _ = self.asked.shape
         return Launch(
-            merge_kernel, programs, num_warps=4,
-            ROWS_EACH=n * h, HEADS=h, D=self.width, WIDTH=_power_of_2(self.width),
+            merge_kernel, programs, num_warps=1,
+            ROWS_EACH=n * h, HEADS=h, D=self.width, COLS=_UNIT,
             PARTS=min(64, _power_of_2(parts)), RANKS=ranks, RANK=self.ring.rank,
             ADVANCE=advance and self.asked.new, SINKS=sinks and self.asked.sinks,
         )  # fmt: skip
