@@ -24,7 +24,7 @@ from ring_attention_pytorch import ring_attn, tree_attn_decode
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.attention import plan_decoding, ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.inference.decode_plan import Tuning
+from ring_attention_pytorch.inference.decode_plan import DecodePlan, Tuning
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.launch import torchrun_group
 
@@ -32,10 +32,13 @@ HEADS, KEY_HEADS, D, CALLS = 32, 8, 128, 16
 TOKEN = 2 * KEY_HEADS * D * 2  # bytes
 SIZES = ((1, 16384), (1, 131072), (1, 524288), (8, 32768))
 TUNINGS = [
-    Tuning(cols, warps, stages, programs)
-    for cols, warps, stages, programs in (
-        (64, 4, 3, 2), (64, 4, 3, 3), (64, 4, 4, 2), (128, 4, 3, 1), (64, 8, 4, 2), (32, 4, 4, 4),
-        (64, 2, 3, 3), (32, 2, 5, 4), (128, 8, 3, 1), (64, 4, 4, 1), (64, 4, 6, 1), (32, 4, 6, 4),
+    (page, Tuning(cols, warps, stages, programs, early))
+    for page, cols, warps, stages, programs, early in (
+        (64, 64, 4, 3, 2, False), (64, 64, 4, 3, 2, True), (64, 64, 4, 4, 2, True),
+        (64, 64, 4, 3, 3, True), (64, 64, 8, 4, 2, True), (64, 64, 4, 5, 1, True),
+        (64, 64, 2, 4, 2, True), (64, 32, 2, 5, 4, True), (64, 32, 4, 6, 2, True),
+        (64, 32, 1, 5, 4, True), (256, 64, 4, 4, 2, True), (256, 128, 4, 3, 1, True),
+        (256, 128, 8, 3, 1, True), (256, 256, 8, 2, 1, True),
     )
 ]  # fmt: skip
 Call = Callable[[int], object]  # of a layer's number
@@ -56,14 +59,14 @@ def read_speed(device: torch.device) -> float:
     return max(found)
 
 
-def timed(call: Call, layers: int, times: int = 200, rounds: int = 7) -> float:
+def timed(call: Call, layers: int, times: int = 100, rounds: int = 5) -> float:
     """Return microseconds a call, launched one by one."""
     for i in range(2 * layers):
         call(i % layers)
     return slowest(lambda: [call(i % layers) for i in range(times)], times, rounds)
 
 
-def graphed(call: Call, layers: int, rounds: int = 7) -> float:
+def graphed(call: Call, layers: int, rounds: int = 5) -> float:
     """Return microseconds a call, in a graph of several."""
     for i in range(layers):
         call(i)
@@ -94,10 +97,12 @@ def slowest(run: Callable[[], object], calls: int, rounds: int) -> float:
     return median(found[1:])
 
 
-def filled(b: int, keys: int, layers: int, ring: Ring, device: torch.device) -> RingCache:
+def filled(
+    b: int, keys: int, layers: int, ring: Ring, device: torch.device, page: int = 64
+) -> RingCache:
     """Return a cache that holds random keys, and has room for some thousands more."""
     cache = RingCache(
-        b, KEY_HEADS, D, layers=layers, capacity=keys + 8192, page=64, dtype=torch.bfloat16,
+        b, KEY_HEADS, D, layers=layers, capacity=keys + 8192, page=page, dtype=torch.bfloat16,
         device=device, group=ring,
     )  # fmt: skip
     for pool in (*cache.keys, *cache.values):
@@ -159,9 +164,13 @@ def rows(b: int, keys: int, device: torch.device) -> Iterator[tuple[str, float |
         dist.broadcast(k, 0)
     layers = layers_for(b * keys * TOKEN // ranks)
 
-    def both(make: Callable[[], Call]) -> tuple[float, float]:
-        singly = timed(make(), layers)
-        return graphed(make(), layers), singly
+    def both(make: Callable[[], Call]) -> tuple[float | None, float]:
+        singly, graph = timed(make(), layers), None
+        try:
+            graph = graphed(make(), layers)
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+        return graph, singly
 
     yield "ours", *both(lambda: ours(b, keys, layers, Ring(), q, k))
     if ranks > 1:
@@ -173,26 +182,41 @@ def rows(b: int, keys: int, device: torch.device) -> Iterator[tuple[str, float |
     yield "tree_attn_decode", None, timed(trees(b, keys, q), 1, times=50)
 
 
-def tune(b: int, keys: int, device: torch.device) -> None:
-    """Print times of kernels that are cut otherwise."""
-    q = torch.randn(b, 1, HEADS, D, device=device, dtype=torch.bfloat16)
-    k = torch.randn(b, 1, KEY_HEADS, D, device=device, dtype=torch.bfloat16)
-    layers = layers_for(b * keys * TOKEN)
-    for tuning in TUNINGS:
-        cache = filled(b, keys, layers, Ring(), device)
-        try:
-            plan = plan_decoding(q, cache, Scores(D**-0.5), tuning)
+def tune(sizes: Sequence[tuple[int, int]], device: torch.device) -> None:
+    """Print times of kernels that are cut otherwise, and how far results are apart."""
+    first: dict[tuple[int, int], Tensor] = {}
+    for page, tuning in TUNINGS:
+        told = []
+        for b, keys in sizes:
+            torch.manual_seed(0)
+            q = torch.randn(b, 1, HEADS, D, device=device, dtype=torch.bfloat16)
+            k = torch.randn(b, 1, KEY_HEADS, D, device=device, dtype=torch.bfloat16)
+            layers = layers_for(b * keys * TOKEN)
+            cache = filled(b, keys, layers, Ring(), device, page)
+            try:
+                call = planned(plan_decoding(q, cache, Scores(D**-0.5), tuning), q, k)
+                for _ in range(3):
+                    out = call(0).float()
+                apart = (out - first.setdefault((b, keys), out)).abs().max().item()
+                told.append(f"{b} x {keys}: {graphed(call, layers, 5):7.1f} us ({apart:.0e})")
+            except Exception as error:  # too much shared memory, say
+                told.append(f"{b} x {keys}: {type(error).__name__}: {str(error)[:60]}")
+            del cache
+        print(f"  {'   '.join(told)}   page {page}, {tuning}", flush=True)
 
-            def call(i: int, plan=plan, cache=cache) -> object:
-                cache.prepare(k, k, i)
-                found = plan.run(q, k, k, i)
-                cache.advance(1, i, on_device=False)
-                return found
 
-            print(f"  {b} x {keys}: {graphed(call, layers, 5):8.1f} us  {tuning}", flush=True)
-        except Exception as error:  # too much shared memory, say
-            print(f"  {b} x {keys}: {tuning}: {type(error).__name__}: {str(error)[:90]}")
-        del cache
+def planned(plan: DecodePlan, q: Tensor, k: Tensor) -> Callable[[int], Tensor]:
+    """Return calls by a plan, without checks."""
+    cache = plan.cache
+    assert isinstance(cache, RingCache)
+
+    def call(i: int) -> Tensor:
+        cache.prepare(k, k, i)
+        out, _ = plan.run(q, k, k, i)
+        cache.advance(1, i, on_device=False)
+        return out
+
+    return call
 
 
 def prefill(tokens: int, chunk: int, device: torch.device) -> str:
@@ -241,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about.add_argument("--prefill", type=int, nargs=2, metavar=("TOKENS", "CHUNK"))
     asked = about.parse_args(argv)
     sizes = SIZES if asked.keys is None else [(1, n) for n in asked.keys]
-    with torchrun_group("nccl"):
+    with torchrun_group("nccl", timeout=20.0):  # seconds, for which a rank waits in vain
         device = torch.device("cuda", torch.cuda.current_device())
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         first = not dist.is_initialized() or dist.get_rank() == 0
@@ -253,7 +277,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         speed = read_speed(device)
         if first:
             print(f"{ranks} x {torch.cuda.get_device_name()}, reading {speed / 1e12:.2f} TB/s")
-            print(f"{'keys':>12}  {'':22}{'graph':>8}{'singly':>8}{'floor':>8}  of memory")
+            print(
+                f"{'keys':>12}  {'':22}{'graph':>8}{'singly':>8}{'floor':>8}  of memory", flush=True
+            )
+        if asked.tune:
+            tune(sizes, device)
+            return
         for b, keys in sizes:
             floor = b * keys * TOKEN / ranks / speed * 1e6
             for name, graph, singly in rows(b, keys, device):
@@ -265,5 +294,3 @@ def main(argv: Sequence[str] | None = None) -> None:
                         f"{share}",
                         flush=True,
                     )
-            if asked.tune:
-                tune(b, keys, device)

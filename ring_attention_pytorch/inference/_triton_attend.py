@@ -11,6 +11,7 @@ and writes them. Nobody reads there before the next call, for all others know th
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ring_attention_pytorch.inference._triton_append import store_rows
 
@@ -45,14 +46,17 @@ def _scores(q, k, factor, clamp, slope, distance, PRECISION: tl.constexpr, CLAMP
 
 @triton.jit
 def _add(running, scores, v, PRECISION: tl.constexpr):
-    """Add keys of these scores, -inf where hidden, to (acc, top, total)."""
+    """Add keys of these scores, -inf where hidden, to (acc, top, total).
+
+    `total` is for each row and column of scores: warps share rows, so it is summed at the end only.
+    """
     acc, top, total = running
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(new_top == -float("inf"), 0.0, new_top)
     p = tl.exp2(scores - base[:, None])
     fade = tl.exp2(top - base)
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-    return acc, new_top, total * fade + tl.sum(p, 1)
+    return acc, new_top, total * fade[:, None] + p
 
 
 @triton.jit
@@ -117,6 +121,7 @@ def attend_kernel(
     CLAMP: tl.constexpr,
     ALIBI: tl.constexpr,
     SHARED: tl.constexpr,
+    PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attend to one split of the cached keys, of one key head and sequence.
@@ -124,6 +129,9 @@ def attend_kernel(
     With MASKED, `key_mask` `[b, masked]` says which keys of one page are seen.
     Pages, heads and tokens are `page_rows`, `head_rows` and STEP rows of keys or values apart.
     """
+    if PDL:  # launched before what comes before has ended, as `merge_kernel` after this
+        gdc_launch_dependents()
+        gdc_wait()
     split, of = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     block, of = of % BLOCKS, of // BLOCKS
     kv, sample = of % KV, of // KV
@@ -161,7 +169,7 @@ def attend_kernel(
     end = tl.minimum(begin + each, count)  # before begin, for the split of new tokens
     acc = tl.zeros([ROWS, WIDTH_V], tl.float32)
     top = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    totals = tl.zeros([ROWS, COLS], tl.float32)
     table = tables + sample.to(tl.int64) * width
 
     # read one step ahead: loads that depend on loads of the same step halve what is under way
@@ -190,11 +198,13 @@ def attend_kernel(
             seen = seen & (key_token >= start)[None, :]
         if WINDOW:
             seen = seen & (key_token[None, :] >= token[:, None] - window)
-        running = _add((acc, top, total), tl.where(seen, scores, -float("inf")), v, PRECISION)
-        acc, top, total = running
+        running = _add((acc, top, totals), tl.where(seen, scores, -float("inf")), v, PRECISION)
+        acc, top, totals = running
+    total = tl.sum(totals, 1)
 
     if NEW:
         if split == SPLITS - 1:
+            new_totals = tl.zeros([ROWS, NEW_COLS], tl.float32)
             for j in range(0, N, NEW_COLS):
                 new = j + tl.arange(0, NEW_COLS)
                 new_token = length + new
@@ -218,9 +228,10 @@ def attend_kernel(
                 if WINDOW:
                     seen = seen & (new_token[None, :] >= token[:, None] - window)
                 running = _add(
-                    (acc, top, total), tl.where(seen, scores, -float("inf")), v, PRECISION
+                    (acc, top, new_totals), tl.where(seen, scores, -float("inf")), v, PRECISION
                 )
-                acc, top, total = running
+                acc, top, new_totals = running
+            total = tl.sum(new_totals, 1)  # this split has no others
 
     place = place.to(tl.int64) + split * ROWS_IN_ALL
     some = tl.where(total == 0.0, 1.0, total)

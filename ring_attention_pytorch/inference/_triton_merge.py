@@ -20,7 +20,7 @@ of the call between from everyone. So all have read what was there before.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import globaltimer
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
 FAILED = tl.constexpr(-1)
 # a state, in words: whether something is wrong, the number of the call, the address of the report,
@@ -142,11 +142,15 @@ def merge_kernel(
     RANK: tl.constexpr,
     ADVANCE: tl.constexpr,
     SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merge all rows `[parts, rows, D]` to out `[rows, D]`; with other ranks' if RANKS are several.
 
     A row's sequence is the one of ROWS_EACH rows. Where that has overflown, the row is NaN.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
     if ADVANCE and program == 0:
         for i in range(sequences):

@@ -44,6 +44,7 @@ class Tuning(NamedTuple):
     warps: int = 4
     stages: int = 3
     programs: int = 2
+    early: bool = True  # a kernel is launched while the one before runs, and waits for it
 
 
 class HeldKeys(Protocol):
@@ -209,6 +210,12 @@ class DecodePlan:
         out, lse = messages.split((self.rows * self.width, self.rows), dim=1)
         return out.unflatten(1, (self.rows, self.width)), lse
 
+    @cached_property
+    def early(self) -> bool:
+        device = self.cache.device
+        able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        return able and self.tuning.early
+
     @property
     def units(self) -> int:
         """Pieces of rows that are merged by one program each."""
@@ -271,6 +278,7 @@ class DecodePlan:
         return Launch(
             attend_kernel, self.splits * self.blocks * cache.key_heads * b,
             num_warps=self.tuning.warps, num_stages=self.tuning.stages,
+            launch_pdl=self.early,
             N=n, ROWS_IN_ALL=self.rows, SPLITS=self.splits, BLOCKS=self.blocks,
             KV=cache.key_heads, GROUP=h // cache.key_heads, D=d, D_V=self.width,
             WIDTH=_power_of_2(d), WIDTH_V=_power_of_2(self.width), ROWS=self.block_rows,
@@ -279,7 +287,7 @@ class DecodePlan:
             RANK=self.ring.rank % cache.pages.ranks, NEW=asked.new, CAUSAL=asked.causal,
             MASKED=masked, WINDOW=asked.scores.window is not None, STARTS=asked.starts,
             CLAMP=asked.scores.softclamp is not None, ALIBI=asked.slopes,
-            SHARED=self.pushed is not None,
+            SHARED=self.pushed is not None, PDL=self.early,
             PRECISION="ieee" if cache.dtype == torch.float32 else "tf32",
         )  # fmt: skip
 
@@ -307,10 +315,11 @@ class DecodePlan:
 
         _, n, h, _ = self.asked.shape
         return Launch(
-            merge_kernel, programs, num_warps=1,
+            merge_kernel, programs, num_warps=1, launch_pdl=self.early,
             ROWS_EACH=n * h, HEADS=h, D=self.width, COLS=_UNIT,
             PARTS=min(64, _power_of_2(parts)), RANKS=ranks, RANK=self.ring.rank,
             ADVANCE=advance and self.asked.new, SINKS=sinks and self.asked.sinks,
+            PDL=self.early,
         )  # fmt: skip
 
 

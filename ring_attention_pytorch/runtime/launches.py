@@ -18,12 +18,15 @@ class Launch:
         programs: int,
         num_warps: int = 4,
         num_stages: int | None = None,
+        launch_pdl: bool = False,
         **constants: Any,
     ) -> None:
         self.kernel, self.programs = kernel, programs
-        self.options = {"num_warps": num_warps}
+        self.options: dict[str, int] = {"num_warps": num_warps}
         if num_stages is not None:
             self.options["num_stages"] = num_stages
+        if launch_pdl:
+            self.options["launch_pdl"] = True
         self.constants = constants
         self._compiled: Any = None
 

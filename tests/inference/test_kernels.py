@@ -150,7 +150,7 @@ ATTEND_SIZES = dict(
     N=1, ROWS_IN_ALL=32, SPLITS=33, BLOCKS=1, KV=8, GROUP=4, D=128, D_V=128, WIDTH=128,
     WIDTH_V=128, ROWS=16, COLS=64, NEW_COLS=16, STEP=1, PAGE=64, RANKS=2, RANK=1, NEW=True,
     CAUSAL=True, MASKED=False, WINDOW=False, STARTS=False, CLAMP=False, ALIBI=False, SHARED=True,
-    PRECISION="tf32",
+    PDL=True, PRECISION="tf32",
 )  # fmt: skip
 MERGE = dict(
     acc_of="*fp32", lse_of="*fp32", out="*bf16", out_lse="*fp32", sinks="*bf16", lengths="*i32",
@@ -159,7 +159,16 @@ MERGE = dict(
     purpose="i64", slot="i64",
 )  # fmt: skip
 MERGE_SIZES = dict(
-    ROWS_EACH=32, HEADS=32, D=128, COLS=32, PARTS=64, RANKS=1, RANK=0, ADVANCE=True, SINKS=False
+    ROWS_EACH=32,
+    HEADS=32,
+    D=128,
+    COLS=32,
+    PARTS=64,
+    RANKS=1,
+    RANK=0,
+    ADVANCE=True,
+    SINKS=False,
+    PDL=True,
 )
 APPEND = dict(
     k="*bf16", v="*bf16", keys="*bf16", values="*bf16", tables="*i32", lengths="*i32",
