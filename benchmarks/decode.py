@@ -211,9 +211,9 @@ def planned(plan: DecodePlan, q: Tensor, k: Tensor) -> Callable[[int], Tensor]:
     assert isinstance(cache, RingCache)
 
     def call(i: int) -> Tensor:
-        cache.prepare(k, k, i)
+        cache.prepare(1, i, cache.in_graph)
         out, _ = plan.run(q, k, k, i)
-        cache.advance(1, i, on_device=False)
+        cache.advance(1, i, on_device=False, in_graph=cache.in_graph)
         return out
 
     return call

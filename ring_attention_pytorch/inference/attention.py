@@ -96,31 +96,30 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     (torch.Size([1, 1, 4, 4]), [3])
     """
     scores = Scores(q.shape[-1] ** -0.5 if scale is None else float(scale), softclamp, window)
-    new = k is not None
+    given = q, k, v, sinks, alibi_slopes
     if layout is not None:
-        tensors = q, k, v, sinks, alibi_slopes
-        out, lse = _sharded(tensors, cache, layer, layout, scores, kernel)
+        out, lse = _sharded(given, cache, layer, layout, scores, kernel)
         return (out, lse) if return_lse else out
-    flags = sinks is not None, alibi_slopes is not None
-    key = q.shape, q.dtype, new, cache.has_starts, scores, flags, kernel
+    new, in_graph = k is not None, cache.in_graph
+    flags = new, sinks is not None, alibi_slopes is not None, cache.has_starts
+    key = q.shape, q.dtype, flags, scores, kernel, check
     plan = cache.plans.get(key)
-    given = (q, k, v, sinks, alibi_slopes)
-    if cache.in_graph and (plan is None or not plan.ran):
+    if in_graph and (plan is None or not plan.ran):
         raise ValueError(
             f"{_CALLER}: before a CUDA graph is captured, the same call must have run once; "
             "run it, roll back what it appended, then capture"
         )
     if plan is None:
-        plan = cache.plans[key] = _plan(given, cache, layer, scores, kernel)
+        plan = cache.plans[key] = _plan(given, cache, layer, scores, kernel, check)
     elif (problem := _problem(given, cache, layer)) is not None:
         raise ValueError(f"{_CALLER}: {problem}")
-    if "always" in (check, os.environ.get("RING_ATTENTION_CHECK")):
+    if plan.checks and not in_graph:
         agree(cache.ring, _CALLER, {"values of q, k and v": _digest(q, k, v), "layer": layer})
-    if k is not None and v is not None:
-        cache.prepare(k, v, layer)
+    if new:
+        cache.prepare(q.shape[1], layer, in_graph)
     out, lse = plan.run(q, k, v, layer, (sinks, alibi_slopes))
     if new:
-        cache.advance(q.shape[1], layer, on_device=plan.asked.kernel == "eager")
+        cache.advance(q.shape[1], layer, plan.asked.kernel == "eager", in_graph)
     return (out, lse.transpose(1, 2)) if return_lse else out
 
 
@@ -203,11 +202,14 @@ def _plan(
     layer: int,
     scores: Scores,
     kernel: str | None,
+    check: str | None,
 ) -> DecodePlan:
     """Make a plan, once all ranks agree on what it depends on."""
     q, k, _, sinks, slopes = given
     assert q is not None
-    problem = problem_of(lambda: _problem(given, cache, layer)) or _option_problem(scores, kernel)
+    problem = problem_of(lambda: _problem(given, cache, layer)) or _option_problem(
+        scores, kernel, check
+    )
     if problem is None and kernel == "triton":
         problem = _triton_problem(cache)
     same = {
@@ -215,6 +217,7 @@ def _plan(
         "dtype": q.dtype,
         "scores": list(scores),
         "kernel": kernel,
+        "check": check,
         "given": [t is not None for t in given],
         "padded on the left": cache.has_starts,
     }
@@ -228,7 +231,9 @@ def _plan(
         slopes is not None,
         kernel or _kernel(cache),
     )
-    return DecodePlan(cache, asked)
+    plan = DecodePlan(cache, asked)
+    plan.checks = "always" in (check, os.environ.get("RING_ATTENTION_CHECK"))
+    return plan
 
 
 def _kernel(cache: RingCache) -> str:
@@ -247,11 +252,13 @@ def _triton_problem(cache: RingCache) -> str | None:
     return None
 
 
-def _option_problem(scores: Scores, kernel: str | None) -> str | None:
+def _option_problem(scores: Scores, kernel: str | None, check: str | None) -> str | None:
     if scores.window is not None and scores.window < 0:
         return f"window must not be negative, got {scores.window}"
     if scores.softclamp is not None and not scores.softclamp > 0:
         return f"softclamp must be positive, got {scores.softclamp}"
+    if check not in (None, "always"):
+        return f"check must be None or 'always', got {check!r}"
     if kernel not in (None, "triton", "eager"):
         return f"kernel must be None, 'triton' or 'eager', got {kernel!r}"
     return None

@@ -98,11 +98,13 @@ class RingCache:
         with torch.inference_mode(False):
             wide = -(-sequences // 4) * 4  # so that each layer's begin at a multiple of 16 bytes
             self.lengths_of = self._ints(layers, wide)[:, :sequences]
+            self.layer_lengths = [self.lengths_of[layer] for layer in range(layers)]
             self.starts, self.rooms = self._ints(sequences), self._ints(sequences)
             self.overflown = self._ints(sequences)
             self.tables = self._ints(sequences, turns)
         self._lengths = [[0] * sequences for _ in range(layers)]
         self.captured = False  # whether graphs hold addresses of this cache, and advance lengths
+        self._reserved = 0  # tokens for which all sequences have pages
         self.plans: dict[Any, Any] = {}  # of attention to this cache
         if capacity is not None:
             self.reserve(capacity)
@@ -191,28 +193,35 @@ class RingCache:
         Raises:
             ValueError: they don't fit the cache, or a sequence has no room for them.
         """
-        self.prepare(k, v, layer)
+        problem = self.problem(k, v, layer)
+        if problem is not None:
+            raise ValueError(f"RingCache: {problem}")
+        self.prepare(k.shape[1], layer, self.in_graph)
         if self.device.type == "cuda" and has_triton() and self.dtype != torch.float64:
             from ring_attention_pytorch.inference._triton_append import append
 
             append(
                 (k, v), (self.keys[layer], self.values[layer]), self.tables,
-                self.lengths_of[layer], self.rooms, self.overflown, self.pages, self.ring.rank,
+                self.layer_lengths[layer], self.rooms, self.overflown, self.pages, self.ring.rank,
             )  # fmt: skip
-            self.advance(k.shape[1], layer, on_device=False)
+            self.advance(k.shape[1], layer, on_device=False, in_graph=self.in_graph)
         else:
             self.write(k, v, layer)
             self.advance(k.shape[1], layer)
 
-    def prepare(self, k: Tensor, v: Tensor, layer: int) -> None:
-        """Make room for tokens that are about to be appended."""
-        problem = self.problem(k, v, layer)
-        if problem is not None:
-            raise ValueError(f"RingCache: {problem}")
-        if self.in_graph:
+    def prepare(self, n: int, layer: int, in_graph: bool) -> None:
+        """Make room for n tokens that are about to be appended to each sequence of a layer.
+
+        Raises:
+            ValueError: a sequence has no room for them.
+        """
+        if in_graph:
             self.captured = True
             return
-        wanted = [length + k.shape[1] for length in self.lengths_in(layer)]
+        lengths = self.lengths_in(layer) if self.captured else self._lengths[layer]
+        wanted = [length + n for length in lengths]
+        if max(wanted) <= self._reserved:
+            return
         if self.fixed and max(wanted) > self.capacity:
             raise ValueError(
                 f"RingCache: a sequence would have {max(wanted)} tokens, more than the capacity of "
@@ -232,12 +241,12 @@ class RingCache:
             self.keys[layer][where, :, slot] = k[i, tokens - length]
             self.values[layer][where, :, slot] = v[i, tokens - length]
 
-    def advance(self, n: int, layer: int, on_device: bool = True) -> None:
+    def advance(self, n: int, layer: int, on_device: bool = True, in_graph: bool = False) -> None:
         """Count tokens that were written; on the device too, where no kernel did."""
-        if not self.in_graph:
+        if not in_graph:
             self._lengths[layer] = [length + n for length in self._lengths[layer]]
         if on_device:
-            self.lengths_of[layer] += n
+            self.layer_lengths[layer] += n
 
     def rollback(self, n: int | Sequence[int]) -> None:
         """Forget the last `n` tokens of all sequences, or so many of each, in all layers.
@@ -421,6 +430,7 @@ class RingCache:
         rows = [held + [0] * (self.tables.shape[1] - len(held)) for held in self._table.of]
         self.tables.copy_(torch.tensor(rows, dtype=torch.int32).view_as(self.tables))
         rooms = [self._table.room(i) for i in range(self.sequences)]
+        self._reserved = min(rooms)
         self.rooms.copy_(torch.tensor(rooms, dtype=torch.int32))
 
     def _pool(self, pages: int, dim: int) -> Tensor:

@@ -62,7 +62,7 @@ class HeldKeys(Protocol):
     keys: list[Tensor]
     values: list[Tensor]
     tables: Tensor
-    lengths_of: Tensor
+    layer_lengths: list[Tensor]
     starts: Tensor
     rooms: Tensor
     overflown: Tensor
@@ -77,6 +77,7 @@ class DecodePlan:
         self.purpose = crc32(repr((asked, cache.value_dim)).encode()) % _PURPOSES
         b, n, h, _ = asked.shape
         self.rows, self.width = b * n * h, cache.value_dim
+        self.checks = False  # whether ranks compare values in each call
         self.ran = False  # so that all kernels are compiled, and graphs can hold them
         self._attends: dict[bool, Launch] = {}  # with a key mask, and without
         self.pushed: PushedRows | None = None
@@ -147,10 +148,7 @@ class DecodePlan:
     ) -> tuple[Tensor, Tensor]:
         cache, scores, (sinks, slopes) = self.cache, self.asked.scores, terms
         k, v = (q, q) if k is None or v is None else (_plain(k), _plain(v))
-        factor = scores.scale * _LOG2_E
-        clamp = 0.0
-        if scores.softclamp is not None:
-            factor, clamp = scores.scale / scores.softclamp, scores.softclamp * _LOG2_E
+        factor, clamp = self.factors
         acc, lse = self.parts
         with torch.cuda.device_of(q):
             masked, shown = 0, q
@@ -158,7 +156,7 @@ class DecodePlan:
                 masked, shown = key_mask.shape[1], _plain(key_mask.view(torch.uint8))
             self._attend(key_mask is not None)(
                 _plain(q), k, v, q if slopes is None else slopes, shown,
-                cache.keys[layer], cache.values[layer], cache.tables, cache.lengths_of[layer],
+                cache.keys[layer], cache.values[layer], cache.tables, cache.layer_lengths[layer],
                 cache.starts, cache.rooms, acc, lse, self.next_lengths, self.state,
                 cache.tables.shape[1], *cache.rows, masked, factor, clamp, scores.window or 0,
             )  # fmt: skip
@@ -199,7 +197,7 @@ class DecodePlan:
         cache = self.cache
         launch(
             acc, lse, out, out_lse, lse if sinks is None else sinks,
-            cache.lengths_of[layer], self.next_lengths, cache.overflown, self.state,
+            cache.layer_lengths[layer], self.next_lengths, cache.overflown, self.state,
             acc.stride(0), acc.stride(1), lse.stride(0), lse.stride(1),
             len(acc), self.rows, cache.sequences,
             *((0, 0, 0) if (to := self.pushed) is None else (to.patience, self.purpose, to.slot)),
@@ -255,6 +253,14 @@ class DecodePlan:
             shape = self.splits, self.rows, self.width
             acc = torch.empty(shape, dtype=torch.float32, device=self.cache.device)
             return acc, torch.empty(shape[:2], dtype=torch.float32, device=self.cache.device)
+
+    @cached_property
+    def factors(self) -> tuple[float, float]:
+        """What q.k is multiplied by, and what its softclamp is then: in base 2."""
+        scale, clamp, _ = self.asked.scores
+        if clamp is None:
+            return scale * _LOG2_E, 0.0
+        return scale / clamp, clamp * _LOG2_E
 
     @cached_property
     def next_lengths(self) -> Tensor:

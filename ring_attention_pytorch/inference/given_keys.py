@@ -25,15 +25,16 @@ class GivenKeys:
         b = self.sequences
         with torch.inference_mode(False):
             self.tables = torch.arange(b, dtype=torch.int32, device=self.device).unsqueeze(1)
-            self.lengths_of = torch.zeros((1, b), dtype=torch.int32, device=self.device)
-        self.starts = self.rooms = self.overflown = self.lengths_of[0]
+            self.lengths = torch.zeros(b, dtype=torch.int32, device=self.device)
+        self.starts = self.rooms = self.overflown = self.lengths
+        self.layer_lengths = [self.lengths]
         self._plans: dict[tuple[Asked, int], DecodePlan] = {}
         self.keys = self.values = [like]
 
     def take(self, k: Tensor | None, v: Tensor | None) -> None:
         """Use these keys from now on; None are no keys."""
         if k is None or v is None or not k.shape[2]:
-            self.lengths_of.zero_()
+            self.lengths.zero_()
             return
         if (laid := _rows(k)) is None or laid != _rows(v):
             k, v = k.contiguous(), v.contiguous()
@@ -41,7 +42,7 @@ class GivenKeys:
         assert laid is not None
         *self.rows, self.step = laid
         self.keys, self.values = [k], [v]
-        self.lengths_of.fill_(k.shape[2])
+        self.lengths.fill_(k.shape[2])
 
     def plan(self, asked: Asked) -> DecodePlan:
         """Return the plan for such queries."""

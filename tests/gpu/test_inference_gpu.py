@@ -31,19 +31,22 @@ def cases() -> list[Story]:
     return found
 
 
-def check(errors: list[float]) -> None:
-    for story, error in zip(cases(), errors):
+SOME = cases()[1::4]  # each compiles kernels of its own, which takes seconds
+
+
+def check(stories: list[Story], errors: list[float]) -> None:
+    for story, error in zip(stories, errors):
         assert error < LIMITS.get(story.dtype, 1e-12), story
 
 
 def test_whatever_is_done_attention_is_dense() -> None:
-    check(told(cases()))
+    check(cases(), told(cases()))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_on_several_ranks_too(nccl: Callable, size: int) -> None:
-    for errors in nccl(size).run(told, cases()):
-        check(errors)
+    for errors in nccl(size).run(told, SOME):
+        check(SOME, errors)
 
 
 def drawn(b: int, steps: int, seed: int) -> list[Tensor]:
