@@ -4,16 +4,18 @@
     torchrun --nproc-per-node 2 -m benchmarks decode
     python -m benchmarks decode --tune --keys 16384 131072
     torchrun --nproc-per-node 2 -m benchmarks decode --prefill 131072 8192
+    torchrun --nproc-per-node 2 -m benchmarks decode --brief
 
 One query token for each sequence, 32 query and 8 key heads of 128, bfloat16. Ours also appends the
 token. Keys are counted on all GPUs together. Calls go around layers, so that no keys are still in
 the GPU's cache; "graph" is a CUDA graph of 16 calls. Times are microseconds a call, medians of
 rounds of the slowest rank. "of memory" is the share of the speed at which this run read memory.
-`--prefill` times a prompt in chunks beside one call of `ring_attn` over all of it.
+`--prefill` times a prompt in chunks beside one call of `ring_attn` over all of it. `--brief` does
+what matters most first: ours, then a prompt, then the prototype, then other cuts of the kernel.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -154,35 +156,50 @@ def trees(b: int, keys: int, q: Tensor) -> Call:
     return lambda i: tree_attn_decode(heads, k, v, shard_kv_seq=False)
 
 
-def rows(b: int, keys: int, device: torch.device) -> Iterator[tuple[str, float | None, float]]:
-    """Yield subjects, with their times in a graph and one by one."""
+def subjects(b: int, keys: int, device: torch.device) -> dict[str, Callable[[], Call]]:
+    """Return what is compared, each as a function that prepares it."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    torch.manual_seed(1)
     q = torch.randn(b, 1, HEADS, D, device=device, dtype=torch.bfloat16)
     k = torch.randn(b, 1, KEY_HEADS, D, device=device, dtype=torch.bfloat16)
-    if ranks > 1:
-        dist.broadcast(q, 0)
-        dist.broadcast(k, 0)
     layers = layers_for(b * keys * TOKEN // ranks)
-
-    def both(make: Callable[[], Call]) -> tuple[float | None, float]:
-        singly, graph = timed(make(), layers), None
-        try:
-            graph = graphed(make(), layers)
-        except Exception as error:
-            print(f"{type(error).__name__}: {error}", flush=True)
-        return graph, singly
-
-    yield "ours", *both(lambda: ours(b, keys, layers, Ring(), q, k))
+    found: dict[str, Callable[[], Call]] = {}
+    found["ours"] = lambda: ours(b, keys, layers, Ring(), q, k)
     if ranks > 1:
-        yield "prototype", *both(lambda: prototype(b, keys, layers, q))
-        yield "cuDNN, own keys only", *both(lambda: cudnn(b, keys // ranks, layers, q))
-        yield "ours, one GPU", *both(lambda: ours(b, keys, layers, Ring.alone(), q, k))
+        found["prototype"] = lambda: prototype(b, keys, layers, q)
+        found["cuDNN, own keys only"] = lambda: cudnn(b, keys // ranks, layers, q)
+        found["ours, one GPU"] = lambda: ours(b, keys, layers, Ring.alone(), q, k)
     else:
-        yield "cuDNN", *both(lambda: cudnn(b, keys, layers, q))
-    yield "tree_attn_decode", None, timed(trees(b, keys, q), 1, times=50)
+        found["cuDNN"] = lambda: cudnn(b, keys, layers, q)
+    found["tree_attn_decode"] = lambda: trees(b, keys, q)
+    return found
 
 
-def tune(sizes: Sequence[tuple[int, int]], device: torch.device) -> None:
+def report(name: str, b: int, keys: int, speed: float, device: torch.device) -> None:
+    """Measure a subject and print its row."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    make = subjects(b, keys, device)[name]
+    layers = 1 if name == "tree_attn_decode" else layers_for(b * keys * TOKEN // ranks)
+    floor = b * keys * TOKEN / ranks / speed * 1e6
+    told = share = ""
+    for time in (graphed, timed):
+        try:
+            took = time(make(), layers)
+            told += f"{took:8.1f}"
+        except Exception as error:
+            took = float("nan")
+            told += f" {type(error).__name__}: {error} "
+        share = f"{floor / took:9.0%}" if time is graphed else share
+    told += f"{floor:8.1f}  {share}"
+    if is_first():
+        print(f"{f'{b} x {keys}':>12}  {name:22}{told}", flush=True)
+
+
+def is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def tune(sizes: Sequence[tuple[int, int]], ring: Ring, device: torch.device) -> None:
     """Print times of kernels that are cut otherwise, and how far results are apart."""
     first: dict[tuple[int, int], Tensor] = {}
     for page, tuning in TUNINGS:
@@ -192,7 +209,7 @@ def tune(sizes: Sequence[tuple[int, int]], device: torch.device) -> None:
             q = torch.randn(b, 1, HEADS, D, device=device, dtype=torch.bfloat16)
             k = torch.randn(b, 1, KEY_HEADS, D, device=device, dtype=torch.bfloat16)
             layers = layers_for(b * keys * TOKEN)
-            cache = filled(b, keys, layers, Ring(), device, page)
+            cache = filled(b, keys, layers, ring, device, page)
             try:
                 call = planned(plan_decoding(q, cache, Scores(D**-0.5), tuning), q, k)
                 for _ in range(3):
@@ -202,7 +219,8 @@ def tune(sizes: Sequence[tuple[int, int]], device: torch.device) -> None:
             except Exception as error:  # too much shared memory, say
                 told.append(f"{b} x {keys}: {type(error).__name__}: {str(error)[:60]}")
             del cache
-        print(f"  {'   '.join(told)}   page {page}, {tuning}", flush=True)
+        if is_first():
+            print(f"  {'   '.join(told)}   page {page}, {tuple(tuning)}", flush=True)
 
 
 def planned(plan: DecodePlan, q: Tensor, k: Tensor) -> Callable[[int], Tensor]:
@@ -263,34 +281,43 @@ def main(argv: Sequence[str] | None = None) -> None:
     about.add_argument("--keys", type=int, nargs="+")
     about.add_argument("--tune", action="store_true", help="cut the kernel in other ways, too")
     about.add_argument("--prefill", type=int, nargs=2, metavar=("TOKENS", "CHUNK"))
+    about.add_argument("--brief", action="store_true")
     asked = about.parse_args(argv)
     sizes = SIZES if asked.keys is None else [(1, n) for n in asked.keys]
-    with torchrun_group("nccl", timeout=20.0):  # seconds, for which a rank waits in vain
+    with torchrun_group("nccl", timeout=15.0):  # seconds, for which a rank waits in vain
         device = torch.device("cuda", torch.cuda.current_device())
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        first = not dist.is_initialized() or dist.get_rank() == 0
         if asked.prefill is not None:
             told = prefill(*asked.prefill, device)
-            if first:
-                print(f"{ranks} x {torch.cuda.get_device_name()}: {told}")
+            if is_first():
+                print(told, flush=True)
             return
         speed = read_speed(device)
-        if first:
-            print(f"{ranks} x {torch.cuda.get_device_name()}, reading {speed / 1e12:.2f} TB/s")
+        if is_first():
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            name = torch.cuda.get_device_name()
+            print(f"{ranks} x {name}, reading {speed / 1e12:.2f} TB/s")
             print(
                 f"{'keys':>12}  {'':22}{'graph':>8}{'singly':>8}{'floor':>8}  of memory", flush=True
             )
         if asked.tune:
-            tune(sizes, device)
-            return
-        for b, keys in sizes:
-            floor = b * keys * TOKEN / ranks / speed * 1e6
-            for name, graph, singly in rows(b, keys, device):
-                share = "" if graph is None else f"{floor / graph:9.0%}"
-                told = "" if graph is None else f"{graph:.1f}"
-                if first:
-                    print(
-                        f"{f'{b} x {keys}':>12}  {name:22}{told:>8}{singly:8.1f}{floor:8.1f}  "
-                        f"{share}",
-                        flush=True,
-                    )
+            tune(sizes, Ring(), device)
+        elif asked.brief:
+            brief(speed, device)
+        else:
+            for b, keys in sizes:
+                for name in subjects(b, keys, device):
+                    report(name, b, keys, speed, device)
+
+
+def brief(speed: float, device: torch.device) -> None:
+    """Print what matters most first."""
+    sizes = [size for size in SIZES if size[0] == 1]
+    for size in sizes:
+        report("ours", *size, speed, device)
+    told = prefill(131072, 8192, device)
+    if is_first():
+        print(told, flush=True)
+    for name in ("ours, one GPU", "prototype"):
+        for size in sizes[:2]:
+            report(name, *size, speed, device)
+    tune(sizes[:2], Ring.alone(), device)
