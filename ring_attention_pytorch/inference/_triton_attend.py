@@ -132,7 +132,9 @@ def attend_kernel(
     if PDL:  # launched before what comes before has ended, as `merge_kernel` after this
         gdc_launch_dependents()
         gdc_wait()
-    split, of = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
+    # that of new tokens comes last: it is short, and the others fill all multiprocessors alike
+    others = tl.num_programs(0) // SPLITS
+    split, of = tl.program_id(0) // others, tl.program_id(0) % others
     block, of = of % BLOCKS, of // BLOCKS
     kv, sample = of % KV, of // KV
     length = tl.load(lengths + sample)
