@@ -148,9 +148,9 @@ def merge_kernel(
 
     A row's sequence is the one of ROWS_EACH rows. Where that has overflown, the row is NaN.
     """
-    if PDL:
-        gdc_launch_dependents()
+    if PDL:  # launched early; what comes next is not, before all multiprocessors are free for it
         gdc_wait()
+        gdc_launch_dependents()
     program = tl.program_id(0)
     if ADVANCE and program == 0:
         for i in range(sequences):

@@ -227,7 +227,7 @@ class DecodePlan:
         if device.type == "cuda":
             count = torch.cuda.get_device_properties(device).multi_processor_count
             programs = count * self.tuning.programs
-        return max(1, programs // (b * self.cache.key_heads * self.blocks)) + self.asked.new
+        return max(1 + self.asked.new, programs // (b * self.cache.key_heads * self.blocks))
 
     @property
     def cols(self) -> int:
