@@ -19,6 +19,7 @@ _PURPOSES = 1 << 31  # that memory tells apart
 _MERGERS = 1024  # programs of one warp, that wait for other ranks: all run at once on any GPU
 _UNIT = 32  # columns of one program
 _CPU_PROGRAMS = 4
+_RESERVED = 1 << 14  # bytes of shared memory for queries and probabilities
 
 
 Terms = tuple[Tensor | None, Tensor | None]  # sinks and slopes, `[h]` each
@@ -42,7 +43,7 @@ class Tuning(NamedTuple):
 
     cols: int = 64
     warps: int = 4
-    stages: int = 3
+    stages: int = 4
     programs: int = 2
     early: bool = True  # a kernel is launched while the one before runs, and waits for it
 
@@ -236,6 +237,17 @@ class DecodePlan:
         return max(16, min(self.tuning.cols, self.tuning.cols * 128 // widest))
 
     @property
+    def stages(self) -> int:
+        """Blocks of keys on their way, and one more; as many as a multiprocessor has memory for."""
+        device = self.cache.device
+        if device.type != "cuda":
+            return self.tuning.stages
+        widths = _power_of_2(self.asked.shape[3]) + _power_of_2(self.width)
+        room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin - _RESERVED
+        blocks = room // (self.cols * widths * self.cache.dtype.itemsize)
+        return max(2, min(self.tuning.stages, 1 + blocks))
+
+    @property
     def block_rows(self) -> int:
         """Rows of a program's matrix of queries: tokens, times heads of a group."""
         _, n, h, _ = self.asked.shape
@@ -283,7 +295,7 @@ class DecodePlan:
         cache, asked, (b, n, h, d) = self.cache, self.asked, self.asked.shape
         return Launch(
             attend_kernel, self.splits * self.blocks * cache.key_heads * b,
-            num_warps=self.tuning.warps, num_stages=self.tuning.stages,
+            num_warps=self.tuning.warps, num_stages=self.stages,
             launch_pdl=self.early,
             N=n, ROWS_IN_ALL=self.rows, SPLITS=self.splits, BLOCKS=self.blocks,
             KV=cache.key_heads, GROUP=h // cache.key_heads, D=d, D_V=self.width,
