@@ -243,7 +243,8 @@ class DecodePlan:
         if device.type != "cuda":
             return self.tuning.stages
         widths = _power_of_2(self.asked.shape[3]) + _power_of_2(self.width)
-        room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin - _RESERVED
+        properties = torch.cuda.get_device_properties(device)
+        room = getattr(properties, "shared_memory_per_block_optin", 1 << 16) - _RESERVED
         blocks = room // (self.cols * widths * self.cache.dtype.itemsize)
         return max(2, min(self.tuning.stages, 1 + blocks))
 
