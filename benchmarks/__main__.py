@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 NAMES = {
     "balance": "balance",
     "cpu": "cpu",
+    "decode": "decode",
     "errors": "errors",
     "few": "few",
     "host": "host",

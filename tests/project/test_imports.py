@@ -23,7 +23,9 @@ BELOW = {
 BELOW["second_order"] = {*BELOW} - {"comm"}
 BELOW["attention"] = {*BELOW} - {"comm"}
 BELOW["functional"] = BELOW["decoding"] = {*BELOW}
-BELOW["nn"] = {*BELOW} - {"decoding", "second_order"}
+BELOW["inference"] = {*BELOW} - {"decoding", "second_order"}
+BELOW["decoding"] = BELOW["functional"] | {"inference"}
+BELOW["nn"] = {*BELOW} - {"decoding", "inference", "second_order"}
 BELOW["routing"] = BELOW["nn"] | {"nn"}
 BELOW["training"] = BELOW["nn"] | {"nn"}
 BELOW["launch"] = {"comm"}
