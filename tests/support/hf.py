@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import create_sliding_window_causal_mask
 
@@ -53,20 +53,18 @@ KINDS = ["plain", "padded left", "packed"]
 _PACKED = (0, 7, 8, 29)  # where documents begin
 
 
-class InDouble(TorchFunctionMode):
-    """Inside it what models ask for in float32 is float64."""
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Inside it what models ask for in float32 is float64; in backward, too."""
+    to = Tensor.to
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is Tensor.float:
-            return args[0].double()
-        if func is Tensor.backward:
-            with InDouble():  # no mode is on while it handles a function
-                return torch.autograd.backward(args[0])
-        if func is Tensor.to:
-            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-            kwargs = {n: torch.float64 if a is torch.float32 else a for n, a in kwargs.items()}
-        return func(*args, **kwargs)
+    def wide(t: Tensor, *args: Any, **given: Any) -> Tensor:
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        given = {name: torch.float64 if a is torch.float32 else a for name, a in given.items()}
+        return to(t, *args, **given)
+
+    with mock.patch.multiple(Tensor, to=wide, float=Tensor.double):
+        yield
 
 
 def model_of(name: str, attention: str, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -148,7 +146,7 @@ def dense(name: str, kind: str, length: int = LENGTH) -> tuple[Tensor, list[Tens
     AttentionMaskInterface.register("dense", lambda **_: None)
     model, labels = model_of(name, "dense"), whole_labels(kind, length)
     positions = batch.get("position_ids", torch.arange(length).expand(2, -1))
-    with InDouble():
+    with in_double():
         logits = model(input_ids=batch["input_ids"], position_ids=positions, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         loss.backward()
@@ -182,7 +180,7 @@ def spread(
     if layout == "balanced":
         layout = balanced([*_PACKED, LENGTH], as_ring(group).size)
     batch = shard_batch(batch_of(kind), group=group, layout=layout)
-    with InDouble(), ring_forward(batch, loss_group=group, **options) as inputs:
+    with in_double(), ring_forward(batch, loss_group=group, **options) as inputs:
         loss = model(**inputs).loss
         loss.backward()
     if dist.is_initialized():
