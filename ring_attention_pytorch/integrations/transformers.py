@@ -43,7 +43,10 @@ _OPTIONS = ("kernel", "transport", "ulysses", "memory", "bucket_size", "check", 
 _IDLE = {
     "use_cache", "cache", "past_key_values", "cache_position", "output_hidden_states",
     "num_items_in_batch", "shift_labels", "logits_to_keep", "return_dict", "position_embeddings",
+    "sliding_window", "is_causal",  # these two are compared with the mask
 }  # fmt: skip
+# ring_attn's names of what a score is, transformers', and its default
+_SCORES = {"scale": ("scaling", None), "softclamp": ("softcap", None), "dropout": ("dropout", 0.0)}
 
 _forwards: "WeakKeyDictionary[Placement, RingForward]" = WeakKeyDictionary()
 
@@ -297,46 +300,33 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
-    position_ids: Tensor | None = None,
-    **more: Any,
+    **given: Any,
 ) -> tuple[Tensor, None]:
     """Return attention of q, k, v `[b, h, n, d]` as transformers wants it: `[b, n, h, d]`."""
-    known = isinstance(attention_mask, _RingMask)
-    forward = attention_mask.forward if known else _current()
-    problem, visible = None, Visible(True, None)
-    if known:
-        visible = attention_mask.visible
-        problem = _call_problem(visible, sliding_window, is_causal, more)
-    else:
+    scores = {name: given.pop(theirs, default) for name, (theirs, default) in _SCORES.items()}
+    positions, sinks = given.pop("position_ids", None), given.pop("s_aux", None)
+    if not isinstance(attention_mask, _RingMask):
         problem = (
-            f"a layer got the mask {type(attention_mask).__name__} where that of ring attention is "
-            "expected; the model makes a mask of its own, which can't be spread"
+            f"a layer got a mask of type {type(attention_mask).__name__}, not that of ring "
+            "attention; the model makes a mask of its own, which can't be spread"
         )
-    forward.check(problem, position_ids)
+        _current().told(problem)
+    forward, visible = attention_mask.forward, attention_mask.visible
+    forward.check(_call_problem(visible, given), positions)
     qkv = tuple([rearrange(t, "b h n d -> b n h d") for t in (query, key, value)])
-    scores = dict(scale=scaling, softclamp=softcap, dropout=dropout)
-    return forward.attend(module, qkv, visible, s_aux, scores), None
+    return forward.attend(module, qkv, visible, sinks, scores), None
 
 
-def _call_problem(
-    visible: Visible, window: int | None, is_causal: bool | None, more: Mapping[str, Any]
-) -> str | None:
+def _call_problem(visible: Visible, given: Mapping[str, Any]) -> str | None:
     """Say what of a layer's call contradicts its mask, or can't be done; None if nothing."""
-    unknown = [name for name, value in more.items() if value is not None and name not in _IDLE]
-    unknown = [name for name in unknown if more[name] is not False]
-    if unknown:
-        return f"attention was given {', '.join(unknown)}, which ring attention does not have"
+    window, is_causal = given.get("sliding_window"), given.get("is_causal")
     if window is not None and visible.window not in (window - 1, window):
         return f"a layer's sliding_window={window}, but its mask's is {visible.window}"
     if is_causal is not None and is_causal != visible.causal:
         return f"a layer's is_causal={is_causal}, but its mask's is {visible.causal}"
+    asked = {name for name, value in given.items() if value is not None and value is not False}
+    if unknown := sorted(asked - _IDLE):
+        return f"attention was given {', '.join(unknown)}, which ring attention does not have"
     return None
 
 

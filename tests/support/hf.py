@@ -205,6 +205,3 @@ def losses_as_they_were() -> Iterator[None]:
     before = dict(LOSS_MAPPING)
     yield
     assert before == LOSS_MAPPING
-
-
-Case = Callable[..., Any]
