@@ -5,7 +5,7 @@ In float64 throughout: what the models themselves compute in float32 they comput
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
