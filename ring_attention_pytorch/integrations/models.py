@@ -325,7 +325,8 @@ def _attention(
 def _call_problem(visible: Visible, given: Mapping[str, Any]) -> str | None:
     """Say what of a layer's call contradicts its mask, or can't be done; None if nothing."""
     window, is_causal = given.get("sliding_window"), given.get("is_causal")
-    if window is not None and visible.window not in (window - 1, None if visible.causal else window):
+    inclusive = 1 if visible.causal else 0  # the token itself counts in transformers
+    if window is not None and visible.window not in (window - 1, window - inclusive):
         return f"a layer's sliding_window={window}, but its mask's is {visible.window}"
     if is_causal is not None and is_causal != visible.causal:
         return f"a layer's is_causal={is_causal}, but its mask's is {visible.causal}"

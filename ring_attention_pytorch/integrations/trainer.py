@@ -154,7 +154,7 @@ class RingTrainerMixin:
                 "num_items_in_batch, and average_tokens_across_devices must be True"
             )
         elif getattr(self, "aux_loss_enabled", False):
-            problem = "the routers' loss would be that of each shard; set output_router_logits=False"
+            problem = "the routers' loss would be each shard's; set output_router_logits=False"
         else:
             return
         raise ValueError(f"{type(self).__name__}: {problem}")
