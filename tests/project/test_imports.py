@@ -26,6 +26,7 @@ BELOW["functional"] = BELOW["decoding"] = {*BELOW}
 BELOW["nn"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["routing"] = BELOW["nn"] | {"nn"}
 BELOW["training"] = BELOW["nn"] | {"nn"}
+BELOW["integrations"] = {"comm", "plan", "runtime", "functional", "training"}
 BELOW["launch"] = {"comm"}
 BELOW["compat"] = {*BELOW} - {"routing", "schedule"}
 BELOW["__init__"] = {*BELOW}
@@ -145,13 +146,13 @@ import importlib, pkgutil, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("triton", "flash_attn", "cutlass"):
+        if name.split(".")[0] in ("triton", "flash_attn", "cutlass", "transformers", "accelerate"):
             raise ModuleNotFoundError(f"refused: {{name}}", name=name)
 
 sys.meta_path.insert(0, Refuse())
 import {PACKAGE.name} as package
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    if "._triton" not in module.name and ".compat." not in module.name:
+    if not any(part in module.name for part in ("._triton", ".compat.", ".integrations.")):
         importlib.import_module(module.name)
 import torch
 import torch.distributed as dist
