@@ -17,6 +17,7 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
+from accelerate.utils import set_seed
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
@@ -34,6 +35,11 @@ GENERATES = "sdpa"  # the attention that generates
 class RingGRPOTrainer(GRPOTrainer):
     """TRL's GRPOTrainer whose log-probabilities are those of spread sequences."""
 
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        place = self.accelerator.process_index // (1 if self._ring is None else self._ring.size())
+        set_seed(self.args.seed + place)  # ranks of a ring shuffle alike
+
     def _get_per_token_logps_and_entropies(
         self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int,
         **more: Any,
@@ -42,9 +48,8 @@ class RingGRPOTrainer(GRPOTrainer):
             raise ValueError(f"{', '.join(unknown)} can't be spread")
         whole = {"input_ids": input_ids, "labels": input_ids, "attention_mask": attention_mask}
         batch = shard_batch(whole, group=self._ring)
-        with ring_forward(batch, group=self._ring) as inputs:
-            given = {name: t for name, t in inputs.items() if not _is_of_loss(name)}
-            logits = model(**given).logits / self.temperature
+        with ring_forward(batch, labels=False) as inputs:
+            logits = model(**inputs).logits / self.temperature
             found = ring_token_logprobs(logits, batch)
             entropies = batch.unshard(torch.distributions.Categorical(logits=logits).entropy())
         kept = slice(-logits_to_keep - 1, -1)  # a token predicts the next one
@@ -69,10 +74,6 @@ def _is_idle(name: str) -> bool:
     return name in ("batch_size", "compute_entropy", "compute_aux_loss")
 
 
-def _is_of_loss(name: str) -> bool:
-    return name in ("labels", "shift_labels", "num_items_in_batch")
-
-
 def train(plain: bool, steps: int) -> list[dict[str, float]]:
     """Train, and return what was logged of each step."""
     register()
@@ -84,7 +85,7 @@ def train(plain: bool, steps: int) -> list[dict[str, float]]:
         vocab_size=len(LETTERS), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, attn_implementation=GENERATES if plain else "ring",
     )  # fmt: skip
-    prompts = [{"prompt": LETTERS[i : i + 3 + i % 4]} for i in range(4 * steps)]
+    prompts = [{"prompt": LETTERS[i : i + 3 + i % 4]} for i in range(8 * steps)]
     size = int(os.environ.get("WORLD_SIZE", "1"))
     mesh = dict(parallelism_config=RingParallelismConfig(cp_size=size)) if size > 1 else {}
     with tempfile.TemporaryDirectory() as folder:

@@ -80,6 +80,7 @@ def ring_forward(
     *,
     group: Group = None,
     loss_group: Group = None,
+    labels: bool = True,
     check_positions: bool = True,
     **options: Any,
 ) -> "RingForward":
@@ -94,6 +95,8 @@ def ring_forward(
         batch: what `shard_batch` made.
         group: the ring, if the batch was made without a group.
         loss_group: all ranks over which gradients are averaged; None is the default group.
+        labels: give the model the batch's labels, for its loss. False is for losses of one's own,
+            and for models without a head.
         check_positions: raise if the model was given other positions than the batch's. False for
             models that don't pass them on to their attention; then nobody can tell.
         options: of `ring_attn`, how attention is computed: kernel, transport, ulysses, memory,
@@ -110,7 +113,7 @@ def ring_forward(
     ['attention_mask', 'input_ids', 'position_ids', 'use_cache']
     """
     batch = batch if group is None else batch.over(group)
-    return RingForward(batch, loss_group, check_positions, options)
+    return RingForward(batch, loss_group, labels, check_positions, options)
 
 
 class RingForward:
@@ -123,7 +126,12 @@ class RingForward:
     """
 
     def __init__(
-        self, batch: ShardedBatch, loss_group: Group, check_positions: bool, options: dict[str, Any]
+        self,
+        batch: ShardedBatch,
+        loss_group: Group,
+        labels: bool,
+        check_positions: bool,
+        options: dict[str, Any],
     ):
         unknown = [name for name in options if name not in _OPTIONS]
         problem = None
@@ -136,7 +144,7 @@ class RingForward:
         self.batch, self.options = batch, options
         self.loss_group, self.check_positions = loss_group, check_positions
         self.num_items: Tensor | None = None
-        self.inputs = _inputs(batch)
+        self.inputs = _inputs(batch, labels)
         self._plans: dict[Any, RingPlan] = {}
         self._same: list[Tensor] = [self.inputs["position_ids"]]  # positions found to be right
         self._attended = False
@@ -255,13 +263,13 @@ class _RingMask:
         self.forward, self.visible = forward, visible
 
 
-def _inputs(batch: ShardedBatch) -> dict[str, Any]:
+def _inputs(batch: ShardedBatch, labels: bool) -> dict[str, Any]:
     given = {name: t for name, t in batch.items() if name not in ("shift_labels", "loss_weights")}
     positions, mask = given["position_ids"], batch.key_mask
     if mask is None:
         mask = torch.ones_like(positions, dtype=torch.bool)
     given |= {"attention_mask": mask, "use_cache": False}
-    if "shift_labels" in batch:
+    if labels and "shift_labels" in batch:
         given |= {"labels": batch.labels, "shift_labels": batch.labels}
     return given
 
