@@ -28,6 +28,7 @@ BELOW["decoding"] = BELOW["functional"] | {"inference"}
 BELOW["nn"] = {*BELOW} - {"decoding", "inference", "second_order"}
 BELOW["routing"] = BELOW["nn"] | {"nn"}
 BELOW["training"] = BELOW["nn"] | {"nn"}
+BELOW["integrations"] = {"comm", "plan", "runtime", "functional", "training"}
 BELOW["launch"] = {"comm"}
 BELOW["compat"] = {*BELOW} - {"routing", "schedule"}
 BELOW["__init__"] = {*BELOW}
@@ -147,13 +148,13 @@ import importlib, pkgutil, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("triton", "flash_attn", "cutlass"):
+        if name.split(".")[0] in ("triton", "flash_attn", "cutlass", "transformers", "accelerate"):
             raise ModuleNotFoundError(f"refused: {{name}}", name=name)
 
 sys.meta_path.insert(0, Refuse())
 import {PACKAGE.name} as package
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    if "._triton" not in module.name and ".compat." not in module.name:
+    if not any(part in module.name for part in ("._triton", ".compat.", ".integrations.")):
         importlib.import_module(module.name)
 import torch
 import torch.distributed as dist
