@@ -16,7 +16,7 @@ from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
 
 
-@typed(told_by_group("tree_attn_decode"))
+@typed(told_by_group("tree_attn_decode"), apart=True)
 @torch.no_grad()
 def tree_attn_decode(
     q: Tensor,

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
+from ring_attention_pytorch import operators
 from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
 from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.functional import ring_attn
@@ -42,7 +44,7 @@ from ring_attention_pytorch.plan.packing import local_packing
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.dropout import dropout_problem
 from ring_attention_pytorch.runtime.graphs import GraphCache
-from ring_attention_pytorch.runtime.torch_func import tangents_note
+from ring_attention_pytorch.runtime.torch_func import run_apart, tangents_note
 
 
 class RingAttention(nn.Module):
@@ -196,6 +198,13 @@ class RingAttention(nn.Module):
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         packed = {"documents": documents, "cu_seqlens": cu_seqlens}
+        if is_compiling() and plan is None and not self.force_regular_attn:
+            if self.spread.auto or context is not None or force_ring_reduce_off:
+                given = mask, rotary_emb, force_ring_reduce_off, ring_size
+                of_context = dict(context=context, context_mask=context_mask)
+                return run_apart(self.forward, x, *given, **of_context, **packed)
+            plan = self.plan(x, mask, ring_size=ring_size, **packed)
+            mask, ring_size, packed = None, None, dict.fromkeys(packed)
         problem = problem_of(lambda: self._problem(x, mask, rotary_emb, context, context_mask))
         whole = self.spread.auto or not self.spread.ring_attn
         able = context is None and not self.force_regular_attn
@@ -313,7 +322,7 @@ class RingAttention(nn.Module):
             if not self.spread.ring_attn:
                 raise ValueError("a plan over a ring needs a module with ring_attn=True")
 
-    @typed(told_by_module("ring attention"))
+    @typed(told_by_module("ring attention"), apart=True)
     def plan(
         self,
         x: Tensor,
@@ -399,7 +408,9 @@ class RingAttention(nn.Module):
             plan = self._plan(q, k, v, seen, ring, **options)
         if self.rotary_embed is not None:
             positions = x.shape[1]
-            if plan is not None:
+            if is_compiling() and plan is not None:
+                positions = operators.positions(plan, x, self.rotary_restart)
+            elif plan is not None:
                 positions = plan.positions(x.device, in_documents=self.rotary_restart)
             angles = self.rotary_embed(positions)
         if angles is not None:

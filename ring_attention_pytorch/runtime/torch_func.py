@@ -1,4 +1,5 @@
-"""Helpers for torch.func: code that is no part of a transform, and Functions that can be in one."""
+"""Helpers for torch.func and torch.compile: code that is no part of what they transform or trace,
+and Functions that can be."""
 
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -24,6 +25,16 @@ def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
 
     return outside
+
+
+def run_apart(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """Run a function as it is, between two graphs of torch.compile: it exchanges, or looks."""
+    import torch._dynamo  # takes a second
+
+    return torch._dynamo.disable(function)(*args, **kwargs)
+
+
+run_apart._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 class Function(torch.autograd.Function):
