@@ -13,6 +13,7 @@ derivatives. Each operator comes twice, for a CUDA graph can't hold messages: th
 `messages` has a tag that tells.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -97,31 +98,20 @@ def _forward(
     return out.contiguous(), lse.contiguous()
 
 
-def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    handle: int,
-) -> tuple[Tensor, ...]:
-    plan = _plan(handle)
-    given = q, k, v, sinks, dout, dlse, out, lse
-    run = _swapped if plan.ulysses is not None else _run_backward
-    *grads, dsinks = run(plan, given)
-    if dsinks is None:
-        dsinks = q.new_empty(0)
+def _backward(*given: Any) -> tuple[Tensor, ...]:
+    *tensors, handle = given
+    plan, like = _plan(handle), given[0]
+    run = _run_backward if plan.ulysses is None else _swapped
+    *grads, dsinks = run(plan, tensors)
+    dsinks = like.new_empty(0) if dsinks is None else dsinks
     return *(grad.contiguous() for grad in grads), dsinks
 
 
-def _run_backward(plan: RingPlan, given: Gradients) -> Gradients:
+def _run_backward(plan: RingPlan, given: Sequence[Tensor | None]) -> Gradients:
     return plan.run("backward", backward, *given)
 
 
-def _swapped(plan: RingPlan, given: Gradients) -> Gradients:
+def _swapped(plan: RingPlan, given: Sequence[Tensor | None]) -> Gradients:
     """Compute gradients where ranks swap heads for sequence: all that forward had is swapped anew.
 
     A graph may keep only what has the shapes of this rank's shards.

@@ -154,7 +154,7 @@ class RingTransformer(nn.Module):
         self.to_logits = nn.Sequential(RMSNorm(dim), nn.Linear(dim, num_tokens, bias=False))
 
     @typed(told_by_module("RingTransformer"))
-    def forward(
+    def forward(  # noqa: PLR0913 - a public entry point
         self,
         x: Tensor,
         mask: Tensor | None = None,

@@ -284,7 +284,7 @@ def unknown_problem(given: Mapping[str, Any]) -> str | None:
 
 
 def not_default(given: Mapping[str, Any]) -> list[str]:
-    """List the names of those options that are not their defaults; all of them are given, in this order."""
+    """List the names of those options that are not their defaults; all are given, in order."""
     if all(map(is_, given.values(), DEFAULTS.values())):  # 1 us of the host
         return []
     names = []

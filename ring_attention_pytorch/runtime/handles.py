@@ -54,7 +54,7 @@ def object_of(handle: int) -> tuple[Any, int | None]:
     thing = _objects.get(handle)
     if thing is None:
         raise RuntimeError(
-            "ring attention: the plan of a compiled call is gone; keep a plan until backward has run"
+            "ring attention: a compiled call's plan is gone; keep plans until backward has run"
         )
     _held[handle] = thing
     _held.move_to_end(handle)
