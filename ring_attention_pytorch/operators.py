@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_exporting
 
 from ring_attention_pytorch.attention import Gradients, backward, forward
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.handles import object_of
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.runtime.torch_func import refuse_export
 
 _FORWARD = "(Tensor q, Tensor k, Tensor v, Tensor? sinks, SymInt plan) -> (Tensor, Tensor)"
 _BACKWARD = (
@@ -44,11 +44,7 @@ def attention(
     Raises:
         NotImplementedError: it is traced for export.
     """
-    if is_exporting():
-        raise NotImplementedError(
-            "ring attention can't be exported: its plan is of these processes and their groups; "
-            "use torch.compile"
-        )
+    refuse_export()
     return _of(plan, ops.forward)(q, k, v, sinks, plan.handle)
 
 
@@ -226,3 +222,7 @@ _library = torch.library.Library("ring_attention", "DEF")
 _define("")
 _define("messages", torch.Tag.cudagraph_unsafe)
 _register("positions", _POSITIONS, _positions, _fake_positions, ())
+
+# for `torch.utils.checkpoint.create_selective_checkpoint_contexts`: what is worth keeping, for it
+# would be exchanged again
+SAVED = (ops.forward.default, ops.forward.messages)

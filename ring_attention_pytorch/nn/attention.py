@@ -21,7 +21,9 @@ from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders
 from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.nn.checks import (
+    PlanOfLayer,
     kernel_problem,
+    plan_problem,
     scores_problem,
     shape_problem,
     unused_problem,
@@ -35,11 +37,7 @@ from ring_attention_pytorch.nn.sharding import (
     packed_problem,
     told_by_module,
 )
-from ring_attention_pytorch.plan.checks import (
-    in_graphs_problem,
-    other_way_problem,
-    over_ring_problem,
-)
+from ring_attention_pytorch.plan.checks import in_graphs_problem, over_ring_problem
 from ring_attention_pytorch.plan.packing import local_packing
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.dropout import dropout_problem
@@ -300,27 +298,12 @@ class RingAttention(nn.Module):
             raise ValueError("a plan is for tokens sharded by hand, and for the ring's kernels")
         if given := [name for name, value in decided.items() if value is not None]:
             raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
-        over_ring = plan.ring.size > 1
-        layout = self.spread.layout_here
-        if over_ring and isinstance(plan.layout, str) and plan.layout != layout:
-            raise ValueError(f"the plan has layout={plan.layout!r}, the module {layout!r}")
-        visible = Mask(self.causal, self.window)
-        mods = plan.terms
-        rate = mods.dropout.rate if mods.dropout else 0.0
-        if (plan.visible, mods.softclamp, rate) != (visible, self.softclamp, self.rate):
-            raise ValueError(
-                f"the plan shows {plan.visible} with softclamp={mods.softclamp} and "
-                f"dropout={rate}, this module wants {visible} with {self.softclamp} and "
-                f"{self.rate} (in training: {self.training}); make it with RingAttention.plan"
-            )
-        if self.kernel is not None and not f"{plan.kernel.name}-".startswith(f"{self.kernel}-"):
-            raise ValueError(f"the plan uses another kernel than this module's {self.kernel!r}")
-        has = dict(transport=plan.transport_name, ulysses=plan.degree, memory=plan.memory)
-        if over_ring:
-            if problem := other_way_problem(has, **self.over_ring):
-                raise ValueError(problem)
-            if not self.spread.ring_attn:
-                raise ValueError("a plan over a ring needs a module with ring_attn=True")
+        wanted = PlanOfLayer(
+            Mask(self.causal, self.window), self.softclamp, self.rate, self.training, self.kernel,
+            self.spread.layout_here, self.spread.ring_attn, self.over_ring,
+        )  # fmt: skip
+        if problem := plan_problem(plan, wanted):
+            raise ValueError(problem)
 
     @typed(told_by_module("ring attention"), apart=True)
     def plan(
