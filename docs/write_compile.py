@@ -18,9 +18,9 @@ PAGE = """# What is compiled
 a field   2, 3e-16     graphs of {lengths} lengths; worst error of the loss and of all gradients
 ```
 
-Each row is compiled for forward and backward (`aot_eager`, float64, zigzag, causal), and takes steps
+Each row is compiled for forward and backward (`aot_eager`, float64, zigzag, causal). It takes steps
 of {lengths} lengths, each with a plan of its own. Errors are relative to the same step without
-`torch.compile`. A step of one graph was compiled with `fullgraph=True`; the others break where plans
+`torch.compile`. A step of one graph was compiled with `fullgraph=True`; others break where plans
 are made. [How to compile](guide/compile.md).
 
 {table}
