@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from beartype import beartype
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from ring_attention_pytorch import operators
 from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.comm.placement import attention_ring
@@ -15,7 +17,7 @@ from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.kernels import explain
 from ring_attention_pytorch.plan.checks import autocast_dtype, like_autocast
 from ring_attention_pytorch.plan.masks import Prefix
-from ring_attention_pytorch.plan.options import ROWS, not_default
+from ring_attention_pytorch.plan.options import not_default
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
 from ring_attention_pytorch.runtime.scores import bias_problem, with_bias
@@ -155,29 +157,51 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     >>> ring_attn(q, k, v, causal=True).shape
     torch.Size([1, 6, 4, 8])
     """
-    given = locals()
-    if torch._C._is_any_autocast_enabled():
-        q, k, v = (t.to(autocast_dtype(t)) for t in (q, k, v))
+    options = dict(
+        causal=causal, window=window, key_mask=key_mask, documents=documents,
+        cu_seqlens=cu_seqlens, prefix=prefix, mask_mod=mask_mod, cross=cross,
+        query_positions=query_positions, key_positions=key_positions, scale=scale,
+        softclamp=softclamp, sinks=sinks, alibi_slopes=alibi_slopes, key_bias=key_bias,
+        dropout=dropout, dropout_seed=dropout_seed, layout=layout, kernel=kernel,
+        transport=transport, ulysses=ulysses, memory=memory, bucket_size=bucket_size, check=check,
+    )  # fmt: skip
+    out, lse = _attention((q, k, v), options, group, plan, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _attention(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    options: dict[str, Any],
+    group: Group,
+    plan: RingPlan | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute (out, lse), with options or with a plan; lse may be left out if nobody asks."""
+    sinks, key_bias = options["sinks"], options["key_bias"]
+    if torch.is_autocast_enabled(qkv[0].device.type):
+        qkv = tuple([t.to(autocast_dtype(t)) for t in qkv])
         if key_bias is not None:
-            given["key_bias"] = key_bias = key_bias.to(autocast_dtype(key_bias))
+            options["key_bias"] = key_bias = key_bias.to(autocast_dtype(key_bias))
+    q, k, v = qkv
     if plan is None:
         also = tangents_note(q, k, v, sinks, key_bias)
-        options = {name: given[name] for name in ROWS}
         plan = RingPlan.make(q, k, v, group=group, also=also, **options)
     else:
-        _check_only_plan(given)
+        _check_only_plan(options, group)
         if key_bias is not None:
             _check_bias(plan, q, k, key_bias)
     if key_bias is not None:
         q, k = with_bias(q, k, key_bias, plan.terms.scale)
+    if is_compiling():
+        return operators.attention(plan, q, k, v, sinks)
     plan.check(q, k, v, sinks)
     if plan.ulysses is not None:
         q, k, v = plan.ulysses.to_heads(q, k, v)
         sinks = None if sinks is None else sinks[plan.ulysses.heads]
     out, lse = attention(plan, q, k, v, sinks)
     if plan.ulysses is not None:
-        out, lse = plan.ulysses.to_sequence(out, lse if return_lse else None)
-    return (out, lse) if return_lse else out
+        return plan.ulysses.to_sequence(out, lse if return_lse else None)
+    return out, lse
 
 
 @beartype
@@ -261,11 +285,11 @@ def _check_bias(plan: RingPlan, q: Tensor, k: Tensor, key_bias: Tensor) -> None:
         raise ValueError(f"ring attention: {problem}")
 
 
-def _check_only_plan(given: dict[str, Any]) -> None:
+def _check_only_plan(options: dict[str, Any], group: Group) -> None:
     """Raise ValueError if options are given beside a plan, which decides them already."""
     of_call = ("sinks", "key_bias")  # a plan only knows that they are given
-    beside = [name for name in not_default(given) if name not in of_call]
-    if given["group"] is not None:
+    beside = [name for name in not_default(options) if name not in of_call]
+    if group is not None:
         beside.append("group")
     if beside:
         raise ValueError(

@@ -1,8 +1,14 @@
-"""Checks of the options of an attention layer, as they are given to its constructor."""
+"""Checks of the options of an attention layer, and of the plans that it is given."""
 
 import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+from ring_attention_pytorch.geometry.layouts import Layout
+from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.plan.checks import other_way_problem
+from ring_attention_pytorch.plan.ring_plan import RingPlan
 
 
 def shape_problem(
@@ -47,3 +53,39 @@ def unused_problem(eps: float, restart_alone: bool) -> str | None:
     if restart_alone:
         return "rotary_restart needs rotary_embed=True: there is nothing to restart"
     return None
+
+
+class PlanOfLayer(NamedTuple):
+    """What a layer wants of a plan, by its own options."""
+
+    visible: Mask
+    softclamp: float | None
+    rate: float
+    training: bool
+    kernel: str | None
+    layout: Layout
+    ring_attn: bool
+    over_ring: Mapping[str, Any]
+
+
+def plan_problem(plan: RingPlan, wanted: PlanOfLayer) -> str | None:
+    """Say where a plan does otherwise than a layer wants; None if nowhere."""
+    over_ring = plan.ring.size > 1
+    if over_ring and isinstance(plan.layout, str) and plan.layout != wanted.layout:
+        return f"the plan has layout={plan.layout!r}, the module {wanted.layout!r}"
+    mods = plan.terms
+    rate = mods.dropout.rate if mods.dropout else 0.0
+    if (plan.visible, mods.softclamp, rate) != (wanted.visible, wanted.softclamp, wanted.rate):
+        return (
+            f"the plan shows {plan.visible} with softclamp={mods.softclamp} and dropout={rate}, "
+            f"this module wants {wanted.visible} with {wanted.softclamp} and {wanted.rate} "
+            f"(in training: {wanted.training}); make it with RingAttention.plan"
+        )
+    if wanted.kernel is not None and not f"{plan.kernel.name}-".startswith(f"{wanted.kernel}-"):
+        return f"the plan uses another kernel than this module's {wanted.kernel!r}"
+    if not over_ring:
+        return None
+    has = dict(transport=plan.transport_name, ulysses=plan.degree, memory=plan.memory)
+    if problem := other_way_problem(has, **wanted.over_ring):
+        return problem
+    return None if wanted.ring_attn else "a plan over a ring needs a module with ring_attn=True"

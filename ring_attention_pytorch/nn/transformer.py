@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from beartype import beartype
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
+from ring_attention_pytorch import operators
 from ring_attention_pytorch.comm.agreement import agree, problem_of, raise_together, typed
 from ring_attention_pytorch.comm.placement import current
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
@@ -37,9 +39,11 @@ from ring_attention_pytorch.nn.sharding import (
     packed_problem,
     told_by_module,
 )
+from ring_attention_pytorch.operators import TracedRing
 from ring_attention_pytorch.plan.checks import shards_problem
 from ring_attention_pytorch.plan.packing import local_packing, whole_packing
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.runtime.torch_func import run_apart
 
 
 class _Tokens(NamedTuple):
@@ -150,7 +154,7 @@ class RingTransformer(nn.Module):
         self.to_logits = nn.Sequential(RMSNorm(dim), nn.Linear(dim, num_tokens, bias=False))
 
     @typed(told_by_module("RingTransformer"))
-    def forward(
+    def forward(  # noqa: PLR0913 - a public entry point
         self,
         x: Tensor,
         mask: Tensor | None = None,
@@ -161,6 +165,7 @@ class RingTransformer(nn.Module):
         *,
         documents: Tensor | None = None,
         cu_seqlens: Borders | None = None,
+        plans: Sequence[RingPlan] | None = None,
     ) -> Tensor:
         """Compute the logits, or the loss.
 
@@ -178,6 +183,8 @@ class RingTransformer(nn.Module):
                 a document has no target.
             cu_seqlens: documents by their borders, as for `ring_attn`: with auto_shard_seq those of
                 this rank's own batch, else those of the whole sequence.
+            plans: from `RingTransformer.plans`, for tokens that are sharded already. Beside them
+                only labels are taken. Nothing but keys, gradients and the loss is exchanged.
 
         Returns:
             Logits `[b, n, num_tokens]` of the tokens x; or the loss, a scalar: the mean cross
@@ -188,26 +195,105 @@ class RingTransformer(nn.Module):
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         packed = {"documents": documents, "cu_seqlens": cu_seqlens}
+        everyone: Ring | TracedRing
+        if plans is not None:
+            decided = mask, ring_size, return_loss or None, force_ring_reduce_off or None
+            self._check_plans(plans, x, labels, [*decided, *packed.values()])
+            logits = self._logits(self.token_emb(x), None, plans)
+            return self._loss_or(logits, labels, TracedRing(plans[0]))
         off = force_ring_reduce_off or self.force_regular_attn
-        batch = self._prepare(x, mask, labels, return_loss, off, ring_size, packed)
+        given = x, mask, labels, return_loss, off, ring_size, packed
+        prepare = self._prepared
+        batch, tokens, plans = run_apart(prepare, *given) if is_compiling() else prepare(*given)
+        logits = self._logits(tokens, batch.mask, plans)
+        everyone = TracedRing(plans[0]) if plans and is_compiling() else batch.everyone
+        found = self._loss_or(logits, batch.labels, everyone)
+        if batch.labels is not None or batch.shards is None:
+            return found
+        return batch.shards.unshard(found)
+
+    def _prepared(self, *given: Any) -> tuple[_Batch, Tensor, tuple[RingPlan, ...]]:
+        """Prepare a batch, embed its tokens, and make the plans for it."""
+        batch = self._prepare(*given)
         tokens = self.token_emb(batch.ids)
-        plans = self._plans(tokens, batch)
-        positions = batch.ids.shape[1]
-        if plans:
-            any_plan = next(iter(plans.values()))
-            positions = any_plan.positions(x.device, in_documents=self.rotary_restart)
-        angles = self.rotary_emb(positions)
+        return batch, tokens, self._plans(tokens, batch)
+
+    def _logits(self, tokens: Tensor, mask: Tensor | None, plans: Sequence[RingPlan]) -> Tensor:
+        """Compute the logits of this rank's tokens; without plans, attention is regular."""
+        angles = self.rotary_emb(self._positions(tokens, plans))
         for number, (attn, ff) in enumerate(self.layers):
             if plans:
-                plan = plans[attn.window, attn.rate].for_layer(number)
-                tokens = tokens + attn(tokens, None, angles, plan=plan)
+                tokens = tokens + attn(tokens, None, angles, plan=plans[number])
             else:
-                tokens = tokens + attn(tokens, batch.mask, angles)
+                tokens = tokens + attn(tokens, mask, angles)
             tokens = tokens + ff(tokens)
-        logits = self.to_logits(tokens)
-        if batch.labels is not None:
-            return mean_cross_entropy(logits, batch.labels, self.ignore_index, batch.everyone)
-        return logits if batch.shards is None else batch.shards.unshard(logits)
+        return self.to_logits(tokens)
+
+    def _positions(self, tokens: Tensor, plans: Sequence[RingPlan]) -> int | Tensor:
+        if not plans:
+            return tokens.shape[1]
+        if is_compiling():
+            return operators.positions(plans[0], tokens, self.rotary_restart)
+        return plans[0].positions(tokens.device, in_documents=self.rotary_restart)
+
+    def _loss_or(
+        self, logits: Tensor, labels: Tensor | None, everyone: Ring | TracedRing
+    ) -> Tensor:
+        if labels is None:
+            return logits
+        return mean_cross_entropy(logits, labels, self.ignore_index, everyone)
+
+    def _check_plans(
+        self, plans: Sequence[RingPlan], x: Tensor, labels: Tensor | None, decided: list[Any]
+    ) -> None:
+        """Raise ValueError if plans don't fit, or something is given that they decide."""
+        if len(plans) != len(self.layers):
+            raise ValueError(f"plans must be one for each of {len(self.layers)}, got {len(plans)}")
+        if any(value is not None for value in decided):
+            raise ValueError(
+                "beside plans only labels are taken: mask, documents and ring_size are the plans', "
+                "and without labels there is no loss; see RingTransformer.plans"
+            )
+        classes = self.token_emb.num_embeddings
+        if (problem := _problem(x, None, labels, classes, self.ignore_index)) is not None:
+            raise ValueError(f"RingTransformer: {problem}")
+
+    @typed(told_by_module("RingTransformer"), apart=True)
+    def plans(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        ring_size: int | None = None,
+        documents: Tensor | None = None,
+        cu_seqlens: Borders | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[RingPlan, ...]:
+        """Make the plans of all blocks for ids that are sharded already, to pass to `forward`.
+
+        It is for `torch.compile`, which can't trace what ranks agree on, and for batches that are
+        used more than once.
+
+        Args:
+            dtype: of the tokens between blocks; None is that of the embedding's weight.
+            The rest: as for `forward`. Of x only shape and device matter.
+
+        Raises:
+            ValueError: an argument is invalid, or differs between ranks; on every rank.
+
+        >>> model = RingTransformer(num_tokens=9, dim=16, depth=2, dim_head=8, heads=2, causal=True)
+        >>> ids = torch.arange(6)[None]
+        >>> plans = model.plans(ids)
+        >>> torch.equal(model(ids, plans=plans), model(ids))
+        True
+        """
+        if self.spread.auto or self.force_regular_attn:
+            raise ValueError("plans are for tokens sharded by hand, and for the ring's kernels")
+        packed = {"documents": documents, "cu_seqlens": cu_seqlens}
+        batch = self._prepare(x, mask, None, False, False, ring_size, packed)
+        weight = self.token_emb.weight
+        like = torch.empty((), dtype=dtype or weight.dtype, device=x.device)
+        return self._plans(like.expand(*batch.ids.shape, weight.shape[1]), batch)
 
     def _prepare(
         self,
@@ -336,17 +422,18 @@ class RingTransformer(nn.Module):
         is_last = last_of_document(packing, positions)
         return labels.masked_fill(is_last, self.ignore_index)
 
-    def _plans(self, tokens: Tensor, batch: _Batch) -> dict[tuple[int | None, float], RingPlan]:
-        """Make a plan for each (window, dropout) that occurs, before the first block."""
+    def _plans(self, tokens: Tensor, batch: _Batch) -> tuple[RingPlan, ...]:
+        """List the plans of all blocks, one made for each (window, dropout) that occurs."""
         if self.force_regular_attn:
-            return {}
+            return ()
         layers = {(attn.window, attn.rate): attn for attn, _ in self.layers}
         also = {"dropout of layers": [attn.rate for attn, _ in self.layers]}
         options = dict(documents=batch.packing, layout=batch.layout, also=also)
         plans = {}
         for kind, attn in layers.items():
             plans[kind] = attn.plan_over(batch.ring, tokens, batch.mask, **options)
-        return plans
+        by_layer = enumerate(attn for attn, _ in self.layers)
+        return tuple(plans[attn.window, attn.rate].for_layer(i) for i, attn in by_layer)
 
 
 def _problem(
@@ -360,7 +447,9 @@ def _problem(
         )
     if labels is not None and (labels.dtype, labels.shape) != (torch.int64, x.shape):
         return f"labels must be int64 {list(x.shape)}, got {labels.dtype} {list(labels.shape)}"
-    if x.device.type == "cpu":  # elsewhere a look at the values would wait for the device
+    if (
+        x.device.type == "cpu" and not is_compiling()
+    ):  # elsewhere a look at the values would wait for the device
         wanted = f"0 to {classes - 1}"
         if (got := _outside(x, classes)) is not None:
             return f"ids must be {wanted}, got {got}"

@@ -22,6 +22,7 @@ BELOW = {
 }
 BELOW["second_order"] = {*BELOW} - {"comm"}
 BELOW["attention"] = {*BELOW} - {"comm"}
+BELOW["operators"] = {*BELOW} - {"comm", "second_order"}
 BELOW["functional"] = BELOW["decoding"] = {*BELOW}
 BELOW["inference"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["decoding"] = BELOW["functional"] | {"inference"}
