@@ -29,6 +29,7 @@ def losses(by: str) -> list[float]:
         return train_llama.BY[by](**TINY)
 
 
+@pytest.mark.thorough
 def test_trainer_and_accelerate_train_as_transformers_does_alone(pools):
     want = losses("plain")
     assert not dist.is_initialized()
