@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ring_attention_pytorch.attention import Gradients, backward, forward
 from ring_attention_pytorch.plan.ring_plan import RingPlan
@@ -60,10 +61,12 @@ class TracedRing:
 
 
 def positions(plan: RingPlan, x: Tensor, in_documents: bool) -> Tensor:
-    """Return the positions of tokens x `[b, n, ...]`, for code that is being traced.
+    """Return `RingPlan.positions` of tokens x `[b, n, ...]`, for code that may be traced.
 
-    They are `[n]` as by `RingPlan.positions`; in documents `[b, n]`, even where samples are alike.
+    While it is, positions in documents are `[b, n]` even where samples are alike.
     """
+    if not is_compiling():
+        return plan.positions(x.device, in_documents=in_documents)
     in_documents = in_documents and plan.packing is not None
     return ops.positions(x, in_documents, plan.handle)
 

@@ -391,10 +391,8 @@ class RingAttention(nn.Module):
             plan = self._plan(q, k, v, seen, ring, **options)
         if self.rotary_embed is not None:
             positions = x.shape[1]
-            if is_compiling() and plan is not None:
+            if plan is not None:
                 positions = operators.positions(plan, x, self.rotary_restart)
-            elif plan is not None:
-                positions = plan.positions(x.device, in_documents=self.rotary_restart)
             angles = self.rotary_embed(positions)
         if angles is not None:
             q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)

@@ -1,12 +1,17 @@
-"""Checks of the options of an attention layer, and of the plans that it is given."""
+"""Checks of the options of layers and models, and of the ids and plans that they are given."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
 
 from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.nn.sharding import mask_problem
 from ring_attention_pytorch.plan.checks import other_way_problem
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 
@@ -89,3 +94,45 @@ def plan_problem(plan: RingPlan, wanted: PlanOfLayer) -> str | None:
     if problem := other_way_problem(has, **wanted.over_ring):
         return problem
     return None if wanted.ring_attn else "a plan over a ring needs a module with ring_attn=True"
+
+
+def ids_problem(
+    x: Tensor, mask: Tensor | None, labels: Tensor | None, classes: int, ignored: int
+) -> str | None:
+    """Say what is wrong with this rank's arguments, without asking other ranks."""
+    if x.ndim != 2 or x.dtype not in (torch.int64, torch.int32) or x.is_meta:
+        return (
+            "x must be int64 or int32 ids [batch, tokens] that have values, "
+            f"got {x.dtype} {list(x.shape)} on {x.device}"
+        )
+    if labels is not None and (labels.dtype, labels.shape) != (torch.int64, x.shape):
+        return f"labels must be int64 {list(x.shape)}, got {labels.dtype} {list(labels.shape)}"
+    if (
+        x.device.type == "cpu" and not is_compiling()
+    ):  # elsewhere a look at the values would wait for the device
+        wanted = f"0 to {classes - 1}"
+        if (got := _outside(x, classes)) is not None:
+            return f"ids must be {wanted}, got {got}"
+        if labels is not None and (got := _outside(labels[labels != ignored], classes)) is not None:
+            return f"labels must be {wanted}, or ignore_index={ignored} for none, got {got}"
+    return mask_problem("mask", mask, x)
+
+
+def _outside(values: Tensor, classes: int) -> str | None:
+    """Say how far values reach, if not all are 0 to classes - 1; None if they are."""
+    outside = (values < 0) | (values >= classes)
+    if not bool(outside.any()):
+        return None
+    return f"{int(values.min())} to {int(values.max())}"
+
+
+def plans_problem(plans: Sequence[RingPlan], blocks: int, decided: Sequence[Any]) -> str | None:
+    """Say what is wrong with a model's plans and what is given beside; None if nothing."""
+    if len(plans) != blocks:
+        return f"plans must be one for each of {blocks} blocks, got {len(plans)}"
+    if all(value is None for value in decided):
+        return None
+    return (
+        "beside plans only labels are taken: mask, documents and ring_size are the plans', and "
+        "without labels there is no loss; see RingTransformer.plans"
+    )

@@ -29,13 +29,13 @@ from ring_attention_pytorch.geometry.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.checks import ids_problem, plans_problem
 from ring_attention_pytorch.nn.loss import mean_cross_entropy, next_tokens
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding
 from ring_attention_pytorch.nn.sharding import (
     AutoShard,
     ShardConfig,
-    mask_problem,
     packed_problem,
     told_by_module,
 )
@@ -198,7 +198,10 @@ class RingTransformer(nn.Module):
         everyone: Ring | TracedRing
         if plans is not None:
             decided = mask, ring_size, return_loss or None, force_ring_reduce_off or None
-            self._check_plans(plans, x, labels, [*decided, *packed.values()])
+            classes, ignored = self.token_emb.num_embeddings, self.ignore_index
+            problem = plans_problem(plans, len(self.layers), [*decided, *packed.values()])
+            if problem or (problem := ids_problem(x, None, labels, classes, ignored)):
+                raise ValueError(f"RingTransformer: {problem}")
             logits = self._logits(self.token_emb(x), None, plans)
             return self._loss_or(logits, labels, TracedRing(plans[0]))
         off = force_ring_reduce_off or self.force_regular_attn
@@ -220,7 +223,10 @@ class RingTransformer(nn.Module):
 
     def _logits(self, tokens: Tensor, mask: Tensor | None, plans: Sequence[RingPlan]) -> Tensor:
         """Compute the logits of this rank's tokens; without plans, attention is regular."""
-        angles = self.rotary_emb(self._positions(tokens, plans))
+        positions: int | Tensor = tokens.shape[1]
+        if plans:
+            positions = operators.positions(plans[0], tokens, self.rotary_restart)
+        angles = self.rotary_emb(positions)
         for number, (attn, ff) in enumerate(self.layers):
             if plans:
                 tokens = tokens + attn(tokens, None, angles, plan=plans[number])
@@ -229,34 +235,12 @@ class RingTransformer(nn.Module):
             tokens = tokens + ff(tokens)
         return self.to_logits(tokens)
 
-    def _positions(self, tokens: Tensor, plans: Sequence[RingPlan]) -> int | Tensor:
-        if not plans:
-            return tokens.shape[1]
-        if is_compiling():
-            return operators.positions(plans[0], tokens, self.rotary_restart)
-        return plans[0].positions(tokens.device, in_documents=self.rotary_restart)
-
     def _loss_or(
         self, logits: Tensor, labels: Tensor | None, everyone: Ring | TracedRing
     ) -> Tensor:
         if labels is None:
             return logits
         return mean_cross_entropy(logits, labels, self.ignore_index, everyone)
-
-    def _check_plans(
-        self, plans: Sequence[RingPlan], x: Tensor, labels: Tensor | None, decided: list[Any]
-    ) -> None:
-        """Raise ValueError if plans don't fit, or something is given that they decide."""
-        if len(plans) != len(self.layers):
-            raise ValueError(f"plans must be one for each of {len(self.layers)}, got {len(plans)}")
-        if any(value is not None for value in decided):
-            raise ValueError(
-                "beside plans only labels are taken: mask, documents and ring_size are the plans', "
-                "and without labels there is no loss; see RingTransformer.plans"
-            )
-        classes = self.token_emb.num_embeddings
-        if (problem := _problem(x, None, labels, classes, self.ignore_index)) is not None:
-            raise ValueError(f"RingTransformer: {problem}")
 
     @typed(told_by_module("RingTransformer"), apart=True)
     def plans(
@@ -313,7 +297,7 @@ class RingTransformer(nn.Module):
         able = not self.force_regular_attn
         problem = problem_of(
             lambda: (
-                _problem(x, mask, labels, classes, self.ignore_index)
+                ids_problem(x, mask, labels, classes, self.ignore_index)
                 or packed_problem(x, **packed, able=able, whole=auto or not on)
             )
         )
@@ -434,36 +418,6 @@ class RingTransformer(nn.Module):
             plans[kind] = attn.plan_over(batch.ring, tokens, batch.mask, **options)
         by_layer = enumerate(attn for attn, _ in self.layers)
         return tuple(plans[attn.window, attn.rate].for_layer(i) for i, attn in by_layer)
-
-
-def _problem(
-    x: Tensor, mask: Tensor | None, labels: Tensor | None, classes: int, ignored: int
-) -> str | None:
-    """Say what is wrong with this rank's arguments, without asking other ranks."""
-    if x.ndim != 2 or x.dtype not in (torch.int64, torch.int32) or x.is_meta:
-        return (
-            "x must be int64 or int32 ids [batch, tokens] that have values, "
-            f"got {x.dtype} {list(x.shape)} on {x.device}"
-        )
-    if labels is not None and (labels.dtype, labels.shape) != (torch.int64, x.shape):
-        return f"labels must be int64 {list(x.shape)}, got {labels.dtype} {list(labels.shape)}"
-    if (
-        x.device.type == "cpu" and not is_compiling()
-    ):  # elsewhere a look at the values would wait for the device
-        wanted = f"0 to {classes - 1}"
-        if (got := _outside(x, classes)) is not None:
-            return f"ids must be {wanted}, got {got}"
-        if labels is not None and (got := _outside(labels[labels != ignored], classes)) is not None:
-            return f"labels must be {wanted}, or ignore_index={ignored} for none, got {got}"
-    return mask_problem("mask", mask, x)
-
-
-def _outside(values: Tensor, classes: int) -> str | None:
-    """Say how far values reach, if not all are 0 to classes - 1; None if they are."""
-    outside = (values < 0) | (values >= classes)
-    if not bool(outside.any()):
-        return None
-    return f"{int(values.min())} to {int(values.max())}"
 
 
 def feed_forward(dim: int, mult: int) -> nn.Sequential:

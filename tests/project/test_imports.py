@@ -23,6 +23,7 @@ BELOW = {
 BELOW["second_order"] = {*BELOW} - {"comm"}
 BELOW["attention"] = {*BELOW} - {"comm"}
 BELOW["operators"] = {*BELOW} - {"comm", "second_order"}
+BELOW["tensor_kinds"] = {*BELOW} - {"attention", "second_order", "operators"}
 BELOW["functional"] = BELOW["decoding"] = {*BELOW}
 BELOW["inference"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["decoding"] = BELOW["functional"] | {"inference"}
@@ -95,7 +96,7 @@ def test_what_is_below_is_there():
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_only_few_files_speak_with_other_processes(file):
     talks = {n for n in imported(file) if n.startswith("torch.distributed")}
-    types = {n for n in talks if n.rsplit(".", 1)[1] in ("ProcessGroup", "DeviceMesh")}
+    types = {n for n in talks if n.rsplit(".", 1)[1] in ("ProcessGroup", "DeviceMesh", "DTensor")}
     assert name_of(file) in MAY_COMMUNICATE or talks == types
 
 
