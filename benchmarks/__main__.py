@@ -19,6 +19,7 @@ NAMES = {
     "compiled": "compiled",
     "cpu": "cpu",
     "decode": "decode",
+    "defaults": "defaults",
     "errors": "errors",
     "few": "few",
     "host": "host",

@@ -133,6 +133,18 @@ def test_few_tokens_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_defaults_are_measured() -> None:
+    options = "--tokens", "48", "--rounds", "1", "--repeats", "1"
+    ran = subprocess.run(
+        [*RUN, "2", "-m", "benchmarks", "defaults", *SMALL, *options], cwd=ROOT,
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "| 48 tokens a rank, sdpa, SendRecv | us |" in ran.stdout
+    assert "| RingPlan.make, anew |" in ran.stdout
+
+
+@pytest.mark.thorough
 def test_cpu_time_is_measured_and_right(tmp_path: Path) -> None:
     file = tmp_path / "cpu.json"
     options = ["--length", "64", "--ranks", "2", "--repeats", "1", "--save", str(file)]
