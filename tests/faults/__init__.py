@@ -4,6 +4,6 @@ The faults lie beside the tests of what they break: `tests/*/faults.py`.
 """
 
 BATTERIES = (
-    "attention", "failing", "kept", "original", "routing", "schedules", "second_order", "silent",
-    "training",
+    "attention", "doctor", "failing", "kept", "original", "routing", "schedules", "second_order",
+    "silent", "training",
 )  # fmt: skip
