@@ -36,6 +36,7 @@ def battery() -> Iterator[Callable[[], object]]:
     for over, apart, wrong in (([0, 2], (), True), ([0, 2], (0, 2), False)):
         look = projections.test_sharding_over_too_few_ranks_is_told_after_backward
         yield partial(look, over, apart, wrong)
+    yield all_hear_of_a_wrong_type
     for mistake in (whole_sequences, backward_outside, backward_elsewhere, a_plan_of_another):
         yield partial(raises, mistake)
 
@@ -69,6 +70,14 @@ def logprobs_are_right() -> None:
     from tests.training.test_batches import EXACT, logprobs
 
     assert max(threads.run(2, lambda ring: logprobs("head", ring))[0]) < EXACT
+
+
+def all_hear_of_a_wrong_type() -> None:
+    from tests.support import threads
+    from tests.training.test_batches import logprobs_of_a_wrong_type
+
+    told, _ = threads.run(2, lambda ring: logprobs_of_a_wrong_type("chunk", ring))
+    assert all("(on rank 1)" in text for text in told)
 
 
 def goes_on() -> None:

@@ -138,4 +138,9 @@ TRAINING = [
         "[self.to_q(queries), self.to_k(keys), self.to_v(keys)]",
         "[self.to_q(queries), self.to_k(queries), self.to_v(queries)]",
     ),
+    Mutant(
+        "who is told of a batch's arguments is this rank alone",
+        "training/losses.py:_told_by_batch",
+        "batch.ring if isinstance(batch, ShardedBatch) else None", "None",
+    ),
 ]  # fmt: skip
