@@ -16,7 +16,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 NAMES = {
     "balance": "balance",
+    "compiled": "compiled",
     "cpu": "cpu",
+    "decode": "decode",
     "errors": "errors",
     "few": "few",
     "host": "host",

@@ -6,6 +6,9 @@ from ring_attention_pytorch.decoding import tree_attn_decode
 from ring_attention_pytorch.functional import explain_kernel, ring_attn, ulysses_attn
 from ring_attention_pytorch.geometry.balance import balanced
 from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.inference.attention import ring_attn_with_cache
+from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.explain import explain_cache
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
@@ -48,6 +51,7 @@ __all__ = [
     "ConditionalRoutedTransformerBlock",
     "CoordinateDescentRouter",
     "RingAttention",
+    "RingCache",
     "RingCollator",
     "RingError",
     "RingPlan",
@@ -61,11 +65,13 @@ __all__ = [
     "balanced",
     "coordinate_descent",
     "default_attention",
+    "explain_cache",
     "explain_kernel",
     "explain_plan",
     "fail_together",
     "positions",
     "ring_attn",
+    "ring_attn_with_cache",
     "ring_cross_entropy",
     "ring_flash_attn",
     "ring_flash_attn_",

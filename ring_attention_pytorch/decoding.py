@@ -4,19 +4,28 @@ Shyam et al. 2024, "Tree Attention: Topology-aware Decoding for Long-Context Att
 clusters": partial results can be merged in any order, so an all-reduce takes log(P) steps.
 """
 
+from collections.abc import Hashable
+from weakref import WeakKeyDictionary
+
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.tiles import Tile
+from ring_attention_pytorch.inference.decode_plan import Asked
+from ring_attention_pytorch.inference.exchange import gathered, pushed_rows
+from ring_attention_pytorch.inference.given_keys import GivenKeys
+from ring_attention_pytorch.inference.partial import Scores, merged
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
+from ring_attention_pytorch.runtime.rowwise import has_triton
 
 
-@typed(told_by_group("tree_attn_decode"))
+@typed(told_by_group("tree_attn_decode"), apart=True)
 @torch.no_grad()
 def tree_attn_decode(
     q: Tensor,
@@ -55,40 +64,98 @@ def tree_attn_decode(
     torch.Size([1, 4, 1, 8])
     """
     ring = as_ring(group)
-    d_v = _agreed_width(ring, q, k, v, key_mask, eps, shard_kv_seq, use_triton)
+    problem = problem_of(lambda: _problem(q, k, v, key_mask)) or _option_problem(
+        k, eps, shard_kv_seq, use_triton
+    )
+    d_v = _width(ring, q, k, v, key_mask, shard_kv_seq, problem)
     if shard_kv_seq and k is not None and v is not None:
         k = k.tensor_split(ring.size, dim=2)[ring.rank]
         v = v.tensor_split(ring.size, dim=2)[ring.rank]
         if key_mask is not None:
             key_mask = key_mask.tensor_split(ring.size, dim=1)[ring.rank]
-
     queries = rearrange(q, "b h t d -> b t h d")
-    result = OutputAccumulator(queries, queries[..., :1].expand(*queries.shape[:3], d_v))
-    if k is not None and v is not None and 0 not in (k.shape[2], q.shape[2]):
-        by_token = rearrange(k, "b h n d -> b n h d"), rearrange(v, "b h n d -> b n h d")
-        keys = KVBlock(*by_token, key_mask, ())
-        kernel = choose(None, KernelRequest.of(queries, v, key_mask=key_mask))
-        everything = Tile(slice(0, q.shape[2]), slice(0, k.shape[2]), None, None)
-        terms = ScoreMods(q.shape[-1] ** -0.5, None, 1024)
-        with torch.autocast(q.device.type, enabled=False):
-            kernel.forward(queries, keys, [everything], terms, result)
-    out, lse = result.begin_update()
-    out = _merge(out, lse, eps, ring)
+    fast = q.is_cuda and has_triton() and q.dtype != torch.float64 and q.numel() > 0
+    way = _by_our_kernel if fast else _by_message
+    out = way(ring, queries, k, v, key_mask, d_v)
     return rearrange(out, "b t h d -> b h t d").to(q.dtype)
 
 
-def _merge(out: Tensor, lse: Tensor, eps: float, ring: Ring) -> Tensor:
+def _by_message(
+    ring: Ring,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    key_mask: Tensor | None,
+    d_v: int,
+) -> Tensor:
+    """Attend by the fastest kernel there is, and merge what all ranks send in one message each."""
+    result = OutputAccumulator(q, q[..., :1].expand(*q.shape[:3], d_v))
+    if k is not None and v is not None and 0 not in (k.shape[2], q.shape[1]):
+        by_token = rearrange(k, "b h n d -> b n h d"), rearrange(v, "b h n d -> b n h d")
+        keys = KVBlock(*by_token, key_mask, ())
+        kernel = choose(None, KernelRequest.of(q, v, key_mask=key_mask))
+        everything = Tile(slice(0, q.shape[1]), slice(0, k.shape[2]), None, None)
+        terms = ScoreMods(q.shape[-1] ** -0.5, None, 1024)
+        with torch.autocast(q.device.type, enabled=False):
+            kernel.forward(q, keys, [everything], terms, result)
+    out, lse = result.begin_update()
     if ring.size == 1:
         return out
-    largest = lse.clone()
-    ring.largest(largest)
-    # ranks without keys get weight exp(-inf) = 0, also where no rank has keys
-    largest = largest.masked_fill(largest == -torch.inf, 0.0)
-    weight = (lse - largest).exp()
-    weight = rearrange(weight, "b h t -> b t h 1")
-    total = torch.cat((out * weight, weight), dim=-1)
-    ring.total(total)
-    return total[..., :-1] / total[..., -1:].clamp(min=eps)
+    message = torch.cat((out, rearrange(lse, "b h t -> b t h 1")), dim=-1)
+    with ring.call("tree_attn_decode", plan=d_v):
+        every = gathered(ring, message)
+    return merged(every[..., :-1], every[..., -1])[0]
+
+
+_widths: WeakKeyDictionary[ProcessGroup, dict[Hashable, int]] = WeakKeyDictionary()
+_keys: WeakKeyDictionary[ProcessGroup, dict[Hashable, GivenKeys]] = WeakKeyDictionary()
+_of_nobody: tuple[dict[Hashable, int], dict[Hashable, GivenKeys]] = {}, {}
+
+
+def _width(
+    ring: Ring,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    key_mask: Tensor | None,
+    shard_kv_seq: bool,
+    problem: str | None,
+) -> int:
+    """Return the head size of v, which ranks without keys learn from the others, once.
+
+    So decoding does not compare notes for each token. Only for another head size do ranks with keys
+    agree anew; one without takes the last.
+    """
+    known = _of_nobody[0] if ring.group is None else _widths.setdefault(ring.group, {})
+    whole = key_mask is not None if shard_kv_seq else None
+    kind = ring.size, ring.first, q.shape, q.dtype, q.device, shard_kv_seq, whole
+    width = None if v is None or v.ndim != 4 else v.shape[3]
+    if (kind, width) not in known:
+        agreed = _agreed_width(ring, q, k, v, key_mask, shard_kv_seq, problem)
+        known[kind, agreed] = known[kind, None] = agreed
+    elif problem is not None:
+        with ring.call("tree_attn_decode"):
+            raise ValueError(f"tree_attn_decode: {problem}")
+    return known[kind, width]
+
+
+def _by_our_kernel(
+    ring: Ring,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    key_mask: Tensor | None,
+    d_v: int,
+) -> Tensor:
+    known = _of_nobody[1] if ring.group is None else _keys.setdefault(ring.group, {})
+    heads = q.shape[2] if k is None else k.shape[1]
+    kind = q.shape, q.dtype, q.device, heads, d_v
+    if kind not in known:
+        known[kind] = GivenKeys(ring, q, heads, d_v)
+    known[kind].take(k, v)
+    scores = Scores(q.shape[-1] ** -0.5)
+    asked = Asked(tuple(q.shape), False, False, scores, False, False, "triton", causal=False)
+    return known[kind].plan(asked).run(q, None, None, 0, key_mask=key_mask)[0]
 
 
 def _agreed_width(
@@ -97,18 +164,9 @@ def _agreed_width(
     k: Tensor | None,
     v: Tensor | None,
     key_mask: Tensor | None,
-    eps: float,
     shard_kv_seq: bool,
-    use_triton: bool | None,
+    problem: str | None,
 ) -> int:
-    """Return the head size of v, which ranks without keys learn from the others."""
-    problem = problem_of(lambda: _problem(q, k, v, key_mask))
-    if not 0 < eps <= 1:
-        problem = f"eps must be positive and at most 1, the least total weight, got {eps}"
-    if use_triton:
-        problem = "use_triton=True: leave it None, the fastest kernel there is gets chosen"
-    if shard_kv_seq and k is None:
-        problem = "shard_kv_seq=True needs the whole k and v on every rank"
     same = {
         "q": list(q.shape),
         "dtype": q.dtype,
@@ -125,7 +183,20 @@ def _agreed_width(
             "tree_attn_decode: some rank must have keys, and all v one head size, "
             f"got {sorted(widths)}"
         )
+    pushed_rows(ring, q.device)  # which ranks make together
     return widths.pop()
+
+
+def _option_problem(
+    k: Tensor | None, eps: float, shard_kv_seq: bool, use_triton: bool | None
+) -> str | None:
+    if use_triton:
+        return "use_triton=True: leave it None, the fastest kernel there is gets chosen"
+    if not 0 < eps <= 1:
+        return f"eps must be positive and at most 1, the least total weight, got {eps}"
+    if shard_kv_seq and k is None:
+        return "shard_kv_seq=True needs the whole k and v on every rank"
+    return None
 
 
 def _problem(q: Tensor, k: Tensor | None, v: Tensor | None, key_mask: Tensor | None) -> str | None:

@@ -206,6 +206,20 @@ class Ulysses:
         out, by_token = _ToSequence.apply(self, (self.queries,) * 2, out, by_token)
         return out, rearrange(by_token, "b n h -> b h n")
 
+    def rows_to_heads(self, of_out: Tensor, of_lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Bring tensors like out and lse to where their heads are. Not differentiable."""
+        if of_lse is None:
+            return *self.spread((of_out,), (self.queries,)), None
+        by_token = rearrange(of_lse, "b h n -> b n h")
+        of_out, by_token = self.spread((of_out, by_token), (self.queries,) * 2)
+        return of_out, rearrange(by_token, "b n h -> b h n")
+
+    def rows_to_sequence(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Bring out and lse back to where their tokens live. Not differentiable."""
+        by_token = rearrange(lse, "b h n -> b n h")
+        out, by_token = self.unspread((out, by_token), (self.queries,) * 2)
+        return out, rearrange(by_token, "b n h -> b h n")
+
     @property
     def heads(self) -> slice:
         """The heads of q that are here after the all-to-all; they follow one another."""

@@ -7,7 +7,6 @@ Inside forward its parameters look like any others: this looks at the end of the
 import warnings
 from collections.abc import Collection
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
@@ -27,9 +26,7 @@ def watch_averaging(module: nn.Module, result: Tensor, ring: Ring, apart: Collec
     Returns:
         Whether there will be a look after backward: one is enough.
     """
-    if ring.size == 1 or not result.requires_grad:
-        return False
-    if forward_mode() or torch.compiler.is_compiling():
+    if ring.size == 1 or not result.requires_grad or forward_mode():
         return False
     ranks = set(ring.ranks)
 

@@ -15,8 +15,21 @@ class Launch:
     parameters. It is launched on the device for which it was first.
     """
 
-    def __init__(self, kernel: Any, programs: int, num_warps: int = 4, **constants: int) -> None:
-        self.kernel, self.programs, self.num_warps = kernel, programs, num_warps
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        num_warps: int = 4,
+        num_stages: int | None = None,
+        launch_pdl: bool = False,
+        **constants: Any,
+    ) -> None:
+        self.kernel, self.programs = kernel, programs
+        self.options: dict[str, int] = {"num_warps": num_warps}
+        if num_stages is not None:
+            self.options["num_stages"] = num_stages
+        if launch_pdl:
+            self.options["launch_pdl"] = True
         self.constants = constants
         self._compiled: Any = None
 
@@ -25,7 +38,7 @@ class Launch:
         if self._compiled is not None:
             self._compiled(*args, *self.constants.values())
             return
-        made = self.kernel[(self.programs,)](*args, **self.constants, num_warps=self.num_warps)
+        made = self.kernel[(self.programs,)](*args, **self.constants, **self.options)
         if made is not None:  # the interpreter compiles nothing
             self._compiled = made[(self.programs, 1, 1)]
 

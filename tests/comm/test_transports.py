@@ -663,7 +663,8 @@ def test_calls_go_side_by_side_where_keys_stay(how, at_once, aside):
                 assert block.own == held.issuperset(segment_positions(block.segments).tolist())
                 assert all(t.concurrent == aside for _, t in shared.tiles(block.segments))
 
-    threads.run(size, main)
+    with mock.patch.object(gather_symmetric, "own_keys_are_cut", return_value=True):
+        threads.run(size, main)
 
 
 def unseen_keys_have_no_gradient() -> None:
@@ -757,8 +758,8 @@ def plans_know_their_own_transport() -> None:
         return found[0]
 
     own_alone, both = threads.run(2, main)[0]
-    assert own_alone == [[1, 2, True], [1, 1, False]]
-    assert both == [[2, 3, True], [1, 1, False]]
+    assert own_alone == [[1, 1, True], [1, 1, False]]
+    assert both == [[2, 2, True], [1, 1, False]]
 
 
 def test_plans_know_their_own_transport():

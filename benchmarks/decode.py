@@ -1,0 +1,323 @@
+"""Time decoding against a cache: ours beside cuDNN and, on several GPUs, a short prototype.
+
+    python -m benchmarks decode
+    torchrun --nproc-per-node 2 -m benchmarks decode
+    python -m benchmarks decode --tune --keys 16384 131072
+    torchrun --nproc-per-node 2 -m benchmarks decode --prefill 131072 8192
+    torchrun --nproc-per-node 2 -m benchmarks decode --brief
+
+One query token for each sequence, 32 query and 8 key heads of 128, bfloat16. Ours also appends the
+token. Keys are counted on all GPUs together. Calls go around layers, so that no keys are still in
+the GPU's cache; "graph" is a CUDA graph of 16 calls. Times are microseconds a call, medians of
+rounds of the slowest rank. "of memory" is the share of the speed at which this run read memory.
+`--prefill` times a prompt in chunks beside one call of `ring_attn` over all of it. `--brief` does
+what matters most first: ours, then a prompt, then the prototype, then other cuts of the kernel.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attention_pytorch import ring_attn, tree_attn_decode
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.inference.attention import plan_decoding, ring_attn_with_cache
+from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.decode_plan import DecodePlan, Tuning
+from ring_attention_pytorch.inference.partial import Scores
+from ring_attention_pytorch.launch import torchrun_group
+
+HEADS, KEY_HEADS, D, CALLS = 32, 8, 128, 16
+TOKEN = 2 * KEY_HEADS * D * 2  # bytes
+SIZES = ((1, 16384), (1, 131072), (1, 524288), (8, 32768))
+TUNINGS = [
+    (page, Tuning(cols, warps, stages, programs, early))
+    for page, cols, warps, stages, programs, early in (
+        (64, 64, 4, 3, 2, False), (64, 64, 4, 3, 2, True), (64, 64, 4, 4, 2, True),
+        (64, 64, 4, 3, 3, True), (64, 64, 8, 4, 2, True), (64, 64, 4, 5, 1, True),
+        (64, 64, 2, 4, 2, True), (64, 32, 2, 5, 4, True), (64, 32, 4, 6, 2, True),
+        (64, 32, 1, 5, 4, True), (256, 64, 4, 4, 2, True), (256, 128, 4, 3, 1, True),
+        (256, 128, 8, 3, 1, True), (256, 256, 8, 2, 1, True),
+    )
+]  # fmt: skip
+Call = Callable[[int], object]  # of a layer's number
+
+
+def layers_for(nbytes: int) -> int:
+    """Return how many layers' keys are more than the GPU's cache holds."""
+    return max(2, min(CALLS, (1 << 30) // nbytes))
+
+
+def read_speed(device: torch.device) -> float:
+    """Return the bytes a second at which PyTorch reads memory at best."""
+    x = torch.zeros(1 << 29, device=device)
+    found = []
+    for view in (x, x.view(torch.int64), x.view(torch.int32)):
+        found.append(x.nbytes / (timed(lambda i, v=view: v.sum(), 1, 20) / 1e6))
+        found.append(x.nbytes / (timed(lambda i, v=view: v.amax(), 1, 20) / 1e6))
+    return max(found)
+
+
+def timed(call: Call, layers: int, times: int = 100, rounds: int = 5) -> float:
+    """Return microseconds a call, launched one by one."""
+    for i in range(2 * layers):
+        call(i % layers)
+    return slowest(lambda: [call(i % layers) for i in range(times)], times, rounds)
+
+
+def graphed(call: Call, layers: int, rounds: int = 5) -> float:
+    """Return microseconds a call, in a graph of several."""
+    for i in range(layers):
+        call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(CALLS):
+            call(i % layers)
+    return slowest(lambda: [graph.replay() for _ in range(10)], 10 * CALLS, rounds)
+
+
+def slowest(run: Callable[[], object], calls: int, rounds: int) -> float:
+    """Return the median time of rounds of so many calls, in microseconds a call."""
+    found = []
+    for _ in range(rounds + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        if dist.is_initialized():
+            dist.barrier()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        took = torch.tensor(start.elapsed_time(end) * 1e3 / calls, device="cuda")
+        if dist.is_initialized():
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+        found.append(took.item())
+    return median(found[1:])
+
+
+def filled(
+    b: int, keys: int, layers: int, ring: Ring, device: torch.device, page: int = 64
+) -> RingCache:
+    """Return a cache that holds random keys, and has room for some thousands more."""
+    cache = RingCache(
+        b, KEY_HEADS, D, layers=layers, capacity=keys + 8192, page=page, dtype=torch.bfloat16,
+        device=device, group=ring,
+    )  # fmt: skip
+    for pool in (*cache.keys, *cache.values):
+        pool.normal_()
+    cache._apply([], [keys] * b)
+    return cache
+
+
+def ours(b: int, keys: int, layers: int, ring: Ring, q: Tensor, k: Tensor) -> Call:
+    cache = filled(b, keys, layers, ring, q.device)
+    return lambda i: ring_attn_with_cache(q, k, k, cache, layer=i)
+
+
+def cudnn(b: int, keys: int, layers: int, q: Tensor) -> Call:
+    """Return calls of cuDNN on keys of one rank: out and lse."""
+    k, v = (
+        [torch.randn(b, keys, KEY_HEADS, D, device=q.device, dtype=q.dtype) for _ in range(layers)]
+        for _ in "kv"
+    )
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention
+
+    def call(i: int) -> tuple[Tensor, Tensor]:
+        heads = (t.transpose(1, 2) for t in (q, k[i], v[i]))
+        out, lse, *_ = op(*heads, None, True, 0.0, False, False, scale=D**-0.5)
+        return out, lse
+
+    return call
+
+
+def prototype(b: int, keys: int, layers: int, q: Tensor) -> Call:
+    """Return calls of cuDNN on this rank's keys, one all-gather, and PyTorch's operators."""
+    local, size = cudnn(b, keys // dist.get_world_size(), layers, q), dist.get_world_size()
+    every = torch.empty(size, b, HEADS, 1, D + 1, device=q.device)
+
+    def call(i: int) -> Tensor:
+        out, lse = local(i)
+        mine = torch.cat((out.float(), lse.reshape(b, HEADS, 1, 1)), dim=-1)
+        dist.all_gather_into_tensor(every, mine)
+        weight = torch.softmax(every[..., -1:], dim=0)
+        return (every[..., :-1] * weight).sum(0).to(q.dtype)
+
+    return call
+
+
+def trees(b: int, keys: int, q: Tensor) -> Call:
+    n = keys // (dist.get_world_size() if dist.is_initialized() else 1)
+    k, v = (torch.randn(b, KEY_HEADS, n, D, device=q.device, dtype=q.dtype) for _ in "kv")
+    heads = q.transpose(1, 2)
+    return lambda i: tree_attn_decode(heads, k, v, shard_kv_seq=False)
+
+
+def subjects(b: int, keys: int, device: torch.device) -> dict[str, Callable[[], Call]]:
+    """Return what is compared, each as a function that prepares it."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    torch.manual_seed(1)
+    q = torch.randn(b, 1, HEADS, D, device=device, dtype=torch.bfloat16)
+    k = torch.randn(b, 1, KEY_HEADS, D, device=device, dtype=torch.bfloat16)
+    layers = layers_for(b * keys * TOKEN // ranks)
+    found: dict[str, Callable[[], Call]] = {}
+    found["ours"] = lambda: ours(b, keys, layers, Ring(), q, k)
+    if ranks > 1:
+        found["prototype"] = lambda: prototype(b, keys, layers, q)
+        found["cuDNN, own keys only"] = lambda: cudnn(b, keys // ranks, layers, q)
+        found["ours, one GPU"] = lambda: ours(b, keys, layers, Ring.alone(), q, k)
+    else:
+        found["cuDNN"] = lambda: cudnn(b, keys, layers, q)
+    found["tree_attn_decode"] = lambda: trees(b, keys, q)
+    return found
+
+
+def report(name: str, b: int, keys: int, speed: float, device: torch.device) -> None:
+    """Measure a subject and print its row."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    make = subjects(b, keys, device)[name]
+    layers = 1 if name == "tree_attn_decode" else layers_for(b * keys * TOKEN // ranks)
+    floor = b * keys * TOKEN / ranks / speed * 1e6
+    told = share = ""
+    for time in (graphed, timed):
+        try:
+            took = time(make(), layers)
+            told += f"{took:8.1f}"
+        except Exception as error:
+            took = float("nan")
+            told += f" {type(error).__name__}: {error} "
+        share = f"{floor / took:9.0%}" if time is graphed else share
+    told += f"{floor:8.1f}  {share}"
+    if is_first():
+        print(f"{f'{b} x {keys}':>12}  {name:22}{told}", flush=True)
+
+
+def is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def tune(sizes: Sequence[tuple[int, int]], ring: Ring, device: torch.device) -> None:
+    """Print times of kernels that are cut otherwise, and how far results are apart."""
+    first: dict[tuple[int, int], Tensor] = {}
+    for page, tuning in TUNINGS:
+        told = []
+        for b, keys in sizes:
+            torch.manual_seed(0)
+            q = torch.randn(b, 1, HEADS, D, device=device, dtype=torch.bfloat16)
+            k = torch.randn(b, 1, KEY_HEADS, D, device=device, dtype=torch.bfloat16)
+            layers = layers_for(b * keys * TOKEN)
+            cache = filled(b, keys, layers, ring, device, page)
+            try:
+                call = planned(plan_decoding(q, cache, Scores(D**-0.5), tuning), q, k)
+                for _ in range(3):
+                    out = call(0).float()
+                apart = (out - first.setdefault((b, keys), out)).abs().max().item()
+                told.append(f"{b} x {keys}: {graphed(call, layers, 5):7.1f} us ({apart:.0e})")
+            except Exception as error:  # too much shared memory, say
+                told.append(f"{b} x {keys}: {type(error).__name__}: {str(error)[:60]}")
+            del cache
+        if is_first():
+            print(f"  {'   '.join(told)}   page {page}, {tuple(tuning)}", flush=True)
+
+
+def planned(plan: DecodePlan, q: Tensor, k: Tensor) -> Callable[[int], Tensor]:
+    """Return calls by a plan, without checks."""
+    cache = plan.cache
+    assert isinstance(cache, RingCache)
+
+    def call(i: int) -> Tensor:
+        cache.prepare(1, i, cache.in_graph)
+        out, _ = plan.run(q, k, k, i)
+        cache.advance(1, i, on_device=False, in_graph=cache.in_graph)
+        return out
+
+    return call
+
+
+def prefill(tokens: int, chunk: int, device: torch.device) -> str:
+    """Time a prompt in chunks, and in one call; and what memory chunks take beside the cache."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+
+    def drawn(n: int) -> list[Tensor]:
+        heads = (HEADS, KEY_HEADS, KEY_HEADS)
+        return [
+            torch.randn(1, n // ranks, h, D, device=device, dtype=torch.bfloat16) for h in heads
+        ]
+
+    whole, part = drawn(tokens), drawn(chunk)
+    cache = RingCache(
+        1, KEY_HEADS, D, capacity=tokens, dtype=torch.bfloat16, device=device, group=Ring()
+    )
+
+    def chunks() -> None:
+        cache.free(0)
+        for _ in range(tokens // chunk):
+            ring_attn_with_cache(*part, cache, layout="zigzag")
+
+    def at_once() -> None:
+        with torch.no_grad():
+            ring_attn(*whole, causal=True, layout="zigzag", group=Ring())
+
+    took = {name: slowest(run, 1, 3) / 1e3 for name, run in (("one", at_once), ("in", chunks))}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    chunks()
+    torch.cuda.synchronize()
+    more = (torch.cuda.max_memory_allocated() - before) / 2**20
+    return (
+        f"{tokens} tokens, at once {took['one']:.1f} ms, in chunks of {chunk} {took['in']:.1f} ms: "
+        f"{took['one'] / took['in']:.0%} of the speed; cache {cache.nbytes / 2**20:.0f} MiB a "
+        f"rank, {more:.0f} MiB more at most"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    about = argparse.ArgumentParser("decode", description=__doc__)
+    about.formatter_class = argparse.RawDescriptionHelpFormatter
+    about.add_argument("--keys", type=int, nargs="+")
+    about.add_argument("--tune", action="store_true", help="cut the kernel in other ways, too")
+    about.add_argument("--prefill", type=int, nargs=2, metavar=("TOKENS", "CHUNK"))
+    about.add_argument("--brief", action="store_true")
+    asked = about.parse_args(argv)
+    sizes = SIZES if asked.keys is None else [(1, n) for n in asked.keys]
+    with torchrun_group("nccl", timeout=15.0):  # seconds, for which a rank waits in vain
+        device = torch.device("cuda", torch.cuda.current_device())
+        if asked.prefill is not None:
+            told = prefill(*asked.prefill, device)
+            if is_first():
+                print(told, flush=True)
+            return
+        speed = read_speed(device)
+        if is_first():
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            name = torch.cuda.get_device_name()
+            print(f"{ranks} x {name}, reading {speed / 1e12:.2f} TB/s")
+            print(
+                f"{'keys':>12}  {'':22}{'graph':>8}{'singly':>8}{'floor':>8}  of memory", flush=True
+            )
+        if asked.tune:
+            tune(sizes, Ring(), device)
+        elif asked.brief:
+            brief(speed, device)
+        else:
+            for b, keys in sizes:
+                for name in subjects(b, keys, device):
+                    report(name, b, keys, speed, device)
+
+
+def brief(speed: float, device: torch.device) -> None:
+    """Print what matters most first."""
+    sizes = [size for size in SIZES if size[0] == 1]
+    for size in sizes:
+        report("ours", *size, speed, device)
+    told = prefill(131072, 8192, device)
+    if is_first():
+        print(told, flush=True)
+    for name in ("ours, one GPU", "prototype"):
+        for size in sizes[:2]:
+            report(name, *size, speed, device)
+    tune(sizes[:2], Ring.alone(), device)

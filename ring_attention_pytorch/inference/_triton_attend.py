@@ -1,0 +1,243 @@
+# ruff: noqa: C901, PLR0913, PLR0915, SIM102 - a kernel takes every size by itself, forks early
+"""Attention of few queries to one rank's cached keys, split over keys: at the memory's speed.
+
+A program takes some keys of one key head, and all queries that use them, so that each key is read
+once. The query heads of a group are rows of one matrix. What it finds is a partial result, out and
+lse in float32; `_triton_merge` merges those of all splits, and of all ranks.
+
+New tokens come beside the cache: the last split is they. It attends to those that this rank owns,
+and writes them. Nobody reads there before the next call, for all others know the old length.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ring_attention_pytorch.inference._triton_append import store_rows
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _held(length, PAGE: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr):
+    """Return how many of `length` tokens this rank holds: `Pages.held`."""
+    rest = length % (PAGE * RANKS) - RANK * PAGE
+    return length // (PAGE * RANKS) * PAGE + tl.minimum(tl.maximum(rest, 0), PAGE)
+
+
+@triton.jit
+def _tanh(x):
+    """Return tanh, exact near zero and without overflow."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def _scores(q, k, factor, clamp, slope, distance, PRECISION: tl.constexpr, CLAMP, ALIBI):
+    """Return scores in base 2. `factor` is scale, times log2(e) where nothing comes after it."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
+    if CLAMP:
+        scores = clamp * _tanh(scores)
+    if ALIBI:
+        scores = scores - slope[:, None] * distance
+    return scores
+
+
+@triton.jit
+def _add(running, scores, v, PRECISION: tl.constexpr):
+    """Add keys of these scores, -inf where hidden, to (acc, top, total).
+
+    `total` is for each row and column of scores: warps share rows, so it is summed at the end only.
+    """
+    acc, top, total = running
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)
+    p = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(top - base)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return acc, new_top, total * fade[:, None] + p
+
+
+@triton.jit
+def _pages(table, j, end, PAGE: tl.constexpr, COLS: tl.constexpr):
+    """Return the page of each key from j to `end`; one for all, where they are of one."""
+    index = j if PAGE % COLS == 0 else j + tl.arange(0, COLS)
+    return tl.load(table + index // PAGE, mask=index < end, other=0).to(tl.int64)
+
+
+@triton.jit(
+    do_not_specialize=["width", "page_rows", "head_rows", "masked", "factor", "clamp", "window"]
+)
+def attend_kernel(
+    q,
+    k_new,
+    v_new,
+    slopes,
+    key_mask,
+    # the cache
+    keys,
+    values,
+    tables,
+    lengths,
+    starts,
+    rooms,
+    # results
+    acc_of,
+    lse_of,
+    next_lengths,
+    state,
+    width: tl.int32,
+    page_rows: tl.int64,
+    head_rows: tl.int64,
+    masked: tl.int64,
+    factor: tl.float32,
+    clamp: tl.float32,
+    window: tl.int32,
+    # sizes
+    N: tl.constexpr,
+    ROWS_IN_ALL: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_V: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    NEW_COLS: tl.constexpr,
+    STEP: tl.constexpr,
+    PAGE: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANK: tl.constexpr,
+    # forks
+    NEW: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    STARTS: tl.constexpr,
+    CLAMP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SHARED: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attend to one split of the cached keys, of one key head and sequence.
+
+    With MASKED, `key_mask` `[b, masked]` says which keys of one page are seen.
+    Pages, heads and tokens are `page_rows`, `head_rows` and STEP rows of keys or values apart.
+    """
+    if PDL:  # launched before what comes before has ended, as `merge_kernel` after this
+        gdc_launch_dependents()
+        gdc_wait()
+    # that of new tokens comes last: it is short, and the others fill all multiprocessors alike
+    others = tl.num_programs(0) // SPLITS
+    split, of = tl.program_id(0) // others, tl.program_id(0) % others
+    block, of = of % BLOCKS, of // BLOCKS
+    kv, sample = of % KV, of // KV
+    length = tl.load(lengths + sample)
+    fits = length + N <= tl.load(rooms + sample) if NEW else length >= 0
+    if (split == 0) & (block == 0) & (kv == 0):
+        tl.store(next_lengths + sample, tl.where(fits, length + N if NEW else length, -1))
+        if SHARED:
+            if sample == 0:  # the number of this call, which `merge_kernel` reads
+                tl.store(state + 1, tl.load(state + 1) + 1)
+
+    first_query = length if NEW else length - N
+    row = block * ROWS + tl.arange(0, ROWS)
+    query, member = row // GROUP, row % GROUP
+    held = row < N * GROUP
+    place = (sample * N + query) * (KV * GROUP) + kv * GROUP + member  # among all rows of q
+    col, col_v = tl.arange(0, WIDTH), tl.arange(0, WIDTH_V)
+    q_at = q + place.to(tl.int64)[:, None] * D + col[None, :]
+    q_rows = tl.load(q_at, mask=held[:, None] & (col < D)[None, :], other=0.0)
+    token = first_query + query
+    slope = tl.zeros([ROWS], tl.float32)
+    if ALIBI:
+        slope = tl.load(slopes + kv * GROUP + member, mask=held, other=0.0).to(tl.float32) * _LOG2_E
+
+    start = 0
+    if STARTS:
+        start = tl.load(starts + sample)
+    unseen = start
+    if WINDOW:
+        unseen = tl.maximum(start, first_query + block * ROWS // GROUP - window)
+    count = _held(length, PAGE, RANKS, RANK)
+    first = tl.minimum(_held(unseen, PAGE, RANKS, RANK), count) // COLS * COLS
+    each = tl.cdiv(tl.cdiv(count - first, SPLITS - NEW), COLS) * COLS
+    begin = first + split * each
+    end = tl.minimum(begin + each, count)  # before begin, for the split of new tokens
+    acc = tl.zeros([ROWS, WIDTH_V], tl.float32)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    totals = tl.zeros([ROWS, COLS], tl.float32)
+    table = tables + sample.to(tl.int64) * width
+
+    # read one step ahead: loads that depend on loads of the same step halve what is under way
+    page = _pages(table, begin, end, PAGE, COLS)
+    for j in range(begin, end, COLS):
+        index = j + tl.arange(0, COLS)
+        there = index < end
+        at = page * page_rows + kv * head_rows + index % PAGE * STEP
+        if PAGE % COLS == 0:
+            at = page * page_rows + kv * head_rows + (j % PAGE + tl.arange(0, COLS)) * STEP
+        page = _pages(table, j + COLS, end, PAGE, COLS)
+        k_mask = there[:, None] if D == WIDTH else there[:, None] & (col < D)[None, :]
+        v_mask = there[:, None] if D_V == WIDTH_V else there[:, None] & (col_v < D_V)[None, :]
+        k = tl.load(keys + at[:, None] * D + col[None, :], mask=k_mask, other=0.0)
+        v = tl.load(values + at[:, None] * D_V + col_v[None, :], mask=v_mask, other=0.0)
+        key_token = (index // PAGE * RANKS + RANK) * PAGE + index % PAGE
+        distance = (token[:, None] - key_token[None, :]).to(tl.float32)
+        scores = _scores(q_rows, k, factor, clamp, slope, distance, PRECISION, CLAMP, ALIBI)
+        seen = there[None, :]
+        if MASKED:
+            shown = tl.load(key_mask + sample * masked + index, mask=there, other=0)
+            seen = seen & (shown != 0)[None, :]
+        if CAUSAL and (not NEW) and N > 1:
+            seen = seen & (key_token[None, :] <= token[:, None])
+        if STARTS:
+            seen = seen & (key_token >= start)[None, :]
+        if WINDOW:
+            seen = seen & (key_token[None, :] >= token[:, None] - window)
+        running = _add((acc, top, totals), tl.where(seen, scores, -float("inf")), v, PRECISION)
+        acc, top, totals = running
+    total = tl.sum(totals, 1)
+
+    if NEW:
+        if split == SPLITS - 1:
+            new_totals = tl.zeros([ROWS, NEW_COLS], tl.float32)
+            for j in range(0, N, NEW_COLS):
+                new = j + tl.arange(0, NEW_COLS)
+                new_token = length + new
+                mine = (new < N) & (new_token // PAGE % RANKS == RANK)
+                at = ((sample * N + new) * KV + kv).to(tl.int64)
+                k_mask = mine[:, None] & (col < D)[None, :]
+                v_mask = mine[:, None] & (col_v < D_V)[None, :]
+                k = tl.load(k_new + at[:, None] * D + col[None, :], mask=k_mask, other=0.0)
+                v = tl.load(v_new + at[:, None] * D_V + col_v[None, :], mask=v_mask, other=0.0)
+                if block == 0:
+                    write = mine & fits
+                    store_rows(keys, table, k, new_token, write, kv, PAGE, RANKS, KV, D, WIDTH)
+                    store_rows(
+                        values, table, v, new_token, write, kv, PAGE, RANKS, KV, D_V, WIDTH_V
+                    )
+                distance = (token[:, None] - new_token[None, :]).to(tl.float32)
+                scores = _scores(q_rows, k, factor, clamp, slope, distance, PRECISION, CLAMP, ALIBI)
+                seen = mine[None, :] & (new_token[None, :] <= token[:, None])
+                if STARTS:
+                    seen = seen & (new_token >= start)[None, :]
+                if WINDOW:
+                    seen = seen & (new_token[None, :] >= token[:, None] - window)
+                running = _add(
+                    (acc, top, new_totals), tl.where(seen, scores, -float("inf")), v, PRECISION
+                )
+                acc, top, new_totals = running
+            total = tl.sum(new_totals, 1)  # this split has no others
+
+    place = place.to(tl.int64) + split * ROWS_IN_ALL
+    some = tl.where(total == 0.0, 1.0, total)
+    within = held[:, None] & (col_v < D_V)[None, :]
+    tl.store(acc_of + place[:, None] * D_V + col_v[None, :], acc / some[:, None], mask=within)
+    lse = tl.where(total == 0.0, -float("inf"), (top + tl.log2(some)) / _LOG2_E)
+    tl.store(lse_of + place, lse, mask=held)

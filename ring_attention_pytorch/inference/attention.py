@@ -1,0 +1,304 @@
+"""`ring_attn_with_cache`: attention of new tokens to a `RingCache`, and to themselves.
+
+Queries are the same on every rank. Each rank attends to the keys that it holds, and partial results
+are merged by their lse:
+
+    rank 0    q to its pages ─┐
+    rank 1    q to its pages ─┼─ merged, on every rank
+    rank 2    q to its pages ─┘
+
+So what travels depends on the queries alone, however many keys there are.
+"""
+
+import os
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.geometry.layouts import Layout, all_segments, layout_problem
+from ring_attention_pytorch.geometry.segments import count
+from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan, Tuning
+from ring_attention_pytorch.inference.partial import Scores, with_sinks
+from ring_attention_pytorch.inference.prefill import Chunk, prefill
+from ring_attention_pytorch.runtime.rowwise import has_triton
+
+_CALLER = "attention to a cache"
+
+
+def _tell(given: dict[str, Any], problem: str) -> None:
+    cache = given.get("cache")
+    if isinstance(cache, RingCache):
+        told_by_group(_CALLER)({"group": cache.ring}, problem)
+
+
+@typed(_tell)
+@torch.no_grad()
+def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache: RingCache,
+    *,
+    layer: int = 0,
+    layout: Layout | None = None,
+    window: int | None = None,
+    scale: float | int | None = None,
+    softclamp: float | int | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    kernel: str | None = None,
+    check: str | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Append tokens to a cache, and compute causal attention of their queries to all of it.
+
+    One token for each sequence is decoding; several are drafts to verify, or a chunk of a prompt.
+    There are no gradients. Ranks agree once for each shape and set of options, not for each token.
+
+    Args:
+        q: `[b, n, h, d]`, queries of the last n tokens of all sequences: the same on every rank,
+            or with a layout this rank's shard.
+        k, v: `[b, n, h_kv, d]` and `[b, n, h_kv, d_v]`, appended to the cache. None if they were
+            appended before.
+        cache: holds the sequences; all ranks of its ring call this together.
+        layer: the layer that q, k and v are of.
+        layout: None if ranks have all the same tokens. For a chunk of a prompt that is spread over
+            them, the layout of its shards, as for `ring_attn`; results are spread likewise.
+        window: a query sees its own token and at most this many before it.
+        scale: the factor of q.k in a score; None is d ** -0.5.
+        softclamp: c replaces a scaled score s by c * tanh(s / c).
+        sinks: `[h]`: for each head the score of an additional key without value.
+        alibi_slopes: `[h]`: each score is reduced by its head's slope times the distance.
+        kernel: "triton" (ours, for GPUs) or "eager" (PyTorch's operators); None takes ours where it
+            runs. A named one never falls back.
+        check: "always" compares q, k and v of all ranks: for debugging. None takes the
+            environment's RING_ATTENTION_CHECK.
+        return_lse: also return the log-sum-exp of the scores.
+
+    Returns:
+        `[b, n, h, d_v]` in q's dtype; with return_lse also lse `[b, h, n]`, float32 (float64 for
+        float64). The same on every rank, or shards in the layout. Queries that see no key get 0
+        and -inf.
+
+    Raises:
+        ValueError: an argument is invalid, does not fit the cache, or differs between ranks.
+        RingError: a rank is gone or out of step.
+
+    >>> cache = RingCache(1, key_heads=2, head_dim=4)
+    >>> for _ in range(3):
+    ...     q, k = torch.randn(1, 1, 4, 4), torch.randn(1, 1, 2, 4)
+    ...     out = ring_attn_with_cache(q, k, k, cache)
+    >>> out.shape, cache.lengths
+    (torch.Size([1, 1, 4, 4]), [3])
+    """
+    scores = Scores(q.shape[-1] ** -0.5 if scale is None else float(scale), softclamp, window)
+    given = q, k, v, sinks, alibi_slopes
+    if layout is not None:
+        out, lse = _sharded(given, cache, layer, layout, scores, kernel)
+        return (out, lse) if return_lse else out
+    new, in_graph = k is not None, cache.in_graph
+    flags = new, sinks is not None, alibi_slopes is not None, cache.has_starts
+    key = q.shape, q.dtype, flags, scores, kernel, check
+    plan = cache.plans.get(key)
+    if in_graph and (plan is None or not plan.ran):
+        raise ValueError(
+            f"{_CALLER}: before a CUDA graph is captured, the same call must have run once; "
+            "run it, roll back what it appended, then capture"
+        )
+    if plan is None:
+        plan = cache.plans[key] = _plan(given, cache, layer, scores, kernel, check)
+    elif (problem := _problem(given, cache, layer)) is not None:
+        raise ValueError(f"{_CALLER}: {problem}")
+    if plan.checks and not in_graph:
+        agree(cache.ring, _CALLER, {"values of q, k and v": _digest(q, k, v), "layer": layer})
+    if new:
+        cache.prepare(q.shape[1], layer, in_graph)
+    out, lse = plan.run(q, k, v, layer, (sinks, alibi_slopes))
+    if new:
+        cache.advance(q.shape[1], layer, plan.asked.kernel == "eager", in_graph)
+    return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _sharded(
+    given: tuple[Tensor | None, ...],
+    cache: RingCache,
+    layer: int,
+    layout: Layout,
+    scores: Scores,
+    kernel: str | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of a chunk of which each rank has a shard."""
+    q, k, v, sinks, slopes = given
+    assert q is not None
+    ring = cache.ring
+    problem = problem_of(lambda: _sharded_problem(given, cache, layer, kernel))
+    same = {
+        "layout": str(layout),
+        "layer": layer,
+        "dtype": q.dtype,
+        "scores": list(scores),
+        "given": [t is not None for t in given],
+        "kernel": kernel,
+    }
+    notes = agree(ring, _CALLER, same, {"tokens": q.shape[1] if q.ndim > 1 else 0}, problem)
+    counts = tuple(note["tokens"] for note in notes)
+    if (wrong := _layout_problem(layout, counts)) is not None:
+        raise ValueError(f"{_CALLER}: {wrong}")
+    chunk = Chunk(ring, layout, counts)
+    assert k is not None
+    assert v is not None
+    if scores.window is None and slopes is None and kernel is None and not cache.has_starts:
+        out, lse = prefill(q, k, v, cache, layer, chunk, scores)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
+        return out.to(q.dtype), lse
+    with ring.call("gathering a chunk"):
+        order = chunk.order(q.device)
+        whole = [t[:, order] for t in chunk.gathered(q, k, v)]
+    options = dict(window=scores.window, scale=scores.scale, softclamp=scores.softclamp)
+    out, lse = ring_attn_with_cache(
+        *whole, cache, layer=layer, sinks=sinks, alibi_slopes=slopes, kernel=kernel,
+        return_lse=True, **options,
+    )  # fmt: skip
+    mine = chunk.positions(ring.rank).to(q.device)
+    return out[:, mine], lse[..., mine]
+
+
+def _sharded_problem(
+    given: tuple[Tensor | None, ...], cache: RingCache, layer: int, kernel: str | None
+) -> str | None:
+    if given[1] is None:
+        return "a chunk in a layout comes with its k and v"
+    if cache.in_graph:
+        return "a chunk in a layout can't be captured in a CUDA graph; decoding can"
+    return _problem(given, cache, layer, some=False)
+
+
+def _layout_problem(layout: Layout, counts: tuple[int, ...]) -> str | None:
+    """Say why ranks can't have so many tokens each; None if they can."""
+    if (problem := layout_problem(layout, len(counts), sum(counts))) is not None:
+        return problem
+    wanted = [count(each) for each in all_segments(layout, len(counts), sum(counts))]
+    if wanted != [*counts]:
+        return f"shards of {layout!r} would have {wanted} tokens, got {[*counts]}"
+    return None if sum(counts) else "a chunk must have a token"
+
+
+def plan_decoding(
+    q: Tensor, cache: RingCache, scores: Scores, tuning: Tuning | None = None
+) -> DecodePlan:
+    """Make a plan for queries like q whose keys are appended; for benchmarks, with `tuning`."""
+    asked = Asked(tuple(q.shape), True, cache.has_starts, scores, False, False, _kernel(cache))
+    return DecodePlan(cache, asked, tuning)
+
+
+def _plan(
+    given: tuple[Tensor | None, ...],
+    cache: RingCache,
+    layer: int,
+    scores: Scores,
+    kernel: str | None,
+    check: str | None,
+) -> DecodePlan:
+    """Make a plan, once all ranks agree on what it depends on."""
+    q, k, _, sinks, slopes = given
+    assert q is not None
+    problem = problem_of(lambda: _problem(given, cache, layer)) or _option_problem(
+        scores, kernel, check
+    )
+    if problem is None and kernel == "triton":
+        problem = _triton_problem(cache)
+    same = {
+        "q": list(q.shape),
+        "dtype": q.dtype,
+        "scores": list(scores),
+        "kernel": kernel,
+        "check": check,
+        "given": [t is not None for t in given],
+        "padded on the left": cache.has_starts,
+    }
+    agree(cache.ring, _CALLER, same, problem=problem)
+    asked = Asked(
+        tuple(q.shape),
+        k is not None,
+        cache.has_starts,
+        scores,
+        sinks is not None,
+        slopes is not None,
+        kernel or _kernel(cache),
+    )
+    plan = DecodePlan(cache, asked)
+    plan.checks = "always" in (check, os.environ.get("RING_ATTENTION_CHECK"))
+    return plan
+
+
+def _kernel(cache: RingCache) -> str:
+    """Return the fastest kernel there is for a cache."""
+    fast = cache.device.type == "cuda" and has_triton() and cache.dtype != torch.float64
+    return "triton" if fast else "eager"
+
+
+def _triton_problem(cache: RingCache) -> str | None:
+    if not has_triton():
+        return "kernel='triton' needs the package triton, which is not installed"
+    if cache.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"kernel='triton' runs on CUDA, the cache is on {cache.device}"
+    if cache.dtype == torch.float64:
+        return "kernel='triton' has no float64"
+    return None
+
+
+def _option_problem(scores: Scores, kernel: str | None, check: str | None) -> str | None:
+    if scores.window is not None and scores.window < 0:
+        return f"window must not be negative, got {scores.window}"
+    if scores.softclamp is not None and not scores.softclamp > 0:
+        return f"softclamp must be positive, got {scores.softclamp}"
+    if check not in (None, "always"):
+        return f"check must be None or 'always', got {check!r}"
+    if kernel not in (None, "triton", "eager"):
+        return f"kernel must be None, 'triton' or 'eager', got {kernel!r}"
+    return None
+
+
+def _problem(
+    given: tuple[Tensor | None, ...], cache: RingCache, layer: int, some: bool = True
+) -> str | None:
+    q, k, v, sinks, slopes = given
+    assert q is not None
+    if (k is None) != (v is None):
+        return "k and v must be given together; without them the cache must have them already"
+    if q.ndim != 4 or q.shape[0] != cache.sequences or q.shape[3] != cache.head_dim:
+        return f"q must be [{cache.sequences}, n, h, {cache.head_dim}], got {[*q.shape]}"
+    if some and not q.shape[1]:
+        return "q must have a token"
+    if not q.shape[2] or q.shape[2] % cache.key_heads:
+        return f"heads of q must be a multiple of {cache.key_heads}, got {q.shape[2]}"
+    if q.dtype != cache.dtype or q.device != cache.device:
+        return (
+            f"q must be {cache.dtype} on {cache.device}, as the cache is, got {q.dtype} on "
+            f"{q.device}"
+        )
+    if k is not None and v is not None:
+        if (problem := cache.problem(k, v, layer)) is not None:
+            return problem
+        if k.shape[1] != q.shape[1]:
+            return f"q and k must be of the same tokens, got {q.shape[1]} and {k.shape[1]}"
+    elif not 0 <= layer < cache.layers:
+        return f"layer must be from 0 to {cache.layers - 1}, got {layer}"
+    for name, t in (("sinks", sinks), ("alibi_slopes", slopes)):
+        if t is not None and (t.shape != q.shape[2:3] or t.device != q.device):
+            return f"{name} must be [{q.shape[2]}] on {q.device}, got {[*t.shape]} on {t.device}"
+    return None
+
+
+def _digest(*tensors: Tensor | None) -> str:
+    """Return a digest of values, which waits for the device."""
+    found = sha256()
+    for t in tensors:
+        if t is not None:
+            found.update(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]

@@ -1,0 +1,357 @@
+"""A plan of attention to a cache: everything that is decided once for queries of a shape."""
+
+from functools import cached_property
+from typing import NamedTuple, Protocol
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.exchange import PushedRows, gathered, pushed_rows
+from ring_attention_pytorch.inference.pages import Pages
+from ring_attention_pytorch.inference.partial import Scores, attend, merged
+from ring_attention_pytorch.runtime.launches import Launch
+
+_LOG2_E = 1.4426950408889634
+_PURPOSES = 1 << 31  # that memory tells apart
+_MERGERS = 1024  # programs of one warp, that wait for other ranks: all run at once on any GPU
+_UNIT = 32  # columns of one program
+_CPU_PROGRAMS = 4
+_RESERVED = 1 << 14  # bytes of shared memory for queries and probabilities
+
+
+Terms = tuple[Tensor | None, Tensor | None]  # sinks and slopes, `[h]` each
+
+
+class Asked(NamedTuple):
+    """What decides on a plan. `new`: the queries' own keys come beside the cache."""
+
+    shape: tuple[int, ...]  # of q: [b, n, h, d]
+    new: bool
+    starts: bool  # sequences may be padded on the left
+    scores: Scores
+    sinks: bool
+    slopes: bool
+    kernel: str  # "triton" or "eager"
+    causal: bool = True
+
+
+class Tuning(NamedTuple):
+    """How the kernel is cut: keys at a time, warps, stages, programs for each multiprocessor."""
+
+    cols: int = 64
+    warps: int = 4
+    stages: int = 4
+    programs: int = 2
+    early: bool = True  # a kernel is launched while the one before runs, and waits for it
+
+
+class HeldKeys(Protocol):
+    """What a plan reads of a cache, or of keys that were given."""
+
+    ring: Ring
+    device: torch.device
+    dtype: torch.dtype
+    sequences: int
+    key_heads: int
+    value_dim: int
+    pages: Pages
+    rows: tuple[int, int]  # between pages and between heads, in rows of keys or values
+    step: int  # between tokens
+    keys: list[Tensor]
+    values: list[Tensor]
+    tables: Tensor
+    layer_lengths: list[Tensor]
+    starts: Tensor
+    rooms: Tensor
+    overflown: Tensor
+
+
+class DecodePlan:
+    """Attention of queries like these to a cache. All ranks make it together."""
+
+    def __init__(self, cache: HeldKeys, asked: Asked, tuning: Tuning | None = None) -> None:
+        self.cache, self.asked, self.ring = cache, asked, cache.ring
+        self.tuning = tuning or Tuning()
+        self.purpose = crc32(repr((asked, cache.value_dim)).encode()) % _PURPOSES
+        b, n, h, _ = asked.shape
+        self.rows, self.width = b * n * h, cache.value_dim
+        self.checks = False  # whether ranks compare values in each call
+        self.ran = False  # so that all kernels are compiled, and graphs can hold them
+        self._attends: dict[bool, Launch] = {}  # with a key mask, and without
+        self.pushed: PushedRows | None = None
+        if asked.kernel == "triton":
+            self.pushed = pushed_rows(self.ring, cache.device)
+        if self.pushed is not None and self.units * (_UNIT + 1) > self.pushed.slot:
+            self.pushed = None
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: int,
+        terms: Terms = (None, None),
+        key_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return out `[b, n, h, d_v]` and lse `[b, n, h]` over all ranks' keys.
+
+        `terms` are sinks and slopes. `key_mask` bool `[b, m]` is of keys that were given.
+        """
+        with self.ring.call("attention to a cache", self.purpose):
+            if self.asked.kernel == "triton":
+                found = self._by_triton(q, k, v, layer, terms, key_mask)
+            else:
+                found = self._by_pytorch(q, k, v, layer, terms)
+        self.ran = True
+        return found
+
+    # ---- PyTorch's operators
+
+    def _by_pytorch(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: int,
+        terms: Terms,
+    ) -> tuple[Tensor, Tensor]:
+        cache, n, (sinks, slopes) = self.cache, q.shape[1], terms
+        assert isinstance(cache, RingCache)
+        if k is not None and v is not None:
+            cache.write(k, v, layer)
+        new = 0 if k is None else n
+        starts = cache.starts.tolist()
+        parts = []
+        for i, length in enumerate(cache.lengths_in(layer)):
+            keys, values, tokens = cache.local(i, layer, length + new)
+            rows = torch.arange(n, device=q.device) + (length + new - n)
+            places = rows, tokens
+            parts.append(attend(q[i], keys, values, places, self.asked.scores, starts[i], slopes))
+        out, lse = (torch.stack(each) for each in zip(*parts))
+        message = torch.cat((out, lse.unsqueeze(-1)), dim=-1)
+        every = gathered(self.ring, message) if self.ring.size > 1 else message.unsqueeze(0)
+        out, lse = merged(every[..., :-1], every[..., -1], sinks)
+        return out.to(q.dtype), lse
+
+    # ---- our kernels
+
+    def _by_triton(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: int,
+        terms: Terms,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        cache, scores, (sinks, slopes) = self.cache, self.asked.scores, terms
+        k, v = (q, q) if k is None or v is None else (_plain(k), _plain(v))
+        factor, clamp = self.factors
+        acc, lse = self.parts
+        with torch.cuda.device_of(q):
+            masked, shown = 0, q
+            if key_mask is not None:
+                masked, shown = key_mask.shape[1], _plain(key_mask.view(torch.uint8))
+            self._attend(key_mask is not None)(
+                _plain(q), k, v, q if slopes is None else slopes, shown,
+                cache.keys[layer], cache.values[layer], cache.tables, cache.layer_lengths[layer],
+                cache.starts, cache.rooms, acc, lse, self.next_lengths, self.state,
+                cache.tables.shape[1], *cache.rows, masked, factor, clamp, scores.window or 0,
+            )  # fmt: skip
+            if self.ring.size == 1 or self.pushed is not None:
+                return self._merge(self.merge, q, acc, lse, layer, sinks)
+            message = q.new_empty(self.rows * (self.width + 1), dtype=torch.float32)
+            out, out_lse = self._apart(message.unsqueeze(0))
+            self._launch(self.merge_splits, acc, lse, out[0], out_lse[0], layer, None)
+            every = self._apart(gathered(self.ring, message))
+            return self._merge(self.merge_ranks, q, *every, layer, sinks)
+
+    def _merge(
+        self,
+        launch: Launch,
+        q: Tensor,
+        acc: Tensor,
+        lse: Tensor,
+        layer: int,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        b, n, h, _ = self.asked.shape
+        out = q.new_empty((b, n, h, self.width))
+        out_lse = q.new_empty((b, n, h), dtype=torch.float32)
+        self._launch(launch, acc, lse, out, out_lse, layer, sinks)
+        return out, out_lse
+
+    def _launch(
+        self,
+        launch: Launch,
+        acc: Tensor,
+        lse: Tensor,
+        out: Tensor,
+        out_lse: Tensor,
+        layer: int,
+        sinks: Tensor | None,
+    ) -> None:
+        """Merge parts `[parts, rows, width]`; a row's number in all parts is the same."""
+        cache = self.cache
+        launch(
+            acc, lse, out, out_lse, lse if sinks is None else sinks,
+            cache.layer_lengths[layer], self.next_lengths, cache.overflown, self.state,
+            acc.stride(0), acc.stride(1), lse.stride(0), lse.stride(1),
+            len(acc), self.rows, cache.sequences,
+            *((0, 0, 0) if (to := self.pushed) is None else (to.patience, self.purpose, to.slot)),
+        )  # fmt: skip
+
+    def _apart(self, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the out `[messages, rows, width]` and lse `[messages, rows]` of flat messages."""
+        out, lse = messages.split((self.rows * self.width, self.rows), dim=1)
+        return out.unflatten(1, (self.rows, self.width)), lse
+
+    @cached_property
+    def early(self) -> bool:
+        device = self.cache.device
+        able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        return able and self.tuning.early
+
+    @property
+    def units(self) -> int:
+        """Pieces of rows that are merged by one program each."""
+        return self.rows * -(-self.width // _UNIT)
+
+    @cached_property
+    def splits(self) -> int:
+        """How many parts a head's keys are in: of the cache, and one of new tokens."""
+        b, device = self.asked.shape[0], self.cache.device
+        programs = _CPU_PROGRAMS
+        if device.type == "cuda":
+            count = torch.cuda.get_device_properties(device).multi_processor_count
+            programs = count * self.tuning.programs
+        return max(1 + self.asked.new, programs // (b * self.cache.key_heads * self.blocks))
+
+    @property
+    def cols(self) -> int:
+        """Keys at a time, fewer where heads are large: several blocks of them are on their way."""
+        widest = max(_power_of_2(self.asked.shape[3]), _power_of_2(self.width))
+        return max(16, min(self.tuning.cols, self.tuning.cols * 128 // widest))
+
+    @property
+    def stages(self) -> int:
+        """Blocks of keys on their way, and one more; as many as a multiprocessor has memory for."""
+        device = self.cache.device
+        if device.type != "cuda":
+            return self.tuning.stages
+        widths = _power_of_2(self.asked.shape[3]) + _power_of_2(self.width)
+        properties = torch.cuda.get_device_properties(device)
+        room = getattr(properties, "shared_memory_per_block_optin", 1 << 16) - _RESERVED
+        blocks = room // (self.cols * widths * self.cache.dtype.itemsize)
+        return max(2, min(self.tuning.stages, 1 + blocks))
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a program's matrix of queries: tokens, times heads of a group."""
+        _, n, h, _ = self.asked.shape
+        return min(64, max(16, 1 << (n * h // self.cache.key_heads - 1).bit_length()))
+
+    @property
+    def blocks(self) -> int:
+        _, n, h, _ = self.asked.shape
+        return -(-n * h // self.cache.key_heads // self.block_rows)
+
+    @cached_property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Memory for what splits find. It stays, because CUDA graphs point to it."""
+        with torch.inference_mode(False):
+            shape = self.splits, self.rows, self.width
+            acc = torch.empty(shape, dtype=torch.float32, device=self.cache.device)
+            return acc, torch.empty(shape[:2], dtype=torch.float32, device=self.cache.device)
+
+    @cached_property
+    def factors(self) -> tuple[float, float]:
+        """What q.k is multiplied by, and what its softclamp is then: in base 2."""
+        scale, clamp, _ = self.asked.scores
+        if clamp is None:
+            return scale * _LOG2_E, 0.0
+        return scale / clamp, clamp * _LOG2_E
+
+    @cached_property
+    def next_lengths(self) -> Tensor:
+        with torch.inference_mode(False):
+            b = self.cache.sequences
+            return torch.zeros(b, dtype=torch.int32, device=self.cache.device)
+
+    @cached_property
+    def state(self) -> Tensor:
+        return self.next_lengths if self.pushed is None else self.pushed.state
+
+    def _attend(self, masked: bool) -> Launch:
+        if masked not in self._attends:
+            self._attends[masked] = self._attender(masked)
+        return self._attends[masked]
+
+    def _attender(self, masked: bool) -> Launch:
+        from ring_attention_pytorch.inference._triton_attend import attend_kernel
+
+        cache, asked, (b, n, h, d) = self.cache, self.asked, self.asked.shape
+        return Launch(
+            attend_kernel, self.splits * self.blocks * cache.key_heads * b,
+            num_warps=self.tuning.warps, num_stages=self.stages,
+            launch_pdl=self.early,
+            N=n, ROWS_IN_ALL=self.rows, SPLITS=self.splits, BLOCKS=self.blocks,
+            KV=cache.key_heads, GROUP=h // cache.key_heads, D=d, D_V=self.width,
+            WIDTH=_power_of_2(d), WIDTH_V=_power_of_2(self.width), ROWS=self.block_rows,
+            COLS=self.cols, NEW_COLS=min(64, max(16, _power_of_2(n))),
+            STEP=cache.step, PAGE=cache.pages.page, RANKS=cache.pages.ranks,
+            RANK=self.ring.rank % cache.pages.ranks, NEW=asked.new, CAUSAL=asked.causal,
+            MASKED=masked, WINDOW=asked.scores.window is not None, STARTS=asked.starts,
+            CLAMP=asked.scores.softclamp is not None, ALIBI=asked.slopes,
+            SHARED=self.pushed is not None, PDL=self.early,
+            PRECISION="ieee" if cache.dtype == torch.float32 else "tf32",
+        )  # fmt: skip
+
+    @cached_property
+    def merge(self) -> Launch:
+        """From splits to the result, with other ranks' where memory is shared."""
+        shared = self.pushed is not None
+        programs = min(self.units, _MERGERS) if shared else self.units
+        return self._merger(programs, self.splits, self.ring.size if shared else 1, True)
+
+    @cached_property
+    def merge_splits(self) -> Launch:
+        """From splits to this rank's message."""
+        return self._merger(self.units, self.splits, 1, True, sinks=False)
+
+    @cached_property
+    def merge_ranks(self) -> Launch:
+        """From all ranks' messages to the result."""
+        return self._merger(self.units, self.ring.size, 1, False)
+
+    def _merger(
+        self, programs: int, parts: int, ranks: int, advance: bool, sinks: bool = True
+    ) -> Launch:
+        from ring_attention_pytorch.inference._triton_merge import merge_kernel
+
+        _, n, h, _ = self.asked.shape
+        return Launch(
+            merge_kernel, programs, num_warps=1, launch_pdl=self.early,
+            ROWS_EACH=n * h, HEADS=h, D=self.width, COLS=_UNIT,
+            PARTS=min(64, _power_of_2(parts)), RANKS=ranks, RANK=self.ring.rank,
+            ADVANCE=advance and self.asked.new, SINKS=sinks and self.asked.sinks,
+            PDL=self.early,
+        )  # fmt: skip
+
+
+def _power_of_2(n: int) -> int:
+    """Return the least power of two from 16 that is at least n.
+
+    >>> [_power_of_2(n) for n in (1, 16, 17)]
+    [16, 16, 32]
+    """
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def _plain(t: Tensor) -> Tensor:
+    """Return t, contiguous and at an address that kernels take."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()

@@ -1,0 +1,106 @@
+"""Partial results of all ranks: one packed message to each, or words in shared memory."""
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ring_attention_pytorch.comm.failures import timeout_of
+from ring_attention_pytorch.comm.guard import Guard
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.symmetric_memory import allocate, shared_by
+from ring_attention_pytorch.runtime.streams import capturing, current_stream
+
+_FAILED = -1
+_WORDS = 1 << 22  # in the rows of one call, of all ranks together: 64 MiB for two calls
+
+_rows: WeakKeyDictionary[ProcessGroup, "PushedRows | None"] = WeakKeyDictionary()
+
+
+def gathered(ring: Ring, message: Tensor) -> Tensor:
+    """Return the message of every rank, `[ranks, *message.shape]`."""
+    found = message.new_empty((ring.size, *message.shape))
+    others = [rank for rank in range(ring.size) if rank != ring.rank]
+    transfer = ring.exchange(
+        [(rank, message) for rank in others], [(rank, found[rank]) for rank in others]
+    )
+    found[ring.rank] = message
+    transfer.wait()
+    return found
+
+
+class PushedRows(Guard):
+    """Memory in which all ranks of a group write their rows, and what is checked there.
+
+    `_triton_merge` says how it is laid out: every rank has `memories[rank]`, int64 zeros,
+    `words_for(slot, ranks)` of them; `slot` are those for the rows of one rank. `patience` is how
+    long it waits at most, in seconds.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int,
+        memories: Sequence[Tensor],
+        slot: int,
+        patience: float,
+    ) -> None:
+        super().__init__(device, *(memory.data_ptr() for memory in memories))
+        self.rank, self.ranks, self.memories = rank, len(memories), memories
+        self.slot, self.patience = slot, int(patience * 1e9)
+
+    @staticmethod
+    def words_for(slot: int, ranks: int) -> int:
+        """Return how many words a rank's memory has."""
+        return ranks * (2 * slot + 3)
+
+    handle: object = None  # keeps the memory
+
+    def fail(self) -> None:
+        if self.device.type != "cuda":
+            self._mark_failed()
+            return
+        stream = torch.cuda.Stream(self.device)  # the current one may be waiting
+        with torch.cuda.stream(stream):
+            self._mark_failed()
+        if not capturing(self.device):
+            current_stream(self.device).wait_stream(stream)
+
+    def _mark_failed(self) -> None:
+        self.state[0] = 1
+        for memory in self.memories:
+            memory[self.rank - self.ranks] = _FAILED
+
+    def explained(self, rank: int, expected: int, came: int) -> str:
+        if came == _FAILED:
+            return f"rank {rank} has failed, while this one decoded"
+        if came >> 32 != expected >> 32:
+            seconds = self.patience / 1e9
+            return f"rank {rank} did not come within {seconds:g} s: attention to a cache"
+        return f"rank {rank} has called attention to a cache with other shapes or options"
+
+    def reset(self) -> None:
+        self.memories[self.rank].zero_()
+        super().reset()
+
+
+def pushed_rows(ring: Ring, device: torch.device) -> PushedRows | None:
+    """Return a group's memory for rows, made when first asked for; None where ranks share none.
+
+    All ranks of the group call this together and get the same answer.
+    """
+    if ring.size == 1 or (shared := shared_by(ring, device)) is None:
+        return None
+    _, group, _ = shared
+    if group not in _rows:
+        slot = _WORDS // ring.size
+        words = PushedRows.words_for(slot, ring.size)
+        _, memories, handle = allocate(group, device, (words,), torch.int64)
+        patience = timeout_of(group).total_seconds()
+        found = _rows[group] = PushedRows(device, group.rank(), memories, slot, patience)
+        found.handle = handle
+        ring.steps.watch(found)
+        ring.gather_notes("rows of attention to a cache", b"")  # all memory is there, and zero
+    return _rows[group]

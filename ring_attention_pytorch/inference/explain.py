@@ -1,0 +1,58 @@
+"""What attention to a cache sends and reads, in words and bytes: for people."""
+
+from beartype import beartype
+
+from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+
+
+@beartype
+def explain_cache(cache: RingCache, heads: int, tokens: int = 1) -> str:
+    """Say what a cache holds, and what attention of new tokens to it reads and sends on this rank.
+
+    Args:
+        cache: as it is now.
+        heads: those of the queries.
+        tokens: how many of each sequence come at a time: 1 in decoding, more in a chunk of a prompt
+            that is spread over the ranks.
+
+    Returns:
+        A line each for the memory, for the keys that are read, and for what is sent and why.
+
+    >>> print(explain_cache(RingCache(1, 8, 128, capacity=1024, page=16), heads=32))
+    holds 0 of 0 tokens on this rank, in pages of 16: 8.00 MiB of keys and values
+    reads 0.00 MiB of keys and values a layer
+    sends nothing: this rank is alone
+    """
+    mine, all_tokens = sum(cache.local_lengths), sum(cache.lengths)
+    token = cache.key_heads * (cache.head_dim + cache.value_dim) * cache.dtype.itemsize
+    lines = [
+        f"holds {mine} of {all_tokens} tokens on this rank, in pages of {cache.pages.page}: "
+        f"{_mib(cache.nbytes)} of keys and values",
+        f"reads {_mib(mine * token)} of keys and values a layer",
+        _sent(cache, heads, tokens, all_tokens * token),
+    ]
+    return "\n".join(lines)
+
+
+def _sent(cache: RingCache, heads: int, tokens: int, keys: int) -> str:
+    """Say what is sent, beside what it would be if keys came to the queries."""
+    ranks, wide = cache.ring.size, accumulation_dtype(cache.dtype).itemsize
+    if ranks == 1:
+        return "sends nothing: this rank is alone"
+    rows = cache.sequences * tokens * heads
+    if tokens == 1:
+        sent = (ranks - 1) * rows * (cache.value_dim + 1) * wide
+        what = "its results for all queries to each other rank"
+    else:
+        shares = (ranks - 1) * rows // ranks
+        sent = shares * (cache.head_dim + cache.value_dim) * cache.dtype.itemsize + shares * wide
+        what = "its queries to the other ranks, and their results home"
+    return (
+        f"sends {_mib(sent)} a layer, {what}: that depends on the new tokens alone; the cached "
+        f"keys, {_mib(keys * (ranks - 1) // ranks)} from other ranks, stay where they are"
+    )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.2f} MiB"

@@ -1,0 +1,93 @@
+"""Attention of queries to the keys that one rank holds, by PyTorch's operators: any dtype and mask.
+
+Kernels for GPUs are compared with this, and it does what they can't.
+"""
+
+from typing import NamedTuple
+
+import torch
+from einops import einsum, rearrange
+from torch import Tensor
+
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+
+
+class Scores(NamedTuple):
+    """What a score is, and how far back a query sees: `window` tokens before its own."""
+
+    scale: float
+    softclamp: float | None = None
+    window: int | None = None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: tuple[Tensor, Tensor],
+    scores_of: Scores,
+    start: int = 0,
+    slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of one sequence's queries to some of its keys, none before `start`.
+
+    Args:
+        q: `[n, h, d]`.
+        k, v: `[m, h_kv, d]` and `[m, h_kv, d_v]`.
+        places: the tokens that queries `[n]` and keys `[m]` are; no query sees a later one.
+        slopes: those of ALiBi, `[h]`.
+
+    Returns:
+        out `[n, h, d_v]` and lse `[n, h]` in the accumulator's dtype; 0 and -inf for a query that
+        sees none of these keys.
+
+    >>> q, k, at = torch.ones(1, 2, 4), torch.ones(3, 1, 4), torch.arange(3)
+    >>> out, lse = attend(q, k, k, (at[1:2], at), Scores(0.0))
+    >>> lse.exp()
+    tensor([[2., 2.]])
+    """
+    wide = accumulation_dtype(q.dtype)
+    rows, cols = places[0].unsqueeze(1), places[1].unsqueeze(0)
+    q = rearrange(q.to(wide), "i (g r) d -> i g r d", g=k.shape[1])
+    scores = einsum(q, k.to(wide), "i g r d, j g d -> g r i j") * scores_of.scale
+    if scores_of.softclamp is not None:
+        scores = scores_of.softclamp * torch.tanh(scores / scores_of.softclamp)
+    if slopes is not None:
+        slopes = rearrange(slopes.to(wide), "(g r) -> g r 1 1", g=k.shape[1])
+        scores = scores - slopes * (rows - cols)
+    seen = (cols <= rows) & (cols >= start)
+    if scores_of.window is not None:
+        seen = seen & (cols >= rows - scores_of.window)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    p = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
+    out = einsum(p, v.to(wide), "g r i j, j g d -> i g r d")
+    return rearrange(out, "i g r d -> i (g r) d"), rearrange(lse, "g r i -> i (g r)")
+
+
+def merged(out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Merge partial results along their first dimension; `sinks` `[h]` are keys without value.
+
+    Args:
+        out: `[parts, ..., h, d_v]`.
+        lse: `[parts, ..., h]`, -inf where a part has seen nothing.
+
+    >>> merged(torch.tensor([[[1.0]], [[3.0]]]), torch.zeros(2, 1))[0]
+    tensor([[2.]])
+    """
+    total = lse.logsumexp(dim=0)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.to(total))
+    weight = (lse - total.masked_fill(total == -torch.inf, 0.0)).exp()
+    return (out * weight.unsqueeze(-1)).sum(dim=0), total
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Add keys of scores `sinks` `[h]` and value 0 to out `[b, n, h, d_v]` and lse `[b, h, n]`.
+
+    >>> with_sinks(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1), torch.zeros(1))[0].item()
+    0.5
+    """
+    total = torch.logaddexp(lse, sinks.to(lse).unsqueeze(1))
+    weight = (lse - total).exp()
+    return out * weight.transpose(1, 2).unsqueeze(-1), total

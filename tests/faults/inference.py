@@ -1,0 +1,44 @@
+"""Faults planted into caches and attention to them, and a battery that must find each."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from tests.faults import hunt
+from tests.faults.mutant import planted
+
+MUTANTS = planted("INFERENCE")
+
+
+def battery() -> Iterable[Callable[[], object]]:
+    """Cases that fail where something is wrong."""
+    import torch
+
+    from tests.inference import test_page_table as tables
+    from tests.inference import test_pages as pages
+    from tests.inference.stories import Story, Teller
+    from tests.support import threads
+
+    torch.set_num_threads(1)
+    threads.PATIENCE = 10.0
+    yield partial(pages.test_owners_and_places_are_the_same_said_otherwise, 2, 3)
+    yield partial(pages.test_ranks_hold_what_they_own_and_all_of_it, 2, 3)
+    yield tables.test_full_pages_are_shared_and_others_copied
+    for seed in range(4):
+        yield partial(tables.test_every_sequence_reads_what_was_appended_to_it, seed)
+
+    def tell(size: int, story: Story) -> None:
+        errors, _ = threads.run(size, lambda ring: Teller(story, ring).tell())
+        assert max(errors) < 1e-12, story
+
+    decoding = Story(deeds=("attend",), given=("sinks",), steps=12)
+    yield partial(tell, 2, decoding)
+    yield partial(tell, 1, Story(deeds=("attend",), options={"window": 3}))
+    for seed in range(3):
+        yield partial(tell, 2, Story(seed, sequences=3, given=("starts",), steps=30))
+    chunks = ("prefill", "attend", "rollback")
+    yield partial(tell, 3, Story(deeds=chunks, steps=30))
+    yield partial(tell, 3, Story(deeds=chunks, steps=12, options={"window": 4}))
+
+
+if __name__ == "__main__":
+    hunt.main("tests.faults.inference")

@@ -1,0 +1,116 @@
+"""Decoding on GPUs: our kernels, CUDA graphs and shared memory, against dense attention."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.inference.attention import ring_attn_with_cache
+from ring_attention_pytorch.inference.cache import RingCache
+from tests.inference.stories import Story, told
+from tests.inference.test_cache import OPTIONS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+BASE = Story(device="cuda", steps=30, most=9, page=16)
+
+
+def cases() -> list[Story]:
+    found = [replace(BASE, page=page, dtype=torch.bfloat16) for page in (1, 16, 64, 256)]
+    found += [replace(BASE, dtype=dtype, most=70) for dtype in LIMITS]
+    found += [replace(BASE, dtype=torch.float32, page=2, **each) for each in OPTIONS]
+    found += [
+        replace(BASE, seed=seed, dtype=torch.float32, sequences=3, layers=2, page=2)
+        for seed in range(4)
+    ]
+    found += [replace(BASE, dtype=torch.float32, capacity=40, kernel="triton")]
+    found += [replace(BASE, dtype=torch.float64)]
+    return found
+
+
+SOME = cases()[1::4]  # each compiles kernels of its own, which takes seconds
+
+
+def check(stories: list[Story], errors: list[float]) -> None:
+    for story, error in zip(stories, errors):
+        assert error < LIMITS.get(story.dtype, 1e-12), story
+
+
+def test_whatever_is_done_attention_is_dense() -> None:
+    check(cases(), told(cases()))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_on_several_ranks_too(nccl: Callable, size: int) -> None:
+    for errors in nccl(size).run(told, SOME):
+        check(SOME, errors)
+
+
+def drawn(b: int, steps: int, seed: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    shape = (steps, b, 1)
+    return [torch.randn(*shape, h, 64, generator=draw).bfloat16().cuda() for h in (8, 2, 2)]
+
+
+def in_a_graph(b: int = 2, steps: int = 40) -> dict[str, bool]:
+    """Decode by replays of a graph, with a larger batch in between, beside calls one by one."""
+    same = {}
+    q, k, v = drawn(b, steps, 0)
+    mine = [RingCache(b, 2, 64, capacity=32, page=2, dtype=q.dtype, device="cuda") for _ in "12"]
+    given = [t[0].clone() for t in (q, k, v)]
+    ring_attn_with_cache(*given, mine[0])
+    mine[0].rollback(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ring_attn_with_cache(*given, mine[0])
+    more = RingCache(3 * b, 2, 64, page=2, dtype=q.dtype, device="cuda")
+    capacity = mine[0].capacity
+    for i in range(steps):
+        for place, t in zip(given, (q[i], k[i], v[i])):
+            place.copy_(t)
+        graph.replay()
+        if i < capacity:
+            want = ring_attn_with_cache(q[i], k[i], v[i], mine[1])
+            same[f"token {i}"] = torch.equal(out, want)
+        else:
+            same[f"token {i} is refused"] = bool(out.isnan().all())
+        large = [torch.cat([t[i]] * 3) for t in (q, k, v)]
+        ring_attn_with_cache(*large, more)
+    with pytest.raises(ValueError, match="appended beyond the capacity"):
+        _ = mine[0].lengths
+    same["lengths"] = mine[0].lengths == [capacity] * b
+    mine[0].rollback(5)
+    graph.replay()
+    same["after a rollback"] = mine[0].lengths == [capacity - 4] * b
+    return same
+
+
+def test_graphs_append_and_advance() -> None:
+    assert all(in_a_graph().values()), in_a_graph()
+
+
+def test_graphs_of_several_ranks(nccl: Callable) -> None:
+    for same in nccl(2).run(in_a_graph):
+        assert all(same.values()), same
+
+
+def push(tokens: int) -> tuple[bool, bool]:
+    """Whether memory is shared, and whether ranks have the same out, bit by bit."""
+    ring, (q, k, v) = Ring(), drawn(1, tokens, 1)
+    cache = RingCache(1, 2, 64, page=1, dtype=q.dtype, device="cuda")
+    outs = torch.stack([ring_attn_with_cache(*each, cache) for each in zip(q, k, v)])
+    (plan,) = cache.plans.values()
+    theirs = [t.clone() for t in (outs, outs)]
+    ring.largest(theirs[0])
+    theirs[1].neg_()
+    ring.largest(theirs[1])
+    return plan.pushed is not None, torch.equal(theirs[0], -theirs[1])
+
+
+def test_ranks_have_the_same_result(nccl: Callable) -> None:
+    shared, same = zip(*nccl(2).run(push, 50))
+    assert all(same)
+    assert all(shared) or torch.cuda.device_count() < 2

@@ -1,0 +1,101 @@
+"""Faults planted into caches and attention to them, but for kernels, which need an interpreter."""
+
+from tests.faults.mutant import Mutant
+
+PAGES = "inference/pages.py:Pages."
+TABLE = "inference/page_table.py:PageTable."
+CACHE = "inference/cache.py:RingCache."
+
+INFERENCE = [
+    Mutant("a page too far", PAGES + "owner", "token // self.page", "(token + 1) // self.page"),
+    Mutant(
+        "a rank's last page counts as full", PAGES + "held",
+        "min(max(rest - rank * self.page, 0), self.page)",
+        "(self.page if rest > rank * self.page else 0)",
+    ),
+    Mutant(
+        "pages that are not full are shared", TABLE + "rearrange",
+        "[*shared, *rest] if source not in heirs else shared", "[*shared, *rest]",
+    ),
+    Mutant(
+        "what a partial page holds is not copied", TABLE + "rearrange",
+        "copies.append((there[full], held[full]))", "pass",
+    ),
+    Mutant(
+        "shortening writes shared pages", TABLE + "shorten", "users[page := held[place]] > 1",
+        "users[page := held[place]] > 9",
+    ),
+    Mutant(
+        "a shared page is not copied", TABLE + "shorten", "if place == full and partial:",
+        "if False:",
+    ),
+    Mutant(
+        "a page of another sequence is free", TABLE + "_recount", "if not users", "if users < 2",
+    ),
+    Mutant(
+        "tokens at the place of others", CACHE + "write",
+        "slot = tokens // (page * self.pages.ranks), tokens % page",
+        "slot = tokens // (page * self.pages.ranks), tokens * 0",
+    ),
+    Mutant(
+        "tokens as if they were alone", CACHE + "local",
+        "(index // page * self.pages.ranks + self.ring.rank)",
+        "(index // page + self.ring.rank)",
+    ),
+    Mutant(
+        "lengths stay behind", CACHE + "advance", "self.layer_lengths[layer] += n", "pass",
+    ),
+    Mutant(
+        "what is forgotten stays on the device", CACHE + "_apply", "self.lengths_of.copy_(",
+        "self.lengths_of.clone().copy_(",
+    ),
+    Mutant(
+        "left padding stays with its place", CACHE + "reorder",
+        "[starts[i] for i in beams]", "starts",
+    ),
+    Mutant(
+        "a freed sequence is still padded", CACHE + "free",
+        "lengths[sequence] = starts[sequence] = 0",
+        "lengths[sequence] = 0",
+    ),
+    Mutant(
+        "queries see later drafts", "inference/partial.py:attend",
+        "(cols <= rows) & (cols >= start)",
+        "(cols >= start)",
+    ),
+    Mutant(
+        "padding is seen", "inference/partial.py:attend", "(cols <= rows) & (cols >= start)",
+        "(cols <= rows)",
+    ),
+    Mutant(
+        "a window is one token wider", "inference/partial.py:attend",
+        "cols >= rows - scores_of.window",
+        "cols >= rows - scores_of.window - 1",
+    ),
+    Mutant(
+        "all ranks weigh alike", "inference/partial.py:merged",
+        "weight = (lse - total.", "weight = (0 * lse - total.",
+    ),
+    Mutant(
+        "sinks weigh nothing", "inference/partial.py:merged",
+        "total = torch.logaddexp(total, sinks.to(total))", "pass",
+    ),
+    Mutant(
+        "a rank's own result is another's", "inference/exchange.py:gathered",
+        "found[ring.rank] = message",
+        "found[ring.rank] = message * 0",
+    ),
+    Mutant(
+        "a chunk in the order of ranks", "inference/prefill.py:_order", "torch.cat(each).argsort()",
+        "torch.cat(each).sort().values",
+    ),
+    Mutant(
+        "a chunk's cached part is left out", "inference/prefill.py:prefill",
+        "merge_(out, lse, *flat)", "pass",
+    ),
+    Mutant(
+        "results go home to others", "inference/prefill.py:Chunk.sent_home",
+        "(rank, outs[rank]), (rank, lses[rank])",
+        "(rank, outs[0]), (rank, lses[0])",
+    ),
+]  # fmt: skip

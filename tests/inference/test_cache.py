@@ -1,0 +1,48 @@
+"""A cache over ranks is one cache: whatever is done to it, attention is that of dense tensors."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.inference.stories import Story, told
+
+SIZES = (1, 2, 3, 4)
+EXACT = 1e-12
+DECODING = Story(deeds=("attend",), steps=20, most=3)
+OPTIONS = [
+    dict(options={"window": 3}),
+    dict(options={"window": 0}),
+    dict(options={"softclamp": 1.5, "scale": 0.7}),
+    dict(given=("sinks",)),
+    dict(given=("alibi_slopes",), options={"window": 6}),
+    dict(given=("starts",)),
+    dict(key_heads=1, given=("sinks", "starts"), options={"window": 4}),
+    dict(key_heads=4, layers=2),
+]
+
+
+def cases() -> list[Story]:
+    found = [replace(DECODING, page=page) for page in (1, 2, 3, 16)]
+    found += [replace(DECODING, page=2, **each) for each in OPTIONS]
+    found += [
+        Story(seed, page=(1, 2, 3)[seed % 3], sequences=3, layers=1 + seed % 2, steps=25)
+        for seed in range(6)
+    ]
+    found += [Story(seed, page=2, sequences=3, capacity=30, steps=25) for seed in range(4)]
+    found += [
+        Story(seed, page=2, sequences=3, given=("starts",), options={"window": 5})
+        for seed in range(3)
+    ]
+    chunks = Story(page=2, deeds=("prefill", "attend", "rollback"), steps=12)
+    found += [replace(chunks, **each) for each in OPTIONS]
+    found += [replace(chunks, seed=seed, sequences=1, page=3) for seed in range(3)]
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_whatever_is_done_attention_is_dense(pools: Callable, size: int) -> None:
+    stories = cases()
+    for errors in pools(size).run(told, stories):
+        for story, error in zip(stories, errors):
+            assert error < EXACT, story

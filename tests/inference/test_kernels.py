@@ -1,0 +1,213 @@
+"""The kernels of decoding: by Triton's interpreter, in processes that share memory."""
+
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.failures import RingError
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.inference import decode_plan
+from ring_attention_pytorch.inference.attention import ring_attn_with_cache
+from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.exchange import PushedRows
+from tests.inference.stories import Story, Teller, told
+from tests.support.interpreter import interpreters, needs_triton
+
+pytestmark = needs_triton
+CPU = torch.device("cpu")
+RANKS = 3
+SLOT = 1 << 12
+ALONE = Story(dtype=torch.float32, kernel="triton", steps=6, most=3, deeds=("attend",))
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Three processes that have Triton's interpreter."""
+    with interpreters(RANKS) as pool:
+        yield pool
+
+
+CASES = {
+    "pages that hold a block of keys": replace(ALONE, page=64, steps=4, most=20),
+    "small pages": replace(ALONE, page=3),
+    "windows": replace(ALONE, options={"window": 2}, given=("starts",)),
+    "scores": replace(ALONE, options={"softclamp": 1.5}, given=("sinks", "alibi_slopes")),
+    "appended before": replace(ALONE, deeds=("append", "attend", "rollback")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_are_dense_attention(name: str, ranks: ProcessPoolExecutor) -> None:
+    (error,) = ranks.submit(told, [CASES[name]]).result(timeout=200.0)
+    assert error < 1e-5
+
+
+# ---- ranks that share memory
+
+
+class Sharing(Ring):
+    """A rank of several that are no process group, but share memory."""
+
+    def __init__(self, rank: int, memories: list[Tensor], patience: float) -> None:
+        self.group, self.size, self.rank, self.first = None, len(memories), rank, 0
+        self.rows = PushedRows(CPU, rank, memories, SLOT, patience)
+        self.steps.watch(self.rows)
+
+
+def sharing(rank: int, memories: list[Tensor], patience: float = 60.0) -> Sharing:
+    from ring_attention_pytorch.inference import _triton_merge
+
+    _triton_merge.globaltimer = time.monotonic_ns
+    decode_plan.pushed_rows = lambda ring, device: ring.rows if ring.size > 1 else None
+    return Sharing(rank, memories, patience)
+
+
+def together(pool: ProcessPoolExecutor, run: Any, *each: Any) -> list[Any]:
+    words = PushedRows.words_for(SLOT, RANKS)
+    memories = [torch.zeros(words, dtype=torch.int64).share_memory_() for _ in range(RANKS)]
+    futures = [pool.submit(run, rank, memories, given) for rank, given in enumerate(each)]
+    return [future.result(timeout=200.0) for future in futures]
+
+
+def tell(rank: int, memories: list[Tensor], story: Story) -> float:
+    return Teller(story, sharing(rank, memories)).tell()
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_ranks_that_share_memory_merge_in_one_kernel(seed: int, ranks: ProcessPoolExecutor) -> None:
+    story = replace(ALONE, seed=seed, sequences=1, page=2, steps=6, given=("sinks",))
+    for error in together(ranks, tell, *[story] * RANKS):
+        assert error < 1e-5
+
+
+def decode(rank: int, memories: list[Tensor], tokens: tuple[int, ...]) -> tuple[Any, str | None]:
+    """Decode so many tokens at a time; whether each result is NaN, and what was found wrong."""
+    ring = sharing(rank, memories, patience=2.0)
+    cache, nan, trouble = RingCache(1, 1, 16, page=2, group=ring), [], None
+    for n in tokens:
+        if not n:
+            ring.rows.fail()
+            break
+        q = torch.ones(1, n, 2, 16)
+        try:
+            out = ring_attn_with_cache(q, q[:, :, :1], q[:, :, :1], cache, kernel="triton")
+            nan.append(bool(out.isnan().all()))
+        except RingError as error:
+            trouble = str(error)
+            break
+    return nan, trouble or ring.steps.trouble()
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(
+    ranks: ProcessPoolExecutor,
+) -> None:
+    found = together(ranks, decode, (1, 1), (1,), (1, 1))
+    for nan, trouble in (found[0], found[2]):
+        assert nan == [False, True]
+        assert "rank 1 did not come within 2 s" in trouble
+
+
+def test_a_rank_that_fails_is_waited_for_by_nobody(ranks: ProcessPoolExecutor) -> None:
+    begin = time.monotonic()
+    found = together(ranks, decode, (1, 1), (1, 0), (1, 1))
+    for nan, trouble in (found[0], found[2]):
+        assert nan == [False, True]
+        assert "rank 1 has failed" in trouble
+    assert time.monotonic() - begin < 60.0
+
+
+def mismatched(rank: int, memories: list[Tensor], window: int) -> tuple[bool, str | None]:
+    ring = sharing(rank, memories, patience=2.0)
+    cache, q = RingCache(1, 1, 16, page=2, group=ring), torch.ones(1, 1, 2, 16)
+    options = dict(kernel="triton", window=window)
+    out = ring_attn_with_cache(q, q[:, :, :1], q[:, :, :1], cache, **options)
+    return bool(out.isnan().all()), ring.steps.trouble()
+
+
+def test_a_rank_that_calls_with_other_options_is_found(ranks: ProcessPoolExecutor) -> None:
+    found = together(ranks, mismatched, 3, 4, 3)
+    assert all(nan for nan, _ in found)
+    assert "with other shapes or options" in str(found[0][1])
+
+
+# ---- code for GPUs
+
+
+ATTEND = dict(
+    q="*bf16", k_new="*bf16", v_new="*bf16", slopes="*bf16", key_mask="*u8", keys="*bf16",
+    values="*bf16", tables="*i32", lengths="*i32", starts="*i32", rooms="*i32", acc_of="*fp32",
+    lse_of="*fp32",
+    next_lengths="*i32", state="*i64", width="i32",
+    page_rows="i64", head_rows="i64", masked="i64", factor="fp32", clamp="fp32", window="i32",
+)  # fmt: skip
+ATTEND_SIZES = dict(
+    N=1, ROWS_IN_ALL=32, SPLITS=33, BLOCKS=1, KV=8, GROUP=4, D=128, D_V=128, WIDTH=128,
+    WIDTH_V=128, ROWS=16, COLS=64, NEW_COLS=16, STEP=1, PAGE=64, RANKS=2, RANK=1, NEW=True,
+    CAUSAL=True, MASKED=False, WINDOW=False, STARTS=False, CLAMP=False, ALIBI=False, SHARED=True,
+    PDL=True, PRECISION="tf32",
+)  # fmt: skip
+MERGE = dict(
+    acc_of="*fp32", lse_of="*fp32", out="*bf16", out_lse="*fp32", sinks="*bf16", lengths="*i32",
+    next_lengths="*i32", overflown="*i32", state="*i64", acc_split="i64", acc_row="i64",
+    lse_split="i64", lse_row="i64", parts="i32", rows="i32", sequences="i32", patience="i64",
+    purpose="i64", slot="i64",
+)  # fmt: skip
+MERGE_SIZES = dict(
+    ROWS_EACH=32,
+    HEADS=32,
+    D=128,
+    COLS=32,
+    PARTS=64,
+    RANKS=1,
+    RANK=0,
+    ADVANCE=True,
+    SINKS=False,
+    PDL=True,
+)
+APPEND = dict(
+    k="*bf16", v="*bf16", keys="*bf16", values="*bf16", tables="*i32", lengths="*i32",
+    rooms="*i32", n="i32", width="i32",
+)  # fmt: skip
+APPEND_SIZES = dict(PAGE=16, RANKS=2, RANK=1, KV=8, D=80, D_V=64, ROWS=16, WIDTH=128, WIDTH_V=64)
+VARIANTS = {
+    "decode": ("_triton_attend", "attend_kernel", ATTEND, ATTEND_SIZES, {}),
+    "all terms": (
+        "_triton_attend", "attend_kernel", ATTEND, ATTEND_SIZES,
+        dict(WINDOW=True, STARTS=True, CLAMP=True, ALIBI=True, PAGE=3, D=80, SHARED=False),
+    ),
+    "drafts, appended before": (
+        "_triton_attend", "attend_kernel", ATTEND, ATTEND_SIZES,
+        dict(
+            NEW=False, MASKED=True, CAUSAL=False, N=40, ROWS=64, BLOCKS=3, ROWS_IN_ALL=1280,
+            NEW_COLS=64,
+        ),
+    ),
+    "merge": ("_triton_merge", "merge_kernel", MERGE, MERGE_SIZES, {}),
+    "merge ranks": (
+        "_triton_merge", "merge_kernel", MERGE, MERGE_SIZES, dict(RANKS=4, RANK=2, SINKS=True),
+    ),
+    "append": ("_triton_append", "append_kernel", APPEND, APPEND_SIZES, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_kernels_are_code_for_a_gpu(name: str) -> None:
+    """Down to what the GPU's assembler takes, which no interpreter knows."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, function, types, sizes, changes = VARIANTS[name]
+    kernel = getattr(import_module(f"ring_attention_pytorch.inference.{module}"), function)
+    sizes = {**sizes, **changes}
+    assert [*types, *sizes] == kernel.arg_names
+    source = ASTSource(kernel, {**types, **dict.fromkeys(sizes, "constexpr")}, sizes)
+    options = dict(num_warps=1 if "merge" in name else 4)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert ".entry" in made.asm["ptx"]

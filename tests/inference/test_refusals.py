@@ -1,0 +1,161 @@
+"""What a cache refuses: in the same words on all ranks, and before anything is written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.inference.attention import ring_attn_with_cache
+from ring_attention_pytorch.inference.cache import RingCache
+from tests.support.module_cases import check_refused
+
+
+def misuse(name: str) -> None:
+    odd_one = dist.get_rank() == 1
+    given: dict[str, Any] = dict(sequences=2, key_heads=2, head_dim=4)
+    wrong_caches: dict[str, dict[str, Any]] = {
+        "page": {"page": 257},
+        "capacity": {"capacity": 0},
+        "dtype": {"dtype": torch.int32},
+        "heads of a cache": {"key_heads": 0},
+        "pages differ": {"page": 3},
+        "a size is no number": {"layers": "two"},
+    }
+    if odd_one and name in wrong_caches:
+        given |= wrong_caches[name]
+    cache = RingCache(**given)
+    q, k = torch.zeros(2, 1, 4, 4), torch.zeros(2, 1, 2, 4)
+    call: dict[str, Any] = dict(q=q, k=k, v=k)
+    wrong: dict[str, dict[str, Any]] = {
+        "batch": {"q": q[:1]},
+        "heads": {"q": torch.zeros(2, 1, 3, 4)},
+        "no token": {"q": q[:, :0], "k": k[:, :0], "v": k[:, :0]},
+        "keys of other tokens": {"k": torch.zeros(2, 2, 2, 4), "v": torch.zeros(2, 2, 2, 4)},
+        "width of v": {"v": k[..., :3]},
+        "dtype of q": {"q": q.double()},
+        "no v": {"v": None},
+        "layer": {"layer": 1},
+        "window": {"window": -1},
+        "windows differ": {"window": 3},
+        "softclamp": {"softclamp": 0.0},
+        "kernel": {"kernel": "sdpa"},
+        "sinks": {"sinks": torch.zeros(3)},
+        "values differ": {"q": q + 1},
+        "layout": {"layout": "spiral"},
+        "shards": {"layout": "zigzag", "q": q[:, :0], "k": k[:, :0], "v": k[:, :0]},
+        "q is no tensor": {"q": "q"},
+    }
+    if name == "values differ":
+        call["check"] = "always"
+    if name in ("layout", "shards"):
+        call["layout"] = "zigzag"
+    if odd_one or name == "shards":
+        call |= wrong[name]
+    ring_attn_with_cache(cache=cache, **call)
+
+
+REFUSED = {
+    "page": "page must be from 1 to 256, got 257",
+    "capacity": "capacity must be at least 1, or None",
+    "dtype": "dtype must be one of",
+    "heads of a cache": "key_heads must be at least 1, got 0",
+    "pages differ": "page must be the same on every rank",
+    "a size is no number": "layers='two' violates type hint",
+    "batch": "q must be [2, n, h, 4], got [1, 1, 4, 4]",
+    "heads": "heads of q must be a multiple of 2, got 3",
+    "no token": "q must have a token",
+    "keys of other tokens": "q and k must be of the same tokens, got 1 and 2",
+    "width of v": "k and v must be (2, 1, 2, 4) and (2, 1, 2, 4)",
+    "dtype of q": "q must be torch.float32 on cpu, as the cache is",
+    "no v": "k and v must be given together",
+    "layer": "layer must be from 0 to 0, got 1",
+    "window": "window must not be negative, got -1",
+    "windows differ": "scores must be the same on every rank",
+    "softclamp": "softclamp must be positive, got 0.0",
+    "kernel": "kernel must be None, 'triton' or 'eager', got 'sdpa'",
+    "sinks": "sinks must be [4] on cpu, got [3] on cpu",
+    "values differ": "values of q, k and v must be the same on every rank",
+    "layout": "layout must be the same on every rank",
+    "shards": "a chunk must have a token",
+    "q is no tensor": "violates type hint",
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_cannot_be_is_refused_in_the_same_words_on_all_ranks(
+    pools: Callable, size: int
+) -> None:
+    check_refused(pools(size), misuse, REFUSED)
+
+
+def test_who_is_alone_is_told_too() -> None:
+    cache = RingCache(2, 1, 4, capacity=3, page=1, group=Ring.alone())
+    k = torch.ones(2, 2, 1, 4)
+    cache.append(k, k)
+    for refused, why in {
+        lambda: cache.append(k, k): "would have 4 tokens, more than the capacity of 3",
+        lambda: cache.rollback(3): "rollback takes from 0 to as many tokens as there are",
+        lambda: cache.rollback([1]): "rollback takes",
+        lambda: cache.reorder([0, 2]): "reorder takes a number from 0 to 1",
+        lambda: cache.fork(0, 2): "there are 2 sequences, and no 2",
+        lambda: cache.hide_before([0]): "starts must be 2 numbers",
+        lambda: cache.append(k.double(), k.double()): "k and v must be torch.float32",
+    }.items():
+        with pytest.raises(ValueError, match=why):
+            refused()
+        assert cache.lengths == [2, 2]
+
+
+def moved(sizes: tuple[int, int]) -> float:
+    """Take what ranks of one cache hold over to a cache of other ranks."""
+    k = torch.randn(2, 11, 1, 4, generator=torch.Generator().manual_seed(1))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    groups = {size: dist.new_group(list(range(size))) for size in (1, *sizes)}
+    states: list[Any] = [None] * ranks
+    mine = None
+    if rank < sizes[0]:
+        cache = RingCache(2, 1, 4, page=2, group=groups[sizes[0]])
+        cache.append(k, -k)
+        cache.rollback([0, 4])
+        mine = cache.state_dict()
+    dist.all_gather_object(states, mine)
+    if rank >= sizes[1]:
+        return 0.0
+    other = RingCache(2, 1, 4, page=3, group=groups[sizes[1]])
+    with pytest.raises(ValueError, match="give those of all ranks"):
+        other.load_state_dict(*states[: sizes[0] - 1], states[0])
+    other.load_state_dict(*states[: sizes[0]])
+    assert other.lengths == [11, 7]
+    worst = 0.0
+    for i in range(2):
+        keys, values, tokens = other.local(i)
+        worst = max(worst, (keys - k[i, tokens]).abs().max().item() if len(keys) else 0.0)
+        worst = max(worst, (values + k[i, tokens]).abs().max().item() if len(keys) else 0.0)
+    return worst
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 1)])
+def test_a_cache_can_be_taken_over_by_other_ranks(sizes: tuple[int, int], pools: Callable) -> None:
+    assert pools(3).run(moved, sizes) == [0.0] * 3
+
+
+def test_memory_is_a_share_and_grows_by_pages() -> None:
+    cache = RingCache(1, 2, 8, value_dim=4, page=4)
+    assert cache.nbytes == 0
+    k, v = torch.ones(1, 9, 2, 8), torch.ones(1, 9, 2, 4)
+    cache.append(k, v)
+    assert cache.nbytes == 3 * 4 * 2 * (8 + 4) * 4
+
+
+def shares() -> tuple[int, int]:
+    cache = RingCache(1, 2, 8, layers=3, capacity=64, page=4)
+    return cache.nbytes, cache.capacity
+
+
+def test_each_rank_has_its_share_of_the_memory(pools: Callable) -> None:
+    for nbytes, capacity in pools(4).run(shares):
+        assert capacity == 64
+        assert nbytes == 3 * 16 * 2 * 16 * 4
