@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -153,6 +159,53 @@ def test_weights_go_from_one_form_into_the_other_and_what_does_not_fit_raises(po
     for told in pools(4).run(split_by_hand):
         for text, found in zip(texts, told, strict=True):
             assert text in found
+
+
+def over_all(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def saved(folder: Path) -> list[Tensor]:
+    """For a pool of 4: what is saved after a step, whole."""
+    torch.manual_seed(0)
+    wrapped = meshes.hsdp(meshes.Model().double())
+    optimizer = torch.optim.AdamW(wrapped.model.parameters())
+    meshes.step(wrapped, meshes.batches()[wrapped.replica])
+    optimizer.step()
+    dcp.save(get_state_dict(wrapped.model, optimizer)[0], checkpoint_id=folder / "model")
+    dcp.save(get_state_dict(wrapped.model, optimizer)[1], checkpoint_id=folder / "optimizer")
+    return everything(wrapped.model, optimizer)
+
+
+def loaded(folder: Path) -> tuple[list[Tensor], float]:
+    """For a pool of 2: what is loaded, whole, and the worst error of a step from there."""
+    torch.manual_seed(1)
+    model = over_all(meshes.Model().double())
+    optimizer = torch.optim.AdamW(model.parameters())
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.load(weights, checkpoint_id=folder / "model")
+    dcp.load(moments, checkpoint_id=folder / "optimizer")
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    found = everything(model, optimizer)
+    whole, _ = get_state_dict(model, [], options=StateDictOptions(full_state_dict=True))
+    wrapped = meshes.Wrapped(model, init_device_mesh("cpu", (2,)), 0)
+    loss = meshes.step(wrapped, meshes.batches()[0])
+    return found, meshes.worst_error(wrapped, loss, meshes.one_process(whole, 1))
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    found = [*weights.values()]
+    return found + [t for t in moments.values() if isinstance(t, Tensor)]
+
+
+def test_what_four_ranks_save_two_go_on_with(pools, tmp_path):
+    want = pools(4).run(saved, tmp_path)[0]
+    assert len(want) > 30
+    for found, error in pools(2).run(loaded, tmp_path):
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+        assert error < 1e-10
 
 
 def test_the_guide_quotes_the_recipes():
