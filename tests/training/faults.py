@@ -60,7 +60,8 @@ TRAINING = [
     ),
     Mutant(
         "the loss is the mean of this rank", "nn/loss.py:mean_over_ranks",
-        "ring.total(held)", "pass",
+        "total = _SumOverRanks.apply(total, ring)\n ring.total(held)",
+        "total = _SumOverRanks.apply(total, ring)",
     ),
     Mutant(
         "weights are not counted", "training/losses.py:ring_cross_entropy",
