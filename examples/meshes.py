@@ -9,7 +9,7 @@ would be that of a rank's own tokens.
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ring_attention_pytorch import default_attention, ring_attn, ring_cross_entropy, shard_batch
+from ring_attention_pytorch import RingAttention, ring_cross_entropy, shard_batch
 from ring_attention_pytorch.launch import torchrun_group
 
 LENGTH = 61
@@ -64,17 +64,19 @@ def hsdp(model: nn.Module) -> Wrapped:
     return Wrapped(model, mesh["cp"], mesh["dp"].get_local_rank())
 
 
-def cp_and_tp(model: nn.Module) -> Wrapped:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+def tensor_parallel(model: nn.Module) -> Wrapped:
+    sizes = (dist.get_world_size() // 4, 2, 2)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "cp", "tp"))
     heads = {f"to_{name}": ColwiseParallel() for name in "qkv"}  # a rank has some of the heads
     for block in model.blocks:
-        parallelize_module(block, mesh["tp"], heads | {"to_out": RowwiseParallel()})
-        fully_shard(block, mesh=mesh["cp"])
-    fully_shard(model, mesh=mesh["cp"])  # averages over the ring
-    return Wrapped(model, mesh["cp"], 0)
+        block.attention.split_projections(mesh["tp"])
+        parallelize_module(block.attention, mesh["tp"], heads | {"to_out": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp", "cp"])
+    fully_shard(model, mesh=mesh["dp", "cp"])  # averages over replicas and over the ring
+    return Wrapped(model, mesh["cp"], mesh["dp"].get_local_rank())
 
 
-RECIPES = {"DDP": ddp, "FSDP2": fsdp2, "HSDP": hsdp, "ring and tensor parallel": cp_and_tp}
+RECIPES = {"DDP": ddp, "FSDP2": fsdp2, "HSDP": hsdp, "tensor parallel": tensor_parallel}
 
 
 def step(wrapped: Wrapped, whole: Mapping[str, Any]) -> Tensor:
@@ -88,27 +90,26 @@ def step(wrapped: Wrapped, whole: Mapping[str, Any]) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention whose projections are apart, so that each can be split by heads."""
+    """Attention of four heads, two of them with a key head in common, and a residual."""
 
-    def __init__(self, dim: int):
+    def __init__(self, dim: int, spread: bool):
         super().__init__()
-        self.to_q, self.to_k, self.to_v, self.to_out = (
-            nn.Linear(dim, dim, bias=False) for _ in range(4)
+        how = {"ring_attn": True} if spread else {"force_regular_attn": True}
+        self.attention = RingAttention(
+            dim, dim_head=8, heads=4, num_grouped_query_heads=2, causal=True, **how
         )
-        self.attend = ring_attn
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (to(x).unflatten(-1, (-1, 8)) for to in (self.to_q, self.to_k, self.to_v))
-        return x + self.to_out(self.attend(q, k, v, causal=True).flatten(2))
+        return x + self.attention(x)
 
 
 class Model(nn.Module):
     """A transformer over bytes, whose blocks are computed again in backward."""
 
-    def __init__(self, dim: int = 32, depth: int = 2):
+    def __init__(self, dim: int = 32, depth: int = 2, spread: bool = True):
         super().__init__()
         self.bytes, self.places = nn.Embedding(256, dim), nn.Embedding(LENGTH, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(dim, spread) for _ in range(depth))
         self.to_logits = nn.Linear(dim, 256)
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -129,10 +130,10 @@ def batches() -> list[dict[str, Any]]:
     return found
 
 
-def one_process(model: nn.Module, replicas: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of all batches and its gradients, by name: dense, a document at a time."""
-    for block in model.blocks:
-        block.attend = default_attention
+def one_process(weights: Mapping[str, Tensor], replicas: int) -> tuple[Tensor, nn.Module]:
+    """Return the loss of all batches, and a model that has its gradients, of whole documents."""
+    model = Model(spread=False).double()
+    model.load_state_dict(weights)
     losses, tokens = [], []
     for whole in batches()[:replicas]:
         borders = whole["cu_seqlens"]
@@ -142,31 +143,41 @@ def one_process(model: nn.Module, replicas: int) -> tuple[Tensor, dict[str, Tens
             losses.append(nn.functional.cross_entropy(logits, labels, reduction="sum"))
             tokens.append((labels != -100).sum())
     loss = sum(losses) / sum(tokens)
-    grads = torch.autograd.grad(loss, [*model.parameters()])
-    return loss.detach(), dict(zip(dict(model.named_parameters()), grads))
+    loss.backward()
+    return loss.detach(), model
 
 
-def worst_error(wrapped: Wrapped, loss: Tensor, want: tuple[Tensor, dict[str, Tensor]]) -> float:
+def worst_error(wrapped: Wrapped, loss: Tensor, want: tuple[Tensor, nn.Module]) -> float:
     """Return the worst relative error of the loss and of any gradient."""
-    errors = [abs(loss - want[0]) / want[0]]
+    grads = {}
     for name, p in wrapped.model.named_parameters():
         grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        exact = want[1][name.removeprefix("module.")]
-        errors.append((grad - exact).norm() / exact.norm())
+        grads[name.removeprefix("module.")] = grad
+    found = Model().double()
+    found.load_state_dict(grads)  # split or not, by the names of one process
+    errors = [(loss - want[0]).abs() / want[0]]
+    for got, p in zip(found.parameters(), want[1].parameters()):
+        errors.append((got.detach() - p.grad).norm() / p.grad.norm())
     return float(max(errors))
 
 
+def compare(recipe: Callable[[nn.Module], Wrapped]) -> tuple[float, float]:
+    """Return the loss of a recipe, and its worst error beside one process, in float64."""
+    torch.manual_seed(0)
+    model = Model().double()
+    weights = copy.deepcopy(model.state_dict())
+    wrapped = recipe(model)
+    loss = step(wrapped, batches()[wrapped.replica])
+    replicas = dist.get_world_size() // 4 if recipe is tensor_parallel else 2
+    return float(loss), worst_error(wrapped, loss, one_process(weights, replicas))
+
+
 def main() -> None:
-    """Compare each recipe with one process, in float64."""
+    """Compare each recipe with one process."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # logits are a view
     with torchrun_group("gloo"):
         for name, recipe in RECIPES.items():
-            torch.manual_seed(0)
-            model = Model().double()
-            want = one_process(copy.deepcopy(model), 1 if recipe is cp_and_tp else 2)
-            wrapped = recipe(model)
-            loss = step(wrapped, batches()[wrapped.replica])
-            error = worst_error(wrapped, loss, want)
+            loss, error = compare(recipe)
             if dist.get_rank() == 0:
                 print(f"{name:26} loss {loss:.6f}, worst relative error {error:.1e}", flush=True)
 

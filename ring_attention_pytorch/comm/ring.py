@@ -143,6 +143,13 @@ class Ring:
         return self.group is not None and self.size < dist.get_world_size(self.group)
 
     @property
+    def ranks(self) -> list[int]:
+        """The ring's ranks in the default group, in order of their places."""
+        if self.group is None:
+            return [0]
+        return dist.get_process_group_ranks(self.group)[self.first : self.first + self.size]
+
+    @property
     def exists(self) -> bool:
         """Tell whether the group has not been destroyed."""
         if self.group is None:

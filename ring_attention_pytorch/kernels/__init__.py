@@ -190,9 +190,10 @@ def package_problem(package: Dependency) -> str | None:
     try:
         found = importlib.import_module(package.module)
         version = getattr(found, "__version__", None) or importlib.metadata.version(package.name)
-    except ModuleNotFoundError:
-        return f"{wanted}, which is not installed"
     except Exception as error:  # a package built for another torch fails in ways of its own
+        own = isinstance(error, ModuleNotFoundError) and error.name is not None
+        if own and f"{package.module}.".startswith(f"{error.name}."):  # else what it imports lacks
+            return f"{wanted}, which is not installed"
         return f"{wanted}; the one that is installed can't be imported: {error}"
     return None if TorchVersion(version) >= package.min_version else f"{wanted}, got {version}"
 

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from beartype import beartype
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch import operators
@@ -20,15 +19,18 @@ from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders
 from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.geometry.tiles import Mask
+from ring_attention_pytorch.nn.averaging import watch_averaging
 from ring_attention_pytorch.nn.checks import (
     PlanOfLayer,
+    angles_problem,
     kernel_problem,
     plan_problem,
     scores_problem,
     shape_problem,
+    tokens_problem,
     unused_problem,
 )
-from ring_attention_pytorch.nn.norm import RMSNorm
+from ring_attention_pytorch.nn.projections import HeadProjections
 from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.nn.sharding import (
@@ -45,7 +47,7 @@ from ring_attention_pytorch.runtime.graphs import GraphCache
 from ring_attention_pytorch.runtime.torch_func import run_apart, tangents_note
 
 
-class RingAttention(nn.Module):
+class RingAttention(HeadProjections):
     """An attention layer for a sequence that may be spread over a ring of processes.
 
     Args:
@@ -143,18 +145,12 @@ class RingAttention(nn.Module):
         self.kernel, self.over_ring = "triton" if use_cuda_kernel else kernel, over_ring
         self.force_regular_attn, self.bucket_size = force_regular_attn, bucket_size
         self.kept = GraphCache() if in_graphs else None
-        self.heads, self.dim_head = heads, dim_head
-        self.key_heads = heads // num_grouped_query_heads
-        self.qkv_head_breakdown = (heads, self.key_heads, self.key_heads)
 
         self.rotary_restart, self.rotary_embed = rotary_restart, None
         if rotary_embed:
             self.rotary_embed = RingRotaryEmbedding(dim_head, theta=rotary_embed_theta)
-        self.to_qkv = nn.Sequential(
-            RMSNorm(dim) if prenorm else nn.Identity(),
-            nn.Linear(dim, dim_head * (heads + 2 * self.key_heads), bias=False),
-        )
-        self.to_out = nn.Linear(dim_head * heads, dim, bias=False)
+        self.make_projections(dim, dim_head, heads, heads // num_grouped_query_heads, prenorm)
+        self.watched = False  # by `watch_averaging`
 
     @typed(told_by_module("ring attention"))
     def forward(  # noqa: PLR0913 - a public entry point
@@ -259,13 +255,11 @@ class RingAttention(nn.Module):
     ) -> str | None:
         """Say what is wrong with this rank's arguments, without asking other ranks."""
         dim, rotary = self.to_out.out_features, self.rotary_embed or rotary_emb is not None
-        for name, t in (("x", x), ("context", context)):
-            if t is None:
-                continue
-            if t.ndim != 3 or t.shape[2] != dim:
-                return f"{name} must be [batch, tokens, {dim}], got {list(t.shape)}"
-            if t.is_meta or not t.is_floating_point():
-                return f"{name} must be floating and have values, got {t.dtype} on {t.device}"
+        problem = tokens_problem("x", x, dim)
+        if context is not None:
+            problem = problem or tokens_problem("context", context, dim)
+        if problem:
+            return problem
         if context is not None and (self.causal or self.window is not None or rotary):
             return (
                 "context is another sequence, whose tokens have no place among these: it needs a "
@@ -277,21 +271,13 @@ class RingAttention(nn.Module):
             return "with a context its own context_mask says what may be seen, not mask"
         if self.rotary_embed is not None and rotary_emb is not None:
             return "a module with rotary_embed makes its own angles, rotary_emb would be ignored"
-        if rotary_emb is not None and (problem := self._angles_problem(x, rotary_emb)) is not None:
-            return problem
+        if rotary_emb is not None:
+            by_sample = not self.spread.auto
+            if problem := angles_problem(x, rotary_emb, self.dim_head, by_sample):
+                return problem
         if context is not None:
             return mask_problem("context_mask", context_mask, context)
         return mask_problem("mask", mask, x)
-
-    def _angles_problem(self, x: Tensor, angles: Tensor) -> str | None:
-        """Say what is wrong with the rotary angles of tokens x; None if nothing."""
-        shape, want = list(angles.shape), [x.shape[1], self.dim_head]
-        by_sample = not self.spread.auto and shape == [x.shape[0], *want]
-        if shape != want and not by_sample:
-            return f"rotary_emb must be {want}, got {shape}"
-        if angles.device != x.device:
-            return f"rotary_emb must be on {x.device} as x is, got {angles.device}"
-        return None
 
     def _check_plan(self, plan: RingPlan, decided: Mapping[str, Any]) -> None:
         if self.spread.auto or self.force_regular_attn:
@@ -345,8 +331,9 @@ class RingAttention(nn.Module):
         grad = x.requires_grad or any(p.requires_grad for p in self.parameters())
         like = torch.empty((), dtype=x.dtype, device=x.device, requires_grad=grad)
         tokens = x.shape[:2]
-        q = like.expand(*tokens, self.heads, self.dim_head)
-        k = like.expand(*tokens, self.key_heads, self.dim_head)
+        heads, key_heads, _ = self.heads_here()
+        q = like.expand(*tokens, heads, self.dim_head)
+        k = like.expand(*tokens, key_heads, self.dim_head)
         also = {"rotary_emb": False}
         also |= tangents_note(x, *self.parameters())
         also |= options.get("also", {})
@@ -381,14 +368,16 @@ class RingAttention(nn.Module):
         **options: Any,
     ) -> Tensor:
         try:
-            q, k, v = self._project(x, context)
-        except RuntimeError as error:  # a wrong dtype, or no memory: tell the ranks that wait
+            q, k, v = self.project(x, context)
+        except (RuntimeError, ValueError) as error:  # no memory, say: tell the ranks that wait
             agree(ring, "ring attention", {}, problem=str(error))
         if plan is None and not self.force_regular_attn:
             also = {"rotary_emb": angles is not None}
             also |= tangents_note(q, k, v)
             options |= dict(cross=context is not None, also=also)
             plan = self._plan(q, k, v, seen, ring, **options)
+        if plan is not None and not self.watched and not is_compiling():
+            self.watched = watch_averaging(self, q, plan.ring, self.split_ranks)
         if self.rotary_embed is not None:
             positions = x.shape[1]
             if plan is not None:
@@ -404,18 +393,3 @@ class RingAttention(nn.Module):
                 options.update(softclamp_qk_sim=True, softclamp_value=self.softclamp)
             out = default_attention(q, k, v, seen, **options)
         return self.to_out(rearrange(out, "b n h d -> b n (h d)"))
-
-    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        sizes = [heads * self.dim_head for heads in self.qkv_head_breakdown]
-        if context is None:
-            q, k, v = self.to_qkv(x).split(sizes, dim=-1)
-        else:
-            norm, linear = self.to_qkv
-            q_weight, k_weight, v_weight = linear.weight.split(sizes)
-            q = F.linear(norm(x), q_weight)
-            k = F.linear(norm(context), k_weight)
-            v = F.linear(norm(context), v_weight)
-        by_head = "b n (h d) -> b n h d"
-        q = rearrange(q, by_head, d=self.dim_head)
-        k = rearrange(k, by_head, d=self.dim_head)
-        return q, k, rearrange(v, by_head, d=self.dim_head)

@@ -1,4 +1,4 @@
-"""Checks of the options of layers and models, and of the ids and plans that they are given."""
+"""Checks of the options of layers and models, and of what they are given."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -57,6 +57,25 @@ def unused_problem(eps: float, restart_alone: bool) -> str | None:
         return f"eps has no effect, results are normalised exactly; got {eps}"
     if restart_alone:
         return "rotary_restart needs rotary_embed=True: there is nothing to restart"
+    return None
+
+
+def tokens_problem(name: str, x: Tensor, dim: int) -> str | None:
+    """Say what is wrong with tokens `[b, n, dim]`; None if nothing."""
+    if x.ndim != 3 or x.shape[2] != dim:
+        return f"{name} must be [batch, tokens, {dim}], got {list(x.shape)}"
+    if x.is_meta or not x.is_floating_point():
+        return f"{name} must be floating and have values, got {x.dtype} on {x.device}"
+    return None
+
+
+def angles_problem(x: Tensor, angles: Tensor, dim_head: int, by_sample: bool) -> str | None:
+    """Say what is wrong with the rotary angles of tokens x, or of each sample; None if nothing."""
+    shape, want = list(angles.shape), [x.shape[1], dim_head]
+    if shape != want and not (by_sample and shape == [x.shape[0], *want]):
+        return f"rotary_emb must be {want}, got {shape}"
+    if angles.device != x.device:
+        return f"rotary_emb must be on {x.device} as x is, got {angles.device}"
     return None
 
 

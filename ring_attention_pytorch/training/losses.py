@@ -5,12 +5,11 @@ At long contexts logits need more memory than attention does. So a head's logits
 forgotten a chunk of tokens at a time, and made again in backward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from beartype import beartype
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
@@ -83,7 +82,19 @@ def ring_cross_entropy(
     return mean_over_ranks(total, held.detach(), ring)
 
 
-@beartype
+def _told_by_batch(given: Mapping[str, Any], problem: str) -> None:
+    """Tell the ring of a batch what is wrong with an argument; without a batch, that of the block.
+
+    A rank that has neither tells the default group: if that is another one, these ranks wait.
+    """
+    batch, placement = given.get("batch"), current()
+    ring = batch.ring if isinstance(batch, ShardedBatch) else None
+    if ring is None:
+        ring = as_ring(None) if placement is None else placement.ring
+    agree(ring, "ring_token_logprobs", {}, problem=problem)
+
+
+@typed(_told_by_batch)
 def ring_token_logprobs(
     x: Tensor,
     batch: ShardedBatch,
@@ -108,7 +119,7 @@ def ring_token_logprobs(
         0 where it predicts nothing.
 
     Raises:
-        ValueError: shapes don't fit; on all ranks.
+        ValueError: shapes don't fit, or an argument is of another type; on all ranks of the ring.
 
     >>> from ring_attention_pytorch import shard_batch
     >>> ids = torch.tensor([[1, 2]])
@@ -116,8 +127,10 @@ def ring_token_logprobs(
     >>> ring_token_logprobs(torch.zeros(1, 2, 4), batch).exp().tolist()
     [[0.25, 1.0]]
     """
-    labels = batch.labels
-    problem = problem_of(lambda: _problem(x, labels, head, None, chunk, batch.ring))
+    labels = batch.get("shift_labels")
+    problem = "the batch must have labels, got none"
+    if labels is not None:
+        problem = problem_of(lambda: _problem(x, labels, head, None, chunk, batch.ring))
     agree(batch.ring, "ring_token_logprobs", {"dtype": x.dtype}, problem=problem)
     if head is not None and chunk is None:
         chunk = _CHUNK

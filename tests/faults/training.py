@@ -16,6 +16,7 @@ MUTANTS = planted("TRAINING")
 
 def battery() -> Iterator[Callable[[], object]]:
     """Steps over rings of threads against one process, and mistakes that must raise."""
+    from tests.nn import test_projections as projections
     from tests.support import threads
     from tests.training import test_dataset
 
@@ -29,6 +30,13 @@ def battery() -> Iterator[Callable[[], object]]:
     yield logprobs_are_right
     yield test_dataset.test_documents_are_packed_without_a_gap_and_predict_nothing_beyond_them
     yield goes_on
+    yield projections.test_weights_in_three_are_those_in_one_in_their_order
+    yield projections.test_heads_that_do_not_divide_are_refused
+    yield projections.test_projections_that_were_not_split_are_an_error
+    for over, apart, wrong in (([0, 2], (), True), ([0, 2], (0, 2), False)):
+        look = projections.test_sharding_over_too_few_ranks_is_told_after_backward
+        yield partial(look, over, apart, wrong)
+    yield all_hear_of_a_wrong_type
     for mistake in (whole_sequences, backward_outside, backward_elsewhere, a_plan_of_another):
         yield partial(raises, mistake)
 
@@ -62,6 +70,14 @@ def logprobs_are_right() -> None:
     from tests.training.test_batches import EXACT, logprobs
 
     assert max(threads.run(2, lambda ring: logprobs("head", ring))[0]) < EXACT
+
+
+def all_hear_of_a_wrong_type() -> None:
+    from tests.support import threads
+    from tests.training.test_batches import logprobs_of_a_wrong_type
+
+    told, _ = threads.run(2, lambda ring: logprobs_of_a_wrong_type("chunk", ring))
+    assert all("(on rank 1)" in text for text in told)
 
 
 def goes_on() -> None:

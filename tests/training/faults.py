@@ -60,7 +60,8 @@ TRAINING = [
     ),
     Mutant(
         "the loss is the mean of this rank", "nn/loss.py:mean_over_ranks",
-        "ring.total(held)", "pass",
+        "total = _SumOverRanks.apply(total, ring)\n ring.total(held)",
+        "total = _SumOverRanks.apply(total, ring)",
     ),
     Mutant(
         "weights are not counted", "training/losses.py:ring_cross_entropy",
@@ -105,5 +106,42 @@ TRAINING = [
     Mutant(
         "a plan is for any batch", "comm/placement.py:check_plan",
         "(layout, packing, key_mask is None) != mine", "False",
+    ),
+    Mutant(
+        "averages over too few ranks pass", "nn/averaging.py:watch_averaging",
+        "not ranks <= over", "False",
+    ),
+    Mutant(
+        "split heads are taken for averages", "nn/averaging.py:watch_averaging",
+        "and over != set(apart)", "",
+    ),
+    Mutant(
+        "a checkpoint's k and v change places", "nn/projections.py:_take_either_form",
+        "zip(parts, state.pop(fused).split(rows))",
+        "zip([parts[0], parts[2], parts[1]], state.pop(fused).split(rows))",
+    ),
+    Mutant(
+        "a checkpoint in three is not read as one", "nn/projections.py:_take_either_form",
+        "torch.cat([state.pop(part) for part in parts])",
+        "torch.cat([state.pop(part) for part in parts[::-1]])",
+    ),
+    Mutant(
+        "key heads need not divide", "nn/projections.py:HeadProjections._split_problem",
+        "or self.key_heads % mesh.size()", "",
+    ),
+    Mutant(
+        "heads that are not split pass", "nn/projections.py:HeadProjections.project",
+        "if widths != rows:", "if False:",
+    ),
+    Mutant(
+        "three projections of a context are of the tokens",
+        "nn/projections.py:HeadProjections.project",
+        "[self.to_q(queries), self.to_k(keys), self.to_v(keys)]",
+        "[self.to_q(queries), self.to_k(queries), self.to_v(queries)]",
+    ),
+    Mutant(
+        "who is told of a batch's arguments is this rank alone",
+        "training/losses.py:_told_by_batch",
+        "batch.ring if isinstance(batch, ShardedBatch) else None", "None",
     ),
 ]  # fmt: skip

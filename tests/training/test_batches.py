@@ -2,6 +2,8 @@
 
 import pickle
 import re
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -523,3 +525,29 @@ def one_without_dimensions() -> str:
 
 def test_all_ranks_hear_of_logits_without_dimensions(pools):
     assert all("[b, n, d]" in told for told in pools(2).run(one_without_dimensions))
+
+
+def logprobs_of_a_wrong_type(what: str, group: Ring | None = None) -> str:
+    """For a pool or a ring of threads: what all ranks hear of an argument of the second one."""
+    batch = shard_batch(batch_of("plain"), group=group)
+    x, batch_without = torch.randn(2, batch.labels.shape[1], 50), dict(batch.tensors)
+    del batch_without["shift_labels"]
+    given: dict[str, Any] = {"x": x, "batch": batch}
+    if batch.rank == 1:
+        given |= {"x": [x]} if what == "x" else {}
+        given |= {"chunk": "8"} if what == "chunk" else {}
+        given |= {"chunks": 8} if what == "chunks" else {}
+        given |= {"batch": dict(batch)} if what in ("batch", "batch in its block") else {}
+        given |= {"batch": replace(batch, tensors=batch_without)} if what == "labels" else {}
+    try:
+        with batch if what == "batch in its block" else nullcontext():
+            ring_token_logprobs(**given)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("what", ["x", "chunk", "chunks", "batch", "batch in its block", "labels"])
+def test_all_ranks_hear_of_an_argument_of_a_wrong_type(what, pools):
+    told = pools(2).run(logprobs_of_a_wrong_type, what)
+    assert all("(on rank 1)" in text and what.split()[0] in text for text in told), told

@@ -1,0 +1,143 @@
+"""The commands of `python -m ring_attention_pytorch`."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ring_attention_pytorch.doctor.facts import gather_facts
+from ring_attention_pytorch.doctor.findings import Finding, findings_of, keeps_from_trying
+from ring_attention_pytorch.doctor.trials import Parity, Trial, explained, try_out
+from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
+
+_SIGNS = {"ok": ("ok  ", 32), "note": ("note", 33), "bad": ("BAD ", 31)}  # and ANSI colours
+
+
+def main(given: Sequence[str]) -> int:
+    """Run a command; return its exit code: 0, or 1 where something is wrong."""
+    args = parser().parse_args(given)
+    if args.command is None:
+        parser().print_help()
+        return 0
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "demo": _demo, "doctor": _doctor, "explain": _explain,
+    }  # fmt: skip
+    return commands[args.command](args)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of all commands."""
+    whole = argparse.ArgumentParser(
+        prog="python -m ring_attention_pytorch",
+        description="Exact attention over a sequence that is spread over many processes.",
+    )
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND")
+    demo = commands.add_parser("demo", help="compare processes that share a sequence with one")
+    demo.add_argument("--nproc", type=_positive, default=4, help="processes (4)")
+    doctor = commands.add_parser("doctor", help="say what works here, and why the rest does not")
+    doctor.add_argument("--nproc", type=_positive, help="processes (all GPUs, at most 4; or 4)")
+    doctor.add_argument("--device", choices=("cpu", "cuda"), help="where tensors are")
+    doctor.add_argument("--backend", choices=("gloo", "nccl"), help="what moves them")
+    doctor.add_argument("--quick", action="store_true", help="look only; start no processes")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    explain = commands.add_parser("explain", help="say who receives which keys when; needs no GPU")
+    explain.add_argument("--tokens", type=_positive, default=8192, help="of the whole sequence")
+    explain.add_argument("--heads", type=_positive, nargs=2, default=(32, 8), metavar=("H", "KV"))
+    explain.add_argument("--width", type=_positive, default=128, help="of a head (128)")
+    explain.add_argument("--ranks", type=_positive, default=4)
+    explain.add_argument("--layout", choices=tuple(LAYOUTS), default="zigzag")
+    explain.add_argument("--no-mask", action="store_true", help="not causal")
+    return whole
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    backend = args.backend or ("nccl" if device == "cuda" else "gloo")
+    nproc = args.nproc or (min(4, torch.cuda.device_count()) if device == "cuda" else 4) or 1
+    say = _say_nothing if args.json else _say
+    found = findings_of(gather_facts(device), backend, nproc)
+    for finding in found:
+        say(finding)
+    parity, speed = Trial([], None)
+    if not args.quick and not any(keeps_from_trying(f) for f in found):
+        parity, speed = try_out(device, backend, nproc)
+    for each in parity:
+        say(_of_parity(each, nproc))
+    if speed is not None:
+        text = f"{speed / 1e9:.2f} GB/s to a neighbour while as much comes, {nproc} at once"
+        say(Finding("links", "ok", text))
+    well = all(f.status != "bad" for f in found) and all(p.right for p in parity)
+    if args.json:
+        told = {
+            "well": well,
+            "findings": [f._asdict() for f in found],
+            "parity": [p._asdict() | {"right": p.right} for p in parity],
+            "bytes_per_second": speed,
+        }
+        print(json.dumps(told, indent=2))
+    else:
+        looked = "" if parity else ", as far as was looked"
+        last = Finding("", "ok", f"All is well{looked}.")
+        say(last if well else Finding("", "bad", "See the lines that say BAD."))
+    return 0 if well else 1
+
+
+def _of_parity(parity: Parity, nproc: int) -> Finding:
+    text = f"worst relative error {parity.error:.1e} of results and gradients, {parity.dtype}"
+    subject = f"{parity.kernel}, {parity.transport}, {nproc} ranks"
+    if parity.right:
+        return Finding(subject, "ok", text)
+    advice = f"at most {parity.allowed:.0e} is allowed: take another kernel=, and report this"
+    return Finding(subject, "bad", text, advice)
+
+
+def _say(finding: Finding) -> None:
+    sign, colour = _SIGNS[finding.status]
+    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        sign = f"\033[{colour}m{sign}\033[0m"
+    subject = f"{finding.subject}: " if finding.subject else ""
+    print(f"{sign}  {subject}{finding.text}", flush=True)
+    if finding.advice:
+        print(f"      -> {finding.advice}", flush=True)
+
+
+def _say_nothing(finding: Finding) -> None:
+    del finding
+
+
+def _demo(args: argparse.Namespace) -> int:
+    length = 12 * args.nproc
+    print(f"{args.nproc} processes share {length} tokens; which token is whose:\n")
+    for layout in LAYOUTS:
+        owners = [""] * length
+        for rank, segments in enumerate(all_segments(layout, args.nproc, length)):
+            for start, stride, count in segments:
+                for number in range(count):
+                    owners[start + stride * number] = f"{rank:x}"[-1]
+        print(f"  {layout:11} {''.join(owners)}")
+    print("\nEach computes its part of causal attention, forward and backward:\n")
+    found, _ = try_out("cpu", "gloo", args.nproc)
+    for each in found:
+        _say(_of_parity(each, args.nproc))
+    return 0 if all(each.right for each in found) else 1
+
+
+def _explain(args: argparse.Namespace) -> int:
+    heads, key_heads = args.heads
+    if heads % key_heads:
+        print(f"--heads: {key_heads} key heads must divide {heads} query heads", file=sys.stderr)
+        return 2
+    told = explained(
+        args.tokens, (heads, key_heads), args.width, args.ranks, args.layout, not args.no_mask
+    )
+    print("\n\n".join(told))
+    return 0

@@ -1,0 +1,148 @@
+"""Trials in processes that share a sequence: is attention right here, and how fast are links."""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.transports import TRANSPORTS
+from ring_attention_pytorch.doctor.facts import request, why_not
+from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.launch import spawn
+from ring_attention_pytorch.nn.reference import default_attention
+from ring_attention_pytorch.nn.sharding import shard_sequence
+from ring_attention_pytorch.plan.explain import explain_plan
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+
+# the most relative error of out or a gradient: some hundred times what is usual
+ALLOWED = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_TOKENS, _HEADS, _KEY_HEADS, _WIDTH = 210, 4, 2, 64
+_MESSAGE = 16 << 20  # bytes
+_ROUNDS = 3
+
+
+class Parity(NamedTuple):
+    """The worst relative error of a kernel's results over a transport, over all ranks."""
+
+    kernel: str
+    transport: str
+    dtype: str
+    error: float
+    allowed: float
+
+    @property
+    def right(self) -> bool:
+        """Tell whether the error is small. One that is NaN is not."""
+        return self.error <= self.allowed
+
+
+class Trial(NamedTuple):
+    """What a rank, or all of them, have found: errors, and bytes a second to a neighbour."""
+
+    parities: list[Parity]
+    bandwidth: float | None
+
+
+def try_out(device: str, backend: str, nproc: int) -> Trial:
+    """Compare each kernel and transport with dense attention, and time links, on new processes.
+
+    A link's speed is that of the slowest process, which sends to one neighbour and receives as many
+    bytes from the other. There is none with one process.
+    """
+    return worst(spawn(_trial, nproc, device, backend=backend))
+
+
+def worst(trials: Sequence[Trial]) -> Trial:
+    """Return the worst of what ranks have found."""
+    same = zip(*(trial.parities for trial in trials))
+    speeds = [trial.bandwidth for trial in trials if trial.bandwidth is not None]
+    return Trial([max(each, key=_error_of) for each in same], min(speeds, default=None))
+
+
+def explained(
+    tokens: int, heads: tuple[int, int], width: int, nproc: int, layout: str, causal: bool
+) -> list[str]:
+    """Explain the plan of each of so many processes, whose tensors take no memory."""
+    return spawn(_explain, nproc, tokens, heads, width, layout, causal)
+
+
+def _trial(rank: int, device: str) -> Trial:
+    del rank
+    torch.set_num_threads(1)
+    return trial(device)
+
+
+def trial(device: str) -> Trial:
+    """Try all on this rank; all ranks of the default group call this together."""
+    found = []
+    for name in KERNELS:
+        if why_not(name, device) is not None:
+            continue
+        dtype = request(name, device).dtype
+        for transport in TRANSPORTS:
+            error = _error(name, transport, dtype, device)
+            found.append(Parity(name, transport, str(dtype), error, ALLOWED[dtype]))
+    return Trial(found, _bandwidth(Ring(), device))
+
+
+def _error(kernel: str, transport: str, dtype: torch.dtype, device: str) -> float:
+    """Return the worst relative error of out, dq, dk and dv of this rank's tokens."""
+    torch.manual_seed(0)
+    heads = (_HEADS, _KEY_HEADS, _KEY_HEADS, _HEADS)
+    exact = [torch.randn(1, _TOKENS, h, _WIDTH, dtype=torch.float64).to(dtype) for h in heads]
+    whole = [t.double().to(device).requires_grad_() for t in exact[:3]]
+    cotangent = exact[3].to(device)
+    dense = default_attention(*whole, causal=True)
+    want = [dense, *torch.autograd.grad(dense, whole, cotangent.double())]
+    mine = [_mine(t.to(device)).requires_grad_() for t in exact[:3]]
+    out = ring_attn(*mine, causal=True, layout="zigzag", kernel=kernel, transport=transport)
+    got = [out, *torch.autograd.grad(out, mine, _mine(cotangent))]
+    return max((_relative(g, _mine(w)) for g, w in zip(got, want)), key=_or_infinite)
+
+
+def _mine(t: Tensor) -> Tensor:
+    return shard_sequence(t.detach(), layout="zigzag")
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    return float((got.detach().double() - want).norm() / want.norm())
+
+
+def _or_infinite(error: float) -> float:
+    return float("inf") if error != error else error
+
+
+def _error_of(parity: Parity) -> float:
+    return _or_infinite(parity.error)
+
+
+def _bandwidth(ring: Ring, device: str) -> float | None:
+    if ring.size == 1:
+        return None
+    there, here = (torch.zeros(_MESSAGE, dtype=torch.uint8, device=device) for _ in range(2))
+    right, left = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
+    best = 0.0
+    for _ in range(_ROUNDS + 1):  # connections are made in the first
+        ring.gather_bytes(b"", 1)
+        start = time.perf_counter()
+        with ring.call("measuring the links"):
+            ring.exchange([(right, there)], [(left, here)]).wait()
+            if device == "cuda":
+                torch.cuda.synchronize()
+        best = max(best, _MESSAGE / (time.perf_counter() - start))
+    return best
+
+
+def _explain(
+    rank: int, tokens: int, heads: tuple[int, int], width: int, layout: str, causal: bool
+) -> str:
+    del rank
+    like = torch.empty((), dtype=torch.bfloat16)
+    here = shard_sequence(torch.empty(()).expand(1, tokens), layout=layout).shape[1]
+    q = like.expand(1, here, heads[0], width)
+    k = like.expand(1, here, heads[1], width)
+    return explain_plan(RingPlan.make(q, k, k, causal=causal, layout=layout))

@@ -1,0 +1,128 @@
+"""q, k and v of tokens: by one weight, as in 0.5.20, or by three, whose heads can be split.
+
+Tensor parallelism gives each rank some of the heads. The one weight has rows of all q, then of all
+k, then of all v, so a piece of it would be of q alone; in three, a piece of each is whole heads.
+One weight stays the rule: keys and optimizer states are those of 0.5.20, and it is one product.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from beartype import beartype
+from einops import rearrange
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attention_pytorch.nn.norm import RMSNorm
+
+_NAMES = ("to_q", "to_k", "to_v")
+
+
+class HeadProjections(nn.Module):
+    """A layer with weights that make q, k and v of tokens; it has yet to do something with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split_ranks: tuple[int, ...] = ()  # those among which heads are split
+        self.register_load_state_dict_pre_hook(_take_either_form)
+
+    def make_projections(
+        self, dim: int, dim_head: int, heads: int, key_heads: int, prenorm: bool
+    ) -> None:
+        """Make the weights, for so many heads of queries and of keys."""
+        self.heads, self.key_heads, self.dim_head = heads, key_heads, dim_head
+        self.qkv_head_breakdown = (heads, key_heads, key_heads)
+        self.to_qkv = nn.Sequential(
+            RMSNorm(dim) if prenorm else nn.Identity(),
+            nn.Linear(dim, dim_head * (heads + 2 * key_heads), bias=False),
+        )
+        self.to_out = nn.Linear(dim_head * heads, dim, bias=False)
+
+    @beartype
+    def split_projections(self, mesh: DeviceMesh) -> None:
+        """Part the weight of q, k and v, so that `parallelize_module` can split the heads.
+
+        `to_qkv.1` becomes `to_q`, `to_k` and `to_v`, which are to be ColwiseParallel, and `to_out`
+        RowwiseParallel. State dicts of either form load into the other. Call it before
+        `fully_shard`, and before an optimizer is made.
+
+        Args:
+            mesh: of one dimension, the ranks that will split the heads; not the ring.
+
+        Raises:
+            ValueError: heads or key heads don't divide among its ranks, or the weight has been
+                replaced already.
+        """
+        norm, linear = self.to_qkv[0], self.to_qkv[-1]
+        if problem := self._split_problem(linear, mesh):
+            raise ValueError(f"split_projections: {problem}")
+        for name, rows in zip(_NAMES, linear.weight.detach().split(self.all_rows())):
+            layer = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+            layer.weight = nn.Parameter(rows.clone(), requires_grad=linear.weight.requires_grad)
+            self.add_module(name, layer)
+        self.to_qkv, self.split_ranks = nn.Sequential(norm), tuple(mesh.mesh.tolist())
+
+    def _split_problem(self, linear: nn.Module, mesh: DeviceMesh) -> str | None:
+        if type(linear) is not nn.Linear or hasattr(linear.weight, "device_mesh"):
+            return (
+                "the projection must be as it was made: call this once, before parallelize_module, "
+                "fully_shard, and whatever else replaces layers"
+            )
+        if mesh.ndim != 1:
+            return f'mesh must have one dimension, got {mesh.ndim}; pick one, as in mesh["tp"]'
+        if self.heads % mesh.size() or self.key_heads % mesh.size():
+            return (
+                f"heads must divide among the {mesh.size()} ranks of the mesh, got {self.heads} "
+                f"query heads and {self.key_heads} key heads; take fewer ranks, or more key heads"
+            )
+        return None
+
+    def all_rows(self) -> list[int]:
+        """Return the rows of the weights of q, k and v of all heads."""
+        return [heads * self.dim_head for heads in self.qkv_head_breakdown]
+
+    def heads_here(self) -> list[int]:
+        """Return how many heads of q, k and v this rank has."""
+        ranks = len(self.split_ranks) or 1
+        return [heads // ranks for heads in self.qkv_head_breakdown]
+
+    def project(self, x: Tensor, context: Tensor | None) -> list[Tensor]:
+        """Return q of tokens x, k and v of the context or of x: `[b, n, h, d]`, heads held here.
+
+        Raises:
+            ValueError: heads were to be split, and are not.
+        """
+        norm, *fused = self.to_qkv
+        rows = [heads * self.dim_head for heads in self.heads_here()]
+        if fused and context is None:
+            found = list(self.to_qkv(x).split(rows, dim=-1))
+        else:
+            queries = norm(x)
+            keys = queries if context is None else norm(context)
+            if fused:
+                weights = fused[0].weight.split(rows)
+                found = [F.linear(t, w) for t, w in zip((queries, keys, keys), weights)]
+            else:
+                found = [self.to_q(queries), self.to_k(keys), self.to_v(keys)]
+        widths = [t.shape[-1] for t in found]
+        if widths != rows:
+            raise ValueError(
+                f"q, k and v must be {rows} wide on each rank of the mesh that split_projections "
+                f"was given, got {widths}; parallelize_module must take to_q, to_k and to_v over "
+                "that mesh as ColwiseParallel()"
+            )
+        return [rearrange(t, "b n (h d) -> b n h d", d=self.dim_head) for t in found]
+
+
+def _take_either_form(
+    module: HeadProjections, state: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Turn weights of a state dict into the form of a module: one of q, k and v, or three."""
+    fused, parts = f"{prefix}to_qkv.1.weight", [f"{prefix}{name}.weight" for name in _NAMES]
+    if not module.split_ranks and all(part in state for part in parts):
+        state[fused] = torch.cat([state.pop(part) for part in parts])
+    elif module.split_ranks and fused in state:
+        rows = module.all_rows()
+        if len(state[fused]) == sum(rows):  # else it is told as an unexpected key
+            state.update(zip(parts, state.pop(fused).split(rows)))

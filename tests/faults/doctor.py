@@ -1,0 +1,46 @@
+"""Faults planted into the doctor, and a battery that must find each."""
+
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import partial
+from io import StringIO
+from unittest import mock
+
+from tests.faults import hunt
+from tests.faults.mutant import planted
+
+MUTANTS = planted("DOCTOR")
+
+
+def battery() -> Iterator[Callable[[], object]]:
+    """Broken installations, and attention that is wrong."""
+    from tests.doctor import test_doctor as doctor
+
+    yield doctor.test_a_good_installation_is_well
+    for broken in doctor.BROKEN:
+        yield partial(doctor.test_what_is_broken_gets_its_diagnosis, *broken)
+    for broken in doctor.PACKAGES:
+        yield partial(doctor.test_broken_packages_get_their_diagnosis, *broken)
+    yield doctor.test_nan_is_not_right
+    yield a_wrong_gradient_is_seen
+    yield it_is_not_well_then
+
+
+def a_wrong_gradient_is_seen() -> None:
+    from tests.doctor.test_doctor import wrong
+
+    assert {p.kernel for p in wrong("sdpa", 0).parities if not p.right} == {"sdpa"}
+
+
+def it_is_not_well_then() -> None:
+    from ring_attention_pytorch.doctor import commands
+    from ring_attention_pytorch.doctor.trials import Parity, Trial
+
+    found = Trial([Parity("eager", "ring", "torch.float64", 1.0, 1e-11)], None)
+    silence = redirect_stdout(StringIO())
+    with mock.patch.object(commands, "try_out", return_value=found), silence:
+        assert commands.main(["doctor", "--device", "cpu", "--json"]) == 1
+
+
+if __name__ == "__main__":
+    hunt.main("tests.faults.doctor")
