@@ -41,6 +41,7 @@ from ring_attention_pytorch.nn.sharding import (
 )
 from ring_attention_pytorch.operators import TracedRing
 from ring_attention_pytorch.plan.checks import shards_problem
+from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption, TransportName
 from ring_attention_pytorch.plan.packing import local_packing, whole_packing
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.torch_func import run_apart
@@ -112,11 +113,11 @@ class RingTransformer(nn.Module):
         ignore_index: int = -1,
         force_regular_attn: bool = False,
         use_cuda_kernel: bool | None = None,
-        layout: Layout | None = None,
+        layout: LayoutOption | None = None,
         group: Group = None,
         softclamp: float | int | None = None,
-        kernel: str | None = None,
-        transport: str | None = None,
+        kernel: KernelOption | None = None,
+        transport: TransportName | None = None,
         ulysses: int = 1,
         memory: int | None = None,
         rotary_restart: bool = False,

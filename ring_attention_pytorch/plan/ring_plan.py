@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ from ring_attention_pytorch.plan.masks import (
     positions_seen,
     seen_by_any,
 )
+from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.options import Call
 from ring_attention_pytorch.plan.packing import whole_packing
 from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
@@ -122,7 +123,7 @@ class RingPlan:
         *,
         group: Group = None,
         also: Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[PlanOptions],
     ) -> "RingPlan":
         """Make a plan for tensors like these; values of q, k, v and sinks don't matter.
 
