@@ -39,7 +39,7 @@ from ring_attention_pytorch.nn.sharding import (
     packed_problem,
     told_by_module,
 )
-from ring_attention_pytorch.operators import TracedRing
+from ring_attention_pytorch.operators import Ranks, TracedRing
 from ring_attention_pytorch.plan.checks import shards_problem
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption, TransportName
 from ring_attention_pytorch.plan.packing import local_packing, whole_packing
@@ -196,7 +196,6 @@ class RingTransformer(nn.Module):
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         packed = {"documents": documents, "cu_seqlens": cu_seqlens}
-        everyone: Ring | TracedRing
         if plans is not None:
             decided = mask, ring_size, return_loss or None, force_ring_reduce_off or None
             classes, ignored = self.token_emb.num_embeddings, self.ignore_index
@@ -236,9 +235,7 @@ class RingTransformer(nn.Module):
             tokens = tokens + ff(tokens)
         return self.to_logits(tokens)
 
-    def _loss_or(
-        self, logits: Tensor, labels: Tensor | None, everyone: Ring | TracedRing
-    ) -> Tensor:
+    def _loss_or(self, logits: Tensor, labels: Tensor | None, everyone: Ranks) -> Tensor:
         if labels is None:
             return logits
         return mean_cross_entropy(logits, labels, self.ignore_index, everyone)

@@ -1,8 +1,9 @@
 """What users write, which mypy and pyright must take."""
 
+from typing import assert_type
+
 import torch
 from torch import Tensor
-from typing_extensions import assert_type
 
 from ring_attention_pytorch import (
     RingAttention,
