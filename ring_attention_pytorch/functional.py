@@ -227,7 +227,7 @@ def _attention_of_kinds(
     if shards is None:
         return _attention(qkv, options, group, plan, return_lse)
     out, lse = _attention(shards.qkv, options, shards.group, plan, return_lse)
-    return shards.out(out), shards.lse(lse) if return_lse else None
+    return shards.out(out), shards.lse(lse) if lse is not None and return_lse else None
 
 
 def _attention(
@@ -240,7 +240,8 @@ def _attention(
     """Compute (out, lse), with options or with a plan; lse may be left out if nobody asks."""
     sinks, key_bias = options["sinks"], options["key_bias"]
     if is_compiling() or torch._C._is_any_autocast_enabled():
-        qkv = tuple([t.to(autocast_dtype(t)) for t in qkv])
+        q, k, v = qkv
+        qkv = q.to(autocast_dtype(q)), k.to(autocast_dtype(k)), v.to(autocast_dtype(v))
         if key_bias is not None:
             options["key_bias"] = key_bias = key_bias.to(autocast_dtype(key_bias))
     q, k, v = qkv

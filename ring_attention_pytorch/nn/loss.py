@@ -38,9 +38,7 @@ def next_tokens(
     return labels
 
 
-def mean_cross_entropy(
-    logits: Tensor, labels: Tensor, ignore_index: int, ring: Ranks
-) -> Tensor:
+def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: Ranks) -> Tensor:
     """Compute the mean cross entropy over the real tokens of all ranks; 0 if there are none.
 
     logits `[b, n, classes]`, labels `[b, n]`; the result is the same on every rank. Gradients

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 from torch import Tensor
 
-from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders
+from ring_attention_pytorch.geometry.documents import Borders
 from ring_attention_pytorch.geometry.layouts import AssignedLayout
 from ring_attention_pytorch.runtime.interfaces import MaskMod
 
@@ -56,7 +56,7 @@ class PlanOptions(TypedDict, total=False):
     causal: bool
     window: int | None
     key_mask: Tensor | None
-    documents: Tensor | BatchDocuments | None
+    documents: Tensor | None
     cu_seqlens: Borders | None
     prefix: int | Sequence[int] | Tensor | None
     mask_mod: MaskMod | None

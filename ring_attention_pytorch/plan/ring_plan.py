@@ -56,7 +56,6 @@ from ring_attention_pytorch.runtime.handles import handle_of_layer, new_handle
 from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles, Transport
 from ring_attention_pytorch.runtime.scores import per_head_problem
 from ring_attention_pytorch.runtime.tape import Tapes
-from ring_attention_pytorch.runtime.torch_func import outside_transforms
 from ring_attention_pytorch.schedule.hardware import Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 from ring_attention_pytorch.schedule.steps import Schedule
@@ -145,10 +144,11 @@ class RingPlan:
         >>> plan.positions().tolist()
         [0, 1, 2, 3, 4, 5]
         """
-        return cls._make((q, k, v), attention_ring(group), options, also or {})
+        # within a transform of torch.func new tensors are wrapped, and have no memory to send
+        with torch._C._DisableFuncTorch():
+            return cls._make((q, k, v), attention_ring(group), options, also or {})
 
     @classmethod
-    @outside_transforms
     def _make(
         cls,
         qkv: tuple[Tensor, Tensor, Tensor],
