@@ -36,6 +36,8 @@ setup(
             "pytest-xdist>=3.6",
             "hypothesis>=6",
             "ruff",
+            "mypy>=2",
+            "basedpyright>=1.40",
             "rich>=13",
             "setuptools>=77",
         ],

@@ -1,17 +1,19 @@
 """Writes docs/compile-matrix.md: what torch.compile makes of each feature, as it is measured.
 
-python -m docs.write_compile
+python -m docs.write_compile 1 2 4
 
-Every row of `tests/support/compile_cases.py` over rings of processes, in ten lengths.
+Every row of `tests/support/compile_cases.py` over rings of so many processes, in ten lengths. It
+takes some minutes for each ring.
 """
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.compile_cases import LENGTHS, ROWS, Row, measured
 from tests.support.ranks import Pool
 
 PAGE_AT = Path(__file__).parent / "compile-matrix.md"
-SIZES = (1, 2, 4)
 PAGE = """# What is compiled
 
 ```
@@ -25,7 +27,7 @@ are made. [How to compile](guide/compile.md).
 
 {table}
 
-Written by `python -m docs.write_compile`.
+Written by `python -m docs.write_compile {sizes}`.
 """
 
 
@@ -34,29 +36,30 @@ def field(row: Row) -> str:
     return f"{row.graphs}, {row.error:.0e}"
 
 
-def table(found: dict[tuple[str, str], list[Row]]) -> str:
-    """Write a row for each feature, a column for each ring."""
-    rings = [f"ring of {size}" for size in SIZES]
+def page(found: dict[tuple[str, str], list[Row]], sizes: Sequence[int]) -> str:
+    """Write the page: a row for each feature, a column for each ring."""
+    rings = [f"ring of {size}" for size in sizes]
     lines = [" | ".join(["what", "with", "a step is", *rings])]
-    lines.append(" | ".join(["---"] * (3 + len(SIZES))))
+    lines.append(" | ".join(["---"] * (3 + len(sizes))))
     for (subject, feature), rows in found.items():
         step = "one graph" if rows[0].whole else "two"
         lines.append(" | ".join([f"`{subject}`", feature, step, *map(field, rows)]))
-    return "\n".join(f"| {line} |" for line in lines)
+    table = "\n".join(f"| {line} |" for line in lines)
+    return PAGE.format(lengths=len(LENGTHS), table=table, sizes=" ".join(map(str, sizes)))
 
 
-def main() -> None:
+def main(sizes: Sequence[int]) -> None:
     """Measure, and write the page."""
     found: dict[tuple[str, str], list[Row]] = {row: [] for row in ROWS}
-    for size in SIZES:
+    for size in sizes:
         pool = Pool(size, timeout=600.0)
         for row in ROWS:
             of_ranks = pool.run(measured, *row)
             worst = max(each.error for each in of_ranks)
             found[row].append(of_ranks[0]._replace(error=worst))
         pool.stop()
-    PAGE_AT.write_text(PAGE.format(lengths=len(LENGTHS), table=table(found)))
+    PAGE_AT.write_text(page(found, sizes))
 
 
 if __name__ == "__main__":
-    main()
+    main([*map(int, sys.argv[1:])] or [1, 2, 4])

@@ -1,6 +1,6 @@
 """The functions `ring_attn` and `ulysses_attn`: attention of shards over a ring."""
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from beartype import beartype
@@ -13,10 +13,16 @@ from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.comm.placement import attention_ring
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.geometry.documents import Borders
-from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.kernels import explain
 from ring_attention_pytorch.plan.checks import autocast_dtype, like_autocast
 from ring_attention_pytorch.plan.masks import Prefix
+from ring_attention_pytorch.plan.option_types import (
+    CheckOption,
+    KernelOption,
+    LayoutOption,
+    TransportName,
+    UlyssesOptions,
+)
 from ring_attention_pytorch.plan.options import not_default
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
@@ -29,6 +35,28 @@ from ring_attention_pytorch.tensor_kinds import (
     sharded,
     swapped,
 )
+
+
+class CallOptions(UlyssesOptions, total=False):
+    """The options of `ring_attn` but return_lse."""
+
+    group: Group
+    plan: RingPlan | None
+
+
+@overload
+def ring_attn(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False,
+    **options: Unpack[CallOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def ring_attn(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[CallOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ring_attn(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[CallOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @typed(told_by_group("ring attention", ring_of=attention_ring))
@@ -58,13 +86,13 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     dropout_seed: int | None = None,
     # how it is computed
     group: Group = None,
-    layout: Layout = "contiguous",
-    kernel: str | None = None,
-    transport: str | None = None,
+    layout: LayoutOption = "contiguous",
+    kernel: KernelOption | None = None,
+    transport: TransportName | None = None,
     ulysses: int = 1,
     memory: int | None = None,
     bucket_size: int = 1024,
-    check: str | None = None,
+    check: CheckOption | None = None,
     plan: RingPlan | None = None,
     heads_first: bool = False,
     return_lse: bool = False,
@@ -199,7 +227,7 @@ def _attention_of_kinds(
     if shards is None:
         return _attention(qkv, options, group, plan, return_lse)
     out, lse = _attention(shards.qkv, options, shards.group, plan, return_lse)
-    return shards.out(out), shards.lse(lse) if return_lse else None
+    return shards.out(out), shards.lse(lse) if lse is not None and return_lse else None
 
 
 def _attention(
@@ -212,7 +240,8 @@ def _attention(
     """Compute (out, lse), with options or with a plan; lse may be left out if nobody asks."""
     sinks, key_bias = options["sinks"], options["key_bias"]
     if is_compiling() or torch._C._is_any_autocast_enabled():
-        qkv = tuple([t.to(autocast_dtype(t)) for t in qkv])
+        q, k, v = qkv
+        qkv = q.to(autocast_dtype(q)), k.to(autocast_dtype(k)), v.to(autocast_dtype(v))
         if key_bias is not None:
             options["key_bias"] = key_bias = key_bias.to(autocast_dtype(key_bias))
     q, k, v = qkv
@@ -254,7 +283,7 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
     mask_mod: MaskMod | None = None,
     dropout: float | int = 0.0,
     packed: bool = False,
-    kernel: str | None = None,
+    kernel: KernelOption | None = None,
 ) -> str:
     """Say which kernel `ring_attn` would run for tensors and options like these, and why.
 
@@ -286,6 +315,23 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
         packed=packed,
     )
     return explain(request, kernel)
+
+
+@overload
+def ulysses_attn(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = None, return_lse: Literal[False] = False,
+    **options: Unpack[UlyssesOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def ulysses_attn(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = None, return_lse: Literal[True],
+    **options: Unpack[UlyssesOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def ulysses_attn(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = None, return_lse: bool,
+    **options: Unpack[UlyssesOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @typed(told_by_group("ring attention", ring_of=attention_ring))

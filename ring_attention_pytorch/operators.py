@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch.attention import Gradients, backward, forward
+from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.handles import object_of
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
@@ -69,6 +70,9 @@ def positions(plan: RingPlan, x: Tensor, in_documents: bool) -> Tensor:
         return plan.positions(x.device, in_documents=in_documents)
     in_documents = in_documents and plan.packing is not None
     return ops.positions(x, in_documents, plan.handle)
+
+
+Ranks = Ring | TracedRing
 
 
 def _of(plan: RingPlan, operator: Any) -> Any:

@@ -40,6 +40,7 @@ from ring_attention_pytorch.nn.sharding import (
     told_by_module,
 )
 from ring_attention_pytorch.plan.checks import in_graphs_problem, over_ring_problem
+from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption, TransportName
 from ring_attention_pytorch.plan.packing import local_packing
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.dropout import dropout_problem
@@ -112,11 +113,11 @@ class RingAttention(HeadProjections):
         rotary_embed: bool = False,
         rotary_embed_theta: int | float = 10000,
         use_cuda_kernel: bool | None = None,
-        layout: Layout | None = None,
+        layout: LayoutOption | None = None,
         group: Group = None,
         softclamp: float | int | None = None,
-        kernel: str | None = None,
-        transport: str | None = None,
+        kernel: KernelOption | None = None,
+        transport: TransportName | None = None,
         ulysses: int = 1,
         memory: int | None = None,
         rotary_restart: bool = False,

@@ -147,7 +147,7 @@ def _outside(values: Tensor, classes: int) -> str | None:
 
 def plans_problem(plans: Sequence[RingPlan], blocks: int, decided: Sequence[Any]) -> str | None:
     """Say what is wrong with a model's plans and what is given beside; None if nothing."""
-    if len(plans) != blocks:
+    if len(plans) != blocks or blocks == 0:
         return f"plans must be one for each of {blocks} blocks, got {len(plans)}"
     if all(value is None for value in decided):
         return None

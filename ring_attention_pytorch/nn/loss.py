@@ -10,7 +10,7 @@ from torch.autograd import Function
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import Segments, segment_positions
 from ring_attention_pytorch.nn.sharding import all_to_all
-from ring_attention_pytorch.operators import TracedRing
+from ring_attention_pytorch.operators import Ranks, TracedRing
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
@@ -38,9 +38,7 @@ def next_tokens(
     return labels
 
 
-def mean_cross_entropy(
-    logits: Tensor, labels: Tensor, ignore_index: int, ring: Ring | TracedRing
-) -> Tensor:
+def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: Ranks) -> Tensor:
     """Compute the mean cross entropy over the real tokens of all ranks; 0 if there are none.
 
     logits `[b, n, classes]`, labels `[b, n]`; the result is the same on every rank. Gradients
@@ -53,7 +51,7 @@ def mean_cross_entropy(
     return mean_over_ranks(total, real, ring)
 
 
-def mean_over_ranks(total: Tensor, held: Tensor, ring: Ring | TracedRing) -> Tensor:
+def mean_over_ranks(total: Tensor, held: Tensor, ring: Ranks) -> Tensor:
     """Divide the sum of all ranks' `total` by that of what they `held`; 0 if they held nothing.
 
     Backward sums all ranks' gradients. `held` is overwritten.
@@ -70,7 +68,7 @@ class _SumOverRanks(Function):
     """(x, ring) -> the sum of all ranks' x, on every rank; backward sums all ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ring: Ring | TracedRing) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ring: Ranks) -> Tensor:
         ctx.ring = ring
         total = x.clone()
         ring.total(total)

@@ -39,8 +39,9 @@ from ring_attention_pytorch.nn.sharding import (
     packed_problem,
     told_by_module,
 )
-from ring_attention_pytorch.operators import TracedRing
+from ring_attention_pytorch.operators import Ranks, TracedRing
 from ring_attention_pytorch.plan.checks import shards_problem
+from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption, TransportName
 from ring_attention_pytorch.plan.packing import local_packing, whole_packing
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.torch_func import run_apart
@@ -112,11 +113,11 @@ class RingTransformer(nn.Module):
         ignore_index: int = -1,
         force_regular_attn: bool = False,
         use_cuda_kernel: bool | None = None,
-        layout: Layout | None = None,
+        layout: LayoutOption | None = None,
         group: Group = None,
         softclamp: float | int | None = None,
-        kernel: str | None = None,
-        transport: str | None = None,
+        kernel: KernelOption | None = None,
+        transport: TransportName | None = None,
         ulysses: int = 1,
         memory: int | None = None,
         rotary_restart: bool = False,
@@ -195,7 +196,6 @@ class RingTransformer(nn.Module):
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         packed = {"documents": documents, "cu_seqlens": cu_seqlens}
-        everyone: Ring | TracedRing
         if plans is not None:
             decided = mask, ring_size, return_loss or None, force_ring_reduce_off or None
             classes, ignored = self.token_emb.num_embeddings, self.ignore_index
@@ -235,9 +235,7 @@ class RingTransformer(nn.Module):
             tokens = tokens + ff(tokens)
         return self.to_logits(tokens)
 
-    def _loss_or(
-        self, logits: Tensor, labels: Tensor | None, everyone: Ring | TracedRing
-    ) -> Tensor:
+    def _loss_or(self, logits: Tensor, labels: Tensor | None, everyone: Ranks) -> Tensor:
         if labels is None:
             return logits
         return mean_cross_entropy(logits, labels, self.ignore_index, everyone)

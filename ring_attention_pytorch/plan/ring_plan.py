@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ from ring_attention_pytorch.plan.masks import (
     positions_seen,
     seen_by_any,
 )
+from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.options import Call
 from ring_attention_pytorch.plan.packing import whole_packing
 from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
@@ -55,7 +56,6 @@ from ring_attention_pytorch.runtime.handles import handle_of_layer, new_handle
 from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles, Transport
 from ring_attention_pytorch.runtime.scores import per_head_problem
 from ring_attention_pytorch.runtime.tape import Tapes
-from ring_attention_pytorch.runtime.torch_func import outside_transforms
 from ring_attention_pytorch.schedule.hardware import Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 from ring_attention_pytorch.schedule.steps import Schedule
@@ -122,7 +122,7 @@ class RingPlan:
         *,
         group: Group = None,
         also: Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[PlanOptions],
     ) -> "RingPlan":
         """Make a plan for tensors like these; values of q, k, v and sinks don't matter.
 
@@ -144,10 +144,11 @@ class RingPlan:
         >>> plan.positions().tolist()
         [0, 1, 2, 3, 4, 5]
         """
-        return cls._make((q, k, v), attention_ring(group), options, also or {})
+        # within a transform of torch.func new tensors are wrapped, and have no memory to send
+        with torch._C._DisableFuncTorch():
+            return cls._make((q, k, v), attention_ring(group), options, also or {})
 
     @classmethod
-    @outside_transforms
     def _make(
         cls,
         qkv: tuple[Tensor, Tensor, Tensor],

@@ -2,7 +2,6 @@
 and Functions that can be."""
 
 from collections.abc import Callable, Iterable
-from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -12,20 +11,6 @@ from torch.autograd import forward_ad
 from torch.compiler import is_exporting
 
 _P, _R = ParamSpec("_P"), TypeVar("_R")
-
-
-def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wrap a function so that its new tensors are plain, whatever transform it is called in.
-
-    Within a transform PyTorch wraps them, and a wrapped one has no memory to send over the host.
-    """
-
-    @wraps(function)
-    def outside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with torch._C._DisableFuncTorch():
-            return function(*args, **kwargs)
-
-    return outside
 
 
 def refuse_export() -> None:

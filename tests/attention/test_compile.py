@@ -8,6 +8,7 @@ import torch
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from docs.write_compile import PAGE_AT
 from ring_attention_pytorch import RingAttention, RingPlan, ring_attn, shard_batch
 from ring_attention_pytorch.operators import SAVED
 from ring_attention_pytorch.runtime import handles
@@ -57,6 +58,17 @@ def test_every_row_of_the_matrix(pools, subject, size):
             for found in pools(size).run(measured, *row, "aot_eager", (16, 17, 19)):
                 assert found.graphs <= 4, row
                 assert found.error < 1e-14, row
+
+
+def test_the_page_of_the_matrix_has_every_row_and_no_recompilation():
+    lines = [line.strip("|").split(" | ") for line in PAGE_AT.read_text().splitlines()]
+    rows = [[cell.strip() for cell in line] for line in lines if len(line) > 3][2:]
+    assert [(row[0].strip("`"), row[1]) for row in rows] == ROWS
+    for _, _, step, *fields in rows:
+        for field in fields:
+            graphs, error = field.split(", ")
+            assert int(graphs) <= (3 if step == "one graph" else 4)
+            assert float(error) < 1e-14
 
 
 @pytest.mark.thorough

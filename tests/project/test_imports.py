@@ -22,7 +22,7 @@ BELOW = {
 }
 BELOW["second_order"] = {*BELOW} - {"comm"}
 BELOW["attention"] = {*BELOW} - {"comm"}
-BELOW["operators"] = {*BELOW} - {"comm", "second_order"}
+BELOW["operators"] = {*BELOW} - {"second_order"}
 BELOW["tensor_kinds"] = {*BELOW} - {"attention", "second_order", "operators"}
 BELOW["functional"] = BELOW["decoding"] = {*BELOW}
 BELOW["inference"] = {*BELOW} - {"decoding", "second_order"}

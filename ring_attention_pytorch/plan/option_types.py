@@ -1,0 +1,85 @@
+"""Types of public options, as type checkers and editors see them.
+
+A checker knows the names of layouts, kernels and transports. At run time any text is taken, for
+what is wrong with it is told to all ranks, and says which names there are.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from torch import Tensor
+
+from ring_attention_pytorch.geometry.documents import Borders
+from ring_attention_pytorch.geometry.layouts import AssignedLayout
+from ring_attention_pytorch.runtime.interfaces import MaskMod
+
+if TYPE_CHECKING:
+    LayoutName = Literal["contiguous", "striped", "zigzag"]
+    KernelName = Literal[
+        "flash-attn-4", "sdpa-cudnn", "triton", "flash-attn-2", "sdpa-flash", "flex", "sdpa",
+        "eager", "flash-attn",
+    ]  # fmt: skip
+    KernelPair = Literal[  # forward by one, backward by another
+        "flash-attn-4+sdpa-cudnn", "flash-attn-4+triton", "flash-attn-4+flash-attn-2",
+        "flash-attn-4+sdpa-flash", "flash-attn-4+flex", "flash-attn-4+sdpa",
+        "flash-attn-4+eager", "flash-attn-4+flash-attn", "sdpa-cudnn+flash-attn-4",
+        "sdpa-cudnn+triton", "sdpa-cudnn+flash-attn-2", "sdpa-cudnn+sdpa-flash",
+        "sdpa-cudnn+flex", "sdpa-cudnn+sdpa", "sdpa-cudnn+eager", "sdpa-cudnn+flash-attn",
+        "triton+flash-attn-4", "triton+sdpa-cudnn", "triton+flash-attn-2", "triton+sdpa-flash",
+        "triton+flex", "triton+sdpa", "triton+eager", "triton+flash-attn",
+        "flash-attn-2+flash-attn-4", "flash-attn-2+sdpa-cudnn", "flash-attn-2+triton",
+        "flash-attn-2+sdpa-flash", "flash-attn-2+flex", "flash-attn-2+sdpa",
+        "flash-attn-2+eager", "flash-attn-2+flash-attn", "sdpa-flash+flash-attn-4",
+        "sdpa-flash+sdpa-cudnn", "sdpa-flash+triton", "sdpa-flash+flash-attn-2",
+        "sdpa-flash+flex", "sdpa-flash+sdpa", "sdpa-flash+eager", "sdpa-flash+flash-attn",
+        "flex+flash-attn-4", "flex+sdpa-cudnn", "flex+triton", "flex+flash-attn-2",
+        "flex+sdpa-flash", "flex+sdpa", "flex+eager", "flex+flash-attn", "sdpa+flash-attn-4",
+        "sdpa+sdpa-cudnn", "sdpa+triton", "sdpa+flash-attn-2", "sdpa+sdpa-flash", "sdpa+flex",
+        "sdpa+eager", "sdpa+flash-attn", "eager+flash-attn-4", "eager+sdpa-cudnn",
+        "eager+triton", "eager+flash-attn-2", "eager+sdpa-flash", "eager+flex", "eager+sdpa",
+        "eager+flash-attn", "flash-attn+flash-attn-4", "flash-attn+sdpa-cudnn",
+        "flash-attn+triton", "flash-attn+flash-attn-2", "flash-attn+sdpa-flash",
+        "flash-attn+flex", "flash-attn+sdpa", "flash-attn+eager",
+    ]  # fmt: skip
+    TransportName = Literal["ring", "gather"]
+    LayoutOption = LayoutName | AssignedLayout
+    KernelOption = KernelName | KernelPair
+    CheckOption = Literal["always"]
+else:
+    LayoutOption = str | AssignedLayout
+    KernelOption = TransportName = CheckOption = str
+
+
+class PlanOptions(TypedDict, total=False):
+    """The options of `RingPlan.make`, which `ring_attn` documents."""
+
+    causal: bool
+    window: int | None
+    key_mask: Tensor | None
+    documents: Tensor | None
+    cu_seqlens: Borders | None
+    prefix: int | Sequence[int] | Tensor | None
+    mask_mod: MaskMod | None
+    cross: bool | None
+    query_positions: Tensor | None
+    key_positions: Tensor | None
+    scale: float | None
+    softclamp: float | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    key_bias: Tensor | None
+    dropout: float
+    dropout_seed: int | None
+    layout: LayoutOption
+    kernel: KernelOption | None
+    transport: TransportName | None
+    ulysses: int
+    memory: int | None
+    bucket_size: int
+    check: CheckOption | None
+
+
+class UlyssesOptions(PlanOptions, total=False):
+    """The options of `ulysses_attn`."""
+
+    heads_first: bool

@@ -1,0 +1,23 @@
+"""What users may get wrong, which mypy and pyright must find: each line that says so, no other."""
+
+import torch
+
+from ring_attention_pytorch import RingAttention, RingPlan, RingTransformer, ring_attn, ulysses_attn
+
+q = torch.randn(1, 8, 4, 8)
+
+ring_attn(q, q, q, return_lse=True).flatten(2)  # wrong
+ring_attn(q, q, q, layout="zig-zag")  # wrong
+ring_attn(q, q, q, kernel="tritn")  # wrong
+ring_attn(q, q, q, transport="gathr")  # wrong
+ring_attn(q, q, q, windw=3)  # wrong
+ring_attn(q, q, q, causal="yes")  # wrong
+ring_attn(q, q)  # wrong
+ulysses_attn(q, q, q, ulysses=2, casual=True)  # wrong
+ulysses_attn(q, q, q, layout="stripes")  # wrong
+RingPlan.make(q, q, q, causal=True, layout="zag")  # wrong
+RingPlan.make(q, q, q, memry=3)  # wrong
+RingPlan.make(q, q, q).position()  # wrong
+RingAttention(32, layout="zigzg")  # wrong
+RingAttention(32, transport="rings")  # wrong
+RingTransformer(num_tokens=9, dim=16, depth=2, kernel="flex2")  # wrong
