@@ -19,6 +19,7 @@ NAMES = {
     "cpu": "cpu",
     "errors": "errors",
     "few": "few",
+    "hf": "hf",
     "host": "host",
     "kernels": "kernels",
     "masks": "masks",
