@@ -202,6 +202,12 @@ def test_a_trainer_that_would_be_wrong_raises(pools):
             assert text in found[what], (what, found[what])
 
 
+@pytest.mark.parametrize("name", ["shift_labels", "loss_weights"])
+def test_what_a_trainer_would_leave_out_of_its_loss_is_refused(name):
+    with pytest.raises(ValueError, match=name):
+        RingTrainerMixin()._shard({"input_ids": torch.zeros(1, 3), name: torch.zeros(1, 3)})
+
+
 def test_accelerates_own_context_parallelism_is_refused():
     class Mixed(RingTrainerMixin):
         """A trainer whose mesh is accelerate's own."""
