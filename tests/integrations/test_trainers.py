@@ -98,7 +98,7 @@ def trained(
             model = change(model)
         args = arguments(folder, 4 // (many // (ring or 1)), **more)
         trainer = (RingTrainer if ring else Trainer)(
-            model, args, train_dataset=data, eval_dataset=data[:4]
+            model, args, train_dataset=data, eval_dataset=data[: 3 if kind == "packed" else 4]
         )
         trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(data)
         trainer.train()
