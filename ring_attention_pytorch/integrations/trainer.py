@@ -116,10 +116,10 @@ class RingTrainerMixin(_Trainer):
             )
         block, mine = self._prepare_context_parallel_inputs(model, self._prepare_inputs(inputs))
         with _as_block(block()):
-            loss, *rest = super().prediction_step(model, mine, prediction_loss_only, ignore_keys)
+            loss, *_ = super().prediction_step(model, mine, prediction_loss_only, ignore_keys)
         if loss is not None:  # the same on all ranks: of a last, shorter batch trainers drop some
             loss = self.accelerator.reduce(loss, reduction="mean")
-        return loss, *rest
+        return loss, None, None
 
     @property
     def _ring(self) -> Group:
