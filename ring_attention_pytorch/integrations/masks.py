@@ -8,6 +8,7 @@ part. What is unknown is an error, not a guess.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from transformers import masking_utils as hf
 
 
@@ -79,6 +80,7 @@ def _is_one_sided(function: Callable[..., Any]) -> bool:
     return any(_is_one_sided(part) for part in parts if part is not None)
 
 
+_ANY = torch.empty(0)  # only the code of what is made of it counts
 _BEFORE = hf.sliding_window_overlay(1).__code__
 _KINDS: dict[Any, Callable[[dict[str, Any]], Visible]] = {
     hf.and_masks().__code__: _both,
@@ -87,8 +89,8 @@ _KINDS: dict[Any, Callable[[dict[str, Any]], Visible]] = {
     hf.sliding_window_bidirectional_overlay(1).__code__: lambda values: Visible(
         False, values["sliding_window"]
     ),
-    hf.packed_sequence_mask_function(None).__code__: lambda _: _ALL,
+    hf.packed_sequence_mask_function(_ANY).__code__: lambda _: _ALL,
 }
 if hasattr(hf, "remap_positions_for_packed_sequence"):  # since 5.18 or later
-    _remapped = hf.remap_positions_for_packed_sequence(hf.causal_mask_function, None)
+    _remapped = hf.remap_positions_for_packed_sequence(hf.causal_mask_function, _ANY)
     _KINDS[_remapped.__code__] = lambda values: _read(values["mask_function"])

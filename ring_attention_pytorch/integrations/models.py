@@ -146,7 +146,9 @@ class RingForward:
         self.num_items: Tensor | None = None
         self.inputs = _inputs(batch, labels)
         self._plans: dict[Any, RingPlan] = {}
-        self._same: list[Tensor] = [self.inputs["position_ids"]]  # positions found to be right
+        self._same: list[Tensor | None] = [
+            self.inputs["position_ids"]
+        ]  # positions found to be right
         self._attended = False
 
     def __enter__(self) -> dict[str, Any]:
@@ -155,8 +157,9 @@ class RingForward:
             placement = current()
             assert placement is not None  # this thread has just opened it
             _forwards[placement] = self
-            if "labels" in self.inputs:
-                self.inputs["num_items_in_batch"] = self._items_for_others()
+            if "labels" in self.inputs and self.batch.num_items is not None:
+                items = self._items_for_others(self.batch.num_items.double())
+                self.inputs["num_items_in_batch"] = items
             opened.callback(LOSS_MAPPING.update, dict(LOSS_MAPPING))
             for kind in LOSS_MAPPING:
                 LOSS_MAPPING[kind] = _loss if kind in _OF_TOKENS else _no_loss
@@ -171,9 +174,9 @@ class RingForward:
                 'give the model attn_implementation="ring"'
             )
 
-    def _items_for_others(self) -> Tensor:
+    def _items_for_others(self, items: Tensor) -> Tensor:
         """Return by what losses that are not ours divide a rank's sum: real tokens per rank."""
-        ring, items = as_ring(self.loss_group), self.batch.num_items.double()
+        ring = as_ring(self.loss_group)
         if ring.size > 1:
             ring.total(items)  # each ring counts its batch on all its ranks
         return items / self.batch.ring_size / ring.size
@@ -215,7 +218,9 @@ class RingForward:
                 q, k, v, group=self.batch.ring, sinks=sinks, **options
             )  # fmt: skip
         plan = self._plans[kind].for_layer(getattr(layer, "layer_idx", None) or 0)
-        return ring_attn(q, k, v, sinks=sinks, plan=plan)
+        out = ring_attn(q, k, v, sinks=sinks, plan=plan)
+        assert isinstance(out, Tensor)  # lse was not asked for
+        return out
 
     def check(self, problem: str | None, positions: Tensor | None) -> None:
         """Raise ValueError on all ranks if there is a problem, or positions are not the batch's."""
@@ -236,10 +241,12 @@ class RingForward:
                 "rank: give labels to shard_batch, and call model(**inputs)"
             )
             self.told(problem)
-        labels = mine.to(logits.device)
+        labels = self.batch.labels.to(logits.device)
         if self.num_items is None:
-            more = dict(weights=self.batch.get("loss_weights"), group=self.loss_group)
-            return ring_cross_entropy(logits, labels, ignore_index=ignore_index, **more)
+            weights = self.batch.get("loss_weights")
+            return ring_cross_entropy(
+                logits, labels, weights=weights, group=self.loss_group, ignore_index=ignore_index
+            )
         wide = logits.flatten(0, 1).to(accumulation_dtype(logits.dtype))
         total = F.cross_entropy(
             wide, labels.flatten(), ignore_index=ignore_index, reduction="sum"

@@ -10,7 +10,7 @@ Loaders must give all ranks of a ring the same batches, as `RingParallelismConfi
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,16 @@ from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.integrations.models import RingForward, opened, ring_forward
 from ring_attention_pytorch.training.batches import ShardedBatch, shard_batch
 
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object  # the trainer comes after the mixin
+
 # what collators add for kernels of documents; position ids say the same
 _OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-class RingTrainerMixin:
+class RingTrainerMixin(_Trainer):
     """What makes a trainer's batches, losses and evaluation those of spread sequences.
 
     It stands before the trainer, whose model has `attn_implementation="ring"`:
@@ -57,8 +62,8 @@ class RingTrainerMixin:
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor | None:
         """Count real tokens of batches and of those of other rings, each sequence once."""
         forward = opened()
-        sharded = [forward.batch] if forward else [b for b in batch_samples if b is not None]
-        counts = [b.num_items for b in sharded if getattr(b, "num_items", None) is not None]
+        sharded = [forward.batch] if forward else batch_samples
+        counts: list[Tensor] = [b.num_items for b in sharded if b.num_items is not None]
         if not counts:
             return None
         items = torch.stack(counts).sum().to(device)
@@ -111,7 +116,10 @@ class RingTrainerMixin:
             )
         block, mine = self._prepare_context_parallel_inputs(model, self._prepare_inputs(inputs))
         with _as_block(block()):
-            return super().prediction_step(model, mine, prediction_loss_only, ignore_keys)
+            loss, *_ = super().prediction_step(model, mine, prediction_loss_only, ignore_keys)
+        if loss is not None:  # the same on all ranks: of a last, shorter batch trainers drop some
+            loss = self.accelerator.reduce(loss, reduction="mean")
+        return loss, None, None
 
     @property
     def _ring(self) -> Group:
@@ -123,9 +131,10 @@ class RingTrainerMixin:
     def _shard(self, whole: Mapping[str, Any]) -> ShardedBatch:
         """Return this rank's part of a batch of whole sequences."""
         given = {name: t for name, t in whole.items() if name not in _OF_KERNELS and t is not None}
-        if "shift_labels" in given:
+        if wrong := [name for name in ("shift_labels", "loss_weights") if name in given]:
             raise ValueError(
-                f"{type(self).__name__}: give labels of the tokens themselves, no shift_labels"
+                f"{type(self).__name__}: batches have labels of the tokens themselves, which all "
+                f"count alike; got {', '.join(wrong)}"
             )
         if given.get("cu_seqlens") is None and "position_ids" not in given:
             given |= _documents(whole)

@@ -98,7 +98,7 @@ def trained(
             model = change(model)
         args = arguments(folder, 4 // (many // (ring or 1)), **more)
         trainer = (RingTrainer if ring else Trainer)(
-            model, args, train_dataset=data, eval_dataset=data[:4]
+            model, args, train_dataset=data, eval_dataset=data[: 3 if kind == "packed" else 4]
         )
         trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(data)
         trainer.train()
@@ -200,6 +200,12 @@ def test_a_trainer_that_would_be_wrong_raises(pools):
     for found in pools(4).run(refusals):
         for what, text in REFUSED.items():
             assert text in found[what], (what, found[what])
+
+
+@pytest.mark.parametrize("name", ["shift_labels", "loss_weights"])
+def test_what_a_trainer_would_leave_out_of_its_loss_is_refused(name):
+    with pytest.raises(ValueError, match=name):
+        RingTrainerMixin()._shard({"input_ids": torch.zeros(1, 3), name: torch.zeros(1, 3)})
 
 
 def test_accelerates_own_context_parallelism_is_refused():

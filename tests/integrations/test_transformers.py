@@ -123,6 +123,42 @@ def test_it_is_what_transformers_computes_with_padding_and_documents(pools):
         assert max(found.values()) < 1e-5, found
 
 
+def masked_words(size: int) -> float:
+    """For a pool: an encoder that sees both ways, with windows, against transformers itself."""
+    register()
+    special = {f"{name}_token_id": 1 for name in ("pad", "bos", "eos", "cls", "sep")}
+    config = dict(
+        hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=hf.WORDS, local_attention=8, global_attn_every_n_layers=2, **special,
+    )  # fmt: skip
+    batch = batch_of("padded left")
+    batch["labels"][:, ::3] = -100
+    found = []
+    for attention in ("ring", "sdpa"):
+        torch.manual_seed(0)
+        kind = transformers.ModernBertConfig(**config, attn_implementation=attention)
+        model = transformers.ModernBertForMaskedLM(kind).eval()
+        if attention == "ring":
+            spread = shard_batch(batch, group=ring_of(size), shift_labels=False)
+            more = dict(loss_group=ring_of(size), check_positions=False)
+            with ring_forward(spread, **more) as inputs:
+                loss = model(**inputs).loss
+                loss.backward()
+            grads = hf.averaged(model, ring_of(size))
+        else:
+            labels = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+            loss = model(**{**batch, "labels": labels}).loss
+            loss.backward()
+            grads = [p.grad for p in model.parameters()]
+        found.append((loss.detach(), grads))
+    return errors(*found)
+
+
+@pytest.mark.thorough
+def test_an_encoder_sees_both_ways(pools):
+    assert max(pools(4).run(masked_words, 2)) < 1e-5
+
+
 def raised(act: Callable[[], Any]) -> str:
     """The text of the ValueError that this rank raises; in vain, what came instead."""
     try:
