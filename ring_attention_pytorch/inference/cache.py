@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from beartype import beartype
 from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
@@ -104,6 +105,7 @@ class RingCache:
             self.tables = self._ints(sequences, turns)
         self._lengths = [[0] * sequences for _ in range(layers)]
         self.captured = False  # whether graphs hold addresses of this cache, and advance lengths
+        self.has_starts = False  # whether `starts` were ever given
         self._reserved = 0  # tokens for which all sequences have pages
         self.plans: dict[Any, Any] = {}  # of attention to this cache
         if capacity is not None:
@@ -136,6 +138,7 @@ class RingCache:
         """Whether a CUDA graph is being captured."""
         return self.device.type == "cuda" and capturing(self.device)
 
+    @beartype
     def owner(self, token: int) -> int:
         """Return the rank that holds a token, the same for all sequences."""
         return self.pages.owner(token)
@@ -248,6 +251,7 @@ class RingCache:
         if on_device:
             self.layer_lengths[layer] += n
 
+    @beartype
     def rollback(self, n: int | Sequence[int]) -> None:
         """Forget the last `n` tokens of all sequences, or so many of each, in all layers.
 
@@ -255,11 +259,16 @@ class RingCache:
             ValueError: a sequence has fewer.
         """
         each = [n] * self.sequences if isinstance(n, int) else list(n)
-        lengths = self.lengths
+        lengths, least = self.lengths, [min(layers) for layers in zip(*self._lengths)]
         if len(each) != self.sequences or any(not 0 <= m <= has for m, has in zip(each, lengths)):
             raise ValueError(
                 f"RingCache: rollback takes from 0 to as many tokens as there are of each of the "
                 f"{self.sequences} sequences, {lengths}, got {n}"
+            )
+        if any(length - m > low for length, m, low in zip(lengths, each, least)):
+            raise ValueError(
+                f"RingCache: some layers have only {least} tokens, where the first has {lengths}: "
+                "roll back at least to there"
             )
         copies: Copies = []
         for sequence, (m, length) in enumerate(zip(each, lengths)):
@@ -268,9 +277,10 @@ class RingCache:
                 copies += self._table.shorten(sequence, length - m)
         self._apply(copies, [length - m for length, m in zip(lengths, each)])
 
+    @beartype
     def reorder(self, beams: Sequence[int]) -> None:
         """Let sequence i go on from sequence `beams[i]`. Full pages are shared, not copied."""
-        beams, lengths, starts = list(beams), self.lengths, self.starts.tolist()
+        beams, lengths, starts = list(beams), self._even_lengths(), self.starts.tolist()
         if len(beams) != self.sequences or any(not 0 <= i < self.sequences for i in beams):
             raise ValueError(
                 f"RingCache: reorder takes a number from 0 to {self.sequences - 1} for each of the "
@@ -282,6 +292,7 @@ class RingCache:
         copies = self._table.rearrange(beams, lengths)
         self._apply(copies, [lengths[i] for i in beams], [starts[i] for i in beams])
 
+    @beartype
     def fork(self, source: int, *targets: int) -> None:
         """Let `targets` go on from a sequence; what they were is forgotten."""
         beams = list(range(self.sequences))
@@ -292,18 +303,22 @@ class RingCache:
             beams[target] = source
         self.reorder(beams)
 
+    @beartype
     def free(self, sequence: int) -> None:
         """Forget a sequence, in all layers. Its memory serves others, or what comes in its place.
 
         With a capacity it keeps as many pages as before, so that graphs may append to it.
         """
-        lengths, starts = self.lengths, self.starts.tolist()
+        if not 0 <= sequence < self.sequences:
+            raise ValueError(f"RingCache: there are {self.sequences} sequences, and no {sequence}")
+        lengths, starts = self._even_lengths(), self.starts.tolist()
         lengths[sequence] = starts[sequence] = 0
         self._table.free(sequence)
         if self.fixed:
             self._table.reserve(sequence, self.capacity)
         self._apply([], lengths, starts)
 
+    @beartype
     def hide_before(self, starts: Sequence[int]) -> None:
         """Hide the tokens of each sequence before this one: left padding is never seen."""
         if len(starts) != self.sequences or min(starts) < 0:
@@ -313,8 +328,7 @@ class RingCache:
         self.starts.copy_(torch.tensor(list(starts), dtype=torch.int32))
         self.has_starts = True
 
-    has_starts = False
-
+    @beartype
     def reserve(self, tokens: int) -> None:
         """Make room for sequences of so many tokens, so that graphs may append up to there."""
         self._reserve([tokens] * self.sequences)
@@ -327,8 +341,9 @@ class RingCache:
             [self.local(sequence, layer) for sequence in range(self.sequences)]
             for layer in range(self.layers)
         ]
-        return {"lengths": self.lengths, "starts": self.starts.tolist(), "held": held}
+        return {"lengths": self._even_lengths(), "starts": self.starts.tolist(), "held": held}
 
+    @beartype
     def load_state_dict(self, *states: dict[str, Any]) -> None:
         """Take this rank's share of what all ranks of another cache held, of any number.
 
@@ -361,7 +376,8 @@ class RingCache:
                     for pool, t in zip(pools, (k, v)):
                         pool[where, :, tokens % page] = t[mine].to(self.dtype)
         self._apply([], lengths)
-        self.hide_before(states[0]["starts"])
+        if any(states[0]["starts"]):
+            self.hide_before(states[0]["starts"])
 
     # ---- inside
 
@@ -379,6 +395,20 @@ class RingCache:
         if not 0 <= layer < self.layers:
             return f"layer must be from 0 to {self.layers - 1}, got {layer}"
         return None
+
+    def _even_lengths(self) -> list[int]:
+        """Return the lengths that all layers have.
+
+        Raises:
+            ValueError: they have different ones.
+        """
+        lengths = self.lengths
+        if any(lengths != each for each in self._lengths):
+            raise ValueError(
+                f"RingCache: layers have different lengths, {self._lengths}: append to all of them "
+                "first, or roll back to what all have"
+            )
+        return lengths
 
     def _reserve(self, tokens: Sequence[int]) -> None:
         if not (wanted := self._table.missing(tokens)):
