@@ -25,6 +25,7 @@ setup(
         "triton": ["triton>=3.4"],
         "flash": ["flash-attn>=2.8"],  # can't be built in isolation: README, "Install"
         "flash4": ["flash-attn-4>=4.0.0b36"],
+        "transformers": ["transformers>=5.17", "accelerate>=1.15"],
         "demo": ["click>=8", "rich>=13", "einx>=0.3"],
         "test": [
             "build>=1.2",

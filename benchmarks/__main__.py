@@ -16,6 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 NAMES = {
     "balance": "balance",
+    "compiled": "compiled",
     "cpu": "cpu",
     "decode": "decode",
     "errors": "errors",

@@ -35,7 +35,7 @@ from benchmarks.lib.rings import (
 )
 from benchmarks.lib.sequences import KINDS, packed, whole
 from ring_attention_pytorch import RingPlan
-from ring_attention_pytorch.comm.gather_first import GatherFirst
+from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
 
@@ -46,7 +46,7 @@ def both_ways(plan: RingPlan) -> dict[str, RingPlan]:
     if not isinstance(gather, SymmetricGather):
         return {"gather": plan}
     shared = shared_by(gather.ring, plan.device)
-    together = GatherFirst.like(gather, plan.blocks, plan.kv_shape, shared)
+    together = SerialGather.like(gather, plan.blocks, plan.kv_shape, shared)
     return {"gather, overlapping": plan.by(gather), "gather, together": plan.by(together)}
 
 

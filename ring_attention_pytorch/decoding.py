@@ -25,7 +25,7 @@ from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, Sc
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
 
-@typed(told_by_group("tree_attn_decode"))
+@typed(told_by_group("tree_attn_decode"), apart=True)
 @torch.no_grad()
 def tree_attn_decode(
     q: Tensor,

@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from beartype import beartype
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from ring_attention_pytorch import operators
 from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.comm.placement import attention_ring
@@ -15,11 +17,18 @@ from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.kernels import explain
 from ring_attention_pytorch.plan.checks import autocast_dtype, like_autocast
 from ring_attention_pytorch.plan.masks import Prefix
-from ring_attention_pytorch.plan.options import ROWS, not_default
+from ring_attention_pytorch.plan.options import not_default
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
 from ring_attention_pytorch.runtime.scores import bias_problem, with_bias
-from ring_attention_pytorch.runtime.torch_func import tangents_note
+from ring_attention_pytorch.runtime.torch_func import refuse_export, tangents_note
+from ring_attention_pytorch.tensor_kinds import (
+    has_values,
+    is_plain,
+    shapes_of_results,
+    sharded,
+    swapped,
+)
 
 
 @typed(told_by_group("ring attention", ring_of=attention_ring))
@@ -57,6 +66,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     bucket_size: int = 1024,
     check: str | None = None,
     plan: RingPlan | None = None,
+    heads_first: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact attention over a sequence that is spread over a ring of processes.
@@ -136,8 +146,15 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         check: "always" lets ranks check in each call that they agree, and says where one is out of
             step: for debugging. None takes the environment's RING_ATTENTION_CHECK.
         plan: a `RingPlan` for tensors like these. It replaces all options except return_lse,
-            sinks and key_bias; it must have been made with these two if they are given.
+            sinks, key_bias and heads_first; it must have been made with the first two of these
+            if they are given, of q, k and v with tokens first.
+        heads_first: q, k, v and the result are `[b, h, n, d]`, as for
+            `scaled_dot_product_attention`.
         return_lse: also return the log-sum-exp of the scores.
+
+    q, k and v may be DTensors whose sequence one dimension of their mesh shards: that is the ring
+    then, and results are DTensors, too. Of tensors without values, on the meta device or of a
+    FakeTensorMode, results have none either; all ranks must have such.
 
     Returns:
         `[b, n, h, d_v]` in q's dtype; with return_lse also lse `[b, h, n]`, natural
@@ -155,29 +172,72 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     >>> ring_attn(q, k, v, causal=True).shape
     torch.Size([1, 6, 4, 8])
     """
-    given = locals()
-    if torch._C._is_any_autocast_enabled():
-        q, k, v = (t.to(autocast_dtype(t)) for t in (q, k, v))
+    options = dict(
+        causal=causal, window=window, key_mask=key_mask, documents=documents,
+        cu_seqlens=cu_seqlens, prefix=prefix, mask_mod=mask_mod, cross=cross,
+        query_positions=query_positions, key_positions=key_positions, scale=scale,
+        softclamp=softclamp, sinks=sinks, alibi_slopes=alibi_slopes, key_bias=key_bias,
+        dropout=dropout, dropout_seed=dropout_seed, layout=layout, kernel=kernel,
+        transport=transport, ulysses=ulysses, memory=memory, bucket_size=bucket_size, check=check,
+    )  # fmt: skip
+    qkv = swapped((q, k, v)) if heads_first else (q, k, v)
+    attend = _attention if is_plain(*qkv) else _attention_of_kinds
+    out, lse = attend(qkv, options, group, plan, return_lse)
+    out = out.transpose(1, 2) if heads_first else out
+    return (out, lse) if return_lse else out
+
+
+def _attention_of_kinds(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    options: dict[str, Any],
+    group: Group,
+    plan: RingPlan | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute (out, lse) as `_attention`, of tensors that may be of other kinds than plain."""
+    shards = sharded(qkv, options, group, plan)
+    if shards is None:
+        return _attention(qkv, options, group, plan, return_lse)
+    out, lse = _attention(shards.qkv, options, shards.group, plan, return_lse)
+    return shards.out(out), shards.lse(lse) if return_lse else None
+
+
+def _attention(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    options: dict[str, Any],
+    group: Group,
+    plan: RingPlan | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute (out, lse), with options or with a plan; lse may be left out if nobody asks."""
+    sinks, key_bias = options["sinks"], options["key_bias"]
+    if is_compiling() or torch._C._is_any_autocast_enabled():
+        qkv = tuple([t.to(autocast_dtype(t)) for t in qkv])
         if key_bias is not None:
-            given["key_bias"] = key_bias = key_bias.to(autocast_dtype(key_bias))
+            options["key_bias"] = key_bias = key_bias.to(autocast_dtype(key_bias))
+    q, k, v = qkv
+    if not (is_compiling() or has_values(q, k, v)):
+        refuse_export()
+        return shapes_of_results(qkv, sinks, group, plan)
     if plan is None:
         also = tangents_note(q, k, v, sinks, key_bias)
-        options = {name: given[name] for name in ROWS}
         plan = RingPlan.make(q, k, v, group=group, also=also, **options)
     else:
-        _check_only_plan(given)
+        _check_only_plan(options, group)
         if key_bias is not None:
             _check_bias(plan, q, k, key_bias)
     if key_bias is not None:
         q, k = with_bias(q, k, key_bias, plan.terms.scale)
+    if is_compiling():
+        return operators.attention(plan, q, k, v, sinks)
     plan.check(q, k, v, sinks)
     if plan.ulysses is not None:
         q, k, v = plan.ulysses.to_heads(q, k, v)
         sinks = None if sinks is None else sinks[plan.ulysses.heads]
     out, lse = attention(plan, q, k, v, sinks)
     if plan.ulysses is not None:
-        out, lse = plan.ulysses.to_sequence(out, lse if return_lse else None)
-    return (out, lse) if return_lse else out
+        return plan.ulysses.to_sequence(out, lse if return_lse else None)
+    return out, lse
 
 
 @beartype
@@ -261,11 +321,11 @@ def _check_bias(plan: RingPlan, q: Tensor, k: Tensor, key_bias: Tensor) -> None:
         raise ValueError(f"ring attention: {problem}")
 
 
-def _check_only_plan(given: dict[str, Any]) -> None:
+def _check_only_plan(options: dict[str, Any], group: Group) -> None:
     """Raise ValueError if options are given beside a plan, which decides them already."""
     of_call = ("sinks", "key_bias")  # a plan only knows that they are given
-    beside = [name for name in not_default(given) if name not in of_call]
-    if given["group"] is not None:
+    beside = [name for name in not_default(options) if name not in of_call]
+    if group is not None:
         beside.append("group")
     if beside:
         raise ValueError(

@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 
 from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeCallHintParamViolation
+from torch.compiler import is_compiling
 
 from ring_attention_pytorch.comm.notes import Disagreement, by_value, call_site, exchange, ranks_of
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
+from ring_attention_pytorch.runtime.torch_func import run_apart
 
 _LONGEST = 2000  # characters of a problem, or of one value in a note
 
@@ -131,11 +133,14 @@ def raise_together(ring: Ring, caller: str, problem: str | None) -> None:
         raise Disagreement(f"{caller}: {problem}")
 
 
-def typed(tell: Callable[[dict[str, Any], str], object]) -> Callable[[Function], Function]:
+def typed(
+    tell: Callable[[dict[str, Any], str], object], apart: bool = False
+) -> Callable[[Function], Function]:
     """Decorate a function: arguments must be parameters of the annotated types, or all are told.
 
     `tell` is given the arguments by name and what is wrong with them. It raises that on all ranks
-    that will wait for this one. Where there are none, it returns.
+    that will wait for this one. Where there are none, it returns. torch.compile runs the function
+    `apart`, between two graphs, or traces it; types are not checked while it does.
 
     Raises:
         ValueError: an argument has another type, or is no parameter; on all ranks alike.
@@ -154,6 +159,8 @@ def typed(tell: Callable[[dict[str, Any], str], object]) -> Callable[[Function],
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return run_apart(call, *args, **kwargs) if apart else function(*args, **kwargs)
             try:
                 return checked(*args, **kwargs)
             except BeartypeCallHintParamViolation as error:

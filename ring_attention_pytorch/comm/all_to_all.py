@@ -1,12 +1,13 @@
 """The all-to-all of Ulysses: each rank gets some tokens and heads of what each neighbour has.
 
-It goes by messages, or through symmetric memory: there a rank writes all that it has, and the
-others read what is theirs and put it in place, at once.
+A `CopyPlan` says who gets what. It is carried out by messages (`MessageSwap`), or through symmetric
+memory (`SharedSwap`): there a rank writes all that it has, and the others read what is theirs and
+put it in place, at once.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -57,25 +58,48 @@ class CopyPlan:
 # --- messages ---
 
 
-def by_messages(ring: Ring, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
-    """Exchange tensors by their plans, in one message to each rank; return what arrives here."""
-    me, device = ring.rank, tensors[0].device
-    sends, receives, forms = [], [], {}
-    for rank in range(ring.size):
-        if rank != me:
-            form = _form(tensors, ways, me, rank)
-            sends.append((rank, form.pack(_given(tensors, ways, me, rank), form.empty(device))))
-            forms[rank] = _form(tensors, ways, rank, me)
-            receives.append((rank, forms[rank].empty(device)))
-    messages = ring.exchange(sends, receives).wait()
-    parts = {me: _given(tensors, ways, me, me)}
-    for message, (rank, form) in zip(messages, forms.items()):
-        parts[rank] = form.open(message)
-    arrived = [way.room(t, me) for t, way in zip(tensors, ways)]
-    for rank, theirs in parts.items():
-        for place, part in zip(_taken(arrived, ways, rank, me), theirs):
-            place.copy_(part)
-    return arrived
+class Swap(Protocol):
+    """A way to carry out copy plans among neighbours."""
+
+    name: str  # of what things go through; "" is plain messages
+
+    def swap(self, me: int, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
+        """Exchange tensors by their plans; return what arrives at place `me`."""
+
+
+def swap_among(neighbours: Ring, most: int, device: torch.device) -> Swap:
+    """Make the swap of neighbours, for tensors of at most `most` bytes together on any rank.
+
+    It is through shared memory where ranks have any. All ranks of the group call this together.
+    """
+    shared = shared_by(neighbours, device)
+    return MessageSwap(neighbours) if shared is None else SharedSwap.over(shared, most)
+
+
+class MessageSwap(NamedTuple):
+    """An all-to-all in one message to each neighbour."""
+
+    ring: Ring
+    name: str = ""
+
+    def swap(self, me: int, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
+        device = tensors[0].device
+        sends, receives, forms = [], [], {}
+        for rank in range(self.ring.size):
+            if rank != me:
+                form = _form(tensors, ways, me, rank)
+                sends.append((rank, form.pack(_given(tensors, ways, me, rank), form.empty(device))))
+                forms[rank] = _form(tensors, ways, rank, me)
+                receives.append((rank, forms[rank].empty(device)))
+        messages = self.ring.exchange(sends, receives).wait()
+        parts = {me: _given(tensors, ways, me, me)}
+        for message, (rank, form) in zip(messages, forms.items()):
+            parts[rank] = form.open(message)
+        arrived = [way.room(t, me) for t, way in zip(tensors, ways)]
+        for rank, theirs in parts.items():
+            for place, part in zip(_taken(arrived, ways, rank, me), theirs):
+                place.copy_(part)
+        return arrived
 
 
 def _between(ways: Sequence[CopyPlan], sender: int, receiver: int) -> Iterator[tuple[int, Move]]:
@@ -126,15 +150,7 @@ class SharedSwap:
     moves: WeakKeyDictionary[SymmetricBuffer, dict[Key, "Moves"]] = field(
         default_factory=WeakKeyDictionary, repr=False
     )
-
-    @classmethod
-    def among(cls, neighbours: Ring, most: int, device: torch.device) -> "SharedSwap | None":
-        """Make one for tensors of at most `most` bytes together, on any rank of the group.
-
-        It is None where ranks can't share memory. All ranks of the group call this together.
-        """
-        shared = shared_by(neighbours, device)
-        return None if shared is None else cls.over(shared, most)
+    name: str = "shared memory"
 
     @classmethod
     def over(cls, shared: PeerGroup, most: int) -> "SharedSwap":
@@ -144,7 +160,6 @@ class SharedSwap:
         return cls(space, ranks)
 
     def swap(self, me: int, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
-        """Exchange tensors by their plans; return what arrives at place `me`."""
         shelf = self.space.swaps
         forms = [
             Form.of_parts(tuple(way.part(t, place) for t, way in zip(tensors, ways)))

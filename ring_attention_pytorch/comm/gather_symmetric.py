@@ -39,7 +39,7 @@ from ring_attention_pytorch.schedule.pieces import (
     schedule,
     tokens,
 )
-from ring_attention_pytorch.schedule.policy import come_home_aside, much_comes_last
+from ring_attention_pytorch.schedule.policy import come_home_aside, own_keys_are_cut
 from ring_attention_pytorch.schedule.steps import Block, Program, Transfer
 
 Yielded = TypeVar("Yielded")
@@ -105,7 +105,7 @@ class SymmetricGather(Gather):
         token_bytes = job.token_bytes + job.batch  # with a key mask
         space.make_room(group, keys=max(lengths) * token_bytes, grads=widest * job.grad_bytes)
         overtaken = overtaken and len(rounds) == 1  # of several rounds, calls wait for one another
-        cut = not overtaken and much_comes_last(rounds, lengths)
+        cut = not overtaken and own_keys_are_cut(blocks, rounds, job, machine)
         cuts = lengths
         if overtaken:
             cuts = [0] * len(lengths)

@@ -7,7 +7,8 @@ timeout, what was to come is NaN, and so is all that comes later. The host hears
 call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from zlib import crc32
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from ring_attention_pytorch.comm.overdue import Overdue
 from ring_attention_pytorch.runtime.launches import Launch
 from ring_attention_pytorch.runtime.streams import capturing, current_stream
-from ring_attention_pytorch.runtime.tape import opaque
+from ring_attention_pytorch.runtime.tape import opaque, prepared
 
 _STAMPS = 1 << 20  # a message out of step passes for another one time in a million
 _KINDS, _PLANS = 1 << 16, 1 << 15  # that meetings tell apart, in 31 bits
@@ -96,18 +97,29 @@ class Board(Guard):
 
         There are few kinds, and any number of plans.
         """
+        with torch.cuda.device_of(self.state):
+            self.meeting(kind, plan)()
+
+    def meeting(self, kind: str, plan: int = 0) -> "Meeting":
+        """Return such a meeting, to be called for over and over where this device is current."""
         number = crc32(kind.encode()) % _KINDS
         self._kinds[number] = kind
-        purpose = plan % _PLANS * _KINDS + number
-        with torch.cuda.device_of(self.state):
-            self._meet(self.state, purpose, self.rank, self.patience)
+        return Meeting(self, plan % _PLANS * _KINDS + number)
+
+    def come(self, purpose: int) -> None:
+        """Come to the meeting of that purpose, on the current device."""
+        self._meet(self.state, purpose, self.rank, self.patience)
 
     @opaque
     def spoil(self, *tensors: Tensor) -> None:
         """Fill dense tensors, read in others' memory, with NaN if a rank was out of step."""
         with torch.cuda.device_of(self.state):
-            for t in filter(Tensor.numel, tensors):
-                self._spoil(self.state, self.rank, t.data_ptr(), t.nbytes)
+            self.spoil_here(*filter(Tensor.numel, tensors))
+
+    def spoil_here(self, *tensors: Tensor) -> None:
+        """Spoil tensors that are not empty, on the current device."""
+        for t in tensors:
+            self._spoil(self.state, self.rank, t.data_ptr(), t.nbytes)
 
     def fail(self) -> None:
         if self.device.type != "cuda":
@@ -137,6 +149,22 @@ class Board(Guard):
     def reset(self) -> None:
         self._boards[self.rank].zero_()
         super().reset()
+
+
+@prepared(Board.spoil)
+def _(board: Board, *tensors: Tensor) -> Callable[..., None]:
+    return Board.spoil_here if all(map(Tensor.numel, tensors)) else Board.spoil
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A meeting on a board, for a purpose."""
+
+    board: Board
+    purpose: int
+
+    def __call__(self, *_: object, **__: object) -> None:
+        self.board.come(self.purpose)
 
 
 class Stamps(Guard):

@@ -18,7 +18,7 @@ from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.steps import Steps
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.streams import captures_for_good, capturing, current_stream
-from ring_attention_pytorch.runtime.tape import opaque
+from ring_attention_pytorch.runtime.tape import opaque, prepared
 
 _VIEWS = 1024  # views of a buffer that are kept
 _HALVES = {"keys": 2, "grads": 2, "swaps": 1}
@@ -43,11 +43,11 @@ class SymmetricBuffer:
         group: ProcessGroup,
         device: torch.device,
         nbytes: int,
-        meet: Callable[[str], None],
+        meeting: Callable[[str], Callable[[], None]],
         halves: int = 2,
     ) -> None:
         self.nbytes, self.turn, self.device, self.captured = nbytes, 0, device, False
-        self._meet, self.rank = meet, group.rank()
+        self.meeting, self.rank = meeting, group.rank()
         self.memory, self.halves, self.handle = allocate(
             group, device, (halves, nbytes), torch.uint8
         )
@@ -72,7 +72,12 @@ class SymmetricBuffer:
     @opaque
     def publish(self) -> None:
         """Let the current stream wait until all ranks have published this turn."""
-        self._meet("read what is written")
+        with torch.cuda.device(self.device):
+            self.to_read()()
+
+    def to_read(self) -> Callable[..., None]:
+        """Return the meeting of all ranks that have published this turn."""
+        return self.meeting("read what is written")
 
     def of(self, rank: int, form: Form) -> list[Tensor]:
         """Return the tensors that a rank has written this turn."""
@@ -106,7 +111,17 @@ class SymmetricBuffer:
 
     def meet(self) -> None:
         """Let the current stream wait until all ranks have read what they were brought."""
-        self._meet("write what was read")
+        with torch.cuda.device(self.device):
+            self.to_write()()
+
+    def to_write(self) -> Callable[..., None]:
+        """Return the meeting of all ranks that have read what they were brought."""
+        return self.meeting("write what was read")
+
+
+@prepared(SymmetricBuffer.publish)
+def _(buffer: SymmetricBuffer) -> Callable[..., None]:
+    return buffer.to_read()
 
 
 def allocate(
@@ -147,8 +162,8 @@ class SymmetricWorkspace:
         self.stream: torch.cuda.Stream | None = None  # of the last call
 
     def _buffer(self, group: ProcessGroup, name: str, nbytes: int) -> SymmetricBuffer:
-        meet = partial(_meet, self.board, self.steps, name)
-        return SymmetricBuffer(group, self.device, nbytes, meet, _HALVES[name])
+        meeting = partial(_meeting, self.board, self.steps, name)
+        return SymmetricBuffer(group, self.device, nbytes, meeting, _HALVES[name])
 
     @opaque
     def begin(self, turns: int, back: bool) -> None:
@@ -190,10 +205,15 @@ class SymmetricWorkspace:
                 setattr(self, name, larger)
 
 
-def _meet(board: Board, steps: Steps, name: str, why: str) -> None:
-    """Let the current stream wait until all ranks are where the steps are, with this buffer."""
+@prepared(SymmetricWorkspace.begin)
+def _(space: SymmetricWorkspace, turns: int, back: bool) -> Callable[..., None] | None:
+    return None if back else space.keys.to_write()  # streams were followed before
+
+
+def _meeting(board: Board, steps: Steps, name: str, why: str) -> Callable[..., None]:
+    """Return the meeting at which all ranks are where the steps are, with this buffer."""
     plan, operation = steps.about
-    board.meet(f"{operation}, to {why}: {name}", plan)
+    return board.meeting(f"{operation}, to {why}: {name}", plan)
 
 
 class PeerGroup(NamedTuple):

@@ -8,7 +8,7 @@ computed.
 import torch
 
 from ring_attention_pytorch.comm.gather import Gather
-from ring_attention_pytorch.comm.gather_first import GatherFirst
+from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.send_recv import SendRecv
@@ -17,7 +17,7 @@ from ring_attention_pytorch.geometry.layouts import count
 from ring_attention_pytorch.runtime.interfaces import Transport
 from ring_attention_pytorch.schedule.hardware import H200, Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
-from ring_attention_pytorch.schedule.policy import is_few, keys_come_late
+from ring_attention_pytorch.schedule.policy import is_few, keys_come_late, own_keys_apart
 
 TRANSPORTS: dict[str, type[SendRecv] | type[Gather]] = {"ring": SendRecv, "gather": Gather}
 
@@ -77,13 +77,19 @@ def make_transport(
 
 
 def make_together(
-    gather: Transport, blocks: Workload, job: KVShape, machine: Hardware = H200
-) -> GatherFirst | None:
+    gather: Transport,
+    blocks: Workload,
+    job: KVShape,
+    machine: Hardware = H200,
+    square: bool = False,
+) -> SerialGather | None:
     """Make a gather that spares the host, if tokens are few; else return None.
 
-    With few tokens the host takes longer to launch a gather's calls than a GPU to run them. All
-    ranks of the ring call this together.
+    With few tokens the host takes longer to launch a gather's calls than a GPU to run them. The
+    kernel may know causal tiles only if they are `square`. All ranks of the ring call this
+    together.
     """
     if not (isinstance(gather, SymmetricGather) and gather.keeps and is_few(blocks, job, machine)):
         return None
-    return GatherFirst.like(gather, blocks, job, shared_by(gather.ring, gather.space.device))
+    shared = shared_by(gather.ring, gather.space.device)
+    return SerialGather.like(gather, blocks, job, shared, own_keys_apart(blocks, square))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from einops import rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.comm.all_to_all import CopyPlan, Move, SharedSwap, by_messages
+from ring_attention_pytorch.comm.all_to_all import CopyPlan, Move, Swap, swap_among
 from ring_attention_pytorch.comm.messages import Form, Part
 from ring_attention_pytorch.comm.ring import Ring, SubRing
 from ring_attention_pytorch.geometry.layouts import Segment, Segments, count
@@ -159,7 +159,7 @@ class Ulysses:
     ring: SubRing
     queries: HeadPartition
     keys: HeadPartition
-    shared: SharedSwap | None = None  # where neighbours read one another's memory
+    by: Swap  # how neighbours exchange
     number: int = 0  # the ranks' number for it, which its exchanges have
 
     @classmethod
@@ -191,8 +191,8 @@ class Ulysses:
             landed.append(tuple(positions for positions, _ in landings))
         together = SubRing(ring, range(first, first + degree))
         rest = SubRing(ring, range(place, ring.size, degree))
-        shared = SharedSwap.among(together, most_bytes((spreads[0], spreads[1]), q, k, v), q.device)
-        return cls(together, rest, *spreads, shared, ring.steps.notes), *landed
+        by = swap_among(together, most_bytes((spreads[0], spreads[1]), q, k, v), q.device)
+        return cls(together, rest, *spreads, by, ring.steps.notes), *landed
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Bring all tokens of these neighbours here, for some of the heads. Differentiable."""
@@ -204,6 +204,20 @@ class Ulysses:
             return *_ToSequence.apply(self, (self.queries,), out), None
         by_token = rearrange(lse, "b h n -> b n h")
         out, by_token = _ToSequence.apply(self, (self.queries,) * 2, out, by_token)
+        return out, rearrange(by_token, "b n h -> b h n")
+
+    def rows_to_heads(self, of_out: Tensor, of_lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Bring tensors like out and lse to where their heads are. Not differentiable."""
+        if of_lse is None:
+            return *self.spread((of_out,), (self.queries,)), None
+        by_token = rearrange(of_lse, "b h n -> b n h")
+        of_out, by_token = self.spread((of_out, by_token), (self.queries,) * 2)
+        return of_out, rearrange(by_token, "b n h -> b h n")
+
+    def rows_to_sequence(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Bring out and lse back to where their tokens live. Not differentiable."""
+        by_token = rearrange(lse, "b h n -> b n h")
+        out, by_token = self.unspread((out, by_token), (self.queries,) * 2)
         return out, rearrange(by_token, "b n h -> b h n")
 
     @property
@@ -238,9 +252,7 @@ class Ulysses:
 
     def _swap(self, to: str, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
         with self.together.call(f"all-to-all of {len(tensors)} to {to}", self.number):
-            if self.shared is None:
-                return by_messages(self.together, tensors, ways)
-            return self.shared.swap(self.together.rank, tensors, ways)
+            return self.by.swap(self.together.rank, tensors, ways)
 
 
 class _ToHeads(Function):

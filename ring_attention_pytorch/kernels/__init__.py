@@ -68,6 +68,7 @@ class SelectedKernel(NamedTuple):
     preemptible: bool
     fuses_merge: bool
     taped: bool
+    square: bool
 
 
 def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
@@ -83,8 +84,9 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
         first, second = (choose(part, case) for part in name.split("+"))
         both = f"{first.name}+{second.name}"
         merges, taped = first.fuses_merge and second.fuses_merge, first.taped and second.taped
+        square = first.square and second.square
         calls = first.forward, second.backward
-        return SelectedKernel(both, *calls, second.preemptible, merges, taped)
+        return SelectedKernel(both, *calls, second.preemptible, merges, taped, square)
     problems = {}
     case = case._replace(named=name is not None)
     for each in _named(name, case):
@@ -94,7 +96,8 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
                 _log(each, case)
             found, can = KERNELS[each], KERNELS[each].CAN
             calls = found.forward, found.backward
-            return SelectedKernel(each, *calls, can.preemptible, can.fuses_merge, can.taped)
+            also = can.preemptible, can.fuses_merge, can.taped, can.square
+            return SelectedKernel(each, *calls, *also)
     told = "; ".join(f"kernel={each!r} {why}" for each, why in problems.items())
     raise ValueError(f"{told}; leave kernel=None to have one chosen that can")
 

@@ -6,6 +6,7 @@ shape class.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     Residuals,
     ScoreMods,
 )
+from ring_attention_pytorch.runtime.tape import opaque
 
 CAN = Capabilities(
     devices=("cuda",),
@@ -34,6 +36,7 @@ CAN = Capabilities(
     one_head_dim=True,
     varlen=True,
     preemptible=True,
+    taped=True,
     features=FEATURES - {"key_mask", "unusual_scale", "alibi", "mask_mod", "dropout"},
     package=Dependency("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36"),
 )
@@ -42,12 +45,10 @@ CAN = Capabilities(
 def forward(
     q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
 ) -> None:
-    from flash_attn.cute.interface import _flash_attn_fwd
-
     for pack in packs(tiles, q, disjoint_keys=False) if q.numel() else ():
         room = pack.blank_rows(result)
         with lane(tiles, keys, *room.values()):
-            out, lse, *_ = _flash_attn_fwd(
+            out, lse = _attend(
                 *pack.flat(part(q, pack.rows), part(keys.k, pack.cols), part(keys.v, pack.cols)),
                 softmax_scale=terms.scale, softcap=terms.softclamp, return_lse=True,
                 **room, **_window(pack), **pack.sequences,
@@ -59,8 +60,6 @@ def forward(
 def backward(
     saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
 ) -> None:
-    from flash_attn.cute.interface import _flash_attn_bwd
-
     for pack in packs(tiles, saved.q, disjoint_keys=True) if saved.q.numel() else ():
         rows, cols, batch = pack.rows, pack.cols, len(saved.q)
         room = dict(
@@ -69,7 +68,7 @@ def backward(
             dv=pack.alloc(grads.dv, cols),
         )
         with lane(tiles, keys, *room.values()):
-            dq, dk, dv = _flash_attn_bwd(
+            dq, dk, dv = _differentiate(
                 *pack.flat(
                     part(saved.q, rows), part(keys.k, cols), part(keys.v, cols),
                     part(saved.out, rows), part(saved.dout, rows),
@@ -79,10 +78,24 @@ def backward(
                 deterministic=torch.are_deterministic_algorithms_enabled(),
                 dlse=None if saved.dlse is None else pack.flat_by_head(saved.dlse[..., rows]),
                 **room, **_window(pack), **pack.sequences,
-            )[:3]  # fmt: skip
+            )  # fmt: skip
             dq, dk, dv = pack.of_rows(dq, batch), *(pack.of_cols(t, batch) for t in (dk, dv))
         for total, at, t in zip(grads, (rows, cols, cols), (dq, dk, dv)):
             total.add(at, t)
+
+
+@opaque
+def _attend(*operands: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    return _flash_attn_fwd(*operands, **how)[:2]
+
+
+@opaque
+def _differentiate(*operands: Tensor, **how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    return _flash_attn_bwd(*operands, **how)[:3]
 
 
 def _window(pack: VarlenCall) -> dict[str, int | bool | None]:

@@ -30,6 +30,7 @@ CAN = Capabilities(
     max_head_dim=256,
     head_dim_multiple=8,
     one_head_dim=True,
+    square=True,
     taped=True,
     features=frozenset(),
 )

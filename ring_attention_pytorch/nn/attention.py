@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
+from ring_attention_pytorch import operators
 from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
 from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.functional import ring_attn
@@ -19,7 +21,9 @@ from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders
 from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.nn.checks import (
+    PlanOfLayer,
     kernel_problem,
+    plan_problem,
     scores_problem,
     shape_problem,
     unused_problem,
@@ -33,16 +37,12 @@ from ring_attention_pytorch.nn.sharding import (
     packed_problem,
     told_by_module,
 )
-from ring_attention_pytorch.plan.checks import (
-    in_graphs_problem,
-    other_way_problem,
-    over_ring_problem,
-)
+from ring_attention_pytorch.plan.checks import in_graphs_problem, over_ring_problem
 from ring_attention_pytorch.plan.packing import local_packing
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.dropout import dropout_problem
 from ring_attention_pytorch.runtime.graphs import GraphCache
-from ring_attention_pytorch.runtime.torch_func import tangents_note
+from ring_attention_pytorch.runtime.torch_func import run_apart, tangents_note
 
 
 class RingAttention(nn.Module):
@@ -196,6 +196,13 @@ class RingAttention(nn.Module):
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         packed = {"documents": documents, "cu_seqlens": cu_seqlens}
+        if is_compiling() and plan is None and not self.force_regular_attn:
+            if self.spread.auto or context is not None or force_ring_reduce_off:
+                given = mask, rotary_emb, force_ring_reduce_off, ring_size
+                of_context = dict(context=context, context_mask=context_mask)
+                return run_apart(self.forward, x, *given, **of_context, **packed)
+            plan = self.plan(x, mask, ring_size=ring_size, **packed)
+            mask, ring_size, packed = None, None, dict.fromkeys(packed)
         problem = problem_of(lambda: self._problem(x, mask, rotary_emb, context, context_mask))
         whole = self.spread.auto or not self.spread.ring_attn
         able = context is None and not self.force_regular_attn
@@ -291,29 +298,14 @@ class RingAttention(nn.Module):
             raise ValueError("a plan is for tokens sharded by hand, and for the ring's kernels")
         if given := [name for name, value in decided.items() if value is not None]:
             raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
-        over_ring = plan.ring.size > 1
-        layout = self.spread.layout_here
-        if over_ring and isinstance(plan.layout, str) and plan.layout != layout:
-            raise ValueError(f"the plan has layout={plan.layout!r}, the module {layout!r}")
-        visible = Mask(self.causal, self.window)
-        mods = plan.terms
-        rate = mods.dropout.rate if mods.dropout else 0.0
-        if (plan.visible, mods.softclamp, rate) != (visible, self.softclamp, self.rate):
-            raise ValueError(
-                f"the plan shows {plan.visible} with softclamp={mods.softclamp} and "
-                f"dropout={rate}, this module wants {visible} with {self.softclamp} and "
-                f"{self.rate} (in training: {self.training}); make it with RingAttention.plan"
-            )
-        if self.kernel is not None and not f"{plan.kernel.name}-".startswith(f"{self.kernel}-"):
-            raise ValueError(f"the plan uses another kernel than this module's {self.kernel!r}")
-        has = dict(transport=plan.transport_name, ulysses=plan.degree, memory=plan.memory)
-        if over_ring:
-            if problem := other_way_problem(has, **self.over_ring):
-                raise ValueError(problem)
-            if not self.spread.ring_attn:
-                raise ValueError("a plan over a ring needs a module with ring_attn=True")
+        wanted = PlanOfLayer(
+            Mask(self.causal, self.window), self.softclamp, self.rate, self.training, self.kernel,
+            self.spread.layout_here, self.spread.ring_attn, self.over_ring,
+        )  # fmt: skip
+        if problem := plan_problem(plan, wanted):
+            raise ValueError(problem)
 
-    @typed(told_by_module("ring attention"))
+    @typed(told_by_module("ring attention"), apart=True)
     def plan(
         self,
         x: Tensor,
@@ -400,7 +392,7 @@ class RingAttention(nn.Module):
         if self.rotary_embed is not None:
             positions = x.shape[1]
             if plan is not None:
-                positions = plan.positions(x.device, in_documents=self.rotary_restart)
+                positions = operators.positions(plan, x, self.rotary_restart)
             angles = self.rotary_embed(positions)
         if angles is not None:
             q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)

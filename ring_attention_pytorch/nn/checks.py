@@ -1,8 +1,19 @@
-"""Checks of the options of an attention layer, as they are given to its constructor."""
+"""Checks of the options of layers and models, and of the ids and plans that they are given."""
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ring_attention_pytorch.geometry.layouts import Layout
+from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.nn.sharding import mask_problem
+from ring_attention_pytorch.plan.checks import other_way_problem
+from ring_attention_pytorch.plan.ring_plan import RingPlan
 
 
 def shape_problem(
@@ -47,3 +58,81 @@ def unused_problem(eps: float, restart_alone: bool) -> str | None:
     if restart_alone:
         return "rotary_restart needs rotary_embed=True: there is nothing to restart"
     return None
+
+
+class PlanOfLayer(NamedTuple):
+    """What a layer wants of a plan, by its own options."""
+
+    visible: Mask
+    softclamp: float | None
+    rate: float
+    training: bool
+    kernel: str | None
+    layout: Layout
+    ring_attn: bool
+    over_ring: Mapping[str, Any]
+
+
+def plan_problem(plan: RingPlan, wanted: PlanOfLayer) -> str | None:
+    """Say where a plan does otherwise than a layer wants; None if nowhere."""
+    over_ring = plan.ring.size > 1
+    if over_ring and isinstance(plan.layout, str) and plan.layout != wanted.layout:
+        return f"the plan has layout={plan.layout!r}, the module {wanted.layout!r}"
+    mods = plan.terms
+    rate = mods.dropout.rate if mods.dropout else 0.0
+    if (plan.visible, mods.softclamp, rate) != (wanted.visible, wanted.softclamp, wanted.rate):
+        return (
+            f"the plan shows {plan.visible} with softclamp={mods.softclamp} and dropout={rate}, "
+            f"this module wants {wanted.visible} with {wanted.softclamp} and {wanted.rate} "
+            f"(in training: {wanted.training}); make it with RingAttention.plan"
+        )
+    if wanted.kernel is not None and not f"{plan.kernel.name}-".startswith(f"{wanted.kernel}-"):
+        return f"the plan uses another kernel than this module's {wanted.kernel!r}"
+    if not over_ring:
+        return None
+    has = dict(transport=plan.transport_name, ulysses=plan.degree, memory=plan.memory)
+    if problem := other_way_problem(has, **wanted.over_ring):
+        return problem
+    return None if wanted.ring_attn else "a plan over a ring needs a module with ring_attn=True"
+
+
+def ids_problem(
+    x: Tensor, mask: Tensor | None, labels: Tensor | None, classes: int, ignored: int
+) -> str | None:
+    """Say what is wrong with this rank's arguments, without asking other ranks."""
+    if x.ndim != 2 or x.dtype not in (torch.int64, torch.int32) or x.is_meta:
+        return (
+            "x must be int64 or int32 ids [batch, tokens] that have values, "
+            f"got {x.dtype} {list(x.shape)} on {x.device}"
+        )
+    if labels is not None and (labels.dtype, labels.shape) != (torch.int64, x.shape):
+        return f"labels must be int64 {list(x.shape)}, got {labels.dtype} {list(labels.shape)}"
+    if (
+        x.device.type == "cpu" and not is_compiling()
+    ):  # elsewhere a look at the values would wait for the device
+        wanted = f"0 to {classes - 1}"
+        if (got := _outside(x, classes)) is not None:
+            return f"ids must be {wanted}, got {got}"
+        if labels is not None and (got := _outside(labels[labels != ignored], classes)) is not None:
+            return f"labels must be {wanted}, or ignore_index={ignored} for none, got {got}"
+    return mask_problem("mask", mask, x)
+
+
+def _outside(values: Tensor, classes: int) -> str | None:
+    """Say how far values reach, if not all are 0 to classes - 1; None if they are."""
+    outside = (values < 0) | (values >= classes)
+    if not bool(outside.any()):
+        return None
+    return f"{int(values.min())} to {int(values.max())}"
+
+
+def plans_problem(plans: Sequence[RingPlan], blocks: int, decided: Sequence[Any]) -> str | None:
+    """Say what is wrong with a model's plans and what is given beside; None if nothing."""
+    if len(plans) != blocks:
+        return f"plans must be one for each of {blocks} blocks, got {len(plans)}"
+    if all(value is None for value in decided):
+        return None
+    return (
+        "beside plans only labels are taken: mask, documents and ring_size are the plans', and "
+        "without labels there is no loss; see RingTransformer.plans"
+    )

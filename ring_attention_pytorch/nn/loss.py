@@ -10,6 +10,7 @@ from torch.autograd import Function
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import Segments, segment_positions
 from ring_attention_pytorch.nn.sharding import all_to_all
+from ring_attention_pytorch.operators import TracedRing
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
@@ -37,7 +38,9 @@ def next_tokens(
     return labels
 
 
-def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: Ring) -> Tensor:
+def mean_cross_entropy(
+    logits: Tensor, labels: Tensor, ignore_index: int, ring: Ring | TracedRing
+) -> Tensor:
     """Compute the mean cross entropy over the real tokens of all ranks; 0 if there are none.
 
     logits `[b, n, classes]`, labels `[b, n]`; the result is the same on every rank. Gradients
@@ -50,12 +53,14 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: 
     return mean_over_ranks(total, real, ring)
 
 
-def mean_over_ranks(total: Tensor, held: Tensor, ring: Ring) -> Tensor:
+def mean_over_ranks(total: Tensor, held: Tensor, ring: Ring | TracedRing) -> Tensor:
     """Divide the sum of all ranks' `total` by that of what they `held`; 0 if they held nothing.
 
     Backward sums all ranks' gradients. `held` is overwritten.
     """
-    if ring.size > 1:
+    if isinstance(ring, TracedRing):
+        total, held = ring.total(total), ring.total(held)
+    elif ring.size > 1:
         total = _SumOverRanks.apply(total, ring)
         ring.total(held)
     return total / torch.where(held == 0, torch.ones_like(held), held)
@@ -65,7 +70,7 @@ class _SumOverRanks(Function):
     """(x, ring) -> the sum of all ranks' x, on every rank; backward sums all ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ring: Ring) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ring: Ring | TracedRing) -> Tensor:
         ctx.ring = ring
         total = x.clone()
         ring.total(total)

@@ -62,7 +62,7 @@ def shard_sequence(
     return x.index_select(dim, segment_positions(segments, x.device))
 
 
-@typed(told_by_group("unshard_sequence"))
+@typed(told_by_group("unshard_sequence"), apart=True)
 def unshard_sequence(
     x: Tensor, *, length: int, dim: int = 1, layout: Layout = "contiguous", group: Group = None
 ) -> Tensor:

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from beartype import beartype
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
+from ring_attention_pytorch import operators
 from ring_attention_pytorch.comm.agreement import agree, problem_of, raise_together, typed
 from ring_attention_pytorch.comm.placement import current
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
@@ -27,19 +29,21 @@ from ring_attention_pytorch.geometry.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.checks import ids_problem, plans_problem
 from ring_attention_pytorch.nn.loss import mean_cross_entropy, next_tokens
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding
 from ring_attention_pytorch.nn.sharding import (
     AutoShard,
     ShardConfig,
-    mask_problem,
     packed_problem,
     told_by_module,
 )
+from ring_attention_pytorch.operators import TracedRing
 from ring_attention_pytorch.plan.checks import shards_problem
 from ring_attention_pytorch.plan.packing import local_packing, whole_packing
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.runtime.torch_func import run_apart
 
 
 class _Tokens(NamedTuple):
@@ -150,7 +154,7 @@ class RingTransformer(nn.Module):
         self.to_logits = nn.Sequential(RMSNorm(dim), nn.Linear(dim, num_tokens, bias=False))
 
     @typed(told_by_module("RingTransformer"))
-    def forward(
+    def forward(  # noqa: PLR0913 - a public entry point
         self,
         x: Tensor,
         mask: Tensor | None = None,
@@ -161,6 +165,7 @@ class RingTransformer(nn.Module):
         *,
         documents: Tensor | None = None,
         cu_seqlens: Borders | None = None,
+        plans: Sequence[RingPlan] | None = None,
     ) -> Tensor:
         """Compute the logits, or the loss.
 
@@ -178,6 +183,8 @@ class RingTransformer(nn.Module):
                 a document has no target.
             cu_seqlens: documents by their borders, as for `ring_attn`: with auto_shard_seq those of
                 this rank's own batch, else those of the whole sequence.
+            plans: from `RingTransformer.plans`, for tokens that are sharded already. Beside them
+                only labels are taken. Nothing but keys, gradients and the loss is exchanged.
 
         Returns:
             Logits `[b, n, num_tokens]` of the tokens x; or the loss, a scalar: the mean cross
@@ -188,26 +195,89 @@ class RingTransformer(nn.Module):
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         packed = {"documents": documents, "cu_seqlens": cu_seqlens}
+        everyone: Ring | TracedRing
+        if plans is not None:
+            decided = mask, ring_size, return_loss or None, force_ring_reduce_off or None
+            classes, ignored = self.token_emb.num_embeddings, self.ignore_index
+            problem = plans_problem(plans, len(self.layers), [*decided, *packed.values()])
+            if problem or (problem := ids_problem(x, None, labels, classes, ignored)):
+                raise ValueError(f"RingTransformer: {problem}")
+            logits = self._logits(self.token_emb(x), None, plans)
+            return self._loss_or(logits, labels, TracedRing(plans[0]))
         off = force_ring_reduce_off or self.force_regular_attn
-        batch = self._prepare(x, mask, labels, return_loss, off, ring_size, packed)
+        given = x, mask, labels, return_loss, off, ring_size, packed
+        prepare = self._prepared
+        batch, tokens, plans = run_apart(prepare, *given) if is_compiling() else prepare(*given)
+        logits = self._logits(tokens, batch.mask, plans)
+        everyone = TracedRing(plans[0]) if plans and is_compiling() else batch.everyone
+        found = self._loss_or(logits, batch.labels, everyone)
+        if batch.labels is not None or batch.shards is None:
+            return found
+        return batch.shards.unshard(found)
+
+    def _prepared(self, *given: Any) -> tuple[_Batch, Tensor, tuple[RingPlan, ...]]:
+        """Prepare a batch, embed its tokens, and make the plans for it."""
+        batch = self._prepare(*given)
         tokens = self.token_emb(batch.ids)
-        plans = self._plans(tokens, batch)
-        positions = batch.ids.shape[1]
+        return batch, tokens, self._plans(tokens, batch)
+
+    def _logits(self, tokens: Tensor, mask: Tensor | None, plans: Sequence[RingPlan]) -> Tensor:
+        """Compute the logits of this rank's tokens; without plans, attention is regular."""
+        positions: int | Tensor = tokens.shape[1]
         if plans:
-            any_plan = next(iter(plans.values()))
-            positions = any_plan.positions(x.device, in_documents=self.rotary_restart)
+            positions = operators.positions(plans[0], tokens, self.rotary_restart)
         angles = self.rotary_emb(positions)
         for number, (attn, ff) in enumerate(self.layers):
             if plans:
-                plan = plans[attn.window, attn.rate].for_layer(number)
-                tokens = tokens + attn(tokens, None, angles, plan=plan)
+                tokens = tokens + attn(tokens, None, angles, plan=plans[number])
             else:
-                tokens = tokens + attn(tokens, batch.mask, angles)
+                tokens = tokens + attn(tokens, mask, angles)
             tokens = tokens + ff(tokens)
-        logits = self.to_logits(tokens)
-        if batch.labels is not None:
-            return mean_cross_entropy(logits, batch.labels, self.ignore_index, batch.everyone)
-        return logits if batch.shards is None else batch.shards.unshard(logits)
+        return self.to_logits(tokens)
+
+    def _loss_or(
+        self, logits: Tensor, labels: Tensor | None, everyone: Ring | TracedRing
+    ) -> Tensor:
+        if labels is None:
+            return logits
+        return mean_cross_entropy(logits, labels, self.ignore_index, everyone)
+
+    @typed(told_by_module("RingTransformer"), apart=True)
+    def plans(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        ring_size: int | None = None,
+        documents: Tensor | None = None,
+        cu_seqlens: Borders | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[RingPlan, ...]:
+        """Make the plans of all blocks for ids that are sharded already, to pass to `forward`.
+
+        It is for `torch.compile`, which can't trace what ranks agree on, and for batches that are
+        used more than once.
+
+        Args:
+            dtype: of the tokens between blocks; None is that of the embedding's weight.
+            The rest: as for `forward`. Of x only shape and device matter.
+
+        Raises:
+            ValueError: an argument is invalid, or differs between ranks; on every rank.
+
+        >>> model = RingTransformer(num_tokens=9, dim=16, depth=2, dim_head=8, heads=2, causal=True)
+        >>> ids = torch.arange(6)[None]
+        >>> plans = model.plans(ids)
+        >>> torch.equal(model(ids, plans=plans), model(ids))
+        True
+        """
+        if self.spread.auto or self.force_regular_attn:
+            raise ValueError("plans are for tokens sharded by hand, and for the ring's kernels")
+        packed = {"documents": documents, "cu_seqlens": cu_seqlens}
+        batch = self._prepare(x, mask, None, False, False, ring_size, packed)
+        weight = self.token_emb.weight
+        like = torch.empty((), dtype=dtype or weight.dtype, device=x.device)
+        return self._plans(like.expand(*batch.ids.shape, weight.shape[1]), batch)
 
     def _prepare(
         self,
@@ -227,7 +297,7 @@ class RingTransformer(nn.Module):
         able = not self.force_regular_attn
         problem = problem_of(
             lambda: (
-                _problem(x, mask, labels, classes, self.ignore_index)
+                ids_problem(x, mask, labels, classes, self.ignore_index)
                 or packed_problem(x, **packed, able=able, whole=auto or not on)
             )
         )
@@ -336,45 +406,18 @@ class RingTransformer(nn.Module):
         is_last = last_of_document(packing, positions)
         return labels.masked_fill(is_last, self.ignore_index)
 
-    def _plans(self, tokens: Tensor, batch: _Batch) -> dict[tuple[int | None, float], RingPlan]:
-        """Make a plan for each (window, dropout) that occurs, before the first block."""
+    def _plans(self, tokens: Tensor, batch: _Batch) -> tuple[RingPlan, ...]:
+        """List the plans of all blocks, one made for each (window, dropout) that occurs."""
         if self.force_regular_attn:
-            return {}
+            return ()
         layers = {(attn.window, attn.rate): attn for attn, _ in self.layers}
         also = {"dropout of layers": [attn.rate for attn, _ in self.layers]}
         options = dict(documents=batch.packing, layout=batch.layout, also=also)
         plans = {}
         for kind, attn in layers.items():
             plans[kind] = attn.plan_over(batch.ring, tokens, batch.mask, **options)
-        return plans
-
-
-def _problem(
-    x: Tensor, mask: Tensor | None, labels: Tensor | None, classes: int, ignored: int
-) -> str | None:
-    """Say what is wrong with this rank's arguments, without asking other ranks."""
-    if x.ndim != 2 or x.dtype not in (torch.int64, torch.int32) or x.is_meta:
-        return (
-            "x must be int64 or int32 ids [batch, tokens] that have values, "
-            f"got {x.dtype} {list(x.shape)} on {x.device}"
-        )
-    if labels is not None and (labels.dtype, labels.shape) != (torch.int64, x.shape):
-        return f"labels must be int64 {list(x.shape)}, got {labels.dtype} {list(labels.shape)}"
-    if x.device.type == "cpu":  # elsewhere a look at the values would wait for the device
-        wanted = f"0 to {classes - 1}"
-        if (got := _outside(x, classes)) is not None:
-            return f"ids must be {wanted}, got {got}"
-        if labels is not None and (got := _outside(labels[labels != ignored], classes)) is not None:
-            return f"labels must be {wanted}, or ignore_index={ignored} for none, got {got}"
-    return mask_problem("mask", mask, x)
-
-
-def _outside(values: Tensor, classes: int) -> str | None:
-    """Say how far values reach, if not all are 0 to classes - 1; None if they are."""
-    outside = (values < 0) | (values >= classes)
-    if not bool(outside.any()):
-        return None
-    return f"{int(values.min())} to {int(values.max())}"
+        by_layer = enumerate(attn for attn, _ in self.layers)
+        return tuple(plans[attn.window, attn.rate].for_layer(i) for i, attn in by_layer)
 
 
 def feed_forward(dim: int, mult: int) -> nn.Sequential:

@@ -34,8 +34,10 @@ ROOM = 8 << 30  # bytes at most for others' keys where neither transport nor mem
 _BYTES = (1 << 16, 8 << 20, 64 << 20)  # of the messages that are timed
 _PULLED = 16 << 20  # bytes, of which symmetric memory keeps one rank's part
 _COPIES = 16  # of the longest message within a device
-_FLOPS = 1 << 37  # of the block that a kernel computes: a fraction of a millisecond on an H200
+_FLOPS = 1 << 38  # of the block that a kernel computes: half a millisecond on an H200
 _ROUNDS = 3
+_TIMES = 4  # back to back: a device takes longer than the host to launch the next one
+_LAUNCHES = 100  # of a small operation
 _known: WeakKeyDictionary[ProcessGroup, dict[Hashable, Seconds]] = WeakKeyDictionary()
 _machines: WeakKeyDictionary[ProcessGroup, dict[Hashable, Hardware]] = WeakKeyDictionary()
 
@@ -140,6 +142,9 @@ def hardware_from(seconds: Seconds, domain: int, shape: KVShape) -> Hardware:
         machine = machine._replace(network_hop=hop, network=most / sending)
     if "pull" in seconds:
         machine = machine._replace(pull=_PULLED / seconds["pull"])
+    if "launches" in seconds:
+        launch = seconds["launches"] / _LAUNCHES
+        machine = machine._replace(launch=launch, host=H200.host * launch / H200.launch)
     if "memory" in seconds:
         machine = machine._replace(memory=2 * _COPIES * most / seconds["memory"])
     flops = shape._replace(batch=1).pair_flops * _tokens(shape) ** 2
@@ -206,6 +211,7 @@ def _links(ring: Ring, degree: int, hosts: Sequence[str], device: torch.device) 
 
         seconds[f"{kind} {n}"] = _seconds(hop, device, ring)
     seconds["memory"] = _seconds(partial(_copy_often, received, sent), device)
+    seconds["launches"] = _host_seconds(sent[:1], device)
     return seconds | _pulls(ring, received[:_PULLED])
 
 
@@ -278,14 +284,43 @@ def _tokens(shape: KVShape) -> int:
 def _seconds(
     run: Callable[[], object], device: torch.device, together: Ring | None = None
 ) -> float:
-    """Return the median of a few runs after a first; ranks of `together` begin each together."""
+    """Return the median of a few rounds after a first; ranks of `together` begin each together."""
     seconds = []
+    timed = _device_seconds if device.type == "cuda" else _cpu_seconds
     for _ in range(1 + _ROUNDS):
         if together is not None:
             together.gather_notes("timing", b"")
-        start = time.perf_counter()
+        seconds.append(timed(run, device))
+    return median(seconds[1:])
+
+
+def _cpu_seconds(run: Callable[[], object], _: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _device_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return a GPU's seconds of one of several runs, without those that the host takes."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream = torch.cuda.current_stream(device)
+    run()
+    begin.record(stream)
+    for _ in range(_TIMES):
         run()
+    end.record(stream)
+    end.synchronize()
+    return 1e-3 * begin.elapsed_time(end) / _TIMES
+
+
+def _host_seconds(t: Tensor, device: torch.device) -> float:
+    """Return the host's seconds to launch a small operation so often."""
+    seconds = []
+    for _ in range(1 + _ROUNDS):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(_LAUNCHES):
+            t.zero_()
         seconds.append(time.perf_counter() - start)
     return median(seconds[1:])

@@ -73,6 +73,17 @@ def agreed_shapes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
 
 def qkv_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Say what is wrong with this rank's tensors by themselves; None if nothing."""
+    if (problem := shapes_problem(q, k, v)) is not None:
+        return problem
+    if not q.device == k.device == v.device:
+        return f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}"
+    if q.is_meta or not q.layout == k.layout == v.layout == torch.strided:
+        return f"q, k, v must be dense and have values, got {q.layout} on {q.device}"
+    return None
+
+
+def shapes_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Say what is wrong with the shapes and dtypes of this rank's tensors; None if nothing."""
     if not q.ndim == k.ndim == v.ndim == 4:
         return f"q, k, v must be [batch, tokens, heads, head size], got {_shapes(q, k, v)}"
     b, _, h, d = q.shape
@@ -92,10 +103,6 @@ def qkv_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
             "q, k, v must have one floating dtype of 16, 32 or 64 bits, "
             f"got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or use autocast"
         )
-    if not q.device == k.device == v.device:
-        return f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}"
-    if q.is_meta or not q.layout == k.layout == v.layout == torch.strided:
-        return f"q, k, v must be dense and have values, got {q.layout} on {q.device}"
     return None
 
 

@@ -8,6 +8,7 @@ from ring_attention_pytorch.geometry.tiles import tiles, visible_pairs
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.schedule.cost import (
     Cost,
+    host_seconds,
     predict,
     swap_seconds,
 )
@@ -40,7 +41,20 @@ def explain_plan(plan: RingPlan) -> str:
         f"received: {_bytes(cost.received)} forward and backward; others' keys and gradients take "
         f"at most {_bytes(_held(plan))} here"
     )
-    return "\n".join([*head, *steps, received, _prediction(plan, cost, swap)])
+    return "\n".join(
+        [*head, *steps, received, _prediction(plan, cost, swap), *_of_host(plan, cost)]
+    )
+
+
+def _of_host(plan: RingPlan, cost: Cost) -> list[str]:
+    """Say so where the host takes longer than the GPU."""
+    seconds = host_seconds(plan.schedule, plan.can_be_taped, plan.machine)
+    if plan.device.type != "cuda" or plan.graphs is not None:
+        return []
+    if seconds <= cost.forward + cost.backward:
+        return []
+    line = f"launched one by one it takes the host longer, about {1e3 * seconds:.2g} ms"
+    return [f"{line}; in_graphs() spares that"] if plan.transport.capturable else [line]
 
 
 def _prediction(plan: RingPlan, cost: Cost, swap: float) -> str:
@@ -85,8 +99,8 @@ def _head(plan: RingPlan) -> list[str]:
             f"swaps heads for sequence with {neighbours}: {heads} and {key_heads} of {tokens_here} "
             "tokens"
         )
-        if plan.ulysses.shared is not None:
-            line += ", out of shared memory"
+        if plan.ulysses.by.name:
+            line += f", out of {plan.ulysses.by.name}"
         lines.append(line)
     keys = blocks.keys[place]
     return [*lines, f"own keys: {count(keys)}, {_pairs(plan, keys)}"]

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from operator import is_, itemgetter
+from operator import is_
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from beartype import BeartypeConf, beartype
@@ -267,7 +267,6 @@ Options.__init__ = beartype(Options.__init__, conf=BeartypeConf(is_color=False))
 _HINTS = get_type_hints(Options, include_extras=True)
 ROWS: dict[str, Row] = {name: hint.__metadata__[0] for name, hint in _HINTS.items()}
 DEFAULTS = {name: getattr(Options, name) for name in ROWS}
-_GIVEN = itemgetter(*DEFAULTS)
 
 
 def unknown_problem(given: Mapping[str, Any]) -> str | None:
@@ -285,8 +284,8 @@ def unknown_problem(given: Mapping[str, Any]) -> str | None:
 
 
 def not_default(given: Mapping[str, Any]) -> list[str]:
-    """List the names of those options that are not their defaults; all of them are given."""
-    if all(map(is_, _GIVEN(given), DEFAULTS.values())):  # 1 us of the host
+    """List the names of those options that are not their defaults; all are given, in order."""
+    if all(map(is_, given.values(), DEFAULTS.values())):  # 1 us of the host
         return []
     names = []
     for name, default in DEFAULTS.items():

@@ -120,7 +120,7 @@ def settle_transport(
     small = is_small(blocks, shape, near)
     overtaken = alike and kernel.preemptible and is_small(blocks, shape, near, undivided=True)
     overlapping = make_transport(name, ring, blocks, at_once, shape, q.device, near, overtaken)
-    together = make_together(overlapping, blocks, shape, near)
+    together = make_together(overlapping, blocks, shape, near, kernel.square)
     return TransportChoice(
         transport=together or overlapping,
         overlapped=together and overlapping,

@@ -93,6 +93,7 @@ class Proposal:
                 "room": room_left(q, size) if chooses and options.memory is None else 0,
             },
             everywhere={
+                "device": q.device.type,
                 **options.agreed(everywhere=True),
                 "query_positions and key_positions": "given" if options.placed else None,
                 "measuring (not for 'ring', nor deterministic)": measures(q, options.transport),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ring_attention_pytorch.comm.agreement import (
     agree,
@@ -50,6 +51,7 @@ from ring_attention_pytorch.plan.packing import whole_packing
 from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
 from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.runtime.graphs import Graphs, Tensors, can_be_captured, with_graphs
+from ring_attention_pytorch.runtime.handles import handle_of_layer, new_handle
 from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles, Transport
 from ring_attention_pytorch.runtime.scores import per_head_problem
 from ring_attention_pytorch.runtime.tape import Tapes
@@ -91,6 +93,8 @@ class RingPlan:
     repeats: bool = False  # whether positions of keys were given, which may repeat
     always: bool = False  # whether ranks compare notes in each call, and not here only
     number: int = field(default=0, compare=False)  # the ranks' number for this plan
+    handle: int = field(init=False, compare=False, repr=False)  # its number in traced graphs
+    capturable: bool = field(init=False, compare=False, repr=False)  # as CUDA graphs
     graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
     tapes: Tapes = field(default_factory=Tapes, init=False, compare=False, repr=False)
     # worked out when asked for, and shared with plans that differ only in dropout
@@ -99,11 +103,17 @@ class RingPlan:
     _of_mask: dict[Segments, list] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    _layers: dict[int, "RingPlan"] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
     _passed: set[tuple] = field(default_factory=set, init=False, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", new_handle(self))
+        object.__setattr__(self, "capturable", can_be_captured(self))
+
     @classmethod
-    @outside_transforms
-    @typed(told_by_group("ring attention", ring_of=attention_ring))
+    @typed(told_by_group("ring attention", ring_of=attention_ring), apart=True)
     def make(
         cls,
         q: Tensor,
@@ -134,7 +144,18 @@ class RingPlan:
         >>> plan.positions().tolist()
         [0, 1, 2, 3, 4, 5]
         """
-        ring, also = attention_ring(group), also or {}
+        return cls._make((q, k, v), attention_ring(group), options, also or {})
+
+    @classmethod
+    @outside_transforms
+    def _make(
+        cls,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        ring: Ring,
+        options: Mapping[str, Any],
+        also: Mapping[str, Any],
+    ) -> "RingPlan":
+        q, k, v = qkv
         options, problem = placed(ring, q, options)
         kind = None if problem else kind_of(ring, (q, k, v), options, also)
         kept = recalled(kind)
@@ -208,10 +229,18 @@ class RingPlan:
         """
         if self.terms.dropout is None:
             return self
+        if is_compiling():
+            return _TracedLayer(self, number)
         terms = self.terms._replace(dropout=self.terms.dropout.for_layer(number))
         if self.graphs is None:
             return replace(self, terms=terms)
         return self.graphs.of_layer(number, lambda: replace(self, terms=terms).in_graphs())
+
+    def layer(self, number: int) -> "RingPlan":
+        """Return `for_layer`, the same object as long as there is this plan."""
+        if number not in self._layers:
+            self._layers[number] = self.for_layer(number)
+        return self._layers[number]
 
     def in_graphs(self) -> "RingPlan":
         """Return this plan, but calls are captured as CUDA graphs by the second, and replayed.
@@ -223,7 +252,7 @@ class RingPlan:
         Raises:
             ValueError: tensors are not on CUDA, or keys travel in messages.
         """
-        if not can_be_captured(self):
+        if not self.capturable:
             raise ValueError(
                 "CUDA graphs need tensors on CUDA, keys in memory that GPUs share, no messages; "
                 f"got {self.device.type}, {type(self.transport).__name__}; leave in_graphs() out"
@@ -358,3 +387,15 @@ class RingPlan:
             raise ValueError(f"ring attention: {problem}")
         if kind is not None:
             self._passed.add(kind)
+
+
+class _TracedLayer(RingPlan):
+    """A layer's plan while code is traced: what modules look at, and the handle of the layer."""
+
+    def __init__(self, plan: RingPlan, number: int) -> None:
+        for name in (
+            "ring", "layout", "visible", "terms", "kernel", "transport_name", "memory", "ulysses",
+            "packing", "capturable",
+        ):  # fmt: skip
+            object.__setattr__(self, name, getattr(plan, name))
+        object.__setattr__(self, "handle", handle_of_layer(plan.handle, number))

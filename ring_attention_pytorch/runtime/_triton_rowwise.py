@@ -1,12 +1,15 @@
 # ruff: noqa: PLR0913 - a kernel takes every stride by itself
 """Triton kernels over the rows of results `[b, n, h, d]`, each in one pass over memory."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_attention_pytorch.runtime.tape import opaque
+from ring_attention_pytorch.runtime.launches import LaunchKind, PreparedLaunch
+from ring_attention_pytorch.runtime.tape import opaque, prepared
 
 _ELEMENTS = 4096  # in the block of one program
 _AT_ONCE = 8  # parts of a sum that one launch adds
@@ -123,30 +126,43 @@ def _merge_kernel(
 @opaque
 def fused_merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
     """Merge parts as `rowwise.merge_`, on a GPU, three at a time: reads each once, writes one."""
-    b, n, h, d = out.shape
     if out.numel() == 0:
         return
     if len(parts) > 6:
         fused_merge_(out, lse, *parts[6:])
         parts = parts[:6]
-    slots = [*parts, *parts[:2], *parts[:2]][:6]  # slots beyond the parts are not read
-    width = triton.next_power_of_2(d)
-    rows = max(1, _ELEMENTS // width)
     with torch.cuda.device_of(out):
-        _merge_kernel[(triton.cdiv(n, rows) * b * h,)](
-            out,
-            lse,
-            *slots,
-            n,
-            h,
-            d,
-            out.stride(),
-            lse.stride(),
-            *[t.stride() for t in slots],
-            PARTS=len(parts) // 2,
-            ROWS=rows,
-            D=width,
-        )
+        _merge_kind(out, lse, *parts).launch(out, lse, *parts)
+
+
+@prepared(fused_merge_)
+def _(out: Tensor, lse: Tensor, *parts: Tensor) -> Any:
+    if out.numel() == 0:
+        return None
+    return fused_merge_ if len(parts) > 6 else PreparedLaunch(_merge_kind(out, lse, *parts))
+
+
+def _merge_kind(out: Tensor, lse: Tensor, *parts: Tensor) -> LaunchKind:
+    b, n, h, d = out.shape
+    slots = _merge_slots(out, lse, *parts)
+    rows, width = _block_of(d)
+    return LaunchKind(
+        _merge_kernel,
+        triton.cdiv(n, rows) * b * h,
+        _merge_slots,
+        (n, h, d, *[t.stride() for t in slots]),
+        (("PARTS", len(parts) // 2), ("ROWS", rows), ("D", width)),
+    )
+
+
+def _merge_slots(out: Tensor, lse: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+    return out, lse, *[*parts, *parts[:2], *parts[:2]][:6]  # slots beyond the parts are not read
+
+
+def _block_of(d: int) -> tuple[int, int]:
+    """Return the rows and columns of one program's block."""
+    width = triton.next_power_of_2(d)
+    return max(1, _ELEMENTS // width), width
 
 
 @triton.jit
@@ -187,27 +203,37 @@ def fused_add_(total: Tensor, *parts: Tensor, fresh: bool) -> None:
         fused_add_(total, *parts[:_AT_ONCE], fresh=fresh)
         fused_add_(total, *parts[_AT_ONCE:], fresh=False)
         return
+    with torch.cuda.device_of(total):
+        _add_kind(total, *parts, fresh=fresh).launch(total, *parts)
+
+
+@prepared(fused_add_)
+def _(total: Tensor, *parts: Tensor, fresh: bool) -> Any:
+    if total.numel() == 0:
+        return None
+    many = len(parts) > _AT_ONCE
+    return fused_add_ if many else PreparedLaunch(_add_kind(total, *parts, fresh=fresh))
+
+
+def _add_kind(total: Tensor, *parts: Tensor, fresh: bool) -> LaunchKind:
     each = [total, *parts]
     in_rows = all(t.stride(2) == t.shape[3] * t.stride(3) for t in each)
     if in_rows and total[0, 0].numel() <= _ELEMENTS:
         each = [t.flatten(2).unsqueeze(2) for t in each]  # a token's heads are one row
-    total, *parts = each
-    b, n, h, d = total.shape
-    width = triton.next_power_of_2(d)
-    rows = max(1, _ELEMENTS // width)
-    with torch.cuda.device_of(total):
-        _add_kernel[(triton.cdiv(n, rows) * b * h,)](
-            total,
-            tuple(parts),
-            n,
-            h,
-            d,
-            total.stride(),
-            tuple([t.stride() for t in parts]),
-            FRESH=fresh,
-            ROWS=rows,
-            D=width,
-        )
+    b, n, h, d = each[0].shape
+    rows, width = _block_of(d)
+    strides = [t.stride() for t in each]
+    return LaunchKind(
+        _add_kernel,
+        triton.cdiv(n, rows) * b * h,
+        _total_and_parts,
+        (n, h, d, strides[0], tuple(strides[1:])),
+        (("FRESH", fresh), ("ROWS", rows), ("D", width)),
+    )
+
+
+def _total_and_parts(total: Tensor, *parts: Tensor) -> tuple[Any, ...]:
+    return total, parts
 
 
 @triton.jit
@@ -241,8 +267,7 @@ def fused_sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     total = a.new_empty((batch, h, n), dtype=torch.float32)
     if a.numel() == 0:
         return total.zero_()
-    width = triton.next_power_of_2(d)
-    rows = max(1, _ELEMENTS // width)
+    rows, width = _block_of(d)
     with torch.cuda.device_of(a):
         _product_kernel[(triton.cdiv(n, rows) * batch * h,)](
             a, b, total, n, h, d, a.stride(), b.stride(), ROWS=rows, D=width

@@ -51,6 +51,7 @@ class _Accumulator:
         self._taken: list[slice] = []  # tokens of the place that parts have taken
         self._wide: Tensors | None = None
         self._parts: list[Part] = []
+        self._first_is_lent = False  # the first part that waits is to be read only
 
     def _anew(self, at: slice, dtype: torch.dtype) -> Tensors:
         """Return new memory for these tokens."""
@@ -91,7 +92,7 @@ class _Accumulator:
         """Return the running tensors, with all parts in them."""
         self._join()
         if self._wide is None:
-            if self._begins_whole:
+            if self._begins_whole and not self._first_is_lent:
                 self._wide = self._widened(self._parts.pop(0)[1])
             else:
                 self._wide = self._blank(self._dtype)
@@ -132,7 +133,7 @@ class _Accumulator:
 
     def _fold(self, totals: Tensors) -> None:
         """Combine all parts into `totals`."""
-        parts, self._parts = self._parts, []
+        parts, self._parts, self._first_is_lent = self._parts, [], False
         if not self._given:
             self._place, self._taken = None, []
         for at, found in overlaps(parts, self._dims):
@@ -322,6 +323,24 @@ class GradAccumulator(_Accumulator):
         if self._crowded and not self._waits:
             self._update()
 
+    def add_lent(self, at: slice, part: Tensor) -> None:
+        """Add a part of these tokens that is only read, until `settle`: it is another's memory."""
+        self._first_is_lent |= self._is_empty
+        self._parts.append((at, (part,)))
+
+    def settle(self) -> Tensor:
+        """Sum what there is now, and return it: nothing lent is read any more.
+
+        >>> total, lent = GradAccumulator(torch.zeros(1, 2, 1, 1)), torch.ones(1, 2, 1, 1)
+        >>> total.add_lent(slice(0, 2), lent)
+        >>> total.add_lent(slice(1, 2), lent[:, 1:])
+        >>> total.settle().flatten().tolist(), lent.flatten().tolist()
+        ([1.0, 2.0], [1.0, 1.0])
+        """
+        total = self.finalize()
+        self._wide, self._parts, self._first_is_lent = None, [(self._whole, (total,))], False
+        return total
+
     def begin_update(self) -> Tensor:
         """Return the sum as `accumulation_dtype(dtype)`, to be added to in place."""
         return self._update()[0]
@@ -362,7 +381,8 @@ class GradAccumulator(_Accumulator):
         if self._place is not None:
             self._join_in_place(self._place)
             return self._written(self._place)
-        if self._begins_whole and self._parts[0][1][0].dtype == self._end:
+        adopts = self._begins_whole and not self._first_is_lent
+        if adopts and self._parts[0][1][0].dtype == self._end:
             return self._fold_into_first()[0]
         return self._written(self._blank(self._end))
 

@@ -241,6 +241,7 @@ class Capabilities(NamedTuple):
     one_head_dim: bool = False  # d and d_v must be the same
     varlen: bool = False  # computes many tiles in a few calls: the first choice for documents
     preemptible: bool = False  # a backward call that has begun gives way to one of higher priority
+    square: bool = False  # of causal tiles it knows those whose diagonal begins at the top left
     # merges by itself: for few tokens one call of all keys is faster than several
     fuses_merge: bool = False
     # all that it does are PyTorch's operations and `opaque` functions, so a tape can hold its calls

@@ -1,6 +1,9 @@
-"""Launches of Triton kernels that cost the host half of what they usually do."""
+"""Launches of Triton kernels that cost the host half of what they usually do, or less."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 
 class Launch:
@@ -38,3 +41,50 @@ class Launch:
         made = self.kernel[(self.programs,)](*args, **self.constants, **self.options)
         if made is not None:  # the interpreter compiles nothing
             self._compiled = made[(self.programs, 1, 1)]
+
+
+class LaunchKind(NamedTuple):
+    """All of a launch but its tensors: equal for tensors that are alike in all that counts.
+
+    `arranged` makes the kernel's first arguments of the tensors; `numbers` follow, and constants.
+    """
+
+    kernel: Any
+    programs: int
+    arranged: Callable[..., tuple[Any, ...]]
+    numbers: tuple[Any, ...]
+    constants: tuple[tuple[str, int], ...]
+
+    def launch(self, *tensors: Tensor) -> None:
+        """Launch it on the current stream, as Triton does."""
+        given = self.arranged(*tensors)
+        self.kernel[(self.programs,)](*given, *self.numbers, **dict(self.constants))
+
+
+class PreparedLaunch:
+    """A launch that is repeated with tensors like the first ones, on the same device.
+
+    What Triton has compiled for these is launched without looking at the arguments again.
+    """
+
+    def __init__(self, kind: LaunchKind) -> None:
+        self.kind, self._arranged = kind, kind.arranged
+        self._numbers = (*kind.numbers, *[value for _, value in kind.constants])
+        self._compiled: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PreparedLaunch) and self.kind == other.kind
+
+    def __hash__(self) -> int:
+        return hash(self.kind)
+
+    def __call__(self, *tensors: Tensor, **_: object) -> None:
+        """Launch it on the current stream; other arguments are in the kind."""
+        if self._compiled is not None:
+            self._compiled(*self._arranged(*tensors), *self._numbers)
+            return
+        kind = self.kind
+        given = self._arranged(*tensors)
+        made = kind.kernel[(kind.programs,)](*given, *kind.numbers, **dict(kind.constants))
+        if made is not None:  # the interpreter compiles nothing
+            self._compiled = made[(kind.programs, 1, 1)]

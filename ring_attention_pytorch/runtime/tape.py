@@ -48,12 +48,14 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_preparations: dict[Callable[..., Any], Callable[..., Any]] = {}  # by opaque operation
 
 
 def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Let tapes take a function as one operation, whatever it does and looks at.
 
-    It takes tensors and constants, by position, and returns a tensor, several, or None.
+    It takes tensors and constants, by position, and returns a tensor, several, or None. A tape
+    calls what `prepared` makes for such arguments, if there is any.
     """
 
     @wraps(function)
@@ -67,10 +69,27 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 out = function(*args, **kwargs)
             finally:
                 _thread.recorder = recorder
-        recorder.record(function, args, kwargs, out)
+        prepare = _preparations.get(operation)
+        replayed = function if prepare is None else prepare(*args, **kwargs)
+        if replayed is not None:
+            recorder.record(replayed, args, kwargs, out)
         return out
 
     return operation
+
+
+def prepared(operation: Callable[_P, _R]) -> Callable[[Callable[_P, Any]], None]:
+    """Decorate what makes, of arguments of an `opaque` function, what tapes call in its place.
+
+    It is given what the function was given, and decides all that is the same for all tensors that
+    are alike. What it returns is called with such arguments on their device, and is equal to what
+    it returns for others like these. It returns None if then there is nothing to do.
+    """
+
+    def register(prepare: Callable[_P, Any]) -> None:
+        _preparations[operation] = prepare
+
+    return register
 
 
 class Tapes:
@@ -104,7 +123,7 @@ class Tapes:
         )
         known = self._kept.get(kind, _NEW)
         if type(known) is FunctionType:
-            return _without_autocast(known, given)
+            return _replayed(known, given)
         if known is None:
             return function(plan, *given)
         if known is _NEW:  # many plans are for one call
@@ -123,11 +142,13 @@ class Tapes:
         return results
 
 
-def _without_autocast(replay: Function, given: Tensors) -> Tensors:
-    """Run a tape as what it was made of ran, whatever autocast is on."""
-    if not torch._C._is_any_autocast_enabled():
+def _replayed(replay: Function, given: Tensors) -> Tensors:
+    """Run a tape as what it was made of ran, whatever autocast is on and device is current."""
+    device = given[0].device
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    if not (elsewhere or torch._C._is_any_autocast_enabled()):
         return replay(*given)
-    with torch.autocast(given[0].device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False), torch.cuda.device_of(given[0]):
         return replay(*given)
 
 

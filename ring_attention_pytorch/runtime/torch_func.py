@@ -1,4 +1,5 @@
-"""Helpers for torch.func: code that is no part of a transform, and Functions that can be in one."""
+"""Helpers for torch.func and torch.compile: code that is no part of what they transform or trace,
+and Functions that can be."""
 
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
+from torch.compiler import is_exporting
 
 _P, _R = ParamSpec("_P"), TypeVar("_R")
 
@@ -24,6 +26,30 @@ def outside_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
 
     return outside
+
+
+def refuse_export() -> None:
+    """Raise NotImplementedError if code is traced to be exported."""
+    if is_exporting():
+        raise NotImplementedError(
+            "ring attention can't be exported: its plan is of these processes and their groups; "
+            "use torch.compile"
+        )
+
+
+def run_apart(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """Run a function as it is, between two graphs of torch.compile: it exchanges, or looks."""
+    refuse_export()
+    return _as_it_is(function, *args, **kwargs)
+
+
+def _as_it_is(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    import torch._dynamo  # takes a second
+
+    return torch._dynamo.disable(function)(*args, **kwargs)
+
+
+_as_it_is._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 class Function(torch.autograd.Function):

@@ -6,7 +6,6 @@ It is for choosing, explaining and extrapolating. docs/scaling.md says what it w
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.geometry.tiles import Tile, tiles, visible_pairs
 from ring_attention_pytorch.schedule.hardware import H200, Hardware
 from ring_attention_pytorch.schedule.pieces import (
@@ -17,7 +16,7 @@ from ring_attention_pytorch.schedule.pieces import (
     tokens,
 )
 from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
-from ring_attention_pytorch.schedule.policy import keys_come_late, much_comes_last
+from ring_attention_pytorch.schedule.policy import keys_come_late, own_keys_are_cut
 from ring_attention_pytorch.schedule.steps import (
     KEYS,
     Block,
@@ -29,6 +28,9 @@ from ring_attention_pytorch.schedule.steps import (
     ring,
 )
 
+# launches of small operations that take the host as long as a part or a transfer: by a tape, or by
+# the Python that decides on its operations (one GPU of two H100, 2k and 8k tokens each)
+_TAPED, _DECIDED = 18, 80
 _BESIDE = 0.4  # share of `call` that stays where other calls fill what one leaves idle
 
 
@@ -180,6 +182,22 @@ def _hop_seconds(near: int, far: int, machine: Hardware) -> float:
     return near * longest / most
 
 
+def host_seconds(schedule: Schedule, taped: bool, machine: Hardware = H200) -> float:
+    """Return the seconds the host takes to launch a call forward and backward, one by one.
+
+    >>> from ring_attention_pytorch.geometry.layouts import all_segments
+    >>> from ring_attention_pytorch.geometry.tiles import Mask
+    >>> two = all_segments("zigzag", 2, 4096)
+    >>> both = ring(Workload(two, two, Mask(causal=True)))
+    >>> [round(1e3 * host_seconds(both, taped), 1) for taped in (True, False)]
+    [1.3, 5.6]
+    """
+    steps = 0
+    for program in (schedule.forward, schedule.backward):
+        steps += len(program.parts) + len(program.transfers)
+    return steps * (_TAPED if taped else _DECIDED) * machine.launch
+
+
 def swap_seconds(tokens: int, shape: KVShape, degree: int, machine: Hardware = H200) -> float:
     """Return the seconds to swap heads for sequence and back, forward and backward.
 
@@ -214,8 +232,8 @@ def likely_gather(
         return gather(workload, rounds, cut=len(rounds) == 1)
     late = keys_come_late(workload, at_once, shape, machine)
     made = (in_two_stages(workload),) if late else rounds_of(workload, at_once)
-    lengths = [count(keys) for keys in workload.keys]
-    return gather(workload, [*map(Block.of, made)], much_comes_last(made, lengths))
+    cut = own_keys_are_cut(workload, made, shape, machine)
+    return gather(workload, [*map(Block.of, made)], cut)
 
 
 def choose_transport(

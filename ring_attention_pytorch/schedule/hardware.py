@@ -24,7 +24,8 @@ class Hardware(NamedTuple):
     network: float = 45e9  # between domains, for each GPU
     network_hop: float = 2e-5
     call: float = 1e-4  # seconds of a kernel's call on top: to launch, ramp up and end
-    host: float = 6.4e-3  # seconds to launch calls that overlap, forward and backward
+    launch: float = 1e-5  # seconds of the host to launch a small operation
+    host: float = 6.4e-3  # and calls that overlap, forward and backward
     domain: int = 8  # GPUs that reach one another by NVLink
     hops: tuple[tuple[int, float], ...] = _HOPS  # bytes and seconds between its neighbours
     measured: bool = False  # whether on the group at hand

@@ -172,7 +172,7 @@ class ShardedBatch(Mapping[str, Any]):
         return found.masked_fill((held + ahead >= ends).to(x.device), nothing)
 
 
-@typed(told_by_group("shard_batch", agreed=("rank", None)))
+@typed(told_by_group("shard_batch", agreed=("rank", None)), apart=True)
 def shard_batch(
     batch: Mapping[str, Any],
     *,

@@ -26,7 +26,7 @@ from ring_attention_pytorch.training.batches import ShardedBatch
 _CHUNK = 2048  # tokens whose logits a head makes at once
 
 
-@typed(told_by_group("ring_cross_entropy"))
+@typed(told_by_group("ring_cross_entropy"), apart=True)
 def ring_cross_entropy(
     x: Tensor,
     labels: Tensor,

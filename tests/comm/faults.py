@@ -189,7 +189,7 @@ ATTENTION = [
     ),
     Mutant(
         "keys that come together are read before all have come",
-        "comm/gather_first.py:_Call._publish",
+        "comm/gather_serial.py:_Call._come",
         "self.space.keys.publish()",
         "",
     ),
@@ -201,29 +201,25 @@ ATTENTION = [
     ),
     Mutant(
         "gradients are read before all have written them",
-        "comm/gather_first.py:_Call._send_home",
+        "comm/gather_serial.py:_Call._send_home",
         "self.space.grads.publish()",
         "",
     ),
     Mutant(
-        "what nobody has seen has a gradient", "comm/gather_first.py:_Call._brought",
-        "both.zero_()",
+        "gradients that are read where they lie are those of the last",
+        "comm/gather_serial.py:_Call._send_home",
+        "for both in parts:",
+        "for both in parts[-1:]:",
+    ),
+    Mutant(
+        "a gradient in another rank's memory is taken for one's own",
+        "runtime/accumulate.py:GradAccumulator.add_lent",
+        "self._first_is_lent |= self._is_empty",
         "pass",
     ),
     Mutant(
-        "gradients that come together are those of the last",
-        "comm/gather_first.py:_Call._brought",
-        "add_(both[:, here], *parts, fresh=True)",
-        "add_(both[:, here], parts[-1], fresh=True)",
-    ),
-    Mutant(
-        "gradients that come together are added in the inputs' dtype",
-        "comm/gather_first.py:_Call._brought",
-        "dtype=accumulation_dtype(dtype))",
-        "dtype=dtype)",
-    ),
-    Mutant(
-        "too little room for gradients that come together", "comm/gather_first.py:GatherFirst.like",
+        "too little room for gradients that come together",
+        "comm/gather_serial.py:SerialGather.like",
         "grads=widest * job.grad_bytes", "grads=1",
     ),
     Mutant(
@@ -295,7 +291,7 @@ ATTENTION = [
 
 SILENT = [
     Mutant(
-        "batches of nothing are copied", "comm/gather_first.py:_Call._come",
+        "batches of nothing are copied", "comm/gather_serial.py:_Call._come",
         "if len(self.own.k):",
         "if True:",
     ),

@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attention_pytorch.comm import (
-    gather_first,
     gather_symmetric,
     symmetric_memory,
     transports,
 )
-from ring_attention_pytorch.comm.all_to_all import SharedSwap
+from ring_attention_pytorch.comm.all_to_all import MessageSwap, swap_among
 from ring_attention_pytorch.comm.gather import Gather
-from ring_attention_pytorch.comm.gather_first import GatherFirst
+from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricCall, SymmetricGather
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
@@ -43,7 +42,7 @@ from ring_attention_pytorch.geometry.layouts import (
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.plan import kept, prepare
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime import rowwise, streams
+from ring_attention_pytorch.runtime import streams
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.schedule import policy
@@ -154,15 +153,17 @@ def test_keys_pulled_from_shared_memory(layout):
         (2, 9, dict(overtaken=True)), (3, 1, dict(overtaken=True)), (4, 9, dict(aside=True)),
         (4, 2, {}), (4, 9, dict(late=True, aside=False)), (3, 9, dict(late=True, overtaken=True)),
         (2, 9, dict(together=True)), (4, 9, dict(together=True)),
+        (2, 9, dict(own_apart=True)), (4, 9, dict(own_apart=True)),
     ):  # fmt: skip
         few = [Attention(length, layout, causal=True, masked=True) for length in (0, 1, 3)]
         for case in [*few, *matrix(layout)[::2]]:
             check_symmetric(case, size, at_once, **how)
     samples = Attention(12, layout, causal=True, masked=True, ids=((0,) * 12, (0, 1) * 6))
-    check_symmetric(samples, 4, 9, together=True)  # which see differently
+    for how in (dict(together=True), dict(own_apart=True)):
+        check_symmetric(samples, 4, 9, **how)  # which see differently
     for ulysses, length in ((2, 29), (4, 29), (2, 33)):  # 33: neighbours' longest differ
         case = Attention(length, layout, causal=True, masked=True, d=64, d_v=64, ulysses=ulysses)
-        for how in ({}, dict(together=True)):
+        for how in ({}, dict(together=True), dict(own_apart=True)):
             check_symmetric(case, 4, 9, **how)
 
 
@@ -171,6 +172,7 @@ def test_keys_pulled_from_shared_memory(layout):
     [
         (1, 1, {}), (3, 1, {}), (3, 1, dict(late=True, overtaken=True)), (1, 2, {}),
         (3, 1, dict(together=True)), (3, 2, dict(together=True)),
+        (3, 1, dict(own_apart=True)), (3, 2, dict(own_apart=True)),
     ],
 )  # fmt: skip
 def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, how):
@@ -650,7 +652,9 @@ def test_calls_go_side_by_side_where_keys_stay(how, at_once, aside):
         )  # fmt: skip
         held = {*plan.positions().tolist()}
         for yields in (True, False):
-            shared = over_shared_memory(plan, mine, ring, at_once, yields and plan.concurrent)
+            shared = over_shared_memory(
+                plan, mine, ring, at_once, overtaken=yields and plan.concurrent
+            )
             assert shared.transport.overtaken == (yields and aside)
             keys = plan.keys(*mine[1:])
             own = GradAccumulator(keys.k), GradAccumulator(keys.v)
@@ -659,7 +663,8 @@ def test_calls_go_side_by_side_where_keys_stay(how, at_once, aside):
                 assert block.own == held.issuperset(segment_positions(block.segments).tolist())
                 assert all(t.concurrent == aside for _, t in shared.tiles(block.segments))
 
-    threads.run(size, main)
+    with mock.patch.object(gather_symmetric, "own_keys_are_cut", return_value=True):
+        threads.run(size, main)
 
 
 def unseen_keys_have_no_gradient() -> None:
@@ -722,7 +727,7 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
     job = KVShape(1, 2, 2, 4, 4, itemsize=4)
     flops, copied = 16 * most * job.pair_flops, 16 * job.token_bytes
     of_both = 1 / H200.forward + 2.5 / H200.backward
-    few, many = (GatherFirst, SymmetricGather), (type(None), SymmetricGather)
+    few, many = (SerialGather, SymmetricGather), (type(None), SymmetricGather)
     for *bounds, found in (
         (flops, copied, few), (flops - 1, copied, many), (flops, copied - 1, many)
     ):  # fmt: skip
@@ -730,32 +735,6 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
             host=(bounds[0] + 0.5) * of_both, memory=(bounds[1] + 0.5) / policy._SOON_COPIED
         )
         assert threads.run(4, main)[0] == [[found, many]] * 4
-
-
-def gradients_that_come_together_are_added_wide() -> None:
-    """Many parts of 16 bits, and rounded when all were added."""
-    case, dtypes = Attention(16, causal=True, dtype=torch.bfloat16), set()
-
-    def noted(total: Tensor, *parts: Tensor, fresh: bool) -> None:
-        dtypes.add(total.dtype)
-        rowwise.add_(total, *parts, fresh=fresh)
-
-    def main(ring: threads.ThreadRing) -> set[torch.dtype]:
-        (q, k, v), _, dout, _ = case.data()
-        at, _ = case.places(ring.rank, ring.size)
-        mine = [t[:, at].requires_grad_() for t in (q, k, v)]
-        plan = RingPlan.make(*mine, causal=True, group=ring)
-        plan = over_shared_memory(plan, mine, ring, 9, together=True)
-        ring_attn(*mine, plan=plan).backward(dout[:, at])
-        return {t.grad.dtype for t in mine}
-
-    with mock.patch.object(gather_first, "add_", noted):
-        assert threads.run(2, main)[0] == [{torch.bfloat16}] * 2
-    assert dtypes == {torch.float32}
-
-
-def test_gradients_that_come_together_are_added_wide():
-    gradients_that_come_together_are_added_wide()
 
 
 def plans_know_their_own_transport() -> None:
@@ -779,8 +758,8 @@ def plans_know_their_own_transport() -> None:
         return found[0]
 
     own_alone, both = threads.run(2, main)[0]
-    assert own_alone == [[1, 2, True], [1, 1, False]]
-    assert both == [[2, 3, True], [1, 1, False]]
+    assert own_alone == [[1, 1, True], [1, 1, False]]
+    assert both == [[2, 2, True], [1, 1, False]]
 
 
 def test_plans_know_their_own_transport():
@@ -847,7 +826,7 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
     gather = make_transport("gather", ring, blocks, 1, job, device)
     assert isinstance(gather, SymmetricGather)
     assert (gather.space, gather.ranks) == (space, (4, 6))
-    swap = SharedSwap.among(ring, 100, device)
+    swap = swap_among(ring, 100, device)
     assert (swap.space, swap.ranks) == (space, (4, 6))
     assert wanted == [{group, "keys", "grads"}, {group, "swaps"}]
     for length, late in ((64, True), (1 << 22, False)):
@@ -860,9 +839,9 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
         make_transport("ring", ring, blocks, 1, job, device),
     ):
         assert not isinstance(other, SymmetricGather)
-    assert SharedSwap.among(ring, 100, torch.device("cpu")) is None
+    assert isinstance(swap_among(ring, 100, torch.device("cpu")), MessageSwap)
     monkeypatch.setattr(symmetric_memory, "_spaces", {group: None})
-    assert SharedSwap.among(ring, 100, device) is None
+    assert isinstance(swap_among(ring, 100, device), MessageSwap)
 
 
 def test_both_halves_of_a_shelf_start_where_any_dtype_may(monkeypatch):
@@ -1006,7 +985,7 @@ def test_ranks_that_ask_for_different_ways_are_told(name):
 
 
 def batches_may_be_empty() -> None:
-    for at_once, how in ((3, {}), (1, {}), (9, dict(together=True))):
+    for at_once, how in ((3, {}), (1, {}), (9, dict(together=True)), (9, dict(own_apart=True))):
         check_symmetric(Attention(13, "zigzag", causal=True, batch=0), 3, at_once, **how)
 
 

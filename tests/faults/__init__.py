@@ -3,7 +3,10 @@
 The faults lie beside the tests of what they break: `tests/*/faults.py`.
 """
 
+from importlib.util import find_spec
+
+_INSTALLED = all(find_spec(name) for name in ("transformers", "accelerate"))
 BATTERIES = (
     "attention", "failing", "inference", "kept", "original", "routing", "schedules",
-    "second_order", "silent", "training",
+    "second_order", "silent", "training", *(["integrations"] if _INSTALLED else []),
 )  # fmt: skip

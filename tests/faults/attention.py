@@ -60,6 +60,7 @@ def battery() -> Iterator[Case]:
     yield lambda: check_symmetric(replace(shared, ulysses=4), 4, 2)
     yield lambda: check_symmetric(shared, 4, 9, late=True)
     yield lambda: check_symmetric(shared, 4, 9, together=True)
+    yield lambda: check_symmetric(shared, 4, 9, own_apart=True)
     yield zigzag_is_balanced
     yield gathered_keys_are_few_large_tiles
     yield the_same_is_dropped_everywhere
@@ -97,7 +98,12 @@ def shared_memory_is_read_before_it_is_written() -> Iterator[Case]:
     """By a rank that is late."""
     from tests.comm.test_transports import test_shared_memory_is_written_anew_when_all_have_read_it
 
-    for at_once, ulysses, how in ((3, 1, {}), (1, 2, {}), (3, 1, dict(together=True))):
+    for at_once, ulysses, how in (
+        (3, 1, {}),
+        (1, 2, {}),
+        (3, 1, dict(together=True)),
+        (3, 1, dict(own_apart=True)),
+    ):
         yield partial(
             test_shared_memory_is_written_anew_when_all_have_read_it, at_once, ulysses, how
         )
@@ -134,10 +140,13 @@ def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
 def keys_come_together_where_they_are_few() -> Iterator[Case]:
     """And from no rank to two others at a time."""
     from tests.comm import test_transports
+    from tests.runtime import test_running
+    from tests.schedule import test_cost
 
+    yield partial(test_cost.test_two_gpus_do_not_cut_own_keys, 2, 8192, False)
     yield test_transports.unseen_keys_have_no_gradient
     yield test_transports.plans_know_their_own_transport
-    yield test_transports.gradients_that_come_together_are_added_wide
+    yield test_running.lent_parts_are_only_read
     yield patched(test_transports.few_may_be_short)
     for few in test_transports.FEW:
         yield patched(test_transports.test_few_tokens_come_together, *few)

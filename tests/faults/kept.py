@@ -23,7 +23,8 @@ def battery() -> Iterator[Callable[[], object]]:
     ):  # fmt: skip
         yield partial(test_tape.test_what_may_be_another_thing_next_time_has_no_tape, function)
     yield test_tape.test_a_kernel_that_does_not_say_so_has_no_tape
-    yield test_tape.few_tokens_that_come_together_have_tapes
+    for how in ("together", "own_apart"):
+        yield partial(test_tape.few_tokens_have_tapes, how)
     yield test_tape.test_views_of_constants_are_made_once
     yield test_tape.test_a_view_laid_out_otherwise_is_another_tensor
     yield test_tape.test_tensors_laid_out_otherwise_have_a_tape_of_their_own

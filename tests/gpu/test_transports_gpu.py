@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, RingTransformer, explain_plan, positions, ring_attn
 from ring_attention_pytorch.comm import gather_symmetric, transports
-from ring_attention_pytorch.comm.gather_first import GatherFirst
+from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
@@ -45,7 +45,10 @@ WAYS = [
     dict(transport="ring", ulysses=2, apart=True), dict(),
     dict(transport="gather", side_stream=True), dict(transport="gather", side_stream=False),
 ]  # fmt: skip
-FEW = [dict(transport="gather", few=True), dict(transport="gather", ulysses=2, few=True)]
+FEW = [
+    dict(transport="gather", ulysses=ulysses, few=True, own_apart=own_apart)
+    for ulysses in (1, 2) for own_apart in (False, True)
+]  # fmt: skip
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -81,6 +84,7 @@ def plan_for(
     soon: bool = False,
     side_stream: bool | None = None,
     few: bool = False,
+    own_apart: bool = False,
     **options: object,
 ) -> RingPlan:
     """A plan; apart as for GPUs that share no memory, which send point to point; soon as if keys
@@ -94,6 +98,7 @@ def plan_for(
         without if apart else nullcontext(),
         in_time if soon else nullcontext(),
         mock.patch.object(transports, "is_few", return_value=few),
+        mock.patch.object(transports, "own_keys_apart", return_value=own_apart),
         nullcontext() if side_stream is None else coming,
     ):
         return RingPlan.make(*tensors, **options)
@@ -214,7 +219,7 @@ def one(
     if plan.transport_name == "gather" and shared:
         assert isinstance(plan.transport, SymmetricGather) != how.get("apart", False)
         others = len(plan.blocks.keys) > 1
-        assert isinstance(plan.transport, GatherFirst) == (others and how.get("few", False))
+        assert isinstance(plan.transport, SerialGather) == (others and how.get("few", False))
 
     def run(plan: RingPlan = plan) -> list[Tensor]:
         out = ring_attn(*mine, plan=plan)

@@ -38,6 +38,7 @@ WAYS: dict[str, Callable[[Attention], object]] = {
     "gather": lambda case: check_in_threads(replace(case, transport="gather"), 3),
     "shared memory": lambda case: check_symmetric(case, 3, 2),
     "together": lambda case: check_symmetric(case, 3, 9, together=True),
+    "own keys apart, one stream": lambda case: check_symmetric(case, 3, 9, own_apart=True),
     "heads for sequence": lambda case: check_in_threads(replace(case, ulysses=2), 4),
     "heads out of shared memory": lambda case: check_symmetric(replace(case, ulysses=2), 4, 2),
 }

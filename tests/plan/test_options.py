@@ -12,7 +12,15 @@ from ring_attention_pytorch.plan.options import ROWS, Options, not_default
 from ring_attention_pytorch.runtime.interfaces import FEATURES
 from tests.support import threads
 
-OF_CALLS = {"q", "k", "v", "group", "plan", "return_lse"}  # parameters that are no options
+OF_CALLS = {
+    "q",
+    "k",
+    "v",
+    "group",
+    "plan",
+    "heads_first",
+    "return_lse",
+}  # parameters that are no options
 
 
 def test_every_row_is_a_parameter_of_the_same_type_and_default():

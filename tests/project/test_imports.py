@@ -22,12 +22,15 @@ BELOW = {
 }
 BELOW["second_order"] = {*BELOW} - {"comm"}
 BELOW["attention"] = {*BELOW} - {"comm"}
+BELOW["operators"] = {*BELOW} - {"comm", "second_order"}
+BELOW["tensor_kinds"] = {*BELOW} - {"attention", "second_order", "operators"}
 BELOW["functional"] = BELOW["decoding"] = {*BELOW}
 BELOW["inference"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["decoding"] = BELOW["functional"] | {"inference"}
 BELOW["nn"] = {*BELOW} - {"decoding", "inference", "second_order"}
 BELOW["routing"] = BELOW["nn"] | {"nn"}
 BELOW["training"] = BELOW["nn"] | {"nn"}
+BELOW["integrations"] = {"comm", "plan", "runtime", "functional", "training"}
 BELOW["launch"] = {"comm"}
 BELOW["compat"] = {*BELOW} - {"routing", "schedule"}
 BELOW["__init__"] = {*BELOW}
@@ -93,7 +96,7 @@ def test_what_is_below_is_there():
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_only_few_files_speak_with_other_processes(file):
     talks = {n for n in imported(file) if n.startswith("torch.distributed")}
-    types = {n for n in talks if n.rsplit(".", 1)[1] in ("ProcessGroup", "DeviceMesh")}
+    types = {n for n in talks if n.rsplit(".", 1)[1] in ("ProcessGroup", "DeviceMesh", "DTensor")}
     assert name_of(file) in MAY_COMMUNICATE or talks == types
 
 
@@ -147,13 +150,13 @@ import importlib, pkgutil, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("triton", "flash_attn", "cutlass"):
+        if name.split(".")[0] in ("triton", "flash_attn", "cutlass", "transformers", "accelerate"):
             raise ModuleNotFoundError(f"refused: {{name}}", name=name)
 
 sys.meta_path.insert(0, Refuse())
 import {PACKAGE.name} as package
 for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    if "._triton" not in module.name and ".compat." not in module.name:
+    if not any(part in module.name for part in ("._triton", ".compat.", ".integrations.")):
         importlib.import_module(module.name)
 import torch
 import torch.distributed as dist

@@ -17,6 +17,7 @@ WAYS = {
     "copied aside": dict(at_once=3, aside=True),
     "one by one": dict(at_once=1),
     "together": dict(at_once=3, together=True),
+    "own keys apart, one stream": dict(at_once=3, own_apart=True),
 }
 
 

@@ -104,7 +104,7 @@ def test_layers_that_share_graphs_get_what_is_theirs(on_cpu, overtaken):
         plan = RingPlan.make(
             q, k, v, **shape.options(), group=ring, layout="zigzag", kernel="eager", sinks=sinks
         )
-        plan = over_shared_memory(plan, [q, k, v], ring, 9, overtaken)
+        plan = over_shared_memory(plan, [q, k, v], ring, 9, overtaken=overtaken)
         want = [plain(plan, *layer) for layer in layers]
         captured = with_graphs(plan)
         got = [t for i in (0, 3, 6) for t in interleaved(captured, layers[i : i + 3])]

@@ -1,6 +1,7 @@
 """Results under way: whatever parts come in whatever order, as if all were merged in float64."""
 
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -273,3 +274,26 @@ def test_running_tensors_are_wide_and_the_same_from_then_on():
     assert result.begin_update()[0] is out
     assert total.begin_update() is total.begin_update()
     assert not total.finalize().any()
+
+
+def lent_parts_are_only_read() -> None:
+    """They are summed wide and rounded once, and stay as they were, however many there are."""
+    whole, like = slice(0, 4), torch.zeros(1, 4, 1, 2)
+    for dtype, ownership, number in product((torch.bfloat16, torch.float32), (0, 1), (1, 4, 6)):
+        total = GradAccumulator(like.to(dtype))
+        for _ in range(ownership):
+            total.add(whole, torch.full_like(like, 256, dtype=dtype))
+        lent = torch.ones((number, *like.shape), dtype=dtype)
+        for each in lent:
+            total.add_lent(whole, each)
+        found = total.settle()
+        lent.mul_(7)  # as another rank may, from now on
+        exact = torch.full_like(like, number + 256 * ownership)
+        assert torch.equal(found, exact.to(dtype))
+        assert total.finalize() is found
+        assert torch.equal(found, exact.to(dtype))
+        assert (lent == 7).all()
+
+
+def test_lent_parts_are_only_read() -> None:
+    lent_parts_are_only_read()

@@ -137,13 +137,13 @@ def test_a_kernel_that_does_not_say_so_has_no_tape() -> None:
         assert torch.equal(ring_attn(*given, plan=plan), given[0])
 
 
-def few_tokens_that_come_together_have_tapes() -> None:
+def few_tokens_have_tapes(how: str) -> None:
     """What ranks read of one another is the same memory each time, until that grows."""
 
     def main(ring: threads.ThreadRing) -> list[list[str]]:
         given = tensors("causal", torch.float64)
         made = RingPlan.make(*given, causal=True, layout="zigzag", group=ring)
-        plan, direct = (over_shared_memory(made, given, ring, 9, together=True) for _ in range(2))
+        plan, direct = (over_shared_memory(made, given, ring, 9, **{how: True}) for _ in range(2))
         object.__setattr__(direct, "can_be_taped", False)
         found = []
         for number in range(10):
@@ -160,8 +160,9 @@ def few_tokens_that_come_together_have_tapes() -> None:
         assert found == [["backward", "forward"], [], ["backward", "forward"]]
 
 
-def test_few_tokens_that_come_together_have_tapes() -> None:
-    few_tokens_that_come_together_have_tapes()
+@pytest.mark.parametrize("how", ["together", "own_apart"])
+def test_few_tokens_have_tapes(how: str) -> None:
+    few_tokens_have_tapes(how)
 
 
 def test_a_plan_of_one_call_records_nothing() -> None:

@@ -22,6 +22,10 @@ ATTENTION = [
         "schedule/policy.py:come_home_aside", "(2 * brought + coming / 2)", "(coming / 2)",
     ),
     Mutant(
+        "own keys are cut wherever anything comes home", "schedule/policy.py:own_keys_are_cut",
+        "home > machine.call + _CUT_COSTS * own", "home > 0",
+    ),
+    Mutant(
         "the second stage brings what the first did", "schedule/pieces.py:in_two_stages",
         "one_by_one[half:]", "one_by_one[:half]",
     ),

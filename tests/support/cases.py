@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.all_to_all import SharedSwap
-from ring_attention_pytorch.comm.gather_first import GatherFirst
+from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
@@ -244,10 +244,10 @@ def over_shared_memory(
     tensors: list[Tensor],
     ring: threads.ThreadRing,
     at_once: int,
-    overtaken: bool = False,
-    late: bool = False,
     aside: bool | None = None,
     together: bool = False,
+    own_apart: bool = False,
+    **overlapping: bool,
 ) -> RingPlan:
     """A gather's plan for q, k and v of ranks that share memory; all of them make it together."""
     shared = PeerGroup(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
@@ -255,15 +255,16 @@ def over_shared_memory(
     if swap is not None:
         most = most_bytes((swap.queries, swap.keys), *tensors)
         among = SharedSwap.over(shared._replace(ranks=swap.together.places), most)
-        swap, over = replace(swap, shared=among), swap.ring
+        swap, over = replace(swap, by=among), swap.ring
         shared = shared._replace(ranks=over.places)
     transport = SymmetricGather.over(
-        over, plan.blocks, at_once, plan.kv_shape, shared, overtaken=overtaken, late=late
+        over, plan.blocks, at_once, plan.kv_shape, shared, **overlapping
     )
     if aside is not None:
         transport = replace(transport, aside=aside)
-    if together:
-        transport = GatherFirst.like(transport, plan.blocks, plan.kv_shape, shared)
+    if together or own_apart:
+        of = plan.blocks, plan.kv_shape, shared, own_apart
+        transport = SerialGather.like(transport, *of)
     return replace(plan.by(transport), ulysses=swap)
 
 

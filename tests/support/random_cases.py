@@ -35,6 +35,7 @@ from tests.support.random_smaller import smallest
 
 BOUND = 16.0  # eps of a result's magnitude
 COARSE_LSE = 32.0  # times float32's eps, in 16 bits: PyTorch's kernel for CPUs has exp of 20 bits
+IN_MEMORY = ("shared", "together", "own_apart")  # gathers in memory that ranks share
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks", "dkey_bias")
 Results = dict[str, Tensor]
 
@@ -86,7 +87,7 @@ def shard(case: Case, ring: Ring) -> Results:
         if name in mine
     }
     how = options(case, ring, mine, at)
-    if case.plan or case.transport in ("shared", "together"):
+    if case.plan or case.transport in IN_MEMORY:
         plan = planned(case, ring, given, how)
         step(case, {name: (0.5 * t).detach() for name, t in given.items()}, mine, dict(plan=plan))
         if case.plan == "replaced":
@@ -115,7 +116,7 @@ def options(case: Case, ring: Ring, mine: Results, at: tuple[Tensor, Tensor]) ->
     how = dict(
         group=ring, causal=case.causal, window=case.window, scale=case.scale,
         softclamp=case.softclamp, layout=layout_of(case), kernel=case.kernel,
-        transport=None if case.transport in ("shared", "together") else case.transport,
+        transport=None if case.transport in IN_MEMORY else case.transport,
         ulysses=case.ulysses, memory=case.memory, bucket_size=case.bucket_size, cross=case.cross,
         dropout=case.dropout, key_mask=mine.get("key_mask"), alibi_slopes=mine.get("alibi"),
     )  # fmt: skip
@@ -142,10 +143,10 @@ def planned(case: Case, ring: Ring, given: Results, how: dict[str, Any]) -> Ring
     if case.plan == "replaced":
         how = how | dict(key_mask=how["key_mask"].logical_not())
     plan = RingPlan.make(**given, **how)
-    if case.transport not in ("shared", "together"):
+    if case.transport not in IN_MEMORY:
         return plan
-    if case.transport == "together":
-        kind = dict(together=True)
+    if case.transport in ("together", "own_apart"):
+        kind = {case.transport: True}
     else:
         kind = dict(overtaken=case.overtaken, late=case.late)
     b, n, m, h, g, d, d_v, *_ = plan.signature  # q and k are wider if there is a bias
@@ -225,7 +226,7 @@ def computed(case: Case) -> list[Results]:
     """Each rank's results."""
     if case.decode:
         return [decoded(case)]
-    with threads.late() if case.transport in ("shared", "together") else nullcontext():
+    with threads.late() if case.transport in IN_MEMORY else nullcontext():
         return threads.run(case.size, lambda ring: shard(case, ring))[0]
 
 

@@ -65,7 +65,7 @@ class Case:
     ulysses: int = 1
     bucket_size: int = 1024
     kernel: str | None = None
-    transport: str | None = None  # "shared" and "together" are gathers over shared memory
+    transport: str | None = None  # those in shared memory are gathers, too
     memory: int | None = None
     at_once: int = 9
     overtaken: bool = False
@@ -356,7 +356,8 @@ def scores(r: random.Random) -> dict[str, Any]:
 def running(r: random.Random, case: Case) -> dict[str, Any]:
     """How it is computed, which changes no result."""
     transports = [None, "ring", "gather", "gather"]
-    transport = r.choice(transports + ["shared", "shared", "together"] * (case.size > 1))
+    in_memory = ["shared", "shared", "together", "own_apart"] * (case.size > 1)
+    transport = r.choice(transports + in_memory)
     degrees = [n for n in (1, 2, 3, 4) if case.size % n == 0 and case.heads % n == 0]
     several = case.ids or len(case.borders) > 1 or len(case.prefix) > 1  # which see differently
     ulysses = r.choice(degrees) if r.random() < 0.5 else 1

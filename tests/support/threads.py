@@ -172,7 +172,13 @@ class ThreadShelf:
         self.hub.barrier.wait()
 
     def meet(self) -> None:
+        self.come()
+
+    def come(self, *_: object, **__: object) -> None:
         self.hub.barrier.wait()
+
+    def to_write(self) -> Callable[..., None]:
+        return self.come
 
     def start(self, half: int) -> None:
         self.turn = 1 - half

@@ -1,8 +1,9 @@
-"""A gather of all keys that a rank needs, its own among them, before it computes on any.
+"""A gather of all keys that a rank needs, all of it on the current stream.
 
-It is for few tokens, where the host takes longer to launch calls one by one than a GPU takes to run
-them. Keys lie in one block, in the order of positions, so that there is little to merge. Nothing
-runs side by side, so no stream waits for another.
+It is for few tokens, where the host takes longer to launch calls that overlap than a GPU takes to
+run them. Nothing runs side by side, so no stream waits for another, and launches are few: own keys
+come among the others, in one block, or are computed on by themselves, whichever takes fewer calls
+of the kernel (`policy.own_keys_apart`).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,24 +22,42 @@ from ring_attention_pytorch.comm.gather_symmetric import (
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.geometry.layouts import count
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_
 from ring_attention_pytorch.schedule import steps
-from ring_attention_pytorch.schedule.pieces import KVShape, Workload, all_together, tokens
-from ring_attention_pytorch.schedule.steps import Program, Transfer
+from ring_attention_pytorch.schedule.pieces import (
+    KVShape,
+    Workload,
+    all_together,
+    schedule,
+    tokens,
+)
+from ring_attention_pytorch.schedule.steps import Block, Program, Transfer
 
 
 @dataclass(frozen=True)
-class GatherFirst(SymmetricGather):
-    """A `SymmetricGather` of one round, to which each rank's own keys belong, too."""
+class SerialGather(SymmetricGather):
+    """A `SymmetricGather` of one round, on one stream."""
 
     @classmethod
     def like(
-        cls, gather: SymmetricGather, blocks: Workload, job: KVShape, shared: PeerGroup
-    ) -> "GatherFirst":
-        """Make one like a gather, in the same memory, with room for own keys' gradients, too."""
-        widest = max(map(tokens, all_together(blocks).pieces))
-        shared.space.make_room(shared.group, grads=widest * job.grad_bytes)
-        return cls(gather.ring, steps.gather_first(blocks), space=shared.space, ranks=shared.ranks)
+        cls,
+        gather: SymmetricGather,
+        blocks: Workload,
+        job: KVShape,
+        shared: PeerGroup,
+        own_apart: bool = False,
+    ) -> "SerialGather":
+        """Make one like a gather, in the same memory; own keys are a block `own_apart`, or not.
+
+        All ranks of the ring call this together.
+        """
+        if own_apart:
+            rounds = schedule(blocks, at_once=len(blocks.keys))
+            plan = steps.gather(blocks, [Block.of(each) for each in rounds])
+        else:
+            widest = max(map(tokens, all_together(blocks).pieces))
+            shared.space.make_room(shared.group, grads=widest * job.grad_bytes)
+            plan = steps.gather_first(blocks)
+        return cls(gather.ring, plan, space=shared.space, ranks=shared.ranks)
 
     @property
     def keeps(self) -> bool:
@@ -60,10 +79,10 @@ class _Call(SymmetricCall):
     def _publish(self, block: int) -> None:
         length = tokens(self._chunks(block))
         self.rooms = [room_for(t, length) for t in self._written()]
-        self.space.keys.publish()
 
     def _come(self, transfer: Transfer) -> None:
-        """Pull all keys that this rank needs, in the order of positions."""
+        """Pull all keys of a block, in the order of positions."""
+        self.space.keys.publish()  # after the call for own keys, which needs nobody
         pieces, there = self._chunks(transfer.block), []
         lengths = [piece.segment.length for piece in pieces]
         for piece in pieces:
@@ -83,29 +102,17 @@ class _Call(SymmetricCall):
     def _send_home(self, transfer: Transfer) -> Callable[[], None]:
         for total in self.sums.pop(transfer.source):
             total.finalize()
+        del self.blocks[transfer.source]
         self.space.grads.publish()
 
         def wait() -> None:
-            for total, found in zip(self.totals, self._brought(transfer)):
-                total.add(slice(0, found.shape[1]), found)
+            for here, parts in self._coming(transfer):
+                for both in parts:
+                    for total, part in zip(self.totals, apart(both, self.own)):
+                        total.add_lent(here, part)
+            self.space.board.spoil(*[total.settle() for total in self.totals])
 
         return wait
-
-    def _brought(self, transfer: Transfer) -> list[Tensor]:
-        """Return the gradients of own k and v, each in memory of its own.
-
-        They are summed in the accumulator's dtype.
-        """
-        own, found = self.own, [*self._coming(transfer)]
-        (b, n, h, d), dtype = own.k.shape, own.k.dtype
-        both = own.k.new_empty((b, n, h, d + own.v.shape[-1]), dtype=accumulation_dtype(dtype))
-        if sum(here.stop - here.start for here, _ in found) < n:
-            both.zero_()  # some own keys are seen by no query
-        for here, parts in found:
-            add_(both[:, here], *parts, fresh=True)
-        self.space.board.spoil(both)
-        alone = dict(copy=True, memory_format=torch.contiguous_format)
-        return [t.to(dtype, **alone) for t in apart(both, own)]
 
 
 def _by_sample(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

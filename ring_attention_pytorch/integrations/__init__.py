@@ -1,0 +1,1 @@
+"""Adapters to other packages. Each module needs its own, and nothing else here needs the module."""

@@ -1,0 +1,94 @@
+"""Masks of Hugging Face's transformers, read: what a mask function lets a token see.
+
+transformers makes masks of functions: `and_masks(sliding_window_overlay(8), causal_mask_function)`.
+A spread sequence has no matrix to evaluate them on. So they are recognised by their code, part by
+part. What is unknown is an error, not a guess.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transformers import masking_utils as hf
+
+
+class Visible(NamedTuple):
+    """What a token sees: with `causal` no later one; within `window` tokens, None is no bound."""
+
+    causal: bool
+    window: int | None
+
+    def __and__(self, other: "Visible") -> "Visible":
+        windows = [each.window for each in (self, other) if each.window is not None]
+        return Visible(self.causal or other.causal, min(windows, default=None))
+
+
+_ALL = Visible(False, None)
+
+
+def visible_by(mask_function: Callable[..., Any]) -> Visible:
+    """Return what a mask function of transformers lets a token see.
+
+    Documents that transformers has found in position ids don't count: they are the batch's.
+
+    Raises:
+        ValueError: it is none of those that ring attention can have.
+
+    >>> visible_by(hf.sliding_window_causal_mask_function(8))
+    Visible(causal=True, window=7)
+    """
+    found = _read(mask_function)
+    if found.window is not None and not found.causal and _is_one_sided(mask_function):
+        raise ValueError("the mask has a window of tokens before, and is not causal")
+    return found
+
+
+def _read(function: Callable[..., Any]) -> Visible:
+    if function is hf.causal_mask_function:
+        return Visible(True, None)
+    if function is hf.bidirectional_mask_function:
+        return _ALL
+    kind = _KINDS.get(getattr(function, "__code__", None))
+    if kind is None:
+        name = getattr(function, "__qualname__", repr(function)).replace(".<locals>", "")
+        raise ValueError(
+            f"the model has a mask that ring attention does not know, by {name}; known are causal, "
+            "bidirectional and sliding windows, and documents and padding of the batch"
+        )
+    return kind(_values(function))
+
+
+def _both(values: dict[str, Any]) -> Visible:
+    found = _ALL
+    for part in values["mask_functions"]:
+        found = found & _read(part)
+    return found
+
+
+def _values(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return what a function was made of: the names that it closes over, and their values."""
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells)}
+
+
+def _is_one_sided(function: Callable[..., Any]) -> bool:
+    """Tell whether a part of the mask function looks back only."""
+    if function.__code__ is _BEFORE:
+        return True
+    values = _values(function)
+    parts = [*values.get("mask_functions", ()), values.get("mask_function")]
+    return any(_is_one_sided(part) for part in parts if part is not None)
+
+
+_BEFORE = hf.sliding_window_overlay(1).__code__
+_KINDS: dict[Any, Callable[[dict[str, Any]], Visible]] = {
+    hf.and_masks().__code__: _both,
+    # the token itself counts in transformers, and does not here
+    _BEFORE: lambda values: Visible(False, values["sliding_window"] - 1),
+    hf.sliding_window_bidirectional_overlay(1).__code__: lambda values: Visible(
+        False, values["sliding_window"]
+    ),
+    hf.packed_sequence_mask_function(None).__code__: lambda _: _ALL,
+}
+if hasattr(hf, "remap_positions_for_packed_sequence"):  # since 5.18 or later
+    _remapped = hf.remap_positions_for_packed_sequence(hf.causal_mask_function, None)
+    _KINDS[_remapped.__code__] = lambda values: _read(values["mask_function"])

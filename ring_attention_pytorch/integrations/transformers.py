@@ -1,0 +1,14 @@
+"""Hugging Face's transformers over sequences that are spread over processes: all there is to use.
+
+    register()                                           attn_implementation="ring"
+    with ring_forward(shard_batch(batch)) as inputs:     in a loop of your own
+        model(**inputs).loss.backward()
+    class RingTrainer(RingTrainerMixin, Trainer): ...    with Trainer, or TRL's SFTTrainer
+
+Tested with transformers 5.17.0 and 5.24.0.
+"""
+
+from ring_attention_pytorch.integrations.models import RingForward, register, ring_forward
+from ring_attention_pytorch.integrations.trainer import RingTrainerMixin
+
+__all__ = ["RingForward", "RingTrainerMixin", "register", "ring_forward"]

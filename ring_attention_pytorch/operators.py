@@ -1,0 +1,231 @@
+"""Attention as operators: what torch.compile has in its graphs in place of the two loops.
+
+    user's code      linear ──────────── ring_attn(plan=plan) ──────────── linear
+    traced graph     linear ── ring_attention::forward(q, k, v, 7340032) ── linear      shapes only
+    when it runs                       attention.forward(plan, q, k, v)                 exchanges
+
+Tracing knows shapes and dtypes. All else is the plan's, which an operator finds by its handle when
+it runs. So a graph that was traced with one plan runs with others. Results never share memory with
+what is given, and are contiguous, as tracing promised.
+
+Only traced code uses operators: an autograd Function costs the host 30 us less, and has second
+derivatives. Each operator comes twice, for a CUDA graph can't hold messages: the overload
+`messages` has a tag that tells.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ring_attention_pytorch.attention import Gradients, backward, forward
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.runtime.handles import object_of
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.runtime.torch_func import refuse_export
+
+_FORWARD = "(Tensor q, Tensor k, Tensor v, Tensor? sinks, SymInt plan) -> (Tensor, Tensor)"
+_BACKWARD = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor dout, Tensor? dlse, Tensor out, "
+    "Tensor lse, SymInt plan) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_TOTAL = "(Tensor x, SymInt plan) -> Tensor"
+_POSITIONS = "(Tensor x, bool in_documents, SymInt plan) -> Tensor"
+
+ops = torch.ops.ring_attention
+
+
+def attention(
+    plan: RingPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) by an operator, for code that is being traced.
+
+    Raises:
+        NotImplementedError: it is traced for export.
+    """
+    refuse_export()
+    return _of(plan, ops.forward)(q, k, v, sinks, plan.handle)
+
+
+class TracedRing:
+    """All ranks of a plan's group, for code that may be traced."""
+
+    def __init__(self, plan: RingPlan) -> None:
+        self.plan = plan
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x, on every rank; backward sums the gradients."""
+        return _of(self.plan, ops.total)(x, self.plan.handle)
+
+
+def positions(plan: RingPlan, x: Tensor, in_documents: bool) -> Tensor:
+    """Return `RingPlan.positions` of tokens x `[b, n, ...]`, for code that may be traced.
+
+    While it is, positions in documents are `[b, n]` even where samples are alike.
+    """
+    if not is_compiling():
+        return plan.positions(x.device, in_documents=in_documents)
+    in_documents = in_documents and plan.packing is not None
+    return ops.positions(x, in_documents, plan.handle)
+
+
+def _of(plan: RingPlan, operator: Any) -> Any:
+    """Return the overload of an operator for the way in which the plan's ranks exchange."""
+    return operator.default if plan.capturable else operator.messages
+
+
+def _plan(handle: int) -> RingPlan:
+    plan, layer = object_of(handle)
+    return plan if layer is None else plan.layer(layer)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int
+) -> tuple[Tensor, Tensor]:
+    plan = _plan(handle)
+    plan.check(q, k, v, sinks)
+    swap = plan.ulysses
+    if swap is None:
+        out, lse = plan.run("forward", forward, q, k, v, sinks)
+        return out.contiguous(), lse.contiguous()
+    sinks = None if sinks is None else sinks[swap.heads]
+    qkv = swap.spread((q, k, v), (swap.queries, swap.keys, swap.keys))
+    out, lse = plan.run("forward", forward, *qkv, sinks)
+    out, lse = swap.rows_to_sequence(out, lse)
+    return out.contiguous(), lse.contiguous()
+
+
+def _backward(*given: Any) -> tuple[Tensor, ...]:
+    *tensors, handle = given
+    plan, like = _plan(handle), given[0]
+    run = _run_backward if plan.ulysses is None else _swapped
+    *grads, dsinks = run(plan, tensors)
+    dsinks = like.new_empty(0) if dsinks is None else dsinks
+    return *(grad.contiguous() for grad in grads), dsinks
+
+
+def _run_backward(plan: RingPlan, given: Sequence[Tensor | None]) -> Gradients:
+    return plan.run("backward", backward, *given)
+
+
+def _swapped(plan: RingPlan, given: Sequence[Tensor | None]) -> Gradients:
+    """Compute gradients where ranks swap heads for sequence: all that forward had is swapped anew.
+
+    A graph may keep only what has the shapes of this rank's shards.
+    """
+    q, k, v, sinks, dout, dlse, out, lse = given
+    swap = plan.ulysses
+    spreads = swap.queries, swap.keys, swap.keys
+    qkv = swap.spread((q, k, v), spreads)
+    dout, dlse = swap.rows_to_heads(dout, dlse)
+    out, lse = swap.rows_to_heads(out, lse)
+    of_heads = None if sinks is None else sinks[swap.heads]
+    *grads, dof_heads = _run_backward(plan, (*qkv, of_heads, dout, dlse, out, lse))
+    dsinks = None
+    if sinks is not None:
+        dsinks = torch.zeros_like(sinks)
+        dsinks[swap.heads] = dof_heads
+    return *swap.unspread(grads, spreads), dsinks
+
+
+def _total(x: Tensor, handle: int) -> Tensor:
+    found = x.clone(memory_format=torch.contiguous_format)
+    ring = _plan(handle).ring
+    if ring.group is not None:
+        ring.total(found)
+    return found
+
+
+def _positions(x: Tensor, in_documents: bool, handle: int) -> Tensor:
+    found = _plan(handle).positions(x.device, in_documents=in_documents)
+    if in_documents and found.ndim == 1:
+        found = found.expand(x.shape[0], -1)
+    return found.clone(memory_format=torch.contiguous_format)
+
+
+# what tracing knows of the results
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int
+) -> tuple[Tensor, Tensor]:
+    b, n, h, _ = q.shape
+    lse = q.new_empty((b, h, n), dtype=accumulation_dtype(q.dtype))
+    return q.new_empty((b, n, h, v.shape[3])), lse
+
+
+def _fake_backward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return *(t.new_empty(t.shape) for t in (q, k, v)), dsinks
+
+
+def _fake_total(x: Tensor, handle: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_positions(x: Tensor, in_documents: bool, handle: int) -> Tensor:
+    return x.new_empty(x.shape[:2] if in_documents else x.shape[1:2], dtype=torch.int64)
+
+
+# derivatives: of first order only
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *given, ctx.handle = inputs
+    ctx.save_for_backward(*given, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(operator: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
+    *given, out, lse = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    *grads, dsinks = operator(*given, dout, dlse, out, lse, ctx.handle)
+    return *grads, None if given[3] is None else dsinks, None
+
+
+def _keep_handle(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.handle = inputs
+
+
+def _define(overload: str, *tags: torch.Tag) -> None:
+    """Define an overload of each operator that exchanges."""
+
+    def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
+        return _differentiate(getattr(ops.backward, overload or "default"), ctx, dout, dlse)
+
+    def sum_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return getattr(ops.total, overload or "default")(grad, ctx.handle), None
+
+    for name, schema, function, fake in (
+        ("forward", _FORWARD, _forward, _fake_forward),
+        ("backward", _BACKWARD, _backward, _fake_backward),
+        ("total", _TOTAL, _total, _fake_total),
+    ):
+        full_name = f"{name}.{overload}" if overload else name
+        _register(full_name, schema, function, fake, tags)
+    suffix = f".{overload}" if overload else ""
+    register = torch.library.register_autograd
+    register(f"ring_attention::forward{suffix}", differentiate, setup_context=_keep, lib=_library)
+    register(
+        f"ring_attention::total{suffix}", sum_gradients, setup_context=_keep_handle, lib=_library
+    )
+
+
+def _register(name: str, schema: str, function: Any, fake: Any, tags: tuple[Any, ...]) -> None:
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ring_attention::{name}", fake, lib=_library)
+
+
+_library = torch.library.Library("ring_attention", "DEF")
+_define("")
+_define("messages", torch.Tag.cudagraph_unsafe)
+_register("positions", _POSITIONS, _positions, _fake_positions, ())
+
+# for `torch.utils.checkpoint.create_selective_checkpoint_contexts`: what is worth keeping, for it
+# would be exchanged again
+SAVED = (ops.forward.default, ops.forward.messages)

@@ -1,0 +1,63 @@
+"""Handles: numbers that stand for objects in a traced graph, which can hold no others.
+
+A graph that is traced for one plan runs with others. So it takes the plan's number, which differs
+between plans, and what runs looks the plan up:
+
+    plan.handle -> 7 << 20           its layer 3 -> (7 << 20) + 4
+
+A handle that a graph has used keeps its object for a while, since backward comes after the caller
+may have let go of it.
+"""
+
+from collections import OrderedDict
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+_STRIDE = 1 << 20  # between objects; in between are the numbers of their layers
+_HELD = 64  # objects that are kept though nobody else may hold them
+
+_counter = count(_STRIDE, _STRIDE)
+_objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_held: OrderedDict[int, Any] = OrderedDict()
+
+
+def new_handle(thing: Any) -> int:
+    """Return a number for an object, which is never another's."""
+    handle = next(_counter)
+    _objects[handle] = thing
+    return handle
+
+
+def handle_of_layer(handle: int, layer: int) -> int:
+    """Return the handle of a layer of an object.
+
+    >>> parted(handle_of_layer(3 * (1 << 20), layer=5))
+    (3145728, 5)
+    """
+    return handle + 1 + layer
+
+
+def parted(handle: int) -> tuple[int, int | None]:
+    """Split a handle into that of an object and the number of a layer, None if it is of none."""
+    layer = handle % _STRIDE
+    return handle - layer, layer - 1 if layer else None
+
+
+def object_of(handle: int) -> tuple[Any, int | None]:
+    """Return the object of a handle and the number of its layer, and keep the object for a while.
+
+    Raises:
+        RuntimeError: nobody holds the object any more.
+    """
+    handle, layer = parted(handle)
+    thing = _objects.get(handle)
+    if thing is None:
+        raise RuntimeError(
+            "ring attention: a compiled call's plan is gone; keep plans until backward has run"
+        )
+    _held[handle] = thing
+    _held.move_to_end(handle)
+    if len(_held) > _HELD:
+        _held.popitem(last=False)
+    return thing, layer

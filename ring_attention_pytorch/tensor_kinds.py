@@ -1,0 +1,143 @@
+"""Tensors of PyTorch's own kinds: DTensors of sharded sequences, and tensors without values.
+
+DTensor, Shard(1) ── to_local ── ring attention over its mesh ── DTensor, placed as q is
+meta, fake        ── ranks agree that all of them are ── shapes and dtypes of results
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed import ProcessGroup
+
+from ring_attention_pytorch.comm.agreement import agree
+from ring_attention_pytorch.comm.placement import attention_ring
+from ring_attention_pytorch.comm.ring import Group, Ring
+from ring_attention_pytorch.plan.checks import agreed_shapes, shapes_problem
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+
+QKV = tuple[Tensor, Tensor, Tensor]
+_TAKEN = (
+    "DTensors q, k and v must be sharded alike, along the sequence by one dimension of one mesh, "
+    "and along batch or heads, or not at all, by its others; group and plan, if given, must be of "
+    "that dimension; got {}"
+)
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Tell at a glance whether these are certainly no special tensors."""
+    return all(type(t) is Tensor for t in tensors)
+
+
+def has_values(*tensors: Tensor) -> bool:
+    """Tell whether no tensor is on the meta device or of a FakeTensorMode."""
+    return not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
+
+
+def shapes_of_results(
+    qkv: QKV, sinks: Tensor | None, group: Group, plan: RingPlan | None
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse without values, differentiable; nothing but notes is exchanged.
+
+    Raises:
+        ValueError: shapes or dtypes don't fit, or other ranks have values; the same on all ranks.
+    """
+    q, k, v = qkv
+    problem = shapes_problem(q, k, v)
+    if plan is None:
+        same = {} if problem else agreed_shapes(q, k, v)
+        with unset_fake_temporarily():
+            ring = attention_ring(group)
+            none = {"device": "meta: tensors have no values"}
+            agree(ring, "ring attention", same | none, problem=problem, everywhere=none)
+    elif problem is not None or plan.signature[:-1] != type(plan.signature).of(q, k, v)[:-1]:
+        raise ValueError(f"ring attention: {problem or 'the plan was made for other tensors'}")
+    return torch.ops.ring_attention.forward.default(q, k, v, sinks, 0)
+
+
+class Sharded(NamedTuple):
+    """The local tensors of DTensors, their ring, and how they lie."""
+
+    qkv: QKV
+    group: Group
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: tuple[int, int, int, int]  # of out, whole
+
+    def out(self, t: Tensor) -> Tensor:
+        """Return this rank's part of out as a DTensor, placed as q is."""
+        return self._placed(t, self.placements, self.shape)
+
+    def lse(self, t: Tensor) -> Tensor:
+        """Return this rank's part of lse `[b, h, n]` as a DTensor."""
+        swapped = {1: 2, 2: 1}
+        shard = next(type(each) for each in self.placements if each.is_shard())
+        placements = []
+        for each in self.placements:
+            dim = each.dim if each.is_shard() else 0
+            placements.append(shard(swapped[dim]) if dim in swapped else each)
+        b, n, h, _ = self.shape
+        return self._placed(t, tuple(placements), (b, h, n))
+
+    def _placed(self, t: Tensor, placements: tuple[Any, ...], shape: tuple[int, ...]) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        strides = [1]
+        for size in shape[:0:-1]:
+            strides.insert(0, strides[0] * size)
+        return DTensor.from_local(
+            t.contiguous(), self.mesh, placements, run_check=False, shape=torch.Size(shape),
+            stride=tuple(strides),
+        )  # fmt: skip
+
+
+def sharded(
+    qkv: QKV, options: Mapping[str, Any], group: Group, plan: RingPlan | None
+) -> Sharded | None:
+    """Take DTensors that are sharded along the sequence; return None if there are none.
+
+    Raises:
+        ValueError: they are sharded otherwise, or group and plan are of others; all ranks find it.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    given = {"q": qkv[0], "k": qkv[1], "v": qkv[2], **options}
+    found = [] if module is None else [n for n, t in given.items() if _is(module.DTensor, t)]
+    if not found:
+        return None
+    if found != ["q", "k", "v"]:
+        raise ValueError(
+            f"ring attention: q, k and v must be DTensors together, and options plain tensors, of "
+            f"this rank; got DTensors as {', '.join(found)}"
+        )
+    q, _, v = given["q"], given["k"], given["v"]
+    lie = [(t.device_mesh, tuple(t.placements)) for t in qkv]
+    mesh, placements = lie[0]
+    along = [i for i, each in enumerate(placements) if each.is_shard(1)]
+    others = all(each.is_replicate() or each.is_shard() for each in placements)
+    if len(along) != 1 or not others or any(each.is_shard(3) for each in placements):
+        raise ValueError(f"ring attention: {_TAKEN.format(placements)}")
+    of_mesh = mesh.get_group(along[0])
+    theirs = [plan.ring.group] if plan is not None else []
+    theirs += [] if group is None else [_process_group(group)]
+    if any(each != lie[0] for each in lie) or any(each is not of_mesh for each in theirs):
+        raise ValueError(f"ring attention: {_TAKEN.format([p for _, p in lie])} and {group}")
+    local = tuple(t.to_local() for t in qkv)
+    shape = (*q.shape[:3], v.shape[3])
+    return Sharded(local, of_mesh if plan is None else None, mesh, placements, shape)
+
+
+def _is(kind: type, t: object) -> bool:
+    return isinstance(t, kind)
+
+
+def _process_group(group: Group) -> ProcessGroup | None:
+    return Ring(group).group if not isinstance(group, Ring) else group.group
+
+
+def swapped(qkv: Sequence[Tensor]) -> QKV:
+    """Return q, k and v heads first as tokens first, or the reverse; others as they are."""
+    q, k, v = (t.transpose(1, 2) if t.ndim == 4 else t for t in qkv)
+    return q, k, v

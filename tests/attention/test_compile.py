@@ -1,0 +1,203 @@
+"""torch.compile: operators in graphs, over processes; what comes out is what comes without it."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from ring_attention_pytorch import RingAttention, RingPlan, ring_attn, shard_batch
+from ring_attention_pytorch.operators import SAVED
+from ring_attention_pytorch.runtime import handles
+from tests.support.compile_cases import LENGTHS, ROWS, measured
+
+ops = torch.ops.ring_attention
+QUICK = [
+    ("ring_attn", "documents", 2),
+    ("ring_attn", "ulysses, sinks", 2),
+    ("RingAttention", "dropout by layer", 1),
+    ("RingTransformer", "documents, loss", 2),
+]
+
+
+def drawn(**kinds):
+    return [torch.randn(2, 6, h, 8, **kinds).requires_grad_() for h in (4, 2, 2)]
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("subject", "feature", "size"), QUICK)
+def test_a_compiled_step_is_one_graph_and_gives_what_an_eager_one_does(
+    pools, subject, feature, size
+):
+    for row in pools(size).run(measured, subject, feature, "aot_eager", (16, 17, 19)):
+        assert row.whole
+        assert row.graphs <= 3
+        assert row.error < 1e-14
+
+
+def test_ten_lengths_and_plans_take_three_graphs_at_most(pools):
+    assert len(LENGTHS) == 10
+    for row in pools(2).run(measured, "ring_attn", "causal, gradient of lse"):
+        assert row.graphs <= 3
+        assert row.error < 1e-14
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("subject", ["ring_attn", "RingAttention", "RingTransformer"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_row_of_the_matrix(pools, subject, size):
+    for row in ROWS:
+        if row[0] == subject:
+            for found in pools(size).run(measured, *row, "aot_eager", (16, 17, 19)):
+                assert found.graphs <= 4, row
+                assert found.error < 1e-14, row
+
+
+@pytest.mark.thorough
+def test_inductor(pools):
+    for row in pools(2).run(measured, "ring_attn", "documents", "inductor", (16, 17)):
+        assert row.error < 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("overload", ["default", "messages"])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_operators_are_what_they_promise(dtype, overload, with_sinks):
+    """No alias, no mutation, right shapes and strides, gradients: as PyTorch checks it."""
+    q, k, v = drawn(dtype=dtype)
+    sinks = torch.randn(4, dtype=dtype, requires_grad=True) if with_sinks else None
+    plan = RingPlan.make(q, k, v, causal=True, sinks=sinks)
+    opcheck(getattr(ops.forward, overload), (q, k, v, sinks, plan.handle))
+    with torch.no_grad():
+        out, lse = ops.forward(q, k, v, sinks, plan.handle)
+        given = [None if t is None else t.detach() for t in (q, k, v, sinks)]
+    rest = torch.randn(out.shape, dtype=dtype), torch.randn(lse.shape, dtype=lse.dtype), out, lse
+    opcheck(getattr(ops.backward, overload), (*given, *rest, plan.handle))
+    opcheck(getattr(ops.total, overload), (q, plan.handle))
+    opcheck(ops.positions.default, (q, False, plan.handle))
+
+
+def kept_by(context):
+    """How often each direction runs where a block is checkpointed, and the worst error."""
+    q, k, v = drawn(dtype=torch.float64)
+    plan = RingPlan.make(q, k, v, causal=True)
+
+    def block(q, k, v, plan):
+        return torch.sin(ring_attn(torch.cos(q), k, v, plan=plan))
+
+    def step(q, k, v, plan):
+        more = {} if context is None else dict(context_fn=context)
+        return checkpoint(block, q, k, v, plan, use_reentrant=False, **more)
+
+    want = torch.autograd.grad(block(q, k, v, plan).sum(), (q, k, v))
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager_decomp_partition")
+    run, directions = RingPlan.run, []
+
+    def counted(self, direction, *rest):
+        directions.append(direction)
+        return run(self, direction, *rest)
+
+    with mock.patch.object(RingPlan, "run", counted):
+        got = torch.autograd.grad(compiled(q, k, v, plan).sum(), (q, k, v))
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b)
+    return directions
+
+
+def test_checkpointing_computes_again_and_selective_checkpointing_does_not_exchange_again():
+    assert kept_by(None) == ["forward", "forward", "backward"]
+    context = partial(create_selective_checkpoint_contexts, list(SAVED))
+    assert kept_by(context) == ["forward", "backward"]
+
+
+def test_a_plan_that_nobody_holds_is_there_in_backward():
+    q, k, v = drawn()
+    compiled = torch.compile(
+        lambda q, k, v, plan: ring_attn(q, k, v, plan=plan), fullgraph=True, backend="aot_eager"
+    )
+    out = compiled(q, k, v, RingPlan.make(q, k, v, causal=True))
+    want = ring_attn(q, k, v, causal=True)
+    for a, b in zip(*(torch.autograd.grad(t.square().sum(), (q, k, v)) for t in (out, want))):
+        torch.testing.assert_close(a, b)
+
+
+def test_handles_are_of_one_object_each_and_gone_ones_raise():
+    class Thing:
+        pass
+
+    things = [Thing() for _ in range(3)]
+    numbers = [handles.new_handle(thing) for thing in things]
+    assert [handles.object_of(handles.handle_of_layer(n, 5)) for n in numbers] == [
+        (thing, 5) for thing in things
+    ]
+    lost = handles.new_handle(Thing())
+    with pytest.raises(RuntimeError, match="plan is gone"):
+        handles.object_of(lost)
+
+
+def test_a_plan_for_other_tensors_is_refused():
+    q, k, v = drawn()
+    other = torch.randn(2, 7, 4, 8)
+    plan = RingPlan.make(other, other, other)
+    compiled = torch.compile(
+        lambda q, k, v, plan: ring_attn(q, k, v, plan=plan), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(ValueError, match="the plan was made for"):
+        compiled(q, k, v, plan)
+
+
+def test_options_beside_a_plan_are_refused():
+    q, k, v = drawn()
+    plan = RingPlan.make(q, k, v)
+    compiled = torch.compile(
+        lambda q, k, v, plan: ring_attn(q, k, v, plan=plan, window=3), backend="aot_eager"
+    )
+    with pytest.raises(ValueError, match="the plan already decides window"):
+        compiled(q, k, v, plan)
+
+
+def test_in_the_block_of_a_batch():
+    ids = torch.arange(12)[None]
+    attn = RingAttention(
+        16, dim_head=8, heads=2, causal=True, ring_attn=True, rotary_embed=True
+    )  # fmt: skip
+    x = torch.randn(1, 12, 16)
+    compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+    with shard_batch({"input_ids": ids, "labels": ids}):
+        plan = attn.plan(x)
+        torch.testing.assert_close(compiled(x, plan=plan), attn(x, plan=plan))
+
+
+def test_under_autocast():
+    q, k, v = drawn()
+    compiled = torch.compile(
+        lambda q, k, v, plan: ring_attn(q, k, v, plan=plan), fullgraph=True, backend="aot_eager"
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plan = RingPlan.make(q, k, v, causal=True)
+        got = compiled(q, k, v, plan)
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got, ring_attn(q, k, v, plan=plan))
+
+
+class Attends(torch.nn.Module):
+    def __init__(self, plan):
+        super().__init__()
+        self.plan = plan
+
+    def forward(self, q):
+        return ring_attn(q, q, q, plan=self.plan)
+
+
+@pytest.mark.parametrize("with_plan", [False, True])
+def test_export_says_that_it_cannot(with_plan):
+    q = torch.randn(2, 6, 4, 8)
+    module = Attends(RingPlan.make(q, q, q) if with_plan else None)
+    with pytest.raises(NotImplementedError, match="can't be exported"):
+        torch.export.export(module, (q,), strict=False)

@@ -1,0 +1,256 @@
+"""Calls back to back in memory that ranks share, walked on ints: none writes what another reads.
+
+What is recorded of a real run is each rank's writes, reads and meetings, in its own order. All
+ranks come to the same meetings. So of two ranks' doings one is surely before the other only if a
+meeting lies between. Whatever has none between may happen in any order, and in the walk it does.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise, product
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch import RingPlan
+from ring_attention_pytorch.comm import gather_symmetric
+from ring_attention_pytorch.comm.messages import Form
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+from tests.support import threads
+from tests.support.cases import over_shared_memory
+
+RANKS, TOKENS = 3, 4
+WAYS = {
+    "one round": dict(at_once=9),
+    "two rounds": dict(at_once=1),
+    "two stages": dict(at_once=9, late=True, overtaken=True),
+    "one stream, all keys": dict(at_once=9, together=True),
+    "one stream, own keys apart": dict(at_once=9, own_apart=True),
+}
+Where = tuple[str, int, int]  # buffer, the rank whose it is, half
+
+
+class Access(NamedTuple):
+    """A write, or a read; from after so many meetings to before the next of so many."""
+
+    where: Where
+    first: int
+    last: int
+
+
+class Log:
+    """What one rank does, in its order."""
+
+    def __init__(self) -> None:
+        self.meetings = 0
+        self.writes: list[Access] = []
+        self.reads: list[Access] = []
+        self.under_way: list[tuple[Where, int]] = []  # begun beside, and not waited for
+
+    def write(self, where: Where) -> None:
+        self.writes.append(Access(where, self.meetings, self.meetings))
+
+    def begin_read(self, where: Where) -> None:
+        self.under_way.append((where, self.meetings))
+
+    def end_reads(self, buffer: str) -> None:
+        for where, first in [each for each in self.under_way if each[0][0] == buffer]:
+            self.reads.append(Access(where, first, self.meetings))
+            self.under_way.remove((where, first))
+
+
+class LoggedShelf(threads.ThreadShelf):
+    """A shelf of which a log is kept."""
+
+    log: Log
+
+    def own(self, form: Form) -> list[Tensor]:
+        views = super().own(form)
+        self.log.write((self.name, self.rank, self.turn))
+        return views
+
+    def publish(self) -> None:
+        self.log.meetings += 1
+        super().publish()
+
+    def come(self, *_: object, **__: object) -> None:
+        self.log.meetings += 1
+        super().come()
+
+    def join(self, end: int) -> None:
+        super().join(end)
+        self.log.end_reads(self.name)
+
+
+def whose(hub: threads.Hub, t: Tensor) -> Where | None:
+    """Where a tensor lies in shared memory; None if it is elsewhere."""
+    for (name, rank), memory in hub.shelves.items():
+        at = t.data_ptr() - memory.data_ptr()
+        if 0 <= at < memory.nbytes and t.numel():
+            return name, rank, at // memory[0].nbytes
+    return None
+
+
+@contextmanager
+def noted(hub: threads.Hub, log: dict[int, Log]) -> Iterator[None]:
+    """Note what is read of others: beside, from when it is launched; else where it is."""
+
+    def note(tensors: tuple[Any, ...], beside: bool) -> None:
+        mine = log[threading.get_ident()]
+        for t in tensors:
+            where = whose(hub, t)
+            if where is not None:
+                mine.begin_read(where)
+                if not beside:
+                    mine.end_reads(where[0])
+
+    def beside(do: Callable[..., object]) -> Callable[..., object]:
+        def run(place: Tensor, *given: Any, **how: Any) -> object:
+            parts = given[0] if given and isinstance(given[0], list) else given
+            note(tuple(t for t in parts if isinstance(t, Tensor)), beside=True)
+            return do(place, *given, **how)
+
+        return run
+
+    def copied(do: Callable[..., object]) -> Callable[..., object]:
+        def run(places: list[Tensor], parts: list[Tensor]) -> object:
+            note(tuple(parts), beside=False)
+            return do(places, parts)
+
+        return run
+
+    settle, lent = GradAccumulator.settle, GradAccumulator.add_lent
+    read: dict[int, list[Tensor]] = defaultdict(list)
+
+    def add_lent(total: GradAccumulator, at: slice, part: Tensor) -> None:
+        read[id(total)].append(part)
+        lent(total, at, part)
+
+    def settled(total: GradAccumulator) -> Tensor:
+        note(tuple(read.pop(id(total), ())), beside=False)
+        return settle(total)
+
+    with (
+        mock.patch.object(gather_symmetric, "_copy", beside(gather_symmetric._copy)),
+        mock.patch.object(gather_symmetric, "_sum", beside(gather_symmetric._sum)),
+        mock.patch.object(torch, "_foreach_copy_", copied(torch._foreach_copy_)),
+        mock.patch.object(GradAccumulator, "add_lent", add_lent),
+        mock.patch.object(GradAccumulator, "settle", settled),
+    ):
+        yield
+
+
+def call(plan: RingPlan, back: bool) -> None:
+    """One call without a kernel."""
+    k = torch.zeros(1, TOKENS, 1, 2)
+    own = plan.keys(k, k)
+    if not back:
+        for _ in plan.transport.stream(own):
+            pass
+        return
+    totals = GradAccumulator(k), GradAccumulator(k)
+    for block, grads in plan.transport.stream_back(own, totals):
+        for total, t in zip(grads, block[:2]):
+            total.add(slice(0, t.shape[1]), torch.zeros_like(t))
+    for total in totals:
+        total.finalize()
+
+
+def recorded(calls: list[tuple[str, bool]]) -> list[Log]:
+    """The logs of all ranks that make these calls, each by a way and a direction."""
+    logs: dict[int, Log] = {}
+
+    def main(ring: threads.ThreadRing) -> Log:
+        mine = logs[threading.get_ident()] = Log()
+        q = torch.zeros(1, TOKENS, 1, 2)
+        made = RingPlan.make(q, q, q, causal=True, layout="zigzag", group=ring)
+        plans, space = {}, None
+        for way, how in WAYS.items():
+            plans[way] = over_shared_memory(made, [q] * 3, ring, **how)
+            transport = plans[way].transport
+            space = space or transport.space  # the largest that any needs is made for all
+            object.__setattr__(transport, "space", space)
+        space.make_room(None, keys=1 << 12, grads=1 << 12)
+        for name in ("keys", "grads"):
+            shelf = getattr(space, name)
+            shelf.__class__, shelf.log = LoggedShelf, mine
+        ring.hub.barrier.wait()
+        with noted(ring.hub, logs) if ring.rank == 0 else nullcontext():
+            ring.hub.barrier.wait()
+            for way, back in calls:
+                call(plans[way], back)
+            ring.hub.barrier.wait()
+        return mine
+
+    found, _ = threads.run(RANKS, main)
+    return found
+
+
+def check(logs: list[Log]) -> None:
+    """Every read is of the newest writing that is surely over, and none may come meanwhile."""
+    writes: dict[Where, list[int]] = defaultdict(list)
+    for log in logs:
+        assert not log.under_way, "a read that nobody waits for"
+        for where, at, _ in log.writes:
+            writes[where].append(at)
+    assert len({log.meetings for log in logs}) == 1, "not the same meetings on all ranks"
+    reads = 0
+    for rank, log in enumerate(logs):
+        for where, first, last in log.reads:
+            if where[1] == rank:
+                continue
+            reads += 1
+            assert any(at < first for at in writes[where]), (where, "is read before it is written")
+            among = [at for at in writes[where] if first <= at <= last]
+            assert not among, (where, "may be written while rank", rank, "reads it")
+    assert reads, "nothing was read of others"
+
+
+def every_two() -> list[tuple[str, bool]]:
+    """Calls among which each pair of kinds stands once, one behind the other."""
+    kinds = [*product(WAYS, (False, True))]
+    left = {a: [b for b in kinds] for a in kinds}
+    path, trail = [kinds[0]], []
+    while path:  # Hierholzer's walk over all pairs
+        if left[path[-1]]:
+            path.append(left[path[-1]].pop())
+        else:
+            trail.append(path.pop())
+    return trail[::-1]
+
+
+def no_call_writes_what_another_reads() -> None:
+    check(recorded(every_two()))
+
+
+def test_no_call_writes_what_another_reads() -> None:
+    calls = every_two()
+    kinds = 2 * len(WAYS)
+    assert len({*pairwise(calls)}) == kinds**2
+    no_call_writes_what_another_reads()
+
+
+@pytest.mark.parametrize(
+    ("writes", "reads", "said"),
+    [
+        ([0, 2], [(1, 1)], None),
+        ([0, 1], [(1, 1)], "may be written"),
+        ([0, 2], [(1, 2)], "may be written"),
+        ([1], [(1, 1)], "before it is written"),
+    ],
+)
+def test_what_the_walk_finds(writes: list[int], reads: list[tuple[int, int]], said: str) -> None:
+    logs = [Log(), Log()]
+    where = "keys", 0, 1
+    logs[0].writes = [Access(where, at, at) for at in writes]
+    logs[1].reads = [Access(where, *span) for span in reads]
+    if said is None:
+        check(logs)
+        return
+    with pytest.raises(AssertionError, match=said):
+        check(logs)

@@ -1,0 +1,47 @@
+"""Faults between models of transformers and their batches, and a battery that must find each."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from tests.faults import hunt
+from tests.faults.mutant import planted
+
+MUTANTS = planted("INTEGRATIONS")
+
+
+def battery() -> Iterator[Callable[[], object]]:
+    """Steps of models in this process against dense attention, and mistakes that must raise."""
+    from tests.integrations import test_trainers, test_transformers
+    from tests.support.hf import KINDS
+
+    torch.set_num_threads(1)
+    for number, name in enumerate(("Mistral", "Gemma2", "GptOss", "windows by layer")):
+        yield partial(step_is_right, name, KINDS[number % 3])
+    alike = ("forgotten_positions", "positions_of_the_shard", "mask_of_the_whole")  # alone
+    for trap, text in test_transformers.TRAPS.items():
+        if trap.__name__ not in alike:
+            yield partial(raises, trap, text)
+    yield test_transformers.test_masks_that_are_not_known_raise
+    yield test_trainers.test_trainer_alone_and_as_a_ring_of_one
+    yield test_trainers.test_accelerates_own_context_parallelism_is_refused
+    yield test_trainers.test_accelerate_is_told_of_a_mesh_and_of_no_context_parallelism
+
+
+def step_is_right(name: str, kind: str) -> None:
+    from tests.integrations.test_transformers import EXACT, errors
+    from tests.support import hf
+
+    with hf.losses_as_they_were():
+        assert errors(hf.spread(name, kind), hf.dense(name, kind)) < EXACT
+
+
+def raises(trap: Callable[[], object], text: str) -> None:
+    from tests.integrations.test_transformers import raised
+
+    assert text in raised(trap)
+
+
+if __name__ == "__main__":
+    hunt.main("tests.faults.integrations")

@@ -1,0 +1,86 @@
+"""Faults planted between models of transformers and their batches."""
+
+from tests.faults.mutant import Mutant
+
+INTEGRATIONS = [
+    Mutant(
+        "a window counts the token itself", "integrations/masks.py:_KINDS",
+        'values["sliding_window"] - 1', 'values["sliding_window"]',
+    ),
+    Mutant(
+        "a mask that is not known shows everything", "integrations/masks.py:_read",
+        "kind = _KINDS.get(getattr(function, \"__code__\", None))",
+        "kind = _KINDS.get(getattr(function, \"__code__\", None), lambda _: _ALL)",
+    ),
+    Mutant(
+        "of two masks the first one counts", "integrations/masks.py:_both",
+        "found = found & _read(part)", "found = found if found.window else _read(part)",
+    ),
+    Mutant(
+        "positions are taken as they are", "integrations/models.py:RingForward.check",
+        "if self.check_positions and not", "if not self.check_positions and not",
+    ),
+    Mutant(
+        "any labels will do", "integrations/models.py:RingForward.loss",
+        "or not _equal(labels, mine)", "or False",
+    ),
+    Mutant(
+        "any mask of padding will do", "integrations/models.py:RingForward._mask_problem",
+        "if given is None or", "if given is not None or",
+    ),
+    Mutant(
+        "losses stay spread after the block", "integrations/models.py:RingForward.__enter__",
+        "opened.callback(LOSS_MAPPING.update, dict(LOSS_MAPPING))", "pass",
+    ),
+    Mutant(
+        "no layer need be spread", "integrations/models.py:RingForward.__exit__",
+        "if kind is None and not self._attended", "if False",
+    ),
+    Mutant(
+        "layers of other masks share a plan", "integrations/models.py:RingForward.attend",
+        "q.device, mask, sinks is None", "q.device, sinks is None",
+    ),
+    Mutant(
+        "sinks are dropped", "integrations/models.py:_attention",
+        'given.pop("s_aux", None)', 'given.pop("s_aux", None) and None',
+    ),
+    Mutant(
+        "what attention does not have is ignored", "integrations/models.py:_call_problem",
+        "if unknown := sorted(asked - _IDLE):", "if unknown := sorted(asked - asked):",
+    ),
+    Mutant(
+        "a window that is not its mask's is taken", "integrations/models.py:_call_problem",
+        "if window is not None and", "if window is None and",
+    ),
+    Mutant(
+        "keys of earlier tokens are forgotten", "integrations/models.py:_cache_problem",
+        "if q_length == kv_length and not any(offsets):", "if True:",
+    ),
+    Mutant(
+        "a trainer's own mask of a model counts", "integrations/models.py:_attention",
+        "if not isinstance(attention_mask, _RingMask):", "if attention_mask is None:",
+    ),
+    Mutant(
+        "states along the sequence end at shards", "integrations/layers.py:layers_problem",
+        "kinds - _SPREAD", "kinds - kinds",
+    ),
+    Mutant(
+        "frequencies depend on the shard", "integrations/layers.py:_rotary_problem",
+        "length > trained", "length < 0",
+    ),
+    Mutant(
+        "batches that are accumulated have a mean each",
+        "integrations/trainer.py:RingTrainerMixin.compute_loss",
+        "forward.num_items = num_items_in_batch", "pass",
+    ),
+    Mutant(
+        "accelerate's own context parallelism is let in",
+        "integrations/trainer.py:RingTrainerMixin._check_trainer",
+        'getattr(self.accelerator.parallelism_config, "cp_enabled", False)', "False",
+    ),
+    Mutant(
+        "accelerate adds its own context parallelism",
+        "integrations/accelerate.py:RingParallelismConfig.cp_enabled",
+        "return self._asks_for_mesh", "return self.cp_size > 1",
+    ),
+]  # fmt: skip

@@ -1,0 +1,391 @@
+"""Models of transformers over a spread batch are those of one process; what is forgotten raises."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers import AttentionInterface, masking_utils
+
+from ring_attention_pytorch import shard_batch
+from ring_attention_pytorch.integrations.masks import visible_by
+from ring_attention_pytorch.integrations.transformers import register, ring_forward
+from tests.support import hf
+from tests.support.hf import KINDS, MODELS, batch_of, model_of, ring_of
+from tests.support.reference import relative_error
+
+EXACT = 1e-10
+
+
+def errors(got: tuple[Tensor, list[Tensor]], want: tuple[Tensor, list[Tensor]]) -> float:
+    pairs = zip((got[0], *got[1]), (want[0], *want[1]), strict=True)
+    return max(relative_error(a, b) for a, b in pairs)
+
+
+def all_of(
+    cases: list[tuple[str, str]], size: int, layout: str, options: dict[str, Any]
+) -> dict[str, float]:
+    """For a pool: the worst error of each model and kind of batch, in rings of a size."""
+    found = {}
+    with hf.losses_as_they_were():
+        for name, kind in cases:
+            got = hf.spread(name, kind, ring_of(size), layout, **options)
+            found[f"{name}, {kind}"] = errors(got, hf.dense_once(name, kind))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "options"),
+    [
+        (2, "zigzag", dict(checkpointed=False)),
+        (3, "auto", {}),
+        (4, "auto", dict(ulysses=2, checkpointed=True)),
+    ],
+)
+def test_loss_and_gradients_are_those_of_one_process(size, layout, options, pools):
+    """Each model with one kind of batch, another one in each ring."""
+    cases = [(name, KINDS[(i + size) % 3]) for i, name in enumerate(MODELS)]
+    for found in pools(4).run(all_of, cases, size, layout, options):
+        assert max(found.values()) < EXACT, found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("size", "layout", "options"),
+    [
+        (1, "zigzag", {}),
+        (2, "zigzag", {}),
+        (2, "balanced", dict(ulysses=2)),
+        (3, "balanced", dict(checkpointed=False)),
+        (3, "zigzag", dict(transport="gather")),
+        (4, "zigzag", dict(ulysses=2)),
+        (4, "balanced", dict(checkpointed=True)),
+        (4, "contiguous", {}),
+    ],
+)
+def test_every_model_with_every_kind_of_batch(size, layout, options, pools):
+    cases = [(name, kind) for name in MODELS for kind in KINDS]
+    for found in pools(4).run(all_of, cases, size, layout, options):
+        assert max(found.values()) < EXACT, found
+
+
+def hf_alone(name: str, kind: str, attention: str) -> tuple[Tensor, list[Tensor]]:
+    """(loss, gradients) by transformers itself, in one process."""
+    model, batch = model_of(name, attention, torch.float32), batch_of(kind)
+    labels = hf.whole_labels(kind)
+    if kind == "padded left":
+        labels[0, 8] = -100  # padding sees all padding there, and nothing here
+    loss = model(**batch, shift_labels=labels, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()]
+
+
+def as_hf_alone(cases: list[tuple[str, str]], size: int, attention: str) -> dict[str, float]:
+    """For a pool: the worst difference to transformers' own attention and loss, in float32."""
+    found = {}
+    for name, kind in cases:
+        register()
+        model, batch = model_of(name, "ring", torch.float32), batch_of(kind)
+        if kind == "padded left":
+            batch["labels"][0, 9] = -100
+        spread = shard_batch(batch, group=ring_of(size))
+        with ring_forward(spread, loss_group=ring_of(size)) as inputs:
+            loss = model(**inputs).loss
+            loss.backward()
+        got = loss.detach(), hf.averaged(model, ring_of(size))
+        found[f"{name}, {kind}"] = errors(got, hf_alone(name, kind, attention))
+    return found
+
+
+def test_it_is_what_transformers_computes_where_that_is_right(pools):
+    cases = [("Llama", "packed"), ("Qwen3", "plain"), ("Mistral", "plain"), ("Gemma2", "plain")]
+    for found in pools(4).run(as_hf_alone, cases, 2, "eager"):
+        assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.thorough
+def test_it_is_what_transformers_computes_with_padding_and_documents(pools):
+    full = [("Llama", kind) for kind in KINDS] + [("Qwen3", kind) for kind in KINDS]
+    windows = [
+        ("Mistral", "packed"),
+        ("Gemma2", "packed"),
+        ("Gemma3", "packed"),
+        ("GptOss", "plain"),
+    ]
+    for found in pools(4).run(as_hf_alone, full + windows, 4, "eager"):
+        assert max(found.values()) < 1e-5, found
+
+
+def raised(act: Callable[[], Any]) -> str:
+    """The text of the ValueError that this rank raises; in vain, what came instead."""
+    try:
+        return f"no error, but {act()}"
+    except ValueError as error:
+        return str(error)
+
+
+def forward(
+    name: str = "Llama",
+    kind: str = "plain",
+    change: Callable[[nn.Module, dict[str, Any]], Any] | None = None,
+    attention: str = "ring",
+    **options: Any,
+) -> Any:
+    """Call a model in the block of a batch, with what `change` makes of model and inputs."""
+    register()
+    group = ring_of(2) if dist.is_initialized() else None
+    model, batch = model_of(name, attention), shard_batch(batch_of(kind), group=group)
+    with ring_forward(batch, loss_group=group, **options) as inputs:
+        given = dict(inputs)
+        if change is not None:
+            change(model, given)
+        return model(**given).loss
+
+
+def forgotten_positions() -> Any:
+    return forward(change=lambda _, given: given.pop("position_ids"))
+
+
+def positions_of_the_shard() -> Any:
+    def change(_: nn.Module, given: dict[str, Any]) -> None:
+        given["position_ids"] = torch.arange(given["input_ids"].shape[1])[None]
+
+    return forward(change=change)
+
+
+def labels_of_the_shard() -> Any:
+    def change(_: nn.Module, given: dict[str, Any]) -> None:
+        given["labels"] = given["input_ids"]
+        del given["shift_labels"]
+
+    return forward(change=change)
+
+
+def attention_without_its_mask() -> Any:
+    register()
+    AttentionInterface.register("half", AttentionInterface()["ring"])
+    return forward(attention="half", kind="padded left")
+
+
+def mask_of_the_whole() -> Any:
+    def change(_: nn.Module, given: dict[str, Any]) -> None:
+        given["attention_mask"] = batch_of("padded left")["attention_mask"]
+
+    return forward(change=change)
+
+
+def mask_in_four_dimensions() -> Any:
+    def change(_: nn.Module, given: dict[str, Any]) -> None:
+        n = given["input_ids"].shape[1]
+        given["attention_mask"] = torch.zeros(2, 1, n, n)
+
+    return forward(change=change)
+
+
+def another_mask() -> Any:
+    def change(_: nn.Module, given: dict[str, Any]) -> None:
+        given["attention_mask"] = ~given["attention_mask"]
+
+    return forward(change=change)
+
+
+def documents_that_the_batch_does_not_know() -> Any:
+    def change(_: nn.Module, given: dict[str, Any]) -> None:
+        given["position_ids"] = given["position_ids"] % 10
+
+    return forward(change=change)
+
+
+def another_layout() -> Any:
+    return forward(layout="contiguous")
+
+
+def another_window() -> Any:
+    def change(model: nn.Module, _: Any) -> None:
+        model.model.layers[1].self_attn.sliding_window = 3
+        model.config.sliding_window = 8
+
+    return forward("windows by layer", change=change)
+
+
+def no_block() -> Any:
+    register()
+    return model_of("Llama", "ring")(input_ids=batch_of("plain")["input_ids"])
+
+
+def other_attention() -> Any:
+    return forward(attention="eager", change=lambda _, given: given.pop("labels"))
+
+
+def keys_of_earlier_tokens() -> Any:
+    def change(model: nn.Module, given: dict[str, Any]) -> None:
+        cache = transformers.DynamicCache()
+        cache.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), 0)
+        names = inspect.signature(model.forward).parameters
+        given["cache" if "cache" in names else "past_key_values"] = cache
+
+    return forward(change=change)
+
+
+def frequencies_of_length() -> Any:
+    def change(model: nn.Module, _: Any) -> None:
+        model.config.rope_parameters = dict(
+            rope_type="dynamic", factor=2.0, rope_theta=10000.0, original_max_position_embeddings=16
+        )
+
+    return forward(change=change)
+
+
+def linear_layers() -> Any:
+    def change(model: nn.Module, _: Any) -> None:
+        model.config.layer_types = ["linear_attention", "full_attention"]
+
+    return forward(change=change)
+
+
+def loss_of_routers() -> Any:
+    return forward(
+        "GptOss", change=lambda model, _: setattr(model.config, "output_router_logits", True)
+    )
+
+
+def probabilities() -> Any:
+    return forward(change=lambda _, given: given.update(output_attentions=True))
+
+
+def documents_of_flash_attention() -> Any:
+    return forward(change=lambda _, given: given.update(cu_seq_lens_q=torch.tensor([0, 5, 20])))
+
+
+def another_length() -> Any:
+    def change(_: nn.Module, given: dict[str, Any]) -> None:
+        for name in ("input_ids", "position_ids", "attention_mask"):
+            given[name] = given[name][:, :-1]
+
+    return forward(change=change)
+
+
+TRAPS: dict[Callable[[], Any], str] = {
+    forgotten_positions: "position_ids are not the batch's",
+    positions_of_the_shard: "position_ids are not the batch's",
+    labels_of_the_shard: "labels are not the batch's",
+    attention_without_its_mask: "the model makes a mask of its own",
+    mask_of_the_whole: "is not the batch's",
+    mask_in_four_dimensions: "the model makes a mask of its own",
+    another_mask: "is not the batch's",
+    documents_that_the_batch_does_not_know: "position_ids are not the batch's",
+    another_layout: "there is no option layout",
+    another_window: "sliding_window=3, but its mask's is 10",
+    no_block: "call it in the block `with ring_forward",
+    other_attention: 'attn_implementation="ring"',
+    keys_of_earlier_tokens: "without a cache",
+    frequencies_of_length: "rotary embeddings of type dynamic",
+    linear_layers: "layers of linear_attention",
+    loss_of_routers: "the routers' loss would be that of each shard",
+    probabilities: "output_attentions",
+    documents_of_flash_attention: "cu_seq_lens_q, which ring attention does not have",
+    another_length: "is not the batch's",
+}
+
+
+def all_traps() -> dict[str, str]:
+    with hf.losses_as_they_were():
+        return {trap.__name__: raised(trap) for trap in TRAPS}
+
+
+def test_what_is_forgotten_raises_on_all_ranks_alike(pools):
+    told = pools(4).run(all_traps)
+    for trap, text in TRAPS.items():
+        for found in told[:2]:
+            assert text in found[trap.__name__], (trap.__name__, found[trap.__name__])
+        assert told[0][trap.__name__] == told[1][trap.__name__]
+
+
+def wrong_on_one_rank() -> str:
+    """Only the second rank of each ring forgets something."""
+
+    def change(_: nn.Module, given: dict[str, Any]) -> None:
+        if ring_of(2).rank == 1:
+            given["attention_mask"] = ~given["attention_mask"]
+
+    return raised(lambda: forward(change=change))
+
+
+def test_what_one_rank_does_wrong_raises_on_all(pools):
+    told = pools(4).run(wrong_on_one_rank)
+    assert all("is not the batch's" in text for text in told), told
+    assert told[0] == told[1]
+
+
+def test_masks_that_are_not_known_raise():
+    def every_other(batch, head, q, kv):
+        return (q - kv) % 2 == 0
+
+    causal = masking_utils.causal_mask_function
+    blocks = masking_utils.blockwise_overlay(torch.zeros(1, 4))
+    unknown = [
+        every_other,
+        masking_utils.and_masks(causal, every_other),
+        masking_utils.or_masks(causal, blocks),
+        masking_utils.chunked_causal_mask_function(4, torch.zeros(1)),
+        masking_utils.padding_mask_function(torch.ones(1, 4)),
+    ]
+    for function in unknown:
+        with pytest.raises(ValueError, match="does not know"):
+            visible_by(function)
+    with pytest.raises(ValueError, match="window of tokens before"):
+        visible_by(masking_utils.sliding_window_overlay(4))
+
+
+def test_masks_of_both_sides_are_read():
+    both = masking_utils.sliding_window_bidirectional_mask_function(4)
+    assert visible_by(both) == (False, 4)
+    assert visible_by(masking_utils.bidirectional_mask_function) == (False, None)
+
+
+def test_a_name_of_transformers_own_is_not_taken():
+    for name in ("sdpa", "eager", "my_flash", "flex_ring"):
+        with pytest.raises(ValueError, match="transformers' own"):
+            register(name)
+
+
+def test_one_process_without_a_group_needs_no_ranks():
+    for kind in KINDS:
+        assert errors(hf.spread("Gemma2", kind), hf.dense("Gemma2", kind)) < EXACT
+
+
+def test_backward_of_checkpoints_knows_its_block_after_it_has_ended():
+    want = hf.dense("Llama", "packed")
+    model = model_of("Llama", "ring").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with hf.in_double():
+        with ring_forward(shard_batch(batch_of("packed"))) as inputs:
+            loss = model(**inputs).loss
+        loss.backward()
+    assert errors((loss.detach(), [p.grad for p in model.parameters()]), want) < EXACT
+
+
+def test_dropout_is_the_same_when_it_is_recomputed():
+    def step(checkpointed: bool) -> list[Tensor]:
+        model = model_of("Llama", "ring").train()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.3
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with ring_forward(shard_batch(batch_of("plain")), dropout_seed=4) as inputs:
+            model(**inputs).loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    kept, again = step(False), step(True)
+    assert all(relative_error(a, b) < 1e-6 for a, b in zip(kept, again))
+    whole = model_of("Llama", "ring").train()
+    with ring_forward(shard_batch(batch_of("plain"))) as inputs:
+        whole(**inputs).loss.backward()
+    assert relative_error(kept[0], whole.model.embed_tokens.weight.grad) > 1e-3
