@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.tiles import Tile
+from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.decode_plan import Asked
 from ring_attention_pytorch.inference.exchange import gathered, pushed_rows
 from ring_attention_pytorch.inference.given_keys import GivenKeys
@@ -183,7 +184,8 @@ def _agreed_width(
             "tree_attn_decode: some rank must have keys, and all v one head size, "
             f"got {sorted(widths)}"
         )
-    pushed_rows(ring, q.device)  # which ranks make together
+    if decode_plan.PUSH:
+        pushed_rows(ring, q.device)  # which ranks make together
     return widths.pop()
 
 

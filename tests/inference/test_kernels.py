@@ -64,6 +64,7 @@ def sharing(rank: int, memories: list[Tensor], patience: float = 60.0) -> Sharin
     from ring_attention_pytorch.inference import _triton_merge
 
     _triton_merge.globaltimer = time.monotonic_ns
+    decode_plan.PUSH = True
     decode_plan.pushed_rows = lambda ring, device: ring.rows if ring.size > 1 else None
     return Sharing(rank, memories, patience)
 
