@@ -24,6 +24,7 @@ from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
 from ring_attention_pytorch.runtime.rowwise import has_triton
+from ring_attention_pytorch.runtime.streams import capturing
 
 
 @typed(told_by_group("tree_attn_decode"), apart=True)
@@ -156,7 +157,13 @@ def _by_our_kernel(
     known[kind].take(k, v)
     scores = Scores(q.shape[-1] ** -0.5)
     asked = Asked(tuple(q.shape), False, False, scores, False, False, "triton", causal=False)
-    return known[kind].plan(asked).run(q, None, None, 0, key_mask=key_mask)[0]
+    plan = known[kind].plan(asked)
+    if not plan.capturable and capturing(q.device):
+        raise ValueError(
+            "tree_attn_decode: ranks exchange messages, which a CUDA graph can't hold; call it "
+            "outside of graphs"
+        )
+    return plan.run(q, None, None, 0, key_mask=key_mask)[0]
 
 
 def _agreed_width(
