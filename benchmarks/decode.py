@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m benchmarks decode
     python -m benchmarks decode --tune --keys 16384 131072
     torchrun --nproc-per-node 2 -m benchmarks decode --prefill 131072 8192
-    torchrun --nproc-per-node 2 -m benchmarks decode --brief
+    torchrun --nproc-per-node 2 -m benchmarks decode --push --brief
 
 One query token for each sequence, 32 query and 8 key heads of 128, bfloat16. Ours also appends the
 token. Keys are counted on all GPUs together. Calls go around layers, so that no keys are still in
@@ -15,20 +15,23 @@ what matters most first: ours, then a prompt, then the prototype, then other cut
 """
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.lib.rings import device_name, joined
 from ring_attention_pytorch import ring_attn, tree_attn_decode
 from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.attention import plan_decoding, ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.decode_plan import DecodePlan, Tuning
 from ring_attention_pytorch.inference.partial import Scores
-from ring_attention_pytorch.launch import torchrun_group
 
 HEADS, KEY_HEADS, D, CALLS = 32, 8, 128, 16
 TOKEN = 2 * KEY_HEADS * D * 2  # bytes
@@ -53,23 +56,27 @@ def layers_for(nbytes: int) -> int:
 
 def read_speed(device: torch.device) -> float:
     """Return the bytes a second at which PyTorch reads memory at best."""
-    x = torch.zeros(1 << 29, device=device)
+    x = torch.zeros(1 << (29 if device.type == "cuda" else 22), device=device)
     found = []
     for view in (x, x.view(torch.int64), x.view(torch.int32)):
-        found.append(x.nbytes / (timed(lambda i, v=view: v.sum(), 1, 20) / 1e6))
-        found.append(x.nbytes / (timed(lambda i, v=view: v.amax(), 1, 20) / 1e6))
+        for read in (torch.sum, torch.amax):
+            took = slowest(lambda read=read, view=view: read(view), 1, 9, device)
+            found.append(x.nbytes / (took / 1e6))
     return max(found)
 
 
-def timed(call: Call, layers: int, times: int = 100, rounds: int = 5) -> float:
+def timed(call: Call, layers: int, device: torch.device) -> float:
     """Return microseconds a call, launched one by one."""
+    times = 100 if device.type == "cuda" else 2
     for i in range(2 * layers):
         call(i % layers)
-    return slowest(lambda: [call(i % layers) for i in range(times)], times, rounds)
+    return slowest(lambda: [call(i % layers) for i in range(times)], times, 5, device)
 
 
-def graphed(call: Call, layers: int, rounds: int = 5) -> float:
+def graphed(call: Call, layers: int, device: torch.device) -> float:
     """Return microseconds a call, in a graph of several."""
+    if device.type == "cpu":
+        return float("nan")
     for i in range(layers):
         call(i)
     torch.cuda.synchronize()
@@ -77,26 +84,30 @@ def graphed(call: Call, layers: int, rounds: int = 5) -> float:
     with torch.cuda.graph(graph):
         for i in range(CALLS):
             call(i % layers)
-    return slowest(lambda: [graph.replay() for _ in range(10)], 10 * CALLS, rounds)
+    return slowest(lambda: [graph.replay() for _ in range(10)], 10 * CALLS, 5, device)
 
 
-def slowest(run: Callable[[], object], calls: int, rounds: int) -> float:
+def slowest(run: Callable[[], object], calls: int, rounds: int, device: torch.device) -> float:
     """Return the median time of rounds of so many calls, in microseconds a call."""
     found = []
     for _ in range(rounds + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
+        wait(device)
         if dist.is_initialized():
             dist.barrier()
-        start.record()
+        wait(device)
+        begin = time.perf_counter()
         run()
-        end.record()
-        end.synchronize()
-        took = torch.tensor(start.elapsed_time(end) * 1e3 / calls, device="cuda")
+        wait(device)
+        took = torch.tensor((time.perf_counter() - begin) * 1e6 / calls, device=device)
         if dist.is_initialized():
             dist.all_reduce(took, dist.ReduceOp.MAX)
         found.append(took.item())
     return median(found[1:])
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def filled(
@@ -165,11 +176,11 @@ def subjects(b: int, keys: int, device: torch.device) -> dict[str, Callable[[], 
     layers = layers_for(b * keys * TOKEN // ranks)
     found: dict[str, Callable[[], Call]] = {}
     found["ours"] = lambda: ours(b, keys, layers, Ring(), q, k)
-    if ranks > 1:
+    if device.type == "cuda" and ranks > 1:
         found["prototype"] = lambda: prototype(b, keys, layers, q)
         found["cuDNN, own keys only"] = lambda: cudnn(b, keys // ranks, layers, q)
         found["ours, one GPU"] = lambda: ours(b, keys, layers, Ring.alone(), q, k)
-    else:
+    elif device.type == "cuda":
         found["cuDNN"] = lambda: cudnn(b, keys, layers, q)
     found["tree_attn_decode"] = lambda: trees(b, keys, q)
     return found
@@ -182,17 +193,28 @@ def report(name: str, b: int, keys: int, speed: float, device: torch.device) -> 
     layers = 1 if name == "tree_attn_decode" else layers_for(b * keys * TOKEN // ranks)
     floor = b * keys * TOKEN / ranks / speed * 1e6
     told = share = ""
-    for time in (graphed, timed):
+    for measure in (graphed, timed):
         try:
-            took = time(make(), layers)
+            took = measure(make(), layers, device)
             told += f"{took:8.1f}"
         except Exception as error:
             took = float("nan")
             told += f" {type(error).__name__}: {error} "
-        share = f"{floor / took:9.0%}" if time is graphed else share
+        share = f"{floor / took:9.0%}" if measure is graphed else share
     told += f"{floor:8.1f}  {share}"
     if is_first():
         print(f"{f'{b} x {keys}':>12}  {name:22}{told}", flush=True)
+
+
+def group(name: str) -> AbstractContextManager[torch.device]:
+    """Return a block in which the processes that torchrun started are a group, on their devices.
+
+    Each must have its own before the group's first exchange: NCCL keeps a communicator for each
+    device that a rank has used, and two ranks with different ones wait for each other for ever.
+    """
+    if dist.is_torchelastic_launched():
+        return joined(name)
+    return nullcontext(torch.device(name, 0) if name == "cuda" else torch.device(name))
 
 
 def is_first() -> bool:
@@ -215,7 +237,7 @@ def tune(sizes: Sequence[tuple[int, int]], ring: Ring, device: torch.device) -> 
                 for _ in range(3):
                     out = call(0).float()
                 apart = (out - first.setdefault((b, keys), out)).abs().max().item()
-                told.append(f"{b} x {keys}: {graphed(call, layers, 5):7.1f} us ({apart:.0e})")
+                told.append(f"{b} x {keys}: {graphed(call, layers, device):7.1f} us ({apart:.0e})")
             except Exception as error:  # too much shared memory, say
                 told.append(f"{b} x {keys}: {type(error).__name__}: {str(error)[:60]}")
             del cache
@@ -261,12 +283,16 @@ def prefill(tokens: int, chunk: int, device: torch.device) -> str:
         with torch.no_grad():
             ring_attn(*whole, causal=True, layout="zigzag", group=Ring())
 
-    took = {name: slowest(run, 1, 3) / 1e3 for name, run in (("one", at_once), ("in", chunks))}
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    chunks()
-    torch.cuda.synchronize()
-    more = (torch.cuda.max_memory_allocated() - before) / 2**20
+    took = {
+        name: slowest(run, 1, 3, device) / 1e3 for name, run in (("one", at_once), ("in", chunks))
+    }
+    more = float("nan")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        chunks()
+        torch.cuda.synchronize()
+        more = (torch.cuda.max_memory_allocated() - before) / 2**20
     return (
         f"{tokens} tokens, at once {took['one']:.1f} ms, in chunks of {chunk} {took['in']:.1f} ms: "
         f"{took['one'] / took['in']:.0%} of the speed; cache {cache.nbytes / 2**20:.0f} MiB a "
@@ -282,10 +308,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     about.add_argument("--tune", action="store_true", help="cut the kernel in other ways, too")
     about.add_argument("--prefill", type=int, nargs=2, metavar=("TOKENS", "CHUNK"))
     about.add_argument("--brief", action="store_true")
+    about.add_argument("--push", action="store_true", help="merge ranks in shared memory")
+    about.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     asked = about.parse_args(argv)
     sizes = SIZES if asked.keys is None else [(1, n) for n in asked.keys]
-    with torchrun_group("nccl", timeout=15.0):  # seconds, for which a rank waits in vain
-        device = torch.device("cuda", torch.cuda.current_device())
+    decode_plan.PUSH = asked.push
+    with group(asked.device) as device:
         if asked.prefill is not None:
             told = prefill(*asked.prefill, device)
             if is_first():
@@ -294,8 +322,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         speed = read_speed(device)
         if is_first():
             ranks = dist.get_world_size() if dist.is_initialized() else 1
-            name = torch.cuda.get_device_name()
-            print(f"{ranks} x {name}, reading {speed / 1e12:.2f} TB/s")
+            print(f"{ranks} x {device_name(device)}, reading {speed / 1e12:.2f} TB/s")
             print(
                 f"{'keys':>12}  {'':22}{'graph':>8}{'singly':>8}{'floor':>8}  of memory", flush=True
             )

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.tiles import Tile
+from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.decode_plan import Asked
 from ring_attention_pytorch.inference.exchange import gathered, pushed_rows
 from ring_attention_pytorch.inference.given_keys import GivenKeys
@@ -23,6 +24,7 @@ from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
 from ring_attention_pytorch.runtime.rowwise import has_triton
+from ring_attention_pytorch.runtime.streams import capturing
 
 
 @typed(told_by_group("tree_attn_decode"), apart=True)
@@ -155,7 +157,13 @@ def _by_our_kernel(
     known[kind].take(k, v)
     scores = Scores(q.shape[-1] ** -0.5)
     asked = Asked(tuple(q.shape), False, False, scores, False, False, "triton", causal=False)
-    return known[kind].plan(asked).run(q, None, None, 0, key_mask=key_mask)[0]
+    plan = known[kind].plan(asked)
+    if not plan.capturable and capturing(q.device):
+        raise ValueError(
+            "tree_attn_decode: ranks exchange messages, which a CUDA graph can't hold; call it "
+            "outside of graphs"
+        )
+    return plan.run(q, None, None, 0, key_mask=key_mask)[0]
 
 
 def _agreed_width(
@@ -183,7 +191,8 @@ def _agreed_width(
             "tree_attn_decode: some rank must have keys, and all v one head size, "
             f"got {sorted(widths)}"
         )
-    pushed_rows(ring, q.device)  # which ranks make together
+    if decode_plan.PUSH:
+        pushed_rows(ring, q.device)  # which ranks make together
     return widths.pop()
 
 

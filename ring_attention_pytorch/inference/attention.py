@@ -109,6 +109,10 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
             f"{_CALLER}: before a CUDA graph is captured, the same call must have run once; "
             "run it, roll back what it appended, then capture"
         )
+    if in_graph and not plan.capturable:
+        raise ValueError(
+            f"{_CALLER}: ranks exchange messages, which a CUDA graph can't hold; call it outside"
+        )
     if plan is None:
         plan = cache.plans[key] = _plan(given, cache, layer, scores, kernel, check)
     elif (problem := _problem(given, cache, layer)) is not None:

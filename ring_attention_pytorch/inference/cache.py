@@ -8,21 +8,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from beartype import beartype
 from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, as_ring
-from ring_attention_pytorch.inference.page_table import Copies, PageTable
-from ring_attention_pytorch.inference.pages import Pages
+from ring_attention_pytorch.inference.page_table import Copies
+from ring_attention_pytorch.inference.storage import PagedStorage, Sizes
 from ring_attention_pytorch.runtime.rowwise import has_triton
-from ring_attention_pytorch.runtime.streams import capturing
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_PAGE = 256
-_SPARE = 8  # a pool grows by an eighth more than it must
 
 
-class RingCache:
+class RingCache(PagedStorage):
     """Keys and values of some sequences and layers, of which each rank of a ring holds its share.
 
     Lengths, positions and owners count tokens of the whole sequence. All ranks make the same calls
@@ -71,50 +70,15 @@ class RingCache:
         device: torch.device | str = "cpu",
         group: Group = None,
     ) -> None:
-        self.ring = as_ring(group)
-        self.sequences, self.layers, self.key_heads = sequences, layers, key_heads
-        self.head_dim, self.value_dim = head_dim, head_dim if value_dim is None else value_dim
-        self.dtype, self.device = dtype, _with_index(torch.device(device))
-        sizes = dict(
-            sequences=sequences,
-            key_heads=key_heads,
-            head_dim=head_dim,
-            value_dim=self.value_dim,
-            layers=layers,
+        ring = as_ring(group)
+        sizes = Sizes(
+            sequences, key_heads, head_dim, head_dim if value_dim is None else value_dim, layers
         )
-        same = {**sizes, "capacity": capacity, "page": page, "dtype": dtype}
-        agree(self.ring, "RingCache", same, problem=_problem(sizes, capacity, page, dtype))
-
-        self.pages = Pages(page, self.ring.size)
-        self.rows, self.step = (key_heads * page, page), 1  # between pages, heads and tokens
-        self.fixed = capacity is not None
-        turns = 0 if capacity is None else self.pages.turns(capacity)
-        self._table = PageTable(sequences, self.pages, self.ring.rank, sequences * turns)
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        for _ in range(layers):
-            self.keys.append(self._pool(sequences * turns, head_dim))
-            self.values.append(self._pool(sequences * turns, self.value_dim))
-        with torch.inference_mode(False):
-            wide = -(-sequences // 4) * 4  # so that each layer's begin at a multiple of 16 bytes
-            self.lengths_of = self._ints(layers, wide)[:, :sequences]
-            self.layer_lengths = [self.lengths_of[layer] for layer in range(layers)]
-            self.starts, self.rooms = self._ints(sequences), self._ints(sequences)
-            self.overflown = self._ints(sequences)
-            self.tables = self._ints(sequences, turns)
-        self._lengths = [[0] * sequences for _ in range(layers)]
-        self.captured = False  # whether graphs hold addresses of this cache, and advance lengths
-        self._reserved = 0  # tokens for which all sequences have pages
+        same = {**sizes._asdict(), "capacity": capacity, "page": page, "dtype": dtype}
+        problem = _problem(sizes._asdict(), capacity, page, dtype)
+        agree(ring, "RingCache", same, problem=problem)
+        super().__init__(ring, sizes, capacity, page, dtype, _with_index(torch.device(device)))
         self.plans: dict[Any, Any] = {}  # of attention to this cache
-        if capacity is not None:
-            self.reserve(capacity)
-
-    # ---- what is where
-
-    @property
-    def capacity(self) -> int | None:
-        """The most tokens of a sequence: what was asked for, in whole pages of all ranks."""
-        return self.tables.shape[1] * self.pages.page * self.pages.ranks if self.fixed else None
 
     @property
     def lengths(self) -> list[int]:
@@ -131,57 +95,10 @@ class RingCache:
         """The bytes of keys and values on this rank."""
         return sum(t.nbytes for t in (*self.keys, *self.values))
 
-    @property
-    def in_graph(self) -> bool:
-        """Whether a CUDA graph is being captured."""
-        return self.device.type == "cuda" and capturing(self.device)
-
+    @beartype
     def owner(self, token: int) -> int:
         """Return the rank that holds a token, the same for all sequences."""
         return self.pages.owner(token)
-
-    def lengths_in(self, layer: int) -> list[int]:
-        """Return the tokens of each sequence in a layer.
-
-        Raises:
-            ValueError: a CUDA graph has appended more than there is room for.
-        """
-        if self.captured and not self.in_graph:
-            self._lengths = self.lengths_of.tolist()
-            if any(overflown := self.overflown.tolist()):
-                which = [i for i, over in enumerate(overflown) if over]
-                self.overflown.zero_()
-                raise ValueError(
-                    f"RingCache: a CUDA graph appended beyond the capacity of {self.capacity} "
-                    f"tokens, to sequences {which}; nothing was written, and what it returned for "
-                    "them is NaN; make the cache larger, or free or roll back sequences in time"
-                )
-        return self._lengths[layer]
-
-    def local(
-        self, sequence: int, layer: int = 0, length: int | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys `[n, h_kv, d]`, values `[n, h_kv, d_v]` and tokens `[n]` held here.
-
-        They are of the first `length` tokens, by default of all.
-        """
-        length = self.lengths_in(layer)[sequence] if length is None else length
-        n, page = self.pages.held(self.ring.rank, length), self.pages.page
-        table = self.tables[sequence, : -(-n // page)].long()
-        k = self.keys[layer][table].transpose(1, 2).flatten(0, 1)[:n]
-        v = self.values[layer][table].transpose(1, 2).flatten(0, 1)[:n]
-        index = torch.arange(n, device=self.device)
-        tokens = (index // page * self.pages.ranks + self.ring.rank) * page + index % page
-        return k, v, tokens
-
-    def local_of_all(self, which: slice, held: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the first `held` keys and values here of some sequences, `[b, held, h_kv, d]`."""
-        tables = self.tables[which, : -(-held // self.pages.page)].long()
-        k = self.keys[layer].transpose(1, 2)[tables].flatten(1, 2)[:, :held]
-        v = self.values[layer].transpose(1, 2)[tables].flatten(1, 2)[:, :held]
-        return k, v
-
-    # ---- changes
 
     def append(self, k: Tensor, v: Tensor, layer: int = 0) -> None:
         """Append tokens, the same on all ranks, to all sequences: each rank keeps its share.
@@ -209,45 +126,7 @@ class RingCache:
             self.write(k, v, layer)
             self.advance(k.shape[1], layer)
 
-    def prepare(self, n: int, layer: int, in_graph: bool) -> None:
-        """Make room for n tokens that are about to be appended to each sequence of a layer.
-
-        Raises:
-            ValueError: a sequence has no room for them.
-        """
-        if in_graph:
-            self.captured = True
-            return
-        lengths = self.lengths_in(layer) if self.captured else self._lengths[layer]
-        wanted = [length + n for length in lengths]
-        if max(wanted) <= self._reserved:
-            return
-        if self.fixed and max(wanted) > self.capacity:
-            raise ValueError(
-                f"RingCache: a sequence would have {max(wanted)} tokens, more than the capacity of "
-                f"{self.capacity}; nothing was appended; free or roll back sequences, or make the "
-                "cache larger"
-            )
-        self._reserve(wanted)
-
-    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
-        """Write this rank's share of tokens behind the last ones; by PyTorch's operators."""
-        page, rank, n = self.pages.page, self.ring.rank, k.shape[1]
-        for i, length in enumerate(self.lengths_in(layer)):
-            tokens = torch.arange(length, length + n, device=self.device)
-            tokens = tokens[tokens // page % self.pages.ranks == rank]
-            turn, slot = tokens // (page * self.pages.ranks), tokens % page
-            where = self.tables[i, turn].long()
-            self.keys[layer][where, :, slot] = k[i, tokens - length]
-            self.values[layer][where, :, slot] = v[i, tokens - length]
-
-    def advance(self, n: int, layer: int, on_device: bool = True, in_graph: bool = False) -> None:
-        """Count tokens that were written; on the device too, where no kernel did."""
-        if not in_graph:
-            self._lengths[layer] = [length + n for length in self._lengths[layer]]
-        if on_device:
-            self.layer_lengths[layer] += n
-
+    @beartype
     def rollback(self, n: int | Sequence[int]) -> None:
         """Forget the last `n` tokens of all sequences, or so many of each, in all layers.
 
@@ -255,11 +134,16 @@ class RingCache:
             ValueError: a sequence has fewer.
         """
         each = [n] * self.sequences if isinstance(n, int) else list(n)
-        lengths = self.lengths
+        lengths, least = self.lengths, [min(layers) for layers in zip(*self._lengths)]
         if len(each) != self.sequences or any(not 0 <= m <= has for m, has in zip(each, lengths)):
             raise ValueError(
                 f"RingCache: rollback takes from 0 to as many tokens as there are of each of the "
                 f"{self.sequences} sequences, {lengths}, got {n}"
+            )
+        if any(length - m > low for length, m, low in zip(lengths, each, least)):
+            raise ValueError(
+                f"RingCache: some layers have only {least} tokens, where the first has {lengths}: "
+                "roll back at least to there"
             )
         copies: Copies = []
         for sequence, (m, length) in enumerate(zip(each, lengths)):
@@ -268,9 +152,10 @@ class RingCache:
                 copies += self._table.shorten(sequence, length - m)
         self._apply(copies, [length - m for length, m in zip(lengths, each)])
 
+    @beartype
     def reorder(self, beams: Sequence[int]) -> None:
         """Let sequence i go on from sequence `beams[i]`. Full pages are shared, not copied."""
-        beams, lengths, starts = list(beams), self.lengths, self.starts.tolist()
+        beams, lengths, starts = list(beams), self.even_lengths(), self.starts.tolist()
         if len(beams) != self.sequences or any(not 0 <= i < self.sequences for i in beams):
             raise ValueError(
                 f"RingCache: reorder takes a number from 0 to {self.sequences - 1} for each of the "
@@ -282,6 +167,7 @@ class RingCache:
         copies = self._table.rearrange(beams, lengths)
         self._apply(copies, [lengths[i] for i in beams], [starts[i] for i in beams])
 
+    @beartype
     def fork(self, source: int, *targets: int) -> None:
         """Let `targets` go on from a sequence; what they were is forgotten."""
         beams = list(range(self.sequences))
@@ -292,18 +178,22 @@ class RingCache:
             beams[target] = source
         self.reorder(beams)
 
+    @beartype
     def free(self, sequence: int) -> None:
         """Forget a sequence, in all layers. Its memory serves others, or what comes in its place.
 
         With a capacity it keeps as many pages as before, so that graphs may append to it.
         """
-        lengths, starts = self.lengths, self.starts.tolist()
+        if not 0 <= sequence < self.sequences:
+            raise ValueError(f"RingCache: there are {self.sequences} sequences, and no {sequence}")
+        lengths, starts = self.even_lengths(), self.starts.tolist()
         lengths[sequence] = starts[sequence] = 0
         self._table.free(sequence)
         if self.fixed:
             self._table.reserve(sequence, self.capacity)
         self._apply([], lengths, starts)
 
+    @beartype
     def hide_before(self, starts: Sequence[int]) -> None:
         """Hide the tokens of each sequence before this one: left padding is never seen."""
         if len(starts) != self.sequences or min(starts) < 0:
@@ -313,13 +203,10 @@ class RingCache:
         self.starts.copy_(torch.tensor(list(starts), dtype=torch.int32))
         self.has_starts = True
 
-    has_starts = False
-
+    @beartype
     def reserve(self, tokens: int) -> None:
         """Make room for sequences of so many tokens, so that graphs may append up to there."""
         self._reserve([tokens] * self.sequences)
-
-    # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank holds: of each layer and sequence keys, values and tokens."""
@@ -327,8 +214,9 @@ class RingCache:
             [self.local(sequence, layer) for sequence in range(self.sequences)]
             for layer in range(self.layers)
         ]
-        return {"lengths": self.lengths, "starts": self.starts.tolist(), "held": held}
+        return {"lengths": self.even_lengths(), "starts": self.starts.tolist(), "held": held}
 
+    @beartype
     def load_state_dict(self, *states: dict[str, Any]) -> None:
         """Take this rank's share of what all ranks of another cache held, of any number.
 
@@ -361,9 +249,8 @@ class RingCache:
                     for pool, t in zip(pools, (k, v)):
                         pool[where, :, tokens % page] = t[mine].to(self.dtype)
         self._apply([], lengths)
-        self.hide_before(states[0]["starts"])
-
-    # ---- inside
+        if any(states[0]["starts"]):
+            self.hide_before(states[0]["starts"])
 
     def problem(self, k: Tensor, v: Tensor, layer: int) -> str | None:
         """Say what keeps tokens from being appended; None if nothing."""
@@ -379,68 +266,6 @@ class RingCache:
         if not 0 <= layer < self.layers:
             return f"layer must be from 0 to {self.layers - 1}, got {layer}"
         return None
-
-    def _reserve(self, tokens: Sequence[int]) -> None:
-        if not (wanted := self._table.missing(tokens)):
-            return
-        self._grow(wanted)
-        for sequence, n in enumerate(tokens):
-            self._table.reserve(sequence, n)
-        self._upload()
-
-    def _grow(self, wanted: int) -> None:
-        """Make the pools large enough for so many more pages."""
-        lacking = self._table.lacking(wanted)
-        if not lacking:
-            return
-        if self.captured:
-            raise ValueError(
-                "RingCache: memory must grow, and a CUDA graph uses the memory that there is; make "
-                "the cache with a capacity, or `reserve` before graphs are captured"
-            )
-        size = self._table.size + lacking + self._table.size // _SPARE
-        for pools in (self.keys, self.values):
-            for layer, pool in enumerate(pools):
-                larger = self._pool(size, pool.shape[-1])
-                larger[: len(pool)] = pool
-                pools[layer] = larger
-        self._table.grow(size)
-
-    def _apply(
-        self, copies: Copies, lengths: Sequence[int], starts: Sequence[int] | None = None
-    ) -> None:
-        """Copy pages, and take over lengths and tables, in all layers."""
-        if copies:
-            source, target = torch.tensor(copies, device=self.device).unbind(1)
-            for pool in (*self.keys, *self.values):
-                pool[target] = pool[source]
-        self._lengths = [list(lengths) for _ in range(self.layers)]
-        self.lengths_of.copy_(torch.tensor(self._lengths, dtype=torch.int32))
-        if starts is not None:
-            self.starts.copy_(torch.tensor(list(starts), dtype=torch.int32))
-        self._upload()
-
-    def _upload(self) -> None:
-        """Write tables and rooms where kernels read them: in place, as long as they fit."""
-        width = max(map(len, self._table.of), default=0)
-        if width > self.tables.shape[1]:
-            if self.captured:
-                raise ValueError("RingCache: a CUDA graph uses a table that must grow")
-            self.tables = self._ints(self.sequences, width + width // _SPARE)
-        rows = [held + [0] * (self.tables.shape[1] - len(held)) for held in self._table.of]
-        self.tables.copy_(torch.tensor(rows, dtype=torch.int32).view_as(self.tables))
-        rooms = [self._table.room(i) for i in range(self.sequences)]
-        self._reserved = min(rooms)
-        self.rooms.copy_(torch.tensor(rooms, dtype=torch.int32))
-
-    def _pool(self, pages: int, dim: int) -> Tensor:
-        shape = pages, self.key_heads, self.pages.page, dim
-        with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
-    def _ints(self, *shape: int) -> Tensor:
-        with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -14,6 +14,9 @@ from ring_attention_pytorch.inference.pages import Pages
 from ring_attention_pytorch.inference.partial import Scores, attend, merged
 from ring_attention_pytorch.runtime.launches import Launch
 
+# whether ranks that share memory merge in one kernel; not before that has run between GPUs, which
+# only Triton's interpreter has done so far (tests/gpu/test_inference_gpu.py turns it on)
+PUSH = False
 _LOG2_E = 1.4426950408889634
 _PURPOSES = 1 << 31  # that memory tells apart
 _MERGERS = 1024  # programs of one warp, that wait for other ranks: all run at once on any GPU
@@ -43,9 +46,9 @@ class Tuning(NamedTuple):
 
     cols: int = 64
     warps: int = 4
-    stages: int = 4
+    stages: int = 3
     programs: int = 2
-    early: bool = True  # a kernel is launched while the one before runs, and waits for it
+    early: bool = False  # a kernel is launched while the one before runs, and waits for it
 
 
 class HeldKeys(Protocol):
@@ -82,10 +85,15 @@ class DecodePlan:
         self.ran = False  # so that all kernels are compiled, and graphs can hold them
         self._attends: dict[bool, Launch] = {}  # with a key mask, and without
         self.pushed: PushedRows | None = None
-        if asked.kernel == "triton":
+        if PUSH and asked.kernel == "triton":
             self.pushed = pushed_rows(self.ring, cache.device)
         if self.pushed is not None and self.units * (_UNIT + 1) > self.pushed.slot:
             self.pushed = None
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold all that a call does: messages it can't."""
+        return self.ring.size == 1 or self.pushed is not None
 
     def run(
         self,

@@ -37,7 +37,7 @@ class GivenKeys:
             self.lengths.zero_()
             return
         if (laid := _rows(k)) is None or laid != _rows(v):
-            k, v = k.contiguous(), v.contiguous()
+            k, v = (t.clone(memory_format=torch.contiguous_format) for t in (k, v))
             laid = _rows(k)
         assert laid is not None
         *self.rows, self.step = laid

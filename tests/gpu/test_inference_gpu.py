@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from tests.inference.stories import Story, told
@@ -44,9 +45,15 @@ def test_whatever_is_done_attention_is_dense() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_on_several_ranks_too(nccl: Callable, size: int) -> None:
-    for errors in nccl(size).run(told, SOME):
+@pytest.mark.parametrize("push", [False, True])
+def test_on_several_ranks_too(nccl: Callable, size: int, push: bool) -> None:
+    for errors in nccl(size).run(told_by, push):
         check(SOME, errors)
+
+
+def told_by(push: bool) -> list[float]:
+    decode_plan.PUSH = push
+    return told(SOME)
 
 
 def drawn(b: int, steps: int, seed: int) -> list[Tensor]:
@@ -57,6 +64,7 @@ def drawn(b: int, steps: int, seed: int) -> list[Tensor]:
 
 def in_a_graph(b: int = 2, steps: int = 40) -> dict[str, bool]:
     """Decode by replays of a graph, with a larger batch in between, beside calls one by one."""
+    decode_plan.PUSH = True
     same = {}
     q, k, v = drawn(b, steps, 0)
     mine = [RingCache(b, 2, 64, capacity=32, page=2, dtype=q.dtype, device="cuda") for _ in "12"]
@@ -99,6 +107,7 @@ def test_graphs_of_several_ranks(nccl: Callable) -> None:
 
 def push(tokens: int) -> tuple[bool, bool]:
     """Whether memory is shared, and whether ranks have the same out, bit by bit."""
+    decode_plan.PUSH = True
     ring, (q, k, v) = Ring(), drawn(1, tokens, 1)
     cache = RingCache(1, 2, 64, page=1, dtype=q.dtype, device="cuda")
     outs = torch.stack([ring_attn_with_cache(*each, cache) for each in zip(q, k, v)])

@@ -5,6 +5,7 @@ from tests.faults.mutant import Mutant
 PAGES = "inference/pages.py:Pages."
 TABLE = "inference/page_table.py:PageTable."
 CACHE = "inference/cache.py:RingCache."
+STORAGE = "inference/storage.py:PagedStorage."
 
 INFERENCE = [
     Mutant("a page too far", PAGES + "owner", "token // self.page", "(token + 1) // self.page"),
@@ -33,20 +34,20 @@ INFERENCE = [
         "a page of another sequence is free", TABLE + "_recount", "if not users", "if users < 2",
     ),
     Mutant(
-        "tokens at the place of others", CACHE + "write",
+        "tokens at the place of others", STORAGE + "write",
         "slot = tokens // (page * self.pages.ranks), tokens % page",
         "slot = tokens // (page * self.pages.ranks), tokens * 0",
     ),
     Mutant(
-        "tokens as if they were alone", CACHE + "local",
+        "tokens as if they were alone", STORAGE + "local",
         "(index // page * self.pages.ranks + self.ring.rank)",
         "(index // page + self.ring.rank)",
     ),
     Mutant(
-        "lengths stay behind", CACHE + "advance", "self.layer_lengths[layer] += n", "pass",
+        "lengths stay behind", STORAGE + "advance", "self.layer_lengths[layer] += n", "pass",
     ),
     Mutant(
-        "what is forgotten stays on the device", CACHE + "_apply", "self.lengths_of.copy_(",
+        "what is forgotten stays on the device", STORAGE + "_apply", "self.lengths_of.copy_(",
         "self.lengths_of.clone().copy_(",
     ),
     Mutant(

@@ -15,9 +15,13 @@ from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.decode_plan import Asked
 from ring_attention_pytorch.inference.exchange import PushedRows
+from ring_attention_pytorch.inference.given_keys import GivenKeys
+from ring_attention_pytorch.inference.partial import Scores
 from tests.inference.stories import Story, Teller, told
 from tests.support.interpreter import interpreters, needs_triton
+from tests.support.reference import dense_attention
 
 pytestmark = needs_triton
 CPU = torch.device("cpu")
@@ -48,6 +52,48 @@ def test_kernels_are_dense_attention(name: str, ranks: ProcessPoolExecutor) -> N
     assert error < 1e-5
 
 
+def given(name: str) -> list[float]:
+    """Attend to keys that are given, as `tree_attn_decode` does on a GPU; errors by length."""
+    draw, errors = torch.Generator().manual_seed(0), []
+    q, held = torch.randn(2, 1, 4, 16, generator=draw), None
+    scores = Scores(16**-0.5)
+    asked = Asked(tuple(q.shape), False, False, scores, False, False, "triton", causal=False)
+    for n in (5, 0, 70, 1):
+        k = torch.randn(2, 2, n, 16, generator=draw)
+        v = torch.randn(2, 2, n, 8, generator=draw)
+        if name == "tokens before heads":
+            k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))
+        if name == "a part of a tensor":
+            k, v = (torch.cat((t, t), dim=2)[:, :, n:] for t in (k, v))
+        if name == "an address that kernels don't take":
+            k = torch.cat((torch.zeros(1), k.flatten()))[1:].view_as(k)
+        if name == "strides of their own":
+            k = torch.stack((k, k), dim=-1)[..., 0]
+        mask = torch.rand(2, n, generator=draw) < 0.5 if name == "masked" else None
+        held = held or GivenKeys(Ring.alone(), q, 2, 8)
+        held.take(k, v)
+        out, _ = held.plan(asked).run(q, None, None, 0, key_mask=mask if n else None)
+        by_token = (t.transpose(1, 2).double() for t in (k, v))
+        want, _ = dense_attention(q.double(), *by_token, key_mask=mask)
+        errors.append((out - want).abs().max().item())
+    return errors
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "heads first",
+        "tokens before heads",
+        "a part of a tensor",
+        "an address that kernels don't take",
+        "strides of their own",
+        "masked",
+    ],
+)
+def test_keys_that_are_given_are_read_where_they_lie(name: str, ranks: ProcessPoolExecutor) -> None:
+    assert max(ranks.submit(given, name).result(timeout=200.0)) < 1e-5
+
+
 # ---- ranks that share memory
 
 
@@ -64,6 +110,7 @@ def sharing(rank: int, memories: list[Tensor], patience: float = 60.0) -> Sharin
     from ring_attention_pytorch.inference import _triton_merge
 
     _triton_merge.globaltimer = time.monotonic_ns
+    decode_plan.PUSH = True
     decode_plan.pushed_rows = lambda ring, device: ring.rows if ring.size > 1 else None
     return Sharing(rank, memories, patience)
 

@@ -109,6 +109,18 @@ def test_who_is_alone_is_told_too() -> None:
         assert cache.lengths == [2, 2]
 
 
+def test_layers_of_different_lengths_are_not_taken_for_even_ones() -> None:
+    cache, k = RingCache(2, 1, 4, layers=2, group=Ring.alone()), torch.ones(2, 3, 1, 4)
+    cache.append(k, k)
+    for refused in (lambda: cache.reorder([1, 0]), lambda: cache.free(0), cache.state_dict):
+        with pytest.raises(ValueError, match="layers have different lengths"):
+            refused()
+    with pytest.raises(ValueError, match="roll back at least to there"):
+        cache.rollback(2)
+    cache.rollback(3)
+    assert cache.lengths_of.tolist() == [[0, 0], [0, 0]]
+
+
 def moved(sizes: tuple[int, int]) -> float:
     """Take what ranks of one cache hold over to a cache of other ranks."""
     k = torch.randn(2, 11, 1, 4, generator=torch.Generator().manual_seed(1))

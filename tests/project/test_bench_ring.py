@@ -157,3 +157,14 @@ def test_cpu_time_is_measured_and_right(tmp_path: Path) -> None:
     assert are_right([rows[name] for name in ("zigzag", "striped", "contiguous")])
     assert "zigzag, compute alone" in rows  # the ring that hands every message back
     assert rows["one process, SDPA"]["relative"] == 1.0
+
+
+@pytest.mark.parametrize("options", [("--keys", "64"), ("--prefill", "64", "32")])
+def test_decoding_is_timed_by_as_many_exchanges_on_every_rank(options: tuple[str, ...]) -> None:
+    ran = subprocess.run(
+        [*RUN, "2", "-m", "benchmarks", "decode", "--device", "cpu", *options], cwd=ROOT,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "Error" not in ran.stdout
+    assert "ours" in ran.stdout or "of the speed" in ran.stdout

@@ -1,0 +1,234 @@
+"""Where a cache keeps keys and values: pools of pages, tables of them, and lengths.
+
+All of it is on one rank. The host knows what the device knows, but for lengths that CUDA graphs
+advance.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.inference.page_table import Copies, PageTable
+from ring_attention_pytorch.inference.pages import Pages
+from ring_attention_pytorch.runtime.streams import capturing
+
+_SPARE = 8  # a pool grows by an eighth more than it must
+
+
+class Sizes(NamedTuple):
+    """The sizes of a cache."""
+
+    sequences: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    layers: int
+
+
+class PagedStorage:
+    """This rank's pages of all sequences and layers, `capacity` tokens a sequence or growing."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        sizes: Sizes,
+        capacity: int | None,
+        page: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.ring, self.dtype, self.device = ring, dtype, device
+        self.sequences, self.key_heads, self.head_dim, self.value_dim, self.layers = sizes
+        sequences, key_heads, head_dim, _, layers = sizes
+        self.pages = Pages(page, self.ring.size)
+        self.rows, self.step = (key_heads * page, page), 1  # between pages, heads and tokens
+        self.fixed = capacity is not None
+        turns = 0 if capacity is None else self.pages.turns(capacity)
+        self._table = PageTable(sequences, self.pages, self.ring.rank, sequences * turns)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for _ in range(layers):
+            self.keys.append(self._pool(sequences * turns, head_dim))
+            self.values.append(self._pool(sequences * turns, self.value_dim))
+        with torch.inference_mode(False):
+            wide = -(-sequences // 4) * 4  # so that each layer's begin at a multiple of 16 bytes
+            self.lengths_of = self._ints(layers, wide)[:, :sequences]
+            self.layer_lengths = [self.lengths_of[layer] for layer in range(layers)]
+            self.starts, self.rooms = self._ints(sequences), self._ints(sequences)
+            self.overflown = self._ints(sequences)
+            self.tables = self._ints(sequences, turns)
+        self._lengths = [[0] * sequences for _ in range(layers)]
+        self.captured = False  # whether graphs hold addresses of this cache, and advance lengths
+        self.has_starts = False  # whether `starts` were ever given
+        self._reserved = 0  # tokens for which all sequences have pages
+        if capacity is not None:
+            self._reserve([capacity] * sequences)
+
+    @property
+    def capacity(self) -> int | None:
+        """The most tokens of a sequence: what was asked for, in whole pages of all ranks."""
+        return self.tables.shape[1] * self.pages.page * self.pages.ranks if self.fixed else None
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+        return self.device.type == "cuda" and capturing(self.device)
+
+    def lengths_in(self, layer: int) -> list[int]:
+        """Return the tokens of each sequence in a layer.
+
+        Raises:
+            ValueError: a CUDA graph has appended more than there is room for.
+        """
+        if self.captured and not self.in_graph:
+            self._lengths = self.lengths_of.tolist()
+            if any(overflown := self.overflown.tolist()):
+                which = [i for i, over in enumerate(overflown) if over]
+                self.overflown.zero_()
+                raise ValueError(
+                    f"RingCache: a CUDA graph appended beyond the capacity of {self.capacity} "
+                    f"tokens, to sequences {which}; nothing was written, and what it returned for "
+                    "them is NaN; make the cache larger, or free or roll back sequences in time"
+                )
+        return self._lengths[layer]
+
+    def even_lengths(self) -> list[int]:
+        """Return the lengths that all layers have.
+
+        Raises:
+            ValueError: they have different ones.
+        """
+        lengths = self.lengths
+        if any(lengths != each for each in self._lengths):
+            raise ValueError(
+                f"RingCache: layers have different lengths, {self._lengths}: append to all of them "
+                "first, or roll back to what all have"
+            )
+        return lengths
+
+    def local(
+        self, sequence: int, layer: int = 0, length: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys `[n, h_kv, d]`, values `[n, h_kv, d_v]` and tokens `[n]` held here.
+
+        They are of the first `length` tokens, by default of all.
+        """
+        length = self.lengths_in(layer)[sequence] if length is None else length
+        n, page = self.pages.held(self.ring.rank, length), self.pages.page
+        table = self.tables[sequence, : -(-n // page)].long()
+        k = self.keys[layer][table].transpose(1, 2).flatten(0, 1)[:n]
+        v = self.values[layer][table].transpose(1, 2).flatten(0, 1)[:n]
+        index = torch.arange(n, device=self.device)
+        tokens = (index // page * self.pages.ranks + self.ring.rank) * page + index % page
+        return k, v, tokens
+
+    def local_of_all(self, which: slice, held: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the first `held` keys and values here of some sequences, `[b, held, h_kv, d]`."""
+        tables = self.tables[which, : -(-held // self.pages.page)].long()
+        k = self.keys[layer].transpose(1, 2)[tables].flatten(1, 2)[:, :held]
+        v = self.values[layer].transpose(1, 2)[tables].flatten(1, 2)[:, :held]
+        return k, v
+
+    def prepare(self, n: int, layer: int, in_graph: bool) -> None:
+        """Make room for n tokens that are about to be appended to each sequence of a layer.
+
+        Raises:
+            ValueError: a sequence has no room for them.
+        """
+        if in_graph:
+            self.captured = True
+            return
+        lengths = self.lengths_in(layer) if self.captured else self._lengths[layer]
+        wanted = [length + n for length in lengths]
+        if max(wanted) <= self._reserved:
+            return
+        if self.fixed and max(wanted) > self.capacity:
+            raise ValueError(
+                f"RingCache: a sequence would have {max(wanted)} tokens, more than the capacity of "
+                f"{self.capacity}; nothing was appended; free or roll back sequences, or make the "
+                "cache larger"
+            )
+        self._reserve(wanted)
+
+    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
+        """Write this rank's share of tokens behind the last ones; by PyTorch's operators."""
+        page, rank, n = self.pages.page, self.ring.rank, k.shape[1]
+        for i, length in enumerate(self.lengths_in(layer)):
+            tokens = torch.arange(length, length + n, device=self.device)
+            tokens = tokens[tokens // page % self.pages.ranks == rank]
+            turn, slot = tokens // (page * self.pages.ranks), tokens % page
+            where = self.tables[i, turn].long()
+            self.keys[layer][where, :, slot] = k[i, tokens - length]
+            self.values[layer][where, :, slot] = v[i, tokens - length]
+
+    def advance(self, n: int, layer: int, on_device: bool = True, in_graph: bool = False) -> None:
+        """Count tokens that were written; on the device too, where no kernel did."""
+        if not in_graph:
+            self._lengths[layer] = [length + n for length in self._lengths[layer]]
+        if on_device:
+            self.layer_lengths[layer] += n
+
+    def _reserve(self, tokens: Sequence[int]) -> None:
+        if not (wanted := self._table.missing(tokens)):
+            return
+        self._grow(wanted)
+        for sequence, n in enumerate(tokens):
+            self._table.reserve(sequence, n)
+        self._upload()
+
+    def _grow(self, wanted: int) -> None:
+        """Make the pools large enough for so many more pages."""
+        lacking = self._table.lacking(wanted)
+        if not lacking:
+            return
+        if self.captured:
+            raise ValueError(
+                "RingCache: memory must grow, and a CUDA graph uses the memory that there is; make "
+                "the cache with a capacity, or `reserve` before graphs are captured"
+            )
+        size = self._table.size + lacking + self._table.size // _SPARE
+        for pools in (self.keys, self.values):
+            for layer, pool in enumerate(pools):
+                larger = self._pool(size, pool.shape[-1])
+                larger[: len(pool)] = pool
+                pools[layer] = larger
+        self._table.grow(size)
+
+    def _apply(
+        self, copies: Copies, lengths: Sequence[int], starts: Sequence[int] | None = None
+    ) -> None:
+        """Copy pages, and take over lengths and tables, in all layers."""
+        if copies:
+            source, target = torch.tensor(copies, device=self.device).unbind(1)
+            for pool in (*self.keys, *self.values):
+                pool[target] = pool[source]
+        self._lengths = [list(lengths) for _ in range(self.layers)]
+        self.lengths_of.copy_(torch.tensor(self._lengths, dtype=torch.int32))
+        if starts is not None:
+            self.starts.copy_(torch.tensor(list(starts), dtype=torch.int32))
+        self._upload()
+
+    def _upload(self) -> None:
+        """Write tables and rooms where kernels read them: in place, as long as they fit."""
+        width = max(map(len, self._table.of), default=0)
+        if width > self.tables.shape[1]:
+            if self.captured:
+                raise ValueError("RingCache: a CUDA graph uses a table that must grow")
+            self.tables = self._ints(self.sequences, width + width // _SPARE)
+        rows = [held + [0] * (self.tables.shape[1] - len(held)) for held in self._table.of]
+        self.tables.copy_(torch.tensor(rows, dtype=torch.int32).view_as(self.tables))
+        rooms = [self._table.room(i) for i in range(self.sequences)]
+        self._reserved = min(rooms)
+        self.rooms.copy_(torch.tensor(rooms, dtype=torch.int32))
+
+    def _pool(self, pages: int, dim: int) -> Tensor:
+        shape = pages, self.key_heads, self.pages.page, dim
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def _ints(self, *shape: int) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=torch.int32, device=self.device)
