@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ring_attention_pytorch import __version__
+from ring_attention_pytorch.doctor import commands
 from ring_attention_pytorch.kernels import KERNELS
 from tests.support.check_install import NOT_IN_SDIST, REQUIRED, ROOT, look_at, pinned, tracked
 
@@ -48,6 +49,20 @@ def test_what_setup_says_is_right(metadata: Message) -> None:
 
 def test_the_newest_release_of_the_changelog_is_this_version() -> None:
     assert RELEASES[0] == __version__
+
+
+def test_the_citation_is_of_this_version() -> None:
+    (version,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert version == __version__
+
+
+def test_issue_templates_ask_for_what_a_command_prints(files: set[str]) -> None:
+    templates = {name for name in files if name.startswith(".github/ISSUE_TEMPLATE/")}
+    texts = "".join((ROOT / name).read_text() for name in templates)
+    asked = re.findall(r'python -m ring_attention_pytorch (.+)"', texts)
+    assert asked == ["doctor --json"] * 2
+    for words in asked:
+        commands.parser().parse_args(words.split())  # or it exits
 
 
 def test_releases_of_the_changelog_have_entries_and_come_newest_first() -> None:
