@@ -126,7 +126,8 @@ def filled(
 
 def ours(b: int, keys: int, layers: int, ring: Ring, q: Tensor, k: Tensor) -> Call:
     cache = filled(b, keys, layers, ring, q.device)
-    return lambda i: ring_attn_with_cache(q, k, k, cache, layer=i)
+    kernel = "triton" if q.is_cuda else None
+    return lambda i: ring_attn_with_cache(q, k, k, cache, layer=i, kernel=kernel)
 
 
 def cudnn(b: int, keys: int, layers: int, q: Tensor) -> Call:

@@ -51,7 +51,8 @@ def tree_attn_decode(
         eps: lower bound of the total weight that results are divided by; queries that see no key
             get 0.
         shard_kv_seq: shard the keys: each rank takes its part of k, v and key_mask.
-        use_triton: must not be True; the fastest kernel is chosen.
+        use_triton: True takes our kernel for caches, on CUDA; its present form has not run on GPUs
+            yet. Else PyTorch's fastest kernel attends, and ranks send one message.
         key_mask: bool `[b, n]`, True where a key may be seen; whole or sharded as k is.
         group: the ranks; None is the default group, or this process alone.
 
@@ -67,7 +68,7 @@ def tree_attn_decode(
     """
     ring = as_ring(group)
     problem = problem_of(lambda: _problem(q, k, v, key_mask)) or _option_problem(
-        k, eps, shard_kv_seq, use_triton
+        q, k, eps, shard_kv_seq, use_triton
     )
     d_v = _width(ring, q, k, v, key_mask, shard_kv_seq, problem)
     if shard_kv_seq and k is not None and v is not None:
@@ -76,8 +77,7 @@ def tree_attn_decode(
         if key_mask is not None:
             key_mask = key_mask.tensor_split(ring.size, dim=1)[ring.rank]
     queries = rearrange(q, "b h t d -> b t h d")
-    fast = q.is_cuda and has_triton() and q.dtype != torch.float64 and q.numel() > 0
-    way = _by_our_kernel if fast else _by_message
+    way = _by_our_kernel if use_triton and q.numel() else _by_message
     out = way(ring, queries, k, v, key_mask, d_v)
     return rearrange(out, "b t h d -> b h t d").to(q.dtype)
 
@@ -197,10 +197,10 @@ def _agreed_width(
 
 
 def _option_problem(
-    k: Tensor | None, eps: float, shard_kv_seq: bool, use_triton: bool | None
+    q: Tensor, k: Tensor | None, eps: float, shard_kv_seq: bool, use_triton: bool | None
 ) -> str | None:
-    if use_triton:
-        return "use_triton=True: leave it None, the fastest kernel there is gets chosen"
+    if use_triton and not (q.is_cuda and has_triton() and q.dtype != torch.float64):
+        return "use_triton=True needs tensors on CUDA, not in float64, and Triton; leave it None"
     if not 0 < eps <= 1:
         return f"eps must be positive and at most 1, the least total weight, got {eps}"
     if shard_kv_seq and k is None:

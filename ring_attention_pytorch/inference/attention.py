@@ -73,8 +73,8 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
         softclamp: c replaces a scaled score s by c * tanh(s / c).
         sinks: `[h]`: for each head the score of an additional key without value.
         alibi_slopes: `[h]`: each score is reduced by its head's slope times the distance.
-        kernel: "triton" (ours, for GPUs) or "eager" (PyTorch's operators); None takes ours where it
-            runs. A named one never falls back.
+        kernel: "eager" (PyTorch's operators, also None) or "triton" (ours, for GPUs, which CUDA
+            graphs can hold). Ours is not chosen by itself until its present form has run on GPUs.
         check: "always" compares q, k and v of all ranks: for debugging. None takes the
             environment's RING_ATTENTION_CHECK.
         return_lse: also return the log-sum-exp of the scores.
@@ -196,7 +196,8 @@ def plan_decoding(
     q: Tensor, cache: RingCache, scores: Scores, tuning: Tuning | None = None
 ) -> DecodePlan:
     """Make a plan for queries like q whose keys are appended; for benchmarks, with `tuning`."""
-    asked = Asked(tuple(q.shape), True, cache.has_starts, scores, False, False, _kernel(cache))
+    kernel = "triton" if cache.device.type == "cuda" else "eager"
+    asked = Asked(tuple(q.shape), True, cache.has_starts, scores, False, False, kernel)
     return DecodePlan(cache, asked, tuning)
 
 
@@ -233,17 +234,11 @@ def _plan(
         scores,
         sinks is not None,
         slopes is not None,
-        kernel or _kernel(cache),
+        kernel or "eager",
     )
     plan = DecodePlan(cache, asked)
     plan.checks = "always" in (check, os.environ.get("RING_ATTENTION_CHECK"))
     return plan
-
-
-def _kernel(cache: RingCache) -> str:
-    """Return the fastest kernel there is for a cache."""
-    fast = cache.device.type == "cuda" and has_triton() and cache.dtype != torch.float64
-    return "triton" if fast else "eager"
 
 
 def _triton_problem(cache: RingCache) -> str | None:

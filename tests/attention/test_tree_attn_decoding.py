@@ -200,7 +200,7 @@ def misuse(name: str) -> None:
 
 
 REFUSED = {
-    "triton": "use_triton=True: leave it None",
+    "triton": "use_triton=True needs tensors on CUDA",
     "eps": "eps must be positive",
     "no v": "k and v must be given together",
     "a mask of nothing": "k and v must be given together",

@@ -16,7 +16,7 @@ from tests.inference.test_cache import OPTIONS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-BASE = Story(device="cuda", steps=30, most=9, page=16)
+BASE = Story(device="cuda", steps=30, most=9, page=16, kernel="triton")
 
 
 def cases() -> list[Story]:

@@ -104,7 +104,7 @@ FAILING = [
 
 KEPT = [
     Mutant(
-        "a plan that one rank has found is taken", "plan/ring_plan.py:RingPlan.make",
+        "a plan that one rank has found is taken", "plan/ring_plan.py:RingPlan._make",
         'all(rank["plan"] == kept.plan.number for rank in lengths)', "True",
     ),
     Mutant(

@@ -322,8 +322,8 @@ KEPT = [
         "self.refused = True", "pass",
     ),
     Mutant(
-        "a tape runs under autocast", "runtime/tape.py:_without_autocast",
-        "if not torch._C._is_any_autocast_enabled():", "if True:",
+        "a tape runs under autocast", "runtime/tape.py:_replayed",
+        "if not (elsewhere or torch._C._is_any_autocast_enabled()):", "if True:",
     ),
     Mutant(
         "views of what is given are made once", "runtime/tape.py:_Recorder._is_constant_view",
