@@ -56,7 +56,8 @@ def test_every_row_of_the_matrix(pools, subject, size):
     for row in ROWS:
         if row[0] == subject:
             for found in pools(size).run(measured, *row, "aot_eager", (16, 17, 19)):
-                assert found.graphs <= 4, row
+                # a layer without a plan breaks there, and where it looks for FSDP's averages
+                assert found.graphs <= (5 if "without a plan" in row else 3), row
                 assert found.error < 1e-14, row
 
 
