@@ -29,8 +29,11 @@ def _boards(state, lane, peer):
 
 
 @triton.jit
-def _report(state, peer, expected, seen):
-    """Note that something is wrong, and what, if it is the first that is."""
+def report_first(state, peer, expected, seen):
+    """Note that something is wrong, and what, if it is the first that is.
+
+    A state begins with WRONG; its word REPORT is the address of the report.
+    """
     if tl.load(state + WRONG) == 0:
         report = tl.load(state + REPORT).to(tl.pointer_type(tl.int64))
         tl.store(report + 1, peer)
@@ -82,7 +85,7 @@ def meet_kernel(
             gave_up = peer & (seen == FAILED)  # who makes others absent
             blamed = gave_up | (wrong & (tl.sum(gave_up.to(tl.int32)) == 0))
             first = tl.min(tl.where(blamed, lane, LANES))
-            _report(state, first, word, tl.sum(tl.where(lane == first, seen, 0)))
+            report_first(state, first, word, tl.sum(tl.where(lane == first, seen, 0)))
     if gives_up:
         _give_up(theirs, peer, rank, RANKS)
 
@@ -124,7 +127,7 @@ def spoil_kernel(
     failed = peer & ((first == FAILED) | (second == FAILED))
     if tl.sum(failed.to(tl.int32)) > 0:  # perhaps this rank itself
         gone = tl.full((), FAILED, tl.int64)
-        _report(state, tl.min(tl.where(failed, lane, LANES)), gone, gone)
+        report_first(state, tl.min(tl.where(failed, lane, LANES)), gone, gone)
         _fill(address, nbytes, BLOCK)
 
 
@@ -149,6 +152,6 @@ def compare_kernel(
     came = tl.load(stamp.to(tl.pointer_type(tl.int32)))
     wrong = came != expected
     if wrong:
-        _report(state, peer, expected, came)
+        report_first(state, peer, expected, came)
     if wrong | (tl.load(state + WRONG) != 0):  # not all threads see at once what one has stored
         _fill(address, nbytes, BLOCK)

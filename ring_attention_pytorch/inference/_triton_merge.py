@@ -22,10 +22,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-FAILED = tl.constexpr(-1)
-# a state, in words: whether something is wrong, the number of the call, the address of the report,
-# those of all ranks' memory
-WRONG, CALL, REPORT, MEMORY = (tl.constexpr(i) for i in range(4))
+from ring_attention_pytorch.comm._triton_guard import FAILED, WRONG, report_first
+
+# a state, in words, is that of a guard: but for the number of the call, and the addresses of all
+# ranks' memory
+CALL, MEMORY = tl.constexpr(1), tl.constexpr(3)
 
 
 @triton.jit
@@ -86,17 +87,6 @@ def _word(x, mark):
 @triton.jit
 def _number(word):
     return word.to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _report(state, peer, expected, seen):
-    if tl.load(state + WRONG) == 0:
-        report = tl.load(state + REPORT).to(tl.pointer_type(tl.int64))
-        tl.store(report + 1, peer)
-        tl.store(report + 2, expected)
-        tl.store(report + 3, seen)
-        tl.store(report, 1)
-        tl.store(state + WRONG, 1)
 
 
 @triton.jit(
@@ -216,7 +206,7 @@ def merge_kernel(
                     waiting = (absent > 0) & (gone == 0) & (late == 0) & (other == 0)
                     if other | (gone | late) & (absent > 0):
                         seen = tl.where(gone, FAILED, came_for)
-                        _report(state, peer, (mark << 32) | purpose, seen)
+                        report_first(state, peer, (mark << 32) | purpose, seen)
                         wrong = wrong | (absent >= 0)
                 lse = _number(y)
                 new_top = tl.maximum(top, lse)
