@@ -55,10 +55,10 @@ class LaunchKind(NamedTuple):
     numbers: tuple[Any, ...]
     constants: tuple[tuple[str, int], ...]
 
-    def launch(self, *tensors: Tensor) -> None:
-        """Launch it on the current stream, as Triton does."""
+    def launch(self, *tensors: Tensor) -> Any:
+        """Launch it on the current stream, as Triton does; return what is compiled, if anything."""
         given = self.arranged(*tensors)
-        self.kernel[(self.programs,)](*given, *self.numbers, **dict(self.constants))
+        return self.kernel[(self.programs,)](*given, *self.numbers, **dict(self.constants))
 
 
 class PreparedLaunch:
@@ -83,8 +83,5 @@ class PreparedLaunch:
         if self._compiled is not None:
             self._compiled(*self._arranged(*tensors), *self._numbers)
             return
-        kind = self.kind
-        given = self._arranged(*tensors)
-        made = kind.kernel[(kind.programs,)](*given, *kind.numbers, **dict(kind.constants))
-        if made is not None:  # the interpreter compiles nothing
-            self._compiled = made[(kind.programs, 1, 1)]
+        if (made := self.kind.launch(*tensors)) is not None:  # the interpreter compiles nothing
+            self._compiled = made[(self.kind.programs, 1, 1)]
