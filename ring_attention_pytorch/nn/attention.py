@@ -377,7 +377,7 @@ class RingAttention(HeadProjections):
             also |= tangents_note(q, k, v)
             options |= dict(cross=context is not None, also=also)
             plan = self._plan(q, k, v, seen, ring, **options)
-        if plan is not None and not self.watched and not is_compiling():
+        if plan is not None and not is_compiling() and not self.watched:  # no guard on a flag
             self.watched = watch_averaging(self, q, plan.ring, self.split_ranks)
         if self.rotary_embed is not None:
             positions = x.shape[1]

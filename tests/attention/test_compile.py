@@ -56,7 +56,8 @@ def test_every_row_of_the_matrix(pools, subject, size):
     for row in ROWS:
         if row[0] == subject:
             for found in pools(size).run(measured, *row, "aot_eager", (16, 17, 19)):
-                # a layer without a plan breaks there, and where it looks for FSDP's averages
+                # without a plan, what follows it is compiled anew for a plan of as many tokens
+                # here, too: first of another number, then of another length
                 assert found.graphs <= (5 if "without a plan" in row else 4), row
                 assert found.error < 1e-14, row
 
