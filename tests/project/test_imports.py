@@ -27,7 +27,7 @@ BELOW["tensor_kinds"] = {*BELOW} - {"attention", "second_order", "operators"}
 BELOW["functional"] = BELOW["decoding"] = {*BELOW}
 BELOW["inference"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["decoding"] = BELOW["functional"] | {"inference"}
-BELOW["nn"] = {*BELOW} - {"decoding", "inference", "second_order"}
+BELOW["nn"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["routing"] = BELOW["nn"] | {"nn"}
 BELOW["training"] = BELOW["nn"] | {"nn"}
 BELOW["integrations"] = {"comm", "plan", "runtime", "functional", "training"}
