@@ -11,7 +11,6 @@ rounding and its random numbers are.
 
 import math
 from collections.abc import Sequence
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -22,7 +21,7 @@ from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
 from ring_attention_pytorch.comm.placement import current
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
-from ring_attention_pytorch.inference.attention import ring_attn_with_cache
+from ring_attention_pytorch.inference.attention import digest, ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.checks import ids_problem
@@ -237,7 +236,7 @@ class Generation:
         )
         same = {**numbers, "sampling": [*how], "eos": ends, "seed": seed, "kernel": kernel}
         if problem is None:
-            same |= {"values of ids": _digest(ids), "values of mask": _digest(mask)}
+            same |= {"values of ids": digest(ids), "values of mask": digest(mask)}
         ring = self._ring(ring_size)
         everywhere = {"shape of ids": [*ids.shape], "mask": mask is not None}
         agree(ring, _caller(self), same, problem=problem, everywhere=everywhere)
@@ -336,9 +335,3 @@ def told_by_first(ring: Ring, ids: Tensor) -> None:
         sends, receives = (others, []) if ring.rank == 0 else ([], [(0, ids)])
         ring.exchange(sends, receives).wait()
 
-
-def _digest(t: Tensor | None) -> str | None:
-    """Return a digest of the values of a tensor."""
-    if t is None:
-        return None
-    return sha256(t.cpu().contiguous().numpy().tobytes()).hexdigest()[:16]

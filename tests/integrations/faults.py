@@ -45,11 +45,11 @@ INTEGRATIONS = [
         'given.pop("s_aux", None)', 'given.pop("s_aux", None) and None',
     ),
     Mutant(
-        "what attention does not have is ignored", "integrations/models.py:_call_problem",
+        "what attention does not have is ignored", "integrations/calls.py:call_problem",
         "if unknown := sorted(asked - _IDLE):", "if unknown := sorted(asked - asked):",
     ),
     Mutant(
-        "a window that is not its mask's is taken", "integrations/models.py:_call_problem",
+        "a window that is not its mask's is taken", "integrations/calls.py:call_problem",
         "if window is not None and", "if window is None and",
     ),
     Mutant(

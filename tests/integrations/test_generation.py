@@ -1,0 +1,133 @@
+"""Models of transformers generate from a spread cache what they generate in one process."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from ring_attention_pytorch.integrations.transformers import RingHFCache, register
+from tests.integrations.test_transformers import raised
+from tests.support.hf import WORDS, model_of, ring_of
+
+MODELS = ["Llama", "Qwen3", "Mistral", "Gemma2", "GptOss"]
+LENGTH, NEW, EOS = 41, 8, 7
+Tokens = list[list[int]]
+
+
+def prompt(samples: int = 2) -> Tensor:
+    draw = torch.Generator().manual_seed(samples)
+    return torch.randint(8, WORDS, (samples, LENGTH), generator=draw)
+
+
+def padded() -> dict[str, Tensor]:
+    mask = (torch.arange(LENGTH) >= torch.tensor([[9], [0]])).long()
+    return dict(input_ids=prompt() * mask, attention_mask=mask)
+
+
+def exact(module, q, k, v, mask, *, scaling, softcap=None, s_aux=None, **_) -> tuple[Tensor, None]:
+    """Attention in one process: dense, in the tensors' own dtype throughout."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = torch.einsum("bhid,bhjd->bhij", q, k) * scaling
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if mask is not None:
+        scores = scores.masked_fill(mask[..., : k.shape[2]] < 0, -torch.inf)
+    sinks = torch.full_like(scores[..., :1], -torch.inf)
+    if s_aux is not None:
+        sinks = s_aux.reshape(1, -1, 1, 1).expand_as(sinks)
+    p = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1].nan_to_num()
+    return torch.einsum("bhij,bhjd->bihd", p, v), None
+
+
+AttentionInterface.register("exact", exact)
+AttentionMaskInterface.register("exact", eager_mask)
+
+
+@cache
+def drafter(name: str) -> nn.Module:
+    """Almost the same model, so that some of its drafts are taken."""
+    model, draw = model_of(name, "exact"), torch.Generator().manual_seed(4)
+    for p in model.parameters():
+        noise = torch.randn(p.shape, generator=draw, dtype=p.dtype)
+        p.data += 0.1 * noise * p.data.std()
+    model.generation_config.num_assistant_tokens_schedule = "constant"
+    return model
+
+
+MODES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "greedy": lambda _: dict(input_ids=prompt()),
+    "sampling": lambda _: dict(input_ids=prompt(), do_sample=True, top_p=0.9, temperature=1.5),
+    "beams": lambda _: dict(input_ids=prompt(), num_beams=3),
+    "assisted": lambda name: dict(input_ids=prompt(1), assistant_model=drafter(name)),
+    "lookup": lambda _: dict(input_ids=prompt(1) % 3 + 8, prompt_lookup_num_tokens=3),
+    "in chunks": lambda _: dict(input_ids=prompt(), prefill_chunk_size=7),
+    "padded": lambda _: padded(),
+    "padded, in chunks": lambda _: dict(padded(), prefill_chunk_size=4),
+    "padded beams": lambda _: dict(padded(), num_beams=2, do_sample=True),
+}
+
+
+def generated(name: str, mode: str, cached: RingHFCache | None = None, **more: Any) -> Tokens:
+    """The tokens of one process by transformers itself, or of all ranks by a cache of ours."""
+    model = model_of(name, "exact" if cached is None else "ring").eval()
+    given = MODES[mode](name) | more
+    if cached is not None:
+        given["past_key_values"] = cached
+    torch.manual_seed(0)
+    found = model.generate(**given, max_new_tokens=NEW, eos_token_id=EOS, pad_token_id=0)
+    return found.tolist()
+
+
+def spread(cases: list[tuple[str, str]], size: int, page: int) -> list[Tokens]:
+    """For a pool: the same in rings of a size; also with the prompt computed ahead."""
+    register()
+    found = []
+    for name, mode in cases:
+        ring = dict(group=ring_of(size), page=page) if dist.is_initialized() else {}
+        config = model_of(name, "ring").config
+        found.append(generated(name, mode, RingHFCache(config, **ring)))
+        if "beams" in mode:
+            continue
+        cached, given = RingHFCache(config, **ring), MODES[mode](name)
+        mask = given.get("attention_mask")
+        cached.prefill(model_of(name, "ring").eval(), given["input_ids"], mask, chunk_size=19)
+        assert cached.get_seq_length() == LENGTH - 1
+        found.append(generated(name, mode, cached))
+    return found
+
+
+def wanted(cases: list[tuple[str, str]]) -> list[Tokens]:
+    found = []
+    for name, mode in cases:
+        found += [generated(name, mode)] * (1 if "beams" in mode else 2)
+    return found
+
+
+@pytest.mark.parametrize(("size", "page"), [(1, 64), (2, 4), (3, 1), (4, 2)])
+def test_tokens_are_those_of_one_process(size, page, pools):
+    """Each model in some ways, others in each ring."""
+    modes = [*MODES]
+    cases = [(name, modes[(2 * i + 3 * size) % len(modes)]) for i, name in enumerate(MODELS)]
+    want = wanted(cases)
+    for found in pools(4).run(spread, cases, size, page):
+        assert found == want, cases
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("size", "page"), [(2, 4), (3, 1), (4, 2)])
+def test_every_model_generates_in_every_way(size, page, pools):
+    """Each model in each way, in every second ring."""
+    cases = [(name, mode) for name in MODELS for mode in MODES][size % 2 :: 2]
+    want = wanted(cases)
+    for found in pools(4).run(spread, cases, size, page):
+        assert found == want
