@@ -131,14 +131,15 @@ class CachedTransformer:
 
 
 def attend_cached(
-    attn: RingAttention, x: Tensor, angles: Tensor, cache: RingCache, layer: int, **how: Any
+    attn: RingAttention, x: Tensor, angles: Tensor | None, cache: RingCache, layer: int, **how: Any
 ) -> Tensor:
     """Append tokens x `[b, n, dim]` to a layer's cache; compute the layer's attention to it all.
 
     `how` are options of `ring_attn_with_cache`: the kernel, and the layout of shards.
     """
     q, k, v = attn.project(x, None)
-    q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
+    if angles is not None:
+        q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
     q, k, v = (t.to(cache.dtype) for t in (q, k, v))
     out = ring_attn_with_cache(
         q, k, v, cache, layer=layer, window=attn.window, softclamp=attn.softclamp, **how
