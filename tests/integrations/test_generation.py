@@ -1,5 +1,6 @@
 """Models of transformers generate from a spread cache what they generate in one process."""
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,12 +16,17 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
+from ring_attention_pytorch import shard_batch
 from ring_attention_pytorch.integrations.transformers import RingHFCache, register
 from tests.integrations.test_transformers import raised
 from tests.support.hf import WORDS, model_of, ring_of
 
 MODELS = ["Llama", "Qwen3", "Mistral", "Gemma2", "GptOss"]
 LENGTH, NEW, EOS = 41, 8, 7
+# the argument's name, which has changed
+CACHE = "past_key_values"
+if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters:
+    CACHE = "cache"
 Tokens = list[list[int]]
 
 
@@ -82,7 +88,7 @@ def generated(name: str, mode: str, cached: RingHFCache | None = None, **more: A
     model = model_of(name, "exact" if cached is None else "ring").eval()
     given = MODES[mode](name) | more
     if cached is not None:
-        given["past_key_values"] = cached
+        given[CACHE] = cached
     torch.manual_seed(0)
     found = model.generate(**given, max_new_tokens=NEW, eos_token_id=EOS, pad_token_id=0)
     return found.tolist()
@@ -121,6 +127,136 @@ def test_tokens_are_those_of_one_process(size, page, pools):
     want = wanted(cases)
     for found in pools(4).run(spread, cases, size, page):
         assert found == want, cases
+
+
+def other_random_numbers() -> Any:
+    cached = RingHFCache(model_of("Llama", "ring").config, group=ring_of(2))
+    torch.manual_seed(dist.get_rank() % 2)
+    model = model_of("Llama", "ring").eval()
+    given = dict(do_sample=True, temperature=9.0, pad_token_id=0, eos_token_id=None)
+    return model.generate(prompt(), max_new_tokens=NEW, **given, **{CACHE: cached})
+
+
+def other_prompts_ahead() -> Any:
+    cached, ids = RingHFCache(model_of("Llama", "ring").config, group=ring_of(2)), prompt()
+    ids[0, 3] = dist.get_rank() % 2
+    return cached.prefill(model_of("Llama", "ring"), ids)
+
+
+def apart() -> list[str]:
+    register()
+    return [raised(other_random_numbers), raised(other_prompts_ahead)]
+
+
+def test_ranks_that_have_other_tokens_are_told(pools):
+    first, second, *_ = pools(4).run(apart)
+    assert first == second
+    assert "seed all ranks alike" in first[0]
+    assert "values of input_ids must be the same" in first[1]
+
+
+def called(name: str = "Llama", attention: str = "ring", **given: Any) -> Any:
+    """Call a model with a cache of ours."""
+    register()
+    model = model_of(name, attention).eval()
+    cached = given.pop("cached", None) or RingHFCache(model_of(name, "ring").config)
+    given = {"input_ids": prompt(), CACHE: cached} | given
+    with torch.no_grad():
+        return model(**given)
+
+
+def cache_of_another_attention() -> Any:
+    return RingHFCache(model_of("Llama", "sdpa").config)
+
+
+def another_attention_later() -> Any:
+    register()
+    model = model_of("Llama", "ring").eval()
+    cached = RingHFCache(model.config)
+    model.set_attn_implementation("sdpa")
+    return model(input_ids=prompt(), **{CACHE: cached})
+
+
+def a_model_of_another_attention() -> Any:
+    return called(attention="exact")
+
+
+def padding_on_the_right() -> Any:
+    return called(attention_mask=torch.arange(LENGTH).expand(2, -1) < 30)
+
+
+def mask_of_new_tokens_only() -> Any:
+    cached = RingHFCache(model_of("Llama", "ring").config)
+    called(cached=cached)
+    return called(cached=cached, attention_mask=torch.ones(2, LENGTH))
+
+
+def gradients() -> Any:
+    register()
+    model = model_of("Llama", "ring")
+    return model(input_ids=prompt(), **{CACHE: RingHFCache(model.config)})
+
+
+def dropout() -> Any:
+    register()
+    model = model_of("Llama", "ring").train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with torch.no_grad():
+        return model(input_ids=prompt(), **{CACHE: RingHFCache(model.config)})
+
+
+def other_sequences() -> Any:
+    register()
+    model = model_of("Llama", "ring").eval()
+    cached = RingHFCache(model.config)
+    cached.prefill(model, prompt())
+    return model.generate(prompt(), **{CACHE: cached}, num_beams=2, max_new_tokens=2)
+
+
+def in_a_batch_s_block() -> Any:
+    with shard_batch({"input_ids": prompt()}):
+        return called()
+
+
+def beyond_its_capacity() -> Any:
+    cached = RingHFCache(model_of("Llama", "ring").config, capacity=30, page=1)
+    return called(cached=cached)
+
+
+def cropped_to_a_length() -> Any:
+    cached = RingHFCache(model_of("Llama", "ring").config)
+    return cached.crop(5)
+
+
+TRAPS: dict[Callable[[], Any], str] = {
+    cache_of_another_attention: 'attn_implementation="sdpa"',
+    another_attention_later: 'attn_implementation="sdpa"',
+    a_model_of_another_attention: "keys of layer 0 were left out",
+    padding_on_the_right: "with padding on the left only",
+    mask_of_new_tokens_only: "attention_mask must be of all 82 tokens",
+    gradients: "there are no gradients with a cache",
+    dropout: "there is no dropout with a cache",
+    other_sequences: "it holds 2 sequences, and the model brings 4",
+    in_a_batch_s_block: "in the block of a batch",
+    beyond_its_capacity: "more than the capacity of 30",
+    cropped_to_a_length: "crop takes minus the number",
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.__name__)
+def test_what_cannot_be_honoured_raises(trap):
+    register()
+    assert TRAPS[trap] in raised(trap)
+
+
+def test_a_cache_can_be_used_again():
+    register()
+    cached = RingHFCache(model_of("Llama", "ring").config)
+    first = generated("Llama", "padded", cached)
+    cached.reset()
+    assert cached.get_seq_length() == 0
+    assert generated("Llama", "padded", cached) == first
 
 
 @pytest.mark.thorough
