@@ -30,10 +30,9 @@ def attend(
     v: Tensor,
     places: tuple[Tensor, Tensor],
     scores_of: Scores,
-    start: int = 0,
     slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of one sequence's queries to some of its keys, none before `start`.
+    """Compute attention of one sequence's queries to some of its keys.
 
     Args:
         q: `[n, h, d]`.
@@ -59,7 +58,7 @@ def attend(
     if slopes is not None:
         slopes = rearrange(slopes.to(wide), "(g r) -> g r 1 1", g=k.shape[1])
         scores = scores - slopes * (rows - cols)
-    seen = (cols <= rows) & (cols >= start)
+    seen = cols <= rows
     if scores_of.window is not None:
         seen = seen & (cols >= rows - scores_of.window)
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -79,21 +78,19 @@ def attend_in_blocks(
     start: int = 0,
     slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `attend` of queries from token `first` on, some at a time, to the keys in their reach.
+    """Compute `attend` of queries from token `first` on, some at a time, to keys in their reach.
 
-    `held` are the tokens `[m]` of the keys, ascending, and how many there are before a token.
+    None of these is before `start`. `held` are the tokens `[m]` of the keys, ascending, and how many there are before a token.
     """
     tokens, before = held
     step = max(1, _SCORES // max(1, len(k) * q.shape[1]))
     found = []
     for at in range(0, len(q), step):
         rows = torch.arange(first + at, first + min(at + step, len(q)), device=q.device)
-        unseen = start if scores_of.window is None else first + at - scores_of.window
-        keys = slice(before(max(0, unseen, start)), before(first + at + len(rows)))
+        unseen = 0 if scores_of.window is None else first + at - scores_of.window
+        keys = slice(before(max(start, unseen)), before(first + at + len(rows)))
         places = rows, tokens[keys]
-        found.append(
-            attend(q[at : at + step], k[keys], v[keys], places, scores_of, start, slopes)
-        )  # fmt: skip
+        found.append(attend(q[at : at + step], k[keys], v[keys], places, scores_of, slopes))
     out, lse = zip(*found)
     return torch.cat(out), torch.cat(lse)
 

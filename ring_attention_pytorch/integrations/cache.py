@@ -48,7 +48,8 @@ class RingHFCache(Cache):
             memory grow.
         page: tokens that lie on one rank before the next has its turn.
         kernel: of attention to few tokens, as for `ring_attn_with_cache`.
-        check_tokens: compare in each call of the model whether all ranks have the same tokens.
+        check_tokens: check in each call of the model whether all ranks have the same tokens, and
+            whether these are those that come next.
         group: the ring; None is the default group.
 
     Attributes:
@@ -170,19 +171,27 @@ class RingHFCache(Cache):
     # ---- attention
 
     def attend(
-        self, layer: int, qkv: tuple[Tensor, ...], starts: list[int] | None, options: dict[str, Any]
+        self,
+        layer: int,
+        qkv: tuple[Tensor, ...],
+        at: tuple[list[int] | None, Tensor | None],
+        options: dict[str, Any],
     ) -> Tensor:
-        """Append new tokens' k and v `[b, h, n, d]`; return attention of q, `[b, n, h, d]`."""
+        """Append new tokens' k and v `[b, h, n, d]`; return attention of q, `[b, n, h, d]`.
+
+        `at` is where each sequence starts, behind its padding, and the positions `[b, n]`.
+        """
         if self._new.pop(layer, None) is not qkv[1]:
             self._fail(f"layer {layer} attends to keys that it has not given to the cache")
         q, k, v = (rearrange(t, "b h n d -> b n h d") for t in qkv)
-        keys = self._ready(k, v, starts)
+        keys = self._ready(k, v, at[0])
         options |= {"layer": layer}
         if self._chunk is not None:
             return _out(ring_attn_with_cache(q, k, v, keys, layout=_LAYOUT, **options))
-        if layer == 0 and self.check_tokens and self.ring.size > 1:
+        if layer == 0 and self.check_tokens:
+            problem = problem_of(lambda: self._position_problem(k, *at))
             same = {"tokens (by their keys; when sampling, seed all ranks alike)": digest(k)}
-            agree(self.ring, _CALLER, same)
+            agree(self.ring, _CALLER, same if self.ring.size > 1 else {}, problem=problem)
         n = q.shape[1]
         few = n < _FEW * self.ring.size or options["window"] is not None or keys.has_starts
         if few or self.kernel is not None:
@@ -209,6 +218,21 @@ class RingHFCache(Cache):
             self.keys.hide_before(starts)
             self._starts = starts
         return self.keys
+
+    def _position_problem(
+        self, k: Tensor, starts: list[int] | None, positions: Tensor | None
+    ) -> str | None:
+        """Say why new tokens are not those that come next; None if they are, or nobody can tell."""
+        if positions is None or positions.ndim != 2:
+            return None
+        b, n = k.shape[:2]
+        last = [self.length(0) + n - 1 - start for start in starts or [0] * b]
+        if all(i in (end, 0) for i, end in zip(positions[:, -1].expand(b).tolist(), last)):
+            return None  # 0 is that of padding
+        return (
+            f"it has {self.length(0)} tokens, and new ones end at positions "
+            f"{positions[:, -1].tolist()}, not {last}; assisted decoding begins with an empty cache"
+        )
 
     # ---- a prompt ahead
 
@@ -323,6 +347,7 @@ class CachedMask(NamedTuple):
         qkv: tuple[Tensor, ...],
         sinks: Tensor | None,
         scores: dict[str, Any],
+        positions: Tensor | None,
         problem: str | None,
     ) -> Tensor:
         """Return attention of new tokens to the cache, `[b, n, h, d]`, unless there is a problem."""
@@ -333,7 +358,7 @@ class CachedMask(NamedTuple):
         if problem is not None:
             self.cache._fail(problem)
         options = {**scores, "window": self.visible.window, "sinks": sinks}
-        return self.cache.attend(layer.layer_idx, qkv, self.starts, options)
+        return self.cache.attend(layer.layer_idx, qkv, (self.starts, positions), options)
 
 
 class _Layer(CacheLayerMixin):

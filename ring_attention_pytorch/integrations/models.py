@@ -322,9 +322,8 @@ def _attention(
     scores = {name: given.pop(theirs, default) for name, (theirs, default) in SCORES.items()}
     positions, sinks = given.pop("position_ids", None), given.pop("s_aux", None)
     if isinstance(attention_mask, CachedMask):
-        problem = call_problem(attention_mask.visible, given)
-        out = attention_mask.attend(module, (query, key, value), sinks, scores, problem)
-        return out, None
+        problem, qkv = call_problem(attention_mask.visible, given), (query, key, value)
+        return attention_mask.attend(module, qkv, sinks, scores, positions, problem), None
     if not isinstance(attention_mask, _RingMask):
         problem = (
             f"a layer got a mask of type {type(attention_mask).__name__}, not that of ring "

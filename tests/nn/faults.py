@@ -56,7 +56,7 @@ INFERENCE = [
     ),
     Mutant(
         "one of the top_k is left out", "nn/generation.py:Sampling._kept", "logits < least",
-        "logits <= least",
+        "least >= logits",
     ),
     Mutant(
         "a seed is ignored", "nn/generation.py:Generation.generate",

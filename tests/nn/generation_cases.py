@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from ring_attention_pytorch import ConditionalRoutedTransformer, RingTransformer
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.generation import Sampling
+from tests.support.reference import relative_error
 from tests.support.routing_cases import HEADS, LIGHT, SOFT
 
+Generated = tuple[list[list[int]], Tensor | None]  # tokens, and logits `[new, 2, WORDS]`
 WORDS = 31
 ENDS = [3, 11, 19, 20, 21, 27]
 
@@ -53,23 +55,25 @@ class Case:
             return None
         return torch.arange(self.length) >= torch.tensor(self.padding).unsqueeze(1)
 
-    def over(self, group: Group = None, seed: int = 0, **call: Any) -> list[list[int]]:
-        """The tokens that a ring generates."""
-        model = self.model(ring_attn=True, group=group)
+    def over(self, group: Group = None, seed: int = 0, **call: Any) -> Generated:
+        """What a ring generates."""
+        model, logits = self.model(ring_attn=True, group=group), []
+        model.to_logits.register_forward_hook(lambda _, __, out: logits.append(out))
         found = model.generate(self.prompt(seed), self.new, mask=self.mask, **self.call, **call)
-        return found.tolist()
+        return found.tolist(), torch.stack(logits) if logits else None
 
     @torch.no_grad()
-    def anew(self, seed: int = 0) -> list[list[int]]:
-        """Those of one process without a cache."""
+    def anew(self, seed: int = 0) -> Generated:
+        """What one process generates without a cache."""
         model, ids, mask = self.model(), self.prompt(seed), self.mask
         how = Sampling(*(self.call.get(name) for name in ("temperature", "top_k", "top_p")))
         how = how._replace(temperature=how.temperature or 0.0)
         draw = torch.Generator().manual_seed(self.call.get("seed", 0))
         ends = torch.tensor(self.call.get("eos", []), dtype=torch.long)
-        ended = torch.zeros(2, dtype=torch.bool)
+        ended, logits = torch.zeros(2, dtype=torch.bool), []
         for _ in range(self.new):
-            token = how.choose(model(ids, mask)[:, -1], draw)
+            logits.append(model(ids, mask)[:, -1])
+            token = how.choose(logits[-1], draw)
             if len(ends):
                 token[ended] = ends[0]
             ended |= torch.isin(token, ends)
@@ -78,7 +82,15 @@ class Case:
                 mask = nn.functional.pad(mask, (0, 1), value=True)
             if ended.all():
                 break
-        return ids.tolist()
+        return ids.tolist(), torch.stack(logits)
+
+    def same(self, got: Generated, want: Generated) -> bool:
+        """Whether tokens are the same, and logits, if this rank has made them."""
+        close = True
+        if got[1] is not None:
+            allowed = 1e-10 if self.dtype == torch.float64 else 1e-4
+            close = got[1].shape == want[1].shape and relative_error(got[1], want[1]) < allowed
+        return got[0] == want[0] and close
 
 
 SAMPLED = dict(temperature=0.9, top_k=9, top_p=0.8, seed=5)
@@ -101,13 +113,13 @@ ROUTED = [
             num_heavy_attn_tokens_q=2, num_heavy_attn_tokens_kv=3, heavy_window_size=8,
             block_kwargs=ROUTED_BLOCK, **ROUTED_TOKENS,
         ),
-        dict(prefill_chunk_size=6), routed=True, new=14,
+        dict(temperature=2.0, seed=5, prefill_chunk_size=6), routed=True, new=20,
     ),
     Case(
         dict(
             num_heavy_attn_tokens_q=0.5, num_heavy_attn_tokens_kv=0.3, heavy_window_size=5,
             block_kwargs=dict(ROUTED_BLOCK, rotary_emb=False), **ROUTED_TOKENS,
         ),
-        SAMPLED, routed=True, length=3,
+        dict(temperature=2.0, seed=6), routed=True, length=3,
     ),
 ]  # fmt: skip
