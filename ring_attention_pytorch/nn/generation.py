@@ -123,7 +123,7 @@ class CachedTransformer:
     def _blocks(self, ids: Tensor, at: Tensor, **how: Any) -> Tensor:
         """Compute the tokens of all blocks; `at` are their places behind those read before."""
         model = self.model
-        tokens, angles = model.token_emb(ids), model.rotary_emb(at + self.cache.lengths[0])
+        tokens, angles = model.token_emb(ids), model.rotary_emb(at + self.cache.layer_lengths[0][0])
         for layer, (attn, ff) in enumerate(model.layers):
             tokens = tokens + attend_cached(attn, tokens, angles, self.cache, layer, **how)
             tokens = tokens + ff(tokens)

@@ -20,7 +20,7 @@ ORIGINAL = [
 INFERENCE = [
     Mutant(
         "positions begin anew with each chunk", "nn/generation.py:CachedTransformer._blocks",
-        "at + self.cache.lengths[0]", "at",
+        "at + self.cache.layer_lengths[0][0]", "at",
     ),
     Mutant(
         "all ranks have the first one's part of the prompt",
