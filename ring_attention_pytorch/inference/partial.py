@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
-
 _SCORES = 1 << 26  # that are in memory at once
 
 
@@ -80,7 +79,8 @@ def attend_in_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Compute `attend` of queries from token `first` on, some at a time, to keys in their reach.
 
-    None of these is before `start`. `held` are the tokens `[m]` of the keys, ascending, and how many there are before a token.
+    None of these is before `start`. `held` are the tokens `[m]` of the keys, ascending, and how
+    many of them are before a token.
     """
     tokens, before = held
     step = max(1, _SCORES // max(1, len(k) * q.shape[1]))

@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of
 from ring_attention_pytorch.comm.placement import current
-from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
+from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
 from ring_attention_pytorch.inference.attention import digest, ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
@@ -350,7 +350,7 @@ class CachedMask(NamedTuple):
         positions: Tensor | None,
         problem: str | None,
     ) -> Tensor:
-        """Return attention of new tokens to the cache, `[b, n, h, d]`, unless there is a problem."""
+        """Return attention of new tokens to the cache, `[b, n, h, d]`; or raise the problem."""
         if scores.pop("dropout"):
             problem = "there is no dropout with a cache: model.eval()"
         if torch.is_grad_enabled() and any(t.requires_grad for t in qkv):

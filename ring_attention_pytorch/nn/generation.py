@@ -335,4 +335,3 @@ def told_by_first(ring: Ring, ids: Tensor) -> None:
         others = [(rank, ids) for rank in range(1, ring.size)]
         sends, receives = (others, []) if ring.rank == 0 else ([], [(0, ids)])
         ring.exchange(sends, receives).wait()
-

@@ -66,9 +66,7 @@ class Picked(NamedTuple):
     real: Tensor  # bool [b, K], False where a slot is empty
 
     @classmethod
-    def of(
-        cls, x: Tensor, recent: Recent, router: CoordinateDescentRouter, k: Tokens
-    ) -> "Picked":
+    def of(cls, x: Tensor, recent: Recent, router: CoordinateDescentRouter, k: Tokens) -> "Picked":
         """Choose of the tokens x, which were added last."""
         n, plan = x.shape[1], RoutingPlan.make(recent.tokens, group=Ring.alone())
         found = router.choose(recent.tokens, plan, k, size=recent.size, causal=True)

@@ -108,9 +108,7 @@ class ConditionalRoutedTransformer(RingTransformer):
     ) -> Decoder:
         return CachedRoutedTransformer(self, ring, ids, new, kernel)
 
-    def _generation_problem(
-        self, ids: Tensor, mask: Tensor | None, ends: list[int]
-    ) -> str | None:
+    def _generation_problem(self, ids: Tensor, mask: Tensor | None, ends: list[int]) -> str | None:
         if mask is not None:
             return "routed models take no mask: padding would be among what a window may choose"
         return super()._generation_problem(ids, mask, ends)

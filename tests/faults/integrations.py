@@ -23,7 +23,12 @@ def battery() -> Iterator[Callable[[], object]]:
     for trap, text in test_transformers.TRAPS.items():
         if trap.__name__ not in alike:
             yield partial(raises, trap, text)
-    ways = ("Llama", "padded"), ("Qwen3", "assisted"), ("Mistral", "padded beams"), ("GptOss", "in chunks")
+    ways = (
+        ("Llama", "padded"),
+        ("Qwen3", "assisted"),
+        ("Mistral", "padded beams"),
+        ("GptOss", "in chunks"),
+    )
     for name, mode in ways:
         yield partial(generates, name, mode)
     for trap, text in test_generation.TRAPS.items():

@@ -1,4 +1,4 @@
-"""Generation over a ring against one process that computes the whole sequence anew for each token."""
+"""Generation over a ring, against one process that computes all anew for each token."""
 
 from dataclasses import dataclass, field
 from typing import Any
