@@ -139,13 +139,11 @@ class RingHFCache(Cache):
         Raises:
             ValueError: it is positive, which was once the length to keep.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"{_CALLER}: crop takes minus the number of tokens to forget, got "
-                f"{tokens_to_remove}"
-            )
-        if self.keys is not None and tokens_to_remove:
-            self.keys.rollback(-tokens_to_remove)
+        n = -int(tokens_to_remove)  # it may be a tensor
+        if n < 0:
+            raise ValueError(f"{_CALLER}: crop takes minus the number of tokens to forget, got {-n}")
+        if self.keys is not None and n:
+            self.keys.rollback(n)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let sequence i go on from sequence `beam_idx[i]`; full pages are shared."""

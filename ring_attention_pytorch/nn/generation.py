@@ -11,7 +11,7 @@ rounding and its random numbers are.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from einops import rearrange
@@ -28,9 +28,6 @@ from ring_attention_pytorch.nn.checks import ids_problem
 from ring_attention_pytorch.nn.rotary import apply_rotary_pos_emb
 from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-
-if TYPE_CHECKING:
-    from ring_attention_pytorch.nn.transformer import RingTransformer
 
 _LAYOUT = "zigzag"  # of a chunk of the prompt: ranks have equal causal work
 _LARGEST_PAGE, _PAGES = 64, 4  # tokens of a page; pages that each rank should have at least
@@ -99,9 +96,7 @@ class Decoder(Protocol):
 class CachedTransformer:
     """A `RingTransformer` with the keys of all tokens that it has read, spread over a ring."""
 
-    def __init__(
-        self, model: "RingTransformer", ring: Ring, ids: Tensor, new: int, kernel: str | None
-    ):
+    def __init__(self, model: Any, ring: Ring, ids: Tensor, new: int, kernel: str | None):
         self.model, self.kernel = model, kernel
         attn, (b, n) = model.layers[0][0], ids.shape
         self.cache = RingCache(

@@ -11,7 +11,7 @@ has the chosen ones only. All ranks compute the same, but for attention to what 
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -30,9 +30,6 @@ from ring_attention_pytorch.routing.feedforward import ConditionalRoutedFeedForw
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import CoordinateDescentRouter, Routed, Tokens
 from ring_attention_pytorch.routing.selection import slots
-
-if TYPE_CHECKING:
-    from ring_attention_pytorch.routing.transformer import ConditionalRoutedTransformer
 
 
 class Recent:
@@ -89,14 +86,7 @@ class Picked(NamedTuple):
 class CachedRoutedTransformer:
     """A causal `ConditionalRoutedTransformer` with what it must know of the tokens it has read."""
 
-    def __init__(
-        self,
-        model: "ConditionalRoutedTransformer",
-        ring: Ring,
-        ids: Tensor,
-        new: int,
-        kernel: str | None,
-    ) -> None:
+    def __init__(self, model: Any, ring: Ring, ids: Tensor, new: int, kernel: str | None) -> None:
         self.model, self.kernel, self.length = model, kernel, 0
         first = model.layers[0].conditional_attn
         self.window, (b, n) = first.window, ids.shape

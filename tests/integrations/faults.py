@@ -89,7 +89,7 @@ INTEGRATIONS = [
     ),
     Mutant(
         "drafts that were wrong stay", "integrations/cache.py:RingHFCache.crop",
-        "self.keys.rollback(-tokens_to_remove)", "pass",
+        "self.keys.rollback(n)", "pass",
     ),
     Mutant(
         "beams go on from themselves", "integrations/cache.py:RingHFCache.reorder_cache",

@@ -259,7 +259,7 @@ TRAPS: dict[Callable[[], Any], str] = {
     gradients: "there are no gradients with a cache",
     dropout: "there is no dropout with a cache",
     other_sequences: "it holds 2 sequences, and the model brings 4",
-    assisted_after_a_prompt: "assisted decoding begins with an empty cache",
+    assisted_after_a_prompt: "RingHFCache: ",  # of positions, or of the mask
     in_a_batch_s_block: "in the block of a batch",
     beyond_its_capacity: "more than the capacity of 30",
     cropped_to_a_length: "crop takes minus the number",
