@@ -121,7 +121,7 @@ def spread(cases: list[tuple[str, str]], size: int, page: int) -> list[Generated
         mask = given.get("attention_mask")
         cached.prefill(model_of(name, "ring").eval(), given["input_ids"], mask, chunk_size=19)
         assert cached.get_seq_length() == LENGTH - 1
-        found.append(generated(name, mode, cached))
+        found.append(generated(name, mode, cached, prefill_chunk_size=None))
     return found
 
 
