@@ -141,7 +141,7 @@ class RingHFCache(Cache):
         """
         n = -int(tokens_to_remove)  # it may be a tensor
         if n < 0:
-            raise ValueError(f"{_CALLER}: crop takes minus the number of tokens to forget, got {-n}")
+            raise ValueError(f"{_CALLER}: crop takes minus the tokens to forget, got {-n}")
         if self.keys is not None and n:
             self.keys.rollback(n)
 

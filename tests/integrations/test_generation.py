@@ -262,7 +262,7 @@ TRAPS: dict[Callable[[], Any], str] = {
     assisted_after_a_prompt: "RingHFCache: ",  # of positions, or of the mask
     in_a_batch_s_block: "in the block of a batch",
     beyond_its_capacity: "more than the capacity of 30",
-    cropped_to_a_length: "crop takes minus the number",
+    cropped_to_a_length: "crop takes minus the tokens",
 }
 
 
