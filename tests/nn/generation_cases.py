@@ -14,7 +14,7 @@ from tests.support.routing_cases import HEADS, LIGHT, SOFT
 
 Generated = tuple[list[list[int]], Tensor | None]  # tokens, and logits `[new, 2, WORDS]`
 WORDS = 31
-ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-4}
 ENDS = [3, 11, 19, 20, 21, 27]
 
 
@@ -91,7 +91,7 @@ class Case:
             mine, right = got[1].double(), want[1].double()
             if mine.shape != right.shape or relative_error(mine, right) > ALLOWED[self.dtype]:
                 return False
-        return got[0] == want[0] or self.dtype == torch.bfloat16  # where the largest may be two
+        return got[0] == want[0]
 
 
 SAMPLED = dict(temperature=0.9, top_k=9, top_p=0.8, seed=5)
@@ -102,7 +102,6 @@ CASES = [
     Case(call=dict(prefill_chunk_size=3), padding=(9, 0)),
     Case(dict(max_lookback_seq_len=6), dict(SAMPLED, eos=ENDS), padding=(2, 5)),
     Case(call=SAMPLED, length=1),
-    Case(call=dict(prefill_chunk_size=9), dtype=torch.bfloat16, new=1),
 ]
 ROUTED_BLOCK = dict(
     num_routed_kv=2, multiply_keys_by_score=True, multiply_queries_by_score=True, **HEADS, **SOFT,

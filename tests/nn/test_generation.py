@@ -14,6 +14,7 @@ from ring_attention_pytorch.inference import partial
 from ring_attention_pytorch.nn import generation
 from ring_attention_pytorch.nn.generation import Sampling
 from tests.nn.generation_cases import CASES, ROUTED, WORDS, Case
+from tests.support.reference import relative_error
 
 
 def generated(cases: list[Case]) -> list[Any]:
@@ -31,6 +32,17 @@ def test_a_ring_of_any_size_generates_the_same(pools: Callable, size: int) -> No
     for found in pools(size).run(generated, cases):
         for case, got, right in zip(cases, found, wanted(), strict=True):
             assert case.same(got, right), case
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_logits_are_as_exact_as_those_of_one_process(
+    pools: Callable, dtype: torch.dtype
+) -> None:
+    case = Case(call=dict(prefill_chunk_size=9), dtype=dtype, new=1)
+    exact = case.model().double()(case.prompt())[:, -1]
+    allowed = 2 * relative_error(case.anew()[1][0].double(), exact)
+    (_, logits), *_ = pools(3).run(case.over)
+    assert relative_error(logits[0].double(), exact) < allowed
 
 
 def in_two_rings() -> tuple[Any, Any]:
