@@ -10,8 +10,9 @@ width 2048, 32 query and 8 key heads of 64. The prompt is computed in chunks, th
 by one. "one rank" is each GPU alone, with all keys.
 
 "wall" is what a token takes. Its parts are from the first launch to the end of each, so they have
-the host's time in them. "GPU" is the time of kernels alone, by a profiler. With --push ranks merge
-in a kernel of attention. A graph holds all of a token but telling it to other ranks.
+the host's time in them. "GPU" is the time of kernels alone, by a profiler. Where ranks share memory
+they merge in a kernel of attention, unless --messages. A graph holds all of a token but telling it
+to other ranks.
 """
 
 import argparse
@@ -61,9 +62,8 @@ class Ours:
                 dim_head=asked.dim // heads, causal=True, ring_attn=True, group=ring,
             )  # fmt: skip
         self.model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-        kernel = "triton" if device.type == "cuda" else None
         like = torch.empty(1, asked.tokens, dtype=torch.long, device=device)
-        self.decoder = generation.CachedTransformer(self.model, ring, like, asked.room, kernel)
+        self.decoder = generation.CachedTransformer(self.model, ring, like, asked.room, None)
         self.keys = self.decoder.cache.nbytes
 
     def prefill(self, ids: Tensor, chunk: int) -> None:
@@ -96,10 +96,7 @@ class Transformers:
         with torch.device(device):
             model = LlamaForCausalLM(config)
         self.model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
-        kernel = "triton" if device.type == "cuda" else None
-        self.cache = RingHFCache(
-            config, capacity=asked.tokens + asked.room, kernel=kernel, group=ring
-        )
+        self.cache = RingHFCache(config, capacity=asked.tokens + asked.room, group=ring)
         names = inspect.signature(self.model.forward).parameters
         self.given = {"cache" if "cache" in names else "past_key_values": self.cache}
 
@@ -269,11 +266,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     about.add_argument("--depth", type=int, default=16)
     about.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("Q", "K"))
     about.add_argument("--hf", action="store_true", help="transformers' Llama")
-    about.add_argument("--push", action="store_true", help="merge ranks in shared memory")
+    about.add_argument("--messages", action="store_true", help="merge ranks by messages")
     about.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     asked = about.parse_args(argv)
     asked.room = 10 * asked.new + 64
-    decode_plan.PUSH = asked.push
+    decode_plan.PUSH = not asked.messages
     with group(asked.device) as device, torch.no_grad():
         ranks = Ring().size
         if is_first():
