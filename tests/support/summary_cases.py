@@ -1,0 +1,155 @@
+"""Cases of summary attention: the same data on any ring, compared with the dense reference."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.summaries import SummaryPlan, summarize, summary_attn
+from tests.support import threads
+from tests.support.ranks import Pool
+from tests.support.reference import relative_error
+from tests.support.summary_reference import summary_attention
+
+HEADS, KEY_HEADS, D, D_V = 4, 2, 6, 5
+BY_TOKEN = ("q", "k", "v", "gates", "dout")  # sharded; the rest is the same on all ranks
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to compute. Data are drawn from the seed, the same on every rank."""
+
+    length: int = 43
+    window: int = 5
+    stride: int = 3
+    block: int = 3
+    distance: int | None = None
+    layout: str = "contiguous"
+    batch: int = 2
+    documents: bool = False
+    masked: bool = False
+    gated: bool = False
+    pooled: str = "mean"
+    transport: str | None = None
+    seed: int = 0
+
+    @property
+    def rule(self) -> dict[str, int | None]:
+        return {name: getattr(self, name) for name in ("window", "stride", "block", "distance")}
+
+    def data(self) -> dict[str, Tensor]:
+        """All tensors that have gradients, and the cotangent."""
+        draw = torch.Generator().manual_seed(self.seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+        tokens = self.batch, self.length
+        data = {
+            "q": normal(*tokens, HEADS, D),
+            "k": normal(*tokens, KEY_HEADS, D),
+            "v": normal(*tokens, KEY_HEADS, D_V),
+            "key_weights": normal(KEY_HEADS, self.block),
+            "value_weights": normal(KEY_HEADS, self.block),
+            "dout": normal(*tokens, HEADS, D_V),
+        }
+        if self.pooled == "attention":
+            data |= {"key_query": normal(KEY_HEADS, D), "value_query": normal(KEY_HEADS, D_V)}
+        data |= {"gates": normal(*tokens, HEADS, 2)} if self.gated else {"bias": normal(HEADS)}
+        return data
+
+    def masks(self) -> dict[str, Tensor]:
+        """Documents, one of them in two runs, and a mask that leaves a whole cell blind."""
+        draw = torch.Generator().manual_seed(self.seed + 1)
+        masks = {}
+        if self.documents:
+            ids = (torch.rand(self.batch, self.length, generator=draw) < 0.08).cumsum(1)
+            ids[-1] = torch.arange(self.length) > self.length // 3
+            ids[-1, -self.length // 4 :] = 0
+            masks["documents"] = ids
+        if self.masked:
+            mask = torch.rand(self.batch, self.length, generator=draw) < 0.6
+            mask[:, : 2 * self.stride] = False
+            masks["key_mask"] = mask
+        return masks
+
+    def at(self, rank: int, size: int) -> Tensor:
+        return positions(self.layout, rank=rank, ring_size=size, length=self.length)
+
+
+Results = dict[str, Tensor]
+
+
+def _gradients(out: Tensor, data: Results, dout: Tensor) -> Results:
+    grads = torch.autograd.grad(out, list(data.values()), dout, allow_unused=True)
+    named = zip(data, data.values(), grads)
+    return {"out": out.detach()} | {
+        name: torch.zeros_like(t) if grad is None else grad for name, t, grad in named
+    }
+
+
+def _arguments(data: Results) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+    return {
+        "weights": (data["key_weights"], data["value_weights"]),
+        "queries": (data.get("key_query"), data.get("value_query")),
+    }
+
+
+@lru_cache(maxsize=256)
+def dense(case: Case) -> Results:
+    """What the reference says, for any layout and ring."""
+    data = case.data()
+    dout = data.pop("dout")
+    data = {name: t.requires_grad_() for name, t in data.items()}
+    extra = {name: data[name] for name in ("bias", "gates") if name in data}
+    qkv = (data[name] for name in "qkv")
+    out = summary_attention(*qkv, **case.rule, **_arguments(data), **extra, **case.masks())
+    return _gradients(out, data, dout)
+
+
+def shard(case: Case, ring: Ring) -> Results:
+    """The same by one rank of a ring: its part of out and of the gradients."""
+    at = case.at(ring.rank, ring.size)
+    data = {name: t[:, at] if name in BY_TOKEN else t for name, t in case.data().items()}
+    dout = data.pop("dout")
+    data = {name: t.requires_grad_() for name, t in data.items()}
+    masks = {name: t[:, at] for name, t in case.masks().items()}
+    q, k, v = (data[name] for name in "qkv")
+    options = dict(layout=case.layout, group=ring, transport=case.transport, **masks)
+    plan = SummaryPlan.make(q, k, v, **case.rule, **options)
+    extra = {name: data[name] for name in ("bias", "gates") if name in data}
+    far = summarize(k, v, plan=plan, **_arguments(data))
+    return _gradients(summary_attn(q, k, v, *far, plan=plan, **extra), data, dout)
+
+
+def check(case: Case, by_rank: list[Results]) -> None:
+    """Compare every result of every rank; gradients of what all ranks share are summed."""
+    size, bad = len(by_rank), {}
+    for name, want in dense(case).items():
+        for rank, mine in enumerate(by_rank):
+            if name in (*BY_TOKEN, "out"):
+                error = relative_error(mine[name], want[:, case.at(rank, size)])
+            else:
+                error = relative_error(sum(each[name] for each in by_rank), want)
+            if not error < 1e-12:
+                bad[name, rank] = error
+    assert not bad, f"{size} ranks: {bad} in {case}"
+
+
+def check_in_threads(case: Case, size: int) -> threads.Hub:
+    got, hub = threads.run(size, lambda ring: shard(case, ring))
+    check(case, got)
+    return hub
+
+
+def process_case(cases: list[Case]) -> list[Results]:
+    """For a pool."""
+    return [shard(case, Ring()) for case in cases]
+
+
+def check_in_processes(cases: list[Case], pool: Pool) -> None:
+    for case, *by_rank in zip(cases, *pool.run(process_case, cases)):
+        check(case, by_rank)
