@@ -41,7 +41,8 @@ def summary_attn(
             the result is their sum with these factors.
 
     Returns:
-        `[b, n, h, d_v]` in q's dtype. Gradients are exact, those through summaries too.
+        `[b, n, h, d_v]`, of the dtype that `ring_attn` gives. Gradients are exact, those through
+        summaries too.
 
     Raises:
         ValueError: the plan was made for other tensors, or bias or gates are of other shapes.
@@ -63,15 +64,15 @@ def summary_attn(
         raise ValueError("summary attention: with gates a bias has no effect; leave one out")
     out, lse = ring_attn(q, k, v, plan=plan, return_lse=True)
     if plan.far is None:
-        return out if gates is None else (out * gates[..., :1]).to(q.dtype)
+        return out if gates is None else (out * gates[..., :1]).to(out.dtype)
     far, far_lse = _far(q, summary_k, summary_v, plan)
-    wide = accumulation_dtype(q.dtype)
+    dtype, wide = out.dtype, accumulation_dtype(out.dtype)
     out, far = out.to(wide), far.to(wide)
     if gates is not None:
-        return (gates[..., :1] * out + gates[..., 1:] * far).to(q.dtype)
+        return (gates[..., :1] * out + gates[..., 1:] * far).to(dtype)
     if bias is not None:
         far_lse = far_lse + bias.to(wide)
-    return _merged(out, rearrange(lse, "b h n -> b n h"), far, far_lse).to(q.dtype)
+    return _merged(out, rearrange(lse, "b h n -> b n h"), far, far_lse).to(dtype)
 
 
 def _far(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ same summaries. Row i sees cells 0 to i - 1: a causal mask of rows and cells.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -103,7 +104,9 @@ class Places(NamedTuple):
                 if cells[document][1]:
                     borders.append(borders[-1] + cells[document][1])
             sizes = torch.tensor([run.stop - run.start for run in documents.runs])
-            of_runs = [(o, *cells[run.document]) for run, o in zip(documents.runs, documents.offsets)]
+            of_runs = [
+                (o, *cells[run.document]) for run, o in zip(documents.runs, documents.offsets)
+            ]
             of_tokens = torch.tensor(of_runs).repeat_interleave(sizes, dim=0)
             of_tokens[:, 0] = position - of_tokens[:, 0]
             samples.append(of_tokens)
@@ -187,9 +190,7 @@ def chunks(cells: int, ranks: int) -> list[int]:
     return [rank * size + min(rank, longer) for rank in range(ranks + 1)]
 
 
-def packed_cells(borders: Sequence[int]) -> BatchDocuments | None:
-    """Return the documents of all cells as one sequence; None if there is but one."""
-    if len(borders) < 3:
-        return None
-    runs = [Run(i, a, b) for i, (a, b) in enumerate(zip(borders, borders[1:]))]
+def packed_cells(borders: Sequence[int]) -> BatchDocuments:
+    """Return the documents of all cells as one sequence."""
+    runs = [Run(i, a, b) for i, (a, b) in enumerate(pairwise(borders))]
     return (Documents(tuple(runs)),)

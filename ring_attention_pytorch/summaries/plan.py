@@ -11,7 +11,6 @@ from torch import Tensor
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.comm.placement import attention_ring, current
 from ring_attention_pytorch.comm.ring import Group, Ring
-from ring_attention_pytorch.geometry.documents import BatchDocuments
 from ring_attention_pytorch.geometry.layouts import count, segment_positions
 from ring_attention_pytorch.nn.sharding import all_to_all
 from ring_attention_pytorch.plan.ring_plan import RingPlan
@@ -29,7 +28,7 @@ from ring_attention_pytorch.summaries.cells import (
 
 # what near and far attention have in common; documents and masks are told each in its own way
 _BOTH = ("scale", "softclamp", "kernel", "transport", "memory", "bucket_size", "check")
-_NEAR = ("key_mask", "documents", "cu_seqlens", "layout", "ulysses")
+_NEAR = ("key_mask", "documents", "cu_seqlens", "layout", "also")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +67,7 @@ class Deal:
         seen, query = rows_of(rule, held[ring.rank])
         folded = Grouped.by(seen)
         rows = without_gaps(folded.groups, ring.size)
-        width = max(Grouped.by(rows_of(rule, theirs)[0]).width for theirs in held)
+        width = max(1, *(Grouped.by(rows_of(rule, theirs)[0]).width for theirs in held))
         slots = torch.searchsorted(rows, folded.groups)[folded.rows] * width + folded.slots
         ends = tuple(each[begin:end].to(device) for each in places.ends(rule.stride))
         tokens, at, real = tokens.to(device), at.to(device), real.to(device)
@@ -97,7 +96,7 @@ def _between(ascending: Tensor, begin: int, end: int) -> slice:
 
 def _padded(pooled: Grouped, token: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens and places by cell, `[cells, widest]`, and where there are any."""
-    shape = len(pooled.groups), pooled.width
+    shape = len(pooled.groups), max(1, pooled.width)
     tokens, places = torch.zeros(2, *shape, dtype=torch.long)
     real = torch.zeros(shape, dtype=torch.bool)
     at = pooled.rows, pooled.slots
@@ -144,7 +143,6 @@ class SummaryPlan(RingPlan):
         block: int | None = None,
         distance: int | None = None,
         group: Group = None,
-        also: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> "SummaryPlan":
         """Make a plan for tensors like these; values of q, k and v don't matter.
@@ -161,9 +159,9 @@ class SummaryPlan(RingPlan):
             distance: how far back summaries are seen; window and a multiple of stride. None sees
                 all.
             group: the ring, as for `ring_attn`.
-            also: what else all ranks must have the same, by name.
             options: of `ring_attn`: key_mask, documents, cu_seqlens, layout, scale, softclamp,
-                kernel, transport, memory, bucket_size, check.
+                kernel, transport, memory, bucket_size, check; and `also`, what else all ranks must
+                have the same, by name.
 
         Raises:
             ValueError: arguments can't be, or differ between ranks; the same text on all ranks.
@@ -177,21 +175,17 @@ class SummaryPlan(RingPlan):
         rule = Cells(window, stride, stride if block is None else block, distance)
         same = {"window, stride, block, distance": list(rule)}
         agree(ring, "summary attention", same, problem=problem_of(lambda: _problem(rule, options)))
-        both = {name: options[name] for name in _BOTH if name in options}
-        of_near = {name: options[name] for name in _NEAR if name in options}
         near = RingPlan.make(
             q, k, v, causal=True, window=rule.reach, mask_mod=near_mask(window, stride), group=ring,
-            also=also, **both, **of_near,
+            **options,
         )  # fmt: skip
         mine = {f.name: getattr(near, f.name) for f in fields(RingPlan) if f.init}
         total = sum(map(count, near.query_segments))
         places = Places.of(rule, near.packing, q.shape[0], total)
-        if places.borders[-1] == 0:
+        if places.borders[-1] == 0 and not ring.several:  # other rings may have summaries
             return cls(**mine, rule=rule)
         deal = Deal.make(rule, places, near, options.get("key_mask"), q.device)
-        masked = near.key_mask is not None
-        of_far = dict(both, key_mask=deal.visible(ring)[None] if masked else None)
-        far = _far_plan(rule, deal, packed_cells(places.borders), ring, (q, k, v), of_far)
+        far = _far_plan(near, rule, deal, places.borders, (q, k, v), options)
         return cls(**mine, rule=rule, deal=deal, far=far)
 
     def summary_positions(self, *, in_documents: bool = False) -> Tensor:
@@ -205,15 +199,21 @@ class SummaryPlan(RingPlan):
 
 
 def _far_plan(
+    near: RingPlan,
     rule: Cells,
     deal: Deal,
-    packing: BatchDocuments | None,
-    ring: Ring,
+    borders: list[int],
     qkv: tuple[Tensor, Tensor, Tensor],
     options: Mapping[str, Any],
 ) -> RingPlan:
     """Make the plan of causal attention of rows to cells: a short sequence of all documents."""
     q, k, v = qkv
+    ring = near.ring
+    given = {name: options[name] for name in _BOTH if name in options}
+    if near.key_mask is not None:
+        given["key_mask"] = deal.visible(ring)[None]
+    if len(borders) > 2 or ring.several:
+        given["documents"] = packed_cells(borders)
     cells = deal.mine.stop - deal.mine.start
     likes = []
     for t, n, heads in ((q, len(deal.rows), deal.width), (k, cells, 1), (v, cells, 1)):
@@ -222,7 +222,7 @@ def _far_plan(
     return RingPlan.make(
         *likes, causal=True, window=None if rule.span is None else rule.span - 1, cross=True,
         query_positions=deal.rows, key_positions=torch.arange(deal.mine.start, deal.mine.stop),
-        documents=packing, group=ring, **options,
+        group=ring, **given,
     )  # fmt: skip
 
 
@@ -231,8 +231,6 @@ def _problem(rule: Cells, options: Mapping[str, Any]) -> str | None:
     unknown = [name for name in options if name not in (*_BOTH, *_NEAR)]
     if unknown:
         return f"there is no option {', '.join(unknown)}; see SummaryPlan.make"
-    if options.get("ulysses", 1) != 1:
-        return f"ulysses must be 1, got {options['ulysses']}: summaries travel by themselves"
     if current() is not None:
         return "the block of a batch has no summaries yet; leave `with batch:` out"
     return rule.problem()

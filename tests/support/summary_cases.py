@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch import RingTransformer
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
-from ring_attention_pytorch.summaries import SummaryPlan, summarize, summary_attn
+from ring_attention_pytorch.summaries import Summaries, SummaryPlan, summarize, summary_attn
 from tests.support import threads
 from tests.support.ranks import Pool
 from tests.support.reference import relative_error
@@ -153,3 +155,70 @@ def process_case(cases: list[Case]) -> list[Results]:
 def check_in_processes(cases: list[Case], pool: Pool) -> None:
     for case, *by_rank in zip(cases, *pool.run(process_case, cases)):
         check(case, by_rank)
+
+
+# --- modules ---
+
+
+@dataclass(frozen=True)
+class Module:
+    """A model, its ids and documents; of a seed."""
+
+    length: int = 41
+    restart: bool = False
+    gates: bool = False
+    pool: str = "mean"
+
+    def model(self, **over: Any) -> RingTransformer:
+        draw = torch.Generator().manual_seed(3)  # threads share PyTorch's own
+        far = Summaries(5, 3, 4, gates=self.gates, pool=self.pool)
+        model = RingTransformer(
+            num_tokens=17, dim=12, depth=2, dim_head=6, heads=4, num_grouped_query_heads=2,
+            causal=True, attn_summaries=far, rotary_restart=self.restart, **over,
+        )  # fmt: skip
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(std=0.3, generator=draw)
+        return model.double()
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Ids, and documents that differ between samples."""
+        draw = torch.Generator().manual_seed(4)
+        ids = torch.randint(0, 17, (2, self.length), generator=draw)
+        documents = torch.stack([torch.arange(self.length) >= start for start in (9, 20)])
+        return ids, documents.long()
+
+
+def _trained(model: RingTransformer, *given: Tensor) -> Results:
+    ids, documents = given
+    loss = model(ids, documents=documents, return_loss=True)
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()}
+
+
+def check_modules_in_threads(case: Module, size: int, layout: str) -> None:
+    """Loss and gradients, the mean over ranks, are those of one process."""
+
+    def rank_main(ring: Ring) -> Results:
+        options = dict(ring_attn=True, auto_shard_seq=False, layout=layout, group=ring)
+        at = positions(layout, rank=ring.rank, ring_size=size, length=case.length)
+        return _trained(case.model(**options), *(t[:, at] for t in case.data()))
+
+    want = _trained(case.model(), *case.data())
+    got, _ = threads.run(size, rank_main)
+    for name, t in want.items():
+        mean = sum(each[name] for each in got) / size
+        assert relative_error(mean, t) < 1e-10, name
+
+
+def separate_rings() -> bool:
+    """Of two rings, one whose documents are all near; for a pool of four."""
+    ring = Ring(None, 2)
+    model = Module().model(ring_attn=True, auto_shard_seq=False)
+    ids, documents = Module().data()
+    if ring.first == 0:
+        documents = torch.arange(Module().length).expand(2, -1) // 4
+    at = positions("contiguous", rank=ring.rank, ring_size=2, length=Module().length)
+    alone = Module().model()(ids, documents=documents)
+    found = model(ids[:, at], documents=documents[:, at], ring_size=2)
+    return relative_error(found, alone[:, at]) < 1e-10

@@ -1,4 +1,4 @@
-"""The oracle: near exactly, far in summary, of whole sequences; it knows no ranks and no cells' rows.
+"""The oracle: near exactly, far in summary, of whole sequences, without ranks.
 
 A dozen lines of mathematics: `summaries` and `seen` say what is attended to, and one dense softmax
 does the rest.
@@ -63,7 +63,7 @@ def summary_attention(  # noqa: PLR0913 - an option each
                         far.append(pooled(x[held], w[:, kept], u, real[at[held]]))
             t = torch.arange(length)[:, None]
             start = (t - window).div(stride, rounding_mode="floor") * stride
-            near = (t.T <= t) & (t.T >= start) & real[at]
+            near = (t >= t.T) & (start <= t.T) & real[at]
             last = torch.tensor(ends, dtype=torch.long)
             far = last <= start
             if distance is not None:
@@ -75,7 +75,9 @@ def summary_attention(  # noqa: PLR0913 - an option each
             every_k, every_v = (x.repeat_interleave(shared, 1) for x in (every_k, every_v))
             scores = torch.einsum("ihd,jhd->hij", rotate(mine, where), every_k) * q.shape[3] ** -0.5
             added = torch.zeros(h, dtype=q.dtype) if bias is None else bias
-            scores = torch.cat((scores[..., :length], scores[..., length:] + added[:, None, None]), -1)
+            scores = torch.cat(
+                (scores[..., :length], scores[..., length:] + added[:, None, None]), -1
+            )
             if gates is None:
                 parts = [(torch.cat((near, far), -1), torch.ones(length, h, dtype=q.dtype))]
             else:
