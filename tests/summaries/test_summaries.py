@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ring_attention_pytorch import default_attention, ring_attn
 from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
 from ring_attention_pytorch.summaries import (
     Summaries,
     SummaryAttention,
@@ -18,7 +19,7 @@ from ring_attention_pytorch.summaries import (
     summarize,
     summary_attn,
 )
-from ring_attention_pytorch.summaries.cells import Cells, Places, shares
+from ring_attention_pytorch.summaries.cells import Cells, Places, chunks, shares
 from tests.support import threads
 from tests.support.reference import relative_error
 from tests.support.summary_cases import (
