@@ -1,0 +1,81 @@
+"""Faults planted into `summaries/`."""
+
+from tests.faults.mutant import Mutant
+
+SUMMARIES = [
+    Mutant(
+        "a window's edge opens a cell too few", "summaries/plan.py:near_mask",
+        "window > query", "window + 1 > query",
+    ),
+    Mutant(
+        "a query sees the cell that its own window is in", "summaries/cells.py:rows_of",
+        "(first + row - 1)[token]", "torch.minimum(first + row, first + cells - 1)[token]",
+    ),
+    Mutant(
+        "a summary too few in each document", "summaries/cells.py:Cells.count",
+        "self.row(length - 1)", "self.row(length - 2)",
+    ),
+    Mutant(
+        "a bound one summary too far", "summaries/plan.py:_far_plan",
+        "rule.span - 1", "rule.span",
+    ),
+    Mutant(
+        "blocks begin where cells begin", "summaries/cells.py:shares",
+        "t - (cell + 1) * rule.stride + rule.block", "t - cell * rule.stride",
+    ),
+    Mutant(
+        "documents are numbered one upon the other", "summaries/cells.py:Places.of",
+        "borders[-1], rule.count(tokens)", "0, rule.count(tokens)",
+    ),
+    Mutant(
+        "summaries of all documents are one", "summaries/plan.py:_far_plan",
+        "len(borders) > 2 or ring.several", "False",
+    ),
+    Mutant(
+        "masked tokens are in summaries", "summaries/plan.py:Deal.make",
+        "real & key_mask.flatten()[tokens]", "real",
+    ),
+    Mutant(
+        "summaries of nothing are seen", "summaries/plan.py:_far_plan",
+        "if near.key_mask is not None", "if False",
+    ),
+    Mutant(
+        "another rank's tokens hide what is seen here", "summaries/plan.py:Deal.visible",
+        "seen[land] |= part.bool()", "seen[land] = part.bool()",
+    ),
+    Mutant(
+        "parts of ranks weigh alike", "summaries/pooling.py:_merged",
+        "key_parts = softmax_mean(keys, key_lse[..., 0])",
+        "key_parts = softmax_mean(keys, 0 * key_lse[..., 0].nan_to_num())",
+    ),
+    Mutant(
+        "values are weighed as keys are", "summaries/pooling.py:summarize",
+        "zip((k, v), weights, queries)", "zip((k, v), weights[:1] * 2, queries)",
+    ),
+    Mutant(
+        "no gradient through lse", "summaries/attention.py:_merged",
+        "(b_lse - top).exp()", "(b_lse - top).exp().detach()",
+    ),
+    Mutant(
+        "no bias", "summaries/attention.py:summary_attn", "far_lse + bias.to(wide)",
+        "far_lse + 0 * bias.to(wide)",
+    ),
+    Mutant(
+        "gates change places", "summaries/attention.py:summary_attn",
+        "gates[..., :1] * out + gates[..., 1:] * far",
+        "gates[..., 1:] * out + gates[..., :1] * far",
+    ),
+    Mutant(
+        "queries of a group read others' keys", "summaries/attention.py:_far",
+        '"(r w) (g h) d -> 1 r (g h w) d"', '"(r w) (h g) d -> 1 r (g h w) d"',
+    ),
+    Mutant(
+        "summaries are rotated by their number", "summaries/layer.py:SummaryLayer.forward",
+        "self.rotary(plan.summary_positions(in_documents=self.restart))",
+        "self.rotary(plan.summary_positions(in_documents=self.restart) // self.rule.stride)",
+    ),
+    Mutant(
+        "summaries never restart", "summaries/layer.py:SummaryLayer.forward",
+        "in_documents=self.restart", "in_documents=False",
+    ),
+]  # fmt: skip
