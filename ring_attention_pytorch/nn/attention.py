@@ -307,7 +307,7 @@ class RingAttention(HeadProjections):
         rule = None if self.summaries is None else self.summaries.rule
         if (found := getattr(plan, "rule", None)) != rule:
             raise ValueError(f"the plan is for summaries by {found}, the module's are by {rule}")
-        window = self.window if rule is None else rule.reach
+        window = self.window if rule is None else rule.window
         wanted = PlanOfLayer(
             Mask(self.causal, window), self.softclamp, self.rate, self.training, self.kernel,
             self.spread.layout_here, self.spread.ring_attn, self.over_ring,

@@ -1,8 +1,9 @@
 """`summary_attn`: exact attention to what is near, merged with attention to summaries of the rest.
 
-    near    ring_attn with a window, by key's and query's cell          q, k, v where they are
-    far     ring_attn of rows to summaries, causal by row and cell      summaries travel
-            a row's queries see the same, so they are heads of one row  queries stay
+    window  ring_attn with a window                                      keys travel as ever
+    edge    the rest of the cell in which the window ends (edge.py)      few keys travel
+    far     ring_attn of rows to summaries, causal by row and cell       summaries travel
+            a row's queries see the same, so they are heads of one row
 
 Yuan et al. 2025, "Native Sparse Attention", section 3.3.
 """
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch.functional import ring_attn
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.torch_func import run_apart
 from ring_attention_pytorch.summaries.plan import SummaryPlan
 
@@ -62,21 +62,30 @@ def summary_attn(
             raise ValueError(f"summary attention: {name} must be {shape}, got {list(t.shape)}")
     if bias is not None and gates is not None:
         raise ValueError("summary attention: with gates a bias has no effect; leave one out")
-    out, lse = ring_attn(q, k, v, plan=plan, return_lse=True)
-    if plan.far is None:
-        return out if gates is None else (out * gates[..., :1]).to(out.dtype)
-    far, far_lse = _far(q, summary_k, summary_v, plan)
-    dtype, wide = out.dtype, accumulation_dtype(out.dtype)
-    out, far = out.to(wide), far.to(wide)
+    near = [_window(q, k, v, plan)]
+    if plan.edge is not None:
+        found = plan.edge.attend(q, k, v, plan.terms, plan.ring)
+        near.append(_placed(*found, plan.edge.queries, b, n))
+    far = None if plan.far is None else _far(q, summary_k, summary_v, plan)
+    dtype = near[0][0].dtype
     if gates is not None:
-        return (gates[..., :1] * out + gates[..., 1:] * far).to(dtype)
-    if bias is not None:
-        far_lse = far_lse + bias.to(wide)
-    return _merged(out, rearrange(lse, "b h n -> b n h"), far, far_lse).to(dtype)
+        out = gates[..., :1] * _merged(near)
+        return (out if far is None else out + gates[..., 1:] * far[0]).to(dtype)
+    if far is not None:
+        near.append(far if bias is None else (far[0], far[1] + bias.to(far[1].dtype)))
+    return _merged(near).to(dtype)
 
 
-def _far(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan) -> tuple[Tensor, Tensor]:
-    """Return out `[b, n, h, d_v]` and lse `[b, n, h]` of attention to summaries."""
+Part = tuple[Tensor, Tensor]  # out [b, n, h, d_v] and lse [b, n, h], of some keys
+
+
+def _window(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan) -> Part:
+    out, lse = ring_attn(q, k, v, plan=plan, return_lse=True)
+    return out, rearrange(lse, "b h n -> b n h")
+
+
+def _far(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan) -> Part:
+    """Compute attention to summaries: the queries of a row are heads of one query."""
     deal = plan.deal
     b, n, h, d = q.shape
     fold = dict(w=deal.width, g=k.shape[2])
@@ -86,17 +95,24 @@ def _far(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan) -> tuple[Tensor, Te
     out, lse = ring_attn(rows, k, v, plan=plan.far, return_lse=True)
     out = rearrange(out, "1 r (g h w) d -> (r w) (g h) d", **fold)[deal.slots]
     lse = rearrange(lse, "1 (g h w) r -> (r w) (g h)", **fold)[deal.slots]
-    nothing, unseen = out.new_zeros(b * n, *out.shape[1:]), lse.new_full((b * n, h), -torch.inf)
-    out = nothing.index_copy(0, deal.queries, out)
-    lse = unseen.index_copy(0, deal.queries, lse)
-    return out.view(b, n, *out.shape[1:]), lse.view(b, n, h)
+    return _placed(out, lse, deal.queries, b, n)
 
 
-def _merged(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> Tensor:
-    """Merge results `[b, n, h, d]` of one softmax by the lse `[b, n, h]` of its two parts."""
-    top = torch.maximum(a_lse, b_lse).detach()
-    top = top.masked_fill(top.isinf(), 0.0)
-    of_a, of_b = (a_lse - top).exp(), (b_lse - top).exp()
-    total = of_a + of_b
-    total = total.masked_fill(total == 0, 1.0)
-    return (of_a / total)[..., None] * a + (of_b / total)[..., None] * b
+def _placed(out: Tensor, lse: Tensor, tokens: Tensor, b: int, n: int) -> Part:
+    """Put results `[x, h, ...]` of some tokens in their places; others have seen nothing."""
+    nothing, unseen = (
+        out.new_zeros(b * n, *out.shape[1:]),
+        lse.new_full((b * n, lse.shape[1]), -torch.inf),
+    )
+    out, lse = nothing.index_copy(0, tokens, out), unseen.index_copy(0, tokens, lse)
+    return out.unflatten(0, (b, n)), lse.unflatten(0, (b, n))
+
+
+def _merged(parts: list[Part]) -> Tensor:
+    """Merge the results of one softmax by the lse of its parts, in wide numbers."""
+    lse = torch.stack([part for _, part in parts])
+    top = lse.detach().amax(dim=0)
+    weights = (lse - top.masked_fill(top.isinf(), 0.0)).exp()
+    total = weights.sum(dim=0)
+    weights = weights / total.masked_fill(total == 0, 1.0)
+    return sum(w[..., None] * out for w, (out, _) in zip(weights, parts))

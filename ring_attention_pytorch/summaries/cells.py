@@ -22,6 +22,8 @@ from torch import Tensor
 from ring_attention_pytorch.geometry.documents import BatchDocuments
 from ring_attention_pytorch.geometry.segments import Documents, Run
 
+_APART = 2**32  # more than a document has cells
+
 
 class Cells(NamedTuple):
     """The rule of what is near and what is far, in tokens of a document.
@@ -37,11 +39,6 @@ class Cells(NamedTuple):
     stride: int
     block: int
     distance: int | None = None
-
-    @property
-    def reach(self) -> int:
-        """How many tokens before it a query sees exactly, at most."""
-        return self.window + self.stride - 1
 
     @property
     def span(self) -> int | None:
@@ -75,7 +72,9 @@ class Cells(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Of all tokens: `[batch, tokens, (position in document, first cell, cells)]`, and documents.
+    """Of all tokens: `[batch, tokens, 4]`, and where the cells of documents begin.
+
+    The four are the position in the document, its first cell, how many it has, and its number.
 
     Cells of all documents of all samples are numbered through; `borders` are those of documents
     that have any.
@@ -92,7 +91,7 @@ class Places(NamedTuple):
         [0, 2, 4]
         """
         whole = Documents((Run(0, 0, length),))
-        borders, samples = [0], []
+        borders, samples, number = [0], [], 0
         position = torch.arange(length)
         for documents in packing or (whole,) * batch:
             lengths: dict[int, int] = {}
@@ -100,7 +99,8 @@ class Places(NamedTuple):
                 lengths[document] = lengths.get(document, 0) + stop - start
             cells = {}
             for document, tokens in lengths.items():
-                cells[document] = borders[-1], rule.count(tokens)
+                cells[document] = borders[-1], rule.count(tokens), number
+                number += 1
                 if cells[document][1]:
                     borders.append(borders[-1] + cells[document][1])
             sizes = torch.tensor([run.stop - run.start for run in documents.runs])
@@ -113,12 +113,12 @@ class Places(NamedTuple):
         return cls(torch.stack(samples), borders)
 
     def held(self, positions: Tensor) -> Tensor:
-        """Return those of the tokens at some positions: `[batch * n, 3]`."""
+        """Return those of the tokens at some positions: `[batch * n, 4]`."""
         return self.tokens[:, positions].flatten(0, 1)
 
     def ends(self, stride: int) -> tuple[Tensor, Tensor]:
         """Return each cell's last token: its position in the sequence, and in its document."""
-        t, first, cells = self.tokens.unbind(-1)
+        t, first, cells, _ = self.tokens.unbind(-1)
         at = ((t + 1) % stride == 0) & (t // stride < cells)
         sequence, document = torch.empty(2, self.borders[-1], dtype=torch.long)
         cell = (first + t // stride)[at]
@@ -151,8 +151,8 @@ class Grouped(NamedTuple):
 
 
 def shares(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """List what tokens `[n, 3]` give to summaries: cells, tokens, places of tokens in blocks."""
-    t, first, cells = held.unbind(-1)
+    """List what tokens `[n, 4]` give to summaries: cells, tokens, places of tokens in blocks."""
+    t, first, cells, _ = held.unbind(-1)
     found = []
     for ahead in range(-(-rule.block // rule.stride)):
         cell = t // rule.stride + ahead
@@ -163,11 +163,30 @@ def shares(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rows_of(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor]:
-    """List the queries among tokens `[n, 3]` that see a summary: the last cell seen, and token."""
-    t, first, cells = held.unbind(-1)
+    """List the queries among tokens `[n, 4]` that see a summary: the last cell seen, and token."""
+    t, first, cells, _ = held.unbind(-1)
     row = rule.row(t)
     token = ((row > 0) & (cells > 0)).nonzero().flatten()
     return (first + row - 1)[token], token
+
+
+def edge_queries(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """List the queries whose windows end within a cell: cells, tokens, keys before the window.
+
+    Cells are numbered by document and place here, and need not be those of any summary.
+    """
+    t, _, _, document = held.unbind(-1)
+    cell, before = rule.row(t), (t - rule.window) % rule.stride
+    token = ((cell >= 0) & (before > 0)).nonzero().flatten()
+    return (document * _APART + cell)[token], token, before[token]
+
+
+def edge_keys(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """List the keys that may be at the far edge of a window: cells, tokens, places in cells."""
+    t, _, _, document = held.unbind(-1)
+    place = t % rule.stride
+    token = (place < rule.stride - 1).nonzero().flatten()
+    return (document * _APART + t // rule.stride)[token], token, place[token]
 
 
 def without_gaps(groups: Tensor, shortest: int) -> Tensor:

@@ -1,8 +1,7 @@
 """The plan of near and far: who pools what, where summaries and queries go, and two `RingPlan`s."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.geometry.layouts import count, segment_positions
 from ring_attention_pytorch.nn.sharding import all_to_all
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.interfaces import MaskMod
 from ring_attention_pytorch.summaries.cells import (
     Cells,
     Grouped,
@@ -25,6 +23,7 @@ from ring_attention_pytorch.summaries.cells import (
     shares,
     without_gaps,
 )
+from ring_attention_pytorch.summaries.edge import Edge
 
 # what near and far attention have in common; documents and masks are told each in its own way
 _BOTH = ("scale", "softclamp", "kernel", "transport", "memory", "bucket_size", "check")
@@ -49,12 +48,16 @@ class Deal:
 
     @classmethod
     def make(
-        cls, rule: Cells, places: Places, near: RingPlan, key_mask: Tensor | None, device: Any
+        cls,
+        rule: Cells,
+        places: Places,
+        held: Sequence[Tensor],
+        ring: Ring,
+        key_mask: Tensor | None,
+        device: torch.device,
     ) -> "Deal":
         """Work it out from every rank's tokens; nothing is exchanged."""
-        ring, cells = near.ring, places.borders[-1]
-        held = [places.held(segment_positions(s)) for s in near.query_segments]
-        bounds = chunks(cells, ring.size)
+        bounds = chunks(places.borders[-1], ring.size)
         begin, end = bounds[ring.rank : ring.rank + 2]
         cell, token, place = shares(rule, held[ring.rank])
         pooled = Grouped.by(cell)
@@ -104,21 +107,6 @@ def _padded(pooled: Grouped, token: Tensor, place: Tensor) -> tuple[Tensor, Tens
     return tokens, places, real
 
 
-@lru_cache(maxsize=256)
-def near_mask(window: int, stride: int) -> MaskMod | None:
-    """Return the predicate of what is near; None where the window alone says it.
-
-    A key is near if its cell does not end before the query's window begins.
-    """
-    if stride == 1:
-        return None
-
-    def is_near(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key // stride + 1) * stride + window > query
-
-    return is_near
-
-
 @dataclass(frozen=True, eq=False)
 class SummaryPlan(RingPlan):
     """The plan of near attention, with that of the far part beside it.
@@ -127,6 +115,7 @@ class SummaryPlan(RingPlan):
     """
 
     rule: Cells = field(default_factory=lambda: Cells(0, 1, 1))
+    edge: Edge | None = None  # None where all windows end with a cell
     deal: Deal | None = None  # None where no query sees a summary, on any rank
     far: RingPlan | None = None
 
@@ -176,17 +165,19 @@ class SummaryPlan(RingPlan):
         same = {"window, stride, block, distance": list(rule)}
         agree(ring, "summary attention", same, problem=problem_of(lambda: _problem(rule, options)))
         near = RingPlan.make(
-            q, k, v, causal=True, window=rule.reach, mask_mod=near_mask(window, stride), group=ring,
-            **options,
+            q, k, v, causal=True, window=window, group=ring, **options
         )  # fmt: skip
         mine = {f.name: getattr(near, f.name) for f in fields(RingPlan) if f.init}
         total = sum(map(count, near.query_segments))
         places = Places.of(rule, near.packing, q.shape[0], total)
+        held = [places.held(segment_positions(s)) for s in near.query_segments]
+        key_mask = options.get("key_mask")
+        mine |= dict(rule=rule, edge=Edge.make(rule, held, ring, key_mask, q.device))
         if places.borders[-1] == 0 and not ring.several:  # other rings may have summaries
-            return cls(**mine, rule=rule)
-        deal = Deal.make(rule, places, near, options.get("key_mask"), q.device)
+            return cls(**mine)
+        deal = Deal.make(rule, places, held, ring, key_mask, q.device)
         far = _far_plan(near, rule, deal, places.borders, (q, k, v), options)
-        return cls(**mine, rule=rule, deal=deal, far=far)
+        return cls(**mine, deal=deal, far=far)
 
     def summary_positions(self, *, in_documents: bool = False) -> Tensor:
         """Return the position of each summary that this rank keeps, int64 `[m]`.

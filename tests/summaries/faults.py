@@ -4,8 +4,20 @@ from tests.faults.mutant import Mutant
 
 SUMMARIES = [
     Mutant(
-        "a window's edge opens a cell too few", "summaries/plan.py:near_mask",
-        "window > query", "window + 1 > query",
+        "a window's edge opens a key too many", "summaries/cells.py:edge_queries",
+        "before[token]", "(before + 1)[token].clamp(max=rule.stride - 1)",
+    ),
+    Mutant(
+        "nothing at the edge of a window", "summaries/edge.py:Edge.make",
+        "if not any(len(tokens) for _, tokens, _ in needs)", "if True",
+    ),
+    Mutant(
+        "edges of all documents are one", "summaries/cells.py:edge_keys",
+        "document * _APART", "0 * document",
+    ),
+    Mutant(
+        "masked keys are seen at the edge", "summaries/edge.py:Edge.make",
+        "if key_mask is None", "if True",
     ),
     Mutant(
         "a query sees the cell that its own window is in", "summaries/cells.py:rows_of",
@@ -54,16 +66,16 @@ SUMMARIES = [
     ),
     Mutant(
         "no gradient through lse", "summaries/attention.py:_merged",
-        "(b_lse - top).exp()", "(b_lse - top).exp().detach()",
+        "torch.stack([part for _, part in parts])",
+        "torch.stack([part for _, part in parts]).detach()",
     ),
     Mutant(
-        "no bias", "summaries/attention.py:summary_attn", "far_lse + bias.to(wide)",
-        "far_lse + 0 * bias.to(wide)",
+        "no bias", "summaries/attention.py:summary_attn", "far[1] + bias.to(far[1].dtype)",
+        "far[1] + 0 * bias.to(far[1].dtype)",
     ),
     Mutant(
         "gates change places", "summaries/attention.py:summary_attn",
-        "gates[..., :1] * out + gates[..., 1:] * far",
-        "gates[..., 1:] * out + gates[..., :1] * far",
+        "gates[..., 1:] * far[0]", "gates[..., :1] * far[0]",
     ),
     Mutant(
         "queries of a group read others' keys", "summaries/attention.py:_far",

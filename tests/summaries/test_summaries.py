@@ -19,7 +19,14 @@ from ring_attention_pytorch.summaries import (
     summarize,
     summary_attn,
 )
-from ring_attention_pytorch.summaries.cells import Cells, Places, chunks, shares
+from ring_attention_pytorch.summaries.cells import (
+    Cells,
+    Places,
+    chunks,
+    edge_keys,
+    edge_queries,
+    shares,
+)
 from tests.support import threads
 from tests.support.reference import relative_error
 from tests.support.summary_cases import (
@@ -75,7 +82,7 @@ def test_with_cells_of_one_token_it_is_causal_attention() -> None:
     q, k, v = (data[name] for name in "qkv")
     plan = SummaryPlan.make(q, k, v, window=0, stride=1)
     out = summary_attn(q, k, v, *summarize(k, v, plan=plan), plan=plan)
-    assert plan.rule.reach == 0  # only the token itself is near
+    assert plan.visible.window == 0  # only the token itself is near
     assert relative_error(out, default_attention(q, k, v, causal=True)) < 1e-14
 
 
@@ -127,7 +134,7 @@ def test_each_earlier_token_is_covered_exactly_once(rule: Cells) -> None:
         start = max(0, rule.row(query) * rule.stride)
         seen = tokens[cells < rule.row(query)].tolist() + list(range(start, query + 1))
         assert seen == list(range(query + 1))
-        assert query - start <= rule.reach
+        assert query - start < rule.window + rule.stride
 
 
 # --- what travels ---
@@ -136,7 +143,7 @@ def test_each_earlier_token_is_covered_exactly_once(rule: Cells) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transport", ["ring", "gather"])
 def test_only_summaries_travel_and_keys_that_are_near(layout: str, transport: str) -> None:
-    """Beyond what a window sends: a part of each cell, and N / stride keys to each other rank."""
+    """Beyond what a window sends: parts of cells, N / stride keys, few keys at windows' ends."""
     case, size = Case(length=96, batch=1, layout=layout, window=8, stride=4, block=4), 3
     rule = Cells(8, 4, 4)
 
@@ -148,7 +155,7 @@ def test_only_summaries_travel_and_keys_that_are_near(layout: str, transport: st
         counts = [ring.hub.sent_bytes[ring.rank]]
         far = summarize(k, v, plan=plan)
         counts.append(ring.hub.sent_bytes[ring.rank])
-        ring_attn(q, k, v, causal=True, window=rule.reach, **options)
+        ring_attn(q, k, v, causal=True, window=rule.window, **options)
         counts.append(ring.hub.sent_bytes[ring.rank])
         summary_attn(q, k, v, *far, plan=plan)
         counts.append(ring.hub.sent_bytes[ring.rank])
@@ -157,13 +164,22 @@ def test_only_summaries_travel_and_keys_that_are_near(layout: str, transport: st
     got, _ = threads.run(size, rank_main)
     pooled, window, both = (sum(of_ranks) for of_ranks in zip(*got))
     places, cells = Places.of(rule, None, 1, case.length), rule.count(case.length)
-    bounds, sent = chunks(cells, size), 0
-    for rank, segments in enumerate(all_segments(layout, size, case.length)):
-        touched = shares(rule, places.held(segment_positions(segments)))[0].unique()
+    held = [
+        places.held(segment_positions(of_rank))
+        for of_rank in all_segments(layout, size, case.length)
+    ]
+    bounds, sent, edges = chunks(cells, size), 0, 0
+    for rank, mine in enumerate(held):
+        touched = shares(rule, mine)[0].unique()
         sent += len([c for c in touched.tolist() if not bounds[rank] <= c < bounds[rank + 1]])
+        for theirs in held[:rank] + held[rank + 1 :]:
+            edges += len(
+                {*edge_keys(rule, mine)[0].tolist()} & {*edge_queries(rule, theirs)[0].tolist()}
+            )
     assert pooled == sent * KEY_HEADS * (D + D_V + 2) * 8
-    summaries = both - window
-    assert 0 < summaries <= (size - 1) * cells * KEY_HEADS * (D + D_V) * 8
+    a_key = KEY_HEADS * (D + D_V) * 8
+    at_most = (size - 1) * cells + edges * (rule.stride - 1)
+    assert 0 < both - window <= at_most * a_key
     assert cells <= case.length / case.stride
 
 
