@@ -31,6 +31,7 @@ NAMES = {
     "report": "report",
     "ring": "ring",
     "routing": "routing",
+    "summaries": "summaries",
     "sustained": "sustained",
     "sweep": "sweep",
 }  # to the module
