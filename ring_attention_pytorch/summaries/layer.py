@@ -11,10 +11,12 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ring_attention_pytorch.nn.rotary import apply_rotary_pos_emb
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.summaries.attention import summary_attn
+from ring_attention_pytorch.summaries.cache import SummaryCache
 from ring_attention_pytorch.summaries.cells import Cells
 from ring_attention_pytorch.summaries.plan import SummaryPlan
-from ring_attention_pytorch.summaries.pooling import summarize
+from ring_attention_pytorch.summaries.pooling import softmax_mean, summarize
 
 _OF_PLAIN = (
     "causal",
@@ -119,16 +121,62 @@ class SummaryLayer(nn.Module):
 
         `angles` are those of the tokens, if there is a rotary embedding.
         """
+        q, k, far_k, far_v = self._summarized(qkv, angles, plan)
+        gates = self._gates(x)
+        return summary_attn(q, k, qkv[2], far_k, far_v, plan=plan, bias=self.bias, gates=gates)
+
+    def prefill(
+        self, x: Tensor, qkv: list[Tensor], angles: Tensor | None, plan: SummaryPlan
+    ) -> tuple[Tensor, SummaryCache]:
+        """Compute `forward` of a prompt, and make the cache for what follows."""
+        q, k, far_k, far_v = self._summarized(qkv, angles, plan)
+        _, raw, v = qkv
+        given = dict(plan=plan, bias=self.bias, gates=self._gates(x))
+        out = summary_attn(q, k, v, far_k, far_v, **given)
+        return out, SummaryCache(plan, raw, k, v, [far_k, far_v])
+
+    def step(self, x: Tensor, qkv: list[Tensor], cache: SummaryCache) -> Tensor:
+        """Compute `forward` of the next token `[b, 1, dim]`, the same on all ranks."""
+        q, raw, v = qkv
+        k = raw
+        if self.rotary is not None:
+            angles = self.rotary(torch.tensor([cache.length], device=x.device))
+            q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, raw)
+        cache.append(raw, k, v, self._pooled)
+        return cache.attend(q, self.bias, self._gates(x)).to(q.dtype)
+
+    def _gates(self, x: Tensor) -> Tensor | None:
+        if self.gates is None:
+            return None
+        return rearrange(self.gates(x).sigmoid(), "b n (h two) -> b n h two", two=2)
+
+    def _summarized(
+        self, qkv: list[Tensor], angles: Tensor | None, plan: SummaryPlan
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k, summaries of keys and of values, rotated where they have to be."""
         q, k, v = qkv
         weights = self.key_weights, self.value_weights
         queries = self.key_query, self.value_query
         far_k, far_v = summarize(k, v, plan=plan, weights=weights, queries=queries)
-        if angles is not None:
-            assert self.rotary is not None  # the layer has seen to that
-            q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
-            of_far = self.rotary(plan.summary_positions(in_documents=self.restart))
-            far_k = apply_rotary_pos_emb(of_far, far_k)
-        gates = None
-        if self.gates is not None:
-            gates = rearrange(self.gates(x).sigmoid(), "b n (h two) -> b n h two", two=2)
-        return summary_attn(q, k, v, far_k, far_v, plan=plan, bias=self.bias, gates=gates)
+        if angles is None:
+            return q, k, far_k, far_v
+        assert self.rotary is not None  # the layer has seen to that
+        of_far = self.rotary(plan.summary_positions(in_documents=self.restart))
+        q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
+        return q, k, apply_rotary_pos_emb(of_far, far_k), far_v
+
+    def _pooled(self, k: Tensor, v: Tensor, place: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return the summary `[b, 1, h_kv, ...]` of one block, as `SummaryCache.append` asks."""
+        found = []
+        weights = (self.key_weights, self.key_query), (self.value_weights, self.value_query)
+        for x, (by_place, query) in zip((k, v), weights):
+            wide = x.to(accumulation_dtype(x.dtype))
+            logits = by_place.to(wide.dtype).T[place:].expand(*x.shape[:3])
+            if query is not None:
+                logits = logits + torch.einsum("bshd,hd->bsh", wide, query.to(wide.dtype))
+            found.append(softmax_mean(wide, logits)[0].to(x.dtype)[:, None])
+        far_k, far_v = found
+        if self.rotary is not None:
+            at = self.rotary(torch.tensor([last], device=k.device))
+            far_k = apply_rotary_pos_emb(at, far_k)
+        return far_k, far_v

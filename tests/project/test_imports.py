@@ -28,7 +28,8 @@ BELOW["functional"] = BELOW["decoding"] = {*BELOW}
 BELOW["inference"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["decoding"] = BELOW["functional"] | {"inference"}
 BELOW["nn"] = {*BELOW} - {"decoding", "inference", "second_order"}
-BELOW["routing"] = BELOW["summaries"] = BELOW["nn"] | {"nn"}
+BELOW["routing"] = BELOW["nn"] | {"nn"}
+BELOW["summaries"] = BELOW["nn"] | {"nn", "decoding"}
 BELOW["training"] = BELOW["nn"] | {"nn"}
 BELOW["integrations"] = {"comm", "plan", "runtime", "functional", "training"}
 BELOW["launch"] = {"comm"}

@@ -38,6 +38,7 @@ from tests.support.summary_cases import (
     check_in_processes,
     check_in_threads,
     check_modules_in_threads,
+    decoded,
     separate_rings,
 )
 from tests.support.summary_reference import summary_attention
@@ -218,6 +219,23 @@ def test_a_layer_is_the_reference_of_its_projections(restart: bool) -> None:
         )  # fmt: skip
         got = attn(x, documents=ids)
     assert relative_error(got, attn.to_out(want.flatten(2))) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("layout", "distance", "gates", "pool", "prompt"),
+    [
+        ("contiguous", None, False, "mean", 31), ("zigzag", 14, False, "attention", 30),
+        ("striped", 14, True, "mean", 32), ("contiguous", 5, False, "mean", 17),
+        ("zigzag", None, True, "mean", 4),
+    ],
+)  # fmt: skip
+def test_decoding_goes_on_where_a_prompt_ends(pools, layout, distance, gates, pool, prompt) -> None:
+    for found in pools(3).run(decoded, layout, distance, gates, pool, prompt):
+        assert found["prompt"] < 1e-6, found  # angles are computed in float32
+        assert found["later"] < 1e-6, found
+        assert found["recent"] <= 5 + 2 * 3 + 4
+        cells = (prompt + 25 - 5) // 3 + 1
+        assert found["far"] <= (cells if distance is None else (distance - 5) // 3)
 
 
 def test_rings_of_one_group_may_differ_in_what_is_far(pools) -> None:

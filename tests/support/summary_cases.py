@@ -10,7 +10,13 @@ from torch import Tensor
 from ring_attention_pytorch import RingTransformer
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
-from ring_attention_pytorch.summaries import Summaries, SummaryPlan, summarize, summary_attn
+from ring_attention_pytorch.summaries import (
+    Summaries,
+    SummaryAttention,
+    SummaryPlan,
+    summarize,
+    summary_attn,
+)
 from tests.support import threads
 from tests.support.ranks import Pool
 from tests.support.reference import relative_error
@@ -209,6 +215,38 @@ def check_modules_in_threads(case: Module, size: int, layout: str) -> None:
     for name, t in want.items():
         mean = sum(each[name] for each in got) / size
         assert relative_error(mean, t) < 1e-10, name
+
+
+def decoded(
+    layout: str, distance: int | None, gates: bool, pool: str, prompt: int
+) -> dict[str, float]:
+    """Errors of a prompt on a ring and of tokens after it, and bytes; for a pool."""
+    ring, n = Ring(), prompt + 25
+    draw = torch.Generator().manual_seed(5)
+
+    def layer(**over: Any) -> SummaryAttention:
+        made = SummaryAttention(
+            12, window=5, stride=3, block=4, distance=distance, gates=gates, pool=pool, heads=4,
+            dim_head=6, num_grouped_query_heads=2, rotary_embed=True, **over,
+        ).double()  # fmt: skip
+        draw.manual_seed(5)
+        with torch.no_grad():
+            for p in made.parameters():
+                p.normal_(std=0.5, generator=draw)
+        return made
+
+    x = torch.randn(2, n, 12, dtype=torch.float64, generator=draw)
+    want = layer()(x).detach()
+    at = positions(layout, rank=ring.rank, ring_size=ring.size, length=prompt)
+    mine = layer(ring_attn=True, layout=layout)
+    first, cache = mine.prefill(x[:, at])
+    later = torch.cat([mine.step(token, cache) for token in x[:, prompt:].split(1, 1)], 1)
+    return {
+        "prompt": relative_error(first, want[:, at]),
+        "later": relative_error(later, want[:, prompt:]),
+        "recent": cache.recent.shape[1],
+        "far": cache.far.shape[1],
+    }
 
 
 def separate_rings() -> bool:
