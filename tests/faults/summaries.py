@@ -29,6 +29,15 @@ def battery() -> Iterable[Callable[[], None]]:
         yield lambda restart=restart: tests.test_a_layer_is_the_reference_of_its_projections(
             restart
         )
+    yield lambda: decoding(14, 4)
+    yield lambda: decoding(None, 30)
+
+
+def decoding(distance: int | None, prompt: int) -> None:
+    from tests.support.summary_cases import decoded
+
+    found = decoded("contiguous", distance, False, "mean", prompt)
+    assert max(found["prompt"], found["later"]) < 1e-6
 
 
 if __name__ == "__main__":

@@ -82,12 +82,28 @@ SUMMARIES = [
         '"(r w) (g h) d -> 1 r (g h w) d"', '"(r w) (h g) d -> 1 r (g h w) d"',
     ),
     Mutant(
-        "summaries are rotated by their number", "summaries/layer.py:SummaryLayer.forward",
+        "summaries are rotated by their number", "summaries/layer.py:SummaryLayer._summarized",
         "self.rotary(plan.summary_positions(in_documents=self.restart))",
         "self.rotary(plan.summary_positions(in_documents=self.restart) // self.rule.stride)",
     ),
     Mutant(
-        "summaries never restart", "summaries/layer.py:SummaryLayer.forward",
+        "the cache drops what the next summary is of", "summaries/cache.py:SummaryCache._oldest",
+        "(self.cells + 1) * self.rule.stride", "(self.cells + 2) * self.rule.stride",
+    ),
+    Mutant(
+        "the cache never forgets", "summaries/cache.py:SummaryCache._drop",
+        "self.numbers < self.cells - self.rule.span", "self.numbers < -1",
+    ),
+    Mutant(
+        "decoding without the bias of summaries", "summaries/cache.py:_biased",
+        "bias.to(q.dtype)", "0 * bias.to(q.dtype)",
+    ),
+    Mutant(
+        "decoding's first block has the weights of a whole one",
+        "summaries/cache.py:SummaryCache.append", "first - end + self.rule.block", "0",
+    ),
+    Mutant(
+        "summaries never restart", "summaries/layer.py:SummaryLayer._summarized",
         "in_documents=self.restart", "in_documents=False",
     ),
 ]  # fmt: skip
