@@ -2,6 +2,7 @@
 
     window  ring_attn with a window                                      keys travel as ever
     edge    the rest of the cell in which the window ends (edge.py)      few keys travel
+    select  the cells whose summaries a query likes best (select.py)     these cells travel
     far     ring_attn of rows to summaries, causal by row and cell       summaries travel
             a row's queries see the same, so they are heads of one row
 
@@ -66,6 +67,9 @@ def summary_attn(
     if plan.edge is not None:
         found = plan.edge.attend(q, k, v, plan.terms, plan.ring)
         near.append(_placed(*found, plan.edge.queries, b, n))
+    if plan.selection is not None:
+        found = plan.selection.attend(q, k, v, summary_k, plan.terms)
+        near.append(_placed(*found, plan.selection.queries, b, n))
     far = None if plan.far is None else _far(q, summary_k, summary_v, plan)
     dtype = near[0][0].dtype
     if gates is not None:

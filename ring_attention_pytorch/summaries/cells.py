@@ -39,6 +39,7 @@ class Cells(NamedTuple):
     stride: int
     block: int
     distance: int | None = None
+    select: int = 0  # cells before the window that a query group reads exactly, too
 
     @property
     def span(self) -> int | None:
@@ -55,7 +56,9 @@ class Cells(NamedTuple):
 
     def problem(self) -> str | None:
         """Say what is wrong with these numbers; None if nothing is."""
-        window, stride, block, distance = self
+        window, stride, block, distance, select = self
+        if select < 0:
+            return f"select must be at least 0, got {select}"
         if window < 0 or stride < 1:
             return f"window must be at least 0 and stride at least 1, got {window} and {stride}"
         if block < stride:

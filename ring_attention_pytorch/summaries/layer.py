@@ -44,6 +44,8 @@ class Summaries:
             are. Weights are learned, those of keys and of values apart.
         gates: instead of one softmax over near and far there are two, and each token learns how
             much it takes of either.
+        select: cells before the window that each query group reads exactly, beside their
+            summaries: those whose summaries have most of its attention.
 
     Raises:
         ValueError: numbers can't be, or there is no such pool.
@@ -58,6 +60,7 @@ class Summaries:
     distance: int | None = None
     pool: str = "mean"
     gates: bool = False
+    select: int = 0
 
     def __post_init__(self) -> None:
         problem = self.rule.problem()
@@ -70,7 +73,7 @@ class Summaries:
     def rule(self) -> Cells:
         """What is near and what is far, in ints."""
         block = self.stride if self.block is None else self.block
-        return Cells(self.window, self.stride, block, self.distance)
+        return Cells(self.window, self.stride, block, self.distance, self.select)
 
     def layer(self, dim: int, dim_head: int, heads: int, key_heads: int) -> "SummaryLayer":
         """Make the far part of a layer with these sizes."""

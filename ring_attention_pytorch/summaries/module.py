@@ -16,7 +16,7 @@ class SummaryAttention(RingAttention):
 
     Args:
         dim: model width.
-        window, stride, block, distance, pool, gates: as for `Summaries`.
+        window, stride, block, distance, pool, gates, select: as for `Summaries`.
         options: those of `RingAttention`.
 
     Raises:
@@ -38,9 +38,10 @@ class SummaryAttention(RingAttention):
         distance: int | None = None,
         pool: str = "mean",
         gates: bool = False,
+        select: int = 0,
         **options: Any,
     ):
-        given = Summaries(window, stride, block, distance, pool, gates)
+        given = Summaries(window, stride, block, distance, pool, gates, select)
         super().__init__(dim, attn_summaries=given, **({"causal": True} | options))
 
     @torch.no_grad()
@@ -54,7 +55,7 @@ class SummaryAttention(RingAttention):
             `[b, n, dim]` as `forward` gives it, and a cache that this layer alone uses.
 
         Raises:
-            ValueError: the layer has softclamp or auto_shard_seq, or x is no such part.
+            ValueError: the layer has softclamp, auto_shard_seq or select, or x is no such part.
 
         >>> attn = SummaryAttention(32, window=8, stride=4, dim_head=8, heads=4)
         >>> x = torch.randn(1, 37, 32)
@@ -62,8 +63,8 @@ class SummaryAttention(RingAttention):
         >>> out = torch.cat([attn.step(token, cache) for token in x[:, 30:].split(1, 1)], 1)
         >>> torch.testing.assert_close(out, attn(x)[:, 30:])
         """
-        if self.softclamp is not None or self.spread.auto:
-            raise ValueError("prefill needs a layer without softclamp, and auto_shard_seq=False")
+        if self.softclamp is not None or self.spread.auto or self.summaries.rule.select:
+            raise ValueError("prefill needs a layer without softclamp, auto_shard_seq and select")
         plan = self.plan(x)
         angles = None
         if self.rotary_embed is not None:

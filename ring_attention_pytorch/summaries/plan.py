@@ -1,7 +1,7 @@
 """The plan of near and far: who pools what, where summaries and queries go, and two `RingPlan`s."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ring_attention_pytorch.summaries.cells import (
     without_gaps,
 )
 from ring_attention_pytorch.summaries.edge import Edge
+from ring_attention_pytorch.summaries.select import Selection
 
 # what near and far attention have in common; documents and masks are told each in its own way
 _BOTH = ("scale", "softclamp", "kernel", "transport", "memory", "bucket_size", "check")
@@ -118,6 +119,7 @@ class SummaryPlan(RingPlan):
     edge: Edge | None = None  # None where all windows end with a cell
     deal: Deal | None = None  # None where no query sees a summary, on any rank
     far: RingPlan | None = None
+    selection: Selection | None = None  # None where nothing is selected
 
     @classmethod
     @typed(told_by_group("summary attention", ring_of=attention_ring), apart=True)
@@ -148,6 +150,8 @@ class SummaryPlan(RingPlan):
             distance: how far back summaries are seen; window and a multiple of stride. None sees
                 all.
             group: the ring, as for `ring_attn`.
+            select: so many cells of those seen in summary are read exactly, too, chosen by each
+                query group; 0 is none.
             options: of `ring_attn`: key_mask, documents, cu_seqlens, layout, scale, softclamp,
                 kernel, transport, memory, bucket_size, check; and `also`, what else all ranks must
                 have the same, by name.
@@ -161,8 +165,9 @@ class SummaryPlan(RingPlan):
         batch=1, n=7, m=7, heads=8, key heads=2, d=4, d_v=4, dtype=torch.float32, device=cpu
         """
         ring = attention_ring(group)
-        rule = Cells(window, stride, stride if block is None else block, distance)
-        same = {"window, stride, block, distance": list(rule)}
+        block = stride if block is None else block
+        rule = Cells(window, stride, block, distance, options.pop("select", 0))
+        same = {"window, stride, block, distance, select": list(rule)}
         agree(ring, "summary attention", same, problem=problem_of(lambda: _problem(rule, options)))
         near = RingPlan.make(
             q, k, v, causal=True, window=window, group=ring, **options
@@ -177,6 +182,10 @@ class SummaryPlan(RingPlan):
             return cls(**mine)
         deal = Deal.make(rule, places, held, ring, key_mask, q.device)
         far = _far_plan(near, rule, deal, places.borders, (q, k, v), options)
+        if rule.select:
+            selection = Selection.make(rule, places.borders[-1], held, ring, q.device)
+            masks = dict(key_mask=near.key_mask, summaries=far.key_mask)
+            mine["selection"] = replace(selection, **masks)
         return cls(**mine, deal=deal, far=far)
 
     def summary_positions(self, *, in_documents: bool = False) -> Tensor:

@@ -70,6 +70,28 @@ SUMMARIES = [
         "torch.stack([part for _, part in parts]).detach()",
     ),
     Mutant(
+        "ties go to the later cell", "summaries/select.py:Selection._chosen",
+        "shares.sort(dim=-1, descending=True, stable=True)",
+        "(lambda s: (s[0], self.cells - 1 - s[1]))("
+        "shares.flip(-1).sort(dim=-1, descending=True, stable=True))",
+    ),
+    Mutant(
+        "all query groups choose alike", "summaries/select.py:Selection._chosen",
+        "scores.softmax(-1).sum(2)", "scores.softmax(-1).sum((1, 2))[:, None].repeat(1, 2, 1)",
+    ),
+    Mutant(
+        "masked keys of chosen cells are seen", "summaries/select.py:Selection._fetched",
+        "if self.key_mask is not None", "if False",
+    ),
+    Mutant(
+        "cells that nobody may see are chosen", "summaries/select.py:Selection._chosen",
+        "if self.summaries is not None", "if False",
+    ),
+    Mutant(
+        "cells beyond the distance are chosen", "summaries/select.py:Selection.make",
+        "if rule.span is not None", "if False",
+    ),
+    Mutant(
         "no bias", "summaries/attention.py:summary_attn", "far[1] + bias.to(far[1].dtype)",
         "far[1] + 0 * bias.to(far[1].dtype)",
     ),

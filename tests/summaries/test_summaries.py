@@ -51,6 +51,9 @@ CASES = {
     "bounded": Case(distance=11, documents=True),
     "window of whole cells": Case(window=6, transport="gather"),
     "attention pooling": Case(pooled="attention", documents=True, masked=True, block=4),
+    "selected": Case(select=2),
+    "tied": Case(select=2, level=True),
+    "selected of few": Case(select=3, documents=True, masked=True, block=5, distance=14),
     "gates": Case(gated=True, documents=True),
     "nothing far": Case(window=4, stride=2, block=3, distance=4),
     "shorter than the window": Case(length=9, window=20),
@@ -90,7 +93,9 @@ def test_with_cells_of_one_token_it_is_causal_attention() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_token_changes_anything_before_it(size: int) -> None:
     """Each token is perturbed: earlier results keep every bit, those that see it do not."""
-    case = Case(length=23, batch=1, window=3, stride=4, block=6, layout="zigzag", distance=11)
+    case = Case(
+        length=23, batch=1, window=3, stride=4, block=6, layout="zigzag", distance=11, select=1
+    )
 
     def results(moved: int | None) -> Tensor:
         data = case.data()
@@ -187,7 +192,9 @@ def test_only_summaries_travel_and_keys_that_are_near(layout: str, transport: st
 # --- modules ---
 
 
-@pytest.mark.parametrize("case", [Module(), Module(restart=True, gates=True, pool="attention")])
+@pytest.mark.parametrize(
+    "case", [Module(), Module(restart=True, gates=True, pool="attention", select=2)]
+)
 def test_models_on_a_ring_are_those_of_one_process(case: Module) -> None:
     for size, layout in ((2, "zigzag"), (3, "striped"), (4, "contiguous")):
         check_modules_in_threads(case, size, layout)
@@ -253,6 +260,7 @@ def test_rings_of_one_group_may_differ_in_what_is_far(pools) -> None:
         (dict(window=4, stride=4, block=3), "block must be at least stride=4, got 3"),
         (dict(window=4, stride=4, distance=10), "distance must be window=4 and a multiple"),
         (dict(window=4, stride=4, distance=0), "distance must be window=4 and a multiple"),
+        (dict(window=4, select=-1), "select must be at least 0"),
         (dict(window=4, pool="max"), "pool must be one of 'mean', 'attention'"),
     ],
 )

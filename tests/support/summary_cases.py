@@ -35,6 +35,8 @@ class Case:
     stride: int = 3
     block: int = 3
     distance: int | None = None
+    select: int = 0
+    level: bool = False  # whether all keys are alike, so that all cells are tied
     layout: str = "contiguous"
     batch: int = 2
     documents: bool = False
@@ -45,8 +47,11 @@ class Case:
     seed: int = 0
 
     @property
-    def rule(self) -> dict[str, int | None]:
-        return {name: getattr(self, name) for name in ("window", "stride", "block", "distance")}
+    def rule(self) -> dict[str, Any]:
+        return {
+            name: getattr(self, name)
+            for name in ("window", "stride", "block", "distance", "select")
+        }
 
     def data(self) -> dict[str, Tensor]:
         """All tensors that have gradients, and the cotangent."""
@@ -67,6 +72,8 @@ class Case:
         if self.pooled == "attention":
             data |= {"key_query": normal(KEY_HEADS, D), "value_query": normal(KEY_HEADS, D_V)}
         data |= {"gates": normal(*tokens, HEADS, 2)} if self.gated else {"bias": normal(HEADS)}
+        if self.level:
+            data["k"].zero_()
         return data
 
     def masks(self) -> dict[str, Tensor]:
@@ -174,10 +181,11 @@ class Module:
     restart: bool = False
     gates: bool = False
     pool: str = "mean"
+    select: int = 0
 
     def model(self, **over: Any) -> RingTransformer:
         draw = torch.Generator().manual_seed(3)  # threads share PyTorch's own
-        far = Summaries(5, 3, 4, gates=self.gates, pool=self.pool)
+        far = Summaries(5, 3, 4, gates=self.gates, pool=self.pool, select=self.select)
         model = RingTransformer(
             num_tokens=17, dim=12, depth=2, dim_head=6, heads=4, num_grouped_query_heads=2,
             causal=True, attn_summaries=far, rotary_restart=self.restart, **over,

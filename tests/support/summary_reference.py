@@ -34,6 +34,7 @@ def summary_attention(  # noqa: PLR0913 - an option each
     stride: int,
     block: int,
     distance: int | None = None,
+    select: int = 0,
     weights: tuple[Tensor, Tensor],
     queries: tuple[Tensor | None, Tensor | None] = (None, None),
     bias: Tensor | None = None,
@@ -74,6 +75,15 @@ def summary_attention(  # noqa: PLR0913 - an option each
                 every_v = torch.cat((values, torch.stack(far_v)))
             every_k, every_v = (x.repeat_interleave(shared, 1) for x in (every_k, every_v))
             scores = torch.einsum("ihd,jhd->hij", rotate(mine, where), every_k) * q.shape[3] ** -0.5
+            near = near.expand(h, -1, -1).clone()
+            for heads in torch.arange(h).view(-1, shared) if select and ends else ():
+                seen = scores[heads, :, length:].masked_fill(~far, -torch.inf)
+                liked = seen.softmax(-1).nan_to_num().sum(0).masked_fill(~far, -1.0)
+                best = liked.sort(dim=-1, descending=True, stable=True).indices[:, :select]
+                chosen = torch.zeros_like(far).scatter(1, best, True) & far
+                cell = torch.arange(length) // stride * stride + stride
+                near[heads] |= (chosen[:, :, None] & (last[:, None] == cell)).any(1) & real[at]
+            far = far.expand(h, -1, -1)
             added = torch.zeros(h, dtype=q.dtype) if bias is None else bias
             scores = torch.cat(
                 (scores[..., :length], scores[..., length:] + added[:, None, None]), -1
