@@ -6,8 +6,9 @@
 
 Time is of forward and backward, summaries and their gradients included, for keys and values that
 are projected already. "keys" are those that a query sees on average by the formula: window + half
-a stride + min(N / 2, distance) / stride, or N / 2 exactly. If time follows the formula, "tflops"
-stays as it is while tokens grow. The plan, "plan_ms", is made once for all layers.
+a stride + select * stride + min(N / 2, distance) / stride, or N / 2 exactly. If time follows the
+formula, "tflops" stays as it is while tokens grow. The plan, "plan_ms", is made once for all
+layers.
 """
 
 import time
@@ -42,6 +43,7 @@ class Setting:
     window: int = 1024
     stride: int = 16
     distance: int = 2**16
+    select: int = 0
 
     def bound(self, subject: str) -> int | None:
         """Return how far summaries are seen: whole cells beyond the window."""
@@ -53,7 +55,8 @@ class Setting:
             return length / 2
         bound = self.bound(subject)
         far = length / 2 if bound is None else min(length / 2, bound)
-        return min(length / 2, self.window + self.stride / 2) + far / self.stride
+        near = self.window + self.stride / 2 + self.select * self.stride
+        return min(length / 2, near) + far / self.stride
 
     def flops(self, subject: str, length: int) -> float:
         """Return FLOPs of forward and backward, which has 2.5 times forward's."""
@@ -81,7 +84,7 @@ class Case:
         tensors, layout = (self.q, self.k, self.v), LAYOUT
         if self.subject == "exact":
             return RingPlan.make(*tensors, causal=True, layout=layout)
-        rule = dict(window=self.setting.window, stride=self.setting.stride)
+        rule = {name: getattr(self.setting, name) for name in ("window", "stride", "select")}
         return SummaryPlan.make(
             *tensors, **rule, distance=self.setting.bound(self.subject), layout=layout
         )
@@ -169,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser("summaries", __doc__, save="summaries", device=default, heads=[8, 2])
     options.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     options.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
-    for name in ("dim_head", "window", "stride", "distance"):
+    for name in ("dim_head", "window", "stride", "distance", "select"):
         shown = name.replace("_", "-")
         options.add_argument(f"--{shown}", type=int, default=getattr(Setting, name))
     options.add_argument("--exact-up-to", type=int, default=2**19, help="the longest exact run")
@@ -177,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     together = dist.is_torchelastic_launched()
     with joined(asked.device) if together else nullcontext(torch.device(asked.device)) as device:
         dtype = torch.bfloat16 if asked.device == "cuda" else torch.float32
-        rule = asked.dim_head, asked.window, asked.stride, asked.distance
+        rule = asked.dim_head, asked.window, asked.stride, asked.distance, asked.select
         setting = Setting(asked.device, dtype, *asked.heads, *rule)
         about = dict(heads=asked.heads, head_dim=asked.dim_head, window=asked.window)
         run = Run("summaries", argv, device_name(device), **gpus(device), **about)

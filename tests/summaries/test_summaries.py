@@ -52,7 +52,7 @@ CASES = {
     "window of whole cells": Case(window=6, transport="gather"),
     "attention pooling": Case(pooled="attention", documents=True, masked=True, block=4),
     "selected": Case(select=2),
-    "tied": Case(select=2, level=True),
+    "tied": Case(select=2, level=True, masked=True),
     "selected of few": Case(select=3, documents=True, masked=True, block=5, distance=14),
     "gates": Case(gated=True, documents=True),
     "nothing far": Case(window=4, stride=2, block=3, distance=4),

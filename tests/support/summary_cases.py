@@ -259,12 +259,12 @@ def decoded(
 
 def separate_rings() -> bool:
     """Of two rings, one whose documents are all near; for a pool of four."""
-    ring = Ring(None, 2)
-    model = Module().model(ring_attn=True, auto_shard_seq=False)
-    ids, documents = Module().data()
+    ring, case = Ring(None, 2), Module(select=1)
+    model = case.model(ring_attn=True, auto_shard_seq=False)
+    ids, documents = case.data()
     if ring.first == 0:
-        documents = torch.arange(Module().length).expand(2, -1) // 4
-    at = positions("contiguous", rank=ring.rank, ring_size=2, length=Module().length)
-    alone = Module().model()(ids, documents=documents)
+        documents = torch.arange(case.length).expand(2, -1) // 4
+    at = positions("contiguous", rank=ring.rank, ring_size=2, length=case.length)
+    alone = case.model()(ids, documents=documents)
     found = model(ids[:, at], documents=documents[:, at], ring_size=2)
     return relative_error(found, alone[:, at]) < 1e-10
