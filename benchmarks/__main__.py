@@ -32,6 +32,7 @@ NAMES = {
     "report": "report",
     "ring": "ring",
     "routing": "routing",
+    "summaries": "summaries",
     "sustained": "sustained",
     "sweep": "sweep",
 }  # to the module

@@ -198,8 +198,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def curves(lines: Mapping[str, Sequence[float]], width: int = 64, height: int = 10) -> str:
-    """One or two curves in a frame, marked `●` and `○`, and `◉` where both go through."""
-    marks = {1: "●", 2: "○", 3: "◉", 0: " "}
+    """Up to three curves in a frame, marked `●`, `○` and `×`; `◉` where several go through."""
+    marks = {0: " ", 1: "●", 2: "○", 4: "×"}
     values = [v for line in lines.values() for v in line]
     low, high, steps = min(values), max(values), max(map(len, lines.values()))
     width = min(width, steps)
@@ -212,11 +212,11 @@ def curves(lines: Mapping[str, Sequence[float]], width: int = 64, height: int = 
                 grid[row, column] |= 1 << number
     axis = [f"{high:7.2f}", *[" " * 7] * (height - 2), f"{low:7.2f}"]
     drawn = [
-        f"{y} │{''.join(marks[cell] for cell in row)}".rstrip()
+        f"{y} │{''.join(marks.get(cell, '◉') for cell in row)}".rstrip()
         for y, row in zip(axis, grid.tolist())
     ]
     names = "   ".join(f"{marks[1 << i]} {name}" for i, name in enumerate(lines))
-    both = "   ◉ both" if len(lines) == 2 else ""
+    both = {1: "", 2: "   ◉ both"}.get(len(lines), "   ◉ several")
     return "\n".join([*drawn, f"{'':7} └{'─' * width}", f"{'':9}{names}{both}"])
 
 

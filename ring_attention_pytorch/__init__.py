@@ -35,6 +35,13 @@ from ring_attention_pytorch.routing import (
     select_topk,
     soft_topk,
 )
+from ring_attention_pytorch.summaries import (
+    Summaries,
+    SummaryAttention,
+    SummaryPlan,
+    summarize,
+    summary_attn,
+)
 from ring_attention_pytorch.training.batches import RingCollator, ShardedBatch, shard_batch
 from ring_attention_pytorch.training.dataset import SequenceShardedDataset, TokenFile
 from ring_attention_pytorch.training.losses import ring_cross_entropy, ring_token_logprobs
@@ -60,6 +67,9 @@ __all__ = [
     "RoutingPlan",
     "SequenceShardedDataset",
     "ShardedBatch",
+    "Summaries",
+    "SummaryAttention",
+    "SummaryPlan",
     "TokenFile",
     "apply_rotary_pos_emb",
     "balanced",
@@ -82,6 +92,8 @@ __all__ = [
     "shard_batch",
     "shard_sequence",
     "soft_topk",
+    "summarize",
+    "summary_attn",
     "tree_attn_decode",
     "ulysses_attn",
     "unshard_sequence",

@@ -22,11 +22,13 @@ from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.nn.averaging import watch_averaging
 from ring_attention_pytorch.nn.checks import (
     PlanOfLayer,
+    SummaryOptions,
     angles_problem,
     kernel_problem,
     plan_problem,
     scores_problem,
     shape_problem,
+    summaries_problem,
     tokens_problem,
     unused_problem,
 )
@@ -83,6 +85,9 @@ class RingAttention(HeadProjections):
         in_graphs: use CUDA graphs (`RingPlan.in_graphs`) where possible: for batches without mask
             and documents, from the second one of its kind on. Graphs of the last four kinds are
             kept. Not with dropout.
+        attn_summaries: `Summaries(window, stride, ...)`: tokens beyond the window are seen in
+            summary (docs/guide/summaries.md). Needs causal, without max_lookback_seq_len, dropout,
+            in_graphs, ulysses and force_regular_attn.
 
     Raises:
         ValueError: arguments are invalid or contradict one another.
@@ -123,6 +128,7 @@ class RingAttention(HeadProjections):
         rotary_restart: bool = False,
         dropout: float | int = 0.0,
         in_graphs: bool = False,
+        attn_summaries: SummaryOptions | None = None,
     ):
         super().__init__()
         over_ring = dict(transport=transport, ulysses=ulysses, memory=memory)
@@ -134,7 +140,9 @@ class RingAttention(HeadProjections):
             or over_ring_problem(ring_attn and not force_regular_attn, heads, **over_ring)
             or (in_graphs and in_graphs_problem(force_regular_attn, dropout, transport))
             or dropout_problem(dropout, None)
-        )
+            or (attn_summaries and summaries_problem(
+                causal, max_lookback_seq_len, dropout, in_graphs, ulysses, force_regular_attn))
+        )  # fmt: skip
         if problem:
             raise ValueError(problem)
         self.spread = ShardConfig.make(
@@ -150,8 +158,17 @@ class RingAttention(HeadProjections):
         self.rotary_restart, self.rotary_embed = rotary_restart, None
         if rotary_embed:
             self.rotary_embed = RingRotaryEmbedding(dim_head, theta=rotary_embed_theta)
-        self.make_projections(dim, dim_head, heads, heads // num_grouped_query_heads, prenorm)
+        key_heads, self.summaries = heads // num_grouped_query_heads, None
+        self.make_projections(dim, dim_head, heads, key_heads, prenorm)
+        if attn_summaries is not None:
+            self.summaries = attn_summaries.layer(dim, dim_head, heads, key_heads)
+        self.rotate_summaries(self.rotary_embed, rotary_restart)
         self.watched = False  # by `watch_averaging`
+
+    def rotate_summaries(self, rotary: RingRotaryEmbedding | None, restart: bool) -> None:
+        """Rotate summaries, if there are any, by the embedding that gives `forward` its angles."""
+        if self.summaries is not None and rotary is not None:
+            self.summaries.rotate_by(rotary.forward, restart)
 
     @typed(told_by_module("ring attention"))
     def forward(  # noqa: PLR0913 - a public entry point
@@ -272,6 +289,8 @@ class RingAttention(HeadProjections):
             return "with a context its own context_mask says what may be seen, not mask"
         if self.rotary_embed is not None and rotary_emb is not None:
             return "a module with rotary_embed makes its own angles, rotary_emb would be ignored"
+        if rotary_emb is not None and self.summaries and self.summaries.rotary is None:
+            return "rotary_emb says no angles of summaries; make the module with rotary_embed=True"
         if rotary_emb is not None:
             by_sample = not self.spread.auto
             if problem := angles_problem(x, rotary_emb, self.dim_head, by_sample):
@@ -285,8 +304,12 @@ class RingAttention(HeadProjections):
             raise ValueError("a plan is for tokens sharded by hand, and for the ring's kernels")
         if given := [name for name, value in decided.items() if value is not None]:
             raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
+        rule = None if self.summaries is None else self.summaries.rule
+        if (found := getattr(plan, "rule", None)) != rule:
+            raise ValueError(f"the plan is for summaries by {found}, the module's are by {rule}")
+        window = self.window if rule is None else rule.window
         wanted = PlanOfLayer(
-            Mask(self.causal, self.window), self.softclamp, self.rate, self.training, self.kernel,
+            Mask(self.causal, window), self.softclamp, self.rate, self.training, self.kernel,
             self.spread.layout_here, self.spread.ring_attn, self.over_ring,
         )  # fmt: skip
         if problem := plan_problem(plan, wanted):
@@ -345,7 +368,8 @@ class RingAttention(HeadProjections):
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, ring: Ring, **options: Any
     ) -> RingPlan:
         usual = dict(layout=self.spread.layout, cross=False)
-        plan = RingPlan.make(
+        make = RingPlan.make if self.summaries is None else self.summaries.plan
+        plan = make(
             q, k, v, causal=self.causal, window=self.window, key_mask=seen,
             softclamp=self.softclamp, group=ring, kernel=self.kernel, dropout=self.rate,
             bucket_size=self.bucket_size, **self.over_ring, **(usual | options),
@@ -384,6 +408,9 @@ class RingAttention(HeadProjections):
             if plan is not None:
                 positions = operators.positions(plan, x, self.rotary_restart)
             angles = self.rotary_embed(positions)
+        if self.summaries is not None:
+            out = self.summaries(x, [q, k, v], angles, plan)
+            return self.to_out(rearrange(out, "b n h d -> b n (h d)"))
         if angles is not None:
             q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
         if plan is not None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -58,6 +58,26 @@ def unused_problem(eps: float, restart_alone: bool) -> str | None:
     if restart_alone:
         return "rotary_restart needs rotary_embed=True: there is nothing to restart"
     return None
+
+
+@runtime_checkable
+class SummaryOptions(Protocol):
+    """Options of attention that sees far tokens in summary, by which a layer makes that part."""
+
+    def layer(self, dim: int, dim_head: int, heads: int, key_heads: int) -> Any: ...
+
+
+def summaries_problem(
+    causal: bool, lookback: int | None, dropout: float, graphs: bool, ulysses: int, regular: bool
+) -> str | None:
+    """Say what is wrong with the options of a layer with summaries; None if nothing."""
+    if causal and (lookback, dropout, graphs, ulysses, regular) == (None, 0, False, 1, False):
+        return None
+    return (
+        "attn_summaries needs causal=True and has a window of its own, no dropout, no CUDA graphs "
+        f"and no Ulysses; got causal={causal}, max_lookback_seq_len={lookback}, dropout={dropout}, "
+        f"in_graphs={graphs}, ulysses={ulysses}, force_regular_attn={regular}"
+    )
 
 
 def tokens_problem(name: str, x: Tensor, dim: int) -> str | None:

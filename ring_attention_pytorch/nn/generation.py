@@ -294,6 +294,8 @@ class Generation:
             return "the model must be causal: else each new token would change all earlier ones"
         if not len(self.layers):
             return "the model has no blocks"
+        if any(attention.summaries is not None for attention, _ in self.layers):
+            return "layers with attn_summaries keep other keys: decode layer by layer, with prefill and step of SummaryAttention"
         if current() is not None:
             return "ids are whole sequences, call it outside of the block of a batch"
         if problem := ids_problem(ids, mask, None, classes, self.ignore_index):

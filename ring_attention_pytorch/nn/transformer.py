@@ -29,7 +29,7 @@ from ring_attention_pytorch.geometry.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.nn.attention import RingAttention
-from ring_attention_pytorch.nn.checks import ids_problem, plans_problem
+from ring_attention_pytorch.nn.checks import SummaryOptions, ids_problem, plans_problem
 from ring_attention_pytorch.nn.generation import Generation
 from ring_attention_pytorch.nn.loss import mean_cross_entropy, next_tokens
 from ring_attention_pytorch.nn.norm import RMSNorm
@@ -124,15 +124,13 @@ class RingTransformer(Generation, nn.Module):
         rotary_restart: bool = False,
         attn_dropout: float | int = 0.0,
         in_graphs: bool = False,
+        attn_summaries: SummaryOptions | None = None,
     ):
         super().__init__()
         if max_lookback_seq_len is None or isinstance(max_lookback_seq_len, int):
             max_lookback_seq_len = (max_lookback_seq_len,) * depth
-        if len(max_lookback_seq_len) != depth:
-            raise ValueError(
-                f"max_lookback_seq_len must be one for each of {depth} blocks, "
-                f"got {len(max_lookback_seq_len)}"
-            )
+        if (got := len(max_lookback_seq_len)) != depth:
+            raise ValueError(f"max_lookback_seq_len must be {depth}, one for each block, got {got}")
         self.spread = ShardConfig.make(
             ring_attn, auto=auto_shard_seq, causal=causal, ring_seq_size=ring_seq_size,
             layout=layout, striped=striped_ring_attn, group=group,
@@ -150,8 +148,9 @@ class RingTransformer(Generation, nn.Module):
                 force_regular_attn=force_regular_attn, use_cuda_kernel=use_cuda_kernel,
                 softclamp=softclamp, kernel=kernel, transport=transport, ulysses=ulysses,
                 memory=memory, dropout=attn_dropout, in_graphs=in_graphs,
-                **self.spread.of_layers(),
+                attn_summaries=attn_summaries, **self.spread.of_layers(),
             )  # fmt: skip
+            attn.rotate_summaries(self.rotary_emb, rotary_restart)
             self.layers.append(nn.ModuleList([attn, feed_forward(dim, ff_mult)]))
         self.to_logits = nn.Sequential(RMSNorm(dim), nn.Linear(dim, num_tokens, bias=False))
 
@@ -289,8 +288,7 @@ class RingTransformer(Generation, nn.Module):
         packed: dict[str, Any],
     ) -> _Batch:
         on, auto = self.spread.on(off), self.spread.auto
-        given = {"mask": mask is not None, "labels": labels is not None}
-        given["return_loss"] = return_loss
+        given = dict(mask=mask is not None, labels=labels is not None, return_loss=return_loss)
         shift = return_loss and labels is None
         classes = self.token_emb.num_embeddings
         able = not self.force_regular_attn

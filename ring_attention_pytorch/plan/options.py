@@ -139,7 +139,8 @@ def _mask_mod_problem(o: "Options", call: Call) -> str | None:
 
 
 def _positions_problem(o: "Options", call: Call) -> str | None:
-    return positions_problem(o.query_positions, o.key_positions, call.q, call.k, o.packed)
+    counted = o.packed and not isinstance(o.documents, tuple)  # a tuple says where positions are
+    return positions_problem(o.query_positions, o.key_positions, call.q, call.k, counted)
 
 
 def _sinks_problem(o: "Options", call: Call) -> str | None:

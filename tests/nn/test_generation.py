@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attention_pytorch import RingCache, shard_batch
+from ring_attention_pytorch import RingCache, RingTransformer, Summaries, shard_batch
 from ring_attention_pytorch.inference import partial
 from ring_attention_pytorch.nn import generation
 from ring_attention_pytorch.nn.generation import Sampling
@@ -199,3 +199,10 @@ def test_a_long_chunk_s_scores_are_in_memory_some_at_a_time(monkeypatch) -> None
 def test_pages_are_smaller_for_short_sequences() -> None:
     assert generation.page_for(10, 4) == 1
     assert generation.page_for(10**6, 8) == 64
+
+
+def test_summaries_are_not_generated_from():
+    sizes = dict(num_tokens=16, dim=16, depth=1, dim_head=8, heads=2, causal=True)
+    model = RingTransformer(**sizes, attn_summaries=Summaries(window=4, stride=2))
+    with pytest.raises(ValueError, match="attn_summaries"):
+        model.generate(torch.zeros(1, 4, dtype=torch.long), 2)

@@ -29,6 +29,7 @@ BELOW["inference"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["decoding"] = BELOW["functional"] | {"inference"}
 BELOW["nn"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["routing"] = BELOW["nn"] | {"nn"}
+BELOW["summaries"] = BELOW["nn"] | {"nn", "decoding"}
 BELOW["training"] = BELOW["nn"] | {"nn"}
 BELOW["integrations"] = {"comm", "geometry", "plan", "runtime", "functional", "inference"}
 BELOW["integrations"] |= {"nn", "training"}

@@ -1,0 +1,122 @@
+"""`summary_attn`: exact attention to what is near, merged with attention to summaries of the rest.
+
+    window  ring_attn with a window                                      keys travel as ever
+    edge    the rest of the cell in which the window ends (edge.py)      few keys travel
+    select  the cells whose summaries a query likes best (select.py)     these cells travel
+    far     ring_attn of rows to summaries, causal by row and cell       summaries travel
+            a row's queries see the same, so they are heads of one row
+
+Yuan et al. 2025, "Native Sparse Attention", section 3.3.
+"""
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.runtime.torch_func import run_apart
+from ring_attention_pytorch.summaries.plan import SummaryPlan
+
+
+def summary_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    summary_k: Tensor,
+    summary_v: Tensor,
+    *,
+    plan: SummaryPlan,
+    bias: Tensor | None = None,
+    gates: Tensor | None = None,
+) -> Tensor:
+    """Compute attention to near tokens exactly, and to farther ones by their summaries.
+
+    Args:
+        q: `[b, n, h, d]`, this rank's queries.
+        k: `[b, n, h_kv, d]`, v: `[b, n, h_kv, d_v]`, its keys and values.
+        summary_k, summary_v: `[1, m, h_kv, ...]`, the summaries that it keeps, by `summarize`.
+        plan: from `SummaryPlan.make`, for tensors like q, k and v.
+        bias: `[h]`, added to the scores of summaries. None is 0.
+        gates: `[b, n, h, 2]`: instead of one softmax over both there are two, near and far, and
+            the result is their sum with these factors.
+
+    Returns:
+        `[b, n, h, d_v]`, of the dtype that `ring_attn` gives. Gradients are exact, those through
+        summaries too.
+
+    Raises:
+        ValueError: the plan was made for other tensors, or bias or gates are of other shapes.
+
+    >>> from ring_attention_pytorch.summaries import SummaryPlan, summarize
+    >>> q, k = torch.randn(1, 40, 4, 8), torch.randn(1, 40, 2, 8)
+    >>> plan = SummaryPlan.make(q, k, k, window=8, stride=4)
+    >>> summary_attn(q, k, k, *summarize(k, k, plan=plan), plan=plan).shape
+    torch.Size([1, 40, 4, 8])
+    """
+    if is_compiling():
+        given = dict(plan=plan, bias=bias, gates=gates)
+        return run_apart(summary_attn, q, k, v, summary_k, summary_v, **given)
+    b, n, h, _ = q.shape
+    for name, t, shape in (("bias", bias, [h]), ("gates", gates, [b, n, h, 2])):
+        if t is not None and list(t.shape) != shape:
+            raise ValueError(f"summary attention: {name} must be {shape}, got {list(t.shape)}")
+    if bias is not None and gates is not None:
+        raise ValueError("summary attention: with gates a bias has no effect; leave one out")
+    near = [_window(q, k, v, plan)]
+    if plan.edge is not None:
+        found = plan.edge.attend(q, k, v, plan.terms, plan.ring)
+        near.append(_placed(*found, plan.edge.queries, b, n))
+    if plan.selection is not None:
+        found = plan.selection.attend(q, k, v, summary_k, plan.terms)
+        near.append(_placed(*found, plan.selection.queries, b, n))
+    far = None if plan.far is None else _far(q, summary_k, summary_v, plan)
+    dtype = near[0][0].dtype
+    if gates is not None:
+        out = gates[..., :1] * _merged(near)
+        return (out if far is None else out + gates[..., 1:] * far[0]).to(dtype)
+    if far is not None:
+        near.append(far if bias is None else (far[0], far[1] + bias.to(far[1].dtype)))
+    return _merged(near).to(dtype)
+
+
+Part = tuple[Tensor, Tensor]  # out [b, n, h, d_v] and lse [b, n, h], of some keys
+
+
+def _window(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan) -> Part:
+    out, lse = ring_attn(q, k, v, plan=plan, return_lse=True)
+    return out, rearrange(lse, "b h n -> b n h")
+
+
+def _far(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan) -> Part:
+    """Compute attention to summaries: the queries of a row are heads of one query."""
+    deal = plan.deal
+    b, n, h, d = q.shape
+    fold = dict(w=deal.width, g=k.shape[2])
+    room = q.new_zeros(len(deal.rows) * deal.width, h, d)
+    rows = room.index_copy(0, deal.slots, q.flatten(0, 1)[deal.queries])
+    rows = rearrange(rows, "(r w) (g h) d -> 1 r (g h w) d", **fold)
+    out, lse = ring_attn(rows, k, v, plan=plan.far, return_lse=True)
+    out = rearrange(out, "1 r (g h w) d -> (r w) (g h) d", **fold)[deal.slots]
+    lse = rearrange(lse, "1 (g h w) r -> (r w) (g h)", **fold)[deal.slots]
+    return _placed(out, lse, deal.queries, b, n)
+
+
+def _placed(out: Tensor, lse: Tensor, tokens: Tensor, b: int, n: int) -> Part:
+    """Put results `[x, h, ...]` of some tokens in their places; others have seen nothing."""
+    nothing, unseen = (
+        out.new_zeros(b * n, *out.shape[1:]),
+        lse.new_full((b * n, lse.shape[1]), -torch.inf),
+    )
+    out, lse = nothing.index_copy(0, tokens, out), unseen.index_copy(0, tokens, lse)
+    return out.unflatten(0, (b, n)), lse.unflatten(0, (b, n))
+
+
+def _merged(parts: list[Part]) -> Tensor:
+    """Merge the results of one softmax by the lse of its parts, in wide numbers."""
+    lse = torch.stack([part for _, part in parts])
+    top = lse.detach().amax(dim=0)
+    weights = (lse - top.masked_fill(top.isinf(), 0.0)).exp()
+    total = weights.sum(dim=0)
+    weights = weights / total.masked_fill(total == 0, 1.0)
+    return sum(w[..., None] * out for w, (out, _) in zip(weights, parts))

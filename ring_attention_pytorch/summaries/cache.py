@@ -1,0 +1,149 @@
+"""A cache of near tokens and far summaries: what decoding needs, however long the past is.
+
+    all ranks    the tokens of the window, and those that the next summary will be made of
+    each rank    its share of the summaries
+
+A token's attention is to all that is cached: whatever it may not see yet has no summary, and
+whatever has left the window is dropped, once it is in one. So decoding needs no mask.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.decoding import tree_attn_decode
+from ring_attention_pytorch.geometry.layouts import count, segment_positions
+from ring_attention_pytorch.nn.sharding import all_to_all
+from ring_attention_pytorch.summaries.plan import SummaryPlan
+
+Pool = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
+
+
+class SummaryCache:
+    """The keys and values of one layer for decoding, of samples that are equally long.
+
+    `SummaryAttention.prefill` makes it. It grows by one key and value for every `stride` tokens,
+    on one of the ranks.
+    """
+
+    def __init__(self, plan: SummaryPlan, raw: Tensor, k: Tensor, v: Tensor, far: list[Tensor]):
+        """Take what a prompt leaves: keys before and after rotary embedding, values, summaries.
+
+        raw, k and v are this rank's shards of the prompt; `far` the summaries that it keeps.
+        """
+        self.rule, self.ring = plan.rule, plan.ring
+        self.length = sum(map(count, plan.query_segments))
+        self.cells = self.rule.count(self.length)  # that have summaries already
+        self.start = self._oldest()  # position of the first token kept
+        self.recent = self._gathered(plan, torch.cat((raw, k, v), -1))
+        self.widths = raw.shape[-1], k.shape[-1], v.shape[-1]
+        self.far, self.numbers = self._by_sample(plan, torch.cat(far, -1)[0], raw.shape[0])
+
+    def append(self, raw: Tensor, k: Tensor, v: Tensor, pool: Pool) -> None:
+        """Add one token `[b, 1, h_kv, ...]`, the same on all ranks, and summarise what is left.
+
+        `pool` makes the summaries of keys and values `[b, s, h_kv, ...]`, which stand in their
+        block from a place on, for a cell whose last token has a position.
+        """
+        self.recent = torch.cat((self.recent, torch.cat((raw, k, v), -1)), 1)
+        self.length += 1
+        while self.cells < self.rule.count(self.length):
+            end = (self.cells + 1) * self.rule.stride
+            first = max(0, end - self.rule.block)
+            held = self.recent[:, first - self.start : end - self.start].split(self.widths, -1)
+            summary = pool(held[0], held[2], first - end + self.rule.block, end - 1)
+            if self.cells % self.ring.size == self.ring.rank:
+                number = self.numbers.new_full((len(raw), 1), self.cells)
+                self.far = torch.cat((self.far, torch.cat(summary, -1)), 1)
+                self.numbers = torch.cat((self.numbers, number), 1)
+            self.cells += 1
+        self._drop()
+
+    def attend(self, q: Tensor, bias: Tensor | None, gates: Tensor | None) -> Tensor:
+        """Attend from the newest token, `[b, 1, h, d]`, the same on all ranks, to all it sees."""
+        first = max(0, self.rule.row(self.length - 1)) * self.rule.stride - self.start
+        mine = slice(first + self.ring.rank, None, self.ring.size)
+        _, k, v = self.recent[:, mine].split(self.widths, -1)
+        far_k, far_v = self.far.split(self.widths[1:], -1)
+        far_seen = self.numbers >= 0
+        near_seen = far_seen.new_ones(k.shape[:2])
+        if gates is not None:
+            near = self._attention(q, k, v, near_seen)
+            if self.cells == 0:
+                return gates[..., :1] * near
+            return gates[..., :1] * near + gates[..., 1:] * self._attention(
+                q, far_k, far_v, far_seen
+            )
+        q, k, far_k = _biased(q, k, far_k, bias)
+        seen = torch.cat((near_seen, far_seen), 1)
+        return self._attention(q, torch.cat((k, far_k), 1), torch.cat((v, far_v), 1), seen)
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        ring = self.ring
+        out = tree_attn_decode(q, k, v, shard_kv_seq=False, key_mask=seen, group=ring)
+        return out.transpose(1, 2)
+
+    def _oldest(self) -> int:
+        """Return the position of the first token that any later result depends on."""
+        near = max(0, self.rule.row(self.length - 1)) * self.rule.stride
+        if self.rule.span == 0:
+            return near
+        return max(0, min(near, (self.cells + 1) * self.rule.stride - self.rule.block))
+
+    def _drop(self) -> None:
+        """Drop tokens, and summaries that are farther than `distance`."""
+        oldest = self._oldest()
+        self.recent = self.recent[:, oldest - self.start :]
+        self.start = oldest
+        if self.rule.span is not None:
+            stale = self.numbers < self.cells - self.rule.span
+            self.numbers = self.numbers.masked_fill(stale, -1)
+            kept = (self.numbers >= 0).any(0)
+            if not bool(kept.all()):
+                self.far, self.numbers = self.far[:, kept], self.numbers[:, kept]
+
+    def _gathered(self, plan: SummaryPlan, x: Tensor) -> Tensor:
+        """Return all ranks' tokens from `start` on, in the order of positions."""
+        positions = [segment_positions(s, x.device) for s in plan.query_segments]
+        late = [at >= self.start for at in positions]
+        mine = x[:, late[self.ring.rank]]
+        shapes = [(len(x), int(each.sum()), *x.shape[2:]) for each in late]
+        parts = all_to_all([mine] * self.ring.size, shapes, self.ring)
+        order = torch.cat([at[each] for at, each in zip(positions, late)]).argsort()
+        return torch.cat(parts, 1)[:, order]
+
+    def _by_sample(self, plan: SummaryPlan, far: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Return summaries `[m, ...]` of all samples as `[b, most, ...]`, and cells, or -1."""
+        if plan.deal is None:
+            return far.new_empty(batch, 0, *far.shape[1:]), torch.empty(
+                batch, 0, dtype=torch.long, device=far.device
+            )
+        number = torch.arange(plan.deal.mine.start, plan.deal.mine.stop, device=far.device)
+        sample, cell = number // self.cells, number % self.cells
+        if self.rule.span is not None:
+            kept = cell >= self.cells - self.rule.span
+            far, sample, cell = far[kept], sample[kept], cell[kept]
+        counts = torch.bincount(sample, minlength=batch)
+        most = int(counts.max()) if len(sample) else 0
+        slot = torch.arange(len(sample), device=far.device) - (counts.cumsum(0) - counts)[sample]
+        numbers = torch.full((batch, most), -1, dtype=torch.long, device=far.device)
+        room = far.new_zeros(batch, most, *far.shape[1:])
+        numbers[sample, slot], room[sample, slot] = cell, far
+        return room, numbers
+
+
+def _biased(
+    q: Tensor, k: Tensor, far_k: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put the bias of summaries into one more column of queries and keys, as in `key_bias`."""
+    if bias is None:
+        return q, k, far_k
+    d = q.shape[-1]
+    wider = ((d + 8) / d) ** 0.5  # attention divides by the root of the head size
+    column = (bias.to(q.dtype) * (d + 8) ** 0.5).view(1, 1, -1, 1).expand(*q.shape[:3], 1)
+    q = torch.cat((q * wider, column, q.new_zeros(*q.shape[:3], 7)), -1)
+    k = torch.cat((k, k.new_zeros(*k.shape[:3], 8)), -1)
+    ones, zeros = far_k.new_ones(*far_k.shape[:3], 1), far_k.new_zeros(*far_k.shape[:3], 7)
+    return q, k, torch.cat((far_k, ones, zeros), -1)

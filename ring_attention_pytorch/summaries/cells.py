@@ -1,0 +1,218 @@
+"""Cells: which tokens a query sees exactly, which in summary, and who holds what; ints only.
+
+Every document falls into *cells* of `stride` tokens. Cell c has one summary, made of the `block`
+tokens that end where the cell ends, and is seen either token by token or by its summary:
+
+    cells      |  0   |  1   |  2   |  3   |  4   |       stride 6, window 9
+    query 25                      ........|.?             9 before it: 16 to 25
+    exactly                |******|******|**|             from cell 2's first token, 12
+    in summary |  S   |  S   |                            cells before that one
+
+So all queries of a *row*, which are the `stride` tokens whose windows reach into one cell, see the
+same summaries. Row i sees cells 0 to i - 1: a causal mask of rows and cells.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.geometry.documents import BatchDocuments
+from ring_attention_pytorch.geometry.segments import Documents, Run
+
+_APART = 2**32  # more than a document has cells
+
+
+class Cells(NamedTuple):
+    """The rule of what is near and what is far, in tokens of a document.
+
+    >>> rule = Cells(window=9, stride=6, block=6)
+    >>> rule.row(25) * rule.stride  # the first token that query 25 sees exactly
+    12
+    >>> rule.count(26)  # summaries that a document of 26 tokens needs
+    2
+    """
+
+    window: int
+    stride: int
+    block: int
+    distance: int | None = None
+    select: int = 0  # cells before the window that a query group reads exactly, too
+
+    @property
+    def span(self) -> int | None:
+        """How many summaries a query sees at most; None is no bound."""
+        return None if self.distance is None else (self.distance - self.window) // self.stride
+
+    def row(self, t: int) -> int:
+        """Return the row of a query: the cell that its window's far edge is in; ints or tensors."""
+        return (t - self.window) // self.stride
+
+    def count(self, length: int) -> int:
+        """Return how many summaries anyone sees in a document of so many tokens."""
+        return max(0, self.row(length - 1)) if length and self.span != 0 else 0
+
+    def problem(self) -> str | None:
+        """Say what is wrong with these numbers; None if nothing is."""
+        window, stride, block, distance, select = self
+        if select < 0:
+            return f"select must be at least 0, got {select}"
+        if window < 0 or stride < 1:
+            return f"window must be at least 0 and stride at least 1, got {window} and {stride}"
+        if block < stride:
+            return (
+                f"block must be at least stride={stride}, got {block}: tokens between two blocks "
+                "would be in no summary"
+            )
+        if distance is not None and (distance < window or (distance - window) % stride):
+            return (
+                f"distance must be window={window} and a multiple of stride={stride} more, so that "
+                f"it ends where a summary does, got {distance}"
+            )
+        return None
+
+
+class Places(NamedTuple):
+    """Of all tokens: `[batch, tokens, 4]`, and where the cells of documents begin.
+
+    The four are the position in the document, its first cell, how many it has, and its number.
+
+    Cells of all documents of all samples are numbered through; `borders` are those of documents
+    that have any.
+    """
+
+    tokens: Tensor
+    borders: list[int]
+
+    @classmethod
+    def of(cls, rule: Cells, packing: BatchDocuments | None, batch: int, length: int) -> "Places":
+        """Number the cells of these documents.
+
+        >>> Places.of(Cells(0, 2, 2), None, batch=2, length=6).borders
+        [0, 2, 4]
+        """
+        whole = Documents((Run(0, 0, length),))
+        borders, samples, number = [0], [], 0
+        position = torch.arange(length)
+        for documents in packing or (whole,) * batch:
+            lengths: dict[int, int] = {}
+            for document, start, stop in documents.runs:
+                lengths[document] = lengths.get(document, 0) + stop - start
+            cells = {}
+            for document, tokens in lengths.items():
+                cells[document] = borders[-1], rule.count(tokens), number
+                number += 1
+                if cells[document][1]:
+                    borders.append(borders[-1] + cells[document][1])
+            sizes = torch.tensor([run.stop - run.start for run in documents.runs])
+            of_runs = [
+                (o, *cells[run.document]) for run, o in zip(documents.runs, documents.offsets)
+            ]
+            of_tokens = torch.tensor(of_runs).repeat_interleave(sizes, dim=0)
+            of_tokens[:, 0] = position - of_tokens[:, 0]
+            samples.append(of_tokens)
+        return cls(torch.stack(samples), borders)
+
+    def held(self, positions: Tensor) -> Tensor:
+        """Return those of the tokens at some positions: `[batch * n, 4]`."""
+        return self.tokens[:, positions].flatten(0, 1)
+
+    def ends(self, stride: int) -> tuple[Tensor, Tensor]:
+        """Return each cell's last token: its position in the sequence, and in its document."""
+        t, first, cells, _ = self.tokens.unbind(-1)
+        at = ((t + 1) % stride == 0) & (t // stride < cells)
+        sequence, document = torch.empty(2, self.borders[-1], dtype=torch.long)
+        cell = (first + t // stride)[at]
+        sequence[cell] = torch.arange(t.shape[1]).expand_as(t)[at]
+        document[cell] = t[at]
+        return sequence, document
+
+
+class Grouped(NamedTuple):
+    """Items by group: `groups` ascend; item `items[x]` is in row `rows[x]` at `slots[x]`."""
+
+    groups: Tensor
+    items: Tensor
+    rows: Tensor
+    slots: Tensor
+    width: int
+
+    @classmethod
+    def by(cls, numbers: Tensor) -> "Grouped":
+        """Group items by their numbers, in each group in order.
+
+        >>> Grouped.by(torch.tensor([7, 5, 7])).items.tolist()
+        [1, 0, 2]
+        """
+        order = numbers.argsort(stable=True)
+        groups, counts = torch.unique_consecutive(numbers[order], return_counts=True)
+        rows = torch.arange(len(groups)).repeat_interleave(counts)
+        slots = torch.arange(len(order)) - (counts.cumsum(0) - counts)[rows]
+        return cls(groups, order, rows, slots, int(counts.max()) if len(counts) else 0)
+
+
+def shares(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """List what tokens `[n, 4]` give to summaries: cells, tokens, places of tokens in blocks."""
+    t, first, cells, _ = held.unbind(-1)
+    found = []
+    for ahead in range(-(-rule.block // rule.stride)):
+        cell = t // rule.stride + ahead
+        place = t - (cell + 1) * rule.stride + rule.block
+        token = ((cell < cells) & (place >= 0)).nonzero().flatten()
+        found.append(torch.stack(((first + cell)[token], token, place[token])))
+    return torch.cat(found, dim=1).unbind(0)
+
+
+def rows_of(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor]:
+    """List the queries among tokens `[n, 4]` that see a summary: the last cell seen, and token."""
+    t, first, cells, _ = held.unbind(-1)
+    row = rule.row(t)
+    token = ((row > 0) & (cells > 0)).nonzero().flatten()
+    return (first + row - 1)[token], token
+
+
+def edge_queries(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """List the queries whose windows end within a cell: cells, tokens, keys before the window.
+
+    Cells are numbered by document and place here, and need not be those of any summary.
+    """
+    t, _, _, document = held.unbind(-1)
+    cell, before = rule.row(t), (t - rule.window) % rule.stride
+    token = ((cell >= 0) & (before > 0)).nonzero().flatten()
+    return (document * _APART + cell)[token], token, before[token]
+
+
+def edge_keys(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """List the keys that may be at the far edge of a window: cells, tokens, places in cells."""
+    t, _, _, document = held.unbind(-1)
+    place = t % rule.stride
+    token = (place < rule.stride - 1).nonzero().flatten()
+    return (document * _APART + t // rule.stride)[token], token, place[token]
+
+
+def without_gaps(groups: Tensor, shortest: int) -> Tensor:
+    """Fill gaps of fewer than `shortest` numbers: few long runs are few tiles.
+
+    >>> without_gaps(torch.tensor([1, 3, 9]), shortest=4).tolist()
+    [1, 2, 3, 9]
+    """
+    if len(groups) < 2:
+        return groups
+    steps = groups.diff(append=groups[-1:] + 1)
+    steps = torch.where(steps <= shortest, steps, 1)
+    starts = groups.repeat_interleave(steps)
+    return starts + torch.arange(len(starts)) - (steps.cumsum(0) - steps).repeat_interleave(steps)
+
+
+def chunks(cells: int, ranks: int) -> list[int]:
+    """Return where the summaries of each rank begin, and the end: equal shares, in order."""
+    size, longer = divmod(cells, ranks)
+    return [rank * size + min(rank, longer) for rank in range(ranks + 1)]
+
+
+def packed_cells(borders: Sequence[int]) -> BatchDocuments:
+    """Return the documents of all cells as one sequence."""
+    runs = [Run(i, a, b) for i, (a, b) in enumerate(pairwise(borders))]
+    return (Documents(tuple(runs)),)

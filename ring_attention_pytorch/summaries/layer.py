@@ -1,0 +1,185 @@
+"""The far part of an attention layer: what it learns of summaries, and how it runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+import torch
+from beartype import beartype
+from einops import rearrange
+from torch import Tensor, nn
+
+from ring_attention_pytorch.nn.rotary import apply_rotary_pos_emb
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.summaries.attention import summary_attn
+from ring_attention_pytorch.summaries.cache import SummaryCache
+from ring_attention_pytorch.summaries.cells import Cells
+from ring_attention_pytorch.summaries.plan import SummaryPlan
+from ring_attention_pytorch.summaries.pooling import softmax_mean, summarize
+
+_OF_PLAIN = (
+    "causal",
+    "window",
+    "cross",
+    "dropout",
+    "ulysses",
+)  # what plans of other layers are also told
+POOLS = ("mean", "attention")
+
+
+@beartype
+@dataclass(frozen=True)
+class Summaries:
+    """What a layer sees exactly, and what in summary: the `attn_summaries` of `RingAttention`.
+
+    Args:
+        window: a token sees itself and this many tokens before it exactly, and more to the start
+            of the cell in which the farthest of them is. Beyond that it sees summaries.
+        stride: tokens of a cell; each cell has one summary.
+        block: tokens that a summary is made of, the last ones up to the cell's end. None is
+            stride; more than that lets summaries overlap.
+        distance: how far back summaries are seen: window and a multiple of stride. None sees all.
+        pool: "mean" weighs the tokens of a block by their places, "attention" also by what they
+            are. Weights are learned, those of keys and of values apart.
+        gates: instead of one softmax over near and far there are two, and each token learns how
+            much it takes of either.
+        select: cells before the window that each query group reads exactly, beside their
+            summaries: those whose summaries have most of its attention.
+
+    Raises:
+        ValueError: numbers can't be, or there is no such pool.
+
+    >>> Summaries(window=512, stride=16).rule.span is None
+    True
+    """
+
+    window: int
+    stride: int = 16
+    block: int | None = None
+    distance: int | None = None
+    pool: str = "mean"
+    gates: bool = False
+    select: int = 0
+
+    def __post_init__(self) -> None:
+        problem = self.rule.problem()
+        if problem is None and self.pool not in POOLS:
+            problem = f"pool must be one of {', '.join(map(repr, POOLS))}, got {self.pool!r}"
+        if problem is not None:
+            raise ValueError(f"Summaries: {problem}")
+
+    @property
+    def rule(self) -> Cells:
+        """What is near and what is far, in ints."""
+        block = self.stride if self.block is None else self.block
+        return Cells(self.window, self.stride, block, self.distance, self.select)
+
+    def layer(self, dim: int, dim_head: int, heads: int, key_heads: int) -> "SummaryLayer":
+        """Make the far part of a layer with these sizes."""
+        return SummaryLayer(self, dim, dim_head, heads, key_heads)
+
+
+class SummaryLayer(nn.Module):
+    """Attention of q, k and v before rotary embedding: near exactly, far by learned summaries.
+
+    It begins as a plain mean whose score is raised by log(stride): then a summary weighs as much as
+    `stride` tokens like it do.
+    """
+
+    def __init__(
+        self, given: Summaries, dim: int, dim_head: int, heads: int, key_heads: int
+    ) -> None:
+        super().__init__()
+        self.rule = given.rule
+        self.key_weights = nn.Parameter(torch.zeros(key_heads, self.rule.block))
+        self.value_weights = nn.Parameter(torch.zeros(key_heads, self.rule.block))
+        self.key_query = self.value_query = self.bias = self.gates = None
+        if given.pool == "attention":
+            self.key_query = nn.Parameter(torch.zeros(key_heads, dim_head))
+            self.value_query = nn.Parameter(torch.zeros(key_heads, dim_head))
+        if given.gates:
+            self.gates = nn.Linear(dim, 2 * heads)
+        else:
+            self.bias = nn.Parameter(torch.full((heads,), log(self.rule.stride)))
+        self.rotary: Callable[[Tensor], Tensor] | None = None
+        self.restart = False
+
+    def rotate_by(self, rotary: Callable[[Tensor], Tensor], restart: bool) -> None:
+        """Rotate summaries by their cells' last positions, with `restart` those in documents.
+
+        `rotary` turns positions `[m]` into angles `[m, d]`, as it does those of tokens.
+        """
+        self.rotary, self.restart = rotary, restart
+
+    def plan(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> SummaryPlan:
+        """Make the plan for tensors like these; options are those of a layer's plan."""
+        given = {name: value for name, value in options.items() if name not in _OF_PLAIN}
+        return SummaryPlan.make(q, k, v, **self.rule._asdict(), **given)
+
+    def forward(
+        self, x: Tensor, qkv: list[Tensor], angles: Tensor | None, plan: SummaryPlan
+    ) -> Tensor:
+        """Compute `[b, n, h, d]` of tokens x `[b, n, dim]`, with q, k and v as they are projected.
+
+        `angles` are those of the tokens, if there is a rotary embedding.
+        """
+        q, k, far_k, far_v = self._summarized(qkv, angles, plan)
+        gates = self._gates(x)
+        return summary_attn(q, k, qkv[2], far_k, far_v, plan=plan, bias=self.bias, gates=gates)
+
+    def prefill(
+        self, x: Tensor, qkv: list[Tensor], angles: Tensor | None, plan: SummaryPlan
+    ) -> tuple[Tensor, SummaryCache]:
+        """Compute `forward` of a prompt, and make the cache for what follows."""
+        q, k, far_k, far_v = self._summarized(qkv, angles, plan)
+        _, raw, v = qkv
+        given = dict(plan=plan, bias=self.bias, gates=self._gates(x))
+        out = summary_attn(q, k, v, far_k, far_v, **given)
+        return out, SummaryCache(plan, raw, k, v, [far_k, far_v])
+
+    def step(self, x: Tensor, qkv: list[Tensor], cache: SummaryCache) -> Tensor:
+        """Compute `forward` of the next token `[b, 1, dim]`, the same on all ranks."""
+        q, raw, v = qkv
+        k = raw
+        if self.rotary is not None:
+            angles = self.rotary(torch.tensor([cache.length], device=x.device))
+            q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, raw)
+        cache.append(raw, k, v, self._pooled)
+        return cache.attend(q, self.bias, self._gates(x)).to(q.dtype)
+
+    def _gates(self, x: Tensor) -> Tensor | None:
+        if self.gates is None:
+            return None
+        return rearrange(self.gates(x).sigmoid(), "b n (h two) -> b n h two", two=2)
+
+    def _summarized(
+        self, qkv: list[Tensor], angles: Tensor | None, plan: SummaryPlan
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k, summaries of keys and of values, rotated where they have to be."""
+        q, k, v = qkv
+        weights = self.key_weights, self.value_weights
+        queries = self.key_query, self.value_query
+        far_k, far_v = summarize(k, v, plan=plan, weights=weights, queries=queries)
+        if angles is None:
+            return q, k, far_k, far_v
+        assert self.rotary is not None  # the layer has seen to that
+        of_far = self.rotary(plan.summary_positions(in_documents=self.restart))
+        q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
+        return q, k, apply_rotary_pos_emb(of_far, far_k), far_v
+
+    def _pooled(self, k: Tensor, v: Tensor, place: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return the summary `[b, 1, h_kv, ...]` of one block, as `SummaryCache.append` asks."""
+        found = []
+        weights = (self.key_weights, self.key_query), (self.value_weights, self.value_query)
+        for x, (by_place, query) in zip((k, v), weights):
+            wide = x.to(accumulation_dtype(x.dtype))
+            logits = by_place.to(wide.dtype).T[place:].expand(*x.shape[:3])
+            if query is not None:
+                logits = logits + torch.einsum("bshd,hd->bsh", wide, query.to(wide.dtype))
+            found.append(softmax_mean(wide, logits)[0].to(x.dtype)[:, None])
+        far_k, far_v = found
+        if self.rotary is not None:
+            at = self.rotary(torch.tensor([last], device=k.device))
+            far_k = apply_rotary_pos_emb(at, far_k)
+        return far_k, far_v

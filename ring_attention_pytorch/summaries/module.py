@@ -1,0 +1,88 @@
+"""`SummaryAttention`: the layer that sees what is near exactly, and the rest in summary."""
+
+from typing import Any
+
+import torch
+from beartype import beartype
+from torch import Tensor
+
+from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.summaries.cache import SummaryCache
+from ring_attention_pytorch.summaries.layer import Summaries
+
+
+class SummaryAttention(RingAttention):
+    """A causal attention layer whose cost grows linearly: near tokens exactly, others in summary.
+
+    Args:
+        dim: model width.
+        window, stride, block, distance, pool, gates, select: as for `Summaries`.
+        options: those of `RingAttention`.
+
+    Raises:
+        ValueError: arguments are invalid or contradict one another.
+
+    >>> attn = SummaryAttention(32, window=8, stride=4, dim_head=8, heads=4)
+    >>> attn(torch.randn(1, 37, 32)).shape
+    torch.Size([1, 37, 32])
+    """
+
+    @beartype
+    def __init__(
+        self,
+        dim: int,
+        *,
+        window: int,
+        stride: int = 16,
+        block: int | None = None,
+        distance: int | None = None,
+        pool: str = "mean",
+        gates: bool = False,
+        select: int = 0,
+        **options: Any,
+    ):
+        given = Summaries(window, stride, block, distance, pool, gates, select)
+        super().__init__(dim, attn_summaries=given, **({"causal": True} | options))
+
+    @torch.no_grad()
+    def prefill(self, x: Tensor) -> tuple[Tensor, SummaryCache]:
+        """Compute attention of a prompt, and make the cache for the tokens that follow it.
+
+        Args:
+            x: `[b, n, dim]`, this rank's part of a prompt, whose samples are equally long.
+
+        Returns:
+            `[b, n, dim]` as `forward` gives it, and a cache that this layer alone uses.
+
+        Raises:
+            ValueError: the layer has softclamp, auto_shard_seq or select, or x is no such part.
+
+        >>> attn = SummaryAttention(32, window=8, stride=4, dim_head=8, heads=4)
+        >>> x = torch.randn(1, 37, 32)
+        >>> _, cache = attn.prefill(x[:, :30])
+        >>> out = torch.cat([attn.step(token, cache) for token in x[:, 30:].split(1, 1)], 1)
+        >>> torch.testing.assert_close(out, attn(x)[:, 30:])
+        """
+        if self.softclamp is not None or self.spread.auto or self.summaries.rule.select:
+            raise ValueError("prefill needs a layer without softclamp, auto_shard_seq and select")
+        plan = self.plan(x)
+        angles = None
+        if self.rotary_embed is not None:
+            angles = self.rotary_embed(plan.positions(x.device))
+        out, cache = self.summaries.prefill(x, self.project(x, None), angles, plan)
+        return self.to_out(out.flatten(2)), cache
+
+    @torch.no_grad()
+    def step(self, x: Tensor, cache: SummaryCache) -> Tensor:
+        """Compute attention of the next token `[b, 1, dim]`, and put it into the cache.
+
+        All ranks of the ring call this with the same x, and get the same result.
+
+        Raises:
+            ValueError: x is of another shape than one token of each sample in the cache.
+        """
+        want = [len(cache.recent), 1, self.to_out.out_features]
+        if list(x.shape) != want:
+            raise ValueError(f"step: x must be {want}, one token of each sample, got {[*x.shape]}")
+        out = self.summaries.step(x, self.project(x, None), cache)
+        return self.to_out(out.flatten(2))

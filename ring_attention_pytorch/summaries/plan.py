@@ -1,0 +1,236 @@
+"""The plan of near and far: who pools what, where summaries and queries go, and two `RingPlan`s."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.comm.placement import attention_ring, current
+from ring_attention_pytorch.comm.ring import Group, Ring
+from ring_attention_pytorch.geometry.layouts import count, segment_positions
+from ring_attention_pytorch.nn.sharding import all_to_all
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.summaries.cells import (
+    Cells,
+    Grouped,
+    Places,
+    chunks,
+    packed_cells,
+    rows_of,
+    shares,
+    without_gaps,
+)
+from ring_attention_pytorch.summaries.edge import Edge
+from ring_attention_pytorch.summaries.select import Selection
+
+# what near and far attention have in common; documents and masks are told each in its own way
+_BOTH = ("scale", "softclamp", "kernel", "transport", "memory", "bucket_size", "check")
+_NEAR = ("key_mask", "documents", "cu_seqlens", "layout", "also")
+
+
+@dataclass(frozen=True, eq=False)
+class Deal:
+    """What this rank does for summaries: tokens `[b * n]` that it pools, queries that it folds."""
+
+    tokens: Tensor  # [cells that any token here is of, widest]: which tokens they are of
+    places: Tensor  # and where these stand in their blocks
+    real: Tensor  # bool, whether there is a token, and its key may be seen
+    sends: tuple[slice, ...]  # to each rank: which of those cells
+    lands: tuple[Tensor, ...]  # from each rank: which of the cells that are summarised here
+    mine: slice  # the cells that are summarised here
+    ends: tuple[Tensor, Tensor]  # of these, the last tokens' positions in sequence and document
+    queries: Tensor  # the tokens that see any summary
+    slots: Tensor  # and where they go in [rows here * width]
+    rows: Tensor  # the last cell that each row here sees, in order
+    width: int  # queries in a row, the same on all ranks
+
+    @classmethod
+    def make(
+        cls,
+        rule: Cells,
+        places: Places,
+        held: Sequence[Tensor],
+        ring: Ring,
+        key_mask: Tensor | None,
+        device: torch.device,
+    ) -> "Deal":
+        """Work it out from every rank's tokens; nothing is exchanged."""
+        bounds = chunks(places.borders[-1], ring.size)
+        begin, end = bounds[ring.rank : ring.rank + 2]
+        cell, token, place = shares(rule, held[ring.rank])
+        pooled = Grouped.by(cell)
+        tokens, at, real = _padded(pooled, token, place)
+        sends = [_between(pooled.groups, *bounds[r : r + 2]) for r in range(ring.size)]
+        lands = []
+        for theirs in held:
+            touched = shares(rule, theirs)[0].unique()
+            lands.append(touched[_between(touched, begin, end)] - begin)
+        seen, query = rows_of(rule, held[ring.rank])
+        folded = Grouped.by(seen)
+        rows = without_gaps(folded.groups, ring.size)
+        width = max(1, *(Grouped.by(rows_of(rule, theirs)[0]).width for theirs in held))
+        slots = torch.searchsorted(rows, folded.groups)[folded.rows] * width + folded.slots
+        ends = tuple(each[begin:end].to(device) for each in places.ends(rule.stride))
+        tokens, at, real = tokens.to(device), at.to(device), real.to(device)
+        if key_mask is not None:
+            real = real & key_mask.flatten()[tokens]
+        return cls(
+            tokens, at, real, tuple(sends), tuple(land.to(device) for land in lands),
+            slice(begin, end), ends, query[folded.items].to(device), slots.to(device), rows, width,
+        )  # fmt: skip
+
+    def visible(self, ring: Ring) -> Tensor:
+        """Tell which summaries kept here are of any token that may be seen: bool `[cells]`."""
+        found = self.real.any(dim=1).to(torch.uint8)
+        pieces = [found[sent] for sent in self.sends]
+        arrived = all_to_all(pieces, [(len(land),) for land in self.lands], ring)
+        seen = torch.zeros(self.mine.stop - self.mine.start, dtype=torch.bool, device=found.device)
+        for part, land in zip(arrived, self.lands):
+            seen[land] |= part.bool()
+        return seen
+
+
+def _between(ascending: Tensor, begin: int, end: int) -> slice:
+    start, stop = torch.searchsorted(ascending, torch.tensor((begin, end))).tolist()
+    return slice(start, stop)
+
+
+def _padded(pooled: Grouped, token: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens and places by cell, `[cells, widest]`, and where there are any."""
+    shape = len(pooled.groups), max(1, pooled.width)
+    tokens, places = torch.zeros(2, *shape, dtype=torch.long)
+    real = torch.zeros(shape, dtype=torch.bool)
+    at = pooled.rows, pooled.slots
+    tokens[at], places[at], real[at] = token[pooled.items], place[pooled.items], True
+    return tokens, places, real
+
+
+@dataclass(frozen=True, eq=False)
+class SummaryPlan(RingPlan):
+    """The plan of near attention, with that of the far part beside it.
+
+    Make it once per batch with `SummaryPlan.make` and pass it to every layer.
+    """
+
+    rule: Cells = field(default_factory=lambda: Cells(0, 1, 1))
+    edge: Edge | None = None  # None where all windows end with a cell
+    deal: Deal | None = None  # None where no query sees a summary, on any rank
+    far: RingPlan | None = None
+    selection: Selection | None = None  # None where nothing is selected
+
+    @classmethod
+    @typed(told_by_group("summary attention", ring_of=attention_ring), apart=True)
+    def make(  # type: ignore[override]
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        window: int,
+        stride: int,
+        block: int | None = None,
+        distance: int | None = None,
+        group: Group = None,
+        **options: Any,
+    ) -> "SummaryPlan":
+        """Make a plan for tensors like these; values of q, k and v don't matter.
+
+        All ranks of the ring must call this together.
+
+        Args:
+            q: `[b, n, h, d]`, like this rank's queries; k, v: like its keys and values.
+            window: a query sees exactly this many tokens before it, and more to the start of the
+                cell in which the farthest of them is.
+            stride: tokens of a cell, for each of which there is one summary.
+            block: tokens that a summary is made of, the last ones up to the cell's end; None is
+                `stride`.
+            distance: how far back summaries are seen; window and a multiple of stride. None sees
+                all.
+            group: the ring, as for `ring_attn`.
+            select: so many cells of those seen in summary are read exactly, too, chosen by each
+                query group; 0 is none.
+            options: of `ring_attn`: key_mask, documents, cu_seqlens, layout, scale, softclamp,
+                kernel, transport, memory, bucket_size, check; and `also`, what else all ranks must
+                have the same, by name.
+
+        Raises:
+            ValueError: arguments can't be, or differ between ranks; the same text on all ranks.
+
+        >>> q = torch.randn(1, 40, 2, 4)
+        >>> plan = SummaryPlan.make(q, q, q, window=8, stride=4)
+        >>> plan.far.signature
+        batch=1, n=7, m=7, heads=8, key heads=2, d=4, d_v=4, dtype=torch.float32, device=cpu
+        """
+        ring = attention_ring(group)
+        block = stride if block is None else block
+        rule = Cells(window, stride, block, distance, options.pop("select", 0))
+        same = {"window, stride, block, distance, select": list(rule)}
+        agree(ring, "summary attention", same, problem=problem_of(lambda: _problem(rule, options)))
+        near = RingPlan.make(
+            q, k, v, causal=True, window=window, group=ring, **options
+        )  # fmt: skip
+        mine = {f.name: getattr(near, f.name) for f in fields(RingPlan) if f.init}
+        total = sum(map(count, near.query_segments))
+        places = Places.of(rule, near.packing, q.shape[0], total)
+        held = [places.held(segment_positions(s)) for s in near.query_segments]
+        key_mask = options.get("key_mask")
+        mine |= dict(rule=rule, edge=Edge.make(rule, held, ring, key_mask, q.device))
+        if places.borders[-1] == 0 and not ring.several:  # other rings may have summaries
+            return cls(**mine)
+        deal = Deal.make(rule, places, held, ring, key_mask, q.device)
+        far = _far_plan(near, rule, deal, places.borders, (q, k, v), options)
+        if rule.select:
+            selection = Selection.make(rule, places.borders[-1], held, ring, q.device)
+            masks = dict(key_mask=near.key_mask, summaries=far.key_mask)
+            mine["selection"] = replace(selection, **masks)
+        return cls(**mine, deal=deal, far=far)
+
+    def summary_positions(self, *, in_documents: bool = False) -> Tensor:
+        """Return the position of each summary that this rank keeps, int64 `[m]`.
+
+        It is that of the cell's last token: in the sequence, or in its document.
+        """
+        if self.deal is None:
+            return torch.empty(0, dtype=torch.long, device=self.device)
+        return self.deal.ends[in_documents]
+
+
+def _far_plan(
+    near: RingPlan,
+    rule: Cells,
+    deal: Deal,
+    borders: list[int],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    options: Mapping[str, Any],
+) -> RingPlan:
+    """Make the plan of causal attention of rows to cells: a short sequence of all documents."""
+    q, k, v = qkv
+    ring = near.ring
+    given = {name: options[name] for name in _BOTH if name in options}
+    if near.key_mask is not None:
+        given["key_mask"] = deal.visible(ring)[None]
+    if len(borders) > 2 or ring.several:
+        given["documents"] = packed_cells(borders)
+    cells = deal.mine.stop - deal.mine.start
+    likes = []
+    for t, n, heads in ((q, len(deal.rows), deal.width), (k, cells, 1), (v, cells, 1)):
+        like = torch.empty((), dtype=t.dtype, device=t.device, requires_grad=t.requires_grad)
+        likes.append(like.expand(1, n, t.shape[2] * heads, t.shape[3]))
+    return RingPlan.make(
+        *likes, causal=True, window=None if rule.span is None else rule.span - 1, cross=True,
+        query_positions=deal.rows, key_positions=torch.arange(deal.mine.start, deal.mine.stop),
+        group=ring, **given,
+    )  # fmt: skip
+
+
+def _problem(rule: Cells, options: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with this rank's arguments; None if nothing is."""
+    unknown = [name for name in options if name not in (*_BOTH, *_NEAR)]
+    if unknown:
+        return f"there is no option {', '.join(unknown)}; see SummaryPlan.make"
+    if current() is not None:
+        return "the block of a batch has no summaries yet; leave `with batch:` out"
+    return rule.problem()

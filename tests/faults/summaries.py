@@ -1,0 +1,44 @@
+"""Faults planted into attention to summaries, and a battery that must find each."""
+
+from collections.abc import Callable, Iterable
+
+from tests.faults import hunt
+from tests.faults.mutant import planted
+
+MUTANTS = planted("SUMMARIES")
+
+
+def battery() -> Iterable[Callable[[], None]]:
+    """Cases that fail where something is wrong."""
+    from dataclasses import replace
+
+    import torch
+
+    from tests.summaries import test_summaries as tests
+    from tests.support import threads
+    from tests.support.summary_cases import Case, check_in_threads
+
+    torch.set_num_threads(1)
+    threads.PATIENCE = 10.0
+    yield lambda: check_in_threads(Case(), 2)
+    yield lambda: check_in_threads(replace(tests.PACKED, layout="striped"), 3)
+    for name, case in tests.CASES.items():
+        layout = tests.LAYOUTS[len(name) % 3]
+        yield lambda case=case, layout=layout: check_in_threads(replace(case, layout=layout), 2)
+    for restart in (False, True):
+        yield lambda restart=restart: tests.test_a_layer_is_the_reference_of_its_projections(
+            restart
+        )
+    yield lambda: decoding(14, 4)
+    yield lambda: decoding(None, 30)
+
+
+def decoding(distance: int | None, prompt: int) -> None:
+    from tests.support.summary_cases import decoded
+
+    found = decoded("contiguous", distance, False, "mean", prompt)
+    assert max(found["prompt"], found["later"]) < 1e-6
+
+
+if __name__ == "__main__":
+    hunt.main("tests.faults.summaries")

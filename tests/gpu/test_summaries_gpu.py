@@ -1,0 +1,62 @@
+"""Near exactly, far in summary on a CUDA device: what the dense reference gives on the CPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch import SummaryPlan, summarize, summary_attn
+from tests.support.reference import relative_error
+from tests.support.summary_reference import summary_attention
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+RULE = dict(window=100, stride=8, block=12, distance=None)
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+def drawn(n: int = 700) -> dict[str, Tensor]:
+    shapes = {"q": (2, n, 8, 64), "k": (2, n, 2, 64), "v": (2, n, 2, 64), "dout": (2, n, 8, 64)}
+    shapes |= {"key_weights": (2, 12), "value_weights": (2, 12), "bias": (8,)}
+    # values that bfloat16 has, so that only the arithmetic differs
+    return {name: torch.randn(shape).bfloat16().double() for name, shape in shapes.items()}
+
+
+def found(given: dict[str, Tensor], attend, masks: dict[str, Tensor]) -> list[Tensor]:
+    """out and all gradients."""
+    dout = given.pop("dout")
+    leaves = {name: t.requires_grad_() for name, t in given.items()}
+    weights = leaves["key_weights"], leaves["value_weights"]
+    out = attend(leaves["q"], leaves["k"], leaves["v"], weights, leaves["bias"], masks)
+    grads = torch.autograd.grad(out, list(leaves.values()), dout)
+    return [t.detach().cpu().double() for t in (out, *grads)]
+
+
+def dense(q, k, v, weights, bias, masks) -> Tensor:
+    return summary_attention(q, k, v, **RULE, weights=weights, bias=bias, **masks)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [(None, torch.float32), *((k, torch.bfloat16) for k in (None, "triton", "sdpa-flash", "flex"))],
+)
+def test_kernels_give_the_dense_results(kernel, dtype, packed: bool) -> None:
+    masks = {}
+    if packed:
+        masks["documents"] = (torch.arange(700) >= torch.tensor([[150], [420]])).long()
+        if kernel != "sdpa-flash":  # which has no key masks
+            masks["key_mask"] = torch.rand(2, 700) < 0.8
+
+    def by_kernel(q, k, v, weights, bias, masks) -> Tensor:
+        plan = SummaryPlan.make(q, k, v, **RULE, kernel=kernel, **masks)
+        far = summarize(k, v, plan=plan, weights=weights)
+        return summary_attn(q, k, v, *far, plan=plan, bias=bias)
+
+    given = drawn()
+    on_gpu = {
+        name: t.to("cuda", dtype if name in ("q", "k", "v", "dout") else torch.float32)
+        for name, t in given.items()
+    }
+    want = found(given, dense, masks)
+    got = found(on_gpu, by_kernel, {name: t.cuda() for name, t in masks.items()})
+    errors = [relative_error(a, b) for a, b in zip(got, want)]
+    assert max(errors) < BOUNDS[dtype], errors

@@ -1,0 +1,131 @@
+"""Faults planted into `summaries/`."""
+
+from tests.faults.mutant import Mutant
+
+SUMMARIES = [
+    Mutant(
+        "a window's edge opens a key too many", "summaries/cells.py:edge_queries",
+        "before[token]", "(before + 1)[token].clamp(max=rule.stride - 1)",
+    ),
+    Mutant(
+        "nothing at the edge of a window", "summaries/edge.py:Edge.make",
+        "if not any(len(tokens) for _, tokens, _ in needs)", "if True",
+    ),
+    Mutant(
+        "edges of all documents are one", "summaries/cells.py:edge_keys",
+        "document * _APART", "0 * document",
+    ),
+    Mutant(
+        "masked keys are seen at the edge", "summaries/edge.py:Edge.make",
+        "if key_mask is None", "if True",
+    ),
+    Mutant(
+        "a query sees the cell that its own window is in", "summaries/cells.py:rows_of",
+        "(first + row - 1)[token]", "torch.minimum(first + row, first + cells - 1)[token]",
+    ),
+    Mutant(
+        "a summary too few in each document", "summaries/cells.py:Cells.count",
+        "self.row(length - 1)", "self.row(length - 2)",
+    ),
+    Mutant(
+        "a bound one summary too far", "summaries/plan.py:_far_plan",
+        "rule.span - 1", "rule.span",
+    ),
+    Mutant(
+        "blocks begin where cells begin", "summaries/cells.py:shares",
+        "t - (cell + 1) * rule.stride + rule.block", "t - cell * rule.stride",
+    ),
+    Mutant(
+        "documents are numbered one upon the other", "summaries/cells.py:Places.of",
+        "borders[-1], rule.count(tokens)", "0, rule.count(tokens)",
+    ),
+    Mutant(
+        "summaries of all documents are one", "summaries/plan.py:_far_plan",
+        "len(borders) > 2 or ring.several", "False",
+    ),
+    Mutant(
+        "masked tokens are in summaries", "summaries/plan.py:Deal.make",
+        "real & key_mask.flatten()[tokens]", "real",
+    ),
+    Mutant(
+        "summaries of nothing are seen", "summaries/plan.py:_far_plan",
+        "if near.key_mask is not None", "if False",
+    ),
+    Mutant(
+        "another rank's tokens hide what is seen here", "summaries/plan.py:Deal.visible",
+        "seen[land] |= part.bool()", "seen[land] = part.bool()",
+    ),
+    Mutant(
+        "parts of ranks weigh alike", "summaries/pooling.py:_merged",
+        "key_parts = softmax_mean(keys, key_lse[..., 0])",
+        "key_parts = softmax_mean(keys, 0 * key_lse[..., 0].nan_to_num())",
+    ),
+    Mutant(
+        "values are weighed as keys are", "summaries/pooling.py:summarize",
+        "zip((k, v), weights, queries)", "zip((k, v), weights[:1] * 2, queries)",
+    ),
+    Mutant(
+        "no gradient through lse", "summaries/attention.py:_merged",
+        "torch.stack([part for _, part in parts])",
+        "torch.stack([part for _, part in parts]).detach()",
+    ),
+    Mutant(
+        "ties go to the later cell", "summaries/select.py:Selection._chosen",
+        "shares.sort(dim=-1, descending=True, stable=True)",
+        "(lambda s: (s[0], self.cells - 1 - s[1]))("
+        "shares.flip(-1).sort(dim=-1, descending=True, stable=True))",
+    ),
+    Mutant(
+        "all query groups choose alike", "summaries/select.py:Selection._chosen",
+        "scores.softmax(-1).sum(2)", "scores.softmax(-1).sum((1, 2))[:, None].repeat(1, 2, 1)",
+    ),
+    Mutant(
+        "masked keys of chosen cells are seen", "summaries/select.py:Selection._fetched",
+        "if self.key_mask is not None", "if False",
+    ),
+    Mutant(
+        "cells that nobody may see are chosen", "summaries/select.py:Selection._chosen",
+        "if self.summaries is not None", "if False",
+    ),
+    Mutant(
+        "cells beyond the distance are chosen", "summaries/select.py:Selection.make",
+        "if rule.span is not None", "if False",
+    ),
+    Mutant(
+        "no bias", "summaries/attention.py:summary_attn", "far[1] + bias.to(far[1].dtype)",
+        "far[1] + 0 * bias.to(far[1].dtype)",
+    ),
+    Mutant(
+        "gates change places", "summaries/attention.py:summary_attn",
+        "gates[..., 1:] * far[0]", "gates[..., :1] * far[0]",
+    ),
+    Mutant(
+        "queries of a group read others' keys", "summaries/attention.py:_far",
+        '"(r w) (g h) d -> 1 r (g h w) d"', '"(r w) (h g) d -> 1 r (g h w) d"',
+    ),
+    Mutant(
+        "summaries are rotated by their number", "summaries/layer.py:SummaryLayer._summarized",
+        "self.rotary(plan.summary_positions(in_documents=self.restart))",
+        "self.rotary(plan.summary_positions(in_documents=self.restart) // self.rule.stride)",
+    ),
+    Mutant(
+        "the cache drops what the next summary is of", "summaries/cache.py:SummaryCache._oldest",
+        "(self.cells + 1) * self.rule.stride", "(self.cells + 2) * self.rule.stride",
+    ),
+    Mutant(
+        "the cache never forgets", "summaries/cache.py:SummaryCache._drop",
+        "self.numbers < self.cells - self.rule.span", "self.numbers < -1",
+    ),
+    Mutant(
+        "decoding without the bias of summaries", "summaries/cache.py:_biased",
+        "bias.to(q.dtype)", "0 * bias.to(q.dtype)",
+    ),
+    Mutant(
+        "decoding's first block has the weights of a whole one",
+        "summaries/cache.py:SummaryCache.append", "first - end + self.rule.block", "0",
+    ),
+    Mutant(
+        "summaries never restart", "summaries/layer.py:SummaryLayer._summarized",
+        "in_documents=self.restart", "in_documents=False",
+    ),
+]  # fmt: skip

@@ -1,0 +1,270 @@
+"""Cases of summary attention: the same data on any ring, compared with the dense reference."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch import RingTransformer
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.summaries import (
+    Summaries,
+    SummaryAttention,
+    SummaryPlan,
+    summarize,
+    summary_attn,
+)
+from tests.support import threads
+from tests.support.ranks import Pool
+from tests.support.reference import relative_error
+from tests.support.summary_reference import summary_attention
+
+HEADS, KEY_HEADS, D, D_V = 4, 2, 6, 5
+BY_TOKEN = ("q", "k", "v", "gates", "dout")  # sharded; the rest is the same on all ranks
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to compute. Data are drawn from the seed, the same on every rank."""
+
+    length: int = 43
+    window: int = 5
+    stride: int = 3
+    block: int = 3
+    distance: int | None = None
+    select: int = 0
+    level: bool = False  # whether all keys are alike, so that all cells are tied
+    layout: str = "contiguous"
+    batch: int = 2
+    documents: bool = False
+    masked: bool = False
+    gated: bool = False
+    pooled: str = "mean"
+    transport: str | None = None
+    seed: int = 0
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        return {
+            name: getattr(self, name)
+            for name in ("window", "stride", "block", "distance", "select")
+        }
+
+    def data(self) -> dict[str, Tensor]:
+        """All tensors that have gradients, and the cotangent."""
+        draw = torch.Generator().manual_seed(self.seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+        tokens = self.batch, self.length
+        data = {
+            "q": normal(*tokens, HEADS, D),
+            "k": normal(*tokens, KEY_HEADS, D),
+            "v": normal(*tokens, KEY_HEADS, D_V),
+            "key_weights": normal(KEY_HEADS, self.block),
+            "value_weights": normal(KEY_HEADS, self.block),
+            "dout": normal(*tokens, HEADS, D_V),
+        }
+        if self.pooled == "attention":
+            data |= {"key_query": normal(KEY_HEADS, D), "value_query": normal(KEY_HEADS, D_V)}
+        data |= {"gates": normal(*tokens, HEADS, 2)} if self.gated else {"bias": normal(HEADS)}
+        if self.level:
+            data["k"].zero_()
+        return data
+
+    def masks(self) -> dict[str, Tensor]:
+        """Documents, one of them in two runs, and a mask that leaves a whole cell blind."""
+        draw = torch.Generator().manual_seed(self.seed + 1)
+        masks = {}
+        if self.documents:
+            ids = (torch.rand(self.batch, self.length, generator=draw) < 0.08).cumsum(1)
+            ids[-1] = torch.arange(self.length) > self.length // 3
+            ids[-1, -self.length // 4 :] = 0
+            masks["documents"] = ids
+        if self.masked:
+            mask = torch.rand(self.batch, self.length, generator=draw) < 0.6
+            mask[:, : 2 * self.stride] = False
+            masks["key_mask"] = mask
+        return masks
+
+    def at(self, rank: int, size: int) -> Tensor:
+        return positions(self.layout, rank=rank, ring_size=size, length=self.length)
+
+
+Results = dict[str, Tensor]
+
+
+def _gradients(out: Tensor, data: Results, dout: Tensor) -> Results:
+    grads = torch.autograd.grad(out, list(data.values()), dout, allow_unused=True)
+    named = zip(data, data.values(), grads)
+    return {"out": out.detach()} | {
+        name: torch.zeros_like(t) if grad is None else grad for name, t, grad in named
+    }
+
+
+def _arguments(data: Results) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+    return {
+        "weights": (data["key_weights"], data["value_weights"]),
+        "queries": (data.get("key_query"), data.get("value_query")),
+    }
+
+
+@lru_cache(maxsize=256)
+def dense(case: Case) -> Results:
+    """What the reference says, for any layout and ring."""
+    data = case.data()
+    dout = data.pop("dout")
+    data = {name: t.requires_grad_() for name, t in data.items()}
+    extra = {name: data[name] for name in ("bias", "gates") if name in data}
+    qkv = (data[name] for name in "qkv")
+    out = summary_attention(*qkv, **case.rule, **_arguments(data), **extra, **case.masks())
+    return _gradients(out, data, dout)
+
+
+def shard(case: Case, ring: Ring) -> Results:
+    """The same by one rank of a ring: its part of out and of the gradients."""
+    at = case.at(ring.rank, ring.size)
+    data = {name: t[:, at] if name in BY_TOKEN else t for name, t in case.data().items()}
+    dout = data.pop("dout")
+    data = {name: t.requires_grad_() for name, t in data.items()}
+    masks = {name: t[:, at] for name, t in case.masks().items()}
+    q, k, v = (data[name] for name in "qkv")
+    options = dict(layout=case.layout, group=ring, transport=case.transport, **masks)
+    plan = SummaryPlan.make(q, k, v, **case.rule, **options)
+    extra = {name: data[name] for name in ("bias", "gates") if name in data}
+    far = summarize(k, v, plan=plan, **_arguments(data))
+    return _gradients(summary_attn(q, k, v, *far, plan=plan, **extra), data, dout)
+
+
+def check(case: Case, by_rank: list[Results]) -> None:
+    """Compare every result of every rank; gradients of what all ranks share are summed."""
+    size, bad = len(by_rank), {}
+    for name, want in dense(case).items():
+        for rank, mine in enumerate(by_rank):
+            if name in (*BY_TOKEN, "out"):
+                error = relative_error(mine[name], want[:, case.at(rank, size)])
+            else:
+                error = relative_error(sum(each[name] for each in by_rank), want)
+            if not error < 1e-12:
+                bad[name, rank] = error
+    assert not bad, f"{size} ranks: {bad} in {case}"
+
+
+def check_in_threads(case: Case, size: int) -> threads.Hub:
+    got, hub = threads.run(size, lambda ring: shard(case, ring))
+    check(case, got)
+    return hub
+
+
+def process_case(cases: list[Case]) -> list[Results]:
+    """For a pool."""
+    return [shard(case, Ring()) for case in cases]
+
+
+def check_in_processes(cases: list[Case], pool: Pool) -> None:
+    for case, *by_rank in zip(cases, *pool.run(process_case, cases)):
+        check(case, by_rank)
+
+
+# --- modules ---
+
+
+@dataclass(frozen=True)
+class Module:
+    """A model, its ids and documents; of a seed."""
+
+    length: int = 41
+    restart: bool = False
+    gates: bool = False
+    pool: str = "mean"
+    select: int = 0
+
+    def model(self, **over: Any) -> RingTransformer:
+        draw = torch.Generator().manual_seed(3)  # threads share PyTorch's own
+        far = Summaries(5, 3, 4, gates=self.gates, pool=self.pool, select=self.select)
+        model = RingTransformer(
+            num_tokens=17, dim=12, depth=2, dim_head=6, heads=4, num_grouped_query_heads=2,
+            causal=True, attn_summaries=far, rotary_restart=self.restart, **over,
+        )  # fmt: skip
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(std=0.3, generator=draw)
+        return model.double()
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Ids, and documents that differ between samples."""
+        draw = torch.Generator().manual_seed(4)
+        ids = torch.randint(0, 17, (2, self.length), generator=draw)
+        documents = torch.stack([torch.arange(self.length) >= start for start in (9, 20)])
+        return ids, documents.long()
+
+
+def _trained(model: RingTransformer, *given: Tensor) -> Results:
+    ids, documents = given
+    loss = model(ids, documents=documents, return_loss=True)
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()}
+
+
+def check_modules_in_threads(case: Module, size: int, layout: str) -> None:
+    """Loss and gradients, the mean over ranks, are those of one process."""
+
+    def rank_main(ring: Ring) -> Results:
+        options = dict(ring_attn=True, auto_shard_seq=False, layout=layout, group=ring)
+        at = positions(layout, rank=ring.rank, ring_size=size, length=case.length)
+        return _trained(case.model(**options), *(t[:, at] for t in case.data()))
+
+    want = _trained(case.model(), *case.data())
+    got, _ = threads.run(size, rank_main)
+    for name, t in want.items():
+        mean = sum(each[name] for each in got) / size
+        assert relative_error(mean, t) < 1e-10, name
+
+
+def decoded(
+    layout: str, distance: int | None, gates: bool, pool: str, prompt: int
+) -> dict[str, float]:
+    """Errors of a prompt on a ring and of tokens after it, and bytes; for a pool."""
+    ring, n = Ring(), prompt + 25
+    draw = torch.Generator().manual_seed(5)
+
+    def layer(**over: Any) -> SummaryAttention:
+        made = SummaryAttention(
+            12, window=5, stride=3, block=4, distance=distance, gates=gates, pool=pool, heads=4,
+            dim_head=6, num_grouped_query_heads=2, rotary_embed=True, **over,
+        ).double()  # fmt: skip
+        draw.manual_seed(5)
+        with torch.no_grad():
+            for p in made.parameters():
+                p.normal_(std=0.5, generator=draw)
+        return made
+
+    x = torch.randn(2, n, 12, dtype=torch.float64, generator=draw)
+    want = layer()(x).detach()
+    at = positions(layout, rank=ring.rank, ring_size=ring.size, length=prompt)
+    mine = layer(ring_attn=True, layout=layout)
+    first, cache = mine.prefill(x[:, at])
+    later = torch.cat([mine.step(token, cache) for token in x[:, prompt:].split(1, 1)], 1)
+    return {
+        "prompt": relative_error(first, want[:, at]),
+        "later": relative_error(later, want[:, prompt:]),
+        "recent": cache.recent.shape[1],
+        "far": cache.far.shape[1],
+    }
+
+
+def separate_rings() -> bool:
+    """Of two rings, one whose documents are all near; for a pool of four."""
+    ring, case = Ring(None, 2), Module(select=1)
+    model = case.model(ring_attn=True, auto_shard_seq=False)
+    ids, documents = case.data()
+    if ring.first == 0:
+        documents = torch.arange(case.length).expand(2, -1) // 4
+    at = positions("contiguous", rank=ring.rank, ring_size=2, length=case.length)
+    alone = case.model()(ids, documents=documents)
+    found = model(ids[:, at], documents=documents[:, at], ring_size=2)
+    return relative_error(found, alone[:, at]) < 1e-10
