@@ -35,6 +35,7 @@ from ring_attention_pytorch.routing import (
     select_topk,
     soft_topk,
 )
+from ring_attention_pytorch.runtime.observe import observe
 from ring_attention_pytorch.training.batches import RingCollator, ShardedBatch, shard_batch
 from ring_attention_pytorch.training.dataset import SequenceShardedDataset, TokenFile
 from ring_attention_pytorch.training.losses import ring_cross_entropy, ring_token_logprobs
@@ -69,6 +70,7 @@ __all__ = [
     "explain_kernel",
     "explain_plan",
     "fail_together",
+    "observe",
     "positions",
     "ring_attn",
     "ring_attn_with_cache",
