@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "laptop.ipynb"
 # as a notebook does it: cells share names, and a first line %%writefile writes the rest
@@ -24,6 +26,7 @@ print(Picture(Path("step1.svg").read_text())._repr_svg_()[:4])
 """
 
 
+@pytest.mark.thorough
 def test_the_notebook_runs(tmp_path):
     ran = subprocess.run(
         [sys.executable, "-c", RUN, NOTEBOOK], cwd=tmp_path, capture_output=True, text=True,
