@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+from xml.sax.saxutils import escape
 
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.observe import COMPUTE, WAIT, Record
@@ -127,4 +128,4 @@ def text(
 ) -> str:
     """Draw words."""
     style = f'font-weight="{weight}" fill="{colour}" text-anchor="{anchor}"'
-    return f'<text x="{x:.1f}" y="{y}" {style}>{words}</text>'
+    return f'<text x="{x:.1f}" y="{y}" {style}>{escape(words)}</text>'
