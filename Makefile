@@ -46,8 +46,9 @@ $(SITE)/ready: docs/requirements.txt
 	$(SITE)/bin/python -m pip install --quiet -r docs/requirements.txt
 	touch $@
 
+# not --quiet, which would hide warnings from --strict
 site: $(SITE)/ready  ## the pages as a site, in build/site; a link that leads nowhere is an error
-	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

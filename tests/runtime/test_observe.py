@@ -2,6 +2,7 @@
 
 import os
 import runpy
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 from xml.etree import ElementTree
@@ -12,8 +13,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from ring_attention_pytorch import RingPlan, default_attention, explain_plan, observe, ring_attn
 from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import all_segments
+from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.runtime import observe as observe_module
 from ring_attention_pytorch.runtime.observe import _Range, recorded, switch
+from ring_attention_pytorch.runtime.statistics import _bytes
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload
+from ring_attention_pytorch.schedule.steps import gather_first
 
 SHAPE = (1, 24, 4, 8)
 TOKEN = 2 * 4 * 8 * 4  # bytes of a key and its value
@@ -87,6 +93,14 @@ def test_what_is_told_of_a_call_is_what_it_did(pools, transport):
         ):  # fmt: skip
             assert f"ring attention, {name}" in observed
         assert f"hop 1, keys of {', '.join(map(str, owners[1]))}: " in found["text"]
+
+
+def test_own_keys_that_come_among_the_others_are_not_received():
+    two = all_segments("contiguous", 2, 8)
+    program = gather_first(Workload(two, two, Mask())).forward
+    shape = KVShape(batch=1, heads=4, key_heads=4, d=8, d_v=8, itemsize=4)
+    record = SimpleNamespace(program=program, place=0, shape=shape)
+    assert _bytes(record, program.transfers[0]) == 4 * TOKEN
 
 
 def test_a_plan_of_one_process_is_observed_where_others_replay_a_tape():
