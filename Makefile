@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-all test-install test-gpu sanitize-gpu lint clean
+.PHONY: demo test test-all test-install test-gpu sanitize-gpu lint site clean
 
 $(VENV)/ready: requirements.txt setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -24,7 +24,7 @@ PYTEST := $(RUN) -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/ready lint  ## what every change must pass; all but the tests marked `thorough`
 	$(PYTEST) -m "not thorough"
 
-test-all: test  ## `test`, and then what it leaves out
+test-all: test site  ## `test`, and then what it leaves out
 	$(PYTEST) -m thorough
 
 test-install: $(VENV)/ready  ## wheel and sdist, installed where there is nothing else, and used
@@ -40,6 +40,16 @@ sanitize-gpu:  ## our kernels under compute-sanitizer
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+SITE := build/site-venv
+$(SITE)/ready: docs/requirements.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet -r docs/requirements.txt
+	touch $@
+
+# not --quiet, which would hide warnings from --strict
+site: $(SITE)/ready  ## the pages as a site, in build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

@@ -35,6 +35,7 @@ from ring_attention_pytorch.routing import (
     select_topk,
     soft_topk,
 )
+from ring_attention_pytorch.runtime.observe import observe
 from ring_attention_pytorch.summaries import (
     Summaries,
     SummaryAttention,
@@ -79,6 +80,7 @@ __all__ = [
     "explain_kernel",
     "explain_plan",
     "fail_together",
+    "observe",
     "positions",
     "ring_attn",
     "ring_attn_with_cache",

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
+from ring_attention_pytorch.runtime.observe import recorded
 from ring_attention_pytorch.schedule.steps import Part, Program
 
 KVGrads = tuple[GradAccumulator, GradAccumulator]
@@ -35,6 +36,7 @@ class Call(Protocol):
 
 def forward(program: Program, call: Call) -> Iterator[KVBlock]:
     """Yield the keys of each part."""
+    call = recorded(call)
     for part in _parts(program, call):
         keys = call.keys(part)
         if program.counts(part, keys.segments):
@@ -45,6 +47,7 @@ def forward(program: Program, call: Call) -> Iterator[KVBlock]:
 
 def backward(program: Program, call: Call) -> Iterator[tuple[KVBlock, KVGrads]]:
     """Yield the keys of each part, with accumulators (dk, dv) for their gradients."""
+    call = recorded(call)
     for part in _parts(program, call):
         keys = call.keys(part)
         grads = call.grads(part, keys)

@@ -1,11 +1,13 @@
 """A report of messages that do not come: NCCL ends a process without saying what it waited for."""
 
-import sys
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from weakref import ref
+
+logger = logging.getLogger("ring_attention_pytorch")
 
 _SOONER = 0.8  # of the timeout, when the report is made
 
@@ -31,12 +33,12 @@ class Overdue:
             self._thread.start()
 
     def report(self) -> bool:
-        """Print the first exchange whose time is nearly up; tell whether there is one."""
+        """Log the first exchange whose time is nearly up; tell whether there is one."""
         self._drop_those_that_came()
         if not self._waiting or time.monotonic() <= self._waiting[0][1]:
             return False
         what = self._waiting[0][2]
-        print(f"{what}, for {self._seconds:.0f} s by now", file=sys.stderr, flush=True)
+        logger.error("%s, for %.0f s by now", what, self._seconds)
         return True
 
     @property

@@ -20,6 +20,7 @@ from ring_attention_pytorch.comm.messages import Form, Part
 from ring_attention_pytorch.comm.ring import Ring, SubRing
 from ring_attention_pytorch.geometry.layouts import Segment, Segments, count
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
+from ring_attention_pytorch.runtime.observe import spanned
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
 from ring_attention_pytorch.runtime.torch_func import Function
 from ring_attention_pytorch.schedule.pieces import KVShape
@@ -251,7 +252,9 @@ class Ulysses:
         return [_summed(t, s.heads) for t, s in zip(found, spreads)]
 
     def _swap(self, to: str, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
-        with self.together.call(f"all-to-all of {len(tensors)} to {to}", self.number):
+        name = f"all-to-all of {len(tensors)} to {to}"
+        device = tensors[0].device
+        with self.together.call(name, self.number), spanned(f"ring attention, {name}", device):
             return self.by.swap(self.together.rank, tensors, ways)
 
 

@@ -295,7 +295,7 @@ class Generation:
         if not len(self.layers):
             return "the model has no blocks"
         if any(attention.summaries is not None for attention, _ in self.layers):
-            return "layers with attn_summaries keep other keys: decode layer by layer, with prefill and step of SummaryAttention"
+            return "layers with attn_summaries need a SummaryCache: see SummaryAttention.prefill"
         if current() is not None:
             return "ids are whole sequences, call it outside of the block of a batch"
         if problem := ids_problem(ids, mask, None, classes, self.ignore_index):

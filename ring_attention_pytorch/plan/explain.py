@@ -1,10 +1,14 @@
 """A description of what a plan would do, in words and figures, before it does anything."""
 
+from os import PathLike
+from pathlib import Path
+
 from beartype import beartype
 
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.geometry.layouts import Segments, count
 from ring_attention_pytorch.geometry.tiles import tiles, visible_pairs
+from ring_attention_pytorch.plan.picture import picture as drawn
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.schedule.cost import (
     Cost,
@@ -16,11 +20,13 @@ from ring_attention_pytorch.schedule.pieces import joined, tokens
 
 
 @beartype
-def explain_plan(plan: RingPlan) -> str:
+def explain_plan(plan: RingPlan, *, picture: str | PathLike[str] | None = None) -> str:
     """Describe who receives what and when, its bytes and pairs, and the predicted time.
 
     Args:
         plan: from `RingPlan.make`. Nothing is sent; any rank may ask, for itself.
+        picture: where to write a drawing of this rank's step as SVG: what it computes and what is
+            under way meanwhile, by the model, and as measured if calls were inside `observe()`.
 
     Returns:
         Some lines of text. Times are of a model (docs/scaling.md), by speeds that were measured
@@ -32,6 +38,8 @@ def explain_plan(plan: RingPlan) -> str:
     rank 0 of 1: 6 of 6 tokens, contiguous, causal, kernel eager
     own keys: 6, 21 pairs in 1 tile
     """
+    if picture is not None:
+        Path(picture).write_text(drawn(plan), encoding="utf-8")
     head = _head(plan)
     if plan.ring.size == 1:
         return "\n".join(head)

@@ -54,7 +54,9 @@ from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.runtime.graphs import Graphs, Tensors, can_be_captured, with_graphs
 from ring_attention_pytorch.runtime.handles import handle_of_layer, new_handle
 from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles, Transport
+from ring_attention_pytorch.runtime.observe import Record, spanned, switch, watched
 from ring_attention_pytorch.runtime.scores import per_head_problem
+from ring_attention_pytorch.runtime.statistics import Statistics, statistics_of
 from ring_attention_pytorch.runtime.tape import Tapes
 from ring_attention_pytorch.schedule.hardware import Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
@@ -97,6 +99,7 @@ class RingPlan:
     capturable: bool = field(init=False, compare=False, repr=False)  # as CUDA graphs
     graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
     tapes: Tapes = field(default_factory=Tapes, init=False, compare=False, repr=False)
+    records: dict[str, Record] = field(default_factory=dict, init=False, compare=False, repr=False)
     # worked out when asked for, and shared with plans that differ only in dropout
     _tiles: dict[Segments, list] = field(default_factory=dict, compare=False, repr=False)
     _calls: dict[bool, int] = field(default_factory=dict, compare=False, repr=False)
@@ -145,7 +148,7 @@ class RingPlan:
         [0, 1, 2, 3, 4, 5]
         """
         # within a transform of torch.func new tensors are wrapped, and have no memory to send
-        with torch._C._DisableFuncTorch():
+        with torch._C._DisableFuncTorch(), spanned("ring attention, plan", q.device):
             return cls._make((q, k, v), attention_ring(group), options, also or {})
 
     @classmethod
@@ -269,12 +272,24 @@ class RingPlan:
     ) -> Tensors:
         """Run a function of the plan and of tensors, by way of a CUDA graph if there are any."""
         with self.call(direction):
+            if switch.on:
+                return watched(self, direction, function, given)
             if self.graphs is not None:
                 return self.graphs.run(function, self, *given)
             if self.can_be_taped:
                 memory = self.transport.follow_stream()
                 return self.tapes.run(function, self, *given, memory=memory)
             return function(self, *given)
+
+    def statistics(self) -> Statistics:
+        """Return bytes, waits and seconds of each hop of the last call, on this rank.
+
+        On GPUs it waits until that call is done.
+
+        Raises:
+            ValueError: no call of this plan was inside `with observe():`.
+        """
+        return statistics_of(self.records)
 
     def call(self, direction: str) -> AbstractContextManager[None]:
         """Return the block of a call; if `always`, all ranks raise where their calls differ."""

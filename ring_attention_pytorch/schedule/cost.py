@@ -65,11 +65,11 @@ def predict(schedule: Schedule, rank: int, shape: KVShape, machine: Hardware = H
     ):
         clock = Clock({}, [])
         for part in program.parts:
-            clock.parts[part] = _part_seconds(program, part, rank, shape, machine, a_flop)
+            clock.parts[part] = part_seconds(program, part, rank, shape, machine, a_flop)
         for transfer in program.transfers:
-            near, far = _moved(program, transfer, rank, machine.domain)
-            one = _bytes_of(transfer, shape)
-            clock.transfers.append(_transfer_seconds(transfer, near * one, far * one, machine))
+            near, far = moved(program, transfer, rank, machine.domain)
+            one = bytes_of(transfer, shape)
+            clock.transfers.append(transfer_seconds(transfer, near * one, far * one, machine))
             received += (near + far) * one
         seconds.append(_elapsed(program, clock))
     visible = [_visible(schedule.forward, part, rank) for part in schedule.forward.parts]
@@ -110,7 +110,7 @@ def _visible(program: Program, part: Part, rank: int) -> tuple[Tile, ...]:
     return tiles(work.queries[rank], program.segments(part, rank), work.visible)
 
 
-def _part_seconds(
+def part_seconds(
     program: Program,
     part: Part,
     rank: int,
@@ -127,14 +127,14 @@ def _part_seconds(
     return kernel + len(visible) * machine.call * beside + rows * shape.row_bytes / machine.memory
 
 
-def _bytes_of(transfer: Transfer, shape: KVShape) -> int:
+def bytes_of(transfer: Transfer, shape: KVShape) -> int:
     """Return the bytes of one key, or of its gradients: a ring hands on sums, in wide numbers."""
     if transfer.kind == KEYS:
         return shape.token_bytes
     return shape.wide_bytes if transfer.hop else shape.grad_bytes
 
 
-def _moved(program: Program, transfer: Transfer, rank: int, domain: int) -> tuple[int, int]:
+def moved(program: Program, transfer: Transfer, rank: int, domain: int) -> tuple[int, int]:
     """Return how many tokens a rank brings from within its domain, and from outside.
 
     Of gradients it is what it sends: others take as much at the same time. A hop is as slow as its
@@ -161,7 +161,7 @@ def _moved(program: Program, transfer: Transfer, rank: int, domain: int) -> tupl
     return near, far
 
 
-def _transfer_seconds(transfer: Transfer, near: int, far: int, machine: Hardware) -> float:
+def transfer_seconds(transfer: Transfer, near: int, far: int, machine: Hardware) -> float:
     """Return the seconds that so many bytes take, from within the domain and from outside."""
     if transfer.hop:
         return _hop_seconds(near, far, machine)

@@ -1,7 +1,6 @@
 """What devices check of other ranks: by Triton's interpreter, in processes that share memory."""
 
-import contextlib
-import io
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -214,21 +213,22 @@ def test_messages_of_other_calls_are_nan_and_so_are_all_after_them(ranks):
     assert "what rank 1 sent was for another call" in trouble
 
 
-def waits(numbers: int, come: int) -> str:
-    """What is reported of so many exchanges, of which that many come."""
-    arrived, said = 0, io.StringIO()
-    with contextlib.redirect_stderr(said):
-        overdue = Overdue(lambda: arrived, timeout=0.5)
-        for number in range(1, numbers + 1):
-            overdue.add(number, f"exchange {number}")
-        arrived = come
-        time.sleep(1.0)
-    return said.getvalue()
+def waits(numbers: int, come: int) -> None:
+    """Let so many exchanges begin, of which that many come."""
+    arrived = 0
+    overdue = Overdue(lambda: arrived, timeout=0.5)
+    for number in range(1, numbers + 1):
+        overdue.add(number, f"exchange {number}")
+    arrived = come
+    time.sleep(1.0)
 
 
-def test_the_first_exchange_that_does_not_come_is_reported():
-    assert waits(3, come=3) == ""
-    assert waits(3, come=1) == "exchange 2, for 0 s by now\n"
+def test_the_first_exchange_that_does_not_come_is_reported(caplog):
+    waits(3, come=3)
+    assert caplog.record_tuples == []
+    waits(3, come=1)
+    logged = [("ring_attention_pytorch", logging.ERROR, "exchange 2, for 0 s by now")]
+    assert caplog.record_tuples == logged
 
 
 def test_what_inference_made_can_be_forgotten_in_training():

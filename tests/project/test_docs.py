@@ -7,13 +7,15 @@ import re
 import runpy
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from docs import what_works
-from ring_attention_pytorch import attention, default_attention
+from ring_attention_pytorch import attention, default_attention, launch
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -112,16 +114,18 @@ def test_the_readme_s_example_runs_under_torchrun_as_it_stands(tmp_path: Path) -
     assert run.returncode == 0, run.stderr
 
 
+def run_in_this_group(block: str, page: str) -> None:
+    """Run an example in a process that has a group, as those that torchrun starts do."""
+    with mock.patch.object(launch, "torchrun_group", return_value=nullcontext()):
+        exec(compile(block, page, "exec"), {})
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_examples_of_a_page_run_under_torchrun(page: Path, tmp_path: Path) -> None:
-    for number, block in enumerate(blocks(page)):
+def test_the_examples_of_a_page_run_on_three_ranks(page: Path, pools) -> None:
+    for block in blocks(page):
         if "with torchrun_group" in block:
-            script = tmp_path / f"example_{number}.py"
-            script.write_text(block)
-            subprocess.run(
-                [*TORCHRUN, "--nproc-per-node", "3", script], cwd=ROOT, timeout=120, check=True
-            )
+            pools(3).run(run_in_this_group, block, str(page))
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:

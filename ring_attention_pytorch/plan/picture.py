@@ -1,0 +1,131 @@
+"""A picture of a step as SVG: the schedule that runs, and beside it what was measured of it."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.runtime.observe import COMPUTE, WAIT, Record
+from ring_attention_pytorch.schedule.timeline import (
+    ALL,
+    GRADS_GO,
+    KEYS_COME,
+    OTHERS,
+    OWN,
+    Bar,
+    Timeline,
+    of_part,
+    of_transfer,
+    predicted,
+)
+
+LEFT, HIGH, GAP, PANEL = 92, 20, 5, 98
+WIDTH = 900  # of the bars of a panel
+COLOURS = {
+    OWN: "#4269d0", OTHERS: "#b07d00", ALL: "#7a5195", KEYS_COME: "#3ca951", GRADS_GO: "#d0503c",
+}  # fmt: skip
+_LEGEND_AT = (0, 175, 295, 420, 510)
+INK, FAINT = "#57606a", "#d8dee4"
+
+
+class Panel(NamedTuple):
+    """A step in bars: its title, and timelines of its directions by name."""
+
+    title: str
+    directions: dict[str, Timeline]
+
+
+def picture(plan: RingPlan) -> str:
+    """Return the drawing of this rank's step, forward and backward."""
+    both, machine = plan.schedule, plan.machine.every(plan.degree)
+    found = {
+        name: predicted(program, plan.place, plan.kv_shape, machine, name == "backward")
+        for name, program in (("forward", both.forward), ("backward", both.backward))
+    }
+    where = "speeds measured here" if plan.machine.measured else "speeds of H200s"
+    panels = [Panel(f"{plan.transport_name}, predicted by {where}", found)]
+    if plan.records:
+        seen = {name: measured(record) for name, record in sorted(plan.records.items())[::-1]}
+        panels.append(Panel(f"measured in the last observed call, on {plan.device.type}", seen))
+    case = f"rank {plan.ring.rank} of {plan.ring.size}, {plan.layout}, kernel {plan.kernel.name}"
+    notes = [
+        f"{case}; each panel to a scale of its own",
+        "-1: keys, or gradients, of the owner one place behind",
+    ]
+    return drawing(panels, notes)
+
+
+def measured(record: Record) -> Timeline:
+    """Return the bars of what was recorded.
+
+    A transfer is under way until its wait is over: when it arrived, nobody looked.
+    """
+    program, parts = record.program, record.program.parts
+    computed, under_way, begun = [], [], {}
+    for what, number, start, stop in record.spans:
+        first, last = (record.seconds(record.start, mark) for mark in (start, stop))
+        if what == COMPUTE:
+            computed.append(Bar(first, last, *of_part(program, parts[number])))
+        elif what == WAIT:
+            of = of_transfer(program, program.transfers[number])
+            under_way.append(Bar(begun[number], last, *of))
+        else:
+            begun[number] = first
+    return Timeline(computed, under_way)
+
+
+def drawing(panels: Iterable[Panel], notes: Iterable[str], scale: float | None = None) -> str:
+    """Draw panels below one another; `scale` is pixels of a second, None fits each by itself."""
+    parts, y, right = list(_legend()), 52, float(LEFT + _LEGEND_AT[-1] + 130)
+    for panel in panels:
+        parts.append(text(LEFT, y, panel.title, "bold"))
+        x = float(LEFT)
+        total = sum(timeline.end for timeline in panel.directions.values())
+        pixels = scale or WIDTH / max(total, 1e-9)
+        for name, timeline in panel.directions.items():
+            title = f"{name}, {1e3 * timeline.end:.{1 if scale else 3}{'f' if scale else 'g'}} ms"
+            parts.append(text(x, y + 18, title))
+            for row, (bars, label) in enumerate(zip(timeline, ("computes", "under way"))):
+                top = y + 24 + row * (HIGH + GAP)
+                if x == LEFT:
+                    parts.append(text(LEFT - 8, top + 14, label, anchor="end"))
+                parts.append(box(x, top, timeline.end * pixels, FAINT))
+                for bar in bars:
+                    parts += _drawn(bar, x, top, pixels)
+            x += timeline.end * pixels + 30
+        right, y = max(right, x), y + PANEL
+    for number, note in enumerate(notes):
+        parts.append(text(LEFT, y - 4 + 18 * number, note))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{right:.0f}" height="{y + 28}" '
+        'font-family="system-ui, sans-serif" font-size="12">'
+        f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def _legend() -> Iterator[str]:
+    for x, (words, colour) in zip(_LEGEND_AT, COLOURS.items()):
+        yield f'<rect x="{LEFT + x}" y="12" width="12" height="12" fill="{colour}"/>'
+        yield text(LEFT + x + 18, 22, words)
+
+
+def _drawn(bar: Bar, x: float, top: float, pixels: float) -> list[str]:
+    wide = (bar.stop - bar.start) * pixels
+    left = x + bar.start * pixels
+    parts = [box(left, top, max(wide - 1, 1), COLOURS[bar.kind])]
+    if bar.words and wide > 7 * len(bar.words):
+        parts.append(text(left + 4, top + 14, bar.words, colour="white"))
+    return parts
+
+
+def box(x: float, y: float, wide: float, colour: str) -> str:
+    """Draw a bar."""
+    return f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{HIGH}" fill="{colour}"/>'
+
+
+def text(
+    x: float, y: float, words: str, weight: str = "normal", colour: str = INK, anchor: str = "start"
+) -> str:
+    """Draw words."""
+    style = f'font-weight="{weight}" fill="{colour}" text-anchor="{anchor}"'
+    return f'<text x="{x:.1f}" y="{y}" {style}>{escape(words)}</text>'

@@ -1,0 +1,256 @@
+"""A look at calls while they run: ranges for profilers, and times of what a call does.
+
+    with observe():              plan.run ── watched ──► function(a plan whose kernel is ranged)
+        loss.backward()              │ Record, of this thread
+    plan.statistics()            comm.carry_out ── recorded(call) ──► waits, starts, parts
+
+Off, a call looks at a switch, and a thread's record, once each. On, it runs without its tape, whose
+operations would be those of no hop. Nothing waits for a GPU before somebody asks for times.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ring_attention_pytorch.runtime.streams import capturing
+from ring_attention_pytorch.schedule.pieces import KVShape
+from ring_attention_pytorch.schedule.steps import KEYS, Part, Program, Transfer
+
+WAIT, COMPUTE, START = "wait", "compute", "start"
+_NOTHING = nullcontext()
+_lock = threading.Lock()
+
+
+class _Switch:
+    """Whether anybody observes: in how many blocks, in this process."""
+
+    on = int(os.environ.get("RING_ATTENTION_OBSERVE") == "1")
+
+
+class _Thread(threading.local):
+    """The record of the call that runs in this thread."""
+
+    record: "Record | None" = None
+
+
+switch, _thread = _Switch(), _Thread()
+
+
+@contextmanager
+def observe() -> Iterator[None]:
+    """Let calls in this block, in all threads, have ranges in profiles, and their plans statistics.
+
+    Ranges are those of `torch.profiler.record_function`, and of NVTX where tensors are on CUDA. The
+    environment's RING_ATTENTION_OBSERVE=1 stands for a block around the whole process. Results are
+    the same. Calls that tapes would replay take the host longer; those in CUDA graphs have a range
+    and no statistics.
+
+    >>> from ring_attention_pytorch import RingPlan, ring_attn
+    >>> q = torch.randn(1, 6, 2, 4)
+    >>> plan = RingPlan.make(q, q, q, causal=True)
+    >>> with observe():
+    ...     _ = ring_attn(q, q, q, plan=plan)
+    >>> plan.statistics().forward.hops[0].owners
+    (0,)
+    """
+    with _lock:
+        switch.on += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            switch.on -= 1
+
+
+def spanned(name: str, device: torch.device) -> AbstractContextManager[Any]:
+    """Return a block that is a range of this name while somebody observes."""
+    return _Range(name, device) if switch.on else _NOTHING
+
+
+class _Range:
+    """A block that profilers show under a name."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name, self._function = name, record_function(name)
+        self._nvtx = device.type == "cuda"
+
+    def __enter__(self) -> "_Range":
+        self._function.__enter__()
+        if self._nvtx:
+            torch.cuda.nvtx.range_push(self._name)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._nvtx:
+            torch.cuda.nvtx.range_pop()
+        self._function.__exit__(None, None, None)
+
+
+class Span(NamedTuple):
+    """Something that a call did: what, to which part or transfer, from when to when."""
+
+    what: str  # WAIT, START or COMPUTE
+    number: int  # of the transfer, or of the part among the program's
+    start: Any  # a mark
+    stop: Any
+
+
+class Record:
+    """A recording of one direction of one call on this rank.
+
+    Times are those of the plan's stream on CUDA, and of the host elsewhere. What a kernel does on
+    side streams counts from when the plan's stream waits for it.
+    """
+
+    def __init__(self, plan: Any, direction: str) -> None:
+        both = plan.schedule
+        self.program: Program = both.backward if direction == "backward" else both.forward
+        self.shape: KVShape = plan.kv_shape
+        self.device, self.place, self.direction = plan.device, plan.place, direction
+        whole = plan.ulysses is None
+        self.ranks = range(plan.ring.size) if whole else plan.ulysses.ring.places
+        self.spans: list[Span] = []
+        self._open: list[_Range] = []
+        self._computing: Any = None
+
+    def __enter__(self) -> "Record":
+        self._before, _thread.record = _thread.record, self
+        self.start = self._mark()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stop = self._mark()
+        while self._open:  # a call that failed has not ended them
+            self._open.pop().__exit__()
+        _thread.record = self._before
+
+    def owners(self, block: int) -> tuple[int, ...]:
+        """Return the ranks whose keys are in a block, the next one behind first."""
+        distances = self.program.blocks[block].distances
+        return tuple(self.ranks[(self.place - d) % len(self.ranks)] for d in distances)
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """Return the seconds between two marks; waits for the GPU to get there."""
+        if isinstance(start, float):
+            return stop - start
+        stop.synchronize()
+        return 1e-3 * start.elapsed_time(stop)
+
+    def transfer(self, what: str, number: int, do: Callable[[int], None]) -> None:
+        """Start a transfer or wait for it, and note when."""
+        start = self._mark()
+        with _Range(self._name_of(what, self.program.transfers[number]), self.device):
+            do(number)
+        self.spans.append(Span(what, number, start, self._mark()))
+
+    def begin(self, part: Part) -> None:
+        """Begin with a part, for which calls of the kernel follow."""
+        name = f"ring attention, hop {part.block}: keys of {_ranks(self.owners(part.block))}"
+        self._open.append(_Range(name, self.device))
+        self._open[-1].__enter__()
+        self._computing = self._mark()
+
+    def end(self, part: Part) -> None:
+        """Note that all calls for a part have been launched."""
+        self._open.pop().__exit__()
+        number = self.program.parts.index(part)
+        self.spans.append(Span(COMPUTE, number, self._computing, self._mark()))
+
+    def _name_of(self, what: str, transfer: Transfer) -> str:
+        begins = what == START
+        if transfer.kind == KEYS:
+            of = f"hop {transfer.block}: keys of {_ranks(self.owners(transfer.block))} "
+            return f"ring attention, {of}{'start' if begins else 'are waited for'}"
+        block = transfer.source if begins else transfer.block
+        whose = f"gradients of keys of {_ranks(self.owners(block))}"
+        home = transfer.block == 0
+        if begins:
+            return f"ring attention, hop {block}: {whose} go {'home' if home else 'on'}"
+        return f"ring attention, hop {block}: {whose} {'come home' if home else 'come'}"
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class _RecordedCall:
+    """A transport's call whose steps are recorded."""
+
+    def __init__(self, record: Record, call: Any) -> None:
+        self._record, self._call = record, call
+        self.grads = call.grads
+
+    def start(self, number: int) -> None:
+        self._record.transfer(START, number, self._call.start)
+
+    def wait(self, number: int) -> None:
+        self._record.transfer(WAIT, number, self._call.wait)
+
+    def keys(self, part: Part) -> Any:
+        self._record.begin(part)
+        return self._call.keys(part)
+
+    def computed(self, part: Part) -> None:
+        self._record.end(part)
+        self._call.computed(part)
+
+
+def recorded(call: Any) -> Any:
+    """Return a transport's call, in such a form that this thread's record hears of its steps."""
+    record = _thread.record
+    return call if record is None else _RecordedCall(record, call)
+
+
+class _WatchedPlan:
+    """A plan whose kernel has ranges."""
+
+    def __init__(self, plan: Any) -> None:
+        name, kernel = plan.kernel.name, plan.kernel
+        self._plan = plan
+        self.kernel = kernel._replace(
+            forward=_ranged(kernel.forward, f"ring attention, kernel {name}", plan.device),
+            backward=_ranged(kernel.backward, f"ring attention, kernel {name}", plan.device),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
+
+def _ranged(function: Callable[..., Any], name: str, device: torch.device) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        with _Range(name, device):
+            return function(*args)
+
+    return call
+
+
+def watched(
+    plan: Any, direction: str, function: Callable[..., Any], given: tuple[Tensor | None, ...]
+) -> Any:
+    """Return `function(plan, *given)`; the plan keeps a record of it."""
+    plan.records.pop(direction, None)
+    with _Range(f"ring attention, {direction}", plan.device):
+        if plan.graphs is not None:
+            return plan.graphs.run(function, plan, *given)
+        if plan.device.type == "cuda" and capturing(plan.device):
+            return function(plan, *given)
+        with Record(plan, direction) as record:
+            results = function(_WatchedPlan(plan), *given)
+    plan.records[direction] = record
+    return results
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
