@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_attention_pytorch.comm.alone import in_one_process
 from ring_attention_pytorch.comm.failures import (
     RingError,
     Waiting,
@@ -99,7 +100,9 @@ class Ring:
                     'pick one, as in mesh["cp"]'
                 )
             group = group.get_group()
-        if group is None and dist.is_available() and dist.is_initialized():
+        if in_one_process():
+            group = None
+        elif group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         place, total = (
             (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -301,6 +304,8 @@ Group = ProcessGroup | DeviceMesh | Ring | None
 
 def as_ring(group: Group, size: int | None = None) -> Ring:
     """Return the ring of a group's ranks, or of `size` consecutive ones."""
+    if in_one_process():
+        return Ring.alone()
     if not isinstance(group, Ring):
         return Ring(group, size)
     if size not in (None, group.size):
@@ -309,7 +314,7 @@ def as_ring(group: Group, size: int | None = None) -> Ring:
 
 
 def _warn_of_missing_group() -> None:
-    if not dist.is_available():
+    if in_one_process() or not dist.is_available():
         return
     elastic = dist.is_torchelastic_launched() and os.environ["WORLD_SIZE"] != "1"
     main = getattr(multiprocessing.current_process(), "_target", None)
