@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_attention_pytorch.comm import last_words
 from ring_attention_pytorch.comm.alone import in_one_process
 from ring_attention_pytorch.comm.failures import (
+    Place,
     RingError,
     Waiting,
     awaiting,
@@ -53,6 +55,7 @@ class Transfer:
         check: Callable[[Messages, object], None] | None = None,
     ) -> None:
         self._steps, self._step, self._works = ring.steps, ring.steps.now, works
+        self._group = ring.group
         self._sent, self._received = [t for _, t in sends], [t for _, t in receives]
         self._peers = [ring.first + rank for rank, _ in (*sends, *receives)]
         came = [(ring.first + rank, t) for rank, t in receives]
@@ -73,7 +76,8 @@ class Transfer:
         except RuntimeError as error:
             one_each = len(self._works) == len(self._peers)  # else one work stands for all messages
             peers = self._peers[-len(waiting) :] if one_each else self._peers
-            raise RingError.waiting(self._step, peers, error) from error
+            place = (self._group, self._steps.notes)
+            raise RingError.waiting(self._step, peers, error, place) from error
         if self._check:
             self._check()
         self._steps.under_way.remove(self)
@@ -131,7 +135,8 @@ class Ring:
         if self.group is None:
             return Steps()
         met, each = _met.setdefault(self.group, [0]), _steps.setdefault(self.group, {})
-        return each.setdefault((self.first, self.size), Steps(met))
+        steps = Steps(met, partial(_say, ref(self.group)))
+        return each.setdefault((self.first, self.size), steps)
 
     @classmethod
     def alone(cls) -> "Ring":
@@ -190,7 +195,7 @@ class Ring:
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
             peers = [self.first + rank for rank, _ in (*sends, *receives)]
-            raise RingError.waiting(self.steps.now, peers, error) from error
+            raise RingError.waiting(self.steps.now, peers, error, self._place) from error
         return Transfer(self, sends, receives, works, check)
 
     def _stamps(self, sends: Messages, receives: Messages) -> Stamps | None:
@@ -219,8 +224,16 @@ class Ring:
         self._reduce(t, dist.ReduceOp.MAX)
 
     def _reduce(self, t: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        with self.call("reducing"), awaiting(self.steps.now, self.peers):
+        with self.call("reducing"), awaiting(self.steps.now, self.peers, self._place):
             dist.all_reduce(t, op, group=self.group)
+
+    def say(self, words: str) -> None:
+        """Leave word for ranks that will wait for this one in vain, because it raises alone."""
+        last_words.leave(*self._place, words)
+
+    @property
+    def _place(self) -> Place:
+        return self.group, self.steps.notes
 
     @property
     def peers(self) -> list[int]:
@@ -265,7 +278,8 @@ class Ring:
             return [message]
         mine = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
         all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        with awaiting(self.steps.now, self.peers):
+        before = self.group, self.steps.notes - 1  # words of ranks that do not compare these notes
+        with awaiting(self.steps.now, self.peers, before):
             dist.all_gather(all_of_them, mine, group=_host_group(self.group))
         return [ctypes.string_at(t.data_ptr(), size) for t in all_of_them]
 
@@ -297,6 +311,10 @@ class SubRing(Ring):
 
     def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
         raise NotImplementedError("the whole ring agrees, not a part of it")
+
+
+def _say(group: "ref[ProcessGroup]", notes: int, words: str) -> None:
+    last_words.leave(group(), notes, words)
 
 
 Group = ProcessGroup | DeviceMesh | Ring | None

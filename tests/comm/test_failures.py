@@ -213,7 +213,7 @@ def test_an_error_names_its_step_and_survives_a_pipe():
     assert text.startswith(
         "ring attention, backward: call 7 by plan 3, hop 2: waited for ranks 1, 3"
     )
-    assert "failed: Timed out. A rank" in text
+    assert "failed: Timed out. ranks 1, 3: no word" in text
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.step, again.ranks) == (text, step, (1, 3))
 

@@ -36,7 +36,7 @@ class Wrong(NamedTuple):
 
 
 class ByHand(nn.Module):
-    """A model of transformers with an adapter written by hand, as of ten lines; one is forgotten."""
+    """A model of transformers with an adapter written by hand; one line is forgotten."""
 
     def __init__(self, forgotten: str = "", name: str = "Llama"):
         super().__init__()
