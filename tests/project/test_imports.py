@@ -38,7 +38,8 @@ BELOW["compat"] = {*BELOW} - {"routing", "schedule"}
 BELOW["__init__"] = {*BELOW}
 # point-to-point and collectives are nobody else's business
 MAY_COMMUNICATE = {
-    "comm.alone", "comm.failures", "comm.last_words", "comm.ring", "comm.symmetric_memory", "launch",
+    "comm.alone", "comm.failures", "comm.last_words", "comm.ring", "comm.symmetric_memory",
+    "launch",
 }  # fmt: skip
 MAY_ASK = {"doctor.facts"}  # what there is to communicate with
 # public entry points: a long signature, and its checks in one place
