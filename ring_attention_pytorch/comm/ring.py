@@ -3,7 +3,6 @@
 import ctypes
 import multiprocessing
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
@@ -90,8 +89,9 @@ class Ring:
 
     A group of 8 with `size=4` is two rings, ranks 0 to 3 and 4 to 7. Groups may come and go between
     calls. One that moves no CPU tensors gets a companion that does, which lasts as long. Without a
-    group and without an initialised default group the ring is this process alone. `problem` is told
-    at the next agreement.
+    group and without an initialised default group the ring is this process alone; where it is
+    one of several that were started together, that is an error. `problem` is told at the next
+    agreement.
     """
 
     problem: str | None = None
@@ -116,7 +116,7 @@ class Ring:
                 "this process is no member of the group that it gave; call this on members only"
             )
         if group is None:
-            _warn_of_missing_group()
+            _check_missing_group()
         else:
             known(group)
         if total == 1:
@@ -331,18 +331,18 @@ def as_ring(group: Group, size: int | None = None) -> Ring:
     return group
 
 
-def _warn_of_missing_group() -> None:
+def _check_missing_group() -> None:
+    """Raise ValueError where several processes were started together, and have no group."""
     if in_one_process() or not dist.is_available():
         return
     elastic = dist.is_torchelastic_launched() and os.environ["WORLD_SIZE"] != "1"
     main = getattr(multiprocessing.current_process(), "_target", None)
     spawned = getattr(main, "__module__", None) == "torch.multiprocessing.spawn"
     if elastic or spawned:
-        warnings.warn(
+        raise ValueError(
             f"{'torchrun' if elastic else 'torch.multiprocessing'} started this process as one of "
-            "several, but there is no process group, so each works alone: call "
-            "torch.distributed.init_process_group() first",
-            stacklevel=3,
+            "several, but there is no process group, so each would work alone: call "
+            "torch.distributed.init_process_group() first"
         )
 
 

@@ -358,15 +358,14 @@ def test_a_forked_child_with_its_parent_s_group_is_refused(pools):
 
 
 def without_group(rank: int, folder: str) -> None:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        q = torch.randn(1, 4, 2, 8)
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="there is no process group") as found:
         ring_attn(q, q, q)
-    Path(folder, str(rank)).write_text("".join(str(w.message) for w in found))
+    Path(folder, str(rank)).write_text(str(found.value))
 
 
 @pytest.mark.thorough
-def test_spawned_processes_without_a_group_are_warned(tmp_path):
+def test_spawned_processes_without_a_group_are_refused(tmp_path):
     mp.spawn(without_group, (str(tmp_path),), nprocs=2)
     for rank in range(2):
         assert "torch.multiprocessing started this process" in (tmp_path / str(rank)).read_text()
@@ -468,3 +467,11 @@ def again_and_again(times: int, transport: str) -> int:
 @pytest.mark.parametrize("transport", ["ring", "gather"])
 def test_a_thousand_repeats_are_one_to_the_bit(transport, pools):
     assert pools(3).run(again_and_again, 1000, transport) == [1] * 3
+
+
+def test_processes_of_torchrun_without_a_group_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="torchrun started this process as one of several"):
+        ring_attn(q, q, q)
