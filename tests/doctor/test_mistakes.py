@@ -126,7 +126,7 @@ CASES: dict[str, tuple[Callable[[Case], Case], str | None, str]] = {
         lambda c: replace(c, here=seen(EVERY, attention=[(plan(), tuple(QKV))])),
         "whole sequences", "all 8 tokens",
     ),
-    "layout": (attention(layout="striped"), "layout", "are zigzag, attention takes them as striped"),
+    "layout": (attention(layout="striped"), "layout", "zigzag, attention takes them as striped"),
     "heads first": (heads_first, "heads first", "[1, 2, 8, 4]"),
     "local positions": (positions(torch.arange(4)), "positions", "0 to 3 on each rank"),
     "other positions": (positions(AT + 1), "positions", "not those"),
