@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from ring_attention_pytorch import RingAttention, RingError, RingPlan, fail_together, ring_attn
+from ring_attention_pytorch.comm import failures
 from ring_attention_pytorch.comm.failures import Step, known, timeout_of
 from ring_attention_pytorch.comm.notes import Disagreement
 from ring_attention_pytorch.comm.ring import Ring, _host_group
@@ -204,6 +205,16 @@ def test_what_ranks_disagree_about_breaks_nothing():
         assert ring_attn(q, q, q, plan=plan).shape == q.shape
 
     threads.run(2, main)
+
+
+def test_a_wait_in_vain_is_told_in_words_and_not_in_the_transport_s():
+    step = Step("ring attention, forward", 3, 7, 2)
+    timeout = "[/src/gloo/buffer.cc:129] Timed out waiting 1500ms for send operation to complete"
+    text = str(RingError.waiting(step, [1], RuntimeError(timeout)))
+    assert "waited for rank 1, in vain for 1.5 s" in text
+    assert "gloo" not in text
+    advice = failures._advice(step, {1: "waits in ring attention, forward: call 7 by plan 2"})
+    assert "must be given the same plan; this one has number 3" in advice
 
 
 def test_an_error_names_its_step_and_survives_a_pipe():
