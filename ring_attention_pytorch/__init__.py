@@ -3,6 +3,7 @@
 from ring_attention_pytorch import compat as _compat  # noqa: F401 - old module paths
 from ring_attention_pytorch.comm.failures import RingError, fail_together
 from ring_attention_pytorch.decoding import tree_attn_decode
+from ring_attention_pytorch.doctor.parity import ParityReport, check_parity
 from ring_attention_pytorch.functional import explain_kernel, ring_attn, ulysses_attn
 from ring_attention_pytorch.geometry.balance import balanced
 from ring_attention_pytorch.geometry.layouts import positions
@@ -58,6 +59,7 @@ __all__ = [
     "ConditionalRoutedTransformer",
     "ConditionalRoutedTransformerBlock",
     "CoordinateDescentRouter",
+    "ParityReport",
     "RingAttention",
     "RingCache",
     "RingCollator",
@@ -74,6 +76,7 @@ __all__ = [
     "TokenFile",
     "apply_rotary_pos_emb",
     "balanced",
+    "check_parity",
     "coordinate_descent",
     "default_attention",
     "explain_cache",

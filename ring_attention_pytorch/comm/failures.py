@@ -1,7 +1,8 @@
 """Failures of a rank, as the others see them: errors that say who waited, and waits that end."""
 
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -12,10 +13,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
+from ring_attention_pytorch.comm import last_words
 from ring_attention_pytorch.comm.guard import Guard
-from ring_attention_pytorch.comm.notes import ranks_of
+from ring_attention_pytorch.comm.notes import call_site, ranks_of
 
 _LONGEST = 300  # characters of what a backend says
+
+Place = tuple[ProcessGroup | None, int]  # a group, and how often it has compared notes
 
 
 class Step(NamedTuple):
@@ -62,28 +66,53 @@ class RingError(RuntimeError):
         self.step, self.ranks = step, tuple(ranks)
 
     @classmethod
-    def waiting(cls, step: Step, ranks: Sequence[int], cause: BaseException) -> "RingError":
+    def waiting(
+        cls, step: Step, ranks: Sequence[int], cause: BaseException, place: Place = (None, 0)
+    ) -> "RingError":
         """Make the error of a wait that ended with `cause`; tell the ranks, in `fail_together`."""
-        tell_peers()
         ranks = sorted({*ranks})
-        said = " ".join(str(cause).split()).split(". ")[0][:_LONGEST]
-        return cls(
-            f"{step}: waited for {ranks_of(ranks)}, and the transport failed: {said}. A rank has "
-            "failed, is late or makes other calls; RING_ATTENTION_CHECK=always tells where",
-            step,
-            ranks,
-        )
+        last_words.leave(*place, f"waits in {step} {call_site()}")
+        tell_peers()
+        words = last_words.found(*place, ranks)
+        told = [f"rank {rank} {text.rstrip('.')}" for rank, text in words.items()]
+        if silent := [rank for rank in ranks if rank not in words]:
+            told.append(f"{ranks_of(silent)}: no word: failed, late, or in no such call")
+        text = f"{step}: waited for {ranks_of(ranks)}, {_why(cause)}. {'; '.join(told)}. "
+        return cls(f"{text}{_advice(step, words)}", step, ranks)
+
+
+def _why(cause: BaseException) -> str:
+    """Say in words why a wait ended.
+
+    >>> _why(RuntimeError("[/gloo/buffer.cc:129] Timed out waiting 3000ms for send operation"))
+    'in vain for 3 s'
+    """
+    said = " ".join(str(cause).split())
+    if waited := re.search(r"Timed out waiting (\d+)ms", said):
+        return f"in vain for {int(waited[1]) / 1000:g} s"
+    if re.search(r"Connection (closed|reset|refused)|Broken pipe", said):
+        return "and the connection was closed: a process has ended, or failed and closed it"
+    return f"and the transport failed: {said.split('. ')[0][:_LONGEST]}"
+
+
+def _advice(step: Step, words: Mapping[int, str]) -> str:
+    plans = {found[1] for text in words.values() if (found := re.search(r"by plan (\d+)", text))}
+    if step.plan and plans - {str(step.plan)}:
+        return f"Ranks must be given the same plan; this one has number {step.plan}"
+    if step.operation.endswith("backward") and not words:
+        return "Each rank must call backward(), of a loss that depends on its part of the result"
+    return "All ranks must make the same calls; RING_ATTENTION_CHECK=always tells where"
 
 
 @contextmanager
-def awaiting(step: Step, ranks: Sequence[int]) -> Iterator[None]:
+def awaiting(step: Step, ranks: Sequence[int], place: Place) -> Iterator[None]:
     """Turn errors of a block that waits for ranks into `RingError`s that name them."""
     try:
         yield
     except RingError:
         raise
     except RuntimeError as error:
-        raise RingError.waiting(step, ranks, error) from error
+        raise RingError.waiting(step, ranks, error, place) from error
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:

@@ -3,7 +3,6 @@
 import ctypes
 import multiprocessing
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
@@ -15,7 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_attention_pytorch.comm import last_words
+from ring_attention_pytorch.comm.alone import in_one_process
 from ring_attention_pytorch.comm.failures import (
+    Place,
     RingError,
     Waiting,
     awaiting,
@@ -52,6 +54,7 @@ class Transfer:
         check: Callable[[Messages, object], None] | None = None,
     ) -> None:
         self._steps, self._step, self._works = ring.steps, ring.steps.now, works
+        self._group = ring.group
         self._sent, self._received = [t for _, t in sends], [t for _, t in receives]
         self._peers = [ring.first + rank for rank, _ in (*sends, *receives)]
         came = [(ring.first + rank, t) for rank, t in receives]
@@ -72,7 +75,8 @@ class Transfer:
         except RuntimeError as error:
             one_each = len(self._works) == len(self._peers)  # else one work stands for all messages
             peers = self._peers[-len(waiting) :] if one_each else self._peers
-            raise RingError.waiting(self._step, peers, error) from error
+            place = (self._group, self._steps.notes)
+            raise RingError.waiting(self._step, peers, error, place) from error
         if self._check:
             self._check()
         self._steps.under_way.remove(self)
@@ -85,8 +89,9 @@ class Ring:
 
     A group of 8 with `size=4` is two rings, ranks 0 to 3 and 4 to 7. Groups may come and go between
     calls. One that moves no CPU tensors gets a companion that does, which lasts as long. Without a
-    group and without an initialised default group the ring is this process alone. `problem` is told
-    at the next agreement.
+    group and without an initialised default group the ring is this process alone; where it is
+    one of several that were started together, that is an error. `problem` is told at the next
+    agreement.
     """
 
     problem: str | None = None
@@ -99,7 +104,9 @@ class Ring:
                     'pick one, as in mesh["cp"]'
                 )
             group = group.get_group()
-        if group is None and dist.is_available() and dist.is_initialized():
+        if in_one_process():
+            group = None
+        elif group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         place, total = (
             (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -109,7 +116,7 @@ class Ring:
                 "this process is no member of the group that it gave; call this on members only"
             )
         if group is None:
-            _warn_of_missing_group()
+            _check_missing_group()
         else:
             known(group)
         if total == 1:
@@ -128,7 +135,8 @@ class Ring:
         if self.group is None:
             return Steps()
         met, each = _met.setdefault(self.group, [0]), _steps.setdefault(self.group, {})
-        return each.setdefault((self.first, self.size), Steps(met))
+        steps = Steps(met, partial(_say, ref(self.group)))
+        return each.setdefault((self.first, self.size), steps)
 
     @classmethod
     def alone(cls) -> "Ring":
@@ -187,7 +195,7 @@ class Ring:
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
             peers = [self.first + rank for rank, _ in (*sends, *receives)]
-            raise RingError.waiting(self.steps.now, peers, error) from error
+            raise RingError.waiting(self.steps.now, peers, error, self._place) from error
         return Transfer(self, sends, receives, works, check)
 
     def _stamps(self, sends: Messages, receives: Messages) -> Stamps | None:
@@ -216,8 +224,16 @@ class Ring:
         self._reduce(t, dist.ReduceOp.MAX)
 
     def _reduce(self, t: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        with self.call("reducing"), awaiting(self.steps.now, self.peers):
+        with self.call("reducing"), awaiting(self.steps.now, self.peers, self._place):
             dist.all_reduce(t, op, group=self.group)
+
+    def say(self, words: str) -> None:
+        """Leave word for ranks that will wait for this one in vain, because it raises alone."""
+        last_words.leave(*self._place, words)
+
+    @property
+    def _place(self) -> Place:
+        return self.group, self.steps.notes
 
     @property
     def peers(self) -> list[int]:
@@ -262,7 +278,8 @@ class Ring:
             return [message]
         mine = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
         all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        with awaiting(self.steps.now, self.peers):
+        before = self.group, self.steps.notes - 1  # words of ranks that do not compare these notes
+        with awaiting(self.steps.now, self.peers, before):
             dist.all_gather(all_of_them, mine, group=_host_group(self.group))
         return [ctypes.string_at(t.data_ptr(), size) for t in all_of_them]
 
@@ -296,11 +313,17 @@ class SubRing(Ring):
         raise NotImplementedError("the whole ring agrees, not a part of it")
 
 
+def _say(group: "ref[ProcessGroup]", notes: int, words: str) -> None:
+    last_words.leave(group(), notes, words)
+
+
 Group = ProcessGroup | DeviceMesh | Ring | None
 
 
 def as_ring(group: Group, size: int | None = None) -> Ring:
     """Return the ring of a group's ranks, or of `size` consecutive ones."""
+    if in_one_process():
+        return Ring.alone()
     if not isinstance(group, Ring):
         return Ring(group, size)
     if size not in (None, group.size):
@@ -308,18 +331,18 @@ def as_ring(group: Group, size: int | None = None) -> Ring:
     return group
 
 
-def _warn_of_missing_group() -> None:
-    if not dist.is_available():
+def _check_missing_group() -> None:
+    """Raise ValueError where several processes were started together, and have no group."""
+    if in_one_process() or not dist.is_available():
         return
     elastic = dist.is_torchelastic_launched() and os.environ["WORLD_SIZE"] != "1"
     main = getattr(multiprocessing.current_process(), "_target", None)
     spawned = getattr(main, "__module__", None) == "torch.multiprocessing.spawn"
     if elastic or spawned:
-        warnings.warn(
+        raise ValueError(
             f"{'torchrun' if elastic else 'torch.multiprocessing'} started this process as one of "
-            "several, but there is no process group, so each works alone: call "
-            "torch.distributed.init_process_group() first",
-            stacklevel=3,
+            "several, but there is no process group, so each would work alone: call "
+            "torch.distributed.init_process_group() first"
         )
 
 

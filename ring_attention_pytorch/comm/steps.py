@@ -18,7 +18,10 @@ class Steps:
     from there.
     """
 
-    def __init__(self, met: list[int] | None = None) -> None:
+    def __init__(
+        self, met: list[int] | None = None, say: Callable[[int, str], object] | None = None
+    ) -> None:
+        self._say = say  # for those who wait for a rank that fails
         self._met = [0] if met is None else met  # notes compared so far, in all rings of a group
         self._since = self.calls = self.hops = self._base = 0
         self.about: tuple[int, str] = (0, "no call")  # number of a plan, and what is done
@@ -103,6 +106,8 @@ class Steps:
         if self.broken is not None:  # by a call within this one
             return
         self.broken = f"{self.now}: {type(error).__name__}: {error}"
+        if self._say is not None and not isinstance(error, RingError):  # which has told itself
+            self._say(self.notes, f"raised {type(error).__name__} in {self.now}: {error}")
         for guard in self.guards:
             with suppress(RuntimeError):  # perhaps it was the device that failed
                 guard.fail()

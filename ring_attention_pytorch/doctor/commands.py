@@ -10,6 +10,7 @@ import torch
 
 from ring_attention_pytorch.doctor.facts import gather_facts
 from ring_attention_pytorch.doctor.findings import Finding, findings_of, keeps_from_trying
+from ring_attention_pytorch.doctor.speed import SIZES
 from ring_attention_pytorch.doctor.trials import Parity, Trial, explained, try_out
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
 
@@ -67,21 +68,24 @@ def _doctor(args: argparse.Namespace) -> int:
     found = findings_of(gather_facts(device), backend, nproc)
     for finding in found:
         say(finding)
-    parity, speed = Trial([], None)
+    trial = Trial([], None)
     if not args.quick and not any(keeps_from_trying(f) for f in found):
-        parity, speed = try_out(device, backend, nproc)
-    for each in parity:
-        say(_of_parity(each, nproc))
-    if speed is not None:
-        text = f"{speed / 1e9:.2f} GB/s to a neighbour while as much comes, {nproc} at once"
-        say(Finding("links", "ok", text))
+        try:
+            trial = try_out(device, backend, nproc)
+        except Exception as error:
+            found.append(_of_failure(error))
+            say(found[-1])
+    parity = trial.parities
+    for finding in _of_trial(trial, nproc, device):
+        say(finding)
     well = all(f.status != "bad" for f in found) and all(p.right for p in parity)
     if args.json:
         told = {
             "well": well,
             "findings": [f._asdict() for f in found],
             "parity": [p._asdict() | {"right": p.right} for p in parity],
-            "bytes_per_second": speed,
+            "bytes_per_second": trial.bandwidth,
+            "flops_per_second": trial.speed and trial.speed._asdict(),
         }
         print(json.dumps(told, indent=2))
     else:
@@ -89,6 +93,30 @@ def _doctor(args: argparse.Namespace) -> int:
         last = Finding("", "ok", f"All is well{looked}.")
         say(last if well else Finding("", "bad", "See the lines that say BAD."))
     return 0 if well else 1
+
+
+def _of_failure(error: Exception) -> Finding:
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return Finding("trial", "bad", lines[-1].strip(), "what a process raised; please report this")
+
+
+def _of_trial(trial: Trial, nproc: int, device: str) -> list[Finding]:
+    """Return a finding of each kernel and transport, of links, and of attention's speed."""
+    found = [_of_parity(each, nproc) for each in trial.parities]
+    if trial.bandwidth is not None:
+        text = f"{trial.bandwidth / 1e9:.2f} GB/s to a neighbour while as much comes"
+        found.append(Finding("links", "ok", f"{text}, {nproc} at once"))
+    if trial.speed is not None:
+        alone, expected, measured = (rate / 1e9 for rate in trial.speed)
+        tokens = SIZES[device].tokens
+        found.append(
+            Finding(
+                "speed", "ok",
+                f"{measured:.4g} GFLOP/s a rank with {tokens} tokens each, forward and backward; "
+                f"expected {expected:.4g}, the kernel alone {alone:.4g}",
+            )
+        )  # fmt: skip
+    return found
 
 
 def _of_parity(parity: Parity, nproc: int) -> Finding:
@@ -125,7 +153,7 @@ def _demo(args: argparse.Namespace) -> int:
                     owners[start + stride * number] = f"{rank:x}"[-1]
         print(f"  {layout:11} {''.join(owners)}")
     print("\nEach computes its part of causal attention, forward and backward:\n")
-    found, _ = try_out("cpu", "gloo", args.nproc)
+    found = try_out("cpu", "gloo", args.nproc).parities
     for each in found:
         _say(_of_parity(each, args.nproc))
     return 0 if all(each.right for each in found) else 1

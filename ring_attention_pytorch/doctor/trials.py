@@ -10,6 +10,7 @@ from torch import Tensor
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.transports import TRANSPORTS
 from ring_attention_pytorch.doctor.facts import request, why_not
+from ring_attention_pytorch.doctor.speed import Speed, speed
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.launch import spawn
@@ -41,10 +42,11 @@ class Parity(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What a rank, or all of them, have found: errors, and bytes a second to a neighbour."""
+    """What a rank, or all of them, have found: errors, bytes a second to a neighbour, speeds."""
 
     parities: list[Parity]
     bandwidth: float | None
+    speed: Speed | None = None
 
 
 def try_out(device: str, backend: str, nproc: int) -> Trial:
@@ -60,7 +62,8 @@ def worst(trials: Sequence[Trial]) -> Trial:
     """Return the worst of what ranks have found."""
     same = zip(*(trial.parities for trial in trials))
     speeds = [trial.bandwidth for trial in trials if trial.bandwidth is not None]
-    return Trial([max(each, key=_error_of) for each in same], min(speeds, default=None))
+    slowest = min((t.speed for t in trials if t.speed), key=lambda s: s.measured, default=None)
+    return Trial([max(each, key=_error_of) for each in same], min(speeds, default=None), slowest)
 
 
 def explained(
@@ -84,9 +87,13 @@ def trial(device: str) -> Trial:
             continue
         dtype = request(name, device).dtype
         for transport in TRANSPORTS:
-            error = _error(name, transport, dtype, device)
+            try:
+                error = _error(name, transport, dtype, device)
+            except Exception as problem:
+                raise RuntimeError(f"{name}, {transport}: {problem}") from problem
             found.append(Parity(name, transport, str(dtype), error, ALLOWED[dtype]))
-    return Trial(found, _bandwidth(Ring(), device))
+    bandwidth = _bandwidth(Ring(), device)
+    return Trial(found, bandwidth, speed(device, bandwidth))
 
 
 def _error(kernel: str, transport: str, dtype: torch.dtype, device: str) -> float:

@@ -400,6 +400,7 @@ class RingPlan:
         if problem is None and (given := Signature.of(q, k, v)) != self.signature:
             problem = f"the plan was made for {self.signature!r}; got {given!r}; make one for these"
         if problem is not None:
+            self.ring.say(f"raised ValueError: {problem}")
             raise ValueError(f"ring attention: {problem}")
         if kind is not None:
             self._passed.add(kind)

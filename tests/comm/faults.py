@@ -391,6 +391,14 @@ FAILING = [
         'f"{ring.steps.now}\\n{call_site()}"', 'f"a call\\n{call_site()}"',
     ),
     Mutant(
+        "a timeout is told in the transport's words", "comm/failures.py:_why",
+        'if waited := re.search(r"Timed out waiting (\\d+)ms", said):', "if waited := None:",
+    ),
+    Mutant(
+        "a stale plan is told as any other call", "comm/failures.py:_advice",
+        "if step.plan and plans - {str(step.plan)}:", "if False:",
+    ),
+    Mutant(
         "errors name no rank", "comm/failures.py:RingError.waiting",
         "ranks = sorted({*ranks})", "ranks = []",
     ),

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -283,3 +284,67 @@ def test_a_plan_for_other_lengths_is_refused_and_nobody_waits_beyond_the_timeout
     assert "the plan was made for batch=1, n=5" in refused
     assert waited != "nothing"
     assert seconds < 5
+
+
+# --- one rank does otherwise while the others have a plan: its last words reach those who wait ---
+
+
+def absent(one: bool, plan: RingPlan, q: torch.Tensor) -> None:
+    if not one:
+        ring_attn(q, q, q, plan=plan)
+
+
+def of_a_wrong_type(one: bool, plan: RingPlan, q: torch.Tensor) -> None:
+    ring_attn(q.tolist() if one else q, q, q, plan=plan)
+
+
+def by_a_stale_plan(one: bool, plan: RingPlan, q: torch.Tensor) -> None:
+    newer = RingPlan.make(q, q, q, causal=True, group=plan.ring.group)
+    ring_attn(q, q, q, plan=plan if one else newer)
+
+
+def without_a_plan(one: bool, plan: RingPlan, q: torch.Tensor) -> None:
+    how = {"group": plan.ring.group} if one else {"plan": plan}
+    ring_attn(q, q, q, **how)
+
+
+def backward_alone(one: bool, plan: RingPlan, q: torch.Tensor) -> None:
+    out = ring_attn(q, q, q, plan=plan)
+    if one:
+        out.sum().backward()
+
+
+def backward_against_forward(one: bool, plan: RingPlan, q: torch.Tensor) -> None:
+    backward_alone(one, plan, q)
+    ring_attn(q, q, q, group=plan.ring.group)
+
+
+# what rank 1 does otherwise, and what ranks 0 and 1 are told
+WORDS: dict[Callable[[bool, RingPlan, torch.Tensor], None], tuple[str, str]] = {
+    absent: ("waited for rank 1, in vain for 1 s. rank 1: no word: failed, late, or in no", ""),
+    of_a_wrong_type: ("rank 1 raised ValueError: ring_attn() parameter q=", "parameter q="),
+    by_a_stale_plan: ("by plan 1, hop 1 at test_failing", "Ranks must be given the same plan"),
+    without_a_plan: ("rank 1 waits in comparing notes", "rank 0 waits in ring attention, forward"),
+    backward_alone: ("", "Each rank must call backward()"),
+    backward_against_forward: ("rank 1 waits in ring attention, backward", "comparing notes"),
+}  # fmt: skip
+
+
+def otherwise(act: Callable[[bool, RingPlan, torch.Tensor], None]) -> str:
+    """For a pool of two: what this rank is told where rank 1 does otherwise."""
+    q = torch.randn(1, 5, 2, 8, requires_grad=True)
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    plan = RingPlan.make(q, q, q, group=group)
+    try:
+        act(dist.get_rank() == 1, plan, q)
+    except (ValueError, RingError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("act", WORDS)
+def test_last_words_of_a_rank_reach_those_who_wait_for_it(act, pools):
+    told = pools(2).run(otherwise, act)
+    for words, text in zip(WORDS[act], told):
+        assert words in text
+        assert "/gloo/" not in text

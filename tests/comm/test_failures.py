@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from ring_attention_pytorch import RingAttention, RingError, RingPlan, fail_together, ring_attn
+from ring_attention_pytorch.comm import failures
 from ring_attention_pytorch.comm.failures import Step, known, timeout_of
 from ring_attention_pytorch.comm.notes import Disagreement
 from ring_attention_pytorch.comm.ring import Ring, _host_group
@@ -206,6 +207,16 @@ def test_what_ranks_disagree_about_breaks_nothing():
     threads.run(2, main)
 
 
+def test_a_wait_in_vain_is_told_in_words_and_not_in_the_transport_s():
+    step = Step("ring attention, forward", 3, 7, 2)
+    timeout = "[/src/gloo/buffer.cc:129] Timed out waiting 1500ms for send operation to complete"
+    text = str(RingError.waiting(step, [1], RuntimeError(timeout)))
+    assert "waited for rank 1, in vain for 1.5 s" in text
+    assert "gloo" not in text
+    advice = failures._advice(step, {1: "waits in ring attention, forward: call 7 by plan 2"})
+    assert "must be given the same plan; this one has number 3" in advice
+
+
 def test_an_error_names_its_step_and_survives_a_pipe():
     step = Step("ring attention, backward", 3, 7, 2)
     error = RingError.waiting(step, [3, 1, 3], RuntimeError("Timed out. Much more is said."))
@@ -213,7 +224,7 @@ def test_an_error_names_its_step_and_survives_a_pipe():
     assert text.startswith(
         "ring attention, backward: call 7 by plan 3, hop 2: waited for ranks 1, 3"
     )
-    assert "failed: Timed out. A rank" in text
+    assert "failed: Timed out. ranks 1, 3: no word" in text
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.step, again.ranks) == (text, step, (1, 3))
 
@@ -358,15 +369,14 @@ def test_a_forked_child_with_its_parent_s_group_is_refused(pools):
 
 
 def without_group(rank: int, folder: str) -> None:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        q = torch.randn(1, 4, 2, 8)
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="there is no process group") as found:
         ring_attn(q, q, q)
-    Path(folder, str(rank)).write_text("".join(str(w.message) for w in found))
+    Path(folder, str(rank)).write_text(str(found.value))
 
 
 @pytest.mark.thorough
-def test_spawned_processes_without_a_group_are_warned(tmp_path):
+def test_spawned_processes_without_a_group_are_refused(tmp_path):
     mp.spawn(without_group, (str(tmp_path),), nprocs=2)
     for rank in range(2):
         assert "torch.multiprocessing started this process" in (tmp_path / str(rank)).read_text()
@@ -468,3 +478,11 @@ def again_and_again(times: int, transport: str) -> int:
 @pytest.mark.parametrize("transport", ["ring", "gather"])
 def test_a_thousand_repeats_are_one_to_the_bit(transport, pools):
     assert pools(3).run(again_and_again, 1000, transport) == [1] * 3
+
+
+def test_processes_of_torchrun_without_a_group_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="torchrun started this process as one of several"):
+        ring_attn(q, q, q)

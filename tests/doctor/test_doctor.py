@@ -155,13 +155,15 @@ def test_broken_packages_get_their_diagnosis(
 
 
 def test_every_kernel_that_runs_here_is_tried_and_right(pools: Any) -> None:
-    parities, speed = worst(pools(2).run(trials.trial, "cpu"))
+    parities, speed, rates = worst(pools(2).run(trials.trial, "cpu"))
     assert {(p.kernel, p.transport) for p in parities} == {
         (kernel, transport) for kernel in ("sdpa", "eager") for transport in ("ring", "gather")
     }
     assert all(p.right and p.error < 1e-14 for p in parities)
     assert speed is not None
     assert speed > 0
+    assert rates is not None
+    assert all(rate > 0 for rate in rates)
 
 
 def wrong(kernel: str, rank: int) -> Trial:
@@ -179,19 +181,19 @@ def wrong(kernel: str, rank: int) -> Trial:
 
 
 def test_a_wrong_gradient_on_one_rank_is_seen(pools: Any) -> None:
-    parities, _ = worst(pools(2).run(wrong, "sdpa", 1))
+    parities, *_ = worst(pools(2).run(wrong, "sdpa", 1))
     assert {p.kernel for p in parities if not p.right} == {"sdpa"}
 
 
 def test_nan_is_not_right() -> None:
     good, bad = (Parity("eager", "ring", "torch.float64", e, 1e-11) for e in (1e-15, float("nan")))
     for ranks in ([good, bad], [bad, good]):
-        (found,), _ = worst([Trial([parity], None) for parity in ranks])
+        (found,), *_ = worst([Trial([parity], None) for parity in ranks])
         assert not found.right
 
 
 def test_alone_there_are_no_links() -> None:
-    parities, speed = trials.trial("cpu")
+    parities, speed, _ = trials.trial("cpu")
     assert speed is None
     assert all(p.right for p in parities)
 
@@ -214,6 +216,14 @@ def test_json_has_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
     for finding in said["findings"]:
         assert f"{finding['subject']}: {finding['text']}" in plain
     assert "BAD   eager, ring, 4 ranks: worst relative error 1.0e+00" in plain
+
+
+def test_a_trial_that_fails_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    error = RuntimeError("rank 1 failed:\nTraceback\nRuntimeError: triton, ring: no memory\n")
+    with mock.patch.object(commands, "try_out", side_effect=error):
+        code, text = command("doctor", "--device", "cpu", capsys=capsys)
+    assert code == 1
+    assert "BAD   trial: RuntimeError: triton, ring: no memory" in text
 
 
 def test_looking_starts_no_processes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ def battery() -> Iterator[Callable[[], object]]:
 
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
+    yield failures.test_a_wait_in_vain_is_told_in_words_and_not_in_the_transport_s
     yield failures.test_an_error_names_its_step_and_survives_a_pipe
     yield failures.test_what_is_under_way_when_a_call_fails_lives_on
     yield failures.test_peers_are_told_of_what_fails_in_a_call_and_of_nothing_else

@@ -34,12 +34,15 @@ BELOW["training"] = BELOW["nn"] | {"nn"}
 BELOW["integrations"] = {"comm", "geometry", "plan", "runtime", "functional", "inference"}
 BELOW["integrations"] |= {"nn", "training"}
 BELOW["launch"] = {"comm"}
-BELOW["doctor"] = BELOW["nn"] | {"nn", "launch"}
+BELOW["doctor"] = BELOW["nn"] | {"nn", "training", "launch"}
 BELOW["__main__"] = {"doctor"}
 BELOW["compat"] = {*BELOW} - {"routing", "schedule"}
 BELOW["__init__"] = {*BELOW}
 # point-to-point and collectives are nobody else's business
-MAY_COMMUNICATE = {"comm.failures", "comm.ring", "comm.symmetric_memory", "launch"}
+MAY_COMMUNICATE = {
+    "comm.alone", "comm.failures", "comm.last_words", "comm.ring", "comm.symmetric_memory",
+    "launch",
+}  # fmt: skip
 MAY_ASK = {"doctor.facts"}  # what there is to communicate with
 # public entry points: a long signature, and its checks in one place
 MAY_BE_LONG = {"RingAttention.__init__", "RingTransformer.__init__"}

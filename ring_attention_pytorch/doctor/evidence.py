@@ -1,0 +1,122 @@
+"""What a run of a model shows: the tokens, positions and labels that it saw, and its attention.
+
+Nothing of the model is changed. Hooks and wrappers note what passes by, in forward only.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ring_attention_pytorch.comm.placement import in_backward
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass
+class Evidence:
+    """What a run showed.
+
+    Attributes:
+        inputs: the first tensors that submodules were given, by module and parameter: of ints, or
+            those of the batch.
+        labels: the labels of each cross entropy, flat, and how many there were of the same batch.
+        entropy: the sum of all cross entropies, over `counted` labels.
+        attention: plan, q, k and v of each call of attention over a ring.
+    """
+
+    inputs: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    labels: list[Tensor] = field(default_factory=list)
+    ignored: int = -100
+    entropy: float = 0.0
+    counted: int = 0
+    attention: list[tuple[RingPlan, QKV]] = field(default_factory=list)
+
+    @property
+    def plans(self) -> list[RingPlan]:
+        """The plans of attention over several ranks, each once."""
+        found = {id(plan): plan for plan, _ in self.attention if plan.ring.size > 1}
+        return list(found.values())
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[Evidence]:
+    """Note in this block what the model is given, and what it gives to attention and losses."""
+    seen = Evidence()
+    with ExitStack() as block:
+        for name, module in model.named_modules():
+            if module is not model:
+                hook = _inputs_of(name, module, seen)
+                block.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        block.enter_context(_wrapped(F, "cross_entropy", lambda call: _note_loss(seen, call)))
+        block.enter_context(_wrapped(RingPlan, "check", lambda call: _note_call(seen, call)))
+        yield seen
+
+
+def _inputs_of(name: str, module: nn.Module, seen: Evidence) -> Callable[..., None]:
+    parameters = inspect.signature(module.forward)
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if in_backward():
+            return
+        for parameter, value in parameters.bind_partial(*args, **kwargs).arguments.items():
+            if isinstance(value, Tensor) and value.ndim >= 2:
+                whole_numbers = not (value.is_floating_point() or value.dtype == torch.bool)
+                if whole_numbers or not seen.inputs:
+                    seen.inputs.setdefault((name, parameter), value.detach())
+
+    return note
+
+
+def _note_loss(seen: Evidence, call: inspect.BoundArguments) -> None:
+    given = dict(call.arguments) | {"reduction": "sum"}
+    logits, labels = given["input"].detach(), given["target"]
+    if labels.is_floating_point():
+        return  # probabilities of classes: nothing is known of these
+    seen.ignored = given.get("ignore_index", -100)
+    with torch.no_grad():
+        given["input"] = logits if logits.dtype == torch.float64 else logits.float()
+        seen.entropy += float(_cross_entropy(**given))
+    seen.counted += int((labels != seen.ignored).sum())
+    seen.labels.append(labels.detach())
+
+
+def _note_call(seen: Evidence, call: inspect.BoundArguments) -> None:
+    plan, *qkv = (call.arguments[name] for name in ("self", "q", "k", "v"))
+    kept = tuple(t.detach() for t in qkv) if not seen.attention else tuple(map(_shaped, qkv))
+    seen.attention.append((plan, kept))
+
+
+def _shaped(t: Tensor) -> Tensor:
+    return t.detach().to("meta")  # the values of the first layer's are enough
+
+
+_cross_entropy = F.cross_entropy
+
+
+@contextmanager
+def _wrapped(
+    owner: Any, name: str, note: Callable[[inspect.BoundArguments], None]
+) -> Iterator[None]:
+    """Let `note` see the arguments of a function in this block."""
+    function = getattr(owner, name)
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not in_backward():
+            note(signature.bind(*args, **kwargs))
+        return function(*args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
