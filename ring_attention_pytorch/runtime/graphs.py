@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.runtime.streams import capturing, current_stream, passing_capture
 
-Tensors = tuple[Tensor | None, ...]
+Tensors = tuple[Tensor | Any, ...]  # or None
 _KINDS = 4  # kinds of batches whose graphs a module keeps
 
 
@@ -34,7 +34,7 @@ class Graphs:
         self._last: torch.cuda.Stream | None = None  # the last that a graph was launched on
         self._layers: dict[int, Any] = {}
 
-    def run(self, function: Callable[..., Tensors], plan: Any, *given: Tensor | None) -> Tensors:
+    def run(self, function: Callable[..., Tensors], plan: Any, *given: Tensor | None) -> Any:
         """Return `function(plan, *given)`, by a graph; the tensors given are always like these."""
         if capturing(self.device):
             return function(plan, *given)  # a graph holds what inner graphs would do, not them
@@ -161,7 +161,7 @@ def captured(
     """Capture what the function does on the device; return what replays it, and its results."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     # calls of other threads don't spoil it: NCCL's threads query the device meanwhile
-    mode = dict(stream=stream, capture_error_mode="thread_local")
+    mode: dict[str, Any] = dict(stream=stream, capture_error_mode="thread_local")
     with passing_capture(), torch.cuda.graph(graph, **mode):
         results = run()
     return graph.replay, results
