@@ -86,8 +86,10 @@ def awaiting(step: Step, ranks: Sequence[int]) -> Iterator[None]:
         raise RingError.waiting(step, ranks, error) from error
 
 
-def timeout_of(group: ProcessGroup) -> timedelta:
+def timeout_of(group: ProcessGroup | None) -> timedelta:
     """Return how long a group's ranks wait for one another; PyTorch's default if none is known."""
+    if group is None:
+        return default_pg_timeout
     timeouts = []
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)

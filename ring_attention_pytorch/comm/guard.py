@@ -9,6 +9,7 @@ call.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -87,7 +88,7 @@ class Board(Guard):
         from ring_attention_pytorch.comm import _triton_guard as kernels
 
         lanes = max(32, 1 << (self.ranks - 1).bit_length())  # threads that wait, each for a rank
-        among = dict(RANKS=self.ranks, LANES=lanes)
+        among: dict[str, Any] = dict(RANKS=self.ranks, LANES=lanes)
         self._meet = Launch(kernels.meet_kernel, 1, num_warps=1, **among)
         self._fail = Launch(kernels.fail_kernel, 1, num_warps=1, **among)
         self._spoil = Launch(kernels.spoil_kernel, _PROGRAMS, **among, BLOCK=_BLOCK)

@@ -22,7 +22,7 @@ from ring_attention_pytorch.runtime.tape import opaque, prepared
 
 _VIEWS = 1024  # views of a buffer that are kept
 _HALVES = {"keys": 2, "grads": 2, "swaps": 1}
-Mark = torch.cuda.Event
+Mark = torch.cuda.Event | torch.Event
 
 
 class SymmetricBuffer:
@@ -232,8 +232,9 @@ def shared_by(ring: Ring, device: torch.device) -> PeerGroup | None:
 
     All ranks of the group call this together.
     """
-    found = ring.shared() if device.type == "cuda" else None
-    space = None if found is None else space_of(found[0], device)
+    if device.type != "cuda" or (found := ring.shared()) is None:
+        return None
+    space = space_of(found[0], device)
     return None if space is None else PeerGroup(space, *found)
 
 
