@@ -40,7 +40,8 @@ class GivenKeys:
             k, v = (t.clone(memory_format=torch.contiguous_format) for t in (k, v))
             laid = _rows(k)
         assert laid is not None
-        *self.rows, self.step = laid
+        between, among, self.step = laid
+        self.rows = between, among
         self.keys, self.values = [k], [v]
         self.lengths.fill_(k.shape[2])
 

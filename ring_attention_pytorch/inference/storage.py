@@ -101,7 +101,7 @@ class PagedStorage:
         Raises:
             ValueError: they have different ones.
         """
-        lengths = self.lengths
+        lengths = [*self.lengths_in(0)]
         if any(lengths != each for each in self._lengths):
             raise ValueError(
                 f"RingCache: layers have different lengths, {self._lengths}: append to all of them "
@@ -145,7 +145,7 @@ class PagedStorage:
         wanted = [length + n for length in lengths]
         if max(wanted) <= self._reserved:
             return
-        if self.fixed and max(wanted) > self.capacity:
+        if self.capacity is not None and max(wanted) > self.capacity:
             raise ValueError(
                 f"RingCache: a sequence would have {max(wanted)} tokens, more than the capacity of "
                 f"{self.capacity}; nothing was appended; free or roll back sequences, or make the "

@@ -141,7 +141,7 @@ class RingTransformer(nn.Module):
 
         self.token_emb = nn.Embedding(num_tokens, dim)
         self.rotary_emb = RingRotaryEmbedding(dim_head, theta=rotary_embed_theta)
-        self.layers = nn.ModuleList()
+        self.layers: Any = nn.ModuleList()  # of pairs: attention, feed-forward
         for lookback in max_lookback_seq_len:
             attn = RingAttention(
                 dim, dim_head=dim_head, heads=heads, max_lookback_seq_len=lookback,
@@ -367,6 +367,7 @@ class RingTransformer(nn.Module):
         lengths = [own["n"] for own in notes]
         total = sum(lengths)
         packing, problem = None, None
+        segments: tuple[Segments, ...] = ()
         located = shift or has_documents or borders is not None
         if located:
             problem = shards_problem(layout, lengths) or end_problem(borders, total)
@@ -418,7 +419,7 @@ class RingTransformer(nn.Module):
         return tuple(plans[attn.window, attn.rate].for_layer(i) for i, attn in by_layer)
 
 
-def feed_forward(dim: int, mult: int) -> nn.Sequential:
+def feed_forward(dim: int, mult: float) -> nn.Sequential:
     """Make a feed-forward: RMSNorm, then two linear layers with a GELU between."""
     inner = int(dim * mult)
     return nn.Sequential(RMSNorm(dim), nn.Linear(dim, inner), nn.GELU(), nn.Linear(inner, dim))

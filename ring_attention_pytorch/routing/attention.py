@@ -21,6 +21,7 @@ from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
+from ring_attention_pytorch.plan.option_types import KernelOption, LayoutName
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import (
@@ -106,7 +107,9 @@ class HeavyAttention(nn.Module):
         """
         dtype = q.dtype
         key = ("heavy", causal, counts, q.shape[2:], k.shape[2:], dtype, self.kernel)
-        options = dict(causal=causal, cross=not causal, kernel=self.kernel, layout="striped")
+        options: dict[str, Any] = dict(
+            causal=causal, cross=not causal, kernel=self.kernel, layout="striped"
+        )
         made = plan.attention_plan(
             key, lambda: RingPlan.make(q, k, v, key_mask=seen, group=plan.ring, **options)
         )
@@ -153,7 +156,7 @@ def sizes_problem(**sizes: int) -> str | None:
 
 
 def check_attention_options(
-    counts: dict[str, Tokens | None], routes: int, heads: int, use_flash_attn: bool,
+    counts: dict[str, Tokens | Any], routes: int, heads: int, use_flash_attn: bool,
     kernel: str | None, **sizes: int
 ) -> None:  # fmt: skip
     """Raise ValueError for invalid options of routed attention."""
@@ -228,9 +231,9 @@ class ConditionalRoutedAttention(nn.Module):
         use_flash_attn: bool = False,
         rotary_emb: bool = False,
         ring_attn: bool = False,
-        layout: str | None = None,
+        layout: LayoutName | None = None,
         group: Group = None,
-        kernel: str | None = None,
+        kernel: KernelOption | None = None,
     ):
         super().__init__()
         numbers = dict(
@@ -241,7 +244,7 @@ class ConditionalRoutedAttention(nn.Module):
             heavy_dim_head=heavy_dim_head, light_window_size=light_window_size,
         )  # fmt: skip
         self.num_heavy_tokens_q, self.num_heavy_tokens_kv = num_heavy_tokens_q, num_heavy_tokens_kv
-        over = dict(ring_attn=ring_attn, layout=layout, group=group)
+        over: dict[str, Any] = dict(ring_attn=ring_attn, layout=layout, group=group)
         self.spread = ShardConfig.make(**over)
         self.light_attn = None
         if has_light_attn:

@@ -104,8 +104,9 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
             raise ValueError("there is no token in the documents")
         if seed is not None and not isinstance(source, TokenFile | Sequence):
             raise ValueError("documents that can't be indexed can't be shuffled; leave seed out")
-        self.source, self.length, self.batch_size = source, length, batch_size
-        self.place = dict(rank=rank, ring_size=ring_size)
+        self.source: Any = source
+        self.length, self.batch_size = length, batch_size
+        self.place: dict[str, Any] = dict(rank=rank, ring_size=ring_size)
         self.replica, self.replicas, self.seed, self.layout = replica, replicas, seed, layout
         self._done = 0  # batches of all replicas
 
