@@ -100,6 +100,10 @@ class Gather:
 class GatherCall:
     """One call of a gather by messages."""
 
+    ring: Ring
+    program: Program
+    blocks: dict[int, KVBlock]
+
     totals: KVGrads | Any  # None is forward
 
     def __init__(

@@ -91,6 +91,10 @@ class Ring:
     """
 
     problem: str | None = None
+    group: ProcessGroup | None
+    size: int
+    rank: int
+    first: int
 
     def __init__(self, group: ProcessGroup | DeviceMesh | None = None, size: int | None = None):
         if isinstance(group, DeviceMesh):
@@ -276,6 +280,13 @@ class Ring:
 
 class SubRing(Ring):
     """A ring of some places of a whole ring, whose messages go by way of the whole."""
+
+    whole: Ring
+    places: tuple[int, ...]
+    group: ProcessGroup | None
+    size: int
+    rank: int
+    first: int
 
     def __init__(self, whole: Ring, places: Sequence[int]):
         self.whole, self.places, self.group = whole, tuple(places), None

@@ -18,6 +18,9 @@ class Steps:
     from there.
     """
 
+    calls: int
+    hops: int
+
     def __init__(self, met: list[int] | None = None) -> None:
         self._met = [0] if met is None else met  # notes compared so far, in all rings of a group
         self._since = self.calls = self.hops = self._base = 0

@@ -75,6 +75,15 @@ class HeldKeys(Protocol):
 class DecodePlan:
     """Attention of queries like these to a cache. All ranks make it together."""
 
+    cache: HeldKeys
+    asked: Asked
+    ring: Ring
+    tuning: Tuning
+    purpose: int
+    rows: int
+    width: int
+    ran: bool
+
     def __init__(self, cache: HeldKeys, asked: Asked, tuning: Tuning | None = None) -> None:
         self.cache, self.asked, self.ring = cache, asked, cache.ring
         self.tuning = tuning or Tuning()

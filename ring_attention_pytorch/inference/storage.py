@@ -31,6 +31,26 @@ class Sizes(NamedTuple):
 class PagedStorage:
     """This rank's pages of all sequences and layers, `capacity` tokens a sequence or growing."""
 
+    ring: Ring
+    dtype: torch.dtype
+    device: torch.device
+    sequences: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    layers: int
+    pages: Pages
+    rows: tuple[int, int]
+    step: int
+    fixed: bool
+    lengths_of: Tensor
+    layer_lengths: list[Tensor]
+    starts: Tensor
+    rooms: Tensor
+    overflown: Tensor
+    tables: Tensor
+    captured: bool
+
     def __init__(
         self,
         ring: Ring,

@@ -22,6 +22,13 @@ _NAMES = ("to_q", "to_k", "to_v")
 class HeadProjections(nn.Module):
     """A layer with weights that make q, k and v of tokens; it has yet to do something with them."""
 
+    heads: int
+    key_heads: int
+    dim_head: int
+    qkv_head_breakdown: tuple[int, int, int]
+    to_qkv: nn.Sequential
+    to_out: nn.Linear
+
     to_q: nn.Module  # these three where heads are split
     to_k: nn.Module
     to_v: nn.Module

@@ -40,6 +40,19 @@ class HeavyAttention(nn.Module):
     A learned null key and value, which every query sees, is merged on the rank of the query.
     """
 
+    heads: int
+    dim_head: int
+    routes: int
+    kernel: KernelOption | None
+    multiply_queries: bool
+    multiply_keys: bool
+    norm: RMSNorm
+    to_q: nn.Linear
+    to_kv: nn.Linear
+    null_kv: nn.Parameter
+    to_out: nn.Linear
+    rotary_embed: RingRotaryEmbedding | None
+
     def __init__(
         self,
         dim: int,
@@ -47,7 +60,7 @@ class HeavyAttention(nn.Module):
         heads: int,
         routes: int,
         *,
-        kernel: str | None,
+        kernel: KernelOption | None,
         rotary: bool = False,
         multiply_queries: bool = False,
         multiply_keys: bool = False,
@@ -206,6 +219,15 @@ class ConditionalRoutedAttention(nn.Module):
     torch.Size([1, 20, 16])
     """
 
+    num_heavy_tokens_q: Tokens
+    num_heavy_tokens_kv: Tokens
+    spread: ShardConfig
+    light_attn: RingAttention | None
+    q_router: CoordinateDescentRouter
+    kv_router: CoordinateDescentRouter
+    heavy_attn: HeavyAttention
+    null_q_token: nn.Parameter | None
+
     causal = False  # whether no token sees or moves a later one
 
     @beartype
@@ -223,7 +245,7 @@ class ConditionalRoutedAttention(nn.Module):
         heavy_dim_head: int = 64,
         heavy_heads: int = 8,
         router_straight_through: bool = True,
-        router_kwargs: dict | None = None,
+        router_kwargs: dict[Any, Any] | None = None,
         multiply_keys_by_score: bool = False,
         multiply_queries_by_score: bool = False,
         use_triton: bool = False,

@@ -39,6 +39,10 @@ class ConditionalRoutedTransformerBlock(nn.Module):
     torch.Size([1, 20, 16])
     """
 
+    spread: ShardConfig
+    conditional_attn: ConditionalRoutedAttention
+    conditional_ff: ConditionalRoutedFeedForward
+
     @beartype
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -51,7 +55,7 @@ class ConditionalRoutedTransformerBlock(nn.Module):
         light_ff_mult: float | int = 0.5,
         heavy_ff_mult: float | int = 4,
         router_straight_through: bool = True,
-        router_kwargs: dict | None = None,
+        router_kwargs: dict[Any, Any] | None = None,
         use_triton: bool = False,
         causal: bool = False,
         heavy_window_size: int | None = None,

@@ -58,6 +58,15 @@ class ConditionalRoutedCrossAttention(nn.Module):
     torch.Size([1, 9, 16])
     """
 
+    num_tokens_q: Tokens | None
+    num_tokens_kv: Tokens
+    spread: ShardConfig
+    q_router: CoordinateDescentRouter | None
+    kv_router: CoordinateDescentRouter
+    to_routing_tokens: nn.Linear | None
+    heavy_attn: HeavyAttention
+    null_q_token: nn.Parameter | None
+
     @beartype
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -69,7 +78,7 @@ class ConditionalRoutedCrossAttention(nn.Module):
         dim_head: int = 64,
         heads: int = 8,
         router_straight_through: bool = True,
-        router_kwargs: dict | None = None,
+        router_kwargs: dict[Any, Any] | None = None,
         kv_routing_tokens: int = 1,
         multiply_keys_by_score: bool = False,
         use_triton: bool = False,

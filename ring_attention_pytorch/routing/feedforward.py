@@ -46,6 +46,13 @@ class ConditionalRoutedFeedForward(nn.Module):
     torch.Size([1, 20, 16])
     """
 
+    num_heavy_tokens: Tokens
+    window: int | None
+    spread: ShardConfig
+    router: CoordinateDescentRouter
+    light_ff: nn.Sequential
+    heavy_ff: nn.Sequential
+
     @beartype
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -55,7 +62,7 @@ class ConditionalRoutedFeedForward(nn.Module):
         light_ff_mult: float | int = 0.5,
         heavy_ff_mult: float | int = 4,
         router_straight_through: bool = True,
-        router_kwargs: dict | None = None,
+        router_kwargs: dict[Any, Any] | None = None,
         use_triton: bool = False,
         heavy_window_size: int | None = None,
         ring_attn: bool = False,

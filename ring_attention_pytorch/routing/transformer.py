@@ -59,7 +59,7 @@ class ConditionalRoutedTransformer(RingTransformer):
         ignore_index: int = -1,
         layout: LayoutName | None = None,
         group: Group = None,
-        block_kwargs: dict | None = None,
+        block_kwargs: dict[Any, Any] | None = None,
     ):
         super().__init__(
             num_tokens=num_tokens, dim=dim, depth=0, causal=causal, ring_attn=ring_attn,

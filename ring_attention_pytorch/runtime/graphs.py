@@ -27,6 +27,9 @@ class Graphs:
     for the other ranks have left it, too.
     """
 
+    device: torch.device
+    follow: Callable[[], Hashable]
+
     def __init__(self, device: torch.device, follow: Callable[[], Hashable]) -> None:
         self.device, self.follow = device, follow
         self._kept: dict[Hashable, _Graph] = {}
@@ -114,7 +117,7 @@ class GraphCache:
             del self._plans[next(iter(self._plans))]
         return found or plan
 
-    def __reduce__(self) -> tuple[type["GraphCache"], tuple]:
+    def __reduce__(self) -> tuple[type["GraphCache"], tuple[()]]:
         """Pickle as an empty cache: a copy, or what is loaded, makes its own."""
         return GraphCache, ()
 

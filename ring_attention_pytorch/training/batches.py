@@ -264,6 +264,9 @@ class RingCollator:
     [[0, 3]]
     """
 
+    inner: Callable[[Any], Mapping[str, Any]]
+    options: dict[str, Any]
+
     @beartype
     def __init__(
         self,
