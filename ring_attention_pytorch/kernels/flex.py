@@ -11,7 +11,7 @@ forward once more and differentiates it. In the whole the part counts `w = exp(l
 So out of the part has the gradient `w * dout`, and its lse `w * (dout . out of part - delta)`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from einops import rearrange, reduce
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import (
     FEATURES,
@@ -129,7 +130,7 @@ def _block(q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods) -> Block:
     return masks, _score_mod(terms.softclamp, terms.alibi, rows_at, cols_at)
 
 
-def _stretches(tiles: Tiles, n: int) -> list[Tensor]:
+def _stretches(tiles: Sequence[Tile], n: int) -> list[Tensor]:
     """List tiles as int32 `[2, n]`, each of them where columns of each row start and stop.
 
     >>> rows = slice(0, 2)
