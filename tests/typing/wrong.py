@@ -32,6 +32,6 @@ RingAttention(32, layout="zigzg")  # wrong
 RingAttention(32, transport="rings")  # wrong
 RingTransformer(num_tokens=9, dim=16, depth=2, kernel="flex2")  # wrong
 ring_flash_attn(q, q, q, kernel="tritton")  # wrong
-ring_flash_attn(q, q, q, causal="no").shape  # wrong
+ring_flash_attn(q, q, q, causal="no")  # wrong
 ring_attn_with_cache(q, q, q, RingCache(1, 2, 8), layout="zag")  # wrong
 ConditionalRoutedAttention(9, num_heavy_tokens_q=4, num_heavy_tokens_kv=4, layout="zg")  # wrong
