@@ -91,15 +91,6 @@ class RingTransformer(nn.Module):
     torch.Size([1, 9, 256])
     """
 
-    spread: ShardConfig
-    causal: bool
-    rotary_restart: bool
-    force_regular_attn: bool
-    ignore_index: int
-    token_emb: nn.Embedding
-    rotary_emb: RingRotaryEmbedding
-    to_logits: nn.Sequential
-
     @beartype
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
