@@ -21,6 +21,7 @@ from ring_attention_pytorch.comm.symmetric_memory import (
     SymmetricWorkspace,
     shared_by,
 )
+from ring_attention_pytorch.runtime.lasting import lasting
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.streams import capturing, current_stream
 
@@ -201,7 +202,7 @@ class SharedSwap:
                     "ulysses: before a CUDA graph is captured its plan must have run once, forward "
                     "and backward, and no other plan been made after that; run it, then capture"
                 )
-            known[key] = Moves.of(sources, moves, into)
+            known[key] = lasting(lambda: Moves.of(sources, moves, into), into.device)
         if captured:
             shelf.read_by_graphs.add(known[key].table)
         else:

@@ -74,8 +74,8 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
         softclamp: c replaces a scaled score s by c * tanh(s / c).
         sinks: `[h]`: for each head the score of an additional key without value.
         alibi_slopes: `[h]`: each score is reduced by its head's slope times the distance.
-        kernel: "eager" (PyTorch's operators, also None) or "triton" (ours, for GPUs, which CUDA
-            graphs can hold). Ours is not chosen by itself until its present form has run on GPUs.
+        kernel: "eager" (PyTorch's operators) or "triton" (ours, for GPUs, which CUDA graphs can
+            hold). None is ours on CUDA, for all dtypes but float64.
         check: "always" compares q, k and v of all ranks: for debugging. None takes the
             environment's RING_ATTENTION_CHECK.
         return_lse: also return the log-sum-exp of the scores.
@@ -216,7 +216,9 @@ def _plan(
     problem = problem_of(lambda: _problem(given, cache, layer)) or _option_problem(
         scores, kernel, check
     )
-    if problem is None and kernel == "triton":
+    if kernel is None:
+        kernel = "triton" if q.is_cuda and _triton_problem(cache) is None else "eager"
+    elif problem is None and kernel == "triton":
         problem = _triton_problem(cache)
     same = {
         "q": list(q.shape),
@@ -235,7 +237,7 @@ def _plan(
         scores,
         sinks is not None,
         slopes is not None,
-        kernel or "eager",
+        kernel,
     )
     plan = DecodePlan(cache, asked)
     plan.checks = "always" in (check, os.environ.get("RING_ATTENTION_CHECK"))

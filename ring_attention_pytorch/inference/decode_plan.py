@@ -14,9 +14,7 @@ from ring_attention_pytorch.inference.pages import Pages
 from ring_attention_pytorch.inference.partial import Scores, attend, merged
 from ring_attention_pytorch.runtime.launches import Launch
 
-# whether ranks that share memory merge in one kernel; not before that has run between GPUs, which
-# only Triton's interpreter has done so far (tests/gpu/test_inference_gpu.py turns it on)
-PUSH = False
+PUSH = True  # whether ranks that share memory merge in one kernel; tests compare both
 _LOG2_E = 1.4426950408889634
 _PURPOSES = 1 << 31  # that memory tells apart
 _MERGERS = 1024  # programs of one warp, that wait for other ranks: all run at once on any GPU

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from operator import itemgetter
 from typing import Literal, NamedTuple
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.runtime.interfaces import Tiles
+from ring_attention_pytorch.runtime.lasting import lasting
 
 
 class TileTable(NamedTuple):
@@ -65,11 +66,9 @@ def _make_table(
     by_work.sort(key=itemgetter(0), reverse=True)
     blocks = [block for _, *block in by_work]
     # from pageable memory: the copy ends before this returns, so any stream may read the table
-    return TileTable(
-        torch.tensor(tiles, dtype=torch.int32, device=device),
-        torch.tensor(blocks, dtype=torch.int32, device=device),
-        len(blocks),
-    )
+    upload = partial(torch.tensor, dtype=torch.int32, device=device)
+    of_tiles, of_blocks = lasting(lambda: (upload(tiles), upload(blocks)), device)
+    return TileTable(of_tiles, of_blocks, len(blocks))
 
 
 def _seen(tile: tuple[int, ...], start: int, stop: int, side: str) -> int:

@@ -19,6 +19,10 @@ from ring_attention_pytorch.geometry.tiles import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AUTOCAST_FROM = DTYPES[1:]
+# asked once: torch.compile cannot ask in torch 2.11
+AUTOCAST_DEVICES = frozenset(
+    filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia"))
+)
 
 
 class Signature(tuple):
@@ -40,7 +44,7 @@ def autocast_dtype(t: Tensor) -> torch.dtype:
     """Return the dtype that an input of attention gets: autocast's, unless it is float64."""
     device = t.device.type
     if (
-        not torch.amp.is_autocast_available(device)
+        device not in AUTOCAST_DEVICES
         or not torch.is_autocast_enabled(device)
         or t.dtype not in AUTOCAST_FROM
     ):

@@ -395,7 +395,8 @@ class RingPlan:
 class _TracedLayer(RingPlan):
     """A layer's plan while code is traced: what modules look at, and the handle of the layer."""
 
-    def __init__(self, plan: RingPlan, number: int) -> None:
+    # torch 2.11 hands a frozen dataclass its defaults, whatever its __init__ takes
+    def __init__(self, plan: RingPlan, number: int, **_defaults: object) -> None:
         for name in (
             "ring", "layout", "visible", "terms", "kernel", "transport_name", "memory", "ulysses",
             "packing", "capturable",

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
-from torch.compiler import is_exporting
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -16,7 +15,7 @@ _R = TypeVar("_R")
 
 def refuse_export() -> None:
     """Raise NotImplementedError if code is traced to be exported."""
-    if is_exporting():
+    if torch.compiler._is_exporting_flag:  # is_exporting() is always true where 2.11 compiles
         raise NotImplementedError(
             "ring attention can't be exported: its plan is of these processes and their groups; "
             "use torch.compile"

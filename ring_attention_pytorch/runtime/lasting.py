@@ -1,0 +1,40 @@
+"""Tensors that outlive the call that makes them, such as tables of a plan's tiles.
+
+torch.compile with CUDA graphs runs a call once with all memory out of the pool of its graph, and
+raises where anything of that pool is still held afterwards. The pool is the thread's, so another
+thread makes what stays.
+"""
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+
+_T = TypeVar("_T")
+_POOLS = "torch._inductor.cudagraph_trees"  # loaded where such pools can be
+
+
+def lasting(make: Callable[[], _T], device: torch.device) -> _T:
+    """Return what `make` makes out of numbers of the host, in memory of no graph.
+
+    >>> lasting(lambda: torch.tensor([1, 2]), torch.device("cpu"))
+    tensor([1, 2])
+    """
+    if device.type != "cuda" or _POOLS not in sys.modules:
+        return make()
+    return _thread().submit(_made, make, device).result()
+
+
+def _made(make: Callable[[], _T], device: torch.device) -> _T:
+    with torch.cuda.device(device):
+        made = make()
+        torch.cuda.current_stream().synchronize()  # whoever reads it is on another stream
+    return made
+
+
+@lru_cache(maxsize=1)
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="ring_attention_pytorch")
