@@ -22,6 +22,7 @@ NAMES = {
     "defaults": "defaults",
     "errors": "errors",
     "few": "few",
+    "generate": "generate",
     "hf": "hf",
     "host": "host",
     "kernels": "kernels",

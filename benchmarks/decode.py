@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m benchmarks decode
     python -m benchmarks decode --tune --keys 16384 131072
     torchrun --nproc-per-node 2 -m benchmarks decode --prefill 131072 8192
-    torchrun --nproc-per-node 2 -m benchmarks decode --push --brief
+    torchrun --nproc-per-node 2 -m benchmarks decode --messages --brief
 
 One query token for each sequence, 32 query and 8 key heads of 128, bfloat16. Ours also appends the
 token. Keys are counted on all GPUs together. Calls go around layers, so that no keys are still in
@@ -309,11 +309,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     about.add_argument("--tune", action="store_true", help="cut the kernel in other ways, too")
     about.add_argument("--prefill", type=int, nargs=2, metavar=("TOKENS", "CHUNK"))
     about.add_argument("--brief", action="store_true")
-    about.add_argument("--push", action="store_true", help="merge ranks in shared memory")
+    about.add_argument("--messages", action="store_true", help="merge what ranks send")
     about.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     asked = about.parse_args(argv)
     sizes = SIZES if asked.keys is None else [(1, n) for n in asked.keys]
-    decode_plan.PUSH = asked.push
+    decode_plan.PUSH = not asked.messages
     with group(asked.device) as device:
         if asked.prefill is not None:
             told = prefill(*asked.prefill, device)

@@ -119,7 +119,7 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     elif (problem := _problem(given, cache, layer)) is not None:
         raise ValueError(f"{_CALLER}: {problem}")
     if plan.checks and not in_graph:
-        agree(cache.ring, _CALLER, {"values of q, k and v": _digest(q, k, v), "layer": layer})
+        agree(cache.ring, _CALLER, {"values of q, k and v": digest(q, k, v), "layer": layer})
     if new:
         cache.prepare(q.shape[1], layer, in_graph)
     out, lse = plan.run(q, k, v, layer, (sinks, alibi_slopes))
@@ -297,7 +297,7 @@ def _problem(
     return None
 
 
-def _digest(*tensors: Tensor | None) -> str:
+def digest(*tensors: Tensor | None) -> str:
     """Return a digest of values, which waits for the device."""
     found = sha256()
     for t in tensors:

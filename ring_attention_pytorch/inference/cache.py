@@ -76,8 +76,12 @@ class RingCache(PagedStorage):
         )
         same = {**sizes._asdict(), "capacity": capacity, "page": page, "dtype": dtype}
         problem = _problem(sizes._asdict(), capacity, page, dtype)
+        if problem is None:
+            try:
+                super().__init__(ring, sizes, capacity, page, dtype, _indexed(device))
+            except (RuntimeError, MemoryError) as error:
+                problem = _memory_problem(sizes, capacity, ring.size, error)
         agree(ring, "RingCache", same, problem=problem)
-        super().__init__(ring, sizes, capacity, page, dtype, _with_index(torch.device(device)))
         self.plans: dict[Any, Any] = {}  # of attention to this cache
 
     @property
@@ -268,7 +272,8 @@ class RingCache(PagedStorage):
         return None
 
 
-def _with_index(device: torch.device) -> torch.device:
+def _indexed(named: torch.device | str) -> torch.device:
+    device = torch.device(named)
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
@@ -287,3 +292,17 @@ def _problem(
     if dtype not in _DTYPES:
         return f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}"
     return None
+
+
+def _memory_problem(
+    sizes: Sizes, capacity: int | None, ranks: int, error: RuntimeError | MemoryError
+) -> str:
+    """Say what came instead of memory; for lack of it, how much was wanted."""
+    text = next(iter(str(error).splitlines()), type(error).__name__)
+    if not isinstance(error, MemoryError) and "memory" not in text:
+        return text
+    return (
+        f"{capacity} tokens of {sizes.sequences} sequences and {sizes.layers} layers do not fit "
+        f"the memory of {'this process' if ranks == 1 else f'{ranks} ranks'}: {text}; spread them "
+        "over more ranks, or take a smaller capacity"
+    )

@@ -1,6 +1,6 @@
 """A plan of attention to a cache: everything that is decided once for queries of a shape."""
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 from zlib import crc32
 
@@ -11,7 +11,7 @@ from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.exchange import PushedRows, gathered, pushed_rows
 from ring_attention_pytorch.inference.pages import Pages
-from ring_attention_pytorch.inference.partial import Scores, attend, merged
+from ring_attention_pytorch.inference.partial import Scores, attend_in_blocks, merged
 from ring_attention_pytorch.runtime.launches import Launch
 
 PUSH = True  # whether ranks that share memory merge in one kernel; tests compare both
@@ -142,9 +142,10 @@ class DecodePlan:
         parts = []
         for i, length in enumerate(cache.lengths_in(layer)):
             keys, values, tokens = cache.local(i, layer, length + new)
-            rows = torch.arange(n, device=q.device) + (length + new - n)
-            places = rows, tokens
-            parts.append(attend(q[i], keys, values, places, self.asked.scores, starts[i], slopes))
+            held = tokens, partial(cache.pages.held, self.ring.rank)
+            first = length + new - n
+            terms = self.asked.scores, starts[i], slopes
+            parts.append(attend_in_blocks(q[i], keys, values, first, held, *terms))
         out, lse = (torch.stack(each) for each in zip(*parts))
         message = torch.cat((out, lse.unsqueeze(-1)), dim=-1)
         every = gathered(self.ring, message) if self.ring.size > 1 else message.unsqueeze(0)

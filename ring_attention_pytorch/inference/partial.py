@@ -3,6 +3,7 @@
 Kernels for GPUs are compared with this, and it does what they can't.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+
+_SCORES = 1 << 26  # that are in memory at once
 
 
 class Scores(NamedTuple):
@@ -26,10 +29,9 @@ def attend(
     v: Tensor,
     places: tuple[Tensor, Tensor],
     scores_of: Scores,
-    start: int = 0,
     slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of one sequence's queries to some of its keys, none before `start`.
+    """Compute attention of one sequence's queries to some of its keys.
 
     Args:
         q: `[n, h, d]`.
@@ -55,7 +57,7 @@ def attend(
     if slopes is not None:
         slopes = rearrange(slopes.to(wide), "(g r) -> g r 1 1", g=k.shape[1])
         scores = scores - slopes * (rows - cols)
-    seen = (cols <= rows) & (cols >= start)
+    seen = cols <= rows
     if scores_of.window is not None:
         seen = seen & (cols >= rows - scores_of.window)
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -63,6 +65,34 @@ def attend(
     p = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
     out = einsum(p, v.to(wide), "g r i j, j g d -> i g r d")
     return rearrange(out, "i g r d -> i (g r) d"), rearrange(lse, "g r i -> i (g r)")
+
+
+def attend_in_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: int,
+    held: tuple[Tensor, Callable[[int], int]],
+    scores_of: Scores,
+    start: int = 0,
+    slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `attend` of queries from token `first` on, some at a time, to keys in their reach.
+
+    None of these is before `start`. `held` are the tokens `[m]` of the keys, ascending, and how
+    many of them are before a token.
+    """
+    tokens, before = held
+    step = max(1, _SCORES // max(1, len(k) * q.shape[1]))
+    found = []
+    for at in range(0, len(q), step):
+        rows = torch.arange(first + at, first + min(at + step, len(q)), device=q.device)
+        unseen = 0 if scores_of.window is None else first + at - scores_of.window
+        keys = slice(before(max(start, unseen)), before(first + at + len(rows)))
+        places = rows, tokens[keys]
+        found.append(attend(q[at : at + step], k[keys], v[keys], places, scores_of, slopes))
+    out, lse = zip(*found)
+    return torch.cat(out), torch.cat(lse)
 
 
 def merged(out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ def layers_problem(config: Any, length: int) -> str | None:
 
     Args:
         config: the model's, or its text model's.
-        length: tokens of the whole sequence.
+        length: tokens of the whole sequence, of which ranks have parts; 0 if all have all.
     """
     kinds: set[str] = set()
     for name in ("layer_types", "layers_block_type"):

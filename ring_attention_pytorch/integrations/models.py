@@ -29,6 +29,8 @@ from ring_attention_pytorch.comm.agreement import agree, problem_of
 from ring_attention_pytorch.comm.placement import Placement, current
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.integrations.cache import CachedLength, CachedMask
+from ring_attention_pytorch.integrations.calls import SCORES, call_problem, names
 from ring_attention_pytorch.integrations.layers import layers_problem
 from ring_attention_pytorch.integrations.masks import Visible, visible_by
 from ring_attention_pytorch.plan.checks import autocast_dtype
@@ -39,15 +41,6 @@ from ring_attention_pytorch.training.losses import ring_cross_entropy
 
 _CALLER = "a model of transformers"
 _OPTIONS = ("kernel", "transport", "ulysses", "memory", "bucket_size", "check", "dropout_seed")
-# what models pass on to attention that attention has no use for
-_IDLE = {
-    "use_cache", "cache", "past_key_values", "cache_position", "output_hidden_states",
-    "num_items_in_batch", "shift_labels", "logits_to_keep", "return_dict", "position_embeddings",
-    "sliding_window", "is_causal",  # these two are compared with the mask
-}  # fmt: skip
-# ring_attn's names of what a score is, transformers', and its default
-_SCORES = {"scale": ("scaling", None), "softclamp": ("softcap", None), "dropout": ("dropout", 0.0)}
-
 _forwards: "WeakKeyDictionary[Placement, RingForward]" = WeakKeyDictionary()
 
 
@@ -70,6 +63,7 @@ def register(name: str = "ring") -> None:
     taken = name in interface and interface[name] is not _attention
     if taken or name == "eager" or any(own in name for own in ("sdpa", "flash", "flex", "paged")):
         raise ValueError(f"register: {name!r} is, or looks like, a name of transformers' own")
+    names.add(name)
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, _mask)
 
@@ -297,7 +291,7 @@ def _current() -> RingForward:
     if (forward := opened()) is None:
         raise ValueError(
             "this model has ring attention, which needs its batch: call it in the block "
-            "`with ring_forward(batch) as inputs:`"
+            "`with ring_forward(batch) as inputs:`, or with past_key_values=RingHFCache(...)"
         )
     return forward
 
@@ -313,8 +307,10 @@ def _mask(
     q_offset: Any = 0,
     kv_offset: Any = 0,
     **_: Any,
-) -> _RingMask:
+) -> "_RingMask | CachedMask":
     """Return what a model's mask lets tokens see, where transformers asks for the mask."""
+    if isinstance(kv_length, CachedLength):
+        return kv_length.cache.mask(mask_function, attention_mask, kv_length)
     forward = _current()
     lengths = dict(q_length=q_length, kv_length=kv_length, offsets=(q_offset, kv_offset))
     return _RingMask(forward, forward.visible(mask_function, config, attention_mask, **lengths))
@@ -329,8 +325,11 @@ def _attention(
     **given: Any,
 ) -> tuple[Tensor, None]:
     """Return attention of q, k, v `[b, h, n, d]` as transformers wants it: `[b, n, h, d]`."""
-    scores = {name: given.pop(theirs, default) for name, (theirs, default) in _SCORES.items()}
+    scores = {name: given.pop(theirs, default) for name, (theirs, default) in SCORES.items()}
     positions, sinks = given.pop("position_ids", None), given.pop("s_aux", None)
+    if isinstance(attention_mask, CachedMask):
+        problem, qkv = call_problem(attention_mask.visible, given), (query, key, value)
+        return attention_mask.attend(module, qkv, sinks, scores, positions, problem), None
     if not isinstance(attention_mask, _RingMask):
         problem = (
             f"a layer got a mask of type {type(attention_mask).__name__}, not that of ring "
@@ -338,23 +337,9 @@ def _attention(
         )
         _current().told(problem)
     forward, visible = attention_mask.forward, attention_mask.visible
-    forward.check(_call_problem(visible, given), positions)
+    forward.check(call_problem(visible, given), positions)
     qkv = tuple([rearrange(t, "b h n d -> b n h d") for t in (query, key, value)])
     return forward.attend(module, qkv, visible, sinks, scores), None
-
-
-def _call_problem(visible: Visible, given: Mapping[str, Any]) -> str | None:
-    """Say what of a layer's call contradicts its mask, or can't be done; None if nothing."""
-    window, is_causal = given.get("sliding_window"), given.get("is_causal")
-    inclusive = 1 if visible.causal else 0  # the token itself counts in transformers
-    if window is not None and visible.window not in (window - 1, window - inclusive):
-        return f"a layer's sliding_window={window}, but its mask's is {visible.window}"
-    if is_causal is not None and is_causal != visible.causal:
-        return f"a layer's is_causal={is_causal}, but its mask's is {visible.causal}"
-    asked = {name for name, value in given.items() if value is not None and value is not False}
-    if unknown := sorted(asked - _IDLE):
-        return f"attention was given {', '.join(unknown)}, which ring attention does not have"
-    return None
 
 
 def _cache_problem(q_length: int, kv_length: int, offsets: tuple[Any, Any]) -> str | None:

@@ -30,6 +30,7 @@ from ring_attention_pytorch.geometry.layouts import (
 )
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.checks import ids_problem, plans_problem
+from ring_attention_pytorch.nn.generation import Generation
 from ring_attention_pytorch.nn.loss import mean_cross_entropy, next_tokens
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding
@@ -68,7 +69,7 @@ class _Batch(NamedTuple):
     layout: Layout
 
 
-class RingTransformer(nn.Module):
+class RingTransformer(Generation, nn.Module):
     """A transformer from token ids to logits or loss, over sequences that may be sharded.
 
     Its blocks are pre-norm attention with rotary embedding, and a GELU feed-forward.

@@ -127,14 +127,18 @@ class HeavyAttention(nn.Module):
             key, lambda: RingPlan.make(q, k, v, key_mask=seen, group=plan.ring, **options)
         )
         out, lse = attend(q, k, v, plan=replace(made, key_mask=seen), return_lse=True)
-        wide = accumulation_dtype(dtype)
+        return self.with_null(q, out, lse)
+
+    def with_null(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+        """Add the null key to attention out `[b, K, h, d]`, lse `[b, h, K]`: `[b, K, h * d]`."""
+        wide = accumulation_dtype(q.dtype)
         null_k, null_v = self.null_kv.to(wide)
         score = einsum(q.to(wide), null_k, "b k h d, h d -> b h k")
         score = score * self.dim_head**-0.5
         weight = rearrange((score - lse).sigmoid(), "b h k -> b k h 1")
         out = out.to(wide) * (1 - weight)
         out = out + null_v * weight
-        return rearrange(out.to(dtype), "b k h d -> b k (h d)")
+        return rearrange(out.to(q.dtype), "b k h d -> b k (h d)")
 
     def _rotate(self, t: Tensor, positions: Tensor) -> Tensor:
         """Rotate t `[..., K, h, d]` by the positions `[..., K]` of its tokens in the sequence."""

@@ -6,12 +6,14 @@ from beartype import beartype
 from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import typed
-from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.comm.ring import Group, Ring
+from ring_attention_pytorch.nn.generation import Decoder
 from ring_attention_pytorch.nn.loss import mean_cross_entropy
 from ring_attention_pytorch.nn.sharding import told_by_module
 from ring_attention_pytorch.nn.transformer import RingTransformer
 from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.routing.block import ConditionalRoutedTransformerBlock
+from ring_attention_pytorch.routing.generation import CachedRoutedTransformer
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import Tokens
 
@@ -103,3 +105,13 @@ class ConditionalRoutedTransformer(RingTransformer):
         if batch.labels is not None:
             return mean_cross_entropy(logits, batch.labels, self.ignore_index, batch.everyone)
         return logits if batch.shards is None else batch.shards.unshard(logits)
+
+    def _decoder(
+        self, ring: Ring, ids: Tensor, new: int, mask: Tensor | None, kernel: str | None
+    ) -> Decoder:
+        return CachedRoutedTransformer(self, ring, ids, new, kernel)
+
+    def _generation_problem(self, ids: Tensor, mask: Tensor | None, ends: list[int]) -> str | None:
+        if mask is not None:
+            return "routed models take no mask: padding would be among what a window may choose"
+        return super()._generation_problem(ids, mask, ends)

@@ -16,6 +16,8 @@ def battery() -> Iterable[Callable[[], object]]:
     from tests.inference import test_page_table as tables
     from tests.inference import test_pages as pages
     from tests.inference.stories import Story, Teller
+    from tests.nn import test_generation
+    from tests.nn.generation_cases import CASES, ROUTED, Case
     from tests.support import threads
 
     torch.set_num_threads(1)
@@ -38,6 +40,16 @@ def battery() -> Iterable[Callable[[], object]]:
     chunks = ("prefill", "attend", "rollback")
     yield partial(tell, 3, Story(deeds=chunks, steps=30))
     yield partial(tell, 3, Story(deeds=chunks, steps=12, options={"window": 4}))
+
+    def generate(size: int, case: Case) -> None:
+        found, _ = threads.run(size, case.over)
+        assert all(case.same(got, case.anew()) for got in found), case
+
+    for size, number in ((2, 0), (1, 1), (2, 2), (1, 3), (2, 4)):
+        yield partial(generate, size, CASES[number])
+    for case in ROUTED:
+        yield partial(generate, 1, case)
+    yield test_generation.test_a_token_is_drawn_among_the_largest
 
 
 if __name__ == "__main__":

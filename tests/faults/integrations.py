@@ -13,7 +13,7 @@ MUTANTS = planted("INTEGRATIONS")
 
 def battery() -> Iterator[Callable[[], object]]:
     """Steps of models in this process against dense attention, and mistakes that must raise."""
-    from tests.integrations import test_trainers, test_transformers
+    from tests.integrations import test_generation, test_trainers, test_transformers
     from tests.support.hf import KINDS
 
     torch.set_num_threads(1)
@@ -23,6 +23,16 @@ def battery() -> Iterator[Callable[[], object]]:
     for trap, text in test_transformers.TRAPS.items():
         if trap.__name__ not in alike:
             yield partial(raises, trap, text)
+    ways = (
+        ("Llama", "padded"),
+        ("Qwen3", "assisted"),
+        ("Mistral", "padded beams"),
+        ("GptOss", "in chunks"),
+    )
+    for name, mode in ways:
+        yield partial(generates, name, mode)
+    for trap, text in test_generation.TRAPS.items():
+        yield partial(raises, trap, text)
     yield test_transformers.test_masks_that_are_not_known_raise
     yield test_trainers.test_trainer_alone_and_as_a_ring_of_one
     yield test_trainers.test_accelerates_own_context_parallelism_is_refused
@@ -35,6 +45,15 @@ def step_is_right(name: str, kind: str) -> None:
 
     with hf.losses_as_they_were():
         assert errors(hf.spread(name, kind), hf.dense(name, kind)) < EXACT
+
+
+def generates(name: str, mode: str) -> None:
+    from ring_attention_pytorch.integrations.transformers import register
+    from tests.integrations import test_generation
+
+    register()
+    got, want = test_generation.spread([(name, mode)], 1, 2), test_generation.wanted([(name, mode)])
+    assert test_generation.same(got, want)
 
 
 def raises(trap: Callable[[], object], text: str) -> None:

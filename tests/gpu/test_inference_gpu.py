@@ -13,6 +13,7 @@ from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from tests.inference.stories import Story, told
 from tests.inference.test_cache import OPTIONS
+from tests.nn.generation_cases import CASES, ROUTED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -40,8 +41,9 @@ def check(stories: list[Story], errors: list[float]) -> None:
         assert error < LIMITS.get(story.dtype, 1e-12), story
 
 
-def test_whatever_is_done_attention_is_dense() -> None:
-    check(cases(), told(cases()))
+@pytest.mark.parametrize("story", cases(), ids=str)  # a worker each, since most time compiles
+def test_whatever_is_done_attention_is_dense(story: Story) -> None:
+    check([story], told([story]))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -54,6 +56,31 @@ def test_on_several_ranks_too(nccl: Callable, size: int, push: bool) -> None:
 def told_by(push: bool) -> list[float]:
     decode_plan.PUSH = push
     return told(SOME)
+
+
+GREEDY = [replace(case, dtype=torch.float32) for case in (*CASES[:4], replace(ROUTED[0], call={}))]
+
+
+def generated(kernel: str | None) -> list[bool]:
+    """Whether greedy search on GPUs finds the tokens of a CPU."""
+    found = []
+    for case in GREEDY:
+        mask = None if case.mask is None else case.mask.cuda()
+        model = case.model(ring_attn=True).cuda()
+        got = model.generate(case.prompt().cuda(), case.new, mask=mask, kernel=kernel, **case.call)
+        found.append(got.tolist() == case.anew()[0])
+    return found
+
+
+@pytest.mark.parametrize("kernel", [None, "triton"])
+def test_a_gpu_generates_what_a_cpu_does(kernel: str | None) -> None:
+    assert all(generated(kernel))
+
+
+@pytest.mark.parametrize("kernel", [None, "triton"])
+def test_several_gpus_generate_what_a_cpu_does(nccl: Callable, kernel: str | None) -> None:
+    for found in nccl(2).run(generated, kernel):
+        assert all(found)
 
 
 def drawn(b: int, steps: int, seed: int) -> list[Tensor]:

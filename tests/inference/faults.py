@@ -60,18 +60,22 @@ INFERENCE = [
         "lengths[sequence] = 0",
     ),
     Mutant(
-        "queries see later drafts", "inference/partial.py:attend",
-        "(cols <= rows) & (cols >= start)",
-        "(cols >= start)",
+        "queries see later drafts", "inference/partial.py:attend", "seen = cols <= rows",
+        "seen = cols <= rows + 99",
     ),
     Mutant(
-        "padding is seen", "inference/partial.py:attend", "(cols <= rows) & (cols >= start)",
-        "(cols <= rows)",
+        "padding is seen", "inference/partial.py:attend_in_blocks", "max(start, unseen)",
+        "max(0, unseen)",
     ),
     Mutant(
         "a window is one token wider", "inference/partial.py:attend",
         "cols >= rows - scores_of.window",
         "cols >= rows - scores_of.window - 1",
+    ),
+    Mutant(
+        "keys at the edge of a window are out of reach",
+        "inference/partial.py:attend_in_blocks", "first + at - scores_of.window",
+        "first + at - scores_of.window + 1",
     ),
     Mutant(
         "all ranks weigh alike", "inference/partial.py:merged",

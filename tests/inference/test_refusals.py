@@ -171,3 +171,27 @@ def test_each_rank_has_its_share_of_the_memory(pools: Callable) -> None:
     for nbytes, capacity in pools(4).run(shares):
         assert capacity == 64
         assert nbytes == 3 * 16 * 2 * 16 * 4
+
+
+def without_memory() -> str:
+    """One rank has none for its share."""
+    pool = RingCache._pool
+
+    def short(cache: RingCache, pages: int, dim: int) -> torch.Tensor:
+        return pool(cache, pages, 1 << 48 if dist.get_rank() == 1 else dim)
+
+    RingCache._pool = short
+    try:
+        RingCache(2, 1, 4, capacity=64, page=1)
+    except ValueError as error:
+        return str(error)
+    finally:
+        RingCache._pool = pool
+    return "no error"
+
+
+def test_all_ranks_hear_that_one_lacks_memory(pools: Callable) -> None:
+    first, *others = pools(3).run(without_memory)
+    assert "64 tokens of 2 sequences and 1 layers do not fit the memory of 3 ranks" in first
+    assert "(on rank 1)" in first
+    assert others == [first, first]

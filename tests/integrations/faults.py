@@ -45,11 +45,11 @@ INTEGRATIONS = [
         'given.pop("s_aux", None)', 'given.pop("s_aux", None) and None',
     ),
     Mutant(
-        "what attention does not have is ignored", "integrations/models.py:_call_problem",
+        "what attention does not have is ignored", "integrations/calls.py:call_problem",
         "if unknown := sorted(asked - _IDLE):", "if unknown := sorted(asked - asked):",
     ),
     Mutant(
-        "a window that is not its mask's is taken", "integrations/models.py:_call_problem",
+        "a window that is not its mask's is taken", "integrations/calls.py:call_problem",
         "if window is not None and", "if window is None and",
     ),
     Mutant(
@@ -82,5 +82,45 @@ INTEGRATIONS = [
         "accelerate adds its own context parallelism",
         "integrations/accelerate.py:RingParallelismConfig.cp_enabled",
         "return self._asks_for_mesh", "return self.cp_size > 1",
+    ),
+    Mutant(
+        "padding is seen in a cache", "integrations/cache.py:RingHFCache._ready",
+        "self.keys.hide_before(starts)", "pass",
+    ),
+    Mutant(
+        "drafts that were wrong stay", "integrations/cache.py:RingHFCache.crop",
+        "self.keys.rollback(n)", "pass",
+    ),
+    Mutant(
+        "beams go on from themselves", "integrations/cache.py:RingHFCache.reorder_cache",
+        "self.keys.reorder(beams)", "pass",
+    ),
+    Mutant(
+        "a cache has no windows", "integrations/cache.py:CachedMask.attend",
+        "self.visible.window", "None",
+    ),
+    Mutant(
+        "a cache has no sinks", "integrations/cache.py:CachedMask.attend", '"sinks": sinks',
+        '"sinks": None',
+    ),
+    Mutant(
+        "any attention may have the cache", "integrations/cache.py:RingHFCache._name_problem",
+        "if name in names:", "if True:",
+    ),
+    Mutant(
+        "a layer's keys may be left out", "integrations/cache.py:RingHFCache.expect",
+        "if self._new:", "if False:",
+    ),
+    Mutant(
+        "chunks of a prompt begin anew", "integrations/cache.py:RingHFCache.prefill",
+        "places[:, at + mine]", "places[:, mine]",
+    ),
+    Mutant(
+        "padding on the right is let in", "integrations/cache.py:RingHFCache.mask",
+        "if given.shape[1] != kv_length or", "if given.shape[1] != kv_length and",
+    ),
+    Mutant(
+        "gradients end at a cache", "integrations/cache.py:CachedMask.attend",
+        "if torch.is_grad_enabled() and", "if not torch.is_grad_enabled() and",
     ),
 ]  # fmt: skip

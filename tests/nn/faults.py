@@ -16,3 +16,50 @@ ORIGINAL = [
         "for part in mine[1:]:", "for part in mine[:0]:",
     ),
 ]  # fmt: skip
+
+INFERENCE = [
+    Mutant(
+        "positions begin anew with each chunk", "nn/generation.py:CachedTransformer._blocks",
+        "at + self.cache.layer_lengths[0][0]", "at",
+    ),
+    Mutant(
+        "all ranks have the first one's part of the prompt",
+        "nn/generation.py:CachedTransformer.prefill", "rank=ring.rank", "rank=0",
+    ),
+    Mutant(
+        "ranks go on with what they have", "nn/generation.py:told_by_first",
+        "ring.exchange(sends, receives).wait()", "pass",
+    ),
+    Mutant(
+        "padding is seen in generation", "nn/generation.py:Generation._decoder",
+        "if mask is not None:", "if mask is None:",
+    ),
+    Mutant(
+        "sequences go on after their end", "nn/generation.py:Generation._decoded",
+        "token.masked_fill(ended & (token != _BROKEN), ends[0])", "token",
+    ),
+    Mutant(
+        "generation goes on after all have ended", "nn/generation.py:Generation._decoded",
+        "if ends and bool(ended.all()):", "if ends and False:",
+    ),
+    Mutant(
+        "layers have no window in generation", "nn/generation.py:attend_cached",
+        "window=attn.window", "window=None",
+    ),
+    Mutant(
+        "layers have no softclamp in generation", "nn/generation.py:attend_cached",
+        "softclamp=attn.softclamp", "softclamp=None",
+    ),
+    Mutant(
+        "the token that reaches top_p is left out", "nn/generation.py:Sampling.choose",
+        "largest.cumsum(-1) - largest >= self.top_p", "largest.cumsum(-1) >= self.top_p",
+    ),
+    Mutant(
+        "one of the top_k is left out", "nn/generation.py:Sampling._kept", "logits < least",
+        "least >= logits",
+    ),
+    Mutant(
+        "a seed is ignored", "nn/generation.py:Generation.generate",
+        "None if seed is None else", "None if seed is not None else",
+    ),
+]  # fmt: skip

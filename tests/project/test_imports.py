@@ -27,10 +27,11 @@ BELOW["tensor_kinds"] = {*BELOW} - {"attention", "second_order", "operators"}
 BELOW["functional"] = BELOW["decoding"] = {*BELOW}
 BELOW["inference"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["decoding"] = BELOW["functional"] | {"inference"}
-BELOW["nn"] = {*BELOW} - {"decoding", "inference", "second_order"}
+BELOW["nn"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["routing"] = BELOW["nn"] | {"nn"}
 BELOW["training"] = BELOW["nn"] | {"nn"}
-BELOW["integrations"] = {"comm", "plan", "runtime", "functional", "training"}
+BELOW["integrations"] = {"comm", "geometry", "plan", "runtime", "functional", "inference"}
+BELOW["integrations"] |= {"nn", "training"}
 BELOW["launch"] = {"comm"}
 BELOW["doctor"] = BELOW["nn"] | {"nn", "launch"}
 BELOW["__main__"] = {"doctor"}

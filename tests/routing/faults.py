@@ -88,7 +88,7 @@ ROUTING = [
         "turn % (queries + keys) < queries", "turn % (queries + keys) >= keys",
     ),
     Mutant(
-        "null key weighed the wrong way", "routing/attention.py:HeavyAttention.attend",
+        "null key weighed the wrong way", "routing/attention.py:HeavyAttention.with_null",
         "(score - lse).sigmoid()", "(lse - score).sigmoid()",
     ),
     Mutant(
@@ -117,5 +117,34 @@ ROUTING = [
         "masked tokens of an image are seen",
         "routing/image_attention.py:ConditionalRoutedImageAttention._light",
         "seen = (here >= 0) & real", "seen = here >= 0",
+    ),
+]  # fmt: skip
+
+INFERENCE = [
+    Mutant(
+        "keys of windows that are not full", "routing/generation.py:Recent.window",
+        "if self.length % self.size", "if False",
+    ),
+    Mutant(
+        "heavy keys are rotated as if in the first window",
+        "routing/generation.py:CachedRoutedTransformer._append_keys",
+        "routed.positions + start", "routed.positions",
+    ),
+    Mutant(
+        "the window before is forgotten too early", "routing/generation.py:Recent.add",
+        "kept[:, self.size :] if self._full else kept", "kept[:, self.size :]",
+    ),
+    Mutant(
+        "empty slots are results", "routing/generation.py:Picked.home",
+        "self.places.masked_fill(~self.real, n)", "self.places",
+    ),
+    Mutant(
+        "pieces go beyond a window's end", "routing/generation.py:CachedRoutedTransformer.prefill",
+        "self.window - self.length % self.window", "self.window",
+    ),
+    Mutant(
+        "routed queries see their window's last keys only",
+        "routing/generation.py:CachedRoutedTransformer._attend",
+        '"b k h d -> b 1 (h k) d"', '"b k h d -> b 1 (k h) d"',
     ),
 ]  # fmt: skip

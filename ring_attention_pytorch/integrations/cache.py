@@ -1,0 +1,393 @@
+"""A cache of transformers' models whose keys stay spread over ranks, for `model.generate`.
+
+    mask function    asks the cache how many keys there are; the mask that it gets knows the cache
+    cache.update     hands the new tokens' keys through, and waits for the attention to them
+    attention        appends them to a `RingCache`, and attends to all that it holds
+
+All ranks compute the same tokens, but for attention: there each looks at the keys that it holds.
+`RingHFCache.prefill` computes a prompt ahead, of which each rank has a part.
+"""
+
+import inspect
+from typing import Any, NamedTuple, NoReturn, Self
+
+import torch
+from beartype import beartype
+from einops import rearrange
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from ring_attention_pytorch.comm.agreement import agree, problem_of
+from ring_attention_pytorch.comm.placement import current
+from ring_attention_pytorch.comm.ring import Group, as_ring
+from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
+from ring_attention_pytorch.inference.attention import digest, ring_attn_with_cache
+from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.integrations.calls import names
+from ring_attention_pytorch.integrations.layers import layers_problem
+from ring_attention_pytorch.integrations.masks import Visible, visible_by
+from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
+
+_LAYOUT = "zigzag"  # of a chunk of a prompt that is spread
+_FEW = 16  # tokens for each rank; attention of more is spread, too, where it can be
+_CALLER = "RingHFCache"
+
+
+class RingHFCache(Cache):
+    """A cache for `model.generate(ids, past_key_values=cache)`, of which each rank holds its share.
+
+    The model has `attn_implementation="ring"`. All ranks call `generate` with the same arguments,
+    and get the same tokens: by greedy search, sampling, beams, assisted decoding, with prompts that
+    are padded on the left and `prefill_chunk_size`. Who samples must seed random numbers alike on
+    all ranks, with `transformers.set_seed`; each call of the model compares its tokens.
+
+    Args:
+        config: `model.config`.
+        capacity: the most tokens of a sequence, whose memory is then allocated at once. None lets
+            memory grow.
+        page: tokens that lie on one rank before the next has its turn.
+        kernel: of attention to few tokens, as for `ring_attn_with_cache`.
+        check_tokens: check in each call of the model whether all ranks have the same tokens, and
+            whether these are those that come next.
+        group: the ring; None is the default group.
+
+    Attributes:
+        keys: the `RingCache`; None until there are tokens.
+
+    Raises:
+        ValueError: the model has another attention, or layers that are not attention; now, or when
+            it is called with what can't be honoured: masks that are neither causal nor sliding, nor
+            padding on the left, dropout, gradients.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from ring_attention_pytorch.integrations.transformers import register
+    >>> register()
+    >>> sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=9)
+    >>> heads = dict(num_attention_heads=2, num_key_value_heads=1)
+    >>> config = LlamaConfig(**sizes, **heads, attn_implementation="ring")
+    >>> model, ids = LlamaForCausalLM(config), torch.tensor([[4, 5, 6]])
+    >>> cache = RingHFCache(config)
+    >>> options = dict(max_new_tokens=3, eos_token_id=None, pad_token_id=0)
+    >>> model.generate(ids, past_key_values=cache, **options).shape, cache.get_seq_length()
+    (torch.Size([1, 6]), 5)
+    """
+
+    @beartype
+    def __init__(
+        self,
+        config: Any,
+        *,
+        capacity: int | None = None,
+        page: int = 64,
+        kernel: str | None = None,
+        check_tokens: bool = True,
+        group: Group = None,
+    ):
+        self.ring = as_ring(group)
+        self.config = config.get_text_config(decoder=True)
+        problem = problem_of(lambda: layers_problem(self.config, 0) or self._name_problem())
+        same = {"capacity": capacity, "page": page, "kernel": kernel, "check": check_tokens}
+        agree(self.ring, _CALLER, same, problem=problem)
+        self.sizes, self.kernel = {"capacity": capacity, "page": page}, kernel
+        self.check_tokens = check_tokens
+        self.keys: RingCache | None = None
+        self._starts: list[int] | None = None
+        self._new: dict[int, Tensor] = {}  # keys of layers that have yet to attend to them
+        self._chunk: int | None = None  # tokens of the chunk of which each rank has a part
+        super().__init__(layers=[_Layer(self, i) for i in range(self.config.num_hidden_layers)])
+
+    # ---- what transformers asks
+
+    def length(self, layer: int) -> int:
+        """Return the tokens that a layer has, on all ranks together."""
+        return 0 if self.keys is None else self.keys.lengths_in(layer)[0]
+
+    def expect(self, layer: int, k: Tensor) -> None:
+        """Note new keys of a layer, which its attention will bring."""
+        problem = self._name_problem()
+        if self._new:
+            problem = f"keys of layer {min(self._new)} were left out: its attention is another one"
+        if problem is not None:
+            self._fail(problem)
+        self._new[layer] = k
+
+    def mask(self, function: Any, given: Tensor | None, kv_length: int) -> "CachedMask":
+        """Return what a mask function lets tokens see, of so many keys."""
+        visible = visible_by(function)
+        problem = None if visible.causal else "the mask is not causal"
+        if current() is not None:
+            problem = "it is used in the block of a batch, whose tokens are spread already"
+        starts = None
+        if given is not None:
+            seen, first = given.sum(1).tolist(), (~given).cumprod(1).sum(1).tolist()
+            starts = [min(n, kv_length) for n in first]
+            if given.shape[1] != kv_length or [m + n for m, n in zip(seen, starts)] != [
+                kv_length
+            ] * len(given):
+                problem = (
+                    f"attention_mask must be of all {kv_length} tokens, with padding on the left "
+                    f"only, got {[*given.shape]}"
+                )
+        if problem is not None:
+            self._fail(problem)
+        return CachedMask(self, visible, starts)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -tokens_to_remove tokens.
+
+        Raises:
+            ValueError: it is positive, which was once the length to keep.
+        """
+        n = -int(tokens_to_remove)  # it may be a tensor
+        if n < 0:
+            raise ValueError(f"{_CALLER}: crop takes minus the tokens to forget, got {-n}")
+        if self.keys is not None and n:
+            self.keys.rollback(n)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let sequence i go on from sequence `beam_idx[i]`; full pages are shared."""
+        if self.keys is not None:
+            beams = beam_idx.tolist()
+            self.keys.reorder(beams)
+            if self._starts is not None:
+                self._starts = [self._starts[i] for i in beams]
+
+    def reset(self) -> None:
+        """Forget all tokens, and give back the memory."""
+        self.keys, self._starts = None, None
+        self._new.clear()
+
+    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
+        """Raise ValueError: the number of sequences is fixed."""
+        raise ValueError(f"{_CALLER}: the number of sequences is fixed by the first call")
+
+    def batch_select_indices(self, indices: Tensor) -> NoReturn:
+        """Raise ValueError: the number of sequences is fixed."""
+        raise ValueError(f"{_CALLER}: the number of sequences is fixed by the first call")
+
+    # ---- attention
+
+    def attend(
+        self,
+        layer: int,
+        qkv: tuple[Tensor, ...],
+        at: tuple[list[int] | None, Tensor | None],
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Append new tokens' k and v `[b, h, n, d]`; return attention of q, `[b, n, h, d]`.
+
+        `at` is where each sequence starts, behind its padding, and the positions `[b, n]`.
+        """
+        if self._new.pop(layer, None) is not qkv[1]:
+            self._fail(f"layer {layer} attends to keys that it has not given to the cache")
+        q, k, v = (rearrange(t, "b h n d -> b n h d") for t in qkv)
+        keys = self._ready(k, v, at[0])
+        options |= {"layer": layer}
+        if self._chunk is not None:
+            return _out(ring_attn_with_cache(q, k, v, keys, layout=_LAYOUT, **options))
+        if layer == 0 and self.check_tokens:
+            problem = problem_of(lambda: self._position_problem(k, *at))
+            same = {"tokens (by their keys; when sampling, seed all ranks alike)": digest(k)}
+            agree(self.ring, _CALLER, same if self.ring.size > 1 else {}, problem=problem)
+        n = q.shape[1]
+        few = n < _FEW * self.ring.size or options["window"] is not None or keys.has_starts
+        if few or self.kernel is not None:
+            return _out(ring_attn_with_cache(q, k, v, keys, kernel=self.kernel, **options))
+        how = dict(layout=_LAYOUT, group=self.ring)
+        shards = [shard_sequence(t, **how) for t in (q, k, v)]
+        out = ring_attn_with_cache(*shards, keys, layout=_LAYOUT, **options)
+        return unshard_sequence(_out(out), length=n, **how)
+
+    def _ready(self, k: Tensor, v: Tensor, starts: list[int] | None) -> RingCache:
+        """Return the `RingCache` for new tokens, whose padding it then hides."""
+        b, _, heads, d = k.shape
+        if self.keys is None:
+            self.keys = RingCache(
+                b, heads, d, value_dim=v.shape[-1], layers=len(self.layers), dtype=k.dtype,
+                device=k.device, group=self.ring, **self.sizes,
+            )  # fmt: skip
+        if b != self.keys.sequences:
+            self._fail(
+                f"it holds {self.keys.sequences} sequences, and the model brings {b}; with beams "
+                "give `prefill` each prompt as often as there are beams"
+            )
+        if starts is not None and starts != self._starts and (self._starts or any(starts)):
+            self.keys.hide_before(starts)
+            self._starts = starts
+        return self.keys
+
+    def _position_problem(
+        self, k: Tensor, starts: list[int] | None, positions: Tensor | None
+    ) -> str | None:
+        """Say why new tokens are not those that come next; None if they are, or nobody can tell."""
+        if positions is None or positions.ndim != 2:
+            return None
+        b, n = k.shape[:2]
+        last = [self.length(0) + n - 1 - start for start in starts or [0] * b]
+        if all(i in (end, 0) for i, end in zip(positions[:, -1].expand(b).tolist(), last)):
+            return None  # 0 is that of padding
+        return (
+            f"it has {self.length(0)} tokens, and new ones end at positions "
+            f"{positions[:, -1].tolist()}, not {last}; assisted decoding begins with an empty cache"
+        )
+
+    # ---- a prompt ahead
+
+    @torch.no_grad()
+    @beartype
+    def prefill(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        chunk_size: int | None = None,
+    ) -> None:
+        """Compute a prompt, but for its last token, each rank a part of each chunk.
+
+        `generate` with the same ids and mask goes on from there. Without this it works, too, but
+        then each rank computes all of the prompt, apart from attention.
+
+        Args:
+            input_ids: `[b, n]`, the same on all ranks. Those that are in the cache are left out.
+            attention_mask: `[b, n]`, as for `generate`: 0 where a prompt is padded on its left.
+            chunk_size: tokens that all ranks together compute at once; None is all.
+
+        Raises:
+            ValueError: an argument is invalid or differs between ranks; on all ranks.
+        """
+        begin, length = self.length(0), input_ids.shape[-1] - 1
+        problem = problem_of(lambda: self._prefill_problem(input_ids, attention_mask, chunk_size))
+        same = {"values of input_ids": digest(input_ids), "chunk_size": chunk_size}
+        same |= {"values of attention_mask": digest(attention_mask)}
+        agree(self.ring, f"{_CALLER}.prefill", same, problem=problem)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        places = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+        name = "cache" if "cache" in inspect.signature(model.forward).parameters else None
+        given = {name or "past_key_values": self, "use_cache": True}
+        for at in range(begin, length, chunk_size or max(1, length)):
+            end = min(at + (chunk_size or length), length)
+            mine = self._mine(end - at, input_ids.device)
+            if attention_mask is not None:
+                given["attention_mask"] = attention_mask[:, :end]
+            try:
+                base = getattr(model, "base_model", model)  # without logits
+                base(input_ids=input_ids[:, at + mine], position_ids=places[:, at + mine], **given)
+            finally:
+                self._chunk = None
+
+    def _mine(self, n: int, device: torch.device) -> Tensor:
+        """Return this rank's places in a chunk; all of them, if not each rank would have some."""
+        segments = all_segments(_LAYOUT, self.ring.size, n)
+        if min(map(count, segments)) == 0:
+            return torch.arange(n, device=device)
+        self._chunk = n
+        return segment_positions(segments[self.ring.rank], device)
+
+    def _prefill_problem(
+        self, ids: Tensor, mask: Tensor | None, chunk_size: int | None
+    ) -> str | None:
+        if ids.ndim != 2 or ids.is_floating_point():
+            return f"input_ids must be integers [batch, tokens], got {ids.dtype} {[*ids.shape]}"
+        if ids.shape[1] <= self.length(0):
+            return (
+                f"the cache has {self.length(0)} tokens already; input_ids must be the whole "
+                f"prompt, got {ids.shape[1]} tokens"
+            )
+        if mask is not None and mask.shape != ids.shape:
+            return f"attention_mask must be {[*ids.shape]} as input_ids are, got {[*mask.shape]}"
+        if chunk_size is not None and chunk_size < 1:
+            return f"chunk_size must be at least 1, got {chunk_size}"
+        return layers_problem(self.config, ids.shape[1])
+
+    def new_length(self, layer: int, q_length: int) -> int:
+        """Return how many keys a layer will have when q_length tokens of this rank have come."""
+        return self.length(layer) + (q_length if self._chunk is None else self._chunk)
+
+    def _name_problem(self) -> str | None:
+        name = self.config._attn_implementation
+        if name in names:
+            return None
+        return (
+            f'the model has attn_implementation="{name}", which would see new tokens only; call '
+            'register(), and give it attn_implementation="ring"'
+        )
+
+    def _fail(self, problem: str) -> NoReturn:
+        self._new.clear()
+        raise ValueError(f"{_CALLER}: {problem}")
+
+
+class CachedLength(int):
+    """How many keys there are, and in which cache: so a mask comes to know it."""
+
+    cache: RingHFCache
+
+    @classmethod
+    def of(cls, n: int, cache: RingHFCache) -> Self:
+        """Make the number n of keys of a cache."""
+        found = cls(n)
+        found.cache = cache
+        return found
+
+
+class CachedMask(NamedTuple):
+    """What attention gets as its mask: what is visible, in which cache, behind which padding."""
+
+    cache: RingHFCache
+    visible: Visible
+    starts: list[int] | None
+
+    def attend(
+        self,
+        layer: nn.Module,
+        qkv: tuple[Tensor, ...],
+        sinks: Tensor | None,
+        scores: dict[str, Any],
+        positions: Tensor | None,
+        problem: str | None,
+    ) -> Tensor:
+        """Return attention of new tokens to the cache, `[b, n, h, d]`; or raise the problem."""
+        if scores.pop("dropout"):
+            problem = "there is no dropout with a cache: model.eval()"
+        if torch.is_grad_enabled() and any(t.requires_grad for t in qkv):
+            problem = "there are no gradients with a cache: use torch.no_grad()"
+        if problem is not None:
+            self.cache._fail(problem)
+        options = {**scores, "window": self.visible.window, "sinks": sinks}
+        return self.cache.attend(layer.layer_idx, qkv, (self.starts, positions), options)
+
+
+class _Layer(CacheLayerMixin):
+    """A layer, as transformers asks for it; the cache has all of them together."""
+
+    is_croppable, is_compileable, supports_early_init = True, False, False
+
+    def __init__(self, whole: RingHFCache, index: int) -> None:
+        super().__init__()
+        self.whole, self.index = whole, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the first attention makes the cache."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.whole.expect(self.index, key_states)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        length = self.whole.new_length(self.index, int(query_length))
+        return CachedLength.of(length, self.whole), 0
+
+    def get_seq_length(self) -> int:
+        return self.whole.length(self.index)
+
+    def get_max_length(self) -> int:
+        return self.whole.sizes["capacity"] or -1
+
+
+def _out(found: Any) -> Tensor:
+    assert isinstance(found, Tensor)  # lse was not asked for
+    return found

@@ -1,0 +1,30 @@
+"""What a layer of transformers asks of attention, beside its tensors and its mask."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ring_attention_pytorch.integrations.masks import Visible
+
+# what models pass on to attention that attention has no use for
+_IDLE = {
+    "use_cache", "cache", "past_key_values", "cache_position", "output_hidden_states",
+    "num_items_in_batch", "shift_labels", "logits_to_keep", "return_dict", "position_embeddings",
+    "sliding_window", "is_causal",  # these two are compared with the mask
+}  # fmt: skip
+# ring_attn's names of what a score is, transformers', and its default
+SCORES = {"scale": ("scaling", None), "softclamp": ("softcap", None), "dropout": ("dropout", 0.0)}
+names: set[str] = set()  # of attention that `register` has made known
+
+
+def call_problem(visible: Visible, given: Mapping[str, Any]) -> str | None:
+    """Say what of a layer's call contradicts its mask, or can't be done; None if nothing."""
+    window, is_causal = given.get("sliding_window"), given.get("is_causal")
+    inclusive = 1 if visible.causal else 0  # the token itself counts in transformers
+    if window is not None and visible.window not in (window - 1, window - inclusive):
+        return f"a layer's sliding_window={window}, but its mask's is {visible.window}"
+    if is_causal is not None and is_causal != visible.causal:
+        return f"a layer's is_causal={is_causal}, but its mask's is {visible.causal}"
+    asked = {name for name, value in given.items() if value is not None and value is not False}
+    if unknown := sorted(asked - _IDLE):
+        return f"attention was given {', '.join(unknown)}, which ring attention does not have"
+    return None

@@ -1,0 +1,332 @@
+"""Generation: a model's keys stay spread over the ranks, its new tokens are the same on all.
+
+    prompt       chunk by chunk, each rank has a part of each     keys go to the cache
+    last token   on all ranks ─► hidden state, on all ranks
+                 the first rank makes logits and samples ─► its tokens go to all ranks
+    new token    on all ranks ─► ...
+
+Only the first rank samples, so no rank can go on with other tokens or end elsewhere, whatever its
+rounding and its random numbers are.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
+from ring_attention_pytorch.comm.placement import current
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.inference.attention import digest, ring_attn_with_cache
+from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.checks import ids_problem
+from ring_attention_pytorch.nn.rotary import apply_rotary_pos_emb
+from ring_attention_pytorch.plan.checks import autocast_dtype
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+
+_LAYOUT = "zigzag"  # of a chunk of the prompt: ranks have equal causal work
+_LARGEST_PAGE, _PAGES = 64, 4  # tokens of a page; pages that each rank should have at least
+_BROKEN = -1  # in place of a token that NaN logits would have chosen
+
+
+class Sampling(NamedTuple):
+    """How a token is chosen of logits: the largest if temperature is 0, else at random."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+
+    def problem(self, seed: int | None) -> str | None:
+        """Say what is wrong with it; None if nothing."""
+        if not 0 <= self.temperature < math.inf:
+            return f"temperature must be at least 0, got {self.temperature}"
+        given = {"top_k": self.top_k, "top_p": self.top_p, "seed": seed}
+        unused = [name for name, value in given.items() if value is not None]
+        if self.temperature == 0 and unused:
+            return f"{', '.join(unused)} need a temperature: at 0 nothing is drawn at random"
+        if self.top_k is not None and self.top_k < 1:
+            return f"top_k must be at least 1, got {self.top_k}"
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            return f"top_p must be above 0 and at most 1, got {self.top_p}"
+        return None
+
+    def choose(self, logits: Tensor, draw: torch.Generator | None = None) -> Tensor:
+        """Return a token `[b]` for each row of logits `[b, classes]`; -1 where these are NaN.
+
+        >>> Sampling(0.0, None, None).choose(torch.tensor([[1.0, 3.0, 2.0]]))
+        tensor([1])
+        >>> Sampling(9.0, None, 0.4).choose(torch.tensor([[0.0, 30.0, 0.0]]))  # one reaches 0.4
+        tensor([1])
+        """
+        wide = logits.to(accumulation_dtype(logits.dtype))
+        broken = wide.isnan().any(-1)
+        wide = wide.masked_fill(broken.unsqueeze(-1), 0.0)
+        if self.temperature == 0:
+            return wide.argmax(-1).masked_fill(broken, _BROKEN)
+        p = (self._kept(wide) / self.temperature).softmax(-1)
+        if self.top_p is not None:
+            largest, order = p.sort(dim=-1, descending=True, stable=True)
+            beyond = largest.cumsum(-1) - largest >= self.top_p
+            p = p.scatter(-1, order, largest.masked_fill(beyond, 0.0))
+        return torch.multinomial(p, 1, generator=draw).squeeze(-1).masked_fill(broken, _BROKEN)
+
+    def _kept(self, logits: Tensor) -> Tensor:
+        """Leave the `top_k` largest, and -inf elsewhere."""
+        if self.top_k is None or self.top_k >= logits.shape[-1]:
+            return logits
+        least = logits.topk(self.top_k, dim=-1).values[..., -1:]
+        return logits.masked_fill(logits < least, -torch.inf)
+
+
+class Decoder(Protocol):
+    """A model that has read some tokens, and keeps what it must know of them."""
+
+    def prefill(self, ids: Tensor) -> None:
+        """Read a part `[b, n]` of the prompt, which all ranks have whole."""
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Read the same token `[b, 1]` on all ranks; return what its logits are made of."""
+
+
+class CachedTransformer:
+    """A `RingTransformer` with the keys of all tokens that it has read, spread over a ring."""
+
+    def __init__(self, model: Any, ring: Ring, ids: Tensor, new: int, kernel: str | None):
+        self.model, self.kernel = model, kernel
+        attn, (b, n) = model.layers[0][0], ids.shape
+        self.cache = RingCache(
+            b, attn.heads_here()[1], attn.dim_head, layers=len(model.layers), capacity=n + new,
+            page=page_for(n + new, ring.size), dtype=autocast_dtype(model.token_emb.weight),
+            device=ids.device, group=ring,
+        )  # fmt: skip
+
+    def prefill(self, ids: Tensor) -> None:
+        ring, length = self.cache.ring, ids.shape[1]
+        mine = positions(_LAYOUT, rank=ring.rank, ring_size=ring.size, length=length)
+        mine = mine.to(ids.device)
+        self._blocks(ids[:, mine], mine, layout=_LAYOUT)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        at = torch.arange(ids.shape[1], device=ids.device)
+        return self._blocks(ids, at, kernel=self.kernel)[:, -1]
+
+    def _blocks(self, ids: Tensor, at: Tensor, **how: Any) -> Tensor:
+        """Compute the tokens of all blocks; `at` are their places behind those read before."""
+        model = self.model
+        tokens, angles = model.token_emb(ids), model.rotary_emb(at + self.cache.layer_lengths[0][0])
+        for layer, (attn, ff) in enumerate(model.layers):
+            tokens = tokens + attend_cached(attn, tokens, angles, self.cache, layer, **how)
+            tokens = tokens + ff(tokens)
+        return tokens
+
+
+def attend_cached(
+    attn: RingAttention, x: Tensor, angles: Tensor | None, cache: RingCache, layer: int, **how: Any
+) -> Tensor:
+    """Append tokens x `[b, n, dim]` to a layer's cache; compute the layer's attention to it all.
+
+    `how` are options of `ring_attn_with_cache`: the kernel, and the layout of shards.
+    """
+    q, k, v = attn.project(x, None)
+    if angles is not None:
+        q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
+    q, k, v = (t.to(cache.dtype) for t in (q, k, v))
+    out = ring_attn_with_cache(
+        q, k, v, cache, layer=layer, window=attn.window, softclamp=attn.softclamp, **how
+    )
+    return attn.to_out(rearrange(out, "b n h d -> b n (h d)"))
+
+
+def page_for(capacity: int, ranks: int) -> int:
+    """Return the size of pages: smaller ones for short sequences, so that all ranks have some.
+
+    >>> [page_for(capacity, ranks=4) for capacity in (10, 100, 1_000_000)]
+    [1, 4, 64]
+    """
+    wanted = max(1, min(_LARGEST_PAGE, capacity // (_PAGES * ranks)))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def _tell(given: dict[str, Any], problem: str) -> None:
+    model, size = given["self"], given.get("ring_size")
+    ring = model._ring(size if isinstance(size, int) else None)
+    agree(ring, _caller(model), {}, problem=problem)
+
+
+def _caller(model: object) -> str:
+    return f"{type(model).__name__}.generate"
+
+
+class Generation:
+    """What makes a transformer generate; its `_decoder` makes a `Decoder`."""
+
+    @typed(_tell)
+    @torch.no_grad()
+    def generate(  # noqa: PLR0913 - a public entry point
+        self: Any,
+        ids: Tensor,
+        max_new_tokens: int,
+        temperature: float | int = 0.0,
+        top_k: int | None = None,
+        top_p: float | int | None = None,
+        eos: int | Sequence[int] | None = None,
+        seed: int | None = None,
+        prefill_chunk_size: int | None = None,
+        *,
+        mask: Tensor | None = None,
+        ring_size: int | None = None,
+        kernel: str | None = None,
+    ) -> Tensor:
+        """Continue sequences, with keys and values spread over the ring.
+
+        Every rank gives the same whole ids, and gets the same tokens. In between a rank has its
+        part of each chunk of the prompt, and its share of the keys. Attention is as in `forward` in
+        evaluation, without dropout. In float32 and float64 tokens are those of one process.
+
+        Args:
+            ids: `[b, n]`, the prompts, the same on all ranks of the ring.
+            max_new_tokens: how many tokens are appended at most.
+            temperature: logits are divided by it before a token is drawn; 0 takes the largest.
+            top_k: draw among the k largest only.
+            top_p: draw among the largest whose probabilities reach this together.
+            eos: the tokens at which a sequence ends; when all have ended, generation does.
+            seed: of the random numbers; None takes those of the first rank's own generator.
+            prefill_chunk_size: tokens of the prompt that are computed at once, on all ranks
+                together; None is all. Smaller chunks need less memory.
+            mask: bool `[b, n]`, False where a prompt is padded, on its left. As in `forward`,
+                padding counts in positions.
+            ring_size: number of consecutive ranks that make one ring; must divide the group. All
+                rings bring prompts of the same shape, and each its own.
+            kernel: of attention to the cache for one token, as for `ring_attn_with_cache`.
+
+        Returns:
+            `[b, n + m]`: the prompts, and m <= max_new_tokens tokens. After its end a sequence
+            is filled up with the first of `eos`.
+
+        Raises:
+            ValueError: an argument is invalid or differs between ranks, the model is not causal,
+                or its logits are NaN; on all ranks.
+            RingError: a rank is gone or out of step.
+
+        >>> from ring_attention_pytorch import RingTransformer
+        >>> sizes = dict(num_tokens=256, dim=16, depth=2, dim_head=8, heads=2)
+        >>> model = RingTransformer(**sizes, causal=True)
+        >>> model.generate(torch.randint(0, 256, (1, 9)), max_new_tokens=3).shape
+        torch.Size([1, 12])
+        """
+        how = Sampling(temperature, top_k, top_p)
+        ends = [eos] if isinstance(eos, int) else list(eos or ())
+        numbers = {"max_new_tokens": max_new_tokens, "prefill_chunk_size": prefill_chunk_size}
+        problem = problem_of(
+            lambda: (
+                self._generation_problem(ids, mask, ends)
+                or numbers_problem(numbers)
+                or how.problem(seed)
+                or self._unagreed(how, seed)
+            )
+        )
+        same = {**numbers, "sampling": [*how], "eos": ends, "seed": seed, "kernel": kernel}
+        if problem is None:
+            same |= {"values of ids": digest(ids), "values of mask": digest(mask)}
+        ring = self._ring(ring_size)
+        everywhere = {"shape of ids": [*ids.shape], "mask": mask is not None}
+        agree(ring, _caller(self), same, problem=problem, everywhere=everywhere)
+        decoder = self._decoder(ring, ids, max_new_tokens, mask, kernel)
+        for chunk in ids[:, :-1].split(prefill_chunk_size or ids.shape[1], dim=1):
+            if chunk.shape[1]:
+                decoder.prefill(chunk)
+        draw = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
+        return self._decoded(ring, decoder, ids, max_new_tokens, ends, how, draw)
+
+    def _decoded(
+        self: Any,
+        ring: Ring,
+        decoder: Decoder,
+        ids: Tensor,
+        new: int,
+        ends: list[int],
+        how: Sampling,
+        draw: torch.Generator | None,
+    ) -> Tensor:
+        """Return ids and what comes after them, token by token; the last of ids is yet unread."""
+        found = [ids]
+        ended = torch.zeros_like(ids[:, :1], dtype=torch.bool)
+        of_ends = torch.tensor(ends, dtype=ids.dtype, device=ids.device)
+        for _ in range(new):
+            hidden = decoder.hidden(found[-1][:, -1:].clamp(min=0))
+            token = ids.new_empty((len(ids), 1))
+            if ring.rank == 0:
+                token.copy_(how.choose(self.to_logits(hidden), draw).unsqueeze(1))
+            told_by_first(ring, token)
+            if ends:
+                token = token.masked_fill(ended & (token != _BROKEN), ends[0])
+                ended = ended | torch.isin(token, of_ends)
+            found.append(token)
+            if ends and bool(ended.all()):  # waits for the GPU
+                break
+        whole = torch.cat(found, dim=1)
+        if bool((whole[:, ids.shape[1] :] == _BROKEN).any()):
+            raise ValueError(f"{_caller(self)}: logits are NaN; are the model's weights finite?")
+        return whole
+
+    def _ring(self: Any, ring_size: int | None) -> Ring:
+        return self.spread.ring(self.spread.on(self.force_regular_attn), ring_size)
+
+    def _decoder(
+        self: Any, ring: Ring, ids: Tensor, new: int, mask: Tensor | None, kernel: str | None
+    ) -> Decoder:
+        decoder = CachedTransformer(self, ring, ids, new, kernel)
+        if mask is not None:
+            decoder.cache.hide_before((~mask).sum(1).tolist())
+        return decoder
+
+    def _generation_problem(
+        self: Any, ids: Tensor, mask: Tensor | None, ends: list[int]
+    ) -> str | None:
+        """Say why this model can't go on from these ids; None if it can."""
+        classes = self.token_emb.num_embeddings
+        if not self.causal:
+            return "the model must be causal: else each new token would change all earlier ones"
+        if not len(self.layers):
+            return "the model has no blocks"
+        if current() is not None:
+            return "ids are whole sequences, call it outside of the block of a batch"
+        if problem := ids_problem(ids, mask, None, classes, self.ignore_index):
+            return problem
+        if 0 in ids.shape:
+            return f"there must be a prompt of a token at least, got {[*ids.shape]}"
+        if mask is not None and not bool((mask[:, 1:] >= mask[:, :-1]).all() & mask[:, -1].all()):
+            return "mask must be of padding on the left: False before the first token, then True"
+        if any(not 0 <= end < classes for end in ends):
+            return f"eos must be from 0 to {classes - 1}, got {ends}"
+        return None
+
+    def _unagreed(self: Any, how: Sampling, seed: int | None) -> str | None:
+        """Say why ranks that split heads would draw different tokens; None if they don't."""
+        split = any(getattr(module, "split_ranks", ()) for module in self.modules())
+        if split and how.temperature > 0 and seed is None:
+            return "heads are split among ranks that draw by themselves: give a seed"
+        return None
+
+
+def numbers_problem(numbers: dict[str, int | None]) -> str | None:
+    """Say which number is less than 1; None if none is."""
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            return f"{name} must be at least 1, got {number}"
+    return None
+
+
+def told_by_first(ring: Ring, ids: Tensor) -> None:
+    """Make ids those of the ring's first rank, in place."""
+    if ring.size == 1:
+        return
+    with ring.call("sampled tokens"):
+        others = [(rank, ids) for rank in range(1, ring.size)]
+        sends, receives = (others, []) if ring.rank == 0 else ([], [(0, ids)])
+        ring.exchange(sends, receives).wait()

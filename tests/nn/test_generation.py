@@ -1,0 +1,201 @@
+"""A ring generates what one process does; what cannot be is refused on all ranks."""
+
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_attention_pytorch import RingCache, shard_batch
+from ring_attention_pytorch.inference import partial
+from ring_attention_pytorch.nn import generation
+from ring_attention_pytorch.nn.generation import Sampling
+from tests.nn.generation_cases import CASES, ROUTED, WORDS, Case
+from tests.support.reference import relative_error
+
+
+def generated(cases: list[Case]) -> list[Any]:
+    return [case.over() for case in cases]
+
+
+@cache
+def wanted() -> list[Any]:
+    return [case.anew() for case in CASES + ROUTED]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_ring_of_any_size_generates_the_same(pools: Callable, size: int) -> None:
+    cases = CASES + ROUTED
+    for found in pools(size).run(generated, cases):
+        for case, got, right in zip(cases, found, wanted(), strict=True):
+            assert case.same(got, right), case
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_logits_are_as_exact_as_those_of_one_process(
+    pools: Callable, dtype: torch.dtype
+) -> None:
+    case = Case(call=dict(prefill_chunk_size=9), dtype=dtype, new=1)
+    exact = case.model().double()(case.prompt())[:, -1]
+    allowed = 2 * relative_error(case.anew()[1][0].double(), exact)
+    (_, logits), *_ = pools(3).run(case.over)
+    assert relative_error(logits[0].double(), exact) < allowed
+
+
+def in_two_rings() -> tuple[Any, Any]:
+    seed = dist.get_rank() // 2
+    return CASES[0].over(seed=seed, ring_size=2), CASES[0].anew(seed)
+
+
+def test_several_rings_generate_each_its_own(pools: Callable) -> None:
+    found = pools(4).run(in_two_rings)
+    assert all(CASES[0].same(got, want) for got, want in found)
+    assert found[0][0][0] != found[2][0][0]
+
+
+def held() -> tuple[int, int]:
+    """Bytes of keys and values on this rank, and in one process."""
+    found = []
+    make = RingCache.__init__
+
+    def noting(cache: RingCache, *args: Any, **given: Any) -> None:
+        make(cache, *args, **given)
+        found.append(cache.nbytes)
+
+    RingCache.__init__ = noting
+    try:
+        case = Case(length=500, new=12, call=dict(prefill_chunk_size=100))
+        case.over()
+        case.model().generate(case.prompt(), case.new)
+    finally:
+        RingCache.__init__ = make
+    return found[0], found[1]
+
+
+def test_each_rank_holds_its_share(pools: Callable) -> None:
+    for share, whole in pools(4).run(held):
+        assert share <= 1.1 * whole / 4
+
+
+def sampled_apart() -> list[Any]:
+    """Without a seed, and with ranks whose own random numbers differ."""
+    torch.manual_seed(dist.get_rank())
+    case = Case(call=dict(temperature=1.0, eos=[5, 9, 12, 30]))
+    return [case.over()[0] for _ in range(3)]
+
+
+def test_ranks_with_random_numbers_of_their_own_go_on_alike(pools: Callable) -> None:
+    first, *others = pools(3).run(sampled_apart)
+    assert others == [first, first]
+
+
+def misuse(name: str) -> None:
+    model, ids = CASES[0].model(ring_attn=True), CASES[0].prompt()
+    odd = dist.get_rank() == 1
+    routed = ROUTED[0].model(ring_attn=True)
+    right = torch.ones_like(ids, dtype=torch.bool)
+    right[0, 4] = False
+    deeds: dict[str, Callable[[], Any]] = {
+        "values of ids must be the same": lambda: model.generate(ids + odd * (ids < 9), 2),
+        "seed must be the same": lambda: model.generate(ids, 2, 1.0, seed=3 + odd),
+        "max_new_tokens must be at least 1": lambda: model.generate(ids, 0 if odd else 2),
+        "top_p need a temperature": lambda: model.generate(ids, 2, top_p=0.5),
+        "top_k must be at least 1": lambda: model.generate(ids, 2, 1.0, top_k=0),
+        "top_p must be above 0": lambda: model.generate(ids, 2, 1.0, top_p=1.5),
+        "temperature must be at least 0": lambda: model.generate(ids, 2, float("inf")),
+        "eos must be from 0 to 30": lambda: model.generate(ids, 2, eos=WORDS),
+        "padding on the left": lambda: model.generate(ids, 2, mask=right),
+        "take no mask": lambda: routed.generate(ids, 2, mask=right | True),
+        "ids must be 0 to 30": lambda: model.generate(ids + odd * WORDS, 2),
+        "there must be a prompt": lambda: model.generate(ids[:, :0], 2),
+        "parameter max_new_tokens": lambda: model.generate(ids, "2" if odd else 2),
+        "kernel must be None": lambda: model.generate(ids, 2, kernel="cudnn"),
+        "prefill_chunk_size must be at least 1": lambda: model.generate(
+            ids, 2, prefill_chunk_size=0
+        ),
+        "the block of a batch": lambda: in_a_block(model, ids),
+        "must be causal": lambda: not_causal(ids),
+        "logits are NaN": lambda: broken(model, ids),
+    }
+    deeds[name]()
+
+
+def in_a_block(model: Any, ids: torch.Tensor) -> None:
+    with shard_batch({"input_ids": ids}):
+        model.generate(ids, 2)
+
+
+def not_causal(ids: torch.Tensor) -> None:
+    model = Case().model(ring_attn=True)
+    model.causal = False
+    model.generate(ids, 2)
+
+
+def broken(model: Any, ids: torch.Tensor) -> None:
+    model.to_logits[1].weight.data[3] = torch.nan
+    model.generate(ids, 4, eos=3)
+
+
+REFUSED = [
+    "values of ids must be the same", "seed must be the same", "max_new_tokens must be at least 1",
+    "top_p need a temperature", "top_k must be at least 1", "top_p must be above 0",
+    "temperature must be at least 0", "eos must be from 0 to 30", "padding on the left",
+    "take no mask", "ids must be 0 to 30", "there must be a prompt", "parameter max_new_tokens",
+    "kernel must be None", "prefill_chunk_size must be at least 1", "the block of a batch",
+    "must be causal", "logits are NaN",
+]  # fmt: skip
+
+
+def all_misuse() -> dict[str, str]:
+    found = {}
+    for name in REFUSED:
+        try:
+            misuse(name)
+            found[name] = "no error"
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_what_cannot_be_is_refused_in_the_same_words_on_all_ranks(pools: Callable) -> None:
+    start = time.monotonic()
+    first, second = pools(2).run(all_misuse)
+    for name in REFUSED:
+        assert name in first[name], (name, first[name])
+    assert first == second
+    assert time.monotonic() - start < 60
+
+
+def test_a_token_is_drawn_among_the_largest() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(20000, 4)
+
+    def shares(how: Sampling) -> list[float]:
+        drawn = how.choose(logits, torch.Generator().manual_seed(1))
+        return (drawn.bincount(minlength=4) / len(drawn)).tolist()
+
+    expected = {
+        Sampling(1.0, None, None): [0.1, 0.4, 0.2, 0.3],
+        Sampling(0.5, None, None): [1 / 30, 16 / 30, 4 / 30, 9 / 30],
+        Sampling(1.0, 2, None): [0, 4 / 7, 0, 3 / 7],
+        Sampling(1.0, None, 0.65): [0, 4 / 7, 0, 3 / 7],
+        Sampling(1.0, None, 0.75): [0, 4 / 9, 2 / 9, 3 / 9],
+        Sampling(1.0, 3, 0.5): [0, 4 / 7, 0, 3 / 7],
+        Sampling(0.0, None, None): [0, 1, 0, 0],
+        Sampling(1.0, 9, 1.0): [0.1, 0.4, 0.2, 0.3],
+    }
+    for how, want in expected.items():
+        assert shares(how) == pytest.approx(want, abs=0.02), how
+
+
+def test_a_long_chunk_s_scores_are_in_memory_some_at_a_time(monkeypatch) -> None:
+    monkeypatch.setattr(partial, "_SCORES", 50)
+    for case in (CASES[1], CASES[3]):
+        assert case.same(case.over(), case.anew())
+
+
+def test_pages_are_smaller_for_short_sequences() -> None:
+    assert generation.page_for(10, 4) == 1
+    assert generation.page_for(10**6, 8) == 64
