@@ -144,8 +144,8 @@ class DecodePlan:
             keys, values, tokens = cache.local(i, layer, length + new)
             held = tokens, partial(cache.pages.held, self.ring.rank)
             first = length + new - n
-            terms = self.asked.scores, starts[i], slopes
-            parts.append(attend_in_blocks(q[i], keys, values, first, held, *terms))
+            of_scores = self.asked.scores, starts[i], slopes
+            parts.append(attend_in_blocks(q[i], keys, values, first, held, *of_scores))
         out, lse = (torch.stack(each) for each in zip(*parts))
         message = torch.cat((out, lse.unsqueeze(-1)), dim=-1)
         every = gathered(self.ring, message) if self.ring.size > 1 else message.unsqueeze(0)
