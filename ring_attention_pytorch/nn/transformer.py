@@ -367,8 +367,7 @@ class RingTransformer(Generation, nn.Module):
         notes = agree(ring, "RingTransformer", given, {"n": n}, everywhere=everywhere)
         lengths = [own["n"] for own in notes]
         total = sum(lengths)
-        packing, problem = None, None
-        segments: tuple[Segments, ...] = ()
+        packing, problem, segments = None, None, tuple[Segments, ...]()
         located = shift or has_documents or borders is not None
         if located:
             problem = shards_problem(layout, lengths) or end_problem(borders, total)
