@@ -1,5 +1,7 @@
 """Exact attention over a sequence that is spread over many processes."""
 
+from typing import TYPE_CHECKING
+
 from ring_attention_pytorch import compat as _compat  # noqa: F401 - old module paths
 from ring_attention_pytorch.comm.failures import RingError, fail_together
 from ring_attention_pytorch.decoding import tree_attn_decode
@@ -17,11 +19,6 @@ from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.nn.transformer import RingTransformer
 from ring_attention_pytorch.plan.explain import explain_plan
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ring_flash_attention import ring_flash_attn, ring_flash_attn_
-from ring_attention_pytorch.ring_flash_attention_cuda import (
-    ring_flash_attn_cuda,
-    ring_flash_attn_cuda_,
-)
 from ring_attention_pytorch.routing import (
     ConditionalRoutedAttention,
     ConditionalRoutedAutoregressiveAttention,
@@ -47,6 +44,19 @@ from ring_attention_pytorch.summaries import (
 from ring_attention_pytorch.training.batches import RingCollator, ShardedBatch, shard_batch
 from ring_attention_pytorch.training.dataset import SequenceShardedDataset, TokenFile
 from ring_attention_pytorch.training.losses import ring_cross_entropy, ring_token_logprobs
+
+if TYPE_CHECKING:  # checkers find modules at the places where they are
+    from ring_attention_pytorch.compat.ring_flash_attention import ring_flash_attn, ring_flash_attn_
+    from ring_attention_pytorch.compat.ring_flash_attention_cuda import (
+        ring_flash_attn_cuda,
+        ring_flash_attn_cuda_,
+    )
+else:
+    from ring_attention_pytorch.ring_flash_attention import ring_flash_attn, ring_flash_attn_
+    from ring_attention_pytorch.ring_flash_attention_cuda import (
+        ring_flash_attn_cuda,
+        ring_flash_attn_cuda_,
+    )
 
 __version__ = "1.0.0"
 

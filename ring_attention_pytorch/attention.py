@@ -39,10 +39,12 @@ from ring_attention_pytorch.runtime.streams import reset_side_streams
 from ring_attention_pytorch.runtime.torch_func import Function, is_first_order, needs_derivatives
 from ring_attention_pytorch.second_order import gradient_tangents, keep, tangents
 
-Gradients = tuple[Tensor | None, ...]
+Given = tuple[Tensor, Tensor, Tensor, Tensor | None]  # q, k, v, sinks
+Saved = tuple[*Given, Tensor, Tensor | None, Tensor, Tensor]  # and dout, dlse, out, lse
+Gradients = tuple[Tensor | Any, ...]  # None for what was None
 
 
-def forward(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward(plan: RingPlan, *given: *Given) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of this rank's (q, k, v, sinks).
 
     q `[b, n, h, d]`, k `[b, m, h_kv, d]`, v `[b, m, h_kv, d_v]`, sinks `[h]` or None -> out
@@ -61,7 +63,7 @@ def forward(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
     return result.finalize()
 
 
-def backward(plan: RingPlan, *given: Tensor | None) -> Gradients:
+def backward(plan: RingPlan, *given: *Saved) -> Gradients:
     """Compute (dq, dk, dv, dsinks) of this rank's (q, k, v, sinks, dout, dlse, out, lse)."""
     q, k, v, sinks, dout, dlse, out, lse = given
     reset_side_streams(q.device)
@@ -81,7 +83,7 @@ def backward(plan: RingPlan, *given: Tensor | None) -> Gradients:
     return *(total.finalize() for total in own), dsinks
 
 
-def attention(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+def attention(plan: RingPlan, *given: *Given) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of (q, k, v, sinks), differentiable where anybody asks for it."""
     if needs_derivatives(given):
         return RingAttentionFunction.apply(plan, *given)
@@ -92,7 +94,7 @@ class RingAttentionFunction(Function):
     """(plan, q, k, v, sinks) -> (out, lse)."""
 
     @staticmethod
-    def forward(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(plan: RingPlan, *given: *Given) -> tuple[Tensor, Tensor]:
         return plan.run("forward", forward, *given)
 
     @staticmethod
@@ -120,7 +122,7 @@ class RingGradients(Function):
     """(plan, q, k, v, sinks, dout, dlse, out, lse) -> (dq, dk, dv, dsinks)."""
 
     @staticmethod
-    def forward(plan: RingPlan, *given: Tensor | None) -> Gradients:
+    def forward(plan: RingPlan, *given: *Saved) -> Gradients:
         return plan.run("backward", backward, *given)
 
     @staticmethod

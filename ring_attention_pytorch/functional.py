@@ -221,7 +221,7 @@ def _attention_of_kinds(
     group: Group,
     plan: RingPlan | None,
     return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """Compute (out, lse) as `_attention`, of tensors that may be of other kinds than plain."""
     shards = sharded(qkv, options, group, plan)
     if shards is None:
@@ -236,7 +236,7 @@ def _attention(
     group: Group,
     plan: RingPlan | None,
     return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """Compute (out, lse), with options or with a plan; lse may be left out if nobody asks."""
     sinks, key_bias = options["sinks"], options["key_bias"]
     if is_compiling() or torch._C._is_any_autocast_enabled():

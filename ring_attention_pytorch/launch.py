@@ -64,7 +64,7 @@ def spawn(
         ProcessRaisedException: a rank raised; the text names it and has its traceback.
         ProcessExitedException: a rank ended otherwise; the text names it and says how.
     """
-    options = {"backend": backend, "timeout": timeout, "start_method": start_method}
+    options: dict[str, Any] = {"backend": backend, "timeout": timeout, "start_method": start_method}
     with started(worker, nprocs, *args, **options) as workers:
         workers.join()
     return workers.results
@@ -80,7 +80,7 @@ def started(
     start_method: str = "spawn",
 ) -> Iterator["Workers"]:
     """Start the processes of `spawn`; at the end of this block, end those that still run."""
-    context = multiprocessing.get_context(start_method)
+    context: Any = multiprocessing.get_context(start_method)
     with TemporaryDirectory() as folder, _sigterm_unwinds():
         workers = Workers(nprocs)
         atexit.register(workers.kill)  # if the block is in a generator that is never closed
@@ -145,7 +145,7 @@ class Workers:
         for process in started:
             process.join()
 
-    def _listen(self, pipe: Connection) -> None:
+    def _listen(self, pipe: Any) -> None:
         """Receive from the pipe of a rank its result, its failure, or its end."""
         rank = self._running[pipe]
         process, name = self._processes[rank], f"rank {rank} of {len(self._processes)}"
@@ -154,7 +154,7 @@ class Workers:
             self.results[rank], raised = pipe.recv()
             if raised is not None:
                 text = f"{name} failed:\n\n{raised.text}"
-                error = ProcessRaisedException(text, rank, process.pid)
+                error = ProcessRaisedException(text, rank, process.pid or 0)
                 failure = _Failure(error, raised.doubt)
         except (EOFError, ConnectionResetError):
             del self._running[pipe]
@@ -194,15 +194,16 @@ class _Raised(NamedTuple):
 def _ended(name: str, rank: int, process: BaseProcess) -> ProcessExitedException:
     """Say how a process has ended."""
     if (code := process.exitcode) is None:
-        return ProcessExitedException(f"{name} is done but does not exit", rank, process.pid, 0)
+        text = f"{name} is done but does not exit"
+        return ProcessExitedException(text, rank, process.pid or 0, 0)
     if code >= 0:
         text = f"{name} exited with code {code}"
-        return ProcessExitedException(text, rank, process.pid, code)
+        return ProcessExitedException(text, rank, process.pid or 0, code)
     try:
         how = signal.Signals(-code).name
     except ValueError:
         how = f"signal {-code}"
-    return ProcessExitedException(f"{name} was ended by {how}", rank, process.pid, code, how)
+    return ProcessExitedException(f"{name} was ended by {how}", rank, process.pid or 0, code, how)
 
 
 @contextmanager
@@ -266,7 +267,8 @@ def _telling(pipe: Connection) -> Iterator[None]:
 
 def _end_with_parent(folder: str) -> None:
     """Wait until the parent is gone, then end this process, even if it waits for something."""
-    wait([multiprocessing.parent_process().sentinel])
+    parent: Any = multiprocessing.parent_process()
+    wait([parent.sentinel])
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 

@@ -22,6 +22,7 @@ from torch.compiler import is_compiling
 
 from ring_attention_pytorch.attention import Gradients, backward, forward
 from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.ulysses import Ulysses
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.handles import object_of
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
@@ -104,23 +105,23 @@ def _forward(
 def _backward(*given: Any) -> tuple[Tensor, ...]:
     *tensors, handle = given
     plan, like = _plan(handle), given[0]
-    run = _run_backward if plan.ulysses is None else _swapped
-    *grads, dsinks = run(plan, tensors)
+    swap = plan.ulysses
+    found = _run_backward(plan, tensors) if swap is None else _swapped(plan, swap, tensors)
+    *grads, dsinks = found
     dsinks = like.new_empty(0) if dsinks is None else dsinks
     return *(grad.contiguous() for grad in grads), dsinks
 
 
-def _run_backward(plan: RingPlan, given: Sequence[Tensor | None]) -> Gradients:
+def _run_backward(plan: RingPlan, given: Sequence[Tensor | Any]) -> Gradients:
     return plan.run("backward", backward, *given)
 
 
-def _swapped(plan: RingPlan, given: Sequence[Tensor | None]) -> Gradients:
+def _swapped(plan: RingPlan, swap: Ulysses, given: Sequence[Tensor | Any]) -> Gradients:
     """Compute gradients where ranks swap heads for sequence: all that forward had is swapped anew.
 
     A graph may keep only what has the shapes of this rank's shards.
     """
     q, k, v, sinks, dout, dlse, out, lse = given
-    swap = plan.ulysses
     spreads = swap.queries, swap.keys, swap.keys
     qkv = swap.spread((q, k, v), spreads)
     dout, dlse = swap.rows_to_heads(dout, dlse)

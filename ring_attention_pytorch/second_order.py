@@ -27,15 +27,15 @@ from ring_attention_pytorch.runtime.interfaces import (
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.torch_func import Function, forward_mode
 
-Some = Sequence[Tensor | None]
-Found = tuple[Tensor | None, ...]
+Some = Sequence[Tensor | Any]  # or None: sinks, dlse, and what nobody differentiates
+Found = tuple[Tensor | Any, ...]
 
 
 class RingTangents(Function):
     """(plan, q, k, v, sinks, tq, tk, tv, tsinks, out, lse) -> (tout, tlse)."""
 
     @staticmethod
-    def forward(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(plan: RingPlan, *given: Tensor | Any) -> tuple[Tensor, Tensor]:
         q, k, v, sinks, tq, tk, tv, tsinks, out, lse = given
         if {*plan.kernel.name.split("+")} != {"eager"}:
             raise NotImplementedError(
@@ -81,7 +81,7 @@ class RingGradientTangents(Function):
     (dq, dk, dv, dsinks), and those gradients themselves."""
 
     @staticmethod
-    def forward(plan: RingPlan, *given: Tensor | None) -> Found:
+    def forward(plan: RingPlan, *given: Tensor | Any) -> Found:
         q, k, v, sinks, dout, dlse, out, lse = given[:8]
         tq, tk, tv, tsinks, tdout, tdlse, tout, tlse = given[8:]
         saved = Residuals(q, out, lse, dout, dlse)
@@ -156,7 +156,7 @@ def gradient_tangents(
     return moved[:4], tout, tlse
 
 
-def _filled(along: Some, given: Some) -> list[Tensor | None]:
+def _filled(along: Some, given: Some) -> list[Tensor | Any]:
     """List the tangents `along`, with zeros where a given tensor has none."""
     filled = []
     for tangent, t in zip(along, given):

@@ -103,7 +103,7 @@ def sharded(
         ValueError: they are sharded otherwise, or group and plan are of others; all ranks find it.
     """
     module = sys.modules.get("torch.distributed.tensor")
-    given = {"q": qkv[0], "k": qkv[1], "v": qkv[2], **options}
+    given: dict[str, Any] = {"q": qkv[0], "k": qkv[1], "v": qkv[2], **options}
     found = [] if module is None else [n for n, t in given.items() if _is(module.DTensor, t)]
     if not found:
         return None
@@ -112,8 +112,8 @@ def sharded(
             f"ring attention: q, k and v must be DTensors together, and options plain tensors, of "
             f"this rank; got DTensors as {', '.join(found)}"
         )
-    q, _, v = given["q"], given["k"], given["v"]
-    lie = [(t.device_mesh, tuple(t.placements)) for t in qkv]
+    q, k, v = given["q"], given["k"], given["v"]
+    lie = [(t.device_mesh, tuple(t.placements)) for t in (q, k, v)]
     mesh, placements = lie[0]
     along = [i for i, each in enumerate(placements) if each.is_shard(1)]
     others = all(each.is_replicate() or each.is_shard() for each in placements)
@@ -124,7 +124,7 @@ def sharded(
     theirs += [] if group is None else [_process_group(group)]
     if any(each != lie[0] for each in lie) or any(each is not of_mesh for each in theirs):
         raise ValueError(f"ring attention: {_TAKEN.format([p for _, p in lie])} and {group}")
-    local = tuple(t.to_local() for t in qkv)
+    local = q.to_local(), k.to_local(), v.to_local()
     shape = (*q.shape[:3], v.shape[3])
     return Sharded(local, of_mesh if plan is None else None, mesh, placements, shape)
 

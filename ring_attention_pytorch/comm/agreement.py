@@ -43,7 +43,7 @@ def agree(
         ValueError: ranks are in different calls, one has a problem, or they differ; the same text
             on all ranks.
     """
-    mine = {
+    mine: dict[str, Any] = {
         "everywhere": {"ring size": ring.size, **(everywhere or {})},
         "same": same,
         "own": dict(own or {}),
@@ -157,8 +157,8 @@ def typed(
     ValueError: twice() parameter x='two' violates type hint <class 'int'>, ...
     """
 
-    def decorate(function: Function) -> Function:
-        checked = beartype(function, conf=BeartypeConf(is_color=False))
+    def decorate(function: Function) -> Any:
+        checked = beartype(conf=BeartypeConf(is_color=False))(function)
         signature = inspect.signature(function)
 
         @wraps(function)
@@ -262,7 +262,7 @@ def _read(caller: str, rank: int, told: bytes) -> dict[str, Any]:
         note = json.loads(told)
     except (ValueError, RecursionError) as error:
         raise _unreadable(caller, rank, str(error)) from None
-    kinds = {
+    kinds: dict[str, Any] = {
         "everywhere": dict, "same": dict, "own": dict, "step": int, "problem": (str, type(None)),
     }  # fmt: skip
     for name, kind in kinds.items():

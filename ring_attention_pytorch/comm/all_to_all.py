@@ -62,10 +62,14 @@ class CopyPlan:
 class Swap(Protocol):
     """A way to carry out copy plans among neighbours."""
 
-    name: str  # of what things go through; "" is plain messages
+    @property
+    def name(self) -> str:
+        """The name of what things go through; "" is plain messages."""
+        ...
 
     def swap(self, me: int, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
         """Exchange tensors by their plans; return what arrives at place `me`."""
+        ...
 
 
 def swap_among(neighbours: Ring, most: int, device: torch.device) -> Swap:

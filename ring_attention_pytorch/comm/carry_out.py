@@ -26,9 +26,11 @@ class Call(Protocol):
 
     def keys(self, part: Part) -> KVBlock:
         """Return the keys of a part."""
+        ...
 
     def grads(self, part: Part, keys: KVBlock) -> KVGrads:
         """Return accumulators (dk, dv) for these keys of a part."""
+        ...
 
     def computed(self, part: Part) -> None:
         """Take note that calls for a part have been launched."""
@@ -41,7 +43,7 @@ def forward(program: Program, call: Call) -> Iterator[KVBlock]:
         keys = call.keys(part)
         if program.counts(part, keys.segments):
             yield keys
-        keys = None  # else they would stay while more come
+        del keys  # else they would stay while more come
         call.computed(part)
 
 
@@ -53,7 +55,7 @@ def backward(program: Program, call: Call) -> Iterator[tuple[KVBlock, KVGrads]]:
         grads = call.grads(part, keys)
         if program.counts(part, keys.segments):
             yield keys, grads
-        keys = grads = None
+        del keys, grads
         call.computed(part)
 
 

@@ -61,6 +61,9 @@ class RingError(RuntimeError):
         ranks: the ranks of the group that it waited for.
     """
 
+    step: Step | None
+    ranks: tuple[int, ...]
+
     def __init__(self, text: str, step: Step | None = None, ranks: Sequence[int] = ()):
         super().__init__(text)
         self.step, self.ranks = step, tuple(ranks)
@@ -115,8 +118,10 @@ def awaiting(step: Step, ranks: Sequence[int], place: Place) -> Iterator[None]:
         raise RingError.waiting(step, ranks, error, place) from error
 
 
-def timeout_of(group: ProcessGroup) -> timedelta:
+def timeout_of(group: ProcessGroup | None) -> timedelta:
     """Return how long a group's ranks wait for one another; PyTorch's default if none is known."""
+    if group is None:
+        return default_pg_timeout
     timeouts = []
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)

@@ -100,6 +100,12 @@ class Gather:
 class GatherCall:
     """One call of a gather by messages."""
 
+    ring: Ring
+    program: Program
+    blocks: dict[int, KVBlock]
+
+    totals: KVGrads | Any  # None is forward
+
     def __init__(
         self, gather: Gather, program: Program, own: KVBlock, totals: KVGrads | None = None
     ) -> None:
@@ -187,7 +193,8 @@ class GatherCall:
 
     def _grads_of(self, keys: KVBlock) -> KVGrads:
         """Make the (dk, dv) accumulators of a round's keys, for one call."""
-        return tuple(GradAccumulator(t, calls=1, dtype=wire_dtype(t.dtype)) for t in keys[:2])
+        dk, dv = (GradAccumulator(t, calls=1, dtype=wire_dtype(t.dtype)) for t in keys[:2])
+        return dk, dv
 
     def _send_home(self, transfer: Transfer) -> Callable[[], None]:
         """Post a round's gradients; return a function that waits and adds what came to own ones."""

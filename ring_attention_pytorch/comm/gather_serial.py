@@ -6,7 +6,7 @@ come among the others, in one block, or are computed on by themselves, whichever
 of the kernel (`policy.own_keys_apart`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -115,6 +115,6 @@ class _Call(SymmetricCall):
         return wait
 
 
-def _by_sample(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _by_sample(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...] | list[Tensor]:
     """Split tensors of several samples into single samples, which are dense."""
     return tensors if len(tensors[0]) == 1 else [t for each in tensors for t in each.unbind()]

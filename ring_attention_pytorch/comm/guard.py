@@ -9,6 +9,7 @@ call.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -31,6 +32,8 @@ class Guard:
     They are launched on the current stream, and CUDA graphs can hold them. The flag lies on the
     device, beside the `addresses` that the kernels need; `_triton_guard` says how.
     """
+
+    state: Tensor
 
     def __init__(self, device: torch.device, *addresses: int) -> None:
         self.device = device
@@ -76,6 +79,10 @@ class Board(Guard):
     ranks come to the same meetings in the same order.
     """
 
+    rank: int
+    ranks: int
+    patience: int
+
     def __init__(
         self, device: torch.device, rank: int, boards: Sequence[Tensor], patience: float
     ) -> None:
@@ -87,7 +94,7 @@ class Board(Guard):
         from ring_attention_pytorch.comm import _triton_guard as kernels
 
         lanes = max(32, 1 << (self.ranks - 1).bit_length())  # threads that wait, each for a rank
-        among = dict(RANKS=self.ranks, LANES=lanes)
+        among: dict[str, Any] = dict(RANKS=self.ranks, LANES=lanes)
         self._meet = Launch(kernels.meet_kernel, 1, num_warps=1, **among)
         self._fail = Launch(kernels.fail_kernel, 1, num_warps=1, **among)
         self._spoil = Launch(kernels.spoil_kernel, _PROGRAMS, **among, BLOCK=_BLOCK)

@@ -11,6 +11,7 @@ import struct
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 import torch
 
@@ -84,7 +85,7 @@ def _in_one_line(subject: str | None) -> str:
 
 def call_site() -> str:
     """Return where this library was called, as "at train.py:31"; empty if no caller is found."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PASSED_BY):
         frame = frame.f_back
     if frame is None:

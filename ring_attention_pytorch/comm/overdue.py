@@ -18,7 +18,7 @@ class Overdue:
     `come` counts those that have; it asks no GPU.
     """
 
-    def __init__(self, come: Callable[[], int], timeout: float) -> None:
+    def __init__(self, come: Callable[[], float], timeout: float) -> None:
         self._come, self._seconds = come, _SOONER * timeout
         self._waiting: deque[tuple[int, float, object]] = deque()
         self._thread: threading.Thread | None = None

@@ -98,7 +98,7 @@ class Placement:
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a call's options with those of the placement."""
-        mine = {"layout": self.layout}
+        mine: dict[str, Any] = {"layout": self.layout}
         if not given.get("cross"):
             mine |= {"documents": self.packing, "key_mask": self.key_mask}
         return {**given, **mine}

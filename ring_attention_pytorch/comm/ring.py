@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
+from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
@@ -58,7 +59,7 @@ class Transfer:
         self._sent, self._received = [t for _, t in sends], [t for _, t in receives]
         self._peers = [ring.first + rank for rank, _ in (*sends, *receives)]
         came = [(ring.first + rank, t) for rank, t in receives]
-        self._check = came and check and partial(check, came, Waiting(self._step, self._peers))
+        self._check: Any = came and check and partial(check, came, Waiting(self._step, self._peers))
         self._steps.under_way.append(self)
 
     def wait(self) -> list[Tensor]:
@@ -95,6 +96,10 @@ class Ring:
     """
 
     problem: str | None = None
+    group: ProcessGroup | None
+    size: int
+    rank: int
+    first: int
 
     def __init__(self, group: ProcessGroup | DeviceMesh | None = None, size: int | None = None):
         if isinstance(group, DeviceMesh):
@@ -265,12 +270,12 @@ class Ring:
         said = trouble if trouble or self.steps.broken is None else _BROKEN
         message = (said or "").encode() + b"\0" + note
         notes = exchange(self.gather_bytes, f"{subject}\n{call_site()}", message)
-        troubles, notes = zip(*(each.split(b"\0", 1) for each in notes))
+        troubles, found = zip(*(each.split(b"\0", 1) for each in notes))
         self.steps.mend(partial(self.gather_bytes, b"", 1) if any(troubles) else None)
         for rank, told in enumerate(troubles):
             if told not in (b"", _BROKEN.encode()):
                 raise RingError(f"rank {rank}: {told.decode()}; the ring is whole again")
-        return list(notes)
+        return list(found)
 
     def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
         """Return the message of every rank of the group, filled up to that size with zeros."""
@@ -293,11 +298,18 @@ class Ring:
 class SubRing(Ring):
     """A ring of some places of a whole ring, whose messages go by way of the whole."""
 
+    whole: Ring
+    places: tuple[int, ...]
+    group: ProcessGroup | None
+    size: int
+    rank: int
+    first: int
+
     def __init__(self, whole: Ring, places: Sequence[int]):
         self.whole, self.places, self.group = whole, tuple(places), None
         self.size, self.rank, self.first = len(self.places), self.places.index(whole.rank), 0
 
-    @property
+    @cached_property
     def steps(self) -> Steps:
         return self.whole.steps
 
@@ -352,7 +364,7 @@ def _host_group(group: ProcessGroup) -> ProcessGroup:
         return group
     if group not in _host_groups:
         ranks = dist.get_process_group_ranks(group)
-        companion = dist.new_group(
+        companion: Any = dist.new_group(
             ranks, timeout_of(group), backend="gloo", use_local_synchronization=True
         )
         _host_groups[group] = known(companion)

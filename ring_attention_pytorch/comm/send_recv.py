@@ -5,6 +5,7 @@ Liu et al. 2023, section 3. Memory does not grow with the ring.
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ class _Call:
         self, ring: Ring, program: Program, own: KVBlock, totals: KVGrads | None = None
     ) -> None:
         self.ring, self.program, self.own = ring, program, own
-        self.totals: dict[int, KVGrads | None] = {0: totals}  # by block
+        self.totals: dict[int, KVGrads | Any] = {0: totals}  # by block
         self.under_way: dict[int, Transfer] = {}
         if not program.transfers:
             return

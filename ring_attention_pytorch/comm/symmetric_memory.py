@@ -22,7 +22,7 @@ from ring_attention_pytorch.runtime.tape import opaque, prepared
 
 _VIEWS = 1024  # views of a buffer that are kept
 _HALVES = {"keys": 2, "grads": 2, "swaps": 1}
-Mark = torch.cuda.Event
+Mark = torch.cuda.Event | torch.Event
 
 
 class SymmetricBuffer:
@@ -37,6 +37,16 @@ class SymmetricBuffer:
     Memory is viewed as tensors of a form. Views are kept, because the host's time counts where
     tokens are few.
     """
+
+    nbytes: int
+    turn: int
+    device: torch.device
+    captured: bool
+    meeting: Callable[[str], Callable[[], None]]
+    rank: int
+    memory: Tensor
+    halves: list[Tensor]
+    handle: object
 
     def __init__(
         self,
@@ -148,6 +158,12 @@ class SymmetricWorkspace:
     On their `board` ranks meet, in one order for all buffers.
     """
 
+    device: torch.device
+    steps: Steps
+    memory: Tensor
+    handle: object
+    board: Board
+
     keys: SymmetricBuffer
     grads: SymmetricBuffer
     swaps: SymmetricBuffer
@@ -232,8 +248,9 @@ def shared_by(ring: Ring, device: torch.device) -> PeerGroup | None:
 
     All ranks of the group call this together.
     """
-    found = ring.shared() if device.type == "cuda" else None
-    space = None if found is None else space_of(found[0], device)
+    if device.type != "cuda" or (found := ring.shared()) is None:
+        return None
+    space = space_of(found[0], device)
     return None if space is None else PeerGroup(space, *found)
 
 

@@ -92,4 +92,6 @@ def make_together(
     if not (isinstance(gather, SymmetricGather) and gather.keeps and is_few(blocks, job, machine)):
         return None
     shared = shared_by(gather.ring, gather.space.device)
+    if shared is None:
+        return None
     return SerialGather.like(gather, blocks, job, shared, own_keys_apart(blocks, square))

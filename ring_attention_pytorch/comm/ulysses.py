@@ -125,7 +125,8 @@ def land(shards: Sequence[Segments]) -> tuple[Segments, tuple[Landing, ...]]:
             Landing(place, rows, slice(i, total, len(held)))
             for i, (_, place, rows) in enumerate(held)
         )
-    found, landings, start = [], [], 0
+    found: list[Segment] = []
+    landings, start = [], 0
     for s, place, rows in held:
         if found and s.stride == 1 == found[-1].stride and sum(found[-1][::2]) == s.start:
             found[-1] = found[-1]._replace(length=found[-1].length + s.length)
@@ -193,7 +194,8 @@ class Ulysses:
         together = SubRing(ring, range(first, first + degree))
         rest = SubRing(ring, range(place, ring.size, degree))
         by = swap_among(together, most_bytes((spreads[0], spreads[1]), q, k, v), q.device)
-        return cls(together, rest, *spreads, by, ring.steps.notes), *landed
+        (queries, keys), (rows, cols) = spreads, landed
+        return cls(together, rest, queries, keys, by, ring.steps.notes), rows, cols
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Bring all tokens of these neighbours here, for some of the heads. Differentiable."""
@@ -210,7 +212,8 @@ class Ulysses:
     def rows_to_heads(self, of_out: Tensor, of_lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Bring tensors like out and lse to where their heads are. Not differentiable."""
         if of_lse is None:
-            return *self.spread((of_out,), (self.queries,)), None
+            (of_out,) = self.spread((of_out,), (self.queries,))
+            return of_out, None
         by_token = rearrange(of_lse, "b h n -> b n h")
         of_out, by_token = self.spread((of_out, by_token), (self.queries,) * 2)
         return of_out, rearrange(by_token, "b n h -> b h n")

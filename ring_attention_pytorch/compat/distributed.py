@@ -134,7 +134,7 @@ def gather_as(
     lengths = [note["length"] for note in agree(ring, caller, same, own, problem)]
     parts = [t]
     if ring.size > 1:
-        parts = _Gather.apply(t, ring, [(*before, n, *after) for n in lengths])
+        parts = _Gather.apply(t, ring, [(*t.shape[:dim], n, *t.shape[dim + 1 :]) for n in lengths])
     return torch.cat(parts, dim), torch.tensor(lengths, device=t.device)
 
 

@@ -8,7 +8,7 @@ from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.compat._moved import moved_names
 from ring_attention_pytorch.functional import ring_attn
-from ring_attention_pytorch.geometry.layouts import Layout
+from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption
 
 __getattr__ = moved_names(__name__, "functional")
 
@@ -28,9 +28,9 @@ def ring_flash_attn(  # noqa: PLR0913 - a public entry point
     softclamp_qk_sim: bool = False,
     softclamp_value: float | int = 50.0,
     *,
-    layout: Layout | None = None,
+    layout: LayoutOption | None = None,
     group: Group = None,
-    kernel: str | None = None,
+    kernel: KernelOption | None = None,
 ) -> Tensor:
     """Compute `ring_attn`, with the parameters of ring-attention-pytorch 0.5.20.
 

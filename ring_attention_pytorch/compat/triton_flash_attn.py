@@ -1,5 +1,7 @@
 """Attention to one block of keys by our Triton kernels, by the function names of 0.5.20."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -133,7 +135,8 @@ def _block(
     softclamp: float | None,
 ) -> RingPlan:
     """Make the plan of attention to one block of keys, on this process alone."""
-    key_mask, options = None, {}
+    key_mask = None
+    options: dict[str, Any] = {}
     if bias is not None:
         key_mask = bias.expand(q.shape[0], *bias.shape[1:]).flatten(1) > _NOTHING_SEEN
         if key_mask.shape[1] != k.shape[1] or bool((bias.flatten(1)[key_mask] != 0).any()):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,17 +96,18 @@ def trial(device: str) -> Trial:
     return Trial(found, bandwidth, speed(device, bandwidth))
 
 
-def _error(kernel: str, transport: str, dtype: torch.dtype, device: str) -> float:
+def _error(kernel: Any, transport: Any, dtype: torch.dtype, device: str) -> float:
     """Return the worst relative error of out, dq, dk and dv of this rank's tokens."""
     torch.manual_seed(0)
     heads = (_HEADS, _KEY_HEADS, _KEY_HEADS, _HEADS)
     exact = [torch.randn(1, _TOKENS, h, _WIDTH, dtype=torch.float64).to(dtype) for h in heads]
     whole = [t.double().to(device).requires_grad_() for t in exact[:3]]
     cotangent = exact[3].to(device)
-    dense = default_attention(*whole, causal=True)
+    q, k, v = whole
+    dense = default_attention(q, k, v, causal=True)
     want = [dense, *torch.autograd.grad(dense, whole, cotangent.double())]
-    mine = [_mine(t.to(device)).requires_grad_() for t in exact[:3]]
-    out = ring_attn(*mine, causal=True, layout="zigzag", kernel=kernel, transport=transport)
+    q, k, v = mine = [_mine(t.to(device)).requires_grad_() for t in exact[:3]]
+    out = ring_attn(q, k, v, causal=True, layout="zigzag", kernel=kernel, transport=transport)
     got = [out, *torch.autograd.grad(out, mine, _mine(cotangent))]
     return max((_relative(g, _mine(w)) for g, w in zip(got, want)), key=_or_infinite)
 
@@ -145,7 +146,7 @@ def _bandwidth(ring: Ring, device: str) -> float | None:
 
 
 def _explain(
-    rank: int, tokens: int, heads: tuple[int, int], width: int, layout: str, causal: bool
+    rank: int, tokens: int, heads: tuple[int, int], width: int, layout: Any, causal: bool
 ) -> str:
     del rank
     like = torch.empty((), dtype=torch.bfloat16)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ def as_lists(cu_seqlens: Borders) -> list[list[int]]:
         if cu_seqlens.is_floating_point() or cu_seqlens.ndim not in (1, 2):
             raise TypeError(f"got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
         cu_seqlens = cu_seqlens.tolist()
-    plain = []
+    plain: list[Any] = []
     for each in cu_seqlens:
         plain.append(each.tolist() if isinstance(each, Tensor) else each)
     if plain and _all_ints(plain):

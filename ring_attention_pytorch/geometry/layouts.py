@@ -17,7 +17,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from beartype import beartype
-from torch import LongTensor
+from torch import Tensor
 
 from ring_attention_pytorch.geometry.segments import (
     Segment,
@@ -98,7 +98,7 @@ def _segments_by_name(layout: str, ring_size: int, length: int) -> tuple[Segment
 
 
 @beartype
-def positions(layout: Layout, *, rank: int, ring_size: int, length: int) -> LongTensor:
+def positions(layout: Layout, *, rank: int, ring_size: int, length: int) -> Tensor:
     """Return the global positions that a rank holds, in the order in which it holds them.
 
     Args:

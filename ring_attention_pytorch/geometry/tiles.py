@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ def _tile_of_pair(query: Piece, key: Piece, mask: Mask) -> Tile | None:
     return trim(slice(row, row + q.length), slice(col, col + k.length), left, right)
 
 
-def trim(rows: slice, cols: slice, left: int | None, right: int | None) -> Tile | None:
+def trim(rows: slice, cols: slice, left: int | Any, right: int | Any) -> Tile | None:
     """Return a band's tile without the rows and columns that see nothing, and without idle bounds.
 
     None is no tile: nothing is visible.

@@ -24,6 +24,7 @@ from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan, Tuning
 from ring_attention_pytorch.inference.partial import Scores, with_sinks
 from ring_attention_pytorch.inference.prefill import Chunk, prefill
+from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
 _CALLER = "attention to a cache"
@@ -44,7 +45,7 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     cache: RingCache,
     *,
     layer: int = 0,
-    layout: Layout | None = None,
+    layout: LayoutOption | None = None,
     window: int | None = None,
     scale: float | int | None = None,
     softclamp: float | int | None = None,
@@ -103,7 +104,7 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     new, in_graph = k is not None, cache.in_graph
     flags = new, sinks is not None, alibi_slopes is not None, cache.has_starts
     key = q.shape, q.dtype, flags, scores, kernel, check
-    plan = cache.plans.get(key)
+    plan: Any = cache.plans.get(key)
     if in_graph and (plan is None or not plan.ran):
         raise ValueError(
             f"{_CALLER}: before a CUDA graph is captured, the same call must have run once; "
@@ -131,7 +132,7 @@ def _sharded(
     given: tuple[Tensor | None, ...],
     cache: RingCache,
     layer: int,
-    layout: Layout,
+    layout: LayoutOption,
     scores: Scores,
     kernel: str | None,
 ) -> tuple[Tensor, Tensor]:
@@ -162,10 +163,10 @@ def _sharded(
         return out.to(q.dtype), lse
     with ring.call("gathering a chunk"):
         order = chunk.order(q.device)
-        whole = [t[:, order] for t in chunk.gathered(q, k, v)]
-    options = dict(window=scores.window, scale=scores.scale, softclamp=scores.softclamp)
+        q, k, v = (t[:, order] for t in chunk.gathered(q, k, v))
+    options: Any = dict(window=scores.window, scale=scores.scale, softclamp=scores.softclamp)
     out, lse = ring_attn_with_cache(
-        *whole, cache, layer=layer, sinks=sinks, alibi_slopes=slopes, kernel=kernel,
+        q, k, v, cache, layer=layer, sinks=sinks, alibi_slopes=slopes, kernel=kernel,
         return_lse=True, **options,
     )  # fmt: skip
     mine = chunk.positions(ring.rank).to(q.device)

@@ -193,7 +193,7 @@ class RingCache(PagedStorage):
         lengths, starts = self.even_lengths(), self.starts.tolist()
         lengths[sequence] = starts[sequence] = 0
         self._table.free(sequence)
-        if self.fixed:
+        if self.capacity is not None:
             self._table.reserve(sequence, self.capacity)
         self._apply([], lengths, starts)
 

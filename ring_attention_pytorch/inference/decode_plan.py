@@ -73,6 +73,15 @@ class HeldKeys(Protocol):
 class DecodePlan:
     """Attention of queries like these to a cache. All ranks make it together."""
 
+    cache: HeldKeys
+    asked: Asked
+    ring: Ring
+    tuning: Tuning
+    purpose: int
+    rows: int
+    width: int
+    ran: bool
+
     def __init__(self, cache: HeldKeys, asked: Asked, tuning: Tuning | None = None) -> None:
         self.cache, self.asked, self.ring = cache, asked, cache.ring
         self.tuning = tuning or Tuning()
@@ -135,8 +144,8 @@ class DecodePlan:
             keys, values, tokens = cache.local(i, layer, length + new)
             held = tokens, partial(cache.pages.held, self.ring.rank)
             first = length + new - n
-            terms = self.asked.scores, starts[i], slopes
-            parts.append(attend_in_blocks(q[i], keys, values, first, held, *terms))
+            of_scores = self.asked.scores, starts[i], slopes
+            parts.append(attend_in_blocks(q[i], keys, values, first, held, *of_scores))
         out, lse = (torch.stack(each) for each in zip(*parts))
         message = torch.cat((out, lse.unsqueeze(-1)), dim=-1)
         every = gathered(self.ring, message) if self.ring.size > 1 else message.unsqueeze(0)

@@ -16,6 +16,26 @@ class GivenKeys:
     Heads come before tokens: k is `[b, h_kv, n, d]`, v `[b, h_kv, n, d_v]`.
     """
 
+    pages: Pages
+    fixed: bool
+    has_starts: bool
+    ring: Ring
+    device: torch.device
+    dtype: torch.dtype
+    sequences: int
+    key_heads: int
+    value_dim: int
+    rows: tuple[int, int]
+    step: int
+    tables: Tensor
+    lengths: Tensor
+    starts: Tensor
+    rooms: Tensor
+    overflown: Tensor
+    layer_lengths: list[Tensor]
+    keys: list[Tensor]
+    values: list[Tensor]
+
     pages, fixed, has_starts = Pages(_ENDLESS, 1), True, False
 
     def __init__(self, ring: Ring, like: Tensor, key_heads: int, value_dim: int) -> None:
@@ -40,7 +60,8 @@ class GivenKeys:
             k, v = (t.clone(memory_format=torch.contiguous_format) for t in (k, v))
             laid = _rows(k)
         assert laid is not None
-        *self.rows, self.step = laid
+        between, among, self.step = laid
+        self.rows = between, among
         self.keys, self.values = [k], [v]
         self.lengths.fill_(k.shape[2])
 

@@ -26,7 +26,7 @@ class Pages(NamedTuple):
         """
         return token // self.page % self.ranks
 
-    def index(self, token: int) -> int:
+    def index(self, token: int) -> int:  # type: ignore[override]  # no use for that of a tuple
         """Return the place of a token among those that its owner holds.
 
         >>> [Pages(2, 3).index(p) for p in range(8)]

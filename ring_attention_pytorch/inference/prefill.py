@@ -23,6 +23,7 @@ from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.kernels import choose
+from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, merge_
@@ -34,7 +35,7 @@ class Chunk(NamedTuple):
     """A chunk over ranks: how many of its tokens each has, and where these are in the chunk."""
 
     ring: Ring
-    layout: Layout
+    layout: LayoutOption
     counts: tuple[int, ...]
 
     def positions(self, rank: int) -> Tensor:

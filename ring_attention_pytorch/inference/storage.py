@@ -31,6 +31,26 @@ class Sizes(NamedTuple):
 class PagedStorage:
     """This rank's pages of all sequences and layers, `capacity` tokens a sequence or growing."""
 
+    ring: Ring
+    dtype: torch.dtype
+    device: torch.device
+    sequences: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    layers: int
+    pages: Pages
+    rows: tuple[int, int]
+    step: int
+    fixed: bool
+    lengths_of: Tensor
+    layer_lengths: list[Tensor]
+    starts: Tensor
+    rooms: Tensor
+    overflown: Tensor
+    tables: Tensor
+    captured: bool
+
     def __init__(
         self,
         ring: Ring,
@@ -101,7 +121,7 @@ class PagedStorage:
         Raises:
             ValueError: they have different ones.
         """
-        lengths = self.lengths
+        lengths = [*self.lengths_in(0)]
         if any(lengths != each for each in self._lengths):
             raise ValueError(
                 f"RingCache: layers have different lengths, {self._lengths}: append to all of them "
@@ -145,7 +165,7 @@ class PagedStorage:
         wanted = [length + n for length in lengths]
         if max(wanted) <= self._reserved:
             return
-        if self.fixed and max(wanted) > self.capacity:
+        if self.capacity is not None and max(wanted) > self.capacity:
             raise ValueError(
                 f"RingCache: a sequence would have {max(wanted)} tokens, more than the capacity of "
                 f"{self.capacity}; nothing was appended; free or roll back sequences, or make the "

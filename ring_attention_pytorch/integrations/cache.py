@@ -9,7 +9,7 @@ All ranks compute the same tokens, but for attention: there each looks at the ke
 """
 
 import inspect
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, Final, NamedTuple, NoReturn, Self
 
 import torch
 from beartype import beartype
@@ -29,7 +29,7 @@ from ring_attention_pytorch.integrations.layers import layers_problem
 from ring_attention_pytorch.integrations.masks import Visible, visible_by
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 
-_LAYOUT = "zigzag"  # of a chunk of a prompt that is spread
+_LAYOUT: Final = "zigzag"  # of a chunk of a prompt that is spread
 _FEW = 16  # tokens for each rank; attention of more is spread, too, where it can be
 _CALLER = "RingHFCache"
 
@@ -89,7 +89,8 @@ class RingHFCache(Cache):
         problem = problem_of(lambda: layers_problem(self.config, 0) or self._name_problem())
         same = {"capacity": capacity, "page": page, "kernel": kernel, "check": check_tokens}
         agree(self.ring, _CALLER, same, problem=problem)
-        self.sizes, self.kernel = {"capacity": capacity, "page": page}, kernel
+        self.sizes: dict[str, Any] = {"capacity": capacity, "page": page}
+        self.kernel = kernel
         self.check_tokens = check_tokens
         self.keys: RingCache | None = None
         self._starts: list[int] | None = None
@@ -194,9 +195,9 @@ class RingHFCache(Cache):
         few = n < _FEW * self.ring.size or options["window"] is not None or keys.has_starts
         if few or self.kernel is not None:
             return _out(ring_attn_with_cache(q, k, v, keys, kernel=self.kernel, **options))
-        how = dict(layout=_LAYOUT, group=self.ring)
-        shards = [shard_sequence(t, **how) for t in (q, k, v)]
-        out = ring_attn_with_cache(*shards, keys, layout=_LAYOUT, **options)
+        how: dict[str, Any] = dict(layout=_LAYOUT, group=self.ring)
+        q, k, v = (shard_sequence(t, **how) for t in (q, k, v))
+        out = ring_attn_with_cache(q, k, v, keys, layout=_LAYOUT, **options)
         return unshard_sequence(_out(out), length=n, **how)
 
     def _ready(self, k: Tensor, v: Tensor, starts: list[int] | None) -> RingCache:
@@ -356,7 +357,8 @@ class CachedMask(NamedTuple):
         if problem is not None:
             self.cache._fail(problem)
         options = {**scores, "window": self.visible.window, "sinks": sinks}
-        return self.cache.attend(layer.layer_idx, qkv, (self.starts, positions), options)
+        number: Any = layer.layer_idx
+        return self.cache.attend(number, qkv, (self.starts, positions), options)
 
 
 class _Layer(CacheLayerMixin):

@@ -119,6 +119,12 @@ class RingForward:
             is the sum of its own, divided by it, as transformers has it. None is this batch.
     """
 
+    batch: ShardedBatch
+    options: dict[str, Any]
+    loss_group: Group
+    check_positions: bool
+    inputs: dict[str, Any]
+
     def __init__(
         self,
         batch: ShardedBatch,
@@ -332,8 +338,8 @@ def _attention(
         _current().told(problem)
     forward, visible = attention_mask.forward, attention_mask.visible
     forward.check(call_problem(visible, given), positions)
-    qkv = tuple([rearrange(t, "b h n d -> b n h d") for t in (query, key, value)])
-    return forward.attend(module, qkv, visible, sinks, scores), None
+    q, k, v = (rearrange(t, "b h n d -> b n h d") for t in (query, key, value))
+    return forward.attend(module, (q, k, v), visible, sinks, scores), None
 
 
 def _cache_problem(q_length: int, kv_length: int, offsets: tuple[Any, Any]) -> str | None:

@@ -125,8 +125,9 @@ class RingTrainerMixin(_Trainer):
     def _ring(self) -> Group:
         """The ring: the dimension "cp" of accelerate's mesh; None if this process is alone."""
         mesh = self.accelerator.torch_device_mesh
-        names = () if mesh is None else mesh.mesh_dim_names or ()
-        return mesh["cp"] if "cp" in names else None
+        if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
+            return None
+        return mesh["cp"]
 
     def _shard(self, whole: Mapping[str, Any]) -> ShardedBatch:
         """Return this rank's part of a batch of whole sequences."""

@@ -107,7 +107,7 @@ def explain(case: KernelRequest, name: str | None = None) -> str:
     if name is not None and name.count("+") == 1:
         first, second = (explain(case, part) for part in name.split("+"))
         return f"forward:\n{first}\nbackward:\n{second}"
-    lines = []
+    lines: list[str] = []
     for each in _named(name, case):
         why = problem(each, case._replace(named=name is not None))
         if why is None:
@@ -136,7 +136,7 @@ def problem(name: str, case: KernelRequest) -> str | None:
 
 def _named(name: str | None, case: KernelRequest) -> list[str]:
     old = case.capability is not None and case.capability < (9, 0)
-    order = dict.fromkeys((*(_BEFORE_HOPPER if old else ()), *KERNELS))
+    order = list(dict.fromkeys((*(_BEFORE_HOPPER if old else ()), *KERNELS)))
     if case.packed:  # many short calls take longer than one of a kernel that is slower by itself
         order = sorted(order, key=lambda n: not KERNELS[n].CAN.varlen)
     found = [n for n in order if name is None or n == name or n.startswith(f"{name}-")]
@@ -148,9 +148,10 @@ def _named(name: str | None, case: KernelRequest) -> list[str]:
 
 
 def _device_problem(can: Capabilities, case: KernelRequest) -> str | None:
-    known = can.devices is None or case.device in can.devices
-    if not (known or ("interpreter" in can.devices and case.named and _interprets(case.device))):
-        where = {"cuda": "CUDA", "cpu": "the CPU"}[can.devices[0]]
+    devices = can.devices or (case.device,)
+    interprets = "interpreter" in devices and case.named and _interprets(case.device)
+    if not (case.device in devices or interprets):
+        where = {"cuda": "CUDA", "cpu": "the CPU"}[devices[0]]
         return f"runs on {where}, the tensors are on {case.device}"
     if case.capability is None:
         return None
@@ -191,8 +192,8 @@ def package_problem(package: Dependency) -> str | None:
         found = importlib.import_module(package.module)
         version = getattr(found, "__version__", None) or importlib.metadata.version(package.name)
     except Exception as error:  # a package built for another torch fails in ways of its own
-        own = isinstance(error, ModuleNotFoundError) and error.name is not None
-        if own and f"{package.module}.".startswith(f"{error.name}."):  # else what it imports lacks
+        lacks = error.name if isinstance(error, ModuleNotFoundError) else None
+        if lacks and f"{package.module}.".startswith(f"{lacks}."):  # else what it imports lacks
             return f"{wanted}, which is not installed"
         return f"{wanted}; the one that is installed can't be imported: {error}"
     return None if TorchVersion(version) >= package.min_version else f"{wanted}, got {version}"

@@ -57,6 +57,7 @@ def _apart(tile: Tile) -> Iterator[Tile]:
         left = None
     if right is not None and right >= m - 1:
         right = None
+    first: tuple[int | None, int | None]
     if right is not None and right + n - m >= m:  # rows from here on see the last column
         cut, first = m - right, (left, right)
     elif left is not None and right is None and n > m + 1:  # rows up to here see the first

@@ -20,7 +20,7 @@ class TileTable(NamedTuple):
 
     tiles: Tensor
     blocks: Tensor  # of each its number, and from which to which tile it looks
-    count: int
+    count: int  # type: ignore[assignment]  # which a tuple has, too, for what nobody asks here
 
 
 def tile_table(

@@ -52,10 +52,10 @@ class VarlenCall(NamedTuple):
 
     def flat(self, *tensors: Tensor) -> list[Tensor]:
         """Return tensors [b, n, h, d] as the call takes them: samples one after another."""
-        tensors = aligned(*tensors)
+        given = aligned(*tensors)
         if not self.sequences:
-            return tensors
-        return [t.flatten(0, 1) for t in tensors]
+            return given
+        return [t.flatten(0, 1) for t in given]
 
     def flat_by_head(self, t: Tensor) -> Tensor:
         """Return a tensor [b, h, n], such as lse, as the call takes it."""

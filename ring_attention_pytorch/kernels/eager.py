@@ -4,7 +4,7 @@ Rows are taken `bucket_size` at a time, so at most `b * h * bucket_size * m` sco
 The algebra is flash attention's (Dao et al. 2022, section 3; backward from lse and delta).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from einops import einsum, rearrange
@@ -17,6 +17,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     Capabilities,
     Grads,
     KVBlock,
+    MaskMod,
     Residuals,
     ScoreMods,
     Tiles,
@@ -27,7 +28,7 @@ CAN = Capabilities(taped=True)
 
 
 def forward(
-    q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
+    q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods, result: OutputAccumulator
 ) -> None:
     out, lse = result.begin_update()
     for rows, cols, hidden, bias, left in visible_parts(keys, tiles, terms, q.shape[2]):
@@ -40,9 +41,7 @@ def forward(
         merge_(out[:, rows], lse[..., rows], part, rearrange(part_lse, "b g r i -> b (g r) i"))
 
 
-def backward(
-    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
-) -> None:
+def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, grads: Grads) -> None:
     h_kv, running = keys.k.shape[2], [total.begin_update() for total in grads]
     for rows, cols, hidden, bias, left in visible_parts(keys, tiles, terms, saved.q.shape[2]):
         q, k, v = grouped(saved.q[:, rows], keys.k[:, cols], keys.v[:, cols])
@@ -61,21 +60,22 @@ def backward(
 
 
 def visible_parts(
-    keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, h: int
+    keys: KVBlock, tiles: Tiles, terms: ScoreMods, h: int
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None, Tensor | None]]:
     """Yield the tiles, few rows at a time with the keys that those see.
 
     With each comes what is hidden in it, what is added to scores [b, g, r, i, j] and what dropout
     leaves of probabilities.
     """
-    marks = None if terms.dropout is None else _marks(keys, tiles, terms.dropout, h)
+    dropout = terms.dropout
+    marks = None if dropout is None else _marks(keys, tiles, dropout, h)
     for tile in tiles:
         for part in buckets(tile, terms.bucket_size):
             hidden = ~band(part, keys.k.device)
             if keys.key_mask is not None:
                 hidden = hidden | ~rearrange(keys.key_mask[:, part.cols], "b j -> b 1 1 1 j")
             if terms.mask_mod is not None:
-                hidden = hidden | ~_allowed(keys, tiles, part, terms, h)
+                hidden = hidden | ~_allowed(keys, tiles, part, terms.mask_mod, h)
             bias = None
             if terms.alibi is not None:
                 row_at = tiles.rows_at[part.rows].unsqueeze(1)
@@ -83,15 +83,15 @@ def visible_parts(
                 slopes = rearrange(terms.alibi, "(g r) -> g r 1 1", g=keys.k.shape[2])
                 bias = -slopes * distance
             left = None
-            if marks is not None:
+            if dropout is not None and marks is not None:
                 first, second = marks
-                kept = terms.dropout.kept(
+                kept = dropout.kept(
                     first[..., part.rows, :],
                     second[..., part.rows, :],
                     tiles.col_numbers[part.cols],
                 )
                 left = kept.to(accumulation_dtype(keys.k.dtype))
-                left.mul_(terms.dropout.inverse)
+                left.mul_(dropout.inverse)
             yield part.rows, part.cols, hidden, bias, left
 
 
@@ -110,10 +110,10 @@ def _less(t: Tensor, left: Tensor | None) -> Tensor:
     return t if left is None else t.mul_(left)
 
 
-def _allowed(keys: KVBlock, tiles: Tiles, part: Tile, terms: ScoreMods, h: int) -> Tensor:
+def _allowed(keys: KVBlock, tiles: Tiles, part: Tile, mask_mod: MaskMod, h: int) -> Tensor:
     """Return what the predicate lets be seen, bool [b, g, r, i, j]."""
     b, _, h_kv, _ = keys.k.shape
-    seen = terms.mask_mod(
+    seen = mask_mod(
         rearrange(_samples(keys, tiles), "b -> b 1 1 1"),
         rearrange(torch.arange(h, device=keys.k.device), "h -> h 1 1"),
         tiles.rows_at[part.rows].long().unsqueeze(1),

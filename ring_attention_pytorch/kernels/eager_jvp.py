@@ -7,13 +7,12 @@ and of p * (ts * v + tv), where ts is a score's tangent. Then d(lse) is A and d(
 Dropout takes of p where p weighs values. Gradients are those of `eager`, differentiated once more.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from einops import einsum, rearrange
 from torch import Tensor, cat, inf
 
-from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels.eager import (
     by_key_head,
     finite,
@@ -26,6 +25,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     KVBlock,
     Residuals,
     ScoreMods,
+    Tiles,
     tangent_of_delta,
 )
 
@@ -62,7 +62,7 @@ def forward(
     tq: Tensor,
     lse: Tensor,
     keys: KVBlock,
-    tiles: Sequence[Tile],
+    tiles: Tiles,
     terms: ScoreMods,
     sums: tuple[Tensor, Tensor],
 ) -> None:
@@ -80,7 +80,7 @@ def backward(
     saved: Residuals,
     along: Residuals,
     keys: KVBlock,
-    tiles: Sequence[Tile],
+    tiles: Tiles,
     terms: ScoreMods,
     grads: Grads,
 ) -> None:
@@ -112,7 +112,7 @@ def backward(
 
 
 def _parts(
-    q: Tensor, tq: Tensor, lse: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods
+    q: Tensor, tq: Tensor, lse: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods
 ) -> Iterator[Part]:
     h_kv = keys.k.shape[2]
     for rows, cols, hidden, bias, left in visible_parts(keys, tiles, terms, tq.shape[2]):

@@ -52,7 +52,7 @@ Block = tuple[list[BlockMask], ScoreMod | None]
 
 
 def forward(
-    q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
+    q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods, result: OutputAccumulator
 ) -> None:
     for mask, score_mod in _calls(q, keys, tiles, terms):
         # detached, for else tensors with and without a gradient had variants of their own
@@ -62,13 +62,11 @@ def forward(
         result.add(slice(0, q.shape[1]), part, lse)
 
 
-def backward(
-    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
-) -> None:
+def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, grads: Grads) -> None:
     for mask, score_mod in _calls(saved.q, keys, tiles, terms):
-        leaves = [t.detach().requires_grad_() for t in (saved.q, keys.k, keys.v)]
+        q, k, v = leaves = [t.detach().requires_grad_() for t in (saved.q, keys.k, keys.v)]
         with torch.enable_grad():
-            part, lse = _attention(*leaves, mask, score_mod, terms.scale)
+            part, lse = _attention(q, k, v, mask, score_mod, terms.scale)
         weight = (lse.detach() - saved.lse).exp().masked_fill(lse == -torch.inf, 0.0)
         dout = (saved.dout * rearrange(weight, "b h n -> b n h 1")).to(part.dtype)
         dlse = sum_of_products(dout, part.detach()) - weight * saved.delta
@@ -78,7 +76,7 @@ def backward(
 
 
 def _calls(
-    q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods
+    q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods
 ) -> Iterator[tuple[BlockMask, ScoreMod | None]]:
     if not tiles or not q.numel():
         return
@@ -109,7 +107,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, score_mod: Any, scale: f
     return out, more.lse
 
 
-def _block(q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods) -> Block:
+def _block(q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods) -> Block:
     """Return the masks of a block, one for each stretch, and what is done to its scores."""
     (b, n, h, _), m = q.shape, keys.k.shape[1]
     sizes = b, h, _room(n), _room(m)
@@ -173,7 +171,7 @@ def _shown(starts: Tensor, stops: Tensor, mask: Tensor | None, mask_mod: MaskMod
     return shown
 
 
-def _of_positions(mask_mod: MaskMod, samples: Tensor, rows_at: Tensor, cols_at: Tensor) -> MaskMod:
+def _of_positions(mask_mod: MaskMod, samples: Tensor, rows_at: Any, cols_at: Any) -> MaskMod:
     """Return a predicate of local indices, made of one of positions.
 
     Kernels have 32 bits for indices, but positions squared need more.
@@ -186,7 +184,7 @@ def _of_positions(mask_mod: MaskMod, samples: Tensor, rows_at: Tensor, cols_at: 
 
 
 def _score_mod(
-    softclamp: float | None, alibi: Tensor | None, rows_at: Tensor | None, cols_at: Tensor | None
+    softclamp: float | None, alibi: Tensor | None, rows_at: Tensor | Any, cols_at: Tensor | Any
 ) -> ScoreMod | None:
     def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if softclamp is not None:
@@ -204,7 +202,7 @@ def _mask(shown: MaskMod, sizes: tuple[int, ...], device: torch.device) -> Block
         *_in_order(count == full),
         BLOCK_SIZE=_CELL,
         mask_mod=shown,
-        seq_lengths=sizes[2:],
+        seq_lengths=(sizes[2], sizes[3]),
     )
 
 

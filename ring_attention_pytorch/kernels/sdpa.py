@@ -56,8 +56,8 @@ def forward(
     d_v = keys.v.shape[-1]
     q, k, v = map(_dense, (q, keys.k, keys.v))
     for call in _calls(q, keys, tiles, terms):
-        operands = _operands(q[:, call.rows], k[:, call.cols], v[:, call.cols])
-        part, part_lse = _attention(*operands, call.causal, call.mask, terms.scale)
+        q_, k_, v_ = _operands(q[:, call.rows], k[:, call.cols], v[:, call.cols])
+        part, part_lse = _attention(q_, k_, v_, call.causal, call.mask, terms.scale)
         if call.unseen is not None:
             part_lse = part_lse.masked_fill(call.unseen.unsqueeze(1), -torch.inf)
             part = part.masked_fill(rearrange(call.unseen, "b n -> b 1 n 1"), 0.0)

@@ -163,7 +163,7 @@ def _as_told_by(q: Tensor, t: Tensor) -> Tensor:
     """
     b, h, n, d = t.shape
     size = n * h * d
-    strides = size, d, h * d, 1
+    strides: tuple[int, ...] = (size, d, h * d, 1)
     if b > 1 and q.stride()[1:] == strides[1:] and size <= q.stride(0) <= 8 * size:
         strides = q.stride()  # some rows of all, as they lie
     if t.stride() == strides:

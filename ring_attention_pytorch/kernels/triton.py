@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.geometry.tiles import Tile, visible_pairs
+from ring_attention_pytorch.geometry.tiles import visible_pairs
 from ring_attention_pytorch.kernels._descriptors import in_blocks, operands, padded, tma_fits
 from ring_attention_pytorch.kernels._tile_table import tile_table
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
@@ -133,7 +133,7 @@ def configured(**configs: Config) -> Iterator[None]:
 
 
 def forward(
-    q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
+    q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods, result: OutputAccumulator
 ) -> None:
     if not tiles:
         return
@@ -181,9 +181,7 @@ def forward(
         )
 
 
-def backward(
-    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
-) -> None:
+def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, grads: Grads) -> None:
     if not tiles:
         return
     with _on(saved.q):
@@ -192,7 +190,7 @@ def backward(
 
 
 def _backward_of_keys(
-    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
+    saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, grads: Grads
 ) -> None:
     from ring_attention_pytorch.kernels._triton_backward_keys import keys_kernel
 
@@ -252,7 +250,7 @@ def _backward_of_keys(
 
 
 def _backward_of_queries(
-    saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
+    saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, grads: Grads
 ) -> None:
     from ring_attention_pytorch.kernels._triton_backward_queries import queries_kernel
 
@@ -305,7 +303,7 @@ def _backward_of_queries(
     )
 
 
-def _config(direction: str, q: Tensor, keys: KVBlock, tiles: Sequence[Tile]) -> Config:
+def _config(direction: str, q: Tensor, keys: KVBlock, tiles: Tiles) -> Config:
     def make() -> Config:
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
         rows = max(t.rows.stop for t in tiles) - min(t.rows.start for t in tiles)
@@ -372,7 +370,7 @@ def _factors(terms: ScoreMods) -> tuple[float, float]:
     return scale / terms.softclamp, terms.softclamp * math.log2(math.e)
 
 
-def _places(tiles: Sequence[Tile], terms: ScoreMods) -> tuple[Tensor | None, ...]:
+def _places(tiles: Tiles, terms: ScoreMods) -> tuple[Tensor | None, ...]:
     """Return the slopes of ALiBi, and the positions that it compares."""
     if terms.alibi is None:
         return None, None, None
@@ -380,7 +378,7 @@ def _places(tiles: Sequence[Tile], terms: ScoreMods) -> tuple[Tensor | None, ...
 
 
 def _draws(
-    tiles: Sequence[Tile], terms: ScoreMods
+    tiles: Tiles, terms: ScoreMods
 ) -> tuple[Tensor | None, Tensor | None, int, int, int, float, int, int]:
     """Return the numbers by which dropout draws, and the factor of kept probabilities."""
     dropout = terms.dropout

@@ -97,6 +97,18 @@ class RingAttention(HeadProjections):
     torch.Size([1, 7, 32])
     """
 
+    spread: ShardConfig
+    causal: bool
+    window: int | None
+    softclamp: float | None
+    dropout: float
+    force_regular_attn: bool
+    bucket_size: int
+    kept: GraphCache | None
+    rotary_restart: bool
+    rotary_embed: RingRotaryEmbedding | None
+    watched: bool
+
     @beartype
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -131,7 +143,7 @@ class RingAttention(HeadProjections):
         attn_summaries: SummaryOptions | None = None,
     ):
         super().__init__()
-        over_ring = dict(transport=transport, ulysses=ulysses, memory=memory)
+        over_ring: dict[str, Any] = dict(transport=transport, ulysses=ulysses, memory=memory)
         problem = (
             shape_problem(dim, dim_head, heads, num_grouped_query_heads, bucket_size)
             or scores_problem(max_lookback_seq_len, softclamp)
@@ -151,7 +163,8 @@ class RingAttention(HeadProjections):
         )  # fmt: skip
         self.causal, self.window = causal, max_lookback_seq_len
         self.softclamp, self.dropout = softclamp, dropout
-        self.kernel, self.over_ring = "triton" if use_cuda_kernel else kernel, over_ring
+        self.over_ring = over_ring
+        self.kernel: KernelOption | None = "triton" if use_cuda_kernel else kernel
         self.force_regular_attn, self.bucket_size = force_regular_attn, bucket_size
         self.kept = GraphCache() if in_graphs else None
 
@@ -209,12 +222,13 @@ class RingAttention(HeadProjections):
         Raises:
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
-        packed = {"documents": documents, "cu_seqlens": cu_seqlens}
+        packed: dict[str, Any] = {"documents": documents, "cu_seqlens": cu_seqlens}
         if is_compiling() and plan is None and not self.force_regular_attn:
             if self.spread.auto or context is not None or force_ring_reduce_off:
-                given = mask, rotary_emb, force_ring_reduce_off, ring_size
-                of_context = dict(context=context, context_mask=context_mask)
-                return run_apart(self.forward, x, *given, **of_context, **packed)
+                return run_apart(
+                    self.forward, x, mask, rotary_emb, force_ring_reduce_off, ring_size,
+                    context=context, context_mask=context_mask, **packed,
+                )  # fmt: skip
             plan = self.plan(x, mask, ring_size=ring_size, **packed)
             mask, ring_size, packed = None, None, dict.fromkeys(packed)
         problem = problem_of(lambda: self._problem(x, mask, rotary_emb, context, context_mask))
@@ -367,9 +381,9 @@ class RingAttention(HeadProjections):
     def _plan(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, ring: Ring, **options: Any
     ) -> RingPlan:
-        usual = dict(layout=self.spread.layout, cross=False)
-        make = RingPlan.make if self.summaries is None else self.summaries.plan
-        plan = make(
+        usual: dict[str, Any] = dict(layout=self.spread.layout, cross=False)
+        make: Any = RingPlan.make if self.summaries is None else self.summaries.plan
+        plan: RingPlan = make(
             q, k, v, causal=self.causal, window=self.window, key_mask=seen,
             softclamp=self.softclamp, group=ring, kernel=self.kernel, dropout=self.rate,
             bucket_size=self.bucket_size, **self.over_ring, **(usual | options),
@@ -396,6 +410,7 @@ class RingAttention(HeadProjections):
             q, k, v = self.project(x, context)
         except (RuntimeError, ValueError) as error:  # no memory, say: tell the ranks that wait
             agree(ring, "ring attention", {}, problem=str(error))
+            raise  # if that did not
         if plan is None and not self.force_regular_attn:
             also = {"rotary_emb": angles is not None}
             also |= tangents_note(q, k, v)
@@ -404,7 +419,7 @@ class RingAttention(HeadProjections):
         if plan is not None and not is_compiling() and not self.watched:  # no guard on a flag
             self.watched = watch_averaging(self, q, plan.ring, self.split_ranks)
         if self.rotary_embed is not None:
-            positions = x.shape[1]
+            positions: int | Tensor = x.shape[1]
             if plan is not None:
                 positions = operators.positions(plan, x, self.rotary_restart)
             angles = self.rotary_embed(positions)

@@ -91,6 +91,7 @@ class Decoder(Protocol):
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Read the same token `[b, 1]` on all ranks; return what its logits are made of."""
+        ...
 
 
 class CachedTransformer:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """A layer that scales tokens to length sqrt(dim), times gamma (Zhang and Sennrich 2019)."""
 
+    gamma: nn.Parameter
+
     def __init__(self, dim: int):
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(dim))

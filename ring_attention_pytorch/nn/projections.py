@@ -22,6 +22,17 @@ _NAMES = ("to_q", "to_k", "to_v")
 class HeadProjections(nn.Module):
     """A layer with weights that make q, k and v of tokens; it has yet to do something with them."""
 
+    heads: int
+    key_heads: int
+    dim_head: int
+    qkv_head_breakdown: tuple[int, int, int]
+    to_qkv: nn.Sequential
+    to_out: nn.Linear
+
+    to_q: nn.Module  # these three where heads are split
+    to_k: nn.Module
+    to_v: nn.Module
+
     def __init__(self) -> None:
         super().__init__()
         self.split_ranks: tuple[int, ...] = ()  # those among which heads are split
@@ -54,7 +65,8 @@ class HeadProjections(nn.Module):
             ValueError: heads or key heads don't divide among its ranks, or the weight has been
                 replaced already.
         """
-        norm, linear = self.to_qkv[0], self.to_qkv[-1]
+        norm: nn.Module = self.to_qkv[0]
+        linear: Any = self.to_qkv[-1]
         if problem := self._split_problem(linear, mesh):
             raise ValueError(f"split_projections: {problem}")
         for name, rows in zip(_NAMES, linear.weight.detach().split(self.all_rows())):
@@ -93,7 +105,8 @@ class HeadProjections(nn.Module):
         Raises:
             ValueError: heads were to be split, and are not.
         """
-        norm, *fused = self.to_qkv
+        layers: Any = self.to_qkv
+        norm, *fused = layers
         rows = [heads * self.dim_head for heads in self.heads_here()]
         if fused and context is None:
             found = list(self.to_qkv(x).split(rows, dim=-1))

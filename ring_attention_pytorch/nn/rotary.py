@@ -7,7 +7,7 @@ import torch
 from beartype import beartype
 from torch import Tensor, nn
 
-from ring_attention_pytorch.comm.ring import Group, Ring
+from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import Layout, positions, resolve_layout
 
 
@@ -30,6 +30,12 @@ class RingRotaryEmbedding(nn.Module):
     >>> RingRotaryEmbedding(4)(3)[2].tolist()  # position 2: angles 2 and 2 / 100, twice
     [2.0, 0.019999999552965164, 2.0, 0.019999999552965164]
     """
+
+    ring: bool
+    layout: Layout | None
+    group: Group
+
+    inv_freq: Tensor
 
     @beartype
     def __init__(
@@ -75,7 +81,7 @@ class RingRotaryEmbedding(nn.Module):
         is allowed only if every rank of the ring holds n tokens; else pass positions.
         """
         if isinstance(seq, int):
-            ring = Ring(self.group) if self.ring else Ring.alone()
+            ring = as_ring(self.group) if self.ring else Ring.alone()
             layout = self.layout or "contiguous"
             total = seq * ring.size
             seq = positions(layout, rank=ring.rank, ring_size=ring.size, length=total)

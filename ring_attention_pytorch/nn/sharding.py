@@ -88,6 +88,8 @@ def unshard_sequence(
     problem = problem_of(lambda: layout_problem(layout, ring.size, length) or _dim_problem(x, dim))
     if length < 0:
         problem = f"length must be at least 0, got {length}"
+    lengths: list[int] = []
+    segments: tuple[Segments, ...] = ()
     if problem is None:
         dim = dim % x.ndim
         before = list(x.shape[:dim])
@@ -103,7 +105,7 @@ def unshard_sequence(
     agree(ring, "unshard_sequence", same, problem=problem)
     parts = [x]
     if ring.size > 1:
-        parts = _Gather.apply(x, ring, [(*before, n, *after) for n in lengths])
+        parts = _Gather.apply(x, ring, [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in lengths])
     return _in_order(torch.cat(parts, dim), segments, dim)
 
 
@@ -381,12 +383,12 @@ def _dim_problem(x: Tensor, dim: int) -> str | None:
     return f"x {list(x.shape)} has no dimension {dim}"
 
 
-def all_to_all(pieces: list[Tensor], shapes: list[Shape], ring: Ring) -> list[Tensor]:
+def all_to_all(pieces: list[Tensor], shapes: Sequence[Shape], ring: Ring) -> list[Tensor]:
     """Send piece i to rank i, and return what came from each, of `shapes[i]`. Differentiable."""
     mine = pieces.pop(ring.rank)
     if ring.size == 1:
         return [mine]
-    others = shapes[: ring.rank] + shapes[ring.rank + 1 :]
+    others = [*shapes[: ring.rank], *shapes[ring.rank + 1 :]]
     received = list(_AllToAll.apply(ring, others, *pieces))
     received.insert(ring.rank, mine)
     return received
@@ -413,7 +415,7 @@ class _Gather(Function):
     def forward(ctx: Any, x: Tensor, ring: Ring, shapes: list[Shape]) -> tuple[Tensor, ...]:
         ctx.ring = ring
         ctx.shape = tuple(x.shape)
-        others = shapes[: ring.rank] + shapes[ring.rank + 1 :]
+        others = [*shapes[: ring.rank], *shapes[ring.rank + 1 :]]
         parts = _swap(ring, others, [x] * len(others))
         parts.insert(ring.rank, x.view_as(x))
         return tuple(parts)

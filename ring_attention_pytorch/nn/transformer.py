@@ -140,7 +140,7 @@ class RingTransformer(Generation, nn.Module):
 
         self.token_emb = nn.Embedding(num_tokens, dim)
         self.rotary_emb = RingRotaryEmbedding(dim_head, theta=rotary_embed_theta)
-        self.layers = nn.ModuleList()
+        self.layers: Any = nn.ModuleList()  # of pairs: attention, feed-forward
         for lookback in max_lookback_seq_len:
             attn = RingAttention(
                 dim, dim_head=dim_head, heads=heads, max_lookback_seq_len=lookback,
@@ -365,7 +365,7 @@ class RingTransformer(Generation, nn.Module):
         notes = agree(ring, "RingTransformer", given, {"n": n}, everywhere=everywhere)
         lengths = [own["n"] for own in notes]
         total = sum(lengths)
-        packing, problem = None, None
+        packing, problem, segments = None, None, tuple[Segments, ...]()
         located = shift or has_documents or borders is not None
         if located:
             problem = shards_problem(layout, lengths) or end_problem(borders, total)
@@ -417,7 +417,7 @@ class RingTransformer(Generation, nn.Module):
         return tuple(plans[attn.window, attn.rate].for_layer(i) for i, attn in by_layer)
 
 
-def feed_forward(dim: int, mult: int) -> nn.Sequential:
+def feed_forward(dim: int, mult: float) -> nn.Sequential:
     """Make a feed-forward: RMSNorm, then two linear layers with a GELU between."""
     inner = int(dim * mult)
     return nn.Sequential(RMSNorm(dim), nn.Linear(dim, inner), nn.GELU(), nn.Linear(inner, dim))

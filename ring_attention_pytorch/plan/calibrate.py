@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from statistics import median
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,8 +39,8 @@ _FLOPS = 1 << 38  # of the block that a kernel computes: half a millisecond on a
 _ROUNDS = 3
 _TIMES = 4  # back to back: a device takes longer than the host to launch the next one
 _LAUNCHES = 100  # of a small operation
-_known: WeakKeyDictionary[ProcessGroup, dict[Hashable, Seconds]] = WeakKeyDictionary()
-_machines: WeakKeyDictionary[ProcessGroup, dict[Hashable, Hardware]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[ProcessGroup | Any, dict[Hashable, Seconds]] = WeakKeyDictionary()
+_machines: WeakKeyDictionary[ProcessGroup | Any, dict[Hashable, Hardware]] = WeakKeyDictionary()
 
 
 def measures(like: Tensor, named: str | None) -> bool:

@@ -98,7 +98,7 @@ def _head(plan: RingPlan) -> list[str]:
     if plan.graphs is not None:
         line += ", in CUDA graphs"
     lines = [line]
-    if plan.degree > 1:
+    if plan.ulysses is not None and plan.degree > 1:
         neighbours = _plural(plan.degree - 1, "neighbour")
         heads = _plural(plan.kv_shape.heads, "query head")
         key_heads = _plural(plan.kv_shape.key_heads, "key head")

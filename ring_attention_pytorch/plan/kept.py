@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.plan.calibrate import room_left
@@ -98,7 +99,7 @@ def _seen(sinks: Tensor) -> Hashable:
 
 def _is_plain(t: Any) -> bool:
     """Tell whether this is a tensor, and no transform's."""
-    return isinstance(t, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    return isinstance(t, Tensor) and not is_functorch_wrapped_tensor(t)
 
 
 def _globals(device: str) -> tuple[Hashable, ...]:

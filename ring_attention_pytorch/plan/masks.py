@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from hashlib import sha256
 from itertools import chain, groupby, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def positions_seen(segments: Segments, mask: Mask) -> Tensor:
     return segment_positions(segments)
 
 
-def gather_positions(ring: Ring, own: Sequence[Tensor]) -> list[tuple[Segments, ...]]:
+def gather_positions(ring: Ring, own: Sequence[Tensor | Any]) -> list[tuple[Segments, ...]]:
     """Exchange positions `[n]` of queries and of keys; return both as every rank's segments."""
     notes = tell(ring, "positions", [_runs(t.cpu().long()) for t in own])
     by_sequence = []
@@ -141,7 +142,7 @@ def prefix_problem(prefix: Prefix, batch: int, fits: bool) -> str | None:
     return f"prefix must be one int of at least 0, or {batch} of them, got {each[:8]}"
 
 
-def prefix_digest(prefix: Prefix) -> str:
+def prefix_digest(prefix: Any) -> str:
     """Shorten prefixes for comparing notes, as there may be many samples."""
     text = json.dumps(prefixes(prefix, 1))
     return f"{text[:40]}, {sha256(text.encode()).hexdigest()[:12]}"

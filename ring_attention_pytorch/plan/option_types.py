@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     CheckOption = Literal["always"]
 else:
     LayoutOption = str | AssignedLayout
-    KernelOption = TransportName = CheckOption = str
+    LayoutName = KernelOption = TransportName = CheckOption = str
 
 
 class PlanOptions(TypedDict, total=False):

@@ -84,19 +84,19 @@ def presence(value: object) -> str:
     return "given"
 
 
-def _window_problem(o: "Options", call: Call) -> str | None:
+def _window_problem(o: Any, call: Call) -> str | None:
     if o.window >= 0:
         return None
     return f"window must be None or at least 0, got {o.window}"
 
 
-def _scale_problem(o: "Options", call: Call) -> str | None:
+def _scale_problem(o: Any, call: Call) -> str | None:
     if math.isfinite(o.scale):
         return None
     return f"scale must be finite, got {o.scale}"
 
 
-def _softclamp_problem(o: "Options", call: Call) -> str | None:
+def _softclamp_problem(o: Any, call: Call) -> str | None:
     if math.isfinite(o.softclamp) and o.softclamp > 0:
         return None
     return f"softclamp must be None or positive, got {o.softclamp}"
@@ -108,7 +108,7 @@ def _cross_problem(o: "Options", call: Call) -> str | None:
     return None
 
 
-def _alibi_problem(o: "Options", call: Call) -> str | None:
+def _alibi_problem(o: Any, call: Call) -> str | None:
     problem = per_head_problem("alibi_slopes", call.q, o.alibi_slopes)
     if problem is None and o.alibi_slopes.requires_grad:
         return "alibi_slopes have no gradient; detach them"

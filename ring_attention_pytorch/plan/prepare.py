@@ -48,7 +48,7 @@ def place_tokens(
     if options.placed:
         both = gather_positions(ring, (options.query_positions, options.key_positions))
         raise_together(ring, "ring attention", repeats_problem(both) if dropped else None)
-        return both
+        return both[0], both[1]
     if cross:
         return segments_of_two(options.layout, queries, keys, counted)
     segments = all_segments(options.layout, ring.size, sum(queries))

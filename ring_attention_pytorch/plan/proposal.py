@@ -41,7 +41,7 @@ class Proposal:
     problem: str | None = None
     options: Options = field(default_factory=Options)
     scale: float = 1.0
-    kernel: SelectedKernel | None = None
+    kernel: SelectedKernel | Any = None  # None beside a problem
     shaped: tuple[Tensor, ...] = ()
     subject: Hashable = None  # what speeds are measured of
 

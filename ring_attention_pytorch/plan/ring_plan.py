@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ from ring_attention_pytorch.plan.options import Call
 from ring_attention_pytorch.plan.packing import whole_packing
 from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
 from ring_attention_pytorch.plan.proposal import Proposal
-from ring_attention_pytorch.runtime.graphs import Graphs, Tensors, can_be_captured, with_graphs
+from ring_attention_pytorch.runtime.graphs import Graphs, can_be_captured, with_graphs
 from ring_attention_pytorch.runtime.handles import handle_of_layer, new_handle
 from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles, Transport
 from ring_attention_pytorch.runtime.observe import Record, spanned, switch, watched
@@ -61,6 +61,8 @@ from ring_attention_pytorch.runtime.tape import Tapes
 from ring_attention_pytorch.schedule.hardware import Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 from ring_attention_pytorch.schedule.steps import Schedule
+
+_Results = TypeVar("_Results", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True)
@@ -268,8 +270,8 @@ class RingPlan:
         return replace(self, transport=transport, _tiles={}, _calls={})
 
     def run(
-        self, direction: str, function: Callable[..., Tensors], *given: Tensor | None
-    ) -> Tensors:
+        self, direction: str, function: Callable[..., _Results], *given: Tensor | None
+    ) -> _Results:
         """Run a function of the plan and of tensors, by way of a CUDA graph if there are any."""
         with self.call(direction):
             if switch.on:

@@ -21,6 +21,7 @@ from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
+from ring_attention_pytorch.plan.option_types import KernelOption, LayoutName
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import (
@@ -39,6 +40,19 @@ class HeavyAttention(nn.Module):
     A learned null key and value, which every query sees, is merged on the rank of the query.
     """
 
+    heads: int
+    dim_head: int
+    routes: int
+    kernel: KernelOption | None
+    multiply_queries: bool
+    multiply_keys: bool
+    norm: RMSNorm
+    to_q: nn.Linear
+    to_kv: nn.Linear
+    null_kv: nn.Parameter
+    to_out: nn.Linear
+    rotary_embed: RingRotaryEmbedding | None
+
     def __init__(
         self,
         dim: int,
@@ -46,7 +60,7 @@ class HeavyAttention(nn.Module):
         heads: int,
         routes: int,
         *,
-        kernel: str | None,
+        kernel: KernelOption | None,
         rotary: bool = False,
         multiply_queries: bool = False,
         multiply_keys: bool = False,
@@ -106,7 +120,9 @@ class HeavyAttention(nn.Module):
         """
         dtype = q.dtype
         key = ("heavy", causal, counts, q.shape[2:], k.shape[2:], dtype, self.kernel)
-        options = dict(causal=causal, cross=not causal, kernel=self.kernel, layout="striped")
+        options: dict[str, Any] = dict(
+            causal=causal, cross=not causal, kernel=self.kernel, layout="striped"
+        )
         made = plan.attention_plan(
             key, lambda: RingPlan.make(q, k, v, key_mask=seen, group=plan.ring, **options)
         )
@@ -157,7 +173,7 @@ def sizes_problem(**sizes: int) -> str | None:
 
 
 def check_attention_options(
-    counts: dict[str, Tokens | None], routes: int, heads: int, use_flash_attn: bool,
+    counts: dict[str, Tokens | Any], routes: int, heads: int, use_flash_attn: bool,
     kernel: str | None, **sizes: int
 ) -> None:  # fmt: skip
     """Raise ValueError for invalid options of routed attention."""
@@ -207,6 +223,15 @@ class ConditionalRoutedAttention(nn.Module):
     torch.Size([1, 20, 16])
     """
 
+    num_heavy_tokens_q: Tokens
+    num_heavy_tokens_kv: Tokens
+    spread: ShardConfig
+    light_attn: RingAttention | None
+    q_router: CoordinateDescentRouter
+    kv_router: CoordinateDescentRouter
+    heavy_attn: HeavyAttention
+    null_q_token: nn.Parameter | None
+
     causal = False  # whether no token sees or moves a later one
 
     @beartype
@@ -224,7 +249,7 @@ class ConditionalRoutedAttention(nn.Module):
         heavy_dim_head: int = 64,
         heavy_heads: int = 8,
         router_straight_through: bool = True,
-        router_kwargs: dict | None = None,
+        router_kwargs: dict[Any, Any] | None = None,
         multiply_keys_by_score: bool = False,
         multiply_queries_by_score: bool = False,
         use_triton: bool = False,
@@ -232,9 +257,9 @@ class ConditionalRoutedAttention(nn.Module):
         use_flash_attn: bool = False,
         rotary_emb: bool = False,
         ring_attn: bool = False,
-        layout: str | None = None,
+        layout: LayoutName | None = None,
         group: Group = None,
-        kernel: str | None = None,
+        kernel: KernelOption | None = None,
     ):
         super().__init__()
         numbers = dict(
@@ -245,7 +270,7 @@ class ConditionalRoutedAttention(nn.Module):
             heavy_dim_head=heavy_dim_head, light_window_size=light_window_size,
         )  # fmt: skip
         self.num_heavy_tokens_q, self.num_heavy_tokens_kv = num_heavy_tokens_q, num_heavy_tokens_kv
-        over = dict(ring_attn=ring_attn, layout=layout, group=group)
+        over: dict[str, Any] = dict(ring_attn=ring_attn, layout=layout, group=group)
         self.spread = ShardConfig.make(**over)
         self.light_attn = None
         if has_light_attn:

@@ -83,6 +83,8 @@ class ConditionalRoutedAutoregressiveAttention(ConditionalRoutedAttention):
     torch.Size([1, 20, 16])
     """
 
+    window: int
+
     causal = True
 
     @beartype
@@ -131,7 +133,7 @@ class ConditionalRoutedAutoregressiveAttention(ConditionalRoutedAttention):
             "ConditionalRoutedAutoregressiveAttention", x, mask, plan, num_heavy_tokens_q,
             num_heavy_tokens_kv, random_route=random_route, heavy_window_size=self.window,
         )  # fmt: skip
-        how = dict(size=self.window, random_route=random_route)
+        how: dict[str, Any] = dict(size=self.window, random_route=random_route)
         routed_q = self.q_router.choose(x, plan, k_q, causal=True, **how)
         routed_kv = self.kv_router.choose(x, plan, k_kv, **how)
         windows = -(-plan.length // self.window)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
+from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention
 from ring_attention_pytorch.routing.autoregressive import ConditionalRoutedAutoregressiveAttention
 from ring_attention_pytorch.routing.feedforward import ConditionalRoutedFeedForward
@@ -38,6 +39,10 @@ class ConditionalRoutedTransformerBlock(nn.Module):
     torch.Size([1, 20, 16])
     """
 
+    spread: ShardConfig
+    conditional_attn: ConditionalRoutedAttention
+    conditional_ff: ConditionalRoutedFeedForward
+
     @beartype
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -50,25 +55,25 @@ class ConditionalRoutedTransformerBlock(nn.Module):
         light_ff_mult: float | int = 0.5,
         heavy_ff_mult: float | int = 4,
         router_straight_through: bool = True,
-        router_kwargs: dict | None = None,
+        router_kwargs: dict[Any, Any] | None = None,
         use_triton: bool = False,
         causal: bool = False,
         heavy_window_size: int | None = None,
         ring_attn: bool = False,
-        layout: str | None = None,
+        layout: LayoutName | None = None,
         group: Group = None,
         **attention_options: Any,
     ):
         super().__init__()
         if heavy_window_size is not None and not causal:
             raise ValueError("heavy_window_size is of a causal block: others choose from the whole")
-        over = dict(ring_attn=ring_attn, layout=layout, group=group)
+        over: dict[str, Any] = dict(ring_attn=ring_attn, layout=layout, group=group)
         self.spread = ShardConfig.make(causal=causal, **over)
-        both = dict(
+        both: dict[str, Any] = dict(
             over, router_straight_through=router_straight_through, router_kwargs=router_kwargs,
             use_triton=use_triton,
         )  # fmt: skip
-        attention = ConditionalRoutedAttention
+        attention: type[ConditionalRoutedAttention] = ConditionalRoutedAttention
         if causal:
             attention = ConditionalRoutedAutoregressiveAttention
             window = light_window_size if heavy_window_size is None else heavy_window_size

@@ -1,5 +1,7 @@
 """Attention of routed tokens of one sequence to routed tokens of another."""
 
+from typing import Any
+
 import torch
 from beartype import beartype
 from einops import rearrange
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, all_to_all, told_by_module
+from ring_attention_pytorch.plan.option_types import KernelOption, LayoutName
 from ring_attention_pytorch.routing.attention import (
     HeavyAttention,
     base_for,
@@ -55,6 +58,15 @@ class ConditionalRoutedCrossAttention(nn.Module):
     torch.Size([1, 9, 16])
     """
 
+    num_tokens_q: Tokens | None
+    num_tokens_kv: Tokens
+    spread: ShardConfig
+    q_router: CoordinateDescentRouter | None
+    kv_router: CoordinateDescentRouter
+    to_routing_tokens: nn.Linear | None
+    heavy_attn: HeavyAttention
+    null_q_token: nn.Parameter | None
+
     @beartype
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -66,7 +78,7 @@ class ConditionalRoutedCrossAttention(nn.Module):
         dim_head: int = 64,
         heads: int = 8,
         router_straight_through: bool = True,
-        router_kwargs: dict | None = None,
+        router_kwargs: dict[Any, Any] | None = None,
         kv_routing_tokens: int = 1,
         multiply_keys_by_score: bool = False,
         use_triton: bool = False,
@@ -75,9 +87,9 @@ class ConditionalRoutedCrossAttention(nn.Module):
         route_block_size: int | None = None,
         route_kv_by_source: bool = False,
         ring_attn: bool = False,
-        layout: str | None = None,
+        layout: LayoutName | None = None,
         group: Group = None,
-        kernel: str | None = None,
+        kernel: KernelOption | None = None,
     ):
         super().__init__()
         check_attention_options(
@@ -89,7 +101,7 @@ class ConditionalRoutedCrossAttention(nn.Module):
                 f"num_sets_kv must be 1 or kv_routing_tokens={kv_routing_tokens}, got {num_sets_kv}"
             )
         self.num_tokens_q, self.num_tokens_kv = num_tokens_q, num_tokens_kv
-        over = dict(ring_attn=ring_attn, layout=layout, group=group)
+        over: dict[str, Any] = dict(ring_attn=ring_attn, layout=layout, group=group)
         self.spread = ShardConfig.make(**over)
         options = router_options(router_kwargs, router_straight_through, use_triton) | over
         self.q_router = None
@@ -134,7 +146,8 @@ class ConditionalRoutedCrossAttention(nn.Module):
         Raises:
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
-        k_q, k_kv = num_tokens_q, num_tokens_kv
+        k_q: Any = num_tokens_q
+        k_kv = num_tokens_kv
         if k_q is None:
             k_q = self.num_tokens_q
         if k_kv is None:
@@ -184,7 +197,7 @@ class ConditionalRoutedCrossAttention(nn.Module):
         ring = self.spread.ring(self.spread.ring_attn, None)
         caller = "ConditionalRoutedCrossAttention"
         also = {"num_tokens_q": k_q, "num_tokens_kv": k_kv}
-        options = dict(layout=self.spread.layout, group=ring)
+        options: dict[str, Any] = dict(layout=self.spread.layout, group=ring)
         return (
             RoutingPlan.make(x, mask, caller=caller, also=also, problem=problem, **options),
             RoutingPlan.make(context, context_mask, caller=f"{caller}, context", **options),

@@ -1,5 +1,7 @@
 """A light feed-forward for every token and a heavy one for routed tokens (CoLT5)."""
 
+from typing import Any
+
 from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
@@ -8,6 +10,7 @@ from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.nn.transformer import feed_forward
+from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.routing.attention import base_for, sizes_problem
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import (
@@ -43,6 +46,13 @@ class ConditionalRoutedFeedForward(nn.Module):
     torch.Size([1, 20, 16])
     """
 
+    num_heavy_tokens: Tokens
+    window: int | None
+    spread: ShardConfig
+    router: CoordinateDescentRouter
+    light_ff: nn.Sequential
+    heavy_ff: nn.Sequential
+
     @beartype
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -52,11 +62,11 @@ class ConditionalRoutedFeedForward(nn.Module):
         light_ff_mult: float | int = 0.5,
         heavy_ff_mult: float | int = 4,
         router_straight_through: bool = True,
-        router_kwargs: dict | None = None,
+        router_kwargs: dict[Any, Any] | None = None,
         use_triton: bool = False,
         heavy_window_size: int | None = None,
         ring_attn: bool = False,
-        layout: str | None = None,
+        layout: LayoutName | None = None,
         group: Group = None,
     ):
         super().__init__()
@@ -67,7 +77,7 @@ class ConditionalRoutedFeedForward(nn.Module):
         if problem is not None:
             raise ValueError(problem)
         self.num_heavy_tokens, self.window = num_heavy_tokens, heavy_window_size
-        over = dict(ring_attn=ring_attn, layout=layout, group=group)
+        over: dict[str, Any] = dict(ring_attn=ring_attn, layout=layout, group=group)
         self.spread = ShardConfig.make(**over)
         options = router_options(router_kwargs, router_straight_through, use_triton) | over
         self.router = CoordinateDescentRouter(dim, **options)

@@ -83,7 +83,7 @@ class RoutingPlan:
         raise_together(ring, caller, shards_problem(layout, lengths))
         segments = all_segments(layout, ring.size, sum(lengths))
         positions = torch.cat([segment_positions(s, x.device) for s in segments])
-        real = torch.ones(b, len(positions), dtype=torch.bool, device=x.device)
+        real = torch.ones(len(x), len(positions), dtype=torch.bool, device=x.device)
         own_mask = None if mask is None else mask.clone()
         plan = cls(ring, layout, segments, own_mask, real, positions.argsort())
         if mask is not None:
@@ -104,8 +104,9 @@ class RoutingPlan:
         """Return the plan that a module was given, once checked, or make one if it is None."""
         if plan is None:
             ring = spread.ring(spread.ring_attn, None)
+            layout: Any = spread.layout  # its name: routed layers take no other
             return cls.make(
-                x, mask, layout=spread.layout, group=ring, caller=caller, also=also, problem=problem
+                x, mask, layout=layout, group=ring, caller=caller, also=also, problem=problem
             )
         if mask is not None:
             problem = "the plan already has the mask; pass one or the other"

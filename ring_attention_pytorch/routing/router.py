@@ -16,9 +16,10 @@ from torch.autograd import Function
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
+from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.routing.descent_triton import TRITON
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
-from ring_attention_pytorch.routing.passes import PLAIN
+from ring_attention_pytorch.routing.passes import PLAIN, Passes
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.selection import best, causal_choice, slots, windows
 from ring_attention_pytorch.routing.soft_topk import (
@@ -162,6 +163,16 @@ class CoordinateDescentRouter(nn.Module):
     (torch.Size([2, 3]), torch.Size([2, 3, 8]))
     """
 
+    dim: int
+    routes: int
+    straight_through: bool
+    eps: float
+    passes: Passes
+    steps: tuple[int, float, float | None, float] | None
+    cosine_scale: float | None
+    spread: ShardConfig
+    routing_token: nn.Parameter | None
+
     @beartype
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -181,7 +192,7 @@ class CoordinateDescentRouter(nn.Module):
         triton_checkpoint_segments: int | None = None,
         *,
         ring_attn: bool = False,
-        layout: str | None = None,
+        layout: LayoutName | None = None,
         group: Group = None,
     ):
         super().__init__()
@@ -249,7 +260,8 @@ class CoordinateDescentRouter(nn.Module):
         routed = Routed.gather(x, routing, plan)
         fields = (routed.positions, routed.gates, routed.tokens, routed.positions >= 0)
         if self.routes == 1 and not keep_one_route_dim:
-            fields = tuple(t.squeeze(1) for t in fields)
+            positions, gates, tokens, real = fields
+            fields = positions.squeeze(1), gates.squeeze(1), tokens.squeeze(1), real.squeeze(1)
         return RouterReturn(*fields, routed.way)
 
     @staticmethod
@@ -332,7 +344,7 @@ class CoordinateDescentRouter(nn.Module):
 
     def _toward(self, dtype: torch.dtype, routing_tokens: Tensor | None) -> Tensor:
         """Return the directions `[b or 1, r, 1, dim]` that tokens are multiplied by for scores."""
-        toward = self.routing_token if routing_tokens is None else routing_tokens
+        toward: Any = self.routing_token if routing_tokens is None else routing_tokens
         toward = toward.to(dtype).reshape(-1, self.routes, 1, self.dim)
         if self.cosine_scale is None:
             return toward

@@ -5,7 +5,7 @@ the earlier token.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from beartype import beartype
@@ -38,7 +38,7 @@ def windows(x: Tensor, size: int, fill: float | bool) -> Tensor:
     return rearrange(x, "... (w size) -> ... w size", size=size)
 
 
-def slots(k: int | float, size: int) -> int:
+def slots(k: float | Any, size: int) -> int:
     """Return how many tokens at most are chosen of a window of `size` tokens."""
     return min(k, size) if isinstance(k, int) else math.ceil(k * size - 1e-9)
 

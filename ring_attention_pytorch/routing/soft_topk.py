@@ -105,7 +105,8 @@ def descent(
         es.append(e)
         shifts.append(a)
     # backward through the steps' a: the first has no gradient, since it treats scores as equal
-    coefs, weight = [], torch.ones_like(k)
+    coefs: list[Tensor] = []
+    weight = torch.ones_like(k)
     for share in reversed(shares):
         coefs.insert(0, weight / k)
         weight = weight * share
@@ -210,7 +211,7 @@ def soft_topk(
         hidden = scores.double()
         if mask is not None:
             hidden = hidden.masked_fill(~mask, -torch.inf)
-        shapes = [(*rows, note["n"]) for note in notes]
+        shapes = [(*scores.shape[:-1], note["n"]) for note in notes]
         whole = torch.cat(everyones(hidden, shapes, ring), -1)
         real = (whole > -torch.inf).sum(-1)
         solution = fixed_point(whole, counts(k, real), float(eps))

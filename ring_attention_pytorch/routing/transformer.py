@@ -1,5 +1,7 @@
 """A transformer of conditionally routed blocks, over sequences that may be spread over a ring."""
 
+from typing import Any
+
 from beartype import beartype
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from ring_attention_pytorch.nn.generation import Decoder
 from ring_attention_pytorch.nn.loss import mean_cross_entropy
 from ring_attention_pytorch.nn.sharding import told_by_module
 from ring_attention_pytorch.nn.transformer import RingTransformer
+from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.routing.block import ConditionalRoutedTransformerBlock
 from ring_attention_pytorch.routing.generation import CachedRoutedTransformer
 from ring_attention_pytorch.routing.plan import RoutingPlan
@@ -56,9 +59,9 @@ class ConditionalRoutedTransformer(RingTransformer):
         ring_seq_size: int = 512,
         auto_shard_seq: bool | None = None,
         ignore_index: int = -1,
-        layout: str | None = None,
+        layout: LayoutName | None = None,
         group: Group = None,
-        block_kwargs: dict | None = None,
+        block_kwargs: dict[Any, Any] | None = None,
     ):
         super().__init__(
             num_tokens=num_tokens, dim=dim, depth=0, causal=causal, ring_attn=ring_attn,
@@ -67,8 +70,8 @@ class ConditionalRoutedTransformer(RingTransformer):
         )  # fmt: skip
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
-        self.rotary_emb = None  # the blocks rotate by themselves
-        options = dict(rotary_emb=True) | dict(block_kwargs or {})
+        self.rotary_emb: Any = None  # the blocks rotate by themselves
+        options: dict[str, Any] = dict(rotary_emb=True) | dict(block_kwargs or {})
         for _ in range(depth):
             self.layers.append(ConditionalRoutedTransformerBlock(
                 dim, num_heavy_attn_tokens_q=num_heavy_attn_tokens_q,
@@ -78,7 +81,7 @@ class ConditionalRoutedTransformer(RingTransformer):
             ))  # fmt: skip
 
     @typed(told_by_module("RingTransformer"))
-    def forward(
+    def forward(  # type: ignore[override]  # it has no documents and no plans
         self,
         x: Tensor,
         mask: Tensor | None = None,
@@ -94,7 +97,7 @@ class ConditionalRoutedTransformer(RingTransformer):
         )
         tokens = self.token_emb(batch.ids)
         # on one rank a sequence is whole, whatever the layout
-        layout = self.spread.layout if batch.ring.size > 1 else "contiguous"
+        layout: Any = self.spread.layout if batch.ring.size > 1 else "contiguous"
         plan = RoutingPlan.make(tokens, batch.mask, layout=layout, group=batch.ring)
         for block in self.layers:
             tokens = block(tokens, plan=plan)

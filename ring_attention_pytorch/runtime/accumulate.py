@@ -235,13 +235,14 @@ class OutputAccumulator(_Accumulator):
         out.mul_(weight.transpose(1, 2).unsqueeze(-1))
         torch.logaddexp(lse, sinks, out=lse)
 
-    def finalize(self) -> Tensors:
+    def finalize(self) -> tuple[Tensor, Tensor]:
         """Return out in q's dtype, lse in the accumulator's."""
         self._join()
         if self._place is not None:
             self._join_in_place(self._place)
         if self._wide is None and self._begins_whole:
-            return self._fold_into_first()
+            out, lse = self._fold_into_first()
+            return out, lse
         out, lse = self._update()
         return out.to(self._end), lse
 

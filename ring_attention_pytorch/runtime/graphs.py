@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.runtime.streams import capturing, current_stream, passing_capture
 
-Tensors = tuple[Tensor | None, ...]
+Tensors = tuple[Tensor | Any, ...]  # or None
 _KINDS = 4  # kinds of batches whose graphs a module keeps
 
 
@@ -27,6 +27,9 @@ class Graphs:
     for the other ranks have left it, too.
     """
 
+    device: torch.device
+    follow: Callable[[], Hashable]
+
     def __init__(self, device: torch.device, follow: Callable[[], Hashable]) -> None:
         self.device, self.follow = device, follow
         self._kept: dict[Hashable, _Graph] = {}
@@ -34,7 +37,7 @@ class Graphs:
         self._last: torch.cuda.Stream | None = None  # the last that a graph was launched on
         self._layers: dict[int, Any] = {}
 
-    def run(self, function: Callable[..., Tensors], plan: Any, *given: Tensor | None) -> Tensors:
+    def run(self, function: Callable[..., Tensors], plan: Any, *given: Tensor | None) -> Any:
         """Return `function(plan, *given)`, by a graph; the tensors given are always like these."""
         if capturing(self.device):
             return function(plan, *given)  # a graph holds what inner graphs would do, not them
@@ -114,7 +117,7 @@ class GraphCache:
             del self._plans[next(iter(self._plans))]
         return found or plan
 
-    def __reduce__(self) -> tuple[type["GraphCache"], tuple]:
+    def __reduce__(self) -> tuple[type["GraphCache"], tuple[()]]:
         """Pickle as an empty cache: a copy, or what is loaded, makes its own."""
         return GraphCache, ()
 
@@ -161,7 +164,7 @@ def captured(
     """Capture what the function does on the device; return what replays it, and its results."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     # calls of other threads don't spoil it: NCCL's threads query the device meanwhile
-    mode = dict(stream=stream, capture_error_mode="thread_local")
+    mode: dict[str, Any] = dict(stream=stream, capture_error_mode="thread_local")
     with passing_capture(), torch.cuda.graph(graph, **mode):
         results = run()
     return graph.replay, results

@@ -8,7 +8,7 @@
 are kept as `accumulate` says, in float32 at least, in float64 for float64.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,7 +54,8 @@ class KVBlock(NamedTuple):
         """Return the block of some samples."""
         if which == slice(None):
             return self
-        return KVBlock(*(_of(t, which) for t in self[:3]), *self[3:])
+        k, v, key_mask = (_of(t, which) for t in self[:3])
+        return KVBlock(k, v, key_mask, *self[3:])
 
 
 class ScoreMods(NamedTuple):
@@ -128,10 +129,10 @@ class Tiles(tuple[Tile, ...]):
     first: int = 0
     concurrent: bool = False
 
-    rows_at: Tensor | None = None
-    cols_at: Tensor | None = None
-    row_numbers: Tensor | None = None
-    col_numbers: Tensor | None = None
+    rows_at: Tensor | Any = None
+    cols_at: Tensor | Any = None
+    row_numbers: Tensor | Any = None
+    col_numbers: Tensor | Any = None
 
     def __init__(self, _: Iterable[Tile] = ()) -> None:
         self.made: dict[Hashable, Any] = {}
@@ -262,14 +263,14 @@ class Kernel(Protocol):
         self,
         q: Tensor,
         keys: KVBlock,
-        tiles: Sequence[Tile],
+        tiles: Tiles,
         terms: ScoreMods,
         result: OutputAccumulator,
     ) -> None:
         """Merge attention to these keys into `result`."""
 
     def backward(
-        self, saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
+        self, saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, grads: Grads
     ) -> None:
         """Add the gradients of these tiles to `grads`."""
 
@@ -281,33 +282,45 @@ class Transport(Protocol):
     """
 
     @property
+    def ring(self) -> Any:
+        """Return the ranks that exchange, a `comm.ring.Ring`."""
+        ...
+
+    @property
     def keeps(self) -> bool:
         """Tell whether others' keys come, and stay where they are until the last call has ended."""
+        ...
 
     @property
     def overtaken(self) -> bool:
         """Tell whether backward own keys come in one block, whose call the others' overtake."""
+        ...
 
     @property
     def capturable(self) -> bool:
         """Tell whether a CUDA graph can hold what the transport does."""
+        ...
 
     @property
     def taped(self) -> bool:
         """Tell whether a tape can: all of it is on the current stream, and it waits for no host."""
+        ...
 
     def follow_stream(self) -> Hashable:
         """Let the current stream wait for calls on other streams that used shared memory.
 
         Called before a graph is launched. Returns what is shared now.
         """
+        ...
 
     @property
     def schedule(self) -> Schedule:
         """What all ranks do, in the order in which `stream` and `stream_back` do it."""
+        ...
 
     def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
         """Yield own keys, then all others that anyone needs, those that come next under way."""
+        ...
 
     def stream_back(
         self, own_keys: KVBlock, own: tuple[GradAccumulator, GradAccumulator]
@@ -317,9 +330,10 @@ class Transport(Protocol):
         `own` are the accumulators of own keys. They get what every rank added, and are complete
         when the stream has ended.
         """
+        ...
 
 
-def _of(t: Tensor | None, which: slice) -> Tensor | None:
+def _of(t: Tensor | None, which: slice) -> Any:
     return None if t is None else t[which]
 
 

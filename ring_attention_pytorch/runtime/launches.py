@@ -15,6 +15,9 @@ class Launch:
     parameters. It is launched on the device for which it was first.
     """
 
+    kernel: Any
+    programs: int
+
     def __init__(
         self,
         kernel: Any,
@@ -66,6 +69,8 @@ class PreparedLaunch:
 
     What Triton has compiled for these is launched without looking at the arguments again.
     """
+
+    kind: LaunchKind
 
     def __init__(self, kind: LaunchKind) -> None:
         self.kind, self._arranged = kind, kind.arranged

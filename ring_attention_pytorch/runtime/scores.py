@@ -31,7 +31,7 @@ def bias_problem(
         return "key_bias and softclamp exclude each other: the clamp would bend the bias too"
     held = torch.finfo(k.dtype)
     if scale is None:
-        scale = q.shape[-1] ** -0.5
+        scale = float(q.shape[-1] ** -0.5)
     if scale == 0:
         return "key_bias needs a scale that is not 0"
     if not held.tiny <= _undoing(scale) <= held.max:

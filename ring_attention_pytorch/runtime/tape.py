@@ -27,8 +27,9 @@ from torch.overrides import TorchFunctionMode, has_torch_function
 
 from ring_attention_pytorch.runtime.streams import capturing
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
-Tensors = tuple[Tensor | None, ...]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+Tensors = tuple[Tensor | Any, ...]  # or None, after the first
 Function = Callable[..., Tensors]
 
 _NEW, _ONCE = object(), object()  # what is known of a kind of calls at first
@@ -78,7 +79,7 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return operation
 
 
-def prepared(operation: Callable[_P, _R]) -> Callable[[Callable[_P, Any]], None]:
+def prepared(operation: Callable[..., Any]) -> Callable[[Callable[..., Any]], None]:
     """Decorate what makes, of arguments of an `opaque` function, what tapes call in its place.
 
     It is given what the function was given, and decides all that is the same for all tensors that
@@ -86,7 +87,7 @@ def prepared(operation: Callable[_P, _R]) -> Callable[[Callable[_P, Any]], None]
     it returns for others like these. It returns None if then there is nothing to do.
     """
 
-    def register(prepare: Callable[_P, Any]) -> None:
+    def register(prepare: Callable[..., Any]) -> None:
         _preparations[operation] = prepare
 
     return register
@@ -98,12 +99,12 @@ class Tapes:
     def __init__(self) -> None:
         # what is known of a kind: that it came once, a first recording, what replays it; or None,
         # if no tape can be made
-        self._kept: dict[Hashable, object] = {}
+        self._kept: dict[Hashable, Any] = {}
         self._memory: Hashable = None  # what the tapes read and write beside what they are given
 
     def run(
         self, function: Function, plan: Any, *given: Tensor | None, memory: Hashable = None
-    ) -> Tensors:
+    ) -> Any:
         """Return `function(plan, *given)`, by a tape once there is one.
 
         All that the function decides must depend on the plan and on what a kind has: strides and

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def refuse_export() -> None:
@@ -30,7 +31,8 @@ def run_apart(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -
 def _as_it_is(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
     import torch._dynamo  # takes a second
 
-    return torch._dynamo.disable(function)(*args, **kwargs)
+    apart: Any = torch._dynamo.disable(function)
+    return apart(*args, **kwargs)
 
 
 _as_it_is._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -47,7 +49,8 @@ class Function(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))
+        beyond: Any = super(torch.autograd.Function, cls)  # which PyTorch gives no type
+        return beyond.apply(*unwrap_dead_wrappers(args))
 
 
 def forward_mode() -> bool:

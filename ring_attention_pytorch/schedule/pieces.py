@@ -292,7 +292,7 @@ def joined(chunks: Chunks) -> Segments:
         start, length = segment.start, segment.length
         if segment.stride == stride and start == end:
             last = segments.pop()
-            segment = Segment(last.start, stride, last.length + length)
+            segment = Segment(last.start, segment.stride, last.length + length)
         segments.append(segment)
         stride = segment.stride
         end = start + stride * length

@@ -15,7 +15,7 @@ What ranks do, what it costs and what is said about it are read from here.
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ring_attention_pytorch.geometry.segments import Segments, whole_pieces
 from ring_attention_pytorch.schedule.pieces import (
@@ -45,7 +45,7 @@ class Block(NamedTuple):
     stages: tuple[Stage, ...]
     whole: bool = False
     cut: bool = False
-    made: Round | None = None
+    made: Round | Any = None
 
     @classmethod
     def of(cls, made: Round) -> "Block":
@@ -261,7 +261,7 @@ def gather(
     fetched = _gathered(workload, at_once)
     transfers, steps = [*fetched.transfers], [*fetched.steps]
     steps[0] = steps[0]._replace(compute=Part(0, gives_way=gives_way))
-    back, going = [steps[0]], ()
+    back, going = [steps[0]], tuple[int, ...]()
     for number, step in enumerate(steps[1:], 1):
         home = Transfer(GRADS, number, 0, _from_users(workload, at_once[number].distances))
         transfers.append(home)

@@ -139,7 +139,7 @@ class ShardedBatch(Mapping[str, Any]):
 
     def unshard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """Gather the whole of what ranks have for their tokens, as `unshard_sequence`."""
-        how = dict(length=self.length, layout=self.layout, group=self.ring)
+        how: dict[str, Any] = dict(length=self.length, layout=self.layout, group=self.ring)
         return unshard_sequence(x, dim=dim, **how)
 
     def roll(self, x: Tensor, ahead: int, nothing: int) -> Tensor:
@@ -263,6 +263,9 @@ class RingCollator:
     >>> batch["input_ids"].tolist()
     [[0, 3]]
     """
+
+    inner: Callable[[Any], Mapping[str, Any]]
+    options: dict[str, Any]
 
     @beartype
     def __init__(

@@ -38,6 +38,8 @@ class TokenFile:
         ValueError: the file is not a whole number of tokens.
     """
 
+    tokens: Tensor
+
     @beartype
     def __init__(self, path: str | Path, dtype: torch.dtype = torch.uint16):
         size = Path(path).stat().st_size
@@ -78,6 +80,13 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
     [[3, 4]] [[-100, 5]]
     """
 
+    length: int
+    batch_size: int
+    replica: int
+    replicas: int
+    seed: int | None
+    layout: Layout
+
     @beartype
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -104,8 +113,9 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
             raise ValueError("there is no token in the documents")
         if seed is not None and not isinstance(source, TokenFile | Sequence):
             raise ValueError("documents that can't be indexed can't be shuffled; leave seed out")
-        self.source, self.length, self.batch_size = source, length, batch_size
-        self.place = dict(rank=rank, ring_size=ring_size)
+        self.source: Any = source
+        self.length, self.batch_size = length, batch_size
+        self.place: dict[str, Any] = dict(rank=rank, ring_size=ring_size)
         self.replica, self.replicas, self.seed, self.layout = replica, replicas, seed, layout
         self._done = 0  # batches of all replicas
 

@@ -127,8 +127,8 @@ def ring_token_logprobs(
     >>> ring_token_logprobs(torch.zeros(1, 2, 4), batch).exp().tolist()
     [[0.25, 1.0]]
     """
-    labels = batch.get("shift_labels")
-    problem = "the batch must have labels, got none"
+    labels: Any = batch.get("shift_labels")
+    problem: str | None = "the batch must have labels, got none"
     if labels is not None:
         problem = problem_of(lambda: _problem(x, labels, head, None, chunk, batch.ring))
     agree(batch.ring, "ring_token_logprobs", {"dtype": x.dtype}, problem=problem)
@@ -137,7 +137,7 @@ def ring_token_logprobs(
     found = []
     for part in _chunks(chunk, x, labels, None):
         found.append(_again(_logprobs_of_chunk, chunk, *part, head, ignore_index))
-    return _Whole.apply(torch.cat(found).view(labels.shape), batch)
+    return _Whole.apply(torch.cat(found).view(x.shape[:2]), batch)
 
 
 class _Whole(Function):
@@ -158,9 +158,9 @@ class _Whole(Function):
         return grad.index_select(1, ctx.held) * ctx.times, None
 
 
-def _chunks(chunk: int | None, *given: Tensor | None) -> Iterator[list[Tensor | None]]:
+def _chunks(chunk: int | None, *given: Tensor | Any) -> Iterator[list[Tensor | Any]]:
     """Yield tensors `[b, n, ...]` as chunks of so many of their b * n tokens."""
-    flat = [None if t is None else t.flatten(0, 1) for t in given]
+    flat: list[Any] = [None if t is None else t.flatten(0, 1) for t in given]
     n = len(flat[0])
     for start in range(0, max(1, n), chunk or max(1, n)):  # of no tokens one, for its graph
         stop = start + (chunk or n)

@@ -47,3 +47,90 @@ SECOND_ORDER = [
         'if {*plan.kernel.name.split("+")} != {"eager"}:', "if False:",
     ),
 ]  # fmt: skip
+
+COMPILED = [
+    Mutant(
+        "an operator takes other heads' sinks", "operators.py:_forward", "sinks[swap.heads]",
+        "sinks.flip(0)[swap.heads]",
+    ),
+    Mutant(
+        "results lie as they come", "operators.py:_forward",
+        "out, lse = swap.rows_to_sequence(out, lse) return out.contiguous(), lse.contiguous()",
+        "return swap.rows_to_sequence(out, lse)",
+    ),
+    Mutant(
+        "a graph takes tensors that its plan is not for", "operators.py:_forward",
+        "plan.check(q, k, v, sinks)", "",
+    ),
+    Mutant(
+        "a graph forgets the cotangent of lse", "operators.py:_run_backward",
+        '"backward", backward, *given', '"backward", backward, *given[:5], None, *given[6:]',
+    ),
+    Mutant(
+        "an operator has no gradient of sinks", "operators.py:_backward",
+        "like.new_empty(0) if dsinks is None else dsinks", "like.new_empty(0)",
+    ),
+    Mutant(
+        "the cotangent of lse stays where it is", "operators.py:_swapped",
+        "swap.rows_to_heads(dout, dlse)", "swap.rows_to_heads(dout, None)",
+    ),
+    Mutant(
+        "sinks of others' heads have a gradient", "operators.py:_swapped",
+        "torch.zeros_like(sinks)", "torch.ones_like(sinks)",
+    ),
+    Mutant(
+        "gradients come home to other tokens", "operators.py:_swapped",
+        "swap.unspread(grads, spreads)",
+        "[t.flip(1) for t in swap.unspread(grads, spreads)]",
+    ),
+    Mutant(
+        "a sum overwrites what it is of", "operators.py:_total",
+        "x.clone(memory_format=torch.contiguous_format)", "x",
+    ),
+    Mutant(
+        "a sum is of this rank alone", "operators.py:_total", "ring.total(found)", "pass",
+    ),
+    Mutant(
+        "positions alike have no samples", "operators.py:_positions",
+        "found.expand(x.shape[0], -1)", "found",
+    ),
+    Mutant(
+        "a graph takes lse to be as narrow as q", "operators.py:_fake_forward",
+        "accumulation_dtype(q.dtype)", "q.dtype",
+    ),
+    Mutant(
+        "a graph takes out to be as wide as q", "operators.py:_fake_forward", "v.shape[3]",
+        "q.shape[3]",
+    ),
+    Mutant(
+        "a graph takes sinks to have no gradient", "operators.py:_fake_backward",
+        "sinks.new_empty(sinks.shape)", "sinks.new_empty(0)",
+    ),
+    Mutant(
+        "a graph takes documents to be alike", "operators.py:_fake_positions",
+        "x.shape[:2] if in_documents else x.shape[1:2]", "x.shape[1:2]",
+    ),
+    Mutant(
+        "out has a cotangent where lse alone has one", "operators.py:_differentiate",
+        "torch.zeros_like(out) if dout is None", "torch.ones_like(out) if dout is None",
+    ),
+    Mutant(
+        "all layers of a graph drop the same", "operators.py:_plan",
+        "plan if layer is None else plan.layer(layer)", "plan",
+    ),
+    Mutant(
+        "backward's messages go into CUDA graphs", "operators.py:_define",
+        'overload or "default"), ctx, dout, dlse)',
+        'overload and "default" or "default"), ctx, dout, dlse)',
+    ),
+    Mutant(
+        "a sum's gradient is this rank's", "operators.py:_define",
+        'return getattr(ops.total, overload or "default")(grad, ctx.handle)',
+        "return grad.clone() if overload else grad",
+    ),
+    Mutant(
+        "CUDA graphs hold messages", "operators.py:_of", "operator.default if plan.capturable",
+        "operator.default if True",
+    ),
+    Mutant("a plan is exported", "operators.py:attention", "refuse_export()", "pass"),
+]  # fmt: skip

@@ -9,7 +9,7 @@ DOCTOR = [
     ),
     Mutant(
         "libraries that lack are a package that lacks", "kernels/__init__.py:package_problem",
-        'if own and f"{package.module}.".startswith(f"{error.name}."):', "if own:",
+        'if lacks and f"{package.module}.".startswith(f"{lacks}."):', "if lacks:",
     ),
     Mutant(
         "what is broken is only a note", "doctor/findings.py:_packages",

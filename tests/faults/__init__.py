@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 _INSTALLED = all(find_spec(name) for name in ("transformers", "accelerate"))
 BATTERIES = (
-    "attention", "doctor", "failing", "inference", "kept", "original", "routing", "schedules",
-    "second_order", "silent", "summaries", "training", *(["integrations"] if _INSTALLED else []),
+    "attention", "compiled", "doctor", "failing", "inference", "kept", "original", "routing",
+    "schedules", "second_order", "silent", "summaries", "training",
+    *(["integrations"] if _INSTALLED else []),
 )  # fmt: skip

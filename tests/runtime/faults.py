@@ -338,3 +338,35 @@ KEPT = [
         "with torch._C.DisableTorchFunction():", "if True:",
     ),
 ]  # fmt: skip
+
+COMPILED = [
+    Mutant(
+        "two objects have one number", "runtime/handles.py:new_handle", "next(_counter)", "_STRIDE",
+    ),
+    Mutant(
+        "the first layer is no layer", "runtime/handles.py:handle_of_layer", "handle + 1 + layer",
+        "handle + layer",
+    ),
+    Mutant(
+        "an object is its own first layer", "runtime/handles.py:parted",
+        "layer - 1 if layer else None", "max(0, layer - 1)",
+    ),
+    Mutant(
+        "who is gone is None", "runtime/handles.py:object_of", "if thing is None:", "if False:",
+    ),
+    Mutant(
+        "a plan goes before backward", "runtime/handles.py:object_of", "_held[handle] = thing",
+        "_held[handle] = None",
+    ),
+    Mutant(
+        "those used first go, however often", "runtime/handles.py:object_of",
+        "_held.move_to_end(handle)", "",
+    ),
+    Mutant(
+        "those used last go", "runtime/handles.py:object_of", "_held.popitem(last=False)",
+        "_held.popitem()",
+    ),
+    Mutant(
+        "all plans stay", "runtime/handles.py:object_of", "if len(_held) > _HELD:", "if False:",
+    ),
+]  # fmt: skip

@@ -89,7 +89,7 @@ TRAINING = [
     ),
     Mutant(
         "attention does not ask the batch for its layout", "comm/placement.py:Placement.options",
-        'mine = {"layout": self.layout}', "mine = {}",
+        '= {"layout": self.layout}', "= {}",
     ),
     Mutant(
         "whole sequences pass for shards", "comm/placement.py:Placement.problem",

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import (
+    ConditionalRoutedAttention,
     RingAttention,
     RingPlan,
     RingTransformer,
     balanced,
     positions,
     ring_attn,
+    ring_flash_attn,
     shard_sequence,
     ulysses_attn,
     unshard_sequence,
@@ -42,3 +44,7 @@ plans: tuple[RingPlan, ...] = model.plans(torch.zeros(1, 8, dtype=torch.long))
 x: Tensor = shard_sequence(torch.arange(4), dim=0)
 whole: Tensor = unshard_sequence(x, length=4, dim=0)
 at: Tensor = positions("zigzag", rank=0, ring_size=2, length=8)
+
+assert_type(ring_flash_attn(q, k, k, causal=True), Tensor)
+assert_type(attn.heads, int)
+ConditionalRoutedAttention(16, num_heavy_tokens_q=4, num_heavy_tokens_kv=0.5, layout=None)

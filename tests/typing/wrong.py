@@ -2,7 +2,17 @@
 
 import torch
 
-from ring_attention_pytorch import RingAttention, RingPlan, RingTransformer, ring_attn, ulysses_attn
+from ring_attention_pytorch import (
+    ConditionalRoutedAttention,
+    RingAttention,
+    RingCache,
+    RingPlan,
+    RingTransformer,
+    ring_attn,
+    ring_attn_with_cache,
+    ring_flash_attn,
+    ulysses_attn,
+)
 
 q = torch.randn(1, 8, 4, 8)
 
@@ -21,3 +31,7 @@ RingPlan.make(q, q, q).position()  # wrong
 RingAttention(32, layout="zigzg")  # wrong
 RingAttention(32, transport="rings")  # wrong
 RingTransformer(num_tokens=9, dim=16, depth=2, kernel="flex2")  # wrong
+ring_flash_attn(q, q, q, kernel="tritton")  # wrong
+ring_flash_attn(q, q, q, causal="no")  # wrong
+ring_attn_with_cache(q, q, q, RingCache(1, 2, 8), layout="zag")  # wrong
+ConditionalRoutedAttention(9, num_heavy_tokens_q=4, num_heavy_tokens_kv=4, layout="zg")  # wrong

@@ -1,0 +1,33 @@
+"""Faults planted into the operators of compiled code, and a battery that must find each."""
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+
+from tests.faults import hunt
+from tests.faults.hunt import Case
+from tests.faults.mutant import planted
+
+MUTANTS = planted("COMPILED")
+
+
+def battery() -> Iterable[Case]:
+    """Cases that fail where something is wrong; most call operators without compiling."""
+    from tests.attention import test_compile
+    from tests.support import threads
+
+    torch.set_num_threads(1)
+    threads.PATIENCE = 10.0
+    for case in test_compile.BY_OPERATORS:
+        yield partial(test_compile.test_operators_do_what_functions_do, *case)
+    yield test_compile.test_positions_are_what_they_promise
+    yield test_compile.test_what_travels_in_messages_is_left_out_of_cuda_graphs
+    yield test_compile.test_handles_are_of_one_object_each_and_gone_ones_raise
+    yield test_compile.test_those_used_last_are_kept
+    yield test_compile.test_an_operator_refuses_tensors_that_its_plan_is_not_for
+    yield partial(test_compile.test_export_says_that_it_cannot, with_plan=True)
+
+
+if __name__ == "__main__":
+    hunt.main("tests.faults.compiled")
