@@ -24,6 +24,7 @@ from ring_attention_pytorch.nn.checks import (
     PlanOfLayer,
     SummaryOptions,
     angles_problem,
+    context_problem,
     kernel_problem,
     plan_problem,
     scores_problem,
@@ -292,15 +293,9 @@ class RingAttention(HeadProjections):
             problem = problem or tokens_problem("context", context, dim)
         if problem:
             return problem
-        if context is not None and (self.causal or self.window is not None or rotary):
-            return (
-                "context is another sequence, whose tokens have no place among these: it needs a "
-                "module without causal, max_lookback_seq_len and rotary_embed, and no rotary_emb"
-            )
-        if context is None and context_mask is not None:
-            return "context_mask needs a context; the mask of x is `mask`"
-        if context is not None and mask is not None:
-            return "with a context its own context_mask says what may be seen, not mask"
+        placed = self.causal or self.window is not None or rotary
+        if problem := context_problem(context is not None, placed, mask, context_mask):
+            return problem
         if self.rotary_embed is not None and rotary_emb is not None:
             return "a module with rotary_embed makes its own angles, rotary_emb would be ignored"
         if rotary_emb is not None and self.summaries and self.summaries.rotary is None:

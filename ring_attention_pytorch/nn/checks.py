@@ -89,6 +89,22 @@ def tokens_problem(name: str, x: Tensor, dim: int) -> str | None:
     return None
 
 
+def context_problem(
+    is_given: bool, placed: bool, mask: Tensor | None, context_mask: Tensor | None
+) -> str | None:
+    """Say what does not go with a context; `placed`: the module knows places of tokens."""
+    if is_given and placed:
+        return (
+            "context is another sequence, whose tokens have no place among these: it needs a "
+            "module without causal, max_lookback_seq_len and rotary_embed, and no rotary_emb"
+        )
+    if not is_given and context_mask is not None:
+        return "context_mask needs a context; the mask of x is `mask`"
+    if is_given and mask is not None:
+        return "with a context its own context_mask says what may be seen, not mask"
+    return None
+
+
 def angles_problem(x: Tensor, angles: Tensor, dim_head: int, by_sample: bool) -> str | None:
     """Say what is wrong with the rotary angles of tokens x, or of each sample; None if nothing."""
     shape, want = list(angles.shape), [x.shape[1], dim_head]
