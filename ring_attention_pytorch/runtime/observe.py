@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from ring_attention_pytorch.runtime.streams import capturing
+from ring_attention_pytorch.runtime.streams import capturing, wait_side_streams
 from ring_attention_pytorch.schedule.pieces import KVShape
 from ring_attention_pytorch.schedule.steps import KEYS, Part, Program, Transfer
 
@@ -106,8 +106,8 @@ class Span(NamedTuple):
 class Record:
     """A recording of one direction of one call on this rank.
 
-    Times are those of the plan's stream on CUDA, and of the host elsewhere. What a kernel does on
-    side streams counts from when the plan's stream waits for it.
+    Times are those of the plan's stream on CUDA, and of the host elsewhere. That stream waits for
+    side streams at the end of each part: recorded calls for two parts do not run side by side.
     """
 
     def __init__(self, plan: Any, direction: str) -> None:
@@ -161,6 +161,7 @@ class Record:
     def end(self, part: Part) -> None:
         """Note that all calls for a part have been launched."""
         self._open.pop().__exit__()
+        wait_side_streams(self.device)  # else their work would count where somebody waits for it
         number = self.program.parts.index(part)
         self.spans.append(Span(COMPUTE, number, self._computing, self._mark()))
 
