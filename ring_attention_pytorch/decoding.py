@@ -51,7 +51,7 @@ def tree_attn_decode(
         eps: lower bound of the total weight that results are divided by; queries that see no key
             get 0.
         shard_kv_seq: shard the keys: each rank takes its part of k, v and key_mask.
-        use_triton: True takes our kernel for caches, on CUDA, which for keys that no cache holds has
+        use_triton: True takes our kernel for caches, on CUDA; for keys that no cache holds it has
             not run on GPUs yet. Else PyTorch's fastest kernel attends, and ranks send one message.
         key_mask: bool `[b, n]`, True where a key may be seen; whole or sharded as k is.
         group: the ranks; None is the default group, or this process alone.

@@ -101,8 +101,8 @@ def told_by_group(
             group = group if isinstance(group, Group) else None
             ring = ring_of(group, size if isinstance(size, int) else None)
             agree(ring, caller, {}, problem=problem)
-        elif isinstance(ring := getattr(given.get("plan"), "ring", None), Ring):
-            ring.say(f"raised ValueError: {problem}")
+        elif isinstance(of_plan := getattr(given.get("plan"), "ring", None), Ring):
+            of_plan.say(f"raised ValueError: {problem}")
         else:  # no plan: those who have one wait
             ring_of(None, None).say(f"raised ValueError: {problem}")
 

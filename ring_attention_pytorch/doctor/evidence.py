@@ -76,7 +76,7 @@ def _inputs_of(name: str, module: nn.Module, seen: Evidence) -> Callable[..., No
 
 
 def _note_loss(seen: Evidence, call: inspect.BoundArguments) -> None:
-    given = dict(call.arguments) | {"reduction": "sum"}
+    given: dict[str, Any] = dict(call.arguments) | {"reduction": "sum"}
     logits, labels = given["input"].detach(), given["target"]
     if labels.is_floating_point():
         return  # probabilities of classes: nothing is known of these
@@ -90,8 +90,8 @@ def _note_loss(seen: Evidence, call: inspect.BoundArguments) -> None:
 
 def _note_call(seen: Evidence, call: inspect.BoundArguments) -> None:
     plan, *qkv = (call.arguments[name] for name in ("self", "q", "k", "v"))
-    kept = tuple(t.detach() for t in qkv) if not seen.attention else tuple(map(_shaped, qkv))
-    seen.attention.append((plan, kept))
+    q, k, v = map(_shaped if seen.attention else Tensor.detach, qkv)
+    seen.attention.append((plan, (q, k, v)))
 
 
 def _shaped(t: Tensor) -> Tensor:

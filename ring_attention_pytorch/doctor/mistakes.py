@@ -54,7 +54,7 @@ class Case:
     close: float
 
     @cached_property
-    def tokens(self) -> Tensor | None:
+    def tokens(self) -> Tensor | Any:
         """The whole sequences."""
         return whole_tokens(self.batch)
 

@@ -172,7 +172,8 @@ class RingAttention(HeadProjections):
         self.rotary_restart, self.rotary_embed = rotary_restart, None
         if rotary_embed:
             self.rotary_embed = RingRotaryEmbedding(dim_head, theta=rotary_embed_theta)
-        key_heads, self.summaries = heads // num_grouped_query_heads, None
+        key_heads = heads // num_grouped_query_heads
+        self.summaries: Any = None
         self.make_projections(dim, dim_head, heads, key_heads, prenorm)
         if attn_summaries is not None:
             self.summaries = attn_summaries.layer(dim, dim_head, heads, key_heads)
@@ -287,7 +288,8 @@ class RingAttention(HeadProjections):
         context_mask: Tensor | None,
     ) -> str | None:
         """Say what is wrong with this rank's arguments, without asking other ranks."""
-        dim, rotary = self.to_out.out_features, self.rotary_embed or rotary_emb is not None
+        dim = self.to_out.out_features
+        rotary = self.rotary_embed is not None or rotary_emb is not None
         problem = tokens_problem("x", x, dim)
         if context is not None:
             problem = problem or tokens_problem("context", context, dim)

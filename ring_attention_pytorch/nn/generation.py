@@ -295,7 +295,7 @@ class Generation:
             return "the model must be causal: else each new token would change all earlier ones"
         if not len(self.layers):
             return "the model has no blocks"
-        if any(attention.summaries is not None for attention, _ in self.layers):
+        if any(getattr(module, "summaries", None) is not None for module in self.modules()):
             return "layers with attn_summaries need a SummaryCache: see SummaryAttention.prefill"
         if current() is not None:
             return "ids are whole sequences, call it outside of the block of a batch"

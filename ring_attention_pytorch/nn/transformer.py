@@ -130,7 +130,9 @@ class RingTransformer(Generation, nn.Module):
         if max_lookback_seq_len is None or isinstance(max_lookback_seq_len, int):
             max_lookback_seq_len = (max_lookback_seq_len,) * depth
         if (got := len(max_lookback_seq_len)) != depth:
-            raise ValueError(f"max_lookback_seq_len must be {depth}, one for each block, got {got}")
+            raise ValueError(
+                f"max_lookback_seq_len: give one for each of {depth} blocks, got {got}"
+            )
         self.spread = ShardConfig.make(
             ring_attn, auto=auto_shard_seq, causal=causal, ring_seq_size=ring_seq_size,
             layout=layout, striped=striped_ring_attn, group=group,

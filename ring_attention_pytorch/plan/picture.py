@@ -61,7 +61,9 @@ def measured(record: Record) -> Timeline:
     A transfer is under way until its wait is over: when it arrived, nobody looked.
     """
     program, parts = record.program, record.program.parts
-    computed, under_way, begun = [], [], {}
+    computed: list[Bar] = []
+    under_way: list[Bar] = []
+    begun: dict[int, float] = {}
     for what, number, start, stop in record.spans:
         first, last = (record.seconds(record.start, mark) for mark in (start, stop))
         if what == COMPUTE:

@@ -87,14 +87,15 @@ def statistics_of(records: Mapping[str, Record]) -> Statistics:
             "plan.statistics: no call of this plan was observed; make one inside "
             "`with observe():`, with plan=plan and without in_graphs()"
         )
-    both = (records.get(name) for name in ("forward", "backward"))
-    return Statistics(*(record and _direction(record) for record in both))
+    found = {name: _direction(record) for name, record in records.items()}
+    return Statistics(found.get("forward"), found.get("backward"))
 
 
 def _direction(record: Record) -> Direction:
     """Add up the spans of a direction."""
     program, parts = record.program, record.program.parts
-    computed, waited = dict.fromkeys((part.block for part in parts), 0.0), {}
+    computed = dict.fromkeys((part.block for part in parts), 0.0)
+    waited: dict[int, float] = {}
     gradients_waited = 0.0
     for what, number, start, stop in record.spans:
         seconds = record.seconds(start, stop)

@@ -9,6 +9,9 @@
 Yuan et al. 2025, "Native Sparse Attention", section 3.3.
 """
 
+from functools import reduce
+from typing import Any
+
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -55,7 +58,7 @@ def summary_attn(
     torch.Size([1, 40, 4, 8])
     """
     if is_compiling():
-        given = dict(plan=plan, bias=bias, gates=gates)
+        given: dict[str, Any] = dict(plan=plan, bias=bias, gates=gates)
         return run_apart(summary_attn, q, k, v, summary_k, summary_v, **given)
     b, n, h, _ = q.shape
     for name, t, shape in (("bias", bias, [h]), ("gates", gates, [b, n, h, 2])):
@@ -119,4 +122,4 @@ def _merged(parts: list[Part]) -> Tensor:
     weights = (lse - top.masked_fill(top.isinf(), 0.0)).exp()
     total = weights.sum(dim=0)
     weights = weights / total.masked_fill(total == 0, 1.0)
-    return sum(w[..., None] * out for w, (out, _) in zip(weights, parts))
+    return reduce(torch.add, (w[..., None] * out for w, (out, _) in zip(weights, parts)))

@@ -14,7 +14,7 @@ same summaries. Row i sees cells 0 to i - 1: a causal mask of rows and cells.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Cells(NamedTuple):
         """How many summaries a query sees at most; None is no bound."""
         return None if self.distance is None else (self.distance - self.window) // self.stride
 
-    def row(self, t: int) -> int:
+    def row(self, t: Any) -> Any:
         """Return the row of a query: the cell that its window's far edge is in; ints or tensors."""
         return (t - self.window) // self.stride
 
@@ -162,7 +162,8 @@ def shares(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         place = t - (cell + 1) * rule.stride + rule.block
         token = ((cell < cells) & (place >= 0)).nonzero().flatten()
         found.append(torch.stack(((first + cell)[token], token, place[token])))
-    return torch.cat(found, dim=1).unbind(0)
+    cell, token, place = torch.cat(found, dim=1).unbind(0)
+    return cell, token, place
 
 
 def rows_of(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor]:

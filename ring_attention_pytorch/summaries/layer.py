@@ -134,7 +134,7 @@ class SummaryLayer(nn.Module):
         """Compute `forward` of a prompt, and make the cache for what follows."""
         q, k, far_k, far_v = self._summarized(qkv, angles, plan)
         _, raw, v = qkv
-        given = dict(plan=plan, bias=self.bias, gates=self._gates(x))
+        given: dict[str, Any] = dict(plan=plan, bias=self.bias, gates=self._gates(x))
         out = summary_attn(q, k, v, far_k, far_v, **given)
         return out, SummaryCache(plan, raw, k, v, [far_k, far_v])
 

@@ -42,7 +42,8 @@ class SummaryAttention(RingAttention):
         **options: Any,
     ):
         given = Summaries(window, stride, block, distance, pool, gates, select)
-        super().__init__(dim, attn_summaries=given, **({"causal": True} | options))
+        options = {"causal": True} | options
+        super().__init__(dim, attn_summaries=given, **options)
 
     @torch.no_grad()
     def prefill(self, x: Tensor) -> tuple[Tensor, SummaryCache]:

@@ -73,7 +73,8 @@ class Deal:
         rows = without_gaps(folded.groups, ring.size)
         width = max(1, *(Grouped.by(rows_of(rule, theirs)[0]).width for theirs in held))
         slots = torch.searchsorted(rows, folded.groups)[folded.rows] * width + folded.slots
-        ends = tuple(each[begin:end].to(device) for each in places.ends(rule.stride))
+        in_sequence, in_document = places.ends(rule.stride)
+        ends = in_sequence[begin:end].to(device), in_document[begin:end].to(device)
         tokens, at, real = tokens.to(device), at.to(device), real.to(device)
         if key_mask is not None:
             real = real & key_mask.flatten()[tokens]
@@ -117,7 +118,7 @@ class SummaryPlan(RingPlan):
 
     rule: Cells = field(default_factory=lambda: Cells(0, 1, 1))
     edge: Edge | None = None  # None where all windows end with a cell
-    deal: Deal | None = None  # None where no query sees a summary, on any rank
+    deal: Deal | Any = None  # None where no query sees a summary, on any rank
     far: RingPlan | None = None
     selection: Selection | None = None  # None where nothing is selected
 
@@ -184,8 +185,7 @@ class SummaryPlan(RingPlan):
         far = _far_plan(near, rule, deal, places.borders, (q, k, v), options)
         if rule.select:
             selection = Selection.make(rule, places.borders[-1], held, ring, q.device)
-            masks = dict(key_mask=near.key_mask, summaries=far.key_mask)
-            mine["selection"] = replace(selection, **masks)
+            mine["selection"] = replace(selection, key_mask=near.key_mask, summaries=far.key_mask)
         return cls(**mine, deal=deal, far=far)
 
     def summary_positions(self, *, in_documents: bool = False) -> Tensor:

@@ -62,8 +62,8 @@ def summarize(
     """
     deal = plan.deal
     if deal is None:
-        return tuple(t.new_empty(1, 0, *t.shape[2:]) for t in (k, v))
-    parts = []
+        return k.new_empty(1, 0, *k.shape[2:]), v.new_empty(1, 0, *v.shape[2:])
+    parts: list[Tensor] = []
     for x, by_place, query in zip((k, v), weights, queries):
         parts += _own_parts(deal, x, by_place, query)
     if plan.ring.size > 1:
