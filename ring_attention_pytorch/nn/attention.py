@@ -288,15 +288,13 @@ class RingAttention(HeadProjections):
         context_mask: Tensor | None,
     ) -> str | None:
         """Say what is wrong with this rank's arguments, without asking other ranks."""
-        dim = self.to_out.out_features
-        rotary = self.rotary_embed is not None or rotary_emb is not None
+        dim, rotary = self.to_out.out_features, self.rotary_embed or rotary_emb is not None
         problem = tokens_problem("x", x, dim)
         if context is not None:
             problem = problem or tokens_problem("context", context, dim)
+        placed = bool(self.causal or self.window is not None or rotary)
+        problem = problem or context_problem(context is not None, placed, mask, context_mask)
         if problem:
-            return problem
-        placed = self.causal or self.window is not None or rotary
-        if problem := context_problem(context is not None, placed, mask, context_mask):
             return problem
         if self.rotary_embed is not None and rotary_emb is not None:
             return "a module with rotary_embed makes its own angles, rotary_emb would be ignored"
