@@ -129,6 +129,17 @@ def sharded(
     return Sharded(local, of_mesh if plan is None else None, mesh, placements, shape)
 
 
+def dtensor_problem(name: str, x: Tensor) -> str | None:
+    """Say that x is a DTensor, where tensors are plain; None if it is not.
+
+    >>> dtensor_problem("x", torch.zeros(2))
+    """
+    module = sys.modules.get("torch.distributed.tensor") if type(x) is not Tensor else None
+    if module is None or not _is(module.DTensor, x):
+        return None
+    return f"{name} must be a plain tensor of this rank, got a DTensor; pass {name}.to_local()"
+
+
 def _is(kind: type, t: object) -> bool:
     return isinstance(t, kind)
 

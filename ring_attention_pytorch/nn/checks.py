@@ -14,6 +14,7 @@ from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.nn.sharding import mask_problem
 from ring_attention_pytorch.plan.checks import other_way_problem
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.tensor_kinds import dtensor_problem
 
 
 def shape_problem(
@@ -82,6 +83,8 @@ def summaries_problem(
 
 def tokens_problem(name: str, x: Tensor, dim: int) -> str | None:
     """Say what is wrong with tokens `[b, n, dim]`; None if nothing."""
+    if problem := dtensor_problem(name, x):
+        return problem
     if x.ndim != 3 or x.shape[2] != dim:
         return f"{name} must be [batch, tokens, {dim}], got {list(x.shape)}"
     if x.is_meta or not x.is_floating_point():

@@ -30,6 +30,7 @@ from ring_attention_pytorch.geometry.layouts import (
 )
 from ring_attention_pytorch.plan.packing import gather_packings
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.tensor_kinds import dtensor_problem
 
 Shape = tuple[int, ...]
 
@@ -379,7 +380,7 @@ def _grad_mode(x: Tensor) -> dict[str, Any]:
 
 def _dim_problem(x: Tensor, dim: int) -> str | None:
     if -x.ndim <= dim < x.ndim:
-        return None
+        return dtensor_problem("x", x)
     return f"x {list(x.shape)} has no dimension {dim}"
 
 

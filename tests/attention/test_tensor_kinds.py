@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ring_attention_pytorch import RingPlan, ring_attn
+from ring_attention_pytorch import RingAttention, RingPlan, ring_attn, shard_sequence
 from ring_attention_pytorch.comm.ring import Ring
 from tests.comm.test_agreement import said
 from tests.support.reference import relative_error
@@ -81,6 +81,22 @@ def test_dtensors_that_lie_otherwise_are_refused_in_a_sentence(pools):
         assert "along the sequence by one dimension of one mesh" in replicated
         assert "Shard(dim=2)" in of_heads
         assert "must be DTensors together" in mixed
+
+
+def refused_elsewhere() -> list[str]:
+    mesh, x = init_device_mesh("cpu", (2,)), torch.randn(1, 8, 16)
+    given, found = distribute_tensor(x, mesh, [Shard(1)]), []
+    layer = RingAttention(16, dim_head=8, heads=2, ring_attn=True, auto_shard_seq=False)
+    for call in (shard_sequence, layer):
+        with pytest.raises(ValueError, match="got a DTensor") as told:
+            call(given)
+        found.append(str(told.value))
+    return found
+
+
+def test_dtensors_are_refused_where_tensors_are_plain(pools):
+    for found in pools(2).run(refused_elsewhere):
+        assert all("got a DTensor; pass x.to_local()" in told for told in found), found
 
 
 def test_heads_first():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -87,7 +88,22 @@ def hf_alone(name: str, kind: str, attention: str) -> tuple[Tensor, list[Tensor]
     return loss.detach(), [p.grad for p in model.parameters()]
 
 
-def as_hf_alone(cases: list[tuple[str, str]], size: int, attention: str) -> dict[str, float]:
+def documents_alone(name: str, kind: str, attention: str) -> tuple[Tensor, list[Tensor]]:
+    """(loss, gradients) by transformers, given each document by itself."""
+    model, ids = model_of(name, attention, torch.float32), batch_of(kind)["input_ids"]
+    documents, labels, losses = hf.documents_of(kind)[0], hf.whole_labels(kind), []
+    for number in documents.unique():
+        own = documents == number
+        logits = model(input_ids=ids[:, own], use_cache=False).logits.flatten(0, 1)
+        losses.append(F.cross_entropy(logits, labels[:, own].flatten(), reduction="sum"))
+    loss = torch.stack(losses).sum() / (labels != -100).sum()
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()]
+
+
+def as_hf_alone(
+    cases: list[tuple[str, str]], size: int, attention: str, alone: Any = hf_alone
+) -> dict[str, float]:
     """For a pool: the worst difference to transformers' own attention and loss, in float32."""
     found = {}
     for name, kind in cases:
@@ -100,7 +116,7 @@ def as_hf_alone(cases: list[tuple[str, str]], size: int, attention: str) -> dict
             loss = model(**inputs).loss
             loss.backward()
         got = loss.detach(), hf.averaged(model, ring_of(size))
-        found[f"{name}, {kind}"] = errors(got, hf_alone(name, kind, attention))
+        found[f"{name}, {kind}"] = errors(got, alone(name, kind, attention))
     return found
 
 
@@ -120,6 +136,13 @@ def test_it_is_what_transformers_computes_with_padding_and_documents(pools):
         ("GptOss", "plain"),
     ]
     for found in pools(4).run(as_hf_alone, full + windows, 4, "eager"):
+        assert max(found.values()) < 1e-5, found
+
+
+def test_documents_of_gpt_oss_do_not_see_one_another(pools):
+    """transformers itself lets them, when they are packed: so each is compared by itself."""
+    cases = [("GptOss", "packed")]
+    for found in pools(4).run(as_hf_alone, cases, 2, "eager", documents_alone):
         assert max(found.values()) < 1e-5, found
 
 
