@@ -25,6 +25,7 @@ from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.streams import capturing
+from ring_attention_pytorch.tensor_kinds import dtensor_problem
 
 
 @typed(told_by_group("tree_attn_decode"), apart=True)
@@ -211,6 +212,9 @@ def _option_problem(
 def _problem(q: Tensor, k: Tensor | None, v: Tensor | None, key_mask: Tensor | None) -> str | None:
     if (k is None) != (v is None) or (k is None and key_mask is not None):
         return "k and v must be given together, and key_mask with them only"
+    for name, t in dict(q=q, k=k, v=v).items():
+        if t is not None and (problem := dtensor_problem(name, t)):
+            return problem
     devices = {t.device for t in (q, k, v, key_mask) if t is not None}
     if len(devices) > 1 or q.is_meta:
         return f"q, k, v and key_mask must be on one device and have values, got {devices}"

@@ -137,7 +137,10 @@ def dtensor_problem(name: str, x: Tensor) -> str | None:
     module = sys.modules.get("torch.distributed.tensor") if type(x) is not Tensor else None
     if module is None or not _is(module.DTensor, x):
         return None
-    return f"{name} must be a plain tensor of this rank, got a DTensor; pass {name}.to_local()"
+    return (
+        f"{name} must be a plain tensor, got a DTensor: its to_local() is this rank's part, its "
+        "full_tensor() the whole"
+    )
 
 
 def _is(kind: type, t: object) -> bool:

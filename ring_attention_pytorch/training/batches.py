@@ -30,6 +30,7 @@ from ring_attention_pytorch.geometry.layouts import (
 from ring_attention_pytorch.nn.loss import next_tokens
 from ring_attention_pytorch.nn.sharding import unshard_sequence
 from ring_attention_pytorch.plan.packing import local_packing
+from ring_attention_pytorch.tensor_kinds import dtensor_problem
 from ring_attention_pytorch.training.labels import (
     digest,
     documents_of_positions,
@@ -226,6 +227,9 @@ def shard_batch(
     found: list[ShardedBatch] = []
 
     def make() -> str | None:
+        for name, t in batch.items():
+            if isinstance(t, Tensor) and (problem := _kind_problem(name, t)):
+                return problem
         whole = _Whole.read(batch, shift_labels, ignore_index)
         chosen = whole.layout(size) if layout == AUTO else layout
         if (problem := layout_problem(chosen, size, whole.length)) is None:
@@ -245,6 +249,12 @@ def shard_batch(
     same = {"check_same": check_same, "batch, layout and labels (their digest)": told}
     agree(ring, "shard_batch", same, problem=problem)
     return replace(found[0], told=None)
+
+
+def _kind_problem(name: str, t: Tensor) -> str | None:
+    if t.is_meta:
+        return f"{name} must have values, got a tensor on {t.device}"
+    return dtensor_problem(name, t)
 
 
 class RingCollator:

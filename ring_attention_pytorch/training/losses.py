@@ -20,6 +20,7 @@ from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
 from ring_attention_pytorch.nn.loss import mean_over_ranks
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.tensor_kinds import dtensor_problem
 from ring_attention_pytorch.training.batches import ShardedBatch
 
 _CHUNK = 2048  # tokens whose logits a head makes at once
@@ -206,6 +207,8 @@ def _problem(
     ring: Ring,
 ) -> str | None:
     """Say what is wrong with this rank's arguments; None if nothing is."""
+    if problem := dtensor_problem("x", x) or dtensor_problem("labels", labels):
+        return problem
     if x.ndim != 3 or not x.is_floating_point():
         return f"logits or hidden states must be floating [b, n, d], got {x.dtype} {list(x.shape)}"
     want = list(x.shape[:2])

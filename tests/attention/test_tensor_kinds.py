@@ -9,7 +9,15 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ring_attention_pytorch import RingAttention, RingPlan, ring_attn, shard_sequence
+from ring_attention_pytorch import (
+    RingAttention,
+    RingPlan,
+    ring_attn,
+    ring_cross_entropy,
+    shard_batch,
+    shard_sequence,
+    tree_attn_decode,
+)
 from ring_attention_pytorch.comm.ring import Ring
 from tests.comm.test_agreement import said
 from tests.support.reference import relative_error
@@ -87,7 +95,17 @@ def refused_elsewhere() -> list[str]:
     mesh, x = init_device_mesh("cpu", (2,)), torch.randn(1, 8, 16)
     given, found = distribute_tensor(x, mesh, [Shard(1)]), []
     layer = RingAttention(16, dim_head=8, heads=2, ring_attn=True, auto_shard_seq=False)
-    for call in (shard_sequence, layer):
+
+    def loss(x: Tensor) -> Tensor:
+        return ring_cross_entropy(x, torch.zeros(1, 4, dtype=torch.int64))
+
+    def batch(x: Tensor) -> object:
+        return shard_batch({"input_ids": x[0].long()})
+
+    def decode(x: Tensor) -> Tensor:
+        return tree_attn_decode(x[None], x[None], x[None])
+
+    for call in (shard_sequence, layer, loss, batch, decode):
         with pytest.raises(ValueError, match="got a DTensor") as told:
             call(given)
         found.append(str(told.value))
@@ -96,7 +114,7 @@ def refused_elsewhere() -> list[str]:
 
 def test_dtensors_are_refused_where_tensors_are_plain(pools):
     for found in pools(2).run(refused_elsewhere):
-        assert all("got a DTensor; pass x.to_local()" in told for told in found), found
+        assert all("got a DTensor: its to_local() is" in told for told in found), found
 
 
 def test_heads_first():
