@@ -102,9 +102,8 @@ def sharded(
     Raises:
         ValueError: they are sharded otherwise, or group and plan are of others; all ranks find it.
     """
-    module = sys.modules.get("torch.distributed.tensor")
     given: dict[str, Any] = {"q": qkv[0], "k": qkv[1], "v": qkv[2], **options}
-    found = [] if module is None else [n for n, t in given.items() if _is(module.DTensor, t)]
+    found = [name for name, t in given.items() if _is_dtensor(t)]
     if not found:
         return None
     if found != ["q", "k", "v"]:
@@ -134,8 +133,7 @@ def dtensor_problem(name: str, x: Tensor) -> str | None:
 
     >>> dtensor_problem("x", torch.zeros(2))
     """
-    module = sys.modules.get("torch.distributed.tensor") if type(x) is not Tensor else None
-    if module is None or not _is(module.DTensor, x):
+    if not _is_dtensor(x):
         return None
     return (
         f"{name} must be a plain tensor, got a DTensor: its to_local() is this rank's part, its "
@@ -143,8 +141,9 @@ def dtensor_problem(name: str, x: Tensor) -> str | None:
     )
 
 
-def _is(kind: type, t: object) -> bool:
-    return isinstance(t, kind)
+def _is_dtensor(t: object) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
 
 
 def _process_group(group: Group) -> ProcessGroup | None:

@@ -4,38 +4,19 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
+from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan, HeldKeys
 from ring_attention_pytorch.inference.pages import Pages
 
 _ENDLESS = 1 << 30  # tokens
 
 
-class GivenKeys:
+class GivenKeys(HeldKeys):
     """This rank's keys of some sequences, others at each call: all are seen, whatever their order.
 
     Heads come before tokens: k is `[b, h_kv, n, d]`, v `[b, h_kv, n, d_v]`.
     """
 
-    pages: Pages
-    fixed: bool
-    has_starts: bool
-    ring: Ring
-    device: torch.device
-    dtype: torch.dtype
-    sequences: int
-    key_heads: int
-    value_dim: int
-    rows: tuple[int, int]
-    step: int
-    tables: Tensor
     lengths: Tensor
-    starts: Tensor
-    rooms: Tensor
-    overflown: Tensor
-    layer_lengths: list[Tensor]
-    keys: list[Tensor]
-    values: list[Tensor]
-
     pages, fixed, has_starts = Pages(_ENDLESS, 1), True, False
 
     def __init__(self, ring: Ring, like: Tensor, key_heads: int, value_dim: int) -> None:

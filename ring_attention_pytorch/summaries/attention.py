@@ -107,10 +107,8 @@ def _far(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan) -> Part:
 
 def _placed(out: Tensor, lse: Tensor, tokens: Tensor, b: int, n: int) -> Part:
     """Put results `[x, h, ...]` of some tokens in their places; others have seen nothing."""
-    nothing, unseen = (
-        out.new_zeros(b * n, *out.shape[1:]),
-        lse.new_full((b * n, lse.shape[1]), -torch.inf),
-    )
+    nothing = out.new_zeros(b * n, *out.shape[1:])
+    unseen = lse.new_full((b * n, lse.shape[1]), -torch.inf)
     out, lse = nothing.index_copy(0, tokens, out), unseen.index_copy(0, tokens, lse)
     return out.unflatten(0, (b, n)), lse.unflatten(0, (b, n))
 

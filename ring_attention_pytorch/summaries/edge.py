@@ -18,10 +18,11 @@ from einops import rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.nn.sharding import all_to_all
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.summaries.cells import Cells, Grouped, edge_keys, edge_queries
+from ring_attention_pytorch.summaries.exchange import brought
+from ring_attention_pytorch.summaries.plain import attended, scores_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +80,9 @@ class Edge:
 
     def fetch(self, ring: Ring, x: Tensor) -> Tensor:
         """Bring x `[b, n, ...]` of the keys needed here: `[rows, stride - 1, ...]`."""
-        flat, rows = x.flatten(0, 1), len(self.limits)
-        shapes = [(len(land), *flat.shape[1:]) for land in self.lands]
-        arrived = all_to_all([flat[sent] for sent in self.sends], shapes, ring)
-        room = flat.new_zeros(rows * self.width, *flat.shape[1:])
-        return room.index_copy(0, torch.cat(self.lands), torch.cat(arrived)).unflatten(
-            0, (rows, self.width)
-        )
+        shape = len(self.limits), self.width
+        rows = shape[0] * shape[1]
+        return brought(x.flatten(0, 1), self.sends, self.lands, rows, ring).unflatten(0, shape)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, terms: ScoreMods, ring: Ring
@@ -101,17 +98,11 @@ class Edge:
         room = q.new_zeros(rows * width, *q.shape[2:])
         q = room.index_copy(0, self.slots, q.flatten(0, 1)[self.queries]).to(wide)
         q = rearrange(q, "(r w) (g h) d -> r g h w d", w=width, g=k.shape[2])
-        scores = torch.einsum("rghwd,rjgd->rghwj", q, k) * terms.scale
-        if terms.softclamp is not None:
-            scores = terms.softclamp * torch.tanh(scores / terms.softclamp)
         seen = torch.arange(k.shape[1], device=k.device) < self.limits[..., None]
         if self.real is not None:
             seen = seen & self.real[:, None]
-        blind = ~seen.any(-1)[:, None, None]
-        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-        lse = scores.masked_fill(blind[..., None], 0.0).logsumexp(-1)
-        weights = (scores - lse[..., None]).exp()
-        out = torch.einsum("rghwj,rjgd->rghwd", weights, v)
+        scores = scores_of("rghwd,rjgd->rghwj", q, k, terms)
+        out, lse = attended("rghwj,rjgd->rghwd", scores, seen[:, None, None], v)
         out = rearrange(out, "r g h w d -> (r w) (g h) d")
-        lse = rearrange(lse.masked_fill(blind, -torch.inf), "r g h w -> (r w) (g h)")
+        lse = rearrange(lse, "r g h w -> (r w) (g h)")
         return out[self.slots], lse[self.slots]

@@ -11,7 +11,6 @@ from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_gro
 from ring_attention_pytorch.comm.placement import attention_ring, current
 from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.geometry.layouts import count, segment_positions
-from ring_attention_pytorch.nn.sharding import all_to_all
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.summaries.cells import (
     Cells,
@@ -24,6 +23,7 @@ from ring_attention_pytorch.summaries.cells import (
     without_gaps,
 )
 from ring_attention_pytorch.summaries.edge import Edge
+from ring_attention_pytorch.summaries.exchange import dealt
 from ring_attention_pytorch.summaries.select import Selection
 
 # what near and far attention have in common; documents and masks are told each in its own way
@@ -86,8 +86,7 @@ class Deal:
     def visible(self, ring: Ring) -> Tensor:
         """Tell which summaries kept here are of any token that may be seen: bool `[cells]`."""
         found = self.real.any(dim=1).to(torch.uint8)
-        pieces = [found[sent] for sent in self.sends]
-        arrived = all_to_all(pieces, [(len(land),) for land in self.lands], ring)
+        arrived = dealt(found, self.sends, self.lands, ring)
         seen = torch.zeros(self.mine.stop - self.mine.start, dtype=torch.bool, device=found.device)
         for part, land in zip(arrived, self.lands):
             seen[land] |= part.bool()

@@ -8,8 +8,8 @@ tokens it is of.
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.nn.sharding import all_to_all
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.summaries.exchange import dealt
 from ring_attention_pytorch.summaries.plan import Deal, SummaryPlan
 
 
@@ -87,12 +87,10 @@ def _own_parts(
 
 def _merged(parts: list[Tensor], plan: SummaryPlan) -> list[Tensor]:
     """Send parts of cells to the ranks that keep their summaries; return those kept here, whole."""
-    deal, ring = plan.deal, plan.ring
+    deal = plan.deal
     keys, key_lse, values, value_lse = parts
     packed = torch.cat((keys, key_lse[..., None], values, value_lse[..., None]), -1)
-    pieces = [packed[sent] for sent in deal.sends]
-    shapes = [(len(land), *packed.shape[1:]) for land in deal.lands]
-    arrived = all_to_all(pieces, shapes, ring)
+    arrived = dealt(packed, deal.sends, deal.lands, plan.ring)
     widths = keys.shape[-1], 1, values.shape[-1], 1
     cells = deal.mine.stop - deal.mine.start
     nothing = packed.new_zeros(cells, *packed.shape[1:]).split(widths, -1)

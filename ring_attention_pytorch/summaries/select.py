@@ -25,6 +25,8 @@ from ring_attention_pytorch.nn.sharding import all_to_all
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.summaries.cells import Cells, chunks, rows_of
+from ring_attention_pytorch.summaries.exchange import brought
+from ring_attention_pytorch.summaries.plain import attended, scores_of
 
 _NUMBERS = 2**24  # of scores, or of gathered keys, that are in memory at once
 
@@ -93,7 +95,7 @@ class Selection:
         for part in _parts(len(q), self.cells * q.shape[1] * q.shape[2] + 1):
             first, stop = self.seen[:, part, None]
             seen = ((first <= cell) & (cell < stop) & visible)[:, None]
-            scores = _scores(q[part], keys, "xghd,cgd->xghc", terms)
+            scores = scores_of("xghd,cgd->xghc", q[part], keys, terms)
             scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
             shares = scores.softmax(-1).sum(2).masked_fill(~seen, -1.0)
             best, which = shares.sort(dim=-1, descending=True, stable=True)
@@ -121,13 +123,10 @@ class Selection:
         for at in self.places:
             at = at[needed[at // stride].bool()]
             lands.append(number[at // stride] * stride + at % stride)
-        land = torch.cat(lands)
 
         def moved(x: Tensor) -> Tensor:
-            shapes = [(len(each), *x.shape[1:]) for each in lands]
-            arrived = torch.cat(all_to_all([x[sent] for sent in sends], shapes, self.ring))
-            room = x.new_zeros((count + 1) * stride, *x.shape[1:])
-            return room.index_copy(0, land, arrived).unflatten(0, (count + 1, stride))
+            rows = brought(x, sends, lands, (count + 1) * stride, self.ring)
+            return rows.unflatten(0, (count + 1, stride))
 
         real = torch.ones(len(kv), dtype=torch.uint8, device=kv.device)
         if self.key_mask is not None:
@@ -141,13 +140,6 @@ def _parts(queries: int, numbers: int) -> list[slice]:
     return [slice(i, i + size) for i in range(0, max(1, queries), size)]
 
 
-def _scores(q: Tensor, k: Tensor, pattern: str, terms: ScoreMods) -> Tensor:
-    scores = torch.einsum(pattern, q, k) * terms.scale
-    if terms.softclamp is None:
-        return scores
-    return terms.softclamp * torch.tanh(scores / terms.softclamp)
-
-
 def _attention(
     q: Tensor, kv: Tensor, real: Tensor, number: Tensor, terms: ScoreMods
 ) -> tuple[Tensor, Tensor]:
@@ -156,9 +148,4 @@ def _attention(
     kv = rearrange(kv, "c s g e -> c g s e")[number, groups].flatten(2, 3)
     k, v = kv.split((q.shape[-1], kv.shape[-1] - q.shape[-1]), -1)
     seen = real[number].flatten(2)[:, :, None]
-    scores = _scores(q, k, "xghd,xgjd->xghj", terms).masked_fill(~seen, -torch.inf)
-    blind = ~seen.any(-1)
-    lse = scores.masked_fill(blind[..., None], 0.0).logsumexp(-1)
-    weights = (scores - lse[..., None]).exp()
-    out = torch.einsum("xghj,xgje->xghe", weights, v)
-    return out, lse.masked_fill(blind, -torch.inf)
+    return attended("xghj,xgje->xghe", scores_of("xghd,xgjd->xghj", q, k, terms), seen, v)

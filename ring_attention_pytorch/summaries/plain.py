@@ -1,0 +1,26 @@
+"""Attention in plain PyTorch, for queries that have few keys each. Patterns are einsum's."""
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.runtime.interfaces import ScoreMods
+
+
+def scores_of(pattern: str, q: Tensor, k: Tensor, terms: ScoreMods) -> Tensor:
+    """Return the scores of queries and keys, scaled and clamped."""
+    scores = torch.einsum(pattern, q, k) * terms.scale
+    if terms.softclamp is None:
+        return scores
+    return terms.softclamp * torch.tanh(scores / terms.softclamp)
+
+
+def attended(pattern: str, scores: Tensor, seen: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out and lse by scores `[..., keys]`; `seen` is bool, and broadcasts to them.
+
+    A query that sees no key has out 0, lse -inf and no gradient.
+    """
+    blind = ~seen.any(-1)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = scores.masked_fill(blind[..., None], 0.0).logsumexp(-1)
+    weights = (scores - lse[..., None]).exp()
+    return torch.einsum(pattern, weights, v), lse.masked_fill(blind, -torch.inf)
