@@ -204,6 +204,10 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 # ---- processes
 
+# one imports torch, and all others are forked from it; not ours, whose name a peer has too
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed"])
+
 
 class Failed(RuntimeError):
     """Say why a process can't."""
@@ -213,12 +217,11 @@ class Ranks:
     """Start and warm up the processes of one subject; `ask` gives every rank's answer."""
 
     def __init__(self, prepare: Callable, name: str, size: int, length: int, **options: Any):
-        context = mp.get_context("spawn")
         self.folder, self.members = tempfile.TemporaryDirectory(), []
         for rank in range(size):
-            ours, theirs = context.Pipe()
+            ours, theirs = _context.Pipe()
             work = Work(name, rank, size, length, **options)
-            process = context.Process(
+            process = _context.Process(
                 target=_serve, args=(theirs, prepare, work, self.folder.name), daemon=True
             )
             process.start()
