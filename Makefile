@@ -20,12 +20,13 @@ demo: $(VENV)/ready  ## ring attention on 4 processes of this machine, checked a
 # whole files go to workers in the order in which tests/conftest.py puts them: long ones first; four
 # workers on two cores, because half of what tests do is wait for processes to start
 PYTEST := $(RUN) -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+WHICH := -m "not thorough"
 
 test: $(VENV)/ready lint  ## what every change must pass; all but the tests marked `thorough`
-	$(PYTEST) -m "not thorough"
+	$(PYTEST) $(WHICH)
 
-test-all: test site  ## `test`, and then what it leaves out
-	$(PYTEST) -m thorough
+test-all: WHICH :=
+test-all: test site  ## all tests in one go, and the site
 
 test-install: $(VENV)/ready  ## wheel and sdist, installed where there is nothing else, and used
 	$(RUN) -m tests.support.check_install
