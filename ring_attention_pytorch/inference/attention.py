@@ -217,9 +217,9 @@ def _plan(
         scores, kernel, check
     )
     if kernel is None:
-        kernel = "triton" if q.is_cuda and _triton_problem(cache) is None else "eager"
+        kernel = "triton" if q.is_cuda and _triton_problem(cache, q.dtype) is None else "eager"
     elif problem is None and kernel == "triton":
-        problem = _triton_problem(cache)
+        problem = _triton_problem(cache, q.dtype)
     same = {
         "q": list(q.shape),
         "dtype": q.dtype,
@@ -244,12 +244,12 @@ def _plan(
     return plan
 
 
-def _triton_problem(cache: RingCache) -> str | None:
+def _triton_problem(cache: RingCache, dtype: torch.dtype) -> str | None:
     if not has_triton():
         return "kernel='triton' needs the package triton, which is not installed"
     if cache.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"kernel='triton' runs on CUDA, the cache is on {cache.device}"
-    if cache.dtype == torch.float64:
+    if dtype == torch.float64:
         return "kernel='triton' has no float64"
     return None
 
@@ -279,16 +279,16 @@ def _problem(
         return "q must have a token"
     if not q.shape[2] or q.shape[2] % cache.key_heads:
         return f"heads of q must be a multiple of {cache.key_heads}, got {q.shape[2]}"
-    if q.dtype != cache.dtype or q.device != cache.device:
-        return (
-            f"q must be {cache.dtype} on {cache.device}, as the cache is, got {q.dtype} on "
-            f"{q.device}"
-        )
+    if q.dtype not in cache.dtypes or q.device != cache.device:
+        return f"q must be {cache.takes}, as the cache is, got {q.dtype} on {q.device}"
     if k is not None and v is not None:
         if (problem := cache.problem(k, v, layer)) is not None:
             return problem
-        if k.shape[1] != q.shape[1]:
-            return f"q and k must be of the same tokens, got {q.shape[1]} and {k.shape[1]}"
+        if (k.dtype, k.shape[1]) != (q.dtype, q.shape[1]):
+            return (
+                f"q and k must be of the same tokens and dtype, got {q.shape[1]} in {q.dtype} and "
+                f"{k.shape[1]} in {k.dtype}"
+            )
     elif not 0 <= layer < cache.layers:
         return f"layer must be from 0 to {cache.layers - 1}, got {layer}"
     for name, t in (("sinks", sinks), ("alibi_slopes", slopes)):

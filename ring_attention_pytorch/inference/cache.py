@@ -5,6 +5,7 @@ appended, forgotten, and shared between sequences without a message.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor
 from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.inference.page_table import Copies
+from ring_attention_pytorch.inference.scaled import SCALED, WIDE, for_saving, restored, stored
 from ring_attention_pytorch.inference.storage import PagedStorage, Sizes
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (*WIDE, *SCALED)
 _LARGEST_PAGE = 256
 
 
@@ -34,7 +36,10 @@ class RingCache(PagedStorage):
         capacity: the most tokens of a sequence. All memory is allocated at once, and CUDA graphs
             may append. None lets memory grow by pages.
         page: tokens that lie on one rank before the next has its turn, 1 to 256.
-        dtype, device: of keys and values.
+        dtype, device: of keys and values. `torch.float8_e4m3fn` takes half the memory of 16 bits:
+            each key and value of a head is scaled by a power of two and rounded when it is
+            appended, and all attention is to what is kept. Queries and what is appended are then of
+            any other dtype.
         group: the ring; None is the default group, or this process alone.
 
     Attributes:
@@ -42,6 +47,8 @@ class RingCache(PagedStorage):
         starts: int32 `[sequences]`: tokens before this one are never seen (left padding).
         tables: int32 `[sequences, pages]`: where in `keys` and `values` each page is.
         keys, values: a pool for each layer, `[pages, key_heads, page, head_dim]`.
+        key_scales, value_scales: what these are times, `[pages, key_heads, page, 1]` in float32;
+            `[pages, key_heads, page, 0]`, unless they are kept in 8 bits.
 
     Raises:
         ValueError: an argument is invalid or differs between ranks; on every rank.
@@ -96,8 +103,13 @@ class RingCache(PagedStorage):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of keys and values on this rank."""
-        return sum(t.nbytes for t in (*self.keys, *self.values))
+        """The bytes of keys and values on this rank, with their scales."""
+        return sum(pool.nbytes for pool in chain(*self._pools))
+
+    @property
+    def takes(self) -> str:
+        """What queries and what is appended must be, in words."""
+        return f"{' or '.join(map(str, self.dtypes))} on {self.device}"
 
     @beartype
     def owner(self, token: int) -> int:
@@ -118,17 +130,21 @@ class RingCache(PagedStorage):
         if problem is not None:
             raise ValueError(f"RingCache: {problem}")
         self.prepare(k.shape[1], layer, self.in_graph)
-        if self.device.type == "cuda" and has_triton() and self.dtype != torch.float64:
+        if self.device.type == "cuda" and has_triton() and k.dtype != torch.float64:
             from ring_attention_pytorch.inference._triton_append import append
 
             append(
-                (k, v), (self.keys[layer], self.values[layer]), self.tables,
-                self.layer_lengths[layer], self.rooms, self.overflown, self.pages, self.ring.rank,
+                (k, v), self.pools_of(layer), self.tables, self.layer_lengths[layer], self.rooms,
+                self.overflown, self.pages, self.ring.rank,
             )  # fmt: skip
             self.advance(k.shape[1], layer, on_device=False, in_graph=self.in_graph)
         else:
             self.write(k, v, layer)
             self.advance(k.shape[1], layer)
+
+    def rounded(self, t: Tensor) -> Tensor:
+        """Return keys or values `[..., d]` as this cache keeps them, in their dtype."""
+        return restored(*stored(t, self.dtype)).to(t.dtype)
 
     @beartype
     def rollback(self, n: int | Sequence[int]) -> None:
@@ -213,12 +229,18 @@ class RingCache(PagedStorage):
         self._reserve([tokens] * self.sequences)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank holds: of each layer and sequence keys, values and tokens."""
-        held = [
-            [self.local(sequence, layer) for sequence in range(self.sequences)]
-            for layer in range(self.layers)
-        ]
-        return {"lengths": self.even_lengths(), "starts": self.starts.tolist(), "held": held}
+        """Return what this rank holds: of each layer and sequence keys, values and tokens.
+
+        The scales of keys and values come behind them.
+        """
+        lengths = self.even_lengths()
+        held: list[list[tuple[Tensor, ...]]] = []
+        for layer in range(self.layers):
+            held.append([])
+            for sequence, length in enumerate(lengths):
+                (k, v, *scales), tokens = self._held(sequence, layer, length)
+                held[-1].append((for_saving(k), for_saving(v), tokens, *scales))
+        return {"lengths": lengths, "starts": self.starts.tolist(), "held": held}
 
     @beartype
     def load_state_dict(self, *states: dict[str, Any]) -> None:
@@ -243,15 +265,19 @@ class RingCache(PagedStorage):
         self._apply([], [0] * self.sequences)
         self._reserve(lengths)
         page, ranks = self.pages.page, self.pages.ranks
-        for layer, pools in enumerate(zip(self.keys, self.values)):
+        for layer in range(self.layers):
             for sequence in range(self.sequences):
                 for state in states:
-                    k, v, tokens = (t.to(self.device) for t in state["held"][layer][sequence])
+                    held = (t.to(self.device) for t in state["held"][layer][sequence])
+                    k, v, tokens, key_scales, value_scales = held
                     mine = tokens // page % ranks == self.ring.rank
                     tokens = tokens[mine]
                     where = self.tables[sequence, tokens // (page * ranks)].long()
-                    for pool, t in zip(pools, (k, v)):
-                        pool[where, :, tokens % page] = t[mine].to(self.dtype)
+                    k, key_scales = stored(restored(k, key_scales), self.dtype)
+                    v, value_scales = stored(restored(v, value_scales), self.dtype)
+                    every = k, v, key_scales, value_scales
+                    for pool, t in zip(self.pools_of(layer), every):
+                        pool[where, :, tokens % page] = t[mine]
         self._apply([], lengths)
         if any(states[0]["starts"]):
             self.hide_before(states[0]["starts"])
@@ -262,10 +288,11 @@ class RingCache(PagedStorage):
         wanted = [(*shape, self.head_dim), (*shape, self.value_dim)]
         if [k.shape, v.shape] != wanted:
             return f"k and v must be {wanted[0]} and {wanted[1]}, got {[*k.shape]}, {[*v.shape]}"
-        if {k.dtype, v.dtype} != {self.dtype} or {k.device, v.device} != {self.device}:
+        same = k.dtype == v.dtype in self.dtypes
+        if not same or {k.device, v.device} != {self.device}:
             return (
-                f"k and v must be {self.dtype} on {self.device}, as the cache is, got {k.dtype} on "
-                f"{k.device} and {v.dtype} on {v.device}"
+                f"k and v must be {self.takes}, as the cache is, got {k.dtype} on {k.device} and "
+                f"{v.dtype} on {v.device}"
             )
         if not 0 <= layer < self.layers:
             return f"layer must be from 0 to {self.layers - 1}, got {layer}"

@@ -63,6 +63,9 @@ class HeldKeys(Protocol):
     step: int  # between tokens
     keys: list[Tensor]
     values: list[Tensor]
+    key_scales: list[Tensor]
+    value_scales: list[Tensor]
+    scales: int  # of a key or value of a head
     tables: Tensor
     layer_lengths: list[Tensor]
     starts: Tensor
@@ -173,8 +176,10 @@ class DecodePlan:
                 masked, shown = key_mask.shape[1], _plain(key_mask.view(torch.uint8))
             self._attend(key_mask is not None)(
                 _plain(q), k, v, q if slopes is None else slopes, shown,
-                cache.keys[layer], cache.values[layer], cache.tables, cache.layer_lengths[layer],
-                cache.starts, cache.rooms, acc, lse, self.next_lengths, self.state,
+                cache.keys[layer], cache.values[layer],
+                cache.key_scales[layer], cache.value_scales[layer],
+                cache.tables, cache.layer_lengths[layer], cache.starts, cache.rooms,
+                acc, lse, self.next_lengths, self.state,
                 cache.tables.shape[1], *cache.rows, masked, factor, clamp, scores.window or 0,
             )  # fmt: skip
             if self.ring.size == 1 or self.pushed is not None:
@@ -320,10 +325,11 @@ class DecodePlan:
             COLS=self.cols, NEW_COLS=min(64, max(16, _power_of_2(n))),
             STEP=cache.step, PAGE=cache.pages.page, RANKS=cache.pages.ranks,
             RANK=self.ring.rank % cache.pages.ranks, NEW=asked.new, CAUSAL=asked.causal,
-            MASKED=masked, WINDOW=asked.scores.window is not None, STARTS=asked.starts,
+            SCALED=cache.scales > 0, MASKED=masked,
+            WINDOW=asked.scores.window is not None, STARTS=asked.starts,
             CLAMP=asked.scores.softclamp is not None, ALIBI=asked.slopes,
             SHARED=self.pushed is not None, PDL=self.early,
-            PRECISION="ieee" if cache.dtype == torch.float32 else "tf32",
+            PRECISION="tf32" if cache.dtype.itemsize == 2 else "ieee",
         )  # fmt: skip
 
     @cached_property

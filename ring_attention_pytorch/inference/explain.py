@@ -1,5 +1,6 @@
 """What attention to a cache sends and reads, in words and bytes: for people."""
 
+import torch
 from beartype import beartype
 
 from ring_attention_pytorch.inference.cache import RingCache
@@ -7,7 +8,9 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
 @beartype
-def explain_cache(cache: RingCache, heads: int, tokens: int = 1) -> str:
+def explain_cache(
+    cache: RingCache, heads: int, tokens: int = 1, *, dtype: torch.dtype | None = None
+) -> str:
     """Say what a cache holds, and what attention of new tokens to it reads and sends on this rank.
 
     Args:
@@ -15,6 +18,7 @@ def explain_cache(cache: RingCache, heads: int, tokens: int = 1) -> str:
         heads: those of the queries.
         tokens: how many of each sequence come at a time: 1 in decoding, more in a chunk of a prompt
             that is spread over the ranks.
+        dtype: of the queries; None is the cache's, or bfloat16 beside 8 bits.
 
     Returns:
         A line each for the memory, for the keys that are read, and for what is sent and why.
@@ -25,19 +29,21 @@ def explain_cache(cache: RingCache, heads: int, tokens: int = 1) -> str:
     sends nothing: this rank is alone
     """
     mine, all_tokens = sum(cache.local_lengths), sum(cache.lengths)
-    token = cache.key_heads * (cache.head_dim + cache.value_dim) * cache.dtype.itemsize
+    numbers, scales = cache.head_dim + cache.value_dim, 2 * cache.scales * 4
+    token = cache.key_heads * (numbers * cache.dtype.itemsize + scales)
+    of_queries = dtype or (torch.bfloat16 if cache.scales else cache.dtype)
     lines = [
         f"holds {mine} of {all_tokens} tokens on this rank, in pages of {cache.pages.page}: "
         f"{_mib(cache.nbytes)} of keys and values",
         f"reads {_mib(mine * token)} of keys and values a layer",
-        _sent(cache, heads, tokens, all_tokens * token),
+        _sent(cache, heads, tokens, of_queries, all_tokens * token),
     ]
     return "\n".join(lines)
 
 
-def _sent(cache: RingCache, heads: int, tokens: int, keys: int) -> str:
+def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: int) -> str:
     """Say what is sent, beside what it would be if keys came to the queries."""
-    ranks, wide = cache.ring.size, accumulation_dtype(cache.dtype).itemsize
+    ranks, wide = cache.ring.size, accumulation_dtype(dtype).itemsize
     if ranks == 1:
         return "sends nothing: this rank is alone"
     rows = cache.sequences * tokens * heads
@@ -46,7 +52,7 @@ def _sent(cache: RingCache, heads: int, tokens: int, keys: int) -> str:
         what = "its results for all queries to each other rank"
     else:
         shares = (ranks - 1) * rows // ranks
-        sent = shares * (cache.head_dim + cache.value_dim) * cache.dtype.itemsize + shares * wide
+        sent = shares * (cache.head_dim + cache.value_dim) * dtype.itemsize + shares * wide
         what = "its queries to the other ranks, and their results home"
     return (
         f"sends {_mib(sent)} a layer, {what}: that depends on the new tokens alone; the cached "

@@ -17,7 +17,7 @@ class GivenKeys(HeldKeys):
     """
 
     lengths: Tensor
-    pages, fixed, has_starts = Pages(_ENDLESS, 1), True, False
+    pages, scales, fixed, has_starts = Pages(_ENDLESS, 1), 0, True, False
 
     def __init__(self, ring: Ring, like: Tensor, key_heads: int, value_dim: int) -> None:
         self.ring, self.device, self.dtype = ring, like.device, like.dtype
@@ -31,6 +31,7 @@ class GivenKeys(HeldKeys):
         self.layer_lengths = [self.lengths]
         self._plans: dict[tuple[Asked, int], DecodePlan] = {}
         self.keys = self.values = [like]
+        self.key_scales = self.value_scales = [self.lengths]  # which nobody reads
 
     def take(self, k: Tensor | None, v: Tensor | None) -> None:
         """Use these keys from now on; None are no keys."""

@@ -104,6 +104,7 @@ def prefill(
     scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the cache and the chunk, then append it; out in a wide dtype, and lse [b, h, n]."""
+    k, v = cache.rounded(k), cache.rounded(v)
     with torch.autocast(q.device.type, enabled=False):
         out, lse = ring_attn(
             q, k, v, causal=True, layout=chunk.layout, scale=scores.scale,
@@ -143,7 +144,7 @@ def _of_samples(
         wide = accumulation_dtype(q.dtype)
         nothing = q.new_full((b, h, n), -torch.inf, dtype=wide)
         return q.new_zeros((b, n, h, cache.value_dim)), nothing
-    k, v = cache.local_of_all(which, held, layer)
+    k, v = (t.to(q.dtype) for t in cache.local_of_all(which, held, layer))
     result = OutputAccumulator(q, v, calls=1)
     kernel = choose(None, KernelRequest.of(q, v, scale=scores.scale, softclamp=scores.softclamp))
     everything = Tile(slice(0, q.shape[1]), slice(0, held), None, None)

@@ -5,6 +5,7 @@ advance.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.page_table import Copies, PageTable
 from ring_attention_pytorch.inference.pages import Pages
+from ring_attention_pytorch.inference.scaled import SCALED, WIDE, restored, stored
 from ring_attention_pytorch.runtime.streams import capturing
 
 _SPARE = 8  # a pool grows by an eighth more than it must
@@ -33,6 +35,8 @@ class PagedStorage:
 
     ring: Ring
     dtype: torch.dtype
+    scales: int
+    dtypes: tuple[torch.dtype, ...]
     device: torch.device
     sequences: int
     key_heads: int
@@ -63,6 +67,8 @@ class PagedStorage:
         self.ring, self.dtype, self.device = ring, dtype, device
         self.sequences, self.key_heads, self.head_dim, self.value_dim, self.layers = sizes
         sequences, key_heads, head_dim, _, layers = sizes
+        self.scales = int(dtype in SCALED)  # of a key or value of a head
+        self.dtypes = WIDE if self.scales else (dtype,)  # of queries, and of what is appended
         self.pages = Pages(page, self.ring.size)
         self.rows, self.step = (key_heads * page, page), 1  # between pages, heads and tokens
         self.fixed = capacity is not None
@@ -70,9 +76,13 @@ class PagedStorage:
         self._table = PageTable(sequences, self.pages, self.ring.rank, sequences * turns)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.key_scales: list[Tensor] = []
+        self.value_scales: list[Tensor] = []
         for _ in range(layers):
-            self.keys.append(self._pool(sequences * turns, head_dim))
-            self.values.append(self._pool(sequences * turns, self.value_dim))
+            for pools, dim in ((self.keys, head_dim), (self.values, self.value_dim)):
+                pools.append(self._pool(sequences * turns, dim, dtype))
+            for pools in (self.key_scales, self.value_scales):
+                pools.append(self._pool(sequences * turns, self.scales, torch.float32))
         with torch.inference_mode(False):
             wide = -(-sequences // 4) * 4  # so that each layer's begin at a multiple of 16 bytes
             self.lengths_of = self._ints(layers, wide)[:, :sequences]
@@ -91,6 +101,15 @@ class PagedStorage:
     def capacity(self) -> int | None:
         """The most tokens of a sequence: what was asked for, in whole pages of all ranks."""
         return self.tables.shape[1] * self.pages.page * self.pages.ranks if self.fixed else None
+
+    @property
+    def _pools(self) -> tuple[list[Tensor], ...]:
+        return self.keys, self.values, self.key_scales, self.value_scales
+
+    def pools_of(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the pools of a layer: of keys, of values, and of the scales of both."""
+        keys, values, key_scales, value_scales = (pools[layer] for pools in self._pools)
+        return keys, values, key_scales, value_scales
 
     @property
     def in_graph(self) -> bool:
@@ -134,23 +153,31 @@ class PagedStorage:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys `[n, h_kv, d]`, values `[n, h_kv, d_v]` and tokens `[n]` held here.
 
-        They are of the first `length` tokens, by default of all.
+        They are of the first `length` tokens, by default of all; in float32, if kept in 8 bits.
         """
         length = self.lengths_in(layer)[sequence] if length is None else length
+        kept, tokens = self._held(sequence, layer, length)
+        k, v, key_scales, value_scales = kept
+        return restored(k, key_scales), restored(v, value_scales), tokens
+
+    def _held(self, sequence: int, layer: int, length: int) -> tuple[list[Tensor], Tensor]:
+        """Return what is held of the first tokens, `[n, h_kv, ...]` of each pool, and tokens."""
         n, page = self.pages.held(self.ring.rank, length), self.pages.page
         table = self.tables[sequence, : -(-n // page)].long()
-        k = self.keys[layer][table].transpose(1, 2).flatten(0, 1)[:n]
-        v = self.values[layer][table].transpose(1, 2).flatten(0, 1)[:n]
+        kept = [pool[table].transpose(1, 2).flatten(0, 1)[:n] for pool in self.pools_of(layer)]
         index = torch.arange(n, device=self.device)
-        tokens = (index // page * self.pages.ranks + self.ring.rank) * page + index % page
-        return k, v, tokens
+        return kept, (index // page * self.pages.ranks + self.ring.rank) * page + index % page
 
     def local_of_all(self, which: slice, held: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the first `held` keys and values here of some sequences, `[b, held, h_kv, d]`."""
+        """Return the first `held` keys and values here of some sequences, `[b, held, h_kv, d]`.
+
+        They are in float32, if they are kept in 8 bits.
+        """
         tables = self.tables[which, : -(-held // self.pages.page)].long()
-        k = self.keys[layer].transpose(1, 2)[tables].flatten(1, 2)[:, :held]
-        v = self.values[layer].transpose(1, 2)[tables].flatten(1, 2)[:, :held]
-        return k, v
+        k, v, key_scales, value_scales = (
+            pool.transpose(1, 2)[tables].flatten(1, 2)[:, :held] for pool in self.pools_of(layer)
+        )
+        return restored(k, key_scales), restored(v, value_scales)
 
     def prepare(self, n: int, layer: int, in_graph: bool) -> None:
         """Make room for n tokens that are about to be appended to each sequence of a layer.
@@ -176,13 +203,14 @@ class PagedStorage:
     def write(self, k: Tensor, v: Tensor, layer: int) -> None:
         """Write this rank's share of tokens behind the last ones; by PyTorch's operators."""
         page, rank, n = self.pages.page, self.ring.rank, k.shape[1]
+        (k, key_scales), (v, value_scales) = stored(k, self.dtype), stored(v, self.dtype)
         for i, length in enumerate(self.lengths_in(layer)):
             tokens = torch.arange(length, length + n, device=self.device)
             tokens = tokens[tokens // page % self.pages.ranks == rank]
             turn, slot = tokens // (page * self.pages.ranks), tokens % page
             where = self.tables[i, turn].long()
-            self.keys[layer][where, :, slot] = k[i, tokens - length]
-            self.values[layer][where, :, slot] = v[i, tokens - length]
+            for pool, t in zip(self.pools_of(layer), (k, v, key_scales, value_scales)):
+                pool[where, :, slot] = t[i, tokens - length]
 
     def advance(self, n: int, layer: int, on_device: bool = True, in_graph: bool = False) -> None:
         """Count tokens that were written; on the device too, where no kernel did."""
@@ -210,9 +238,9 @@ class PagedStorage:
                 "the cache with a capacity, or `reserve` before graphs are captured"
             )
         size = self._table.size + lacking + self._table.size // _SPARE
-        for pools in (self.keys, self.values):
+        for pools in self._pools:
             for layer, pool in enumerate(pools):
-                larger = self._pool(size, pool.shape[-1])
+                larger = self._pool(size, pool.shape[-1], pool.dtype)
                 larger[: len(pool)] = pool
                 pools[layer] = larger
         self._table.grow(size)
@@ -223,7 +251,7 @@ class PagedStorage:
         """Copy pages, and take over lengths and tables, in all layers."""
         if copies:
             source, target = torch.tensor(copies, device=self.device).unbind(1)
-            for pool in (*self.keys, *self.values):
+            for pool in chain(*self._pools):
                 pool[target] = pool[source]
         self._lengths = [list(lengths) for _ in range(self.layers)]
         self.lengths_of.copy_(torch.tensor(self._lengths, dtype=torch.int32))
@@ -244,10 +272,10 @@ class PagedStorage:
         self._reserved = min(rooms)
         self.rooms.copy_(torch.tensor(rooms, dtype=torch.int32))
 
-    def _pool(self, pages: int, dim: int) -> Tensor:
+    def _pool(self, pages: int, dim: int, dtype: torch.dtype) -> Tensor:
         shape = pages, self.key_heads, self.pages.page, dim
         with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+            return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _ints(self, *shape: int) -> Tensor:
         with torch.inference_mode(False):

@@ -40,6 +40,8 @@ def battery() -> Iterable[Callable[[], object]]:
     chunks = ("prefill", "attend", "rollback")
     yield partial(tell, 3, Story(deeds=chunks, steps=30))
     yield partial(tell, 3, Story(deeds=chunks, steps=12, options={"window": 4}))
+    yield partial(tell, 2, Story(1, sequences=3, steps=30, kept=torch.float8_e4m3fn))
+    yield partial(tell, 2, Story(deeds=chunks, steps=8, kept=torch.float8_e4m3fn))
 
     def generate(size: int, case: Case) -> None:
         found, _ = threads.run(size, case.over)

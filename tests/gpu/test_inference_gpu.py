@@ -17,6 +17,7 @@ from tests.nn.generation_cases import CASES, ROUTED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+IN_8_BITS = torch.float8_e4m3fn
 BASE = Story(device="cuda", steps=30, most=9, page=16, kernel="triton")
 
 
@@ -30,6 +31,7 @@ def cases() -> list[Story]:
     ]
     found += [replace(BASE, dtype=torch.float32, capacity=40)]
     found += [replace(BASE, dtype=torch.float64, kernel=None)]
+    found += [replace(BASE, dtype=dtype, kept=IN_8_BITS) for dtype in LIMITS]
     return found
 
 
@@ -89,12 +91,12 @@ def drawn(b: int, steps: int, seed: int) -> list[Tensor]:
     return [torch.randn(*shape, h, 64, generator=draw).bfloat16().cuda() for h in (8, 2, 2)]
 
 
-def in_a_graph(b: int = 2, steps: int = 40) -> dict[str, bool]:
+def in_a_graph(kept: torch.dtype = torch.bfloat16, b: int = 2, steps: int = 40) -> dict[str, bool]:
     """Decode by replays of a graph, with a larger batch in between, beside calls one by one."""
     decode_plan.PUSH = True
     same = {}
     q, k, v = drawn(b, steps, 0)
-    mine = [RingCache(b, 2, 64, capacity=32, page=2, dtype=q.dtype, device="cuda") for _ in "12"]
+    mine = [RingCache(b, 2, 64, capacity=32, page=2, dtype=kept, device="cuda") for _ in "12"]
     given = [t[0].clone() for t in (q, k, v)]
     ring_attn_with_cache(*given, mine[0])
     mine[0].rollback(1)
@@ -123,8 +125,9 @@ def in_a_graph(b: int = 2, steps: int = 40) -> dict[str, bool]:
     return same
 
 
-def test_graphs_append_and_advance() -> None:
-    assert all(in_a_graph().values()), in_a_graph()
+@pytest.mark.parametrize("kept", [torch.bfloat16, IN_8_BITS])
+def test_graphs_append_and_advance(kept: torch.dtype) -> None:
+    assert all(in_a_graph(kept).values()), in_a_graph(kept)
 
 
 def test_graphs_of_several_ranks(nccl: Callable) -> None:

@@ -39,7 +39,7 @@ INFERENCE = [
         "slot = tokens // (page * self.pages.ranks), tokens * 0",
     ),
     Mutant(
-        "tokens as if they were alone", STORAGE + "local",
+        "tokens as if they were alone", STORAGE + "_held",
         "(index // page * self.pages.ranks + self.ring.rank)",
         "(index // page + self.ring.rank)",
     ),
@@ -102,5 +102,17 @@ INFERENCE = [
         "results go home to others", "inference/prefill.py:Chunk.sent_home",
         "(rank, outs[rank]), (rank, lses[rank])",
         "(rank, outs[0]), (rank, lses[0])",
+    ),
+    Mutant(
+        "a chunk attends to what is not kept", "inference/prefill.py:prefill",
+        "k, v = cache.rounded(k), cache.rounded(v)", "pass",
+    ),
+    Mutant(
+        "pages are copied without their scales", STORAGE + "_apply", "chain(*self._pools)",
+        "chain(self.keys, self.values)",
+    ),
+    Mutant(
+        "rows that do not fit 8 bits", "inference/scaled.py:stored", "> _THREE_QUARTERS",
+        "> _MANTISSA",
     ),
 ]  # fmt: skip

@@ -32,8 +32,16 @@ class Story:
     steps: int = 12
     most: int = 5  # tokens at a time
     dtype: torch.dtype = torch.float64
+    kept: torch.dtype | None = None  # the dtype of the cache; None is that of the queries
     kernel: str | None = None
     device: str = "cpu"
+
+
+def in_8_bits(t: Tensor) -> Tensor:
+    """Return what 8 bits and a power of two for each row say of it."""
+    power = torch.ceil(torch.log2(t.abs().amax(-1, keepdim=True) / 448))
+    scale = torch.exp2(power.clamp(-63, 63))
+    return (t / scale).float().to(torch.float8_e4m3fn).double() * scale
 
 
 class Dense:
@@ -49,6 +57,8 @@ class Dense:
         return torch.zeros(0, heads, D, dtype=dtype), torch.zeros(0, heads, D_V, dtype=dtype)
 
     def append(self, k: Tensor, v: Tensor, layer: int) -> None:
+        if self.story.kept is not None:
+            k, v = in_8_bits(k), in_8_bits(v)
         for i, old in enumerate(self.kv[layer]):
             self.kv[layer][i] = tuple(torch.cat(both) for both in zip(old, (k[i], v[i])))
 
@@ -77,8 +87,8 @@ class Teller:
         self.torch = torch.Generator().manual_seed(story.seed)
         self.cache = RingCache(
             story.sequences, story.key_heads, D, value_dim=D_V, layers=story.layers,
-            capacity=story.capacity, page=story.page, dtype=story.dtype, device=story.device,
-            group=group,
+            capacity=story.capacity, page=story.page, dtype=story.kept or story.dtype,
+            device=story.device, group=group,
         )  # fmt: skip
         self.dense, self.worst = Dense(story), 0.0
         self.tensors: dict[str, Tensor] = {}

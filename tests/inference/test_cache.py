@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.inference.stories import Story, told
 
@@ -37,6 +38,7 @@ def cases() -> list[Story]:
     chunks = Story(page=2, deeds=("prefill", "attend", "rollback"), steps=12)
     found += [replace(chunks, **each) for each in OPTIONS]
     found += [replace(chunks, seed=seed, sequences=1, page=3) for seed in range(3)]
+    found += [replace(story, kept=torch.float8_e4m3fn) for story in (*found[12:14], *found[-2:])]
     return found
 
 
