@@ -101,10 +101,14 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     if layout is not None:
         out, lse = _sharded(given, cache, layer, layout, scores, kernel)
         return (out, lse) if return_lse else out
-    new, in_graph = k is not None, cache.in_graph
+    new, in_graph, held = k is not None, cache.in_graph, cache.holder(layer)
+    if new and held.at_once is not None and q.ndim == 4 and q.shape[1] > held.at_once:
+        options = dict(sinks=sinks, alibi_slopes=alibi_slopes, kernel=kernel, check=check)
+        out, lse = _in_pieces(given, cache, layer, scores, options)
+        return (out, lse) if return_lse else out
     flags = new, sinks is not None, alibi_slopes is not None, cache.has_starts
     key = q.shape, q.dtype, flags, scores, kernel, check
-    plan: Any = cache.plans.get(key)
+    plan: Any = held.plans.get(key)
     if in_graph and (plan is None or not plan.ran):
         raise ValueError(
             f"{_CALLER}: before a CUDA graph is captured, the same call must have run once; "
@@ -115,7 +119,7 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
             f"{_CALLER}: ranks exchange messages, which a CUDA graph can't hold; call it outside"
         )
     if plan is None:
-        plan = cache.plans[key] = _plan(given, cache, layer, scores, kernel, check)
+        plan = held.plans[key] = _plan(given, cache, layer, scores, kernel, check)
     elif (problem := _problem(given, cache, layer)) is not None:
         raise ValueError(f"{_CALLER}: {problem}")
     if plan.checks and not in_graph:
@@ -126,6 +130,28 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     if new:
         cache.advance(q.shape[1], layer, plan.asked.kernel == "eager", in_graph)
     return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _in_pieces(
+    given: tuple[Tensor | None, ...],
+    cache: RingCache,
+    layer: int,
+    scores: Scores,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Attend with more new tokens than a layer with a window takes at once: some after others."""
+    q, k, v, *_ = given
+    assert q is not None
+    problem = problem_of(lambda: _problem(given, cache, layer))
+    agree(cache.ring, _CALLER, {"tokens": q.shape[1], "layer": layer}, problem=problem)
+    assert k is not None
+    assert v is not None
+    cache.prepare(q.shape[1], layer, cache.in_graph)
+    options |= scores._asdict() | dict(layer=layer, return_lse=True)
+    each = zip(*(t.split(cache.holder(layer).at_once or 1, dim=1) for t in (q, k, v)))
+    found: list[Any] = [ring_attn_with_cache(a, b, c, cache, **options) for a, b, c in each]
+    outs, lses = zip(*found)
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
 
 
 def _sharded(
@@ -140,7 +166,7 @@ def _sharded(
     q, k, v, sinks, slopes = given
     assert q is not None
     ring = cache.ring
-    problem = problem_of(lambda: _sharded_problem(given, cache, layer, kernel))
+    problem = problem_of(lambda: _sharded_problem(given, cache, layer, scores))
     same = {
         "layout": str(layout),
         "layer": layer,
@@ -156,7 +182,8 @@ def _sharded(
     chunk = Chunk(ring, layout, counts)
     assert k is not None
     assert v is not None
-    if scores.window is None and slopes is None and kernel is None and not cache.has_starts:
+    spread = scores.window is None and slopes is None and kernel is None
+    if spread and not cache.has_starts:
         out, lse = prefill(q, k, v, cache, layer, chunk, scores)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
@@ -174,13 +201,14 @@ def _sharded(
 
 
 def _sharded_problem(
-    given: tuple[Tensor | None, ...], cache: RingCache, layer: int, kernel: str | None
+    given: tuple[Tensor | None, ...], cache: RingCache, layer: int, scores: Scores
 ) -> str | None:
     if given[1] is None:
         return "a chunk in a layout comes with its k and v"
     if cache.in_graph:
         return "a chunk in a layout can't be captured in a CUDA graph; decoding can"
-    return _problem(given, cache, layer, some=False)
+    problem = _problem(given, cache, layer, some=False)
+    return problem or cache.holder(layer).problem_of(scores.window, 0, new=True)
 
 
 def _layout_problem(layout: Layout, counts: tuple[int, ...]) -> str | None:
@@ -216,6 +244,8 @@ def _plan(
     problem = problem_of(lambda: _problem(given, cache, layer)) or _option_problem(
         scores, kernel, check
     )
+    holder = cache.holder(layer)
+    problem = problem or holder.problem_of(scores.window, q.shape[1], k is not None)
     if kernel is None:
         kernel = "triton" if q.is_cuda and _triton_problem(cache, q.dtype) is None else "eager"
     elif problem is None and kernel == "triton":
@@ -239,7 +269,7 @@ def _plan(
         slopes is not None,
         kernel,
     )
-    plan = DecodePlan(cache, asked)
+    plan = DecodePlan(holder, asked)
     plan.checks = "always" in (check, os.environ.get("RING_ATTENTION_CHECK"))
     return plan
 

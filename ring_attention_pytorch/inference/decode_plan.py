@@ -1,6 +1,6 @@
 """A plan of attention to a cache: everything that is decided once for queries of a shape."""
 
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple, Protocol
 from zlib import crc32
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.exchange import PushedRows, gathered, pushed_rows
+from ring_attention_pytorch.inference.held import HeldTokens
 from ring_attention_pytorch.inference.pages import Pages
 from ring_attention_pytorch.inference.partial import Scores, attend_in_blocks, merged
 from ring_attention_pytorch.runtime.launches import Launch
@@ -137,7 +137,7 @@ class DecodePlan:
         terms: Terms,
     ) -> tuple[Tensor, Tensor]:
         cache, n, (sinks, slopes) = self.cache, q.shape[1], terms
-        assert isinstance(cache, RingCache)
+        assert isinstance(cache, HeldTokens)
         if k is not None and v is not None:
             cache.write(k, v, layer)
         new = 0 if k is None else n
@@ -145,7 +145,7 @@ class DecodePlan:
         parts = []
         for i, length in enumerate(cache.lengths_in(layer)):
             keys, values, tokens = cache.local(i, layer, length + new)
-            held = tokens, partial(cache.pages.held, self.ring.rank)
+            held = tokens, cache.before(length + new)
             first = length + new - n
             of_scores = self.asked.scores, starts[i], slopes
             parts.append(attend_in_blocks(q[i], keys, values, first, held, *of_scores))

@@ -32,11 +32,17 @@ def explain_cache(
     numbers, scales = cache.head_dim + cache.value_dim, 2 * cache.scales * 4
     token = cache.key_heads * (numbers * cache.dtype.itemsize + scales)
     of_queries = dtype or (torch.bfloat16 if cache.scales else cache.dtype)
+    circles = [
+        f"layers with a window of {circle.window} tokens keep {circle.turns * circle.pages.page} "
+        "of each sequence on every rank, and send nothing"
+        for circle in cache.circles
+    ]
     lines = [
         f"holds {mine} of {all_tokens} tokens on this rank, in pages of {cache.pages.page}: "
         f"{_mib(cache.nbytes)} of keys and values",
         f"reads {_mib(mine * token)} of keys and values a layer",
         _sent(cache, heads, tokens, of_queries, all_tokens * token),
+        *circles,
     ]
     return "\n".join(lines)
 
@@ -46,6 +52,8 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
     ranks, wide = cache.ring.size, accumulation_dtype(dtype).itemsize
     if ranks == 1:
         return "sends nothing: this rank is alone"
+    if all(cache.holder(layer) is not cache for layer in range(cache.layers)):
+        return "sends nothing: every rank holds all that it reads"
     rows = cache.sequences * tokens * heads
     if tokens == 1:
         sent = (ranks - 1) * rows * (cache.value_dim + 1) * wide

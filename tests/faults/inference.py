@@ -1,6 +1,7 @@
 """Faults planted into caches and attention to them, and a battery that must find each."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 from tests.faults import hunt
@@ -41,6 +42,10 @@ def battery() -> Iterable[Callable[[], object]]:
     yield partial(tell, 3, Story(deeds=chunks, steps=30))
     yield partial(tell, 3, Story(deeds=chunks, steps=12, options={"window": 4}))
     yield partial(tell, 2, Story(1, sequences=3, steps=30, kept=torch.float8_e4m3fn))
+    rolling = Story(5, sequences=3, page=1, steps=20, windows=(2,))
+    yield partial(tell, 2, replace(rolling, deeds=(*Story.deeds, "prefill")))
+    deeds = ("prefill", "attend", "rollback", "rollback", "reorder")
+    yield partial(tell, 1, replace(rolling, deeds=deeds))
     yield partial(tell, 2, Story(deeds=chunks, steps=8, kept=torch.float8_e4m3fn))
 
     def generate(size: int, case: Case) -> None:

@@ -6,6 +6,8 @@ PAGES = "inference/pages.py:Pages."
 TABLE = "inference/page_table.py:PageTable."
 CACHE = "inference/cache.py:RingCache."
 STORAGE = "inference/storage.py:PagedStorage."
+HELD = "inference/held.py:HeldTokens."
+ROLLING = "inference/rolling.py:"
 
 INFERENCE = [
     Mutant("a page too far", PAGES + "owner", "token // self.page", "(token + 1) // self.page"),
@@ -34,12 +36,11 @@ INFERENCE = [
         "a page of another sequence is free", TABLE + "_recount", "if not users", "if users < 2",
     ),
     Mutant(
-        "tokens at the place of others", STORAGE + "write",
-        "slot = tokens // (page * self.pages.ranks), tokens % page",
-        "slot = tokens // (page * self.pages.ranks), tokens * 0",
+        "tokens at the place of others", HELD + "put",
+        ".long(), tokens % page", ".long(), tokens * 0",
     ),
     Mutant(
-        "tokens as if they were alone", STORAGE + "_held",
+        "tokens as if they were alone", HELD + "held",
         "(index // page * self.pages.ranks + self.ring.rank)",
         "(index // page + self.ring.rank)",
     ),
@@ -108,8 +109,30 @@ INFERENCE = [
         "k, v = cache.rounded(k), cache.rounded(v)", "pass",
     ),
     Mutant(
-        "pages are copied without their scales", STORAGE + "_apply", "chain(*self._pools)",
-        "chain(self.keys, self.values)",
+        "pages are copied without their scales", STORAGE + "_apply",
+        "map(self.pools_of, self._paged)",
+        "((self.keys[i], self.values[i]) for i in self._paged)",
+    ),
+    Mutant(
+        "a circle has no room for what comes", ROLLING + "Windows.turns", "2 * self.spare", "0",
+    ),
+    Mutant(
+        "all sequences have one circle", ROLLING + "RollingTokens.extend", "* self.turns", "* 0",
+    ),
+    Mutant(
+        "a circle stays with its place", ROLLING + "RollingTokens.reorder", "each.copy_(", "(",
+    ),
+    Mutant(
+        "what is overwritten can be rolled back", ROLLING + "RollingTokens.rollback_problem",
+        "> self.spare", "> 99",
+    ),
+    Mutant(
+        "how long a sequence was stays with its place", ROLLING + "RollingTokens.reorder",
+        "self.longest = [self.longest[i] for i in beams]", "pass",
+    ),
+    Mutant(
+        "a window's tokens are found too early", HELD + "before", "- gone",
+        "- gone + 1",
     ),
     Mutant(
         "rows that do not fit 8 bits", "inference/scaled.py:stored", "> _THREE_QUARTERS",

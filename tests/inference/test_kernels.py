@@ -43,6 +43,9 @@ CASES = {
     "windows": replace(ALONE, options={"window": 2}, given=("starts",)),
     "scores": replace(ALONE, options={"softclamp": 1.5}, given=("sinks", "alibi_slopes")),
     "appended before": replace(ALONE, deeds=("append", "attend", "rollback")),
+    "a circle of pages": replace(
+        ALONE, page=4, windows=(3,), deeds=("attend", "attend", "rollback", "reorder"), steps=12
+    ),
     "8 bits": replace(
         ALONE, page=3, kept=torch.float8_e4m3fn, given=("sinks",), options={"window": 9}
     ),
