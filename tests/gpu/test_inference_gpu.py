@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,10 @@ def cases() -> list[Story]:
     found += [replace(BASE, dtype=torch.float32, capacity=40)]
     found += [replace(BASE, dtype=torch.float64, kernel=None)]
     found += [replace(BASE, dtype=dtype, kept=IN_8_BITS) for dtype in LIMITS]
+    rolling = replace(
+        BASE, dtype=torch.bfloat16, sequences=3, spare=9, deeds=(*BASE.deeds, "prefill")
+    )
+    found += [replace(rolling, page=page, windows=(20,), steps=60) for page in (3, 64)]
     return found
 
 
@@ -91,18 +96,21 @@ def drawn(b: int, steps: int, seed: int) -> list[Tensor]:
     return [torch.randn(*shape, h, 64, generator=draw).bfloat16().cuda() for h in (8, 2, 2)]
 
 
-def in_a_graph(kept: torch.dtype = torch.bfloat16, b: int = 2, steps: int = 40) -> dict[str, bool]:
+def in_a_graph(
+    kept: torch.dtype = torch.bfloat16, window: int | None = None, b: int = 2, steps: int = 40
+) -> dict[str, bool]:
     """Decode by replays of a graph, with a larger batch in between, beside calls one by one."""
     decode_plan.PUSH = True
     same = {}
     q, k, v = drawn(b, steps, 0)
-    mine = [RingCache(b, 2, 64, capacity=32, page=2, dtype=kept, device="cuda") for _ in "12"]
+    sizes: dict[str, Any] = dict(page=2, device="cuda", windows=[window], spare=8)
+    mine = [RingCache(b, 2, 64, capacity=32, dtype=kept, **sizes) for _ in "12"]
     given = [t[0].clone() for t in (q, k, v)]
-    ring_attn_with_cache(*given, mine[0])
+    ring_attn_with_cache(*given, mine[0], window=window)
     mine[0].rollback(1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ring_attn_with_cache(*given, mine[0])
+        out = ring_attn_with_cache(*given, mine[0], window=window)
     more = RingCache(3 * b, 2, 64, page=2, dtype=q.dtype, device="cuda")
     capacity = mine[0].capacity
     for i in range(steps):
@@ -110,7 +118,7 @@ def in_a_graph(kept: torch.dtype = torch.bfloat16, b: int = 2, steps: int = 40) 
             place.copy_(t)
         graph.replay()
         if i < capacity:
-            want = ring_attn_with_cache(q[i], k[i], v[i], mine[1])
+            want = ring_attn_with_cache(q[i], k[i], v[i], mine[1], window=window)
             same[f"token {i}"] = torch.equal(out, want)
         else:
             same[f"token {i} is refused"] = bool(out.isnan().all())
@@ -125,9 +133,9 @@ def in_a_graph(kept: torch.dtype = torch.bfloat16, b: int = 2, steps: int = 40) 
     return same
 
 
-@pytest.mark.parametrize("kept", [torch.bfloat16, IN_8_BITS])
-def test_graphs_append_and_advance(kept: torch.dtype) -> None:
-    assert all(in_a_graph(kept).values()), in_a_graph(kept)
+@pytest.mark.parametrize(("kept", "window"), [(torch.bfloat16, None), (IN_8_BITS, 6)])
+def test_graphs_append_and_advance(kept: torch.dtype, window: int | None) -> None:
+    assert all(in_a_graph(kept, window).values()), in_a_graph(kept, window)
 
 
 def test_graphs_of_several_ranks(nccl: Callable) -> None:
