@@ -15,6 +15,7 @@ def battery() -> Iterable[Callable[[], object]]:
 
     from tests.inference import test_page_table as tables
     from tests.inference import test_pages as pages
+    from tests.inference import test_refusals as refusals
     from tests.inference.stories import Story, Teller
     from tests.nn import test_generation
     from tests.nn.generation_cases import CASES, ROUTED, Case
@@ -24,6 +25,7 @@ def battery() -> Iterable[Callable[[], object]]:
     threads.PATIENCE = 10.0
     yield partial(pages.test_owners_and_places_are_the_same_said_otherwise, 2, 3)
     yield partial(pages.test_ranks_hold_what_they_own_and_all_of_it, 2, 3)
+    yield refusals.test_calls_are_refused_after_others_were_right
     yield tables.test_full_pages_are_shared_and_others_copied
     for seed in range(4):
         yield partial(tables.test_every_sequence_reads_what_was_appended_to_it, seed)
