@@ -115,6 +115,10 @@ INFERENCE = [
         "layer, _kind(q)", "_kind(q)",
     ),
     Mutant(
+        "ranks attend to given keys in different ways", "decoding.py:_agreed_width",
+        '"use_triton": use_triton,', "",
+    ),
+    Mutant(
         "a call is right once there is a plan", "inference/attention.py:_checked",
         "elif (problem := _problem(given, cache, layer)) is not None:", "elif (problem := None):",
     ),
