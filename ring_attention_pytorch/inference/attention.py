@@ -132,9 +132,8 @@ def _kind(t: Tensor | None) -> Any:
 
 
 def _scores(q: Tensor, scale: float | None, softclamp: float | None, window: int | None) -> Scores:
-    if scale is None:
-        scale = max((1, *q.shape[-1:])) ** -0.5
-    return Scores(float(scale), softclamp, window)
+    default = max((1, *q.shape[-1:])) ** -0.5
+    return Scores(default if scale is None else float(scale), softclamp, window)
 
 
 def _checked(
