@@ -98,6 +98,7 @@ class RingCache(PagedStorage):
             except (RuntimeError, MemoryError) as error:
                 problem = _memory_problem(sizes, capacity, ring.size, error)
         agree(ring, "RingCache", same, problem=problem)
+        self.checked: dict[Any, Any] = {}  # the plans for calls whose arguments were right
 
     @property
     def lengths(self) -> list[int]:

@@ -120,9 +120,7 @@ def test_a_layer_with_a_window_keeps_no_more() -> None:
         lambda: ring_attn_with_cache(q, q, q, cache, layer=1, window=4): "must be at most that",
         lambda: ring_attn_with_cache(q, q, q, cache, layer=1, window=4, layout="zigzag"): "keeps a",
         lambda: ring_attn_with_cache(q, None, None, cache, layer=1, window=3): "at most 2 tokens",
-        lambda: cache.rollback(
-            3
-        ): "keep 2 more, and sequence 0, of which there were 20, would have",
+        lambda: cache.rollback(3): "keep 2 more, and sequence 0, of which there were 20",
         lambda: RingCache(1, 1, 4, windows=[3, 3], group=cache.ring): "those of 1 layers, got 2",
         lambda: RingCache(1, 1, 4, windows=[-1], group=cache.ring): "must not be negative",
         lambda: RingCache(1, 1, 4, windows=[1], spare=0, group=cache.ring): "at least 1, got 0",
@@ -155,6 +153,29 @@ def test_8_bits_are_for_what_is_wider_and_of_one_dtype() -> None:
         with pytest.raises(ValueError, match=why):
             refused()
     assert cache.lengths == [0]
+
+
+def test_calls_are_refused_after_others_were_right() -> None:
+    """What makes a call right is looked at once, so all of it must be looked for."""
+    cache = RingCache(2, 1, 4, layers=2, group=Ring.alone())
+    q, sinks = torch.ones(2, 1, 2, 4), torch.zeros(2)
+    right: dict[str, Any] = dict(q=q, k=q[:, :, :1], v=q[:, :, :1], layer=0, sinks=sinks)
+    ring_attn_with_cache(cache=cache, **right)
+    for wrong, why in (
+        ({"q": q.double()}, "q must be torch.float32"),
+        ({"q": q.to("meta")}, "q must be torch.float32 on cpu"),
+        ({"q": q[:1]}, "q must be"),
+        ({"k": q}, "k and v must be"),
+        ({"v": q}, "k and v must be"),
+        ({"v": right["v"].double()}, "k and v must be torch.float32"),
+        ({"layer": 2}, "layer must be from 0 to 1"),
+        ({"sinks": torch.zeros(3)}, "sinks must be"),
+        ({"sinks": sinks.to("meta")}, "sinks must be"),
+        ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes must be"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            ring_attn_with_cache(cache=cache, **{**right, **wrong})
+    assert cache.lengths == [1, 1]
 
 
 def test_layers_of_different_lengths_are_not_taken_for_even_ones() -> None:
