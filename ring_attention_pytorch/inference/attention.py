@@ -22,7 +22,7 @@ from ring_attention_pytorch.geometry.layouts import Layout, all_segments, layout
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan, Tuning
-from ring_attention_pytorch.inference.partial import Scores, with_sinks
+from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.prefill import Chunk, prefill
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.runtime.rowwise import has_triton
@@ -157,13 +157,9 @@ def _sharded(
     assert k is not None
     assert v is not None
     if scores.window is None and slopes is None and kernel is None and not cache.has_starts:
-        out, lse = prefill(q, k, v, cache, layer, chunk, scores)
-        if sinks is not None:
-            out, lse = with_sinks(out, lse, sinks)
-        return out.to(q.dtype), lse
+        return prefill((q, k, v), cache, layer, chunk, scores, sinks)
     with ring.call("gathering a chunk"):
-        order = chunk.order(q.device)
-        q, k, v = (t[:, order] for t in chunk.gathered(q, k, v))
+        q, k, v = (chunk.in_order(t) for t in zip(*chunk.gather(q, k, v)()))
     options: Any = dict(window=scores.window, scale=scores.scale, softclamp=scores.softclamp)
     out, lse = ring_attn_with_cache(
         q, k, v, cache, layer=layer, sinks=sinks, alibi_slopes=slopes, kernel=kernel,

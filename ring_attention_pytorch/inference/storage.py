@@ -146,10 +146,19 @@ class PagedStorage:
         return k, v, tokens
 
     def local_of_all(self, which: slice, held: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the first `held` keys and values here of some sequences, `[b, held, h_kv, d]`."""
-        tables = self.tables[which, : -(-held // self.pages.page)].long()
-        k = self.keys[layer].transpose(1, 2)[tables].flatten(1, 2)[:, :held]
-        v = self.values[layer].transpose(1, 2)[tables].flatten(1, 2)[:, :held]
+        """Return the first `held` keys and values here of some sequences, `[b, held, h_kv, d]`.
+
+        Memory is copied by heads of pages, which lie in one piece: each head's tokens lie together.
+        """
+        tables = self.tables[which, : -(-held // self.pages.page)].long().unsqueeze(1)
+        heads = torch.arange(self.key_heads, device=self.device).unsqueeze(1)
+        where = tables * self.key_heads + heads  # [b, h_kv, pages]
+        found = []
+        for pool in (self.keys[layer], self.values[layer]):
+            copied = pool.flatten(2).flatten(0, 1).index_select(0, where.flatten())
+            copied = copied.view(*where.shape[:2], -1, pool.shape[-1])
+            found.append(copied[:, :, :held].transpose(1, 2))
+        k, v = found
         return k, v
 
     def prepare(self, n: int, layer: int, in_graph: bool) -> None:
