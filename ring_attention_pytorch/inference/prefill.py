@@ -26,14 +26,10 @@ from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import Layout, positions
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.inference.partial import Scores
-from ring_attention_pytorch.kernels import SelectedKernel, choose
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
-from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
-
-_ROWS = 1024  # that kernels take at once, if they hold scores in memory
+from ring_attention_pytorch.runtime.interfaces import KVBlock
 
 QKV = tuple[Tensor, Tensor, Tensor]
 Found = tuple[Tensor, Tensor]  # out `[b, n, h, d_v]` and lse `[b, h, n]`
@@ -51,7 +47,7 @@ class Chunk(NamedTuple):
         length = sum(self.counts)
         return positions(self.layout, rank=rank, ring_size=self.ring.size, length=length)
 
-    def in_order(self, parts: Sequence[Tensor]) -> Tensor:
+    def in_order(self, parts: list[Tensor]) -> Tensor:
         """Return the tokens `[b, n, ...]` of all ranks, in the order of the chunk."""
         whole = torch.cat(parts, dim=1)
         order = _order(self.layout, self.ring.size, sum(self.counts), whole.device)
@@ -122,24 +118,20 @@ class CachedKeys(NamedTuple):
     """The cached keys and values that lie here, out of their pages: of samples of one length."""
 
     samples: list[tuple[slice, Tensor, Tensor]]
-    kernel: SelectedKernel
-    terms: ScoreMods
+    plan: RingPlan
 
     @classmethod
-    def of(cls, cache: RingCache, layer: int, q: Tensor, scores: Scores) -> "CachedKeys":
-        """Copy them, for queries like q."""
+    def of(cls, cache: RingCache, layer: int, plan: RingPlan) -> "CachedKeys":
+        """Copy them. The kernel and the terms of scores are those of a plan of the chunk itself."""
         lengths = cache.lengths_in(layer)
         alike = len({*lengths}) == 1
-        groups = (
-            [slice(0, len(lengths))] if alike else [slice(i, i + 1) for i in range(len(lengths))]
-        )
+        step = len(lengths) if alike else 1
         samples = []
-        for group in groups:
-            held = cache.pages.held(cache.ring.rank, lengths[group.start])
-            samples.append((group, *cache.local_of_all(group, held, layer)))
-        request = KernelRequest.of(q, samples[0][2], scale=scores.scale, softclamp=scores.softclamp)
-        terms = ScoreMods(scores.scale, scores.softclamp, _ROWS)
-        return cls(samples, choose(None, request), terms)
+        for first in range(0, len(lengths), step):
+            which = slice(first, first + step)
+            held = cache.pages.held(cache.ring.rank, lengths[first])
+            samples.append((which, *cache.local_of_all(which, held, layer)))
+        return cls(samples, plan)
 
     def attend(self, q: Tensor) -> Found:
         """Return attention of queries `[b, n, h, d]`, all of which see all of these keys."""
@@ -152,37 +144,35 @@ class CachedKeys(NamedTuple):
         result = OutputAccumulator(q, v, calls=1)
         if q.shape[1] and k.shape[1]:
             everything = Tile(slice(0, q.shape[1]), slice(0, k.shape[1]), None, None)
-            self.kernel.forward(q, KVBlock(k, v, None, ()), [everything], self.terms, result)
+            block = KVBlock(k, v, None, ())
+            self.plan.kernel.forward(q, block, [everything], self.plan.terms, result)
         return result.finalize()
 
 
 def prefill(
-    qkv: QKV, cache: RingCache, layer: int, chunk: Chunk, scores: Scores, sinks: Tensor | None
+    qkv: QKV, cache: RingCache, layer: int, chunk: Chunk, sinks: Tensor | None, plan: RingPlan
 ) -> Found:
     """Attend to the cache and the chunk, then append it; out `[b, n, h, d_v]`, lse `[b, h, n]`.
 
-    Raises:
-        ValueError: a sequence has no room for the chunk; nothing is sent.
+    `plan` is of the chunk's attention to itself.
     """
     q, k, v = qkv
-    cache.prepare(sum(chunk.counts), layer, in_graph=False)
-    result, everyone = OutputAccumulator(q, v), slice(0, q.shape[1])
-    with torch.autocast(q.device.type, enabled=False):
-        plan = RingPlan.make(
-            q, k, v, causal=True, layout=chunk.layout, scale=scores.scale,
-            softclamp=scores.softclamp, sinks=sinks, group=cache.ring,
-        )  # fmt: skip
-        with cache.ring.call("attention of a chunk to a cache"):
-            asks = [q] if any(cache.lengths_in(layer)) else []
-            gathered = chunk.gather(k, v, *asks)
-            result.add(everyone, *ring_attn(q, k, v, sinks=sinks, plan=plan, return_lse=True))
-            cached = CachedKeys.of(cache, layer, q, scores) if asks else None
-            keys, values, *queries = zip(*gathered())
-            if cached is not None:
-                for found in _by_all(*queries, cached, chunk):
-                    result.add(everyone, *found)
-            out, lse = result.finalize()
-    cache.append(chunk.in_order(keys), chunk.in_order(values), layer)
+    result, all_rows = OutputAccumulator(q, v), slice(0, q.shape[1])
+    with (
+        torch.autocast(q.device.type, enabled=False),
+        cache.ring.call("attention of a chunk to a cache", plan.number),
+    ):
+        asks = [q] if any(cache.lengths_in(layer)) else []
+        gathered = chunk.gather(k, v, *asks)
+        result.add(all_rows, *ring_attn(q, k, v, sinks=sinks, plan=plan, return_lse=True))
+        cached = CachedKeys.of(cache, layer, plan) if asks else None
+        every = gathered()  # k, v and q of each rank
+        if cached is not None:
+            for found in _by_all([each[2] for each in every], cached, chunk):
+                result.add(all_rows, *found)
+        out, lse = result.finalize()
+    keys, values = (chunk.in_order([each[i] for each in every]) for i in (0, 1))
+    cache.append(keys, values, layer)
     return out, lse
 
 
