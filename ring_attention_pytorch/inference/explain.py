@@ -3,6 +3,7 @@
 from beartype import beartype
 
 from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.chunk_costs import ChunkSizes
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
@@ -17,7 +18,8 @@ def explain_cache(cache: RingCache, heads: int, tokens: int = 1) -> str:
             that is spread over the ranks.
 
     Returns:
-        A line each for the memory, for the keys that are read, and for what is sent and why.
+        A line each for the memory, for the keys that are read, and for what is sent and why; for
+        more tokens than one also for what memory a call takes.
 
     >>> print(explain_cache(RingCache(1, 8, 128, capacity=1024, page=16), heads=32))
     holds 0 of 0 tokens on this rank, in pages of 16: 8.00 MiB of keys and values
@@ -40,18 +42,31 @@ def _sent(cache: RingCache, heads: int, tokens: int, keys: int) -> str:
     ranks, wide = cache.ring.size, accumulation_dtype(cache.dtype).itemsize
     if ranks == 1:
         return "sends nothing: this rank is alone"
-    rows = cache.sequences * tokens * heads
+    elsewhere = _mib(keys * (ranks - 1) // ranks)
     if tokens == 1:
-        sent = (ranks - 1) * rows * (cache.value_dim + 1) * wide
-        what = "its results for all queries to each other rank"
-    else:
-        shares = (ranks - 1) * rows // ranks
-        sent = shares * (cache.head_dim + cache.value_dim) * cache.dtype.itemsize + shares * wide
-        what = "its queries to the other ranks, and their results home"
+        sent = (ranks - 1) * cache.sequences * heads * (cache.value_dim + 1) * wide
+        return (
+            f"sends {_mib(sent)} a layer, its results for all queries to each other rank: that "
+            f"depends on the new tokens alone; the cached keys, {elsewhere} from other ranks, stay "
+            "where they are"
+        )
+    chunk, held = chunk_sizes(cache, heads, tokens)
     return (
-        f"sends {_mib(sent)} a layer, {what}: that depends on the new tokens alone; the cached "
-        f"keys, {_mib(keys * (ranks - 1) // ranks)} from other ranks, stay where they are"
+        f"sends {_mib(chunk.sent)} a layer while it computes, its part of the chunk to each other "
+        f"rank and results home: that depends on the chunk alone; the cached keys, {elsewhere} "
+        f"from other ranks, stay where they are\n"
+        f"takes {_mib(chunk.memory(held))} at most beside the cache"
     )
+
+
+def chunk_sizes(cache: RingCache, heads: int, tokens: int) -> tuple[ChunkSizes, int]:
+    """Return the sizes of a chunk's call, and how many tokens are held here in whole pages."""
+    ranks, page = cache.ring.size, cache.pages.page
+    chunk = ChunkSizes(
+        ranks, cache.sequences, -(-tokens // ranks), heads, cache.key_heads, cache.head_dim,
+        cache.value_dim, cache.dtype.itemsize, accumulation_dtype(cache.dtype).itemsize,
+    )  # fmt: skip
+    return chunk, sum(-(-length // page) * page for length in cache.local_lengths)
 
 
 def _mib(nbytes: int) -> str:

@@ -181,6 +181,6 @@ def _by_all(queries: Sequence[Tensor], cached: CachedKeys, chunk: Chunk) -> list
     ring, me = chunk.ring, chunk.ring.rank
     coming = []
     for places in range(1, ring.size):
-        found = cached.attend(queries[(me + places) % ring.size])
-        coming.append(chunk.send_home(found, places))
+        asked = queries[(me + places) % ring.size]
+        coming.append(chunk.send_home(cached.attend(asked), places))
     return [cached.attend(queries[me]), *[wait() for wait in coming]]

@@ -150,9 +150,9 @@ class PagedStorage:
 
         Memory is copied by heads of pages, which lie in one piece: each head's tokens lie together.
         """
-        tables = self.tables[which, : -(-held // self.pages.page)].long().unsqueeze(1)
+        tables = self.tables[which, : -(-held // self.pages.page)].unsqueeze(1)
         heads = torch.arange(self.key_heads, device=self.device).unsqueeze(1)
-        where = tables * self.key_heads + heads  # [b, h_kv, pages]
+        where = torch.add(heads, tables, alpha=self.key_heads)  # [b, h_kv, pages]
         found = []
         for pool in (self.keys[layer], self.values[layer]):
             copied = pool.flatten(2).flatten(0, 1).index_select(0, where.flatten())

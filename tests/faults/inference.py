@@ -15,6 +15,7 @@ def battery() -> Iterable[Callable[[], object]]:
 
     from tests.inference import test_page_table as tables
     from tests.inference import test_pages as pages
+    from tests.inference import test_prefill as prefill
     from tests.inference.stories import Story, Teller
     from tests.nn import test_generation
     from tests.nn.generation_cases import CASES, ROUTED, Case
@@ -40,6 +41,11 @@ def battery() -> Iterable[Callable[[], object]]:
     chunks = ("prefill", "attend", "rollback")
     yield partial(tell, 3, Story(deeds=chunks, steps=30))
     yield partial(tell, 3, Story(deeds=chunks, steps=12, options={"window": 4}))
+
+    yield prefill.test_chunks_that_are_alike_on_one_rank_only_are_told_apart
+    yield prefill.test_chunks_and_layers_that_are_alike_compare_notes_once_each
+    yield prefill.test_a_chunk_without_room_is_refused_before_anything_is_sent
+    yield partial(prefill.test_what_is_sent_is_what_was_said, 2)
 
     def generate(size: int, case: Case) -> None:
         found, _ = threads.run(size, case.over)

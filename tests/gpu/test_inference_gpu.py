@@ -11,6 +11,7 @@ from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.explain import chunk_sizes
 from tests.inference.stories import Story, told
 from tests.inference.test_cache import OPTIONS
 from tests.nn.generation_cases import CASES, ROUTED
@@ -34,6 +35,10 @@ def cases() -> list[Story]:
 
 
 SOME = cases()[1::4]  # each compiles kernels of its own, which takes seconds
+CHUNKS = Story(
+    device="cuda", steps=10, most=40, page=16, dtype=torch.bfloat16, given=("sinks",),
+    deeds=("prefill", "attend", "rollback"),
+)  # fmt: skip
 
 
 def check(stories: list[Story], errors: list[float]) -> None:
@@ -51,6 +56,35 @@ def test_whatever_is_done_attention_is_dense(story: Story) -> None:
 def test_on_several_ranks_too(nccl: Callable, size: int, push: bool) -> None:
     for errors in nccl(size).run(told_by, push):
         check(SOME, errors)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_chunks_over_ranks_are_dense(nccl: Callable, size: int) -> None:
+    for errors in nccl(size).run(told, [CHUNKS]):
+        check([CHUNKS], errors)
+
+
+def chunk_memory() -> tuple[int, int]:
+    """The bytes that a chunk after 16k tokens takes beside the cache, and those planned."""
+    sizes: dict = dict(dtype=torch.bfloat16, device="cuda")
+    cache = RingCache(1, 4, 128, capacity=18432, **sizes)
+    kv = torch.randn(1, 16384, 4, 128, **sizes)
+    q = torch.randn(1, 2048 // cache.ring.size, 16, 128, **sizes)
+    for _ in range(2):  # the first makes what stays
+        cache.free(0)
+        cache.append(kv, kv)
+        chunk, held = chunk_sizes(cache, 16, 2048)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        ring_attn_with_cache(q, *[q[:, :, :4]] * 2, cache, layout="zigzag")
+        torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, chunk.memory(held)
+
+
+def test_a_chunk_takes_the_memory_that_was_planned(nccl: Callable) -> None:
+    for taken, planned in nccl(2).run(chunk_memory):
+        assert 0.6 * planned < taken <= planned
 
 
 def told_by(push: bool) -> list[float]:
