@@ -34,6 +34,7 @@ from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.attention import plan_decoding, ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.decode_plan import DecodePlan, Tuning
+from ring_attention_pytorch.inference.explain import chunk_sizes
 from ring_attention_pytorch.inference.partial import Scores
 
 HEADS, KEY_HEADS, D, CALLS = 32, 8, 128, 16
@@ -324,10 +325,11 @@ def prefill(tokens: int, chunk: int, device: torch.device) -> str:
         chunks()
         torch.cuda.synchronize()
         more = (torch.cuda.max_memory_allocated() - before) / 2**20
+    sizes, held = chunk_sizes(cache, HEADS, chunk)
     return (
         f"{tokens} tokens, at once {took['one']:.1f} ms, in chunks of {chunk} {took['in']:.1f} ms: "
         f"{took['one'] / took['in']:.0%} of the speed; cache {cache.nbytes / 2**20:.0f} MiB a "
-        f"rank, {more:.0f} MiB more at most"
+        f"rank, {more:.0f} MiB more, planned {sizes.memory(held) / 2**20:.0f}"
     )
 
 

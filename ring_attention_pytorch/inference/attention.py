@@ -22,9 +22,11 @@ from ring_attention_pytorch.geometry.layouts import Layout, all_segments, layout
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan, Tuning
-from ring_attention_pytorch.inference.partial import Scores, with_sinks
+from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.prefill import Chunk, prefill
+from ring_attention_pytorch.plan.kept import settings
 from ring_attention_pytorch.plan.option_types import LayoutOption
+from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.tensor_kinds import dtensor_problem
 
@@ -33,6 +35,7 @@ _UNSEEN = (
     f"{_CALLER}: before a CUDA graph is captured, the same call must have run once; run it, roll "
     "back what it appended, then capture"
 )
+_CHUNK = "chunk"  # under which a cache has the last chunk's kind and plan
 
 
 def _tell(given: dict[str, Any], problem: str) -> None:
@@ -209,8 +212,41 @@ def _sharded(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of a chunk of which each rank has a shard."""
     q, k, v, sinks, slopes = given
+    chunk, plan = _agreed_chunk(given, cache, layer, layout, scores, kernel)
     assert q is not None
-    ring = cache.ring
+    assert k is not None
+    assert v is not None
+    if scores.window is None and slopes is None and kernel is None and not cache.has_starts:
+        if plan is None:
+            with torch.autocast(q.device.type, enabled=False):
+                plan = RingPlan.make(
+                    q, k, v, causal=True, layout=layout, scale=scores.scale,
+                    softclamp=scores.softclamp, sinks=sinks, group=cache.ring,
+                )  # fmt: skip
+            cache.plans[_CHUNK] = _kind_of_chunk(given, layout, scores), plan
+        return prefill((q, k, v), cache, layer, chunk, sinks, plan)
+    with cache.ring.call("gathering a chunk"):
+        q, k, v = (chunk.in_order([*t]) for t in zip(*chunk.gather(q, k, v)()))
+    out, lse = ring_attn_with_cache(
+        q, k, v, cache, layer=layer, window=scores.window, scale=scores.scale,
+        softclamp=scores.softclamp, sinks=sinks, alibi_slopes=slopes, kernel=kernel,
+        return_lse=True,
+    )  # fmt: skip
+    mine = chunk.positions(cache.ring.rank).to(q.device)
+    return out[:, mine], lse[..., mine]
+
+
+def _agreed_chunk(
+    given: tuple[Tensor | None, ...],
+    cache: RingCache,
+    layer: int,
+    layout: LayoutOption,
+    scores: Scores,
+    kernel: str | None,
+) -> tuple[Chunk, RingPlan | None]:
+    """Return the chunk that all ranks agreed on, and the last one's plan if all can take it."""
+    q = given[0]
+    assert q is not None
     problem = problem_of(lambda: _sharded_problem(given, cache, layer, scores))
     same = {
         "layout": str(layout),
@@ -220,29 +256,27 @@ def _sharded(
         "given": [t is not None for t in given],
         "kernel": kernel,
     }
-    notes = agree(ring, _CALLER, same, {"tokens": q.shape[1] if q.ndim > 1 else 0}, problem)
+    kind, plan = cache.plans.get(_CHUNK, (None, None))
+    if problem or kind != _kind_of_chunk(given, layout, scores):
+        plan = None
+    own = {"tokens": q.shape[1] if q.ndim > 1 else 0, "plan": plan.number if plan else 0}
+    notes = agree(cache.ring, _CALLER, same, own, problem)
     counts = tuple(note["tokens"] for note in notes)
     if (wrong := _layout_problem(layout, counts)) is not None:
         raise ValueError(f"{_CALLER}: {wrong}")
-    chunk = Chunk(ring, layout, counts)
-    assert k is not None
-    assert v is not None
-    spread = scores.window is None and slopes is None and kernel is None
-    if spread and not cache.has_starts:
-        out, lse = prefill(q, k, v, cache, layer, chunk, scores)
-        if sinks is not None:
-            out, lse = with_sinks(out, lse, sinks)
-        return out.to(q.dtype), lse
-    with ring.call("gathering a chunk"):
-        order = chunk.order(q.device)
-        q, k, v = (t[:, order] for t in chunk.gathered(q, k, v))
-    options: Any = dict(window=scores.window, scale=scores.scale, softclamp=scores.softclamp)
-    out, lse = ring_attn_with_cache(
-        q, k, v, cache, layer=layer, sinks=sinks, alibi_slopes=slopes, kernel=kernel,
-        return_lse=True, **options,
-    )  # fmt: skip
-    mine = chunk.positions(ring.rank).to(q.device)
-    return out[:, mine], lse[..., mine]
+    cache.prepare(sum(counts), layer, in_graph=False)
+    kept = len({note["plan"] for note in notes}) == 1
+    return Chunk(cache.ring, layout, counts), plan if kept else None
+
+
+def _kind_of_chunk(
+    given: tuple[Tensor | None, ...], layout: LayoutOption, scores: Scores
+) -> tuple[object, ...]:
+    """Return all that the plan of a chunk depends on, but for other ranks' tokens."""
+    q = given[0]
+    assert q is not None
+    tensors = [None if t is None else (t.shape, t.dtype, t.device) for t in given]
+    return (*tensors, layout, scores, settings(q.device.type))
 
 
 def _sharded_problem(

@@ -16,7 +16,7 @@ from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.inference.page_table import Copies
 from ring_attention_pytorch.inference.rolling import Windows
-from ring_attention_pytorch.inference.scaled import SCALED, WIDE, for_saving, restored, stored
+from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored, stored
 from ring_attention_pytorch.inference.storage import PagedStorage, Sizes
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
@@ -264,7 +264,7 @@ class RingCache(PagedStorage):
                 kept, tokens = self.holder(layer).held(sequence, layer, length)
                 mine = tokens // self.pages.page % self.pages.ranks == self.ring.rank
                 k, v, *scales = (t[mine] for t in kept)
-                held[-1].append((for_saving(k), for_saving(v), tokens[mine], *scales))
+                held[-1].append((as_integers(k), as_integers(v), tokens[mine], *scales))
         return {"lengths": lengths, "starts": self.starts.tolist(), "held": held}
 
     @beartype

@@ -4,6 +4,7 @@ import torch
 from beartype import beartype
 
 from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.chunk_costs import ChunkSizes
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
@@ -21,7 +22,8 @@ def explain_cache(
         dtype: of the queries; None is the cache's, or bfloat16 beside 8 bits.
 
     Returns:
-        A line each for the memory, for the keys that are read, and for what is sent and why.
+        A line each for the memory, for the keys that are read, and for what is sent and why; for
+        more tokens than one also for what memory a call takes.
 
     >>> print(explain_cache(RingCache(1, 8, 128, capacity=1024, page=16), heads=32))
     holds 0 of 0 tokens on this rank, in pages of 16: 8.00 MiB of keys and values
@@ -31,7 +33,7 @@ def explain_cache(
     mine, all_tokens = sum(cache.local_lengths), sum(cache.lengths)
     numbers, scales = cache.head_dim + cache.value_dim, 2 * cache.scales * 4
     token = cache.key_heads * (numbers * cache.dtype.itemsize + scales)
-    of_queries = dtype or (torch.bfloat16 if cache.scales else cache.dtype)
+    of_queries = dtype or _of_queries(cache)
     circles = [
         f"layers with a window of {circle.window} tokens keep {circle.turns * circle.pages.page} "
         "of each sequence on every rank, and send nothing"
@@ -54,18 +56,39 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
         return "sends nothing: this rank is alone"
     if all(cache.holder(layer) is not cache for layer in range(cache.layers)):
         return "sends nothing: every rank holds all that it reads"
-    rows = cache.sequences * tokens * heads
+    elsewhere = _mib(keys * (ranks - 1) // ranks)
     if tokens == 1:
-        sent = (ranks - 1) * rows * (cache.value_dim + 1) * wide
-        what = "its results for all queries to each other rank"
-    else:
-        shares = (ranks - 1) * rows // ranks
-        sent = shares * (cache.head_dim + cache.value_dim) * dtype.itemsize + shares * wide
-        what = "its queries to the other ranks, and their results home"
+        sent = (ranks - 1) * cache.sequences * heads * (cache.value_dim + 1) * wide
+        return (
+            f"sends {_mib(sent)} a layer, its results for all queries to each other rank: that "
+            f"depends on the new tokens alone; the cached keys, {elsewhere} from other ranks, stay "
+            "where they are"
+        )
+    chunk, held = chunk_sizes(cache, heads, tokens, dtype)
     return (
-        f"sends {_mib(sent)} a layer, {what}: that depends on the new tokens alone; the cached "
-        f"keys, {_mib(keys * (ranks - 1) // ranks)} from other ranks, stay where they are"
+        f"sends {_mib(chunk.sent)} a layer while it computes, its part of the chunk to each other "
+        f"rank and results home: that depends on the chunk alone; the cached keys, {elsewhere} "
+        f"from other ranks, stay where they are\n"
+        f"takes {_mib(chunk.memory(held))} at most beside the cache"
     )
+
+
+def chunk_sizes(
+    cache: RingCache, heads: int, tokens: int, dtype: torch.dtype | None = None
+) -> tuple[ChunkSizes, int]:
+    """Return the sizes of a chunk's call, and how many tokens are held here in whole pages."""
+    dtype = dtype or _of_queries(cache)
+    ranks, page = cache.ring.size, cache.pages.page
+    chunk = ChunkSizes(
+        ranks, cache.sequences, -(-tokens // ranks), heads, cache.key_heads, cache.head_dim,
+        cache.value_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize,
+        copied=1 + 4 + dtype.itemsize if cache.scales else dtype.itemsize,
+    )  # fmt: skip
+    return chunk, sum(-(-length // page) * page for length in cache.local_lengths)
+
+
+def _of_queries(cache: RingCache) -> torch.dtype:
+    return torch.bfloat16 if cache.scales else cache.dtype
 
 
 def _mib(nbytes: int) -> str:

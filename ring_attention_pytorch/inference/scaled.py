@@ -47,8 +47,8 @@ def restored(rows: Tensor, scales: Tensor) -> Tensor:
     return rows.view(torch.float8_e4m3fn).to(torch.float32) * scales
 
 
-def for_saving(rows: Tensor) -> Tensor:
-    """Return rows of 8 bits as integers, since float8 can't be pickled; `restored` takes both."""
+def as_integers(rows: Tensor) -> Tensor:
+    """Return rows of 8 bits as integers, which can be pickled and selected; `restored` takes both."""
     return rows.view(torch.uint8) if rows.dtype in SCALED else rows
 
 

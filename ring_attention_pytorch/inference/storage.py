@@ -16,7 +16,7 @@ from ring_attention_pytorch.inference.held import HeldTokens
 from ring_attention_pytorch.inference.page_table import Copies, PageTable
 from ring_attention_pytorch.inference.pages import Pages
 from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
-from ring_attention_pytorch.inference.scaled import SCALED, WIDE, restored
+from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored
 from ring_attention_pytorch.runtime.streams import capturing
 
 _SPARE = 8  # a pool grows by an eighth more than it must
@@ -146,12 +146,19 @@ class PagedStorage(HeldTokens):
     def local_of_all(self, which: slice, held: int, layer: int) -> tuple[Tensor, Tensor]:
         """Return the first `held` keys and values here of some sequences, `[b, held, h_kv, d]`.
 
-        They are in float32, if they are kept in 8 bits.
+        They are in float32, if they are kept in 8 bits. Memory is copied by heads of pages, which
+        lie in one piece: each head's tokens lie together.
         """
-        tables = self.tables[which, : -(-held // self.pages.page)].long()
-        k, v, key_scales, value_scales = (
-            pool.transpose(1, 2)[tables].flatten(1, 2)[:, :held] for pool in self.pools_of(layer)
-        )
+        tables = self.tables[which, : -(-held // self.pages.page)].unsqueeze(1)
+        heads = torch.arange(self.key_heads, device=self.device).unsqueeze(1)
+        where = torch.add(heads, tables, alpha=self.key_heads)  # [b, h_kv, pages]
+        b, h, pages = where.shape
+        found = []
+        for pool in map(as_integers, self.pools_of(layer)):
+            copied = pool.flatten(0, 1).index_select(0, where.flatten())
+            copied = copied.view(b, h, pages * self.pages.page, pool.shape[-1])
+            found.append(copied[:, :, :held].transpose(1, 2))
+        k, v, key_scales, value_scales = found
         return restored(k, key_scales), restored(v, value_scales)
 
     def prepare(self, n: int, layer: int, in_graph: bool) -> None:

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from ring_attention_pytorch import decoding, tree_attn_decode
 from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.explain import chunk_sizes
 from tests.attention.test_tree_attn_decoding import Decoding
 from tests.inference.stories import Story, told
 from tests.inference.test_cache import OPTIONS
 from tests.nn.generation_cases import CASES, ROUTED
-from tests.support.reference import relative_error
+from tests.support.reference import dense_attention, relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -63,6 +65,49 @@ def test_whatever_is_done_attention_is_dense(story: Story) -> None:
 def test_on_several_ranks_too(nccl: Callable, size: int, push: bool) -> None:
     for errors in nccl(size).run(told_by, push):
         check(SOME, errors)
+
+
+def of_chunks() -> float:
+    """The worst error of chunks that are spread over ranks, of heads as wide as cuDNN's."""
+    draw, worst = torch.Generator().manual_seed(0), 0.0
+    q, k, v = (torch.randn(1, 700, h, 64, generator=draw).bfloat16() for h in (4, 2, 2))
+    cache = RingCache(1, 2, 64, page=16, dtype=q.dtype, device="cuda")
+    want, _ = dense_attention(q.double(), k.double(), v.double(), causal=True)
+    for start, stop in ((0, 256), (256, 512), (512, 700)):
+        place = dict(rank=cache.ring.rank, ring_size=cache.ring.size, length=stop - start)
+        mine = start + positions("zigzag", **place)
+        shards = [t[:, mine].cuda() for t in (q, k, v)]
+        out = ring_attn_with_cache(*shards, cache, layout="zigzag")
+        worst = max(worst, relative_error(out.double().cpu(), want[:, mine]))
+    return worst
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_chunks_over_ranks_are_dense(nccl: Callable, size: int) -> None:
+    assert max(nccl(size).run(of_chunks)) < LIMITS[torch.bfloat16]
+
+
+def chunk_memory() -> tuple[int, int]:
+    """The bytes that a chunk after 16k tokens takes beside the cache, and those planned."""
+    sizes: dict = dict(dtype=torch.bfloat16, device="cuda")
+    cache = RingCache(1, 4, 128, capacity=18432, **sizes)
+    kv = torch.randn(1, 16384, 4, 128, **sizes)
+    q = torch.randn(1, 2048 // cache.ring.size, 16, 128, **sizes)
+    for _ in range(2):  # the first makes what stays
+        cache.free(0)
+        cache.append(kv, kv)
+        chunk, held = chunk_sizes(cache, 16, 2048)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        ring_attn_with_cache(q, *[q[:, :, :4]] * 2, cache, layout="zigzag")
+        torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, chunk.memory(held)
+
+
+def test_a_chunk_takes_the_memory_that_was_planned(nccl: Callable) -> None:
+    for taken, planned in nccl(2).run(chunk_memory):
+        assert 0.6 * planned < taken <= planned
 
 
 def told_by(push: bool) -> list[float]:

@@ -97,7 +97,7 @@ INFERENCE = [
     ),
     Mutant(
         "a chunk's cached part is left out", "inference/prefill.py:prefill",
-        "merge_(out, lse, *flat)", "pass",
+        "result.add(all_rows, *found)", "pass",
     ),
     Mutant(
         "a call of another dtype is taken for one that was right", "inference/attention.py:_kind",
@@ -124,9 +124,27 @@ INFERENCE = [
         "elif (problem := _problem(given, cache, layer)) is not None:", "elif (problem := None):",
     ),
     Mutant(
-        "results go home to others", "inference/prefill.py:Chunk.sent_home",
-        "(rank, outs[rank]), (rank, lses[rank])",
-        "(rank, outs[0]), (rank, lses[0])",
+        "others' queries are taken for own ones", "inference/prefill.py:_by_all",
+        "queries[(me + places) % ring.size]", "queries[me]",
+    ),
+    Mutant(
+        "heads of another page", STORAGE + "local_of_all", "alpha=self.key_heads", "alpha=1",
+    ),
+    Mutant(
+        "a chunk takes a plan that another rank has not",
+        "inference/attention.py:_agreed_chunk", "plan if kept else None", "plan",
+    ),
+    Mutant(
+        "each chunk makes a plan", "inference/attention.py:_sharded",
+        "cache.plans[_CHUNK] = _kind_of_chunk(given, layout, scores), plan", "pass",
+    ),
+    Mutant(
+        "a chunk is sent though there is no room", "inference/attention.py:_agreed_chunk",
+        "cache.prepare(sum(counts), layer, in_graph=False)", "pass",
+    ),
+    Mutant(
+        "a chunk sends more than is told", "inference/chunk_costs.py:ChunkSizes.sent",
+        "(self.message + self.result)", "self.message",
     ),
     Mutant(
         "a chunk attends to what is not kept", "inference/prefill.py:prefill",
