@@ -37,6 +37,7 @@ class HeldTokens:
     rooms: Tensor
     overflown: Tensor
     plans: dict[Any, Any]  # of attention to these tokens
+    given: int = 0  # lengths count
     at_once: int | None = None  # tokens that may be appended by one kernel; None is all
 
     def lengths_in(self, layer: int) -> list[int]:

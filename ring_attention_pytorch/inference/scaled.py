@@ -48,7 +48,7 @@ def restored(rows: Tensor, scales: Tensor) -> Tensor:
 
 
 def as_integers(rows: Tensor) -> Tensor:
-    """Return rows of 8 bits as integers, which can be pickled and selected; `restored` takes both."""
+    """Return rows of 8 bits as integers, which can be pickled; `restored` takes both."""
     return rows.view(torch.uint8) if rows.dtype in SCALED else rows
 
 

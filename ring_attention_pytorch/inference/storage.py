@@ -41,7 +41,6 @@ class PagedStorage(HeldTokens):
     dtypes: tuple[torch.dtype, ...]
     head_dim: int
     layers: int
-    given = 0
     fixed: bool
     lengths_of: Tensor
     captured: bool
