@@ -4,8 +4,9 @@ Shyam et al. 2024, "Tree Attention: Topology-aware Decoding for Long-Context Att
 clusters": partial results can be merged in any order, so an all-reduce takes log(P) steps.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 from einops import rearrange
@@ -16,16 +17,19 @@ from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_gro
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.inference import decode_plan
-from ring_attention_pytorch.inference.decode_plan import Asked
 from ring_attention_pytorch.inference.exchange import gathered, pushed_rows
-from ring_attention_pytorch.inference.given_keys import GivenKeys
-from ring_attention_pytorch.inference.partial import Scores, merged
+from ring_attention_pytorch.inference.given_keys import GivenKeys, refuse_capture
+from ring_attention_pytorch.inference.partial import merged
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
 from ring_attention_pytorch.runtime.rowwise import has_triton
-from ring_attention_pytorch.runtime.streams import capturing
 from ring_attention_pytorch.tensor_kinds import dtensor_problem
+
+_FEW_TOKENS, _LARGEST_HEAD = 16, 256  # for which our kernel is taken unasked
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Given = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # q, k, v and key_mask
 
 
 @typed(told_by_group("tree_attn_decode"), apart=True)
@@ -52,8 +56,9 @@ def tree_attn_decode(
         eps: lower bound of the total weight that results are divided by; queries that see no key
             get 0.
         shard_kv_seq: shard the keys: each rank takes its part of k, v and key_mask.
-        use_triton: True takes our kernel for caches, on CUDA; for keys that no cache holds it has
-            not run on GPUs yet. Else PyTorch's fastest kernel attends, and ranks send one message.
+        use_triton: True takes our kernel for caches, which is for CUDA and not for float64, and
+            merges in memory that ranks share, if they do. False takes PyTorch's fastest kernel, and
+            ranks send one message each. None is ours for up to 16 tokens and head sizes up to 256.
         key_mask: bool `[b, n]`, True where a key may be seen; whole or sharded as k is.
         group: the ranks; None is the default group, or this process alone.
 
@@ -71,27 +76,30 @@ def tree_attn_decode(
     problem = problem_of(lambda: _problem(q, k, v, key_mask)) or _option_problem(
         q, k, eps, shard_kv_seq, use_triton
     )
-    d_v = _width(ring, q, k, v, key_mask, shard_kv_seq, problem)
+    d_v = _width(ring, (q, k, v, key_mask), shard_kv_seq, use_triton, problem)
+    whole = 0
     if shard_kv_seq and k is not None and v is not None:
+        whole = k.shape[2]  # which ranks that are in step have in common
         k = k.tensor_split(ring.size, dim=2)[ring.rank]
         v = v.tensor_split(ring.size, dim=2)[ring.rank]
         if key_mask is not None:
             key_mask = key_mask.tensor_split(ring.size, dim=1)[ring.rank]
-    queries = rearrange(q, "b h t d -> b t h d")
-    way = _by_our_kernel if use_triton and q.numel() else _by_message
-    out = way(ring, queries, k, v, key_mask, d_v)
-    return rearrange(out, "b t h d -> b h t d").to(q.dtype)
+    ours = _by_triton(q, use_triton) and (use_triton or d_v <= _LARGEST_HEAD)
+    way = _by_our_kernel if ours else _by_message
+    return way(ring, (q.transpose(1, 2), k, v, key_mask), d_v, whole).transpose(1, 2).to(q.dtype)
 
 
-def _by_message(
-    ring: Ring,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    key_mask: Tensor | None,
-    d_v: int,
-) -> Tensor:
+def _by_triton(q: Tensor, use_triton: bool | None) -> bool:
+    """Tell whether our kernel attends from these queries."""
+    if use_triton is not None or not q.is_cuda:
+        return bool(use_triton) and q.numel() > 0
+    few = q.ndim == 4 and 0 < q.shape[2] <= _FEW_TOKENS and q.shape[3] <= _LARGEST_HEAD
+    return few and q.numel() > 0 and q.dtype in _DTYPES and has_triton()
+
+
+def _by_message(ring: Ring, given: Given, d_v: int, whole: int) -> Tensor:
     """Attend by the fastest kernel there is, and merge what all ranks send in one message each."""
+    q, k, v, key_mask = given
     result = OutputAccumulator(q, q[..., :1].expand(*q.shape[:3], d_v))
     if k is not None and v is not None and 0 not in (k.shape[2], q.shape[1]):
         by_token = rearrange(k, "b h n d -> b n h d"), rearrange(v, "b h n d -> b n h d")
@@ -105,9 +113,21 @@ def _by_message(
     if ring.size == 1:
         return out
     message = torch.cat((out, rearrange(lse, "b h t -> b t h 1")), dim=-1)
-    with ring.call("tree_attn_decode", plan=d_v):
+    with ring.call("tree_attn_decode", plan=crc32(f"{d_v} of {whole}".encode())):
         every = gathered(ring, message)
     return merged(every[..., :-1], every[..., -1])[0]
+
+
+def _by_our_kernel(ring: Ring, given: Given, d_v: int, whole: int) -> Tensor:
+    """Attend by our kernel, which merges in shared memory, too, where there is any."""
+    q, k, v, key_mask = given
+    known = _of_nobody[1] if ring.group is None else _keys.setdefault(ring.group, {})
+    heads = q.shape[2] if k is None else k.shape[1]
+    kind = ring.size, ring.first, q.shape, q.dtype, q.device, heads, d_v
+    if kind not in known:
+        refuse_capture(q)
+        known[kind] = GivenKeys(ring, q, heads, d_v)
+    return known[kind].attend(q, k, v, key_mask, whole)
 
 
 _widths: WeakKeyDictionary[ProcessGroup, dict[Hashable, int]] = WeakKeyDictionary()
@@ -116,25 +136,20 @@ _of_nobody: tuple[dict[Hashable, int], dict[Hashable, GivenKeys]] = {}, {}
 
 
 def _width(
-    ring: Ring,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    key_mask: Tensor | None,
-    shard_kv_seq: bool,
-    problem: str | None,
+    ring: Ring, given: Given, shard_kv_seq: bool, use_triton: bool | None, problem: str | None
 ) -> int:
     """Return the head size of v, which ranks without keys learn from the others, once.
 
     So decoding does not compare notes for each token. Only for another head size do ranks with keys
     agree anew; one without takes the last.
     """
+    q, _, v, key_mask = given
     known = _of_nobody[0] if ring.group is None else _widths.setdefault(ring.group, {})
     whole = key_mask is not None if shard_kv_seq else None
-    kind = ring.size, ring.first, q.shape, q.dtype, q.device, shard_kv_seq, whole
+    kind = ring.size, ring.first, q.shape, q.dtype, q.device, shard_kv_seq, whole, use_triton
     width = None if v is None or v.ndim != 4 else v.shape[3]
     if (kind, width) not in known:
-        agreed = _agreed_width(ring, q, k, v, key_mask, shard_kv_seq, problem)
+        agreed = _agreed_width(ring, given, shard_kv_seq, use_triton, problem)
         known[kind, agreed] = known[kind, None] = agreed
     elif problem is not None:
         with ring.call("tree_attn_decode"):
@@ -142,45 +157,19 @@ def _width(
     return known[kind, width]
 
 
-def _by_our_kernel(
-    ring: Ring,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    key_mask: Tensor | None,
-    d_v: int,
-) -> Tensor:
-    known = _of_nobody[1] if ring.group is None else _keys.setdefault(ring.group, {})
-    heads = q.shape[2] if k is None else k.shape[1]
-    kind = q.shape, q.dtype, q.device, heads, d_v
-    if kind not in known:
-        known[kind] = GivenKeys(ring, q, heads, d_v)
-    known[kind].take(k, v)
-    scores = Scores(q.shape[-1] ** -0.5)
-    asked = Asked(tuple(q.shape), False, False, scores, False, False, "triton", causal=False)
-    plan = known[kind].plan(asked)
-    if not plan.capturable and capturing(q.device):
-        raise ValueError(
-            "tree_attn_decode: ranks exchange messages, which a CUDA graph can't hold; call it "
-            "outside of graphs"
-        )
-    return plan.run(q, None, None, 0, key_mask=key_mask)[0]
-
-
 def _agreed_width(
-    ring: Ring,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    key_mask: Tensor | None,
-    shard_kv_seq: bool,
-    problem: str | None,
+    ring: Ring, given: Given, shard_kv_seq: bool, use_triton: bool | None, problem: str | None
 ) -> int:
+    q, k, v, key_mask = given
+    if ring.size > 1:
+        refuse_capture(q)
     same = {
         "q": list(q.shape),
         "dtype": q.dtype,
         "shard_kv_seq": shard_kv_seq,
         "device": q.device.type,
+        "use_triton": use_triton,
+        "our kernel": _by_triton(q, use_triton),  # not where Triton is not installed
     }
     if shard_kv_seq and k is not None:
         same |= {"k": list(k.shape), "key_mask": key_mask is not None}
@@ -200,7 +189,7 @@ def _agreed_width(
 def _option_problem(
     q: Tensor, k: Tensor | None, eps: float, shard_kv_seq: bool, use_triton: bool | None
 ) -> str | None:
-    if use_triton and not (q.is_cuda and has_triton() and q.dtype != torch.float64):
+    if use_triton and not (q.is_cuda and has_triton() and q.dtype in _DTYPES):
         return "use_triton=True needs tensors on CUDA, not in float64, and Triton; leave it None"
     if not 0 < eps <= 1:
         return f"eps must be positive and at most 1, the least total weight, got {eps}"
@@ -212,7 +201,7 @@ def _option_problem(
 def _problem(q: Tensor, k: Tensor | None, v: Tensor | None, key_mask: Tensor | None) -> str | None:
     if (k is None) != (v is None) or (k is None and key_mask is not None):
         return "k and v must be given together, and key_mask with them only"
-    for name, t in dict(q=q, k=k, v=v).items():
+    for name, t in (("q", q), ("k", k), ("v", v)):
         if t is not None and (problem := dtensor_problem(name, t)):
             return problem
     devices = {t.device for t in (q, k, v, key_mask) if t is not None}
@@ -220,16 +209,21 @@ def _problem(q: Tensor, k: Tensor | None, v: Tensor | None, key_mask: Tensor | N
         return f"q, k, v and key_mask must be on one device and have values, got {devices}"
     if k is None or v is None:
         return None if q.ndim == 4 else f"q must be [b, h, t, d], got {list(q.shape)}"
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if any(t.ndim != 4 for t in (q, k, v)):
-        return f"q, k, v must be [batch, heads, tokens, head size], got {shapes}"
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        return f"q [b, h, t, d], k [b, h_kv, n, d] and v [b, h_kv, n, d_v] must agree, got {shapes}"
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0 or 0 in (q.shape[3], v.shape[3]):
-        return f"heads of q must be a multiple of those of k, head sizes positive, got {shapes}"
-    if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.is_floating_point():
+    if (problem := _shape_problem(q.shape, k.shape, v.shape)) is not None:
+        return f"{problem}, got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         return f"q, k, v must have one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
-    want = [k.shape[0], k.shape[2]]
-    if key_mask is not None and (key_mask.dtype != torch.bool or list(key_mask.shape) != want):
-        return f"key_mask must be bool {want}, got {key_mask.dtype} {list(key_mask.shape)}"
+    want = k.shape[0], k.shape[2]
+    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != want):
+        return f"key_mask must be bool {[*want]}, got {key_mask.dtype} {list(key_mask.shape)}"
+    return None
+
+
+def _shape_problem(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> str | None:
+    if not len(q) == len(k) == len(v) == 4:
+        return "q, k, v must be [batch, heads, tokens, head size]"
+    if k[:3] != v[:3] or q[0] != k[0] or q[3] != k[3]:
+        return "q [b, h, t, d], k [b, h_kv, n, d] and v [b, h_kv, n, d_v] must agree"
+    if k[1] == 0 or q[1] % k[1] != 0 or 0 in (q[3], v[3]):
+        return "heads of q must be a multiple of those of k, head sizes positive"
     return None

@@ -1,7 +1,7 @@
 """Numbers of what a ring's ranks have done together: a rank out of step has other ones."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from zlib import crc32
 
 from ring_attention_pytorch.comm.failures import RingError, Step, guards, tell_peers
@@ -26,7 +26,8 @@ class Steps:
     ) -> None:
         self._say = say  # for those who wait for a rank that fails
         self._met = [0] if met is None else met  # notes compared so far, in all rings of a group
-        self._since = self.calls = self.hops = self._base = 0
+        self._since = self.calls = self.hops = 0
+        self._base: int | None = 0  # what tags of this call are made from
         self.about: tuple[int, str] = (0, "no call")  # number of a plan, and what is done
         self.broken: str | None = None  # what broke it, until all ranks compare notes again
         self.under_way: list[object] = []  # transfers that nobody has waited for
@@ -48,8 +49,7 @@ class Steps:
         plan, operation = self.about
         return Step(operation, plan, self.calls, self.hops)
 
-    @contextmanager
-    def call(self, operation: str, plan: int = 0) -> Iterator[None]:
+    def call(self, operation: str, plan: int = 0) -> AbstractContextManager[None]:
         """Begin another call, which is this block; if it fails, this ring is broken on this rank.
 
         It is not broken if ranks disagree: then all of them know it, and are where they were.
@@ -57,21 +57,14 @@ class Steps:
         Raises:
             RingError: an earlier call has failed, so the others' messages are not for this one.
         """
-        self._go_on()
-        self._begin(self.calls + 1, (plan, operation))
-        try:
-            yield
-        except Disagreement:
-            raise
-        except BaseException as error:
-            self._break(error)
-            tell_peers()
-            raise
+        return _Block(self, (plan, operation))
 
     def tag(self) -> int:
         """Return the tag of the next messages, positive and of 31 bits."""
         self._go_on()
         self.hops += 1
+        if self._base is None:
+            self._base = crc32(repr((self._since, self.calls, self.about)).encode())
         return crc32(self.hops.to_bytes(4, "little"), self._base) >> 1
 
     def compare(self, subject: str) -> None:
@@ -132,4 +125,20 @@ class Steps:
 
     def _begin(self, call: int, about: tuple[int, str]) -> None:
         self._since, self.calls, self.hops, self.about = self._met[0], call, 0, about
-        self._base = crc32(repr((self._since, call, about)).encode())
+        self._base = None  # few calls send messages
+
+
+class _Block(AbstractContextManager[None]):
+    """A call of a ring: one of these takes the host half of what a generator does."""
+
+    def __init__(self, steps: Steps, about: tuple[int, str]) -> None:
+        self._steps, self._about = steps, about
+
+    def __enter__(self) -> None:
+        self._steps._go_on()
+        self._steps._begin(self._steps.calls + 1, self._about)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and not isinstance(error, Disagreement):
+            self._steps._break(error)
+            tell_peers()

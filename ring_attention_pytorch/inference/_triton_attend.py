@@ -67,7 +67,7 @@ def _pages(table, j, end, PAGE: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["width", "page_rows", "head_rows", "masked", "factor", "clamp", "window"]
+    do_not_specialize=["width", "page_rows", "head_rows", "given", "factor", "clamp", "window"]
 )
 def attend_kernel(
     q,
@@ -80,17 +80,17 @@ def attend_kernel(
     values,
     tables,
     lengths,
+    width: tl.int32,
+    page_rows: tl.int64,
+    head_rows: tl.int64,
+    given: tl.int64,
+    # the same in all calls of a plan
     starts,
     rooms,
-    # results
     acc_of,
     lse_of,
     next_lengths,
     state,
-    width: tl.int32,
-    page_rows: tl.int64,
-    head_rows: tl.int64,
-    masked: tl.int64,
     factor: tl.float32,
     clamp: tl.float32,
     window: tl.int32,
@@ -126,7 +126,8 @@ def attend_kernel(
 ):
     """Attend to one split of the cached keys, of one key head and sequence.
 
-    With MASKED, `key_mask` `[b, masked]` says which keys of one page are seen.
+    Without CAUSAL, sequences are one page each, of `given` keys. With MASKED, `key_mask`
+    `[b, given]` says which of these are seen.
     Pages, heads and tokens are `page_rows`, `head_rows` and STEP rows of keys or values apart.
     """
     if PDL:  # launched before what comes before has ended, as `merge_kernel` after this
@@ -137,7 +138,7 @@ def attend_kernel(
     split, of = tl.program_id(0) // others, tl.program_id(0) % others
     block, of = of % BLOCKS, of // BLOCKS
     kv, sample = of % KV, of // KV
-    length = tl.load(lengths + sample)
+    length = tl.load(lengths + sample) if CAUSAL else given.to(tl.int32)
     fits = length + N <= tl.load(rooms + sample) if NEW else length >= 0
     if (split == 0) & (block == 0) & (kv == 0):
         tl.store(next_lengths + sample, tl.where(fits, length + N if NEW else length, -1))
@@ -192,7 +193,7 @@ def attend_kernel(
         scores = _scores(q_rows, k, factor, clamp, slope, distance, PRECISION, CLAMP, ALIBI)
         seen = there[None, :]
         if MASKED:
-            shown = tl.load(key_mask + sample * masked + index, mask=there, other=0)
+            shown = tl.load(key_mask + sample * given + index, mask=there, other=0)
             seen = seen & (shown != 0)[None, :]
         if CAUSAL and (not NEW) and N > 1:
             seen = seen & (key_token[None, :] <= token[:, None])

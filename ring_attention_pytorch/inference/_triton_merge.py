@@ -104,12 +104,14 @@ def _number(word):
     ]
 )
 def merge_kernel(
-    acc_of,
-    lse_of,
     out,
     out_lse,
     sinks,
     lengths,
+    acc_of,
+    lse_of,
+    purpose: tl.int64,
+    # the same in all calls of a plan
     next_lengths,
     overflown,
     state,
@@ -121,7 +123,6 @@ def merge_kernel(
     rows: tl.int32,
     sequences: tl.int32,
     patience: tl.int64,
-    purpose: tl.int64,
     slot: tl.int64,
     ROWS_EACH: tl.constexpr,
     HEADS: tl.constexpr,

@@ -26,8 +26,13 @@ from ring_attention_pytorch.inference.partial import Scores, with_sinks
 from ring_attention_pytorch.inference.prefill import Chunk, prefill
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.runtime.rowwise import has_triton
+from ring_attention_pytorch.tensor_kinds import dtensor_problem
 
 _CALLER = "attention to a cache"
+_UNSEEN = (
+    f"{_CALLER}: before a CUDA graph is captured, the same call must have run once; run it, roll "
+    "back what it appended, then capture"
+)
 
 
 def _tell(given: dict[str, Any], problem: str) -> None:
@@ -37,7 +42,6 @@ def _tell(given: dict[str, Any], problem: str) -> None:
 
 
 @typed(_tell)
-@torch.no_grad()
 def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor | None,
@@ -96,38 +100,76 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     >>> out.shape, cache.lengths
     (torch.Size([1, 1, 4, 4]), [3])
     """
-    scores = Scores(q.shape[-1] ** -0.5 if scale is None else float(scale), softclamp, window)
     given = q, k, v, sinks, alibi_slopes
     if layout is not None:
+        scores = _scores(q, scale, softclamp, window)
         out, lse = _sharded(given, cache, layer, layout, scores, kernel)
         return (out, lse) if return_lse else out
-    new, in_graph = k is not None, cache.in_graph
-    flags = new, sinks is not None, alibi_slopes is not None, cache.has_starts
-    key = q.shape, q.dtype, flags, scores, kernel, check
-    plan: Any = cache.plans.get(key)
-    if in_graph and (plan is None or not plan.ran):
-        raise ValueError(
-            f"{_CALLER}: before a CUDA graph is captured, the same call must have run once; "
-            "run it, roll back what it appended, then capture"
-        )
-    if in_graph and not plan.capturable:
-        raise ValueError(
-            f"{_CALLER}: ranks exchange messages, which a CUDA graph can't hold; call it outside"
-        )
+    kind = (
+        layer, _kind(q), _kind(k), _kind(v), _kind(sinks), _kind(alibi_slopes),
+        scale, softclamp, window, kernel, check, cache.has_starts,
+    )  # fmt: skip
+    plan = cache.checked.get(kind)
     if plan is None:
+        scores = _scores(q, scale, softclamp, window)
+        plan = cache.checked[kind] = _checked(given, cache, layer, scores, kernel, check)
+    if in_graph := cache.in_graph:
+        _check_capture(plan)
+    elif plan.checks:
+        agree(cache.ring, _CALLER, {"values of q, k and v": digest(q, k, v), "layer": layer})
+    n = 0 if k is None else q.shape[1]
+    if n:
+        cache.prepare(n, layer, in_graph)
+    out, found = plan.run(q, k, v, layer, (sinks, alibi_slopes), return_lse=return_lse)
+    if n:
+        cache.advance(n, layer, plan.asked.kernel == "eager", in_graph)
+    return out if found is None else (out, found.transpose(1, 2))
+
+
+def _kind(t: Tensor | None) -> Any:
+    """Return all of a tensor that decides whether a call is right."""
+    return None if t is None else (type(t), t.shape, t.dtype, t.device)
+
+
+def _scores(q: Tensor, scale: float | None, softclamp: float | None, window: int | None) -> Scores:
+    default = max((1, *q.shape[-1:])) ** -0.5
+    return Scores(default if scale is None else float(scale), softclamp, window)
+
+
+def _checked(
+    given: tuple[Tensor | None, ...],
+    cache: RingCache,
+    layer: int,
+    scores: Scores,
+    kernel: str | None,
+    check: str | None,
+) -> DecodePlan:
+    """Return the plan for such a call; all ranks agree on a new one."""
+    q, k, _, sinks, slopes = given
+    assert q is not None
+    terms = tuple(None if t is None else t.dtype for t in (sinks, slopes))
+    key = q.shape, q.dtype, k is not None, terms, cache.has_starts, scores, kernel, check
+    plan = cache.plans.get(key)
+    if plan is None:
+        if cache.in_graph:
+            raise ValueError(_UNSEEN)
         plan = cache.plans[key] = _plan(given, cache, layer, scores, kernel, check)
     elif (problem := _problem(given, cache, layer)) is not None:
         raise ValueError(f"{_CALLER}: {problem}")
-    if plan.checks and not in_graph:
-        agree(cache.ring, _CALLER, {"values of q, k and v": digest(q, k, v), "layer": layer})
-    if new:
-        cache.prepare(q.shape[1], layer, in_graph)
-    out, lse = plan.run(q, k, v, layer, (sinks, alibi_slopes))
-    if new:
-        cache.advance(q.shape[1], layer, plan.asked.kernel == "eager", in_graph)
-    return (out, lse.transpose(1, 2)) if return_lse else out
+    return plan
 
 
+def _check_capture(plan: DecodePlan) -> None:
+    """Raise ValueError if a CUDA graph that is being captured can't hold what the plan does."""
+    if not plan.ran:
+        raise ValueError(_UNSEEN)
+    if not plan.capturable:
+        raise ValueError(
+            f"{_CALLER}: ranks exchange messages, which a CUDA graph can't hold; call it outside"
+        )
+
+
+@torch.no_grad()
 def _sharded(
     given: tuple[Tensor | None, ...],
     cache: RingCache,
@@ -271,6 +313,9 @@ def _problem(
 ) -> str | None:
     q, k, v, sinks, slopes = given
     assert q is not None
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t is not None and (problem := dtensor_problem(name, t)):
+            return problem
     if (k is None) != (v is None):
         return "k and v must be given together; without them the cache must have them already"
     if q.ndim != 4 or q.shape[0] != cache.sequences or q.shape[3] != cache.head_dim:
@@ -291,10 +336,13 @@ def _problem(
             return f"q and k must be of the same tokens, got {q.shape[1]} and {k.shape[1]}"
     elif not 0 <= layer < cache.layers:
         return f"layer must be from 0 to {cache.layers - 1}, got {layer}"
-    for name, t in (("sinks", sinks), ("alibi_slopes", slopes)):
-        if t is not None and (t.shape != q.shape[2:3] or t.device != q.device):
-            return f"{name} must be [{q.shape[2]}] on {q.device}, got {[*t.shape]} on {t.device}"
-    return None
+    return _term_problem(q, "sinks", sinks) or _term_problem(q, "alibi_slopes", slopes)
+
+
+def _term_problem(q: Tensor, name: str, t: Tensor | None) -> str | None:
+    if t is None or (t.shape == q.shape[2:3] and t.device == q.device):
+        return None
+    return f"{name} must be [{q.shape[2]}] on {q.device}, got {[*t.shape]} on {t.device}"
 
 
 def digest(*tensors: Tensor | None) -> str:

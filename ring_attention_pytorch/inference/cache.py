@@ -83,6 +83,7 @@ class RingCache(PagedStorage):
                 problem = _memory_problem(sizes, capacity, ring.size, error)
         agree(ring, "RingCache", same, problem=problem)
         self.plans: dict[Any, Any] = {}  # of attention to this cache
+        self.checked: dict[Any, Any] = {}  # the plans for calls whose arguments were right
 
     @property
     def lengths(self) -> list[int]:

@@ -61,6 +61,7 @@ class HeldKeys(Protocol):
     pages: Pages
     rows: tuple[int, int]  # between pages and between heads, in rows of keys or values
     step: int  # between tokens
+    given: int  # keys of each sequence, where lengths don't count
     keys: list[Tensor]
     values: list[Tensor]
     tables: Tensor
@@ -110,21 +111,27 @@ class DecodePlan:
         layer: int,
         terms: Terms = (None, None),
         key_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return out `[b, n, h, d_v]` and lse `[b, n, h]` over all ranks' keys.
+        *,
+        return_lse: bool = True,
+        number: int = 0,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return out `[b, n, h, d_v]`, and lse `[b, n, h]` if asked for, over all ranks' keys.
 
-        `terms` are sinks and slopes. `key_mask` bool `[b, m]` is of keys that were given.
+        `terms` are sinks and slopes. `key_mask` bool `[b, m]` is of keys that were given. Ranks
+        that pass different numbers are out of step.
         """
-        with self.ring.call("attention to a cache", self.purpose):
+        purpose = (self.purpose + number) % _PURPOSES
+        with self.ring.call("attention to a cache", purpose):
             if self.asked.kernel == "triton":
-                found = self._by_triton(q, k, v, layer, terms, key_mask)
+                out, lse = self._by_triton(q, k, v, layer, terms, key_mask, purpose, return_lse)
             else:
-                found = self._by_pytorch(q, k, v, layer, terms)
+                out, lse = self._by_pytorch(q, k, v, layer, terms)
         self.ran = True
-        return found
+        return out, lse if return_lse else None
 
     # ---- PyTorch's operators
 
+    @torch.no_grad()
     def _by_pytorch(
         self,
         q: Tensor,
@@ -162,63 +169,33 @@ class DecodePlan:
         layer: int,
         terms: Terms,
         key_mask: Tensor | None,
+        purpose: int,
+        return_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        cache, scores, (sinks, slopes) = self.cache, self.asked.scores, terms
-        k, v = (q, q) if k is None or v is None else (_plain(k), _plain(v))
-        factor, clamp = self.factors
-        acc, lse = self.parts
+        cache, (sinks, slopes), lengths = self.cache, terms, self.cache.layer_lengths[layer]
         with torch.cuda.device_of(q):
-            masked, shown = 0, q
-            if key_mask is not None:
-                masked, shown = key_mask.shape[1], _plain(key_mask.view(torch.uint8))
+            plain = _plain(q)
             self._attend(key_mask is not None)(
-                _plain(q), k, v, q if slopes is None else slopes, shown,
-                cache.keys[layer], cache.values[layer], cache.tables, cache.layer_lengths[layer],
-                cache.starts, cache.rooms, acc, lse, self.next_lengths, self.state,
-                cache.tables.shape[1], *cache.rows, masked, factor, clamp, scores.window or 0,
+                plain,
+                plain if k is None else _plain(k),
+                plain if v is None else _plain(v),
+                plain if slopes is None else _plain(slopes),
+                plain if key_mask is None else _plain(key_mask.view(torch.uint8)),
+                cache.keys[layer], cache.values[layer], cache.tables, lengths,
+                cache.tables.shape[1], *cache.rows, cache.given,
             )  # fmt: skip
-            if self.ring.size == 1 or self.pushed is not None:
-                return self._merge(self.merge, q, acc, lse, layer, sinks)
-            message = q.new_empty(self.rows * (self.width + 1), dtype=torch.float32)
-            out, out_lse = self._apart(message.unsqueeze(0))
-            self._launch(self.merge_splits, acc, lse, out[0], out_lse[0], layer, None)
-            every = self._apart(gathered(self.ring, message))
-            return self._merge(self.merge_ranks, q, *every, layer, sinks)
-
-    def _merge(
-        self,
-        launch: Launch,
-        q: Tensor,
-        acc: Tensor,
-        lse: Tensor,
-        layer: int,
-        sinks: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        b, n, h, _ = self.asked.shape
-        out = q.new_empty((b, n, h, self.width))
-        out_lse = q.new_empty((b, n, h), dtype=torch.float32)
-        self._launch(launch, acc, lse, out, out_lse, layer, sinks)
-        return out, out_lse
-
-    def _launch(
-        self,
-        launch: Launch,
-        acc: Tensor,
-        lse: Tensor,
-        out: Tensor,
-        out_lse: Tensor,
-        layer: int,
-        sinks: Tensor | None,
-    ) -> None:
-        """Merge parts `[parts, rows, width]`; a row's number in all parts is the same."""
-        cache = self.cache
-        launch(
-            acc, lse, out, out_lse, lse if sinks is None else sinks,
-            cache.layer_lengths[layer], self.next_lengths, cache.overflown, self.state,
-            acc.stride(0), acc.stride(1), lse.stride(0), lse.stride(1),
-            len(acc), self.rows, cache.sequences,
-            *((0, 0, 0) if (to := self.pushed) is None else (to.patience, self.purpose, to.slot)),
-        )  # fmt: skip
+            *parts, spare = self.memory
+            merge = self.merge
+            if not self.capturable:
+                message = q.new_empty(self.rows * (self.width + 1), dtype=torch.float32)
+                mine = self._apart(message.unsqueeze(0))
+                self.merge_splits(*mine, message, lengths, *parts, purpose)
+                parts = [*self._apart(gathered(self.ring, message))]
+                merge = self.merge_ranks
+            out = q.new_empty(self.out_shape)
+            lse = q.new_empty(self.out_shape[:3], dtype=torch.float32) if return_lse else spare
+            merge(out, lse, lse if sinks is None else _plain(sinks), lengths, *parts, purpose)
+            return out, lse
 
     def _apart(self, messages: Tensor) -> tuple[Tensor, Tensor]:
         """Return the out `[messages, rows, width]` and lse `[messages, rows]` of flat messages."""
@@ -276,12 +253,18 @@ class DecodePlan:
         return -(-n * h // self.cache.key_heads // self.block_rows)
 
     @cached_property
-    def parts(self) -> tuple[Tensor, Tensor]:
-        """Memory for what splits find. It stays, because CUDA graphs point to it."""
+    def memory(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Memory for out and lse of splits, and for a result's lse that nobody asked for.
+
+        It stays, because CUDA graphs point to it.
+        """
+        shapes = (self.splits, self.rows, self.width), (self.splits, self.rows), (self.rows,)
         with torch.inference_mode(False):
-            shape = self.splits, self.rows, self.width
-            acc = torch.empty(shape, dtype=torch.float32, device=self.cache.device)
-            return acc, torch.empty(shape[:2], dtype=torch.float32, device=self.cache.device)
+            acc, lse, spare = (
+                torch.empty(shape, dtype=torch.float32, device=self.cache.device)
+                for shape in shapes
+            )
+            return acc, lse, spare
 
     @cached_property
     def factors(self) -> tuple[float, float]:
@@ -290,6 +273,11 @@ class DecodePlan:
         if clamp is None:
             return scale * _LOG2_E, 0.0
         return scale / clamp, clamp * _LOG2_E
+
+    @cached_property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        b, n, h, _ = self.asked.shape
+        return b, n, h, self.width
 
     @cached_property
     def next_lengths(self) -> Tensor:
@@ -310,8 +298,12 @@ class DecodePlan:
         from ring_attention_pytorch.inference._triton_attend import attend_kernel
 
         cache, asked, (b, n, h, d) = self.cache, self.asked, self.asked.shape
+        fixed = (
+            cache.starts, cache.rooms, *self.memory[:2], self.next_lengths, self.state,
+            *self.factors, asked.scores.window or 0,
+        )  # fmt: skip
         return Launch(
-            attend_kernel, self.splits * self.blocks * cache.key_heads * b,
+            attend_kernel, self.splits * self.blocks * cache.key_heads * b, fixed,
             num_warps=self.tuning.warps, num_stages=self.stages,
             launch_pdl=self.early,
             N=n, ROWS_IN_ALL=self.rows, SPLITS=self.splits, BLOCKS=self.blocks,
@@ -331,26 +323,44 @@ class DecodePlan:
         """From splits to the result, with other ranks' where memory is shared."""
         shared = self.pushed is not None
         programs = min(self.units, _MERGERS) if shared else self.units
-        return self._merger(programs, self.splits, self.ring.size if shared else 1, True)
+        ranks = self.ring.size if shared else 1
+        return self._merger(programs, self.splits, self._strides, ranks, True)
 
     @cached_property
     def merge_splits(self) -> Launch:
         """From splits to this rank's message."""
-        return self._merger(self.units, self.splits, 1, True, sinks=False)
+        return self._merger(self.units, self.splits, self._strides, 1, True, sinks=False)
 
     @cached_property
     def merge_ranks(self) -> Launch:
         """From all ranks' messages to the result."""
-        return self._merger(self.units, self.ring.size, 1, False)
+        message = self.rows * (self.width + 1)
+        return self._merger(self.units, self.ring.size, (message, message), 1, False)
+
+    @property
+    def _strides(self) -> tuple[int, int]:
+        return self.rows * self.width, self.rows
 
     def _merger(
-        self, programs: int, parts: int, ranks: int, advance: bool, sinks: bool = True
+        self,
+        programs: int,
+        parts: int,
+        strides: tuple[int, int],
+        ranks: int,
+        advance: bool,
+        sinks: bool = True,
     ) -> Launch:
+        """Merge parts, whose out `[rows, width]` and lse `[rows]` are so far apart, each."""
         from ring_attention_pytorch.inference._triton_merge import merge_kernel
 
         _, n, h, _ = self.asked.shape
+        fixed = (
+            self.next_lengths, self.cache.overflown, self.state,
+            strides[0], self.width, strides[1], 1, parts, self.rows, self.cache.sequences,
+            *((0, 0) if (to := self.pushed) is None else (to.patience, to.slot)),
+        )  # fmt: skip
         return Launch(
-            merge_kernel, programs, num_warps=1, launch_pdl=self.early,
+            merge_kernel, programs, fixed, num_warps=1, launch_pdl=self.early,
             ROWS_EACH=n * h, HEADS=h, D=self.width, COLS=_UNIT,
             PARTS=min(64, _power_of_2(parts)), RANKS=ranks, RANK=self.ring.rank,
             ADVANCE=advance and self.asked.new, SINKS=sinks and self.asked.sinks,
@@ -369,5 +379,6 @@ def _power_of_2(n: int) -> int:
 
 def _plain(t: Tensor) -> Tensor:
     """Return t, contiguous and at an address that kernels take."""
-    t = t.contiguous()
-    return t if t.data_ptr() % 16 == 0 else t.clone()
+    if t.is_contiguous() and t.data_ptr() % 16 == 0:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)

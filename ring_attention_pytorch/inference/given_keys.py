@@ -6,6 +6,8 @@ from torch import Tensor
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan, HeldKeys
 from ring_attention_pytorch.inference.pages import Pages
+from ring_attention_pytorch.inference.partial import Scores
+from ring_attention_pytorch.runtime.streams import capturing
 
 _ENDLESS = 1 << 30  # tokens
 
@@ -13,29 +15,58 @@ _ENDLESS = 1 << 30  # tokens
 class GivenKeys(HeldKeys):
     """This rank's keys of some sequences, others at each call: all are seen, whatever their order.
 
-    Heads come before tokens: k is `[b, h_kv, n, d]`, v `[b, h_kv, n, d_v]`.
+    It attends from queries of one shape to keys of so many heads. Heads come before tokens: k is
+    `[b, h_kv, n, d]`, v `[b, h_kv, n, d_v]`.
     """
 
-    lengths: Tensor
     pages, fixed, has_starts = Pages(_ENDLESS, 1), True, False
 
-    def __init__(self, ring: Ring, like: Tensor, key_heads: int, value_dim: int) -> None:
-        self.ring, self.device, self.dtype = ring, like.device, like.dtype
-        self.sequences, self.key_heads, self.value_dim = like.shape[0], key_heads, value_dim
-        self.rows, self.step = (0, 0), 1
+    def __init__(self, ring: Ring, q: Tensor, key_heads: int, value_dim: int) -> None:
+        """Prepare for queries `[b, n, h, d]` like q."""
+        self.ring, self.device, self.dtype = ring, q.device, q.dtype
+        self.sequences, self.key_heads, self.value_dim = q.shape[0], key_heads, value_dim
+        self.rows, self.step, self.given = (0, 0), 1, 0
         b = self.sequences
         with torch.inference_mode(False):
             self.tables = torch.arange(b, dtype=torch.int32, device=self.device).unsqueeze(1)
-            self.lengths = torch.zeros(b, dtype=torch.int32, device=self.device)
-        self.starts = self.rooms = self.overflown = self.lengths
-        self.layer_lengths = [self.lengths]
-        self._plans: dict[tuple[Asked, int], DecodePlan] = {}
-        self.keys = self.values = [like]
+            self.starts = torch.zeros(b, dtype=torch.int32, device=self.device)
+            self._none = torch.zeros(16, dtype=q.dtype, device=self.device)
+        self.rooms = self.overflown = self.starts
+        self.layer_lengths = [self.starts]
+        self.keys = self.values = [self._none]
+        scores = Scores(q.shape[-1] ** -0.5)
+        self._asked = Asked(tuple(q.shape), False, False, scores, False, False, "triton", False)
+        self._plans: dict[int, DecodePlan] = {}
+        self._ran: set[tuple[int, bool]] = set()
 
-    def take(self, k: Tensor | None, v: Tensor | None) -> None:
-        """Use these keys from now on; None are no keys."""
+    def attend(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, key_mask: Tensor | None, number: int
+    ) -> Tensor:
+        """Return attention of q `[b, n, h, d]` to all ranks' keys; None are no keys.
+
+        `number` must be the same on all ranks.
+
+        Raises:
+            ValueError: a CUDA graph is being captured, and can't hold this call.
+        """
+        self._take(k, v)
+        mask = key_mask if self.given else None
+        kind = self.step, mask is not None
+        if kind not in self._ran:
+            refuse_capture(q)
+        plan = self._plans.get(self.step)
+        if plan is None:
+            plan = self._plans[self.step] = DecodePlan(self, self._asked)
+        if not plan.capturable:
+            refuse_capture(q)
+        out, _ = plan.run(q, None, None, 0, key_mask=mask, return_lse=False, number=number)
+        self._ran.add(kind)
+        self.keys = self.values = [self._none]  # keep none of them alive
+        return out
+
+    def _take(self, k: Tensor | None, v: Tensor | None) -> None:
         if k is None or v is None or not k.shape[2]:
-            self.lengths.zero_()
+            self.given = 0
             return
         if (laid := _rows(k)) is None or laid != _rows(v):
             k, v = (t.clone(memory_format=torch.contiguous_format) for t in (k, v))
@@ -44,14 +75,17 @@ class GivenKeys(HeldKeys):
         between, among, self.step = laid
         self.rows = between, among
         self.keys, self.values = [k], [v]
-        self.lengths.fill_(k.shape[2])
+        self.given = k.shape[2]
 
-    def plan(self, asked: Asked) -> DecodePlan:
-        """Return the plan for such queries."""
-        kind = asked, self.step
-        if kind not in self._plans:
-            self._plans[kind] = DecodePlan(self, asked)
-        return self._plans[kind]
+
+def refuse_capture(q: Tensor) -> None:
+    """Raise ValueError while a CUDA graph is captured, from a call that none can hold."""
+    if q.is_cuda and capturing(q.device):
+        raise ValueError(
+            "tree_attn_decode: a CUDA graph can't hold what is done when a call is new, nor the "
+            "exchange of messages; run the same call once before it is captured, and where ranks "
+            "share no memory, outside of graphs"
+        )
 
 
 def _rows(t: Tensor) -> tuple[int, int, int] | None:
@@ -61,9 +95,8 @@ def _rows(t: Tensor) -> tuple[int, int, int] | None:
     ((15, 5, 1), (15, 1, 3))
     """
     heads, d = t.shape[1], t.shape[3]
-    strides = [stride if size > 1 else 0 for size, stride in zip(t.shape, t.stride())]
-    if strides[3] not in (0, 1) or any(stride % d for stride in strides[:3]) or t.data_ptr() % 16:
+    between, among, step, one = (s if size > 1 else 0 for size, s in zip(t.shape, t.stride()))
+    if one > 1 or between % d or among % d or step % d or t.data_ptr() % 16:
         return None
-    between, among, step = (stride // d for stride in strides[:3])
-    step = step or 1
-    return (between, among, step) if step in (1, heads) else None
+    step = step // d or 1
+    return (between // d, among // d, step) if step in (1, heads) else None

@@ -42,6 +42,7 @@ class PagedStorage:
     pages: Pages
     rows: tuple[int, int]
     step: int
+    given = 0
     fixed: bool
     lengths_of: Tensor
     layer_lengths: list[Tensor]

@@ -10,9 +10,13 @@ class Launch:
     """A Triton kernel that is launched over and over, with arguments of the same kinds.
 
     Triton looks at all arguments of a launch to find what it has compiled for such, which takes
-    15 us of the host; what is compiled is launched in 7. So integers must be annotated in the
-    kernel, and not specialized; tensors must be equally aligned. Constants are the kernel's last
-    parameters. It is launched on the device for which it was first.
+    15 us of the host or more; what is compiled is launched in 7. So integers must be annotated in
+    the kernel, and not specialized; tensors must be of the same dtypes, and equally aligned. It is
+    launched on the device for which it was first.
+
+    A kernel's parameters are the arguments of a call, then the `fixed` ones, which are the same in
+    all calls, then constants. What is compiled is given addresses: of each tensor it would ask the
+    driver.
     """
 
     kernel: Any
@@ -22,12 +26,13 @@ class Launch:
         self,
         kernel: Any,
         programs: int,
+        fixed: tuple[Any, ...] = (),
         num_warps: int = 4,
         num_stages: int | None = None,
         launch_pdl: bool = False,
         **constants: Any,
     ) -> None:
-        self.kernel, self.programs = kernel, programs
+        self.kernel, self.programs, self.fixed = kernel, programs, fixed
         self.options: dict[str, int] = {"num_warps": num_warps}
         if num_stages is not None:
             self.options["num_stages"] = num_stages
@@ -35,15 +40,37 @@ class Launch:
             self.options["launch_pdl"] = True
         self.constants = constants
         self._compiled: Any = None
+        self._rest: tuple[Any, ...] = ()
 
     def __call__(self, *args: Any) -> None:
         """Launch it on the current stream."""
         if self._compiled is not None:
-            self._compiled(*args, *self.constants.values())
+            self._compiled(*_addressed(args), *self._rest)
             return
-        made = self.kernel[(self.programs,)](*args, **self.constants, **self.options)
+        made = self.kernel[(self.programs,)](*args, *self.fixed, **self.constants, **self.options)
         if made is not None:  # the interpreter compiles nothing
-            self._compiled = made[(self.programs, 1, 1)]
+            self._rest = (*_addressed(self.fixed), *self.constants.values())
+            self._compiled = _launcher(made, self.programs)
+
+
+def _addressed(args: tuple[Any, ...]) -> list[Any]:
+    return [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
+
+
+def _launcher(made: Any, programs: int) -> Callable[..., None]:
+    """Return what launches a kernel that has run, as Triton does, but without hooks of profilers.
+
+    Those take as long as a third of the launch, each time, if there are none.
+    """
+    from triton.runtime import driver
+
+    device, stream_of = driver.active.get_current_device(), driver.active.get_current_stream
+    run, function, metadata = made.run, made.function, made.packed_metadata
+
+    def launch(*args: Any) -> None:
+        run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *args)
+
+    return launch
 
 
 class LaunchKind(NamedTuple):

@@ -11,8 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ring_attention_pytorch import (
     RingAttention,
+    RingCache,
     RingPlan,
     ring_attn,
+    ring_attn_with_cache,
     ring_cross_entropy,
     shard_batch,
     shard_sequence,
@@ -105,7 +107,10 @@ def refused_elsewhere() -> list[str]:
     def decode(x: Tensor) -> Tensor:
         return tree_attn_decode(x[None], x[None], x[None])
 
-    for call in (shard_sequence, layer, loss, batch, decode):
+    def with_cache(x: Tensor) -> Tensor:
+        return ring_attn_with_cache(x[None], None, None, RingCache(1, 8, 16))
+
+    for call in (shard_sequence, layer, loss, batch, decode, with_cache):
         with pytest.raises(ValueError, match="got a DTensor") as told:
             call(given)
         found.append(str(told.value))

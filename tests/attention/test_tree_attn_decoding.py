@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -32,6 +33,8 @@ class Decoding:
     d_v: int = 8
     dtype: torch.dtype = torch.float64
     large: float = 1.0
+    device: str = "cpu"
+    use_triton: bool | None = None
 
     def data(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         draw, n = torch.Generator().manual_seed(0), sum(m or 0 for m in self.lengths)
@@ -55,15 +58,16 @@ class Decoding:
         return dense_attention(q, k, v, key_mask=mask)[0].transpose(1, 2)
 
     def got(self, rank: int, group: Any = None) -> Tensor:
-        q, k, v, mask = self.data()
+        q, k, v, mask = (t if t is None else t.to(self.device) for t in self.data())
+        decode = partial(tree_attn_decode, q, use_triton=self.use_triton, group=group)
         if self.whole:
-            return tree_attn_decode(q, k, v, key_mask=mask, group=group)
+            return decode(k, v, key_mask=mask)
         if self.lengths[rank] is None:
-            return tree_attn_decode(q, shard_kv_seq=False, group=group)
+            return decode(shard_kv_seq=False)
         lengths = [m or 0 for m in self.lengths]
         k, v = (t.split(lengths, dim=2)[rank] for t in (k, v))
         mask = None if mask is None else mask.split(lengths, dim=1)[rank]
-        return tree_attn_decode(q, k, v, shard_kv_seq=False, key_mask=mask, group=group)
+        return decode(k, v, shard_kv_seq=False, key_mask=mask)
 
 
 def decoded(cases: list[Decoding]) -> list[Errors]:
@@ -191,6 +195,7 @@ def misuse(name: str) -> None:
         "mask of numbers": {"key_mask": mask.float()},
         "no keys anywhere": {"k": None, "v": None},
         "one batch less": {"q": q[0]},
+        "other ways": {"use_triton": False},
     }
     if name.startswith(("whole", "masked")) and name != "whole or not":
         args["shard_kv_seq"] = True
@@ -216,6 +221,7 @@ REFUSED = {
     "mask too short": "key_mask must be bool [1, 6]",
     "mask of numbers": "key_mask must be bool [1, 6]",
     "no keys anywhere": "some rank must have keys",
+    "other ways": "use_triton must be the same on every rank",
     "one batch less": "q, k, v must be [batch, heads, tokens, head size]",
 }
 

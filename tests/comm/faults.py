@@ -308,10 +308,13 @@ SILENT = [
         "not isinstance(note.get(name, ...), kind)", "False",
     ),
     Mutant(
-        "messages of any plan", "comm/steps.py:Steps._begin", "(self._since, call, about)",
-        "(self._since, call)",
+        "messages of any plan", "comm/steps.py:Steps.tag", "(self._since, self.calls, self.about)",
+        "(self._since, self.calls)",
     ),
-    Mutant("messages of any call", "comm/steps.py:Steps.call", "self.calls + 1", "self.calls"),
+    Mutant(
+        "messages of any call", "comm/steps.py:_Block.__enter__", "self._steps.calls + 1",
+        "self._steps.calls",
+    ),
     Mutant(
         "ranks out of step go on", "comm/agreement.py:_check_in_step",
         "if len({*steps}) > 1:", "if False:",
@@ -353,10 +356,10 @@ FAILING = [
         "self._left, self.under_way = self.under_way, []", "self.under_way = []",
     ),
     Mutant(
-        "what ranks disagree about breaks their ring", "comm/steps.py:Steps.call",
-        "except Disagreement:", "except ZeroDivisionError:",
+        "what ranks disagree about breaks their ring", "comm/steps.py:_Block.__exit__",
+        "isinstance(error, Disagreement)", "isinstance(error, ZeroDivisionError)",
     ),
-    Mutant("peers are told nothing", "comm/steps.py:Steps.call", "tell_peers()", "pass"),
+    Mutant("peers are told nothing", "comm/steps.py:_Block.__exit__", "tell_peers()", "pass"),
     Mutant(
         "what devices find is told to nobody", "comm/steps.py:Steps._go_on",
         "if self.guards and", "if False and",

@@ -11,10 +11,14 @@ MUTANTS = planted("INFERENCE")
 
 def battery() -> Iterable[Callable[[], object]]:
     """Cases that fail where something is wrong."""
+    import pytest
     import torch
 
+    from ring_attention_pytorch import tree_attn_decode
+    from ring_attention_pytorch.comm.ring import Ring
     from tests.inference import test_page_table as tables
     from tests.inference import test_pages as pages
+    from tests.inference import test_refusals as refusals
     from tests.inference.stories import Story, Teller
     from tests.nn import test_generation
     from tests.nn.generation_cases import CASES, ROUTED, Case
@@ -24,6 +28,7 @@ def battery() -> Iterable[Callable[[], object]]:
     threads.PATIENCE = 10.0
     yield partial(pages.test_owners_and_places_are_the_same_said_otherwise, 2, 3)
     yield partial(pages.test_ranks_hold_what_they_own_and_all_of_it, 2, 3)
+    yield refusals.test_calls_are_refused_after_others_were_right
     yield tables.test_full_pages_are_shared_and_others_copied
     for seed in range(4):
         yield partial(tables.test_every_sequence_reads_what_was_appended_to_it, seed)
@@ -40,6 +45,13 @@ def battery() -> Iterable[Callable[[], object]]:
     chunks = ("prefill", "attend", "rollback")
     yield partial(tell, 3, Story(deeds=chunks, steps=30))
     yield partial(tell, 3, Story(deeds=chunks, steps=12, options={"window": 4}))
+
+    def other_ways(ring: Ring) -> None:
+        q, use_triton = torch.ones(1, 1, 1, 4), None if ring.rank else False
+        with pytest.raises(ValueError, match="use_triton must be the same"):
+            tree_attn_decode(q, q, q, shard_kv_seq=False, use_triton=use_triton, group=ring)
+
+    yield partial(threads.run, 2, other_ways)
 
     def generate(size: int, case: Case) -> None:
         found, _ = threads.run(size, case.over)

@@ -2,18 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch import decoding, tree_attn_decode
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
+from tests.attention.test_tree_attn_decoding import Decoding
 from tests.inference.stories import Story, told
 from tests.inference.test_cache import OPTIONS
 from tests.nn.generation_cases import CASES, ROUTED
+from tests.support.reference import relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -81,6 +86,90 @@ def test_a_gpu_generates_what_a_cpu_does(kernel: str | None) -> None:
 def test_several_gpus_generate_what_a_cpu_does(nccl: Callable, kernel: str | None) -> None:
     for found in nccl(2).run(generated, kernel):
         assert all(found)
+
+
+# ---- keys that were given
+
+TREES = [
+    Decoding((70, 5, 3), key_heads=2, dtype=torch.bfloat16),
+    Decoding((70, None, 0), masked="some", key_heads=1, tokens=3, dtype=torch.float32),
+    Decoding((9, 130, 4), whole=True, masked="some", d_v=5, dtype=torch.float32),
+]
+
+
+def trees(push: bool) -> list[float]:
+    """Errors of every way to attend to given keys, of which more come, as in decoding."""
+    decode_plan.PUSH = push
+    decoding._keys.clear()  # plans that merge the other way
+    ring, errors = Ring(), []
+    for case, way in product(TREES, (None, True, False)):
+        for more in (0, 1, 40):
+            lengths = [m and m + more for m in case.lengths[: ring.size]]
+            of = replace(case, lengths=tuple(lengths), device="cuda", use_triton=way)
+            error = relative_error(of.got(ring.rank).cpu(), of.want())
+            errors.append(error / LIMITS[case.dtype])
+    return errors
+
+
+def test_keys_that_are_given() -> None:
+    assert max(trees(True)) < 1
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_keys_that_are_given_on_several_ranks(nccl: Callable, push: bool) -> None:
+    for errors in nccl(2).run(trees, push):
+        assert max(errors) < 1
+
+
+def tree_in_a_graph() -> dict[str, bool]:
+    """Replay a graph of `tree_attn_decode`, with calls of other lengths in between."""
+    decode_plan.PUSH = True
+    (q,), (k,) = ([t.transpose(1, 2)] for t in (drawn(1, 1, 0)[0][0], drawn(1, 1, 1)[1][0]))
+    k = k.repeat(1, 1, 90, 1) * torch.linspace(0, 2, 90).to(k).unsqueeze(1)
+    call = partial(tree_attn_decode, q, shard_kv_seq=False)
+    with pytest.raises(ValueError, match="run the same call once before"):
+        captured(lambda: call(k, k))
+    want, other = call(k, k), call(k[:, :, :20], k[:, :, :20])
+    graph, out = captured(lambda: call(k, k))
+    same = {}
+    for turn in range(3):
+        graph.replay()
+        same[f"replay {turn}"] = torch.equal(out, want)
+        same[f"call {turn}"] = torch.equal(call(k[:, :, :20], k[:, :, :20]), other)
+    return same
+
+
+def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    return graph, out
+
+
+def test_keys_that_are_given_in_a_graph() -> None:
+    assert all(tree_in_a_graph().values())
+
+
+def test_keys_that_are_given_in_a_graph_of_several_ranks(nccl: Callable) -> None:
+    for same in nccl(2).run(tree_in_a_graph):
+        assert all(same.values()), same
+
+
+def test_terms_of_any_dtype_and_place() -> None:
+    """Our kernel is compiled for one dtype and alignment of sinks and slopes."""
+    outs = []
+    for kernel in ("eager", "triton"):
+        cache, (q, k, v) = RingCache(2, 2, 64, dtype=torch.bfloat16, device="cuda"), drawn(2, 4, 2)
+        terms = torch.arange(17.0, device="cuda")[1:] / 8
+        for i, t in enumerate((terms[7:15], terms[:8], terms[::2], terms[:8].bfloat16())):
+            options = dict(kernel=kernel, sinks=t, alibi_slopes=t)
+            outs.append(ring_attn_with_cache(q[i], k[i], v[i], cache, **options).cpu())
+    for want, got in zip(outs[:4], outs[4:]):
+        assert relative_error(got, want) < LIMITS[torch.bfloat16]
+
+
+# ---- graphs
 
 
 def drawn(b: int, steps: int, seed: int) -> list[Tensor]:

@@ -99,6 +99,30 @@ INFERENCE = [
         "merge_(out, lse, *flat)", "pass",
     ),
     Mutant(
+        "a call of another dtype is taken for one that was right", "inference/attention.py:_kind",
+        "t.dtype,", "",
+    ),
+    Mutant(
+        "a call of another shape is taken for one that was right", "inference/attention.py:_kind",
+        "t.shape,", "",
+    ),
+    Mutant(
+        "a call elsewhere is taken for one that was right", "inference/attention.py:_kind",
+        "t.device", "0",
+    ),
+    Mutant(
+        "any layer is one that there is", "inference/attention.py:ring_attn_with_cache",
+        "layer, _kind(q)", "_kind(q)",
+    ),
+    Mutant(
+        "ranks attend to given keys in different ways", "decoding.py:_agreed_width",
+        '"use_triton": use_triton,', "",
+    ),
+    Mutant(
+        "a call is right once there is a plan", "inference/attention.py:_checked",
+        "elif (problem := _problem(given, cache, layer)) is not None:", "elif (problem := None):",
+    ),
+    Mutant(
         "results go home to others", "inference/prefill.py:Chunk.sent_home",
         "(rank, outs[rank]), (rank, lses[rank])",
         "(rank, outs[0]), (rank, lses[0])",

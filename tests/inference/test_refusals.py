@@ -109,6 +109,29 @@ def test_who_is_alone_is_told_too() -> None:
         assert cache.lengths == [2, 2]
 
 
+def test_calls_are_refused_after_others_were_right() -> None:
+    """What makes a call right is looked at once, so all of it must be looked for."""
+    cache = RingCache(2, 1, 4, layers=2, group=Ring.alone())
+    q, sinks = torch.ones(2, 1, 2, 4), torch.zeros(2)
+    right: dict[str, Any] = dict(q=q, k=q[:, :, :1], v=q[:, :, :1], layer=0, sinks=sinks)
+    ring_attn_with_cache(cache=cache, **right)
+    for wrong, why in (
+        ({"q": q.double()}, "q must be torch.float32"),
+        ({"q": q.to("meta")}, "q must be torch.float32 on cpu"),
+        ({"q": q[:1]}, "q must be"),
+        ({"k": q}, "k and v must be"),
+        ({"v": q}, "k and v must be"),
+        ({"v": right["v"].double()}, "k and v must be torch.float32"),
+        ({"layer": 2}, "layer must be from 0 to 1"),
+        ({"sinks": torch.zeros(3)}, "sinks must be"),
+        ({"sinks": sinks.to("meta")}, "sinks must be"),
+        ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes must be"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            ring_attn_with_cache(cache=cache, **{**right, **wrong})
+    assert cache.lengths == [1, 1]
+
+
 def test_layers_of_different_lengths_are_not_taken_for_even_ones() -> None:
     cache, k = RingCache(2, 1, 4, layers=2, group=Ring.alone()), torch.ones(2, 3, 1, 4)
     cache.append(k, k)
