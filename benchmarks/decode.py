@@ -5,6 +5,7 @@
     python -m benchmarks decode --tune --keys 16384 131072
     torchrun --nproc-per-node 2 -m benchmarks decode --prefill 131072 8192
     torchrun --nproc-per-node 2 -m benchmarks decode --messages --brief
+    torchrun --nproc-per-node 2 -m benchmarks decode --bits
 
 One query token for each sequence, 32 query and 8 key heads of 128, bfloat16. Ours also appends the
 token. Keys are counted on all GPUs together. Calls go around layers, so that no keys are still in
@@ -12,12 +13,14 @@ the GPU's cache; "graph" is a CUDA graph of 16 calls. Times are microseconds a c
 rounds of the slowest rank. "of memory" is the share of the speed at which this run read memory.
 `--prefill` times a prompt in chunks beside one call of `ring_attn` over all of it. `--brief` does
 what matters most first: ours, then a prompt, then the prototype, then other cuts of the kernel.
+`--bits` does ours only, with keys in 16 and in 8 bits, and says how far results are apart.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from statistics import median
 
 import torch
@@ -31,6 +34,7 @@ from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.attention import plan_decoding, ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.decode_plan import DecodePlan, Tuning
+from ring_attention_pytorch.inference.explain import chunk_sizes
 from ring_attention_pytorch.inference.partial import Scores
 
 HEADS, KEY_HEADS, D, CALLS = 32, 8, 128, 16
@@ -111,21 +115,31 @@ def wait(device: torch.device) -> None:
 
 
 def filled(
-    b: int, keys: int, layers: int, ring: Ring, device: torch.device, page: int = 64
+    b: int,
+    keys: int,
+    layers: int,
+    ring: Ring,
+    device: torch.device,
+    page: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> RingCache:
     """Return a cache that holds random keys, and has room for some thousands more."""
     cache = RingCache(
-        b, KEY_HEADS, D, layers=layers, capacity=keys + 8192, page=page, dtype=torch.bfloat16,
+        b, KEY_HEADS, D, layers=layers, capacity=keys + 8192, page=page, dtype=dtype,
         device=device, group=ring,
     )  # fmt: skip
     for pool in (*cache.keys, *cache.values):
-        pool.normal_()
+        pool.copy_(torch.randn(pool.shape, device=device, dtype=torch.bfloat16))
+    for pool in (*cache.key_scales, *cache.value_scales):
+        pool.fill_(1.0)
     cache._apply([], [keys] * b)
     return cache
 
 
-def ours(b: int, keys: int, layers: int, ring: Ring, q: Tensor, k: Tensor) -> Call:
-    cache = filled(b, keys, layers, ring, q.device)
+def ours(
+    b: int, keys: int, layers: int, ring: Ring, q: Tensor, k: Tensor, dtype: torch.dtype
+) -> Call:
+    cache = filled(b, keys, layers, ring, q.device, dtype=dtype)
     kernel = "triton" if q.is_cuda else None
     return lambda i: ring_attn_with_cache(q, k, k, cache, layer=i, kernel=kernel)
 
@@ -176,11 +190,13 @@ def subjects(b: int, keys: int, device: torch.device) -> dict[str, Callable[[], 
     k = torch.randn(b, 1, KEY_HEADS, D, device=device, dtype=torch.bfloat16)
     layers = layers_for(b * keys * TOKEN // ranks)
     found: dict[str, Callable[[], Call]] = {}
-    found["ours"] = lambda: ours(b, keys, layers, Ring(), q, k)
+    rings = {"ours": Ring()} | ({"ours, one GPU": Ring.alone()} if ranks > 1 else {})
+    for name, ring in rings.items():
+        for bits, dtype in (("", torch.bfloat16), (", 8 bits", torch.float8_e4m3fn)):
+            found[name + bits] = partial(ours, b, keys, layers, ring, q, k, dtype)
     if device.type == "cuda" and ranks > 1:
         found["prototype"] = lambda: prototype(b, keys, layers, q)
         found["cuDNN, own keys only"] = lambda: cudnn(b, keys // ranks, layers, q)
-        found["ours, one GPU"] = lambda: ours(b, keys, layers, Ring.alone(), q, k)
     elif device.type == "cuda":
         found["cuDNN"] = lambda: cudnn(b, keys, layers, q)
     found["tree_attn_decode"] = lambda: trees(b, keys, q)
@@ -246,6 +262,21 @@ def tune(sizes: Sequence[tuple[int, int]], ring: Ring, device: torch.device) -> 
             print(f"  {'   '.join(told)}   page {page}, {tuple(tuning)}", flush=True)
 
 
+def lost(device: torch.device, keys: int = 4096) -> float:
+    """Return the relative error of 8 bits beside 16, for random keys."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 1, HEADS, D, device=device, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, keys, KEY_HEADS, D, device=device, dtype=q.dtype).unbind(0)
+    found = []
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        cache = RingCache(1, KEY_HEADS, D, dtype=dtype, device=device, group=Ring.alone())
+        cache.append(k, v)
+        out = ring_attn_with_cache(q, k[:, :1], v[:, :1], cache)
+        assert isinstance(out, Tensor)
+        found.append(out.float())
+    return ((found[1] - found[0]).norm() / found[0].norm()).item()
+
+
 def planned(plan: DecodePlan, q: Tensor, k: Tensor) -> Callable[[int], Tensor]:
     """Return calls by a plan, without checks."""
     cache = plan.cache
@@ -294,10 +325,11 @@ def prefill(tokens: int, chunk: int, device: torch.device) -> str:
         chunks()
         torch.cuda.synchronize()
         more = (torch.cuda.max_memory_allocated() - before) / 2**20
+    sizes, held = chunk_sizes(cache, HEADS, chunk)
     return (
         f"{tokens} tokens, at once {took['one']:.1f} ms, in chunks of {chunk} {took['in']:.1f} ms: "
         f"{took['one'] / took['in']:.0%} of the speed; cache {cache.nbytes / 2**20:.0f} MiB a "
-        f"rank, {more:.0f} MiB more at most"
+        f"rank, {more:.0f} MiB more, planned {sizes.memory(held) / 2**20:.0f}"
     )
 
 
@@ -309,6 +341,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about.add_argument("--tune", action="store_true", help="cut the kernel in other ways, too")
     about.add_argument("--prefill", type=int, nargs=2, metavar=("TOKENS", "CHUNK"))
     about.add_argument("--brief", action="store_true")
+    about.add_argument("--bits", action="store_true", help="ours only, in 16 and in 8 bits")
     about.add_argument("--messages", action="store_true", help="merge what ranks send")
     about.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     asked = about.parse_args(argv)
@@ -327,6 +360,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(
                 f"{'keys':>12}  {'':22}{'graph':>8}{'singly':>8}{'floor':>8}  of memory", flush=True
             )
+        if asked.bits and is_first():
+            print(f"results of 8 bits are {lost(device):.1%} from those of 16", flush=True)
         if asked.tune:
             tune(sizes, Ring(), device)
         elif asked.brief:
@@ -334,7 +369,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             for b, keys in sizes:
                 for name in subjects(b, keys, device):
-                    report(name, b, keys, speed, device)
+                    if name.startswith("ours") if asked.bits else "bits" not in name:
+                        report(name, b, keys, speed, device)
 
 
 def brief(speed: float, device: torch.device) -> None:

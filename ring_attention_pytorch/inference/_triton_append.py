@@ -1,4 +1,4 @@
-# ruff: noqa: PLR0913 - a kernel takes every size by itself
+# ruff: noqa: PLR0913, RET505 - a kernel takes every size by itself
 """Append tokens to a cache, at lengths that only the device knows: for CUDA graphs, too."""
 
 import torch
@@ -13,14 +13,60 @@ _LANES = 128  # sequences of one program
 
 
 @triton.jit
-def store_rows(pool, table, rows, token, held, kv, PAGE, RANKS, KV, D, WIDTH: tl.constexpr):
-    """Write rows `[tokens, WIDTH]` of one key head where the cache has these tokens."""
+def power_of_two(power):
+    """Return 2 ** power, exactly."""
+    return ((power + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponent(x):
+    """Return the exponent of a number in float32; 128, if it is not finite."""
+    return ((x.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+
+
+@triton.jit
+def power_of_rows(rows):
+    """Return for each row the power of two by which its numbers are to be divided for 8 bits."""
+    bits = rows.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    top = tl.max(bits, 1)  # NaN are the largest
+    return (top >> 23) - 127 - 8 + ((top & 0x7FFFFF) > 0x600000).to(tl.int32)
+
+
+@triton.jit
+def in_8_bits(rows):
+    """Return rows `[tokens, d]` in float8_e4m3fn and their scales: what `scaled.stored` returns."""
+    power = power_of_rows(rows)
+    within = tl.minimum(tl.maximum(power, -63), 63)
+    x = rows.to(tl.float32) * power_of_two(-within)[:, None]
+    # rounded before the cast, which Triton's interpreter does wrong next to a power of two
+    coarse = 1.5 * power_of_two(tl.maximum(exponent(x), -6) + 20)
+    x = tl.where((power > 63)[:, None], float("nan"), (x + coarse) - coarse)
+    return x.to(tl.float8e4nv), power_of_two(within)
+
+
+@triton.jit
+def kept(rows, SCALED: tl.constexpr):
+    """Return rows `[tokens, d]` as a cache keeps them, and their scales."""
+    if SCALED:
+        return in_8_bits(rows)
+    else:
+        return rows, tl.full([rows.shape[0]], 1.0, tl.float32)
+
+
+@triton.jit
+def store_rows(
+    pool, scales, table, rows, scale, token, held, kv, PAGE, RANKS, KV, D, WIDTH: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """Write rows `[tokens, WIDTH]` of one key head and scales where the cache has these tokens."""
     turn, slot = token // (PAGE * RANKS), token % PAGE
     page = tl.load(table + turn, mask=held, other=0).to(tl.int64)
     col = tl.arange(0, WIDTH)
-    at = ((page * KV + kv) * PAGE + slot) * D
+    at = (page * KV + kv) * PAGE + slot
+    if SCALED:
+        tl.store(scales + at, scale, mask=held)
     within = held[:, None] & (col < D)[None, :]
-    tl.store(pool + at[:, None] + col[None, :], rows, mask=within)
+    tl.store(pool + (at * D)[:, None] + col[None, :], rows, mask=within)
 
 
 @triton.jit(do_not_specialize=["n", "width"])
@@ -29,6 +75,8 @@ def append_kernel(
     v,
     keys,
     values,
+    key_scales,
+    value_scales,
     tables,
     lengths,
     rooms,
@@ -43,6 +91,7 @@ def append_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_V: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Write this rank's share of k `[b, n, KV, D]` and v behind the last tokens."""
     blocks = tl.cdiv(n, ROWS)
@@ -58,13 +107,21 @@ def append_kernel(
     k_rows = tl.load(
         k + row[:, None] * D + col[None, :], mask=held[:, None] & (col < D)[None, :], other=0.0
     )
-    store_rows(keys, table, k_rows, token, held, kv, PAGE, RANKS, KV, D, WIDTH)
+    k_rows, k_scale = kept(k_rows, SCALED)
+    store_rows(
+        keys, key_scales, table, k_rows, k_scale, token, held, kv, PAGE, RANKS, KV, D, WIDTH,
+        SCALED,
+    )  # fmt: skip
     v_rows = tl.load(
         v + row[:, None] * D_V + col_v[None, :],
         mask=held[:, None] & (col_v < D_V)[None, :],
         other=0.0,
     )
-    store_rows(values, table, v_rows, token, held, kv, PAGE, RANKS, KV, D_V, WIDTH_V)
+    v_rows, v_scale = kept(v_rows, SCALED)
+    store_rows(
+        values, value_scales, table, v_rows, v_scale, token, held, kv, PAGE, RANKS, KV, D_V,
+        WIDTH_V, SCALED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n", "count"])
@@ -80,7 +137,7 @@ def advance_kernel(lengths, rooms, overflown, n: tl.int32, count: tl.int32, LANE
 
 def append(
     new: tuple[Tensor, Tensor],
-    pools: tuple[Tensor, Tensor],
+    pools: tuple[Tensor, Tensor, Tensor, Tensor],
     tables: Tensor,
     lengths: Tensor,
     rooms: Tensor,
@@ -88,7 +145,10 @@ def append(
     pages: Pages,
     rank: int,
 ) -> None:
-    """Write new keys and values of one layer into its pools, and advance its lengths."""
+    """Write new keys and values of one layer into its pools, and advance its lengths.
+
+    Pools are of keys, values, and the scales of both, which are empty if there are none.
+    """
     k, v = (t.contiguous() for t in new)
     b, n, h_kv, d = k.shape
     d_v = v.shape[-1]
@@ -111,6 +171,7 @@ def append(
             ROWS=_ROWS,
             WIDTH=triton.next_power_of_2(d),
             WIDTH_V=triton.next_power_of_2(d_v),
+            SCALED=pools[2].numel() > 0,
         )
         grid = (triton.cdiv(b, _LANES),)
         advance_kernel[grid](lengths, rooms, overflown, n, b, LANES=_LANES)

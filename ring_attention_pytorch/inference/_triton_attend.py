@@ -1,4 +1,4 @@
-# ruff: noqa: C901, PLR0913, PLR0915, SIM102 - a kernel takes every size by itself, forks early
+# ruff: noqa: C901, PLR0913, PLR0915, RET505, SIM102 - a kernel takes every size by itself, forks early
 """Attention of few queries to one rank's cached keys, split over keys: at the memory's speed.
 
 A program takes some keys of one key head, and all queries that use them, so that each key is read
@@ -13,7 +13,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ring_attention_pytorch.inference._triton_append import store_rows
+from ring_attention_pytorch.inference._triton_append import (
+    exponent,
+    kept,
+    power_of_rows,
+    power_of_two,
+    store_rows,
+)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -36,7 +42,7 @@ def _tanh(x):
 @triton.jit
 def _scores(q, k, factor, clamp, slope, distance, PRECISION: tl.constexpr, CLAMP, ALIBI):
     """Return scores in base 2. `factor` is scale, times log2(e) where nothing comes after it."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * factor
     if CLAMP:
         scores = clamp * _tanh(scores)
     if ALIBI:
@@ -45,18 +51,41 @@ def _scores(q, k, factor, clamp, slope, distance, PRECISION: tl.constexpr, CLAMP
 
 
 @triton.jit
-def _add(running, scores, v, PRECISION: tl.constexpr):
+def _add(running, scores, v, v_scale, PRECISION: tl.constexpr, SCALED: tl.constexpr):
     """Add keys of these scores, -inf where hidden, to (acc, top, total).
 
     `total` is for each row and column of scores: warps share rows, so it is summed at the end only.
+    A value's scale is part of its weight. Weights up to 2 ** 15 use all of float16.
     """
     acc, top, total = running
-    new_top = tl.maximum(top, tl.max(scores, 1))
+    spare = 0.0
+    if SCALED:
+        power = exponent(v_scale).to(tl.float32)
+        scores = scores + power[None, :]
+        spare = 15.0
+    new_top = tl.maximum(top, tl.max(scores, 1) - spare)
     base = tl.where(new_top == -float("inf"), 0.0, new_top)
     p = tl.exp2(scores - base[:, None])
     fade = tl.exp2(top - base)
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    if SCALED:
+        p = p * tl.exp2(-power)[None, :]
     return acc, new_top, total * fade[:, None] + p
+
+
+@triton.jit
+def _for_8_bits(q):
+    """Return queries as they meet keys of 8 bits, and their scales.
+
+    Those of bfloat16 are scaled into float16, without loss: 8 bits become that in a third of the
+    instructions, which are what takes time: 438 us for 463 at 512k keys.
+    """
+    if q.dtype == tl.bfloat16:
+        power = tl.maximum(power_of_rows(q), -126)
+        q = (q.to(tl.float32) * power_of_two(-power)[:, None]).to(tl.float16)
+        return q, power_of_two(power)
+    else:
+        return q, tl.full([q.shape[0]], 1.0, tl.float32)
 
 
 @triton.jit
@@ -78,6 +107,8 @@ def attend_kernel(
     # the cache
     keys,
     values,
+    key_scales,
+    value_scales,
     tables,
     lengths,
     width: tl.int32,
@@ -115,6 +146,7 @@ def attend_kernel(
     # forks
     NEW: tl.constexpr,
     CAUSAL: tl.constexpr,
+    SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     STARTS: tl.constexpr,
@@ -154,6 +186,8 @@ def attend_kernel(
     col, col_v = tl.arange(0, WIDTH), tl.arange(0, WIDTH_V)
     q_at = q + place.to(tl.int64)[:, None] * D + col[None, :]
     q_rows = tl.load(q_at, mask=held[:, None] & (col < D)[None, :], other=0.0)
+    if SCALED:
+        q_rows, q_scale = _for_8_bits(q_rows)
     token = first_query + query
     slope = tl.zeros([ROWS], tl.float32)
     if ALIBI:
@@ -190,7 +224,12 @@ def attend_kernel(
         v = tl.load(values + at[:, None] * D_V + col_v[None, :], mask=v_mask, other=0.0)
         key_token = (index // PAGE * RANKS + RANK) * PAGE + index % PAGE
         distance = (token[:, None] - key_token[None, :]).to(tl.float32)
-        scores = _scores(q_rows, k, factor, clamp, slope, distance, PRECISION, CLAMP, ALIBI)
+        factors, v_scale = factor, 1.0
+        if SCALED:
+            k_scale = tl.load(key_scales + at, mask=there, other=1.0)
+            v_scale = tl.load(value_scales + at, mask=there, other=1.0)
+            factors = factor * q_scale[:, None] * k_scale[None, :]
+        scores = _scores(q_rows, k, factors, clamp, slope, distance, PRECISION, CLAMP, ALIBI)
         seen = there[None, :]
         if MASKED:
             shown = tl.load(key_mask + sample * given + index, mask=there, other=0)
@@ -201,7 +240,8 @@ def attend_kernel(
             seen = seen & (key_token >= start)[None, :]
         if WINDOW:
             seen = seen & (key_token[None, :] >= token[:, None] - window)
-        running = _add((acc, top, totals), tl.where(seen, scores, -float("inf")), v, PRECISION)
+        scores = tl.where(seen, scores, -float("inf"))
+        running = _add((acc, top, totals), scores, v.to(q_rows.dtype), v_scale, PRECISION, SCALED)
         acc, top, totals = running
     total = tl.sum(totals, 1)
 
@@ -217,22 +257,33 @@ def attend_kernel(
                 v_mask = mine[:, None] & (col_v < D_V)[None, :]
                 k = tl.load(k_new + at[:, None] * D + col[None, :], mask=k_mask, other=0.0)
                 v = tl.load(v_new + at[:, None] * D_V + col_v[None, :], mask=v_mask, other=0.0)
+                k, k_scale = kept(k, SCALED)
+                v, v_scale = kept(v, SCALED)
                 if block == 0:
                     write = mine & fits
-                    store_rows(keys, table, k, new_token, write, kv, PAGE, RANKS, KV, D, WIDTH)
                     store_rows(
-                        values, table, v, new_token, write, kv, PAGE, RANKS, KV, D_V, WIDTH_V
-                    )
+                        keys, key_scales, table, k, k_scale, new_token, write, kv,
+                        PAGE, RANKS, KV, D, WIDTH, SCALED,
+                    )  # fmt: skip
+                    store_rows(
+                        values, value_scales, table, v, v_scale, new_token, write, kv,
+                        PAGE, RANKS, KV, D_V, WIDTH_V, SCALED,
+                    )  # fmt: skip
+                factors = factor
+                if SCALED:
+                    factors = factor * q_scale[:, None] * k_scale[None, :]
                 distance = (token[:, None] - new_token[None, :]).to(tl.float32)
-                scores = _scores(q_rows, k, factor, clamp, slope, distance, PRECISION, CLAMP, ALIBI)
+                scores = _scores(
+                    q_rows, k, factors, clamp, slope, distance, PRECISION, CLAMP, ALIBI
+                )
                 seen = mine[None, :] & (new_token[None, :] <= token[:, None])
                 if STARTS:
                     seen = seen & (new_token >= start)[None, :]
                 if WINDOW:
                     seen = seen & (new_token[None, :] >= token[:, None] - window)
-                running = _add(
-                    (acc, top, new_totals), tl.where(seen, scores, -float("inf")), v, PRECISION
-                )
+                scores = tl.where(seen, scores, -float("inf"))
+                v = v.to(q_rows.dtype)
+                running = _add((acc, top, new_totals), scores, v, v_scale, PRECISION, SCALED)
                 acc, top, new_totals = running
             total = tl.sum(new_totals, 1)  # this split has no others
 

@@ -22,9 +22,11 @@ from ring_attention_pytorch.geometry.layouts import Layout, all_segments, layout
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan, Tuning
-from ring_attention_pytorch.inference.partial import Scores, with_sinks
+from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.prefill import Chunk, prefill
+from ring_attention_pytorch.plan.kept import settings
 from ring_attention_pytorch.plan.option_types import LayoutOption
+from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.tensor_kinds import dtensor_problem
 
@@ -33,6 +35,7 @@ _UNSEEN = (
     f"{_CALLER}: before a CUDA graph is captured, the same call must have run once; run it, roll "
     "back what it appended, then capture"
 )
+_CHUNK = "chunk"  # under which a cache has the last chunk's kind and plan
 
 
 def _tell(given: dict[str, Any], problem: str) -> None:
@@ -105,6 +108,12 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
         scores = _scores(q, scale, softclamp, window)
         out, lse = _sharded(given, cache, layer, layout, scores, kernel)
         return (out, lse) if return_lse else out
+    step = cache.holder(layer).at_once if cache.circles and k is not None else None
+    if step is not None and q.ndim == 4 and q.shape[1] > step:
+        scores = _scores(q, scale, softclamp, window)
+        options = dict(sinks=sinks, alibi_slopes=alibi_slopes, kernel=kernel, check=check)
+        out, lse = _in_pieces(given, cache, layer, scores, options)
+        return (out, lse) if return_lse else out
     kind = (
         layer, _kind(q), _kind(k), _kind(v), _kind(sinks), _kind(alibi_slopes),
         scale, softclamp, window, kernel, check, cache.has_starts,
@@ -149,14 +158,37 @@ def _checked(
     assert q is not None
     terms = tuple(None if t is None else t.dtype for t in (sinks, slopes))
     key = q.shape, q.dtype, k is not None, terms, cache.has_starts, scores, kernel, check
-    plan = cache.plans.get(key)
+    plans = cache.holder(layer).plans
+    plan = plans.get(key)
     if plan is None:
         if cache.in_graph:
             raise ValueError(_UNSEEN)
-        plan = cache.plans[key] = _plan(given, cache, layer, scores, kernel, check)
+        plan = plans[key] = _plan(given, cache, layer, scores, kernel, check)
     elif (problem := _problem(given, cache, layer)) is not None:
         raise ValueError(f"{_CALLER}: {problem}")
     return plan
+
+
+def _in_pieces(
+    given: tuple[Tensor | None, ...],
+    cache: RingCache,
+    layer: int,
+    scores: Scores,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Attend with more new tokens than a layer with a window takes at once: some after others."""
+    q, k, v, *_ = given
+    assert q is not None
+    problem = problem_of(lambda: _problem(given, cache, layer))
+    agree(cache.ring, _CALLER, {"tokens": q.shape[1], "layer": layer}, problem=problem)
+    assert k is not None
+    assert v is not None
+    cache.prepare(q.shape[1], layer, cache.in_graph)
+    options |= scores._asdict() | dict(layer=layer, return_lse=True)
+    each = zip(*(t.split(cache.holder(layer).at_once or 1, dim=1) for t in (q, k, v)))
+    found: list[Any] = [ring_attn_with_cache(a, b, c, cache, **options) for a, b, c in each]
+    outs, lses = zip(*found)
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
 
 
 def _check_capture(plan: DecodePlan) -> None:
@@ -180,9 +212,42 @@ def _sharded(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of a chunk of which each rank has a shard."""
     q, k, v, sinks, slopes = given
+    chunk, plan = _agreed_chunk(given, cache, layer, layout, scores, kernel)
     assert q is not None
-    ring = cache.ring
-    problem = problem_of(lambda: _sharded_problem(given, cache, layer, kernel))
+    assert k is not None
+    assert v is not None
+    if scores.window is None and slopes is None and kernel is None and not cache.has_starts:
+        if plan is None:
+            with torch.autocast(q.device.type, enabled=False):
+                plan = RingPlan.make(
+                    q, k, v, causal=True, layout=layout, scale=scores.scale,
+                    softclamp=scores.softclamp, sinks=sinks, group=cache.ring,
+                )  # fmt: skip
+            cache.plans[_CHUNK] = _kind_of_chunk(given, layout, scores), plan
+        return prefill((q, k, v), cache, layer, chunk, sinks, plan)
+    with cache.ring.call("gathering a chunk"):
+        q, k, v = (chunk.in_order([*t]) for t in zip(*chunk.gather(q, k, v)()))
+    out, lse = ring_attn_with_cache(
+        q, k, v, cache, layer=layer, window=scores.window, scale=scores.scale,
+        softclamp=scores.softclamp, sinks=sinks, alibi_slopes=slopes, kernel=kernel,
+        return_lse=True,
+    )  # fmt: skip
+    mine = chunk.positions(cache.ring.rank).to(q.device)
+    return out[:, mine], lse[..., mine]
+
+
+def _agreed_chunk(
+    given: tuple[Tensor | None, ...],
+    cache: RingCache,
+    layer: int,
+    layout: LayoutOption,
+    scores: Scores,
+    kernel: str | None,
+) -> tuple[Chunk, RingPlan | None]:
+    """Return the chunk that all ranks agreed on, and the last one's plan if all can take it."""
+    q = given[0]
+    assert q is not None
+    problem = problem_of(lambda: _sharded_problem(given, cache, layer, scores))
     same = {
         "layout": str(layout),
         "layer": layer,
@@ -191,38 +256,38 @@ def _sharded(
         "given": [t is not None for t in given],
         "kernel": kernel,
     }
-    notes = agree(ring, _CALLER, same, {"tokens": q.shape[1] if q.ndim > 1 else 0}, problem)
+    kind, plan = cache.plans.get(_CHUNK, (None, None))
+    if problem or kind != _kind_of_chunk(given, layout, scores):
+        plan = None
+    own = {"tokens": q.shape[1] if q.ndim > 1 else 0, "plan": plan.number if plan else 0}
+    notes = agree(cache.ring, _CALLER, same, own, problem)
     counts = tuple(note["tokens"] for note in notes)
     if (wrong := _layout_problem(layout, counts)) is not None:
         raise ValueError(f"{_CALLER}: {wrong}")
-    chunk = Chunk(ring, layout, counts)
-    assert k is not None
-    assert v is not None
-    if scores.window is None and slopes is None and kernel is None and not cache.has_starts:
-        out, lse = prefill(q, k, v, cache, layer, chunk, scores)
-        if sinks is not None:
-            out, lse = with_sinks(out, lse, sinks)
-        return out.to(q.dtype), lse
-    with ring.call("gathering a chunk"):
-        order = chunk.order(q.device)
-        q, k, v = (t[:, order] for t in chunk.gathered(q, k, v))
-    options: Any = dict(window=scores.window, scale=scores.scale, softclamp=scores.softclamp)
-    out, lse = ring_attn_with_cache(
-        q, k, v, cache, layer=layer, sinks=sinks, alibi_slopes=slopes, kernel=kernel,
-        return_lse=True, **options,
-    )  # fmt: skip
-    mine = chunk.positions(ring.rank).to(q.device)
-    return out[:, mine], lse[..., mine]
+    cache.prepare(sum(counts), layer, in_graph=False)
+    kept = len({note["plan"] for note in notes}) == 1
+    return Chunk(cache.ring, layout, counts), plan if kept else None
+
+
+def _kind_of_chunk(
+    given: tuple[Tensor | None, ...], layout: LayoutOption, scores: Scores
+) -> tuple[object, ...]:
+    """Return all that the plan of a chunk depends on, but for other ranks' tokens."""
+    q = given[0]
+    assert q is not None
+    tensors = [None if t is None else (t.shape, t.dtype, t.device) for t in given]
+    return (*tensors, layout, scores, settings(q.device.type))
 
 
 def _sharded_problem(
-    given: tuple[Tensor | None, ...], cache: RingCache, layer: int, kernel: str | None
+    given: tuple[Tensor | None, ...], cache: RingCache, layer: int, scores: Scores
 ) -> str | None:
     if given[1] is None:
         return "a chunk in a layout comes with its k and v"
     if cache.in_graph:
         return "a chunk in a layout can't be captured in a CUDA graph; decoding can"
-    return _problem(given, cache, layer, some=False)
+    problem = _problem(given, cache, layer, some=False)
+    return problem or cache.holder(layer).problem_of(scores.window, 0, new=True)
 
 
 def _layout_problem(layout: Layout, counts: tuple[int, ...]) -> str | None:
@@ -258,10 +323,12 @@ def _plan(
     problem = problem_of(lambda: _problem(given, cache, layer)) or _option_problem(
         scores, kernel, check
     )
+    holder = cache.holder(layer)
+    problem = problem or holder.problem_of(scores.window, q.shape[1], k is not None)
     if kernel is None:
-        kernel = "triton" if q.is_cuda and _triton_problem(cache) is None else "eager"
+        kernel = "triton" if q.is_cuda and _triton_problem(cache, q.dtype) is None else "eager"
     elif problem is None and kernel == "triton":
-        problem = _triton_problem(cache)
+        problem = _triton_problem(cache, q.dtype)
     same = {
         "q": list(q.shape),
         "dtype": q.dtype,
@@ -281,17 +348,17 @@ def _plan(
         slopes is not None,
         kernel,
     )
-    plan = DecodePlan(cache, asked)
+    plan = DecodePlan(holder, asked)
     plan.checks = "always" in (check, os.environ.get("RING_ATTENTION_CHECK"))
     return plan
 
 
-def _triton_problem(cache: RingCache) -> str | None:
+def _triton_problem(cache: RingCache, dtype: torch.dtype) -> str | None:
     if not has_triton():
         return "kernel='triton' needs the package triton, which is not installed"
     if cache.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"kernel='triton' runs on CUDA, the cache is on {cache.device}"
-    if cache.dtype == torch.float64:
+    if dtype == torch.float64:
         return "kernel='triton' has no float64"
     return None
 
@@ -324,16 +391,16 @@ def _problem(
         return "q must have a token"
     if not q.shape[2] or q.shape[2] % cache.key_heads:
         return f"heads of q must be a multiple of {cache.key_heads}, got {q.shape[2]}"
-    if q.dtype != cache.dtype or q.device != cache.device:
-        return (
-            f"q must be {cache.dtype} on {cache.device}, as the cache is, got {q.dtype} on "
-            f"{q.device}"
-        )
+    if q.dtype not in cache.dtypes or q.device != cache.device:
+        return f"q must be {cache.takes}, as the cache is, got {q.dtype} on {q.device}"
     if k is not None and v is not None:
         if (problem := cache.problem(k, v, layer)) is not None:
             return problem
-        if k.shape[1] != q.shape[1]:
-            return f"q and k must be of the same tokens, got {q.shape[1]} and {k.shape[1]}"
+        if (k.dtype, k.shape[1]) != (q.dtype, q.shape[1]):
+            return (
+                f"q and k must be of the same tokens and dtype, got {q.shape[1]} in {q.dtype} and "
+                f"{k.shape[1]} in {k.dtype}"
+            )
     elif not 0 <= layer < cache.layers:
         return f"layer must be from 0 to {cache.layers - 1}, got {layer}"
     return _term_problem(q, "sinks", sinks) or _term_problem(q, "alibi_slopes", slopes)

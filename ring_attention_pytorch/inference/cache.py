@@ -5,6 +5,7 @@ appended, forgotten, and shared between sequences without a message.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor
 from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.inference.page_table import Copies
+from ring_attention_pytorch.inference.rolling import Windows
+from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored, stored
 from ring_attention_pytorch.inference.storage import PagedStorage, Sizes
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (*WIDE, *SCALED)
 _LARGEST_PAGE = 256
 
 
@@ -34,7 +37,14 @@ class RingCache(PagedStorage):
         capacity: the most tokens of a sequence. All memory is allocated at once, and CUDA graphs
             may append. None lets memory grow by pages.
         page: tokens that lie on one rank before the next has its turn, 1 to 256.
-        dtype, device: of keys and values.
+        dtype, device: of keys and values. `torch.float8_e4m3fn` takes half the memory of 16 bits:
+            each key and value of a head is scaled by a power of two and rounded when it is
+            appended, and all attention is to what is kept. Queries and what is appended are then of
+            any other dtype.
+        windows: for each layer how many tokens before its own a query sees at most, None for all.
+            Of a layer with a window every rank holds the last `window + 2 * spare` tokens, all of
+            them, and no others.
+        spare: how many tokens can be rolled back in layers with a window, and are taken at once.
         group: the ring; None is the default group, or this process alone.
 
     Attributes:
@@ -42,6 +52,8 @@ class RingCache(PagedStorage):
         starts: int32 `[sequences]`: tokens before this one are never seen (left padding).
         tables: int32 `[sequences, pages]`: where in `keys` and `values` each page is.
         keys, values: a pool for each layer, `[pages, key_heads, page, head_dim]`.
+        key_scales, value_scales: what these are times, `[pages, key_heads, page, 1]` in float32;
+            `[pages, key_heads, page, 0]`, unless they are kept in 8 bits.
 
     Raises:
         ValueError: an argument is invalid or differs between ranks; on every rank.
@@ -68,21 +80,24 @@ class RingCache(PagedStorage):
         page: int = 64,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        windows: Sequence[int | None] | None = None,
+        spare: int = 64,
         group: Group = None,
     ) -> None:
         ring = as_ring(group)
         sizes = Sizes(
             sequences, key_heads, head_dim, head_dim if value_dim is None else value_dim, layers
         )
+        of_layers = Windows((None,) * layers if windows is None else tuple(windows), spare)
         same = {**sizes._asdict(), "capacity": capacity, "page": page, "dtype": dtype}
-        problem = _problem(sizes._asdict(), capacity, page, dtype)
+        same |= {"windows": list(of_layers.of), "spare": spare}
+        problem = _problem(sizes._asdict(), capacity, page, dtype) or of_layers.problem(layers)
         if problem is None:
             try:
-                super().__init__(ring, sizes, capacity, page, dtype, _indexed(device))
+                super().__init__(ring, sizes, capacity, page, dtype, _indexed(device), of_layers)
             except (RuntimeError, MemoryError) as error:
                 problem = _memory_problem(sizes, capacity, ring.size, error)
         agree(ring, "RingCache", same, problem=problem)
-        self.plans: dict[Any, Any] = {}  # of attention to this cache
         self.checked: dict[Any, Any] = {}  # the plans for calls whose arguments were right
 
     @property
@@ -97,8 +112,13 @@ class RingCache(PagedStorage):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of keys and values on this rank."""
-        return sum(t.nbytes for t in (*self.keys, *self.values))
+        """The bytes of keys and values on this rank, with their scales."""
+        return sum(pool.nbytes for pool in chain(*self._pools))
+
+    @property
+    def takes(self) -> str:
+        """What queries and what is appended must be, in words."""
+        return f"{' or '.join(map(str, self.dtypes))} on {self.device}"
 
     @beartype
     def owner(self, token: int) -> int:
@@ -119,17 +139,29 @@ class RingCache(PagedStorage):
         if problem is not None:
             raise ValueError(f"RingCache: {problem}")
         self.prepare(k.shape[1], layer, self.in_graph)
-        if self.device.type == "cuda" and has_triton() and self.dtype != torch.float64:
+        holder = self.holder(layer)
+        step = holder.at_once or max(1, k.shape[1])
+        for some_k, some_v in zip(k.split(step, dim=1), v.split(step, dim=1)):
+            self._append(some_k, some_v, layer)
+
+    def _append(self, k: Tensor, v: Tensor, layer: int) -> None:
+        """Append tokens for which there is room, and none of which overwrites another."""
+        holder = self.holder(layer)
+        if self.device.type == "cuda" and has_triton() and k.dtype != torch.float64:
             from ring_attention_pytorch.inference._triton_append import append
 
             append(
-                (k, v), (self.keys[layer], self.values[layer]), self.tables,
-                self.layer_lengths[layer], self.rooms, self.overflown, self.pages, self.ring.rank,
+                (k, v), self.pools_of(layer), holder.tables, self.layer_lengths[layer], self.rooms,
+                self.overflown, holder.pages, holder.ring.rank,
             )  # fmt: skip
             self.advance(k.shape[1], layer, on_device=False, in_graph=self.in_graph)
         else:
-            self.write(k, v, layer)
+            holder.write(k, v, layer)
             self.advance(k.shape[1], layer)
+
+    def rounded(self, t: Tensor) -> Tensor:
+        """Return keys or values `[..., d]` as this cache keeps them, in their dtype."""
+        return restored(*stored(t, self.dtype)).to(t.dtype)
 
     @beartype
     def rollback(self, n: int | Sequence[int]) -> None:
@@ -150,12 +182,16 @@ class RingCache(PagedStorage):
                 f"RingCache: some layers have only {least} tokens, where the first has {lengths}: "
                 "roll back at least to there"
             )
+        left = [length - m for length, m in zip(lengths, each)]
+        for circle in self.circles:
+            if (problem := circle.rollback_problem(left)) is not None:
+                raise ValueError(f"RingCache: {problem}")
         copies: Copies = []
-        for sequence, (m, length) in enumerate(zip(each, lengths)):
+        for sequence, (m, length) in enumerate(zip(each, left)):
             if m:
-                self._grow(self._table.open_pages(sequence, length - m))
-                copies += self._table.shorten(sequence, length - m)
-        self._apply(copies, [length - m for length, m in zip(lengths, each)])
+                self._grow(self._table.open_pages(sequence, length))
+                copies += self._table.shorten(sequence, length)
+        self._apply(copies, left)
 
     @beartype
     def reorder(self, beams: Sequence[int]) -> None:
@@ -170,6 +206,8 @@ class RingCache(PagedStorage):
             return
         self._grow(sum(self._table.open_pages(i, lengths[i]) for i in beams))
         copies = self._table.rearrange(beams, lengths)
+        for circle in self.circles:
+            circle.reorder(beams)
         self._apply(copies, [lengths[i] for i in beams], [starts[i] for i in beams])
 
     @beartype
@@ -214,12 +252,20 @@ class RingCache(PagedStorage):
         self._reserve([tokens] * self.sequences)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank holds: of each layer and sequence keys, values and tokens."""
-        held = [
-            [self.local(sequence, layer) for sequence in range(self.sequences)]
-            for layer in range(self.layers)
-        ]
-        return {"lengths": self.even_lengths(), "starts": self.starts.tolist(), "held": held}
+        """Return what this rank holds: of each layer and sequence keys, values and tokens.
+
+        The scales of keys and values come behind them.
+        """
+        lengths = self.even_lengths()
+        held: list[list[tuple[Tensor, ...]]] = []
+        for layer in range(self.layers):
+            held.append([])
+            for sequence, length in enumerate(lengths):
+                kept, tokens = self.holder(layer).held(sequence, layer, length)
+                mine = tokens // self.pages.page % self.pages.ranks == self.ring.rank
+                k, v, *scales = (t[mine] for t in kept)
+                held[-1].append((as_integers(k), as_integers(v), tokens[mine], *scales))
+        return {"lengths": lengths, "starts": self.starts.tolist(), "held": held}
 
     @beartype
     def load_state_dict(self, *states: dict[str, Any]) -> None:
@@ -233,26 +279,29 @@ class RingCache(PagedStorage):
         """
         lengths = states[0]["lengths"]
         for layer in range(self.layers):
+            holder = self.holder(layer)
             for sequence, length in enumerate(lengths):
                 parts = [state["held"][layer][sequence] for state in states]
                 tokens = torch.cat([part[2] for part in parts])
-                if sorted(tokens.tolist()) != list(range(length)):
+                first = length - len(tokens)
+                if first > holder.begin(length) or sorted(tokens.tolist()) != [
+                    *range(first, length)
+                ]:
                     raise ValueError(
                         f"RingCache: the states hold {len(tokens)} of the {length} tokens of "
                         f"sequence {sequence}; give those of all ranks, once each"
                     )
         self._apply([], [0] * self.sequences)
         self._reserve(lengths)
-        page, ranks = self.pages.page, self.pages.ranks
-        for layer, pools in enumerate(zip(self.keys, self.values)):
-            for sequence in range(self.sequences):
+        for layer in range(self.layers):
+            holder = self.holder(layer)
+            for sequence, length in enumerate(lengths):
                 for state in states:
-                    k, v, tokens = (t.to(self.device) for t in state["held"][layer][sequence])
-                    mine = tokens // page % ranks == self.ring.rank
-                    tokens = tokens[mine]
-                    where = self.tables[sequence, tokens // (page * ranks)].long()
-                    for pool, t in zip(pools, (k, v)):
-                        pool[where, :, tokens % page] = t[mine].to(self.dtype)
+                    held = (t.to(self.device) for t in state["held"][layer][sequence])
+                    k, v, tokens, key_scales, value_scales = held
+                    new = tokens >= holder.begin(length)
+                    k, v = restored(k, key_scales), restored(v, value_scales)
+                    holder.put(sequence, layer, tokens[new], k[new], v[new])
         self._apply([], lengths)
         if any(states[0]["starts"]):
             self.hide_before(states[0]["starts"])
@@ -263,13 +312,17 @@ class RingCache(PagedStorage):
         wanted = [(*shape, self.head_dim), (*shape, self.value_dim)]
         if [k.shape, v.shape] != wanted:
             return f"k and v must be {wanted[0]} and {wanted[1]}, got {[*k.shape]}, {[*v.shape]}"
-        if {k.dtype, v.dtype} != {self.dtype} or {k.device, v.device} != {self.device}:
+        same = k.dtype == v.dtype in self.dtypes
+        if not same or {k.device, v.device} != {self.device}:
             return (
-                f"k and v must be {self.dtype} on {self.device}, as the cache is, got {k.dtype} on "
-                f"{k.device} and {v.dtype} on {v.device}"
+                f"k and v must be {self.takes}, as the cache is, got {k.dtype} on {k.device} and "
+                f"{v.dtype} on {v.device}"
             )
         if not 0 <= layer < self.layers:
             return f"layer must be from 0 to {self.layers - 1}, got {layer}"
+        at_once = self.holder(layer).at_once or k.shape[1]
+        if k.shape[1] > at_once and self.in_graph:
+            return f"a CUDA graph appends at most `spare` tokens to this layer, {at_once}"
         return None
 
 

@@ -1,6 +1,6 @@
 """A plan of attention to a cache: everything that is decided once for queries of a shape."""
 
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple, Protocol
 from zlib import crc32
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.exchange import PushedRows, gathered, pushed_rows
+from ring_attention_pytorch.inference.held import HeldTokens
 from ring_attention_pytorch.inference.pages import Pages
 from ring_attention_pytorch.inference.partial import Scores, attend_in_blocks, merged
 from ring_attention_pytorch.runtime.launches import Launch
@@ -64,6 +64,9 @@ class HeldKeys(Protocol):
     given: int  # keys of each sequence, where lengths don't count
     keys: list[Tensor]
     values: list[Tensor]
+    key_scales: list[Tensor]
+    value_scales: list[Tensor]
+    scales: int  # of a key or value of a head
     tables: Tensor
     layer_lengths: list[Tensor]
     starts: Tensor
@@ -141,7 +144,7 @@ class DecodePlan:
         terms: Terms,
     ) -> tuple[Tensor, Tensor]:
         cache, n, (sinks, slopes) = self.cache, q.shape[1], terms
-        assert isinstance(cache, RingCache)
+        assert isinstance(cache, HeldTokens)
         if k is not None and v is not None:
             cache.write(k, v, layer)
         new = 0 if k is None else n
@@ -149,7 +152,7 @@ class DecodePlan:
         parts = []
         for i, length in enumerate(cache.lengths_in(layer)):
             keys, values, tokens = cache.local(i, layer, length + new)
-            held = tokens, partial(cache.pages.held, self.ring.rank)
+            held = tokens, cache.before(length + new)
             first = length + new - n
             of_scores = self.asked.scores, starts[i], slopes
             parts.append(attend_in_blocks(q[i], keys, values, first, held, *of_scores))
@@ -181,7 +184,8 @@ class DecodePlan:
                 plain if v is None else _plain(v),
                 plain if slopes is None else _plain(slopes),
                 plain if key_mask is None else _plain(key_mask.view(torch.uint8)),
-                cache.keys[layer], cache.values[layer], cache.tables, lengths,
+                cache.keys[layer], cache.values[layer],
+                cache.key_scales[layer], cache.value_scales[layer], cache.tables, lengths,
                 cache.tables.shape[1], *cache.rows, cache.given,
             )  # fmt: skip
             *parts, spare = self.memory
@@ -312,10 +316,11 @@ class DecodePlan:
             COLS=self.cols, NEW_COLS=min(64, max(16, _power_of_2(n))),
             STEP=cache.step, PAGE=cache.pages.page, RANKS=cache.pages.ranks,
             RANK=self.ring.rank % cache.pages.ranks, NEW=asked.new, CAUSAL=asked.causal,
-            MASKED=masked, WINDOW=asked.scores.window is not None, STARTS=asked.starts,
+            SCALED=cache.scales > 0, MASKED=masked,
+            WINDOW=asked.scores.window is not None, STARTS=asked.starts,
             CLAMP=asked.scores.softclamp is not None, ALIBI=asked.slopes,
             SHARED=self.pushed is not None, PDL=self.early,
-            PRECISION="ieee" if cache.dtype == torch.float32 else "tf32",
+            PRECISION="tf32" if cache.dtype.itemsize == 2 else "ieee",
         )  # fmt: skip
 
     @cached_property

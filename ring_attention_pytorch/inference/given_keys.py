@@ -19,7 +19,7 @@ class GivenKeys(HeldKeys):
     `[b, h_kv, n, d]`, v `[b, h_kv, n, d_v]`.
     """
 
-    pages, fixed, has_starts = Pages(_ENDLESS, 1), True, False
+    pages, scales, fixed, has_starts = Pages(_ENDLESS, 1), 0, True, False
 
     def __init__(self, ring: Ring, q: Tensor, key_heads: int, value_dim: int) -> None:
         """Prepare for queries `[b, n, h, d]` like q."""
@@ -34,6 +34,7 @@ class GivenKeys(HeldKeys):
         self.rooms = self.overflown = self.starts
         self.layer_lengths = [self.starts]
         self.keys = self.values = [self._none]
+        self.key_scales = self.value_scales = [self.starts]  # which nobody reads
         scores = Scores(q.shape[-1] ** -0.5)
         self._asked = Asked(tuple(q.shape), False, False, scores, False, False, "triton", False)
         self._plans: dict[int, DecodePlan] = {}

@@ -110,14 +110,3 @@ def merged(out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> tuple[Tenso
         total = torch.logaddexp(total, sinks.to(total))
     weight = (lse - total.masked_fill(total == -torch.inf, 0.0)).exp()
     return (out * weight.unsqueeze(-1)).sum(dim=0), total
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add keys of scores `sinks` `[h]` and value 0 to out `[b, n, h, d_v]` and lse `[b, h, n]`.
-
-    >>> with_sinks(torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1), torch.zeros(1))[0].item()
-    0.5
-    """
-    total = torch.logaddexp(lse, sinks.to(lse).unsqueeze(1))
-    weight = (lse - total).exp()
-    return out * weight.transpose(1, 2).unsqueeze(-1), total

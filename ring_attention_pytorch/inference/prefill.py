@@ -1,34 +1,38 @@
 """A chunk of a prompt that is spread over ranks: attention to the cache, and to the chunk itself.
 
-All cached tokens come before all of the chunk. So the cache needs no mask, however its pages lie:
+All cached tokens come before all of the chunk. So the cache needs no mask, however its pages lie.
+Cached keys stay, queries and results travel, each beside something that is computed:
 
-    1. queries go to all ranks; each attends to the keys that it holds, and sends results home
-    2. the chunk attends to itself, causally, as in training: `ring_attn`
-    3. both are merged by their lse, in float32 at least
+    computed here                                   under way
+    the chunk's attention to itself: `ring_attn`    q, k and v to all ranks, one message each
+    each other rank's queries to the keys held here
+    own queries to the keys held here               results for the others, home
+    all merged by their lse, the chunk appended
 
-What travels in 1 depends on the chunk alone. Where positions count in the cached part, too, the
-whole chunk goes the way of decoding, which knows them.
+Where positions count in the cached part, too, the whole chunk goes the way of decoding, which
+knows them.
 """
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.comm.messages import Form, Part
 from ring_attention_pytorch.comm.ring import Messages, Ring
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import Layout, positions
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.inference.partial import Scores
-from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.plan.option_types import LayoutOption
+from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
-from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, merge_
+from ring_attention_pytorch.runtime.interfaces import KVBlock
 
-_ROWS = 1024  # that kernels take at once, if they hold scores in memory
+QKV = tuple[Tensor, Tensor, Tensor]
+Found = tuple[Tensor, Tensor]  # out `[b, n, h, d_v]` and lse `[b, h, n]`
 
 
 class Chunk(NamedTuple):
@@ -43,44 +47,60 @@ class Chunk(NamedTuple):
         length = sum(self.counts)
         return positions(self.layout, rank=rank, ring_size=self.ring.size, length=length)
 
-    def order(self, device: torch.device) -> Tensor:
-        """Return where each token of the chunk is among those of all ranks, one after another."""
-        return _order(self.layout, self.ring.size, sum(self.counts), device)
+    def in_order(self, parts: list[Tensor]) -> Tensor:
+        """Return the tokens `[b, n, ...]` of all ranks, in the order of the chunk."""
+        whole = torch.cat(parts, dim=1)
+        order = _order(self.layout, self.ring.size, sum(self.counts), whole.device)
+        return whole[:, order]
 
-    def gathered(self, *tensors: Tensor) -> list[Tensor]:
-        """Return the tensors `[b, n, ...]` of all ranks, one after another."""
-        ring, me = self.ring, self.ring.rank
-        every = [[t.contiguous() for t in tensors] if r == me else [] for r in range(ring.size)]
-        sends: list[tuple[int, Tensor]] = []
+    def gather(self, *tensors: Tensor) -> Callable[[], list[list[Tensor]]]:
+        """Send tensors `[b, n, ...]` to all ranks; the result waits, and returns those of each."""
+        ring, me, device = self.ring, self.ring.rank, tensors[0].device
+        every: list[list[Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         for rank, n in enumerate(self.counts):
+            form = Form.of(tensors, n)
             if rank != me:
-                every[rank] = [t.new_empty((t.shape[0], n, *t.shape[2:])) for t in tensors]
-                sends += [(rank, t) for t in every[me]]
-                receives += [(rank, t) for t in every[rank]]
-        ring.exchange(_some(sends), _some(receives)).wait()
-        return [torch.cat(parts, dim=1) for parts in zip(*every)]
+                receives.append((rank, form.empty(device)))
+            every.append([*tensors] if rank == me else form.open(receives[-1][1]))
+        sends = []
+        if receives:
+            form = Form.of(tensors, self.counts[me])
+            message = form.pack(tensors, form.empty(device))
+            sends = [(rank, message) for rank, _ in receives]
+        transfer = ring.exchange(_some(sends), _some(receives))
 
-    def sent_home(self, out: Tensor, lse: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return what all ranks have found for this one's queries, of results for all queries.
+        def wait() -> list[list[Tensor]]:
+            transfer.wait()
+            return every
 
-        out is `[b, n, h, d_v]` and lse `[b, h, n]`, rank after rank.
+        return wait
+
+    def send_home(self, found: Found, places: int) -> Callable[[], Found]:
+        """Send what was found to the rank so many places ahead, whose queries it is for.
+
+        The result waits for the rank so many places behind, and returns what that has found.
         """
         ring, me = self.ring, self.ring.rank
-        outs = [t.contiguous() for t in out.split(self.counts, dim=1)]
-        lses = [t.contiguous() for t in lse.split(self.counts, dim=2)]
-        sends: list[tuple[int, Tensor]] = []
-        receives: list[tuple[int, Tensor]] = []
-        found = []
-        for rank in range(ring.size):
-            mine = outs[me], lses[me]
-            if rank != me:
-                mine = torch.empty_like(outs[me]), torch.empty_like(lses[me])
-                sends += [(rank, outs[rank]), (rank, lses[rank])]
-                receives += [(rank, t) for t in mine]
-            found.append(mine)
-        ring.exchange(_some(sends), _some(receives)).wait()
-        return found
+        ahead, behind = (me + places) % ring.size, (me - places) % ring.size
+        theirs, mine = _form(found, self.counts[ahead]), _form(found, self.counts[me])
+        message = theirs.pack(found, theirs.empty(found[0].device))
+        came = mine.empty(message.device)
+        transfer = ring.exchange(_some([(ahead, message)]), _some([(behind, came)]))
+
+        def wait() -> Found:
+            transfer.wait()
+            out, lse = mine.open(came)
+            return out, lse
+
+        return wait
+
+
+def _form(found: Found, n: int) -> Form:
+    """Return the form of results for n queries."""
+    out, lse = found
+    b, _, h, d_v = out.shape
+    return Form.of_parts((Part((b, n, h, d_v), out.dtype), Part((b, h, n), lse.dtype)))
 
 
 @lru_cache(maxsize=8)
@@ -94,59 +114,75 @@ def _some(messages: Messages) -> list[tuple[int, Tensor]]:
     return [(rank, t) for rank, t in messages if t.numel()]
 
 
+class CachedKeys(NamedTuple):
+    """The cached keys and values that lie here, out of their pages: of samples of one length."""
+
+    samples: list[tuple[slice, Tensor, Tensor]]
+    plan: RingPlan
+
+    @classmethod
+    def of(cls, cache: RingCache, layer: int, plan: RingPlan, dtype: torch.dtype) -> "CachedKeys":
+        """Copy them. The kernel and the terms of scores are those of a plan of the chunk itself."""
+        lengths = cache.lengths_in(layer)
+        alike = len({*lengths}) == 1
+        step = len(lengths) if alike else 1
+        samples = []
+        for first in range(0, len(lengths), step):
+            which = slice(first, first + step)
+            held = cache.pages.held(cache.ring.rank, lengths[first])
+            k, v = cache.local_of_all(which, held, layer)
+            samples.append((which, k.to(dtype), v.to(dtype)))
+        return cls(samples, plan)
+
+    def attend(self, q: Tensor) -> Found:
+        """Return attention of queries `[b, n, h, d]`, all of which see all of these keys."""
+        outs, lses = zip(*[self._of_samples(q[which], k, v) for which, k, v in self.samples])
+        if len(outs) == 1:
+            return outs[0], lses[0]
+        return torch.cat(outs), torch.cat(lses)
+
+    def _of_samples(self, q: Tensor, k: Tensor, v: Tensor) -> Found:
+        result = OutputAccumulator(q, v, calls=1)
+        if q.shape[1] and k.shape[1]:
+            everything = Tile(slice(0, q.shape[1]), slice(0, k.shape[1]), None, None)
+            block = KVBlock(k, v, None, ())
+            self.plan.kernel.forward(q, block, [everything], self.plan.terms, result)
+        return result.finalize()
+
+
 def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: RingCache,
-    layer: int,
-    chunk: Chunk,
-    scores: Scores,
-) -> tuple[Tensor, Tensor]:
-    """Attend to the cache and the chunk, then append it; out in a wide dtype, and lse [b, h, n]."""
-    with torch.autocast(q.device.type, enabled=False):
-        out, lse = ring_attn(
-            q, k, v, causal=True, layout=chunk.layout, scale=scores.scale,
-            softclamp=scores.softclamp, group=cache.ring, return_lse=True,
-        )  # fmt: skip
-        out, lse = out.to(accumulation_dtype(out.dtype)), lse.contiguous()
-        with cache.ring.call("attention of a chunk to a cache"):
-            whole_k, whole_v = chunk.gathered(k, v)
-            if any(cache.lengths_in(layer)):
-                parts = chunk.sent_home(*_to_cache(q, cache, layer, chunk, scores))
-                flat = [t for part in parts for t in part]
-                merge_(out, lse, *flat)
-    order = chunk.order(q.device)
-    cache.append(whole_k[:, order], whole_v[:, order], layer)
+    qkv: QKV, cache: RingCache, layer: int, chunk: Chunk, sinks: Tensor | None, plan: RingPlan
+) -> Found:
+    """Attend to the cache and the chunk, then append it; out `[b, n, h, d_v]`, lse `[b, h, n]`.
+
+    `plan` is of the chunk's attention to itself.
+    """
+    q, k, v = qkv
+    k, v = cache.rounded(k), cache.rounded(v)
+    result, all_rows = OutputAccumulator(q, v), slice(0, q.shape[1])
+    with (
+        torch.autocast(q.device.type, enabled=False),
+        cache.ring.call("attention of a chunk to a cache", plan.number),
+    ):
+        asks = [q] if any(cache.lengths_in(layer)) else []
+        gathered = chunk.gather(k, v, *asks)
+        result.add(all_rows, *ring_attn(q, k, v, sinks=sinks, plan=plan, return_lse=True))
+        cached = CachedKeys.of(cache, layer, plan, q.dtype) if asks else None
+        every = gathered()  # k, v and q of each rank
+        if cached is not None:
+            for found in _by_all([each[2] for each in every], cached, chunk):
+                result.add(all_rows, *found)
+        out, lse = result.finalize()
+    keys, values = (chunk.in_order([each[i] for each in every]) for i in (0, 1))
+    cache.append(keys, values, layer)
     return out, lse
 
 
-def _to_cache(
-    q: Tensor, cache: RingCache, layer: int, chunk: Chunk, scores: Scores
-) -> tuple[Tensor, Tensor]:
-    """Attend all ranks' queries to the keys held here, which all of them see."""
-    (every,) = chunk.gathered(q)
-    lengths = cache.lengths_in(layer)
-    alike = len({*lengths}) == 1
-    groups = [slice(0, len(lengths))] if alike else [slice(i, i + 1) for i in range(len(lengths))]
-    found = [_of_samples(every[group], cache, layer, group, scores) for group in groups]
-    outs, lses = zip(*found)
-    return torch.cat(outs), torch.cat(lses)
-
-
-def _of_samples(
-    q: Tensor, cache: RingCache, layer: int, which: slice, scores: Scores
-) -> tuple[Tensor, Tensor]:
-    held = cache.pages.held(cache.ring.rank, cache.lengths_in(layer)[which.start])
-    if not held:
-        b, n, h, _ = q.shape
-        wide = accumulation_dtype(q.dtype)
-        nothing = q.new_full((b, h, n), -torch.inf, dtype=wide)
-        return q.new_zeros((b, n, h, cache.value_dim)), nothing
-    k, v = cache.local_of_all(which, held, layer)
-    result = OutputAccumulator(q, v, calls=1)
-    kernel = choose(None, KernelRequest.of(q, v, scale=scores.scale, softclamp=scores.softclamp))
-    everything = Tile(slice(0, q.shape[1]), slice(0, held), None, None)
-    terms = ScoreMods(scores.scale, scores.softclamp, _ROWS)
-    kernel.forward(q, KVBlock(k, v, None, ()), [everything], terms, result)
-    return result.finalize()
+def _by_all(queries: Sequence[Tensor], cached: CachedKeys, chunk: Chunk) -> list[Found]:
+    """Return what all ranks have found for this one's queries; `queries` are those of all."""
+    ring, me = chunk.ring, chunk.ring.rank
+    coming = []
+    for places in range(1, ring.size):
+        asked = queries[(me + places) % ring.size]
+        coming.append(chunk.send_home(cached.attend(asked), places))
+    return [cached.attend(queries[me]), *[wait() for wait in coming]]

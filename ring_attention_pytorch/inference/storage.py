@@ -5,14 +5,18 @@ advance.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.inference.held import HeldTokens
 from ring_attention_pytorch.inference.page_table import Copies, PageTable
 from ring_attention_pytorch.inference.pages import Pages
+from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
+from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored
 from ring_attention_pytorch.runtime.streams import capturing
 
 _SPARE = 8  # a pool grows by an eighth more than it must
@@ -28,29 +32,19 @@ class Sizes(NamedTuple):
     layers: int
 
 
-class PagedStorage:
-    """This rank's pages of all sequences and layers, `capacity` tokens a sequence or growing."""
+class PagedStorage(HeldTokens):
+    """This rank's pages of all sequences and layers, `capacity` tokens a sequence or growing.
 
-    ring: Ring
-    dtype: torch.dtype
-    device: torch.device
-    sequences: int
-    key_heads: int
+    Layers with a window are kept in a circle of pages each (`rolling`).
+    """
+
+    dtypes: tuple[torch.dtype, ...]
     head_dim: int
-    value_dim: int
     layers: int
-    pages: Pages
-    rows: tuple[int, int]
-    step: int
-    given = 0
     fixed: bool
     lengths_of: Tensor
-    layer_lengths: list[Tensor]
-    starts: Tensor
-    rooms: Tensor
-    overflown: Tensor
-    tables: Tensor
     captured: bool
+    circles: list[RollingTokens]  # of each window
 
     def __init__(
         self,
@@ -60,20 +54,25 @@ class PagedStorage:
         page: int,
         dtype: torch.dtype,
         device: torch.device,
+        windows: Windows,
     ) -> None:
         self.ring, self.dtype, self.device = ring, dtype, device
         self.sequences, self.key_heads, self.head_dim, self.value_dim, self.layers = sizes
         sequences, key_heads, head_dim, _, layers = sizes
+        self.scales = int(dtype in SCALED)  # of a key or value of a head
+        self.dtypes = WIDE if self.scales else (dtype,)  # of queries, and of what is appended
         self.pages = Pages(page, self.ring.size)
         self.rows, self.step = (key_heads * page, page), 1  # between pages, heads and tokens
         self.fixed = capacity is not None
         turns = 0 if capacity is None else self.pages.turns(capacity)
         self._table = PageTable(sequences, self.pages, self.ring.rank, sequences * turns)
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        for _ in range(layers):
-            self.keys.append(self._pool(sequences * turns, head_dim))
-            self.values.append(self._pool(sequences * turns, self.value_dim))
+        self.keys, self.values, self.key_scales, self.value_scales = [], [], [], []
+        for window in windows.of:
+            pages = sequences * (turns if window is None else windows.turns(window, page))
+            for pools, dim in ((self.keys, head_dim), (self.values, self.value_dim)):
+                pools.append(self._pool(pages, dim, dtype))
+            for pools in (self.key_scales, self.value_scales):
+                pools.append(self._pool(pages, self.scales, torch.float32))
         with torch.inference_mode(False):
             wide = -(-sequences // 4) * 4  # so that each layer's begin at a multiple of 16 bytes
             self.lengths_of = self._ints(layers, wide)[:, :sequences]
@@ -85,6 +84,11 @@ class PagedStorage:
         self.captured = False  # whether graphs hold addresses of this cache, and advance lengths
         self.has_starts = False  # whether `starts` were ever given
         self._reserved = 0  # tokens for which all sequences have pages
+        self.plans = {}
+        self._paged = [layer for layer, window in enumerate(windows.of) if window is None]
+        each = sorted({window for window in windows.of if window is not None})
+        self.circles = [RollingTokens(self, windows, window) for window in each]
+        self._rolling = {layer: circle for circle in self.circles for layer in circle.layers}
         if capacity is not None:
             self._reserve([capacity] * sequences)
 
@@ -92,6 +96,14 @@ class PagedStorage:
     def capacity(self) -> int | None:
         """The most tokens of a sequence: what was asked for, in whole pages of all ranks."""
         return self.tables.shape[1] * self.pages.page * self.pages.ranks if self.fixed else None
+
+    def holder(self, layer: int) -> HeldTokens:
+        """Return what holds the tokens of a layer; of none that there is, the cache itself."""
+        return self._rolling.get(layer, self)
+
+    @property
+    def _pools(self) -> tuple[list[Tensor], ...]:
+        return self.keys, self.values, self.key_scales, self.value_scales
 
     @property
     def in_graph(self) -> bool:
@@ -130,28 +142,23 @@ class PagedStorage:
             )
         return lengths
 
-    def local(
-        self, sequence: int, layer: int = 0, length: int | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys `[n, h_kv, d]`, values `[n, h_kv, d_v]` and tokens `[n]` held here.
-
-        They are of the first `length` tokens, by default of all.
-        """
-        length = self.lengths_in(layer)[sequence] if length is None else length
-        n, page = self.pages.held(self.ring.rank, length), self.pages.page
-        table = self.tables[sequence, : -(-n // page)].long()
-        k = self.keys[layer][table].transpose(1, 2).flatten(0, 1)[:n]
-        v = self.values[layer][table].transpose(1, 2).flatten(0, 1)[:n]
-        index = torch.arange(n, device=self.device)
-        tokens = (index // page * self.pages.ranks + self.ring.rank) * page + index % page
-        return k, v, tokens
-
     def local_of_all(self, which: slice, held: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the first `held` keys and values here of some sequences, `[b, held, h_kv, d]`."""
-        tables = self.tables[which, : -(-held // self.pages.page)].long()
-        k = self.keys[layer].transpose(1, 2)[tables].flatten(1, 2)[:, :held]
-        v = self.values[layer].transpose(1, 2)[tables].flatten(1, 2)[:, :held]
-        return k, v
+        """Return the first `held` keys and values here of some sequences, `[b, held, h_kv, d]`.
+
+        They are in float32, if they are kept in 8 bits. Memory is copied by heads of pages, which
+        lie in one piece: each head's tokens lie together.
+        """
+        tables = self.tables[which, : -(-held // self.pages.page)].unsqueeze(1)
+        heads = torch.arange(self.key_heads, device=self.device).unsqueeze(1)
+        where = torch.add(heads, tables, alpha=self.key_heads)  # [b, h_kv, pages]
+        b, h, pages = where.shape
+        found = []
+        for pool in map(as_integers, self.pools_of(layer)):
+            copied = pool.flatten(0, 1).index_select(0, where.flatten())
+            copied = copied.view(b, h, pages * self.pages.page, pool.shape[-1])
+            found.append(copied[:, :, :held].transpose(1, 2))
+        k, v, key_scales, value_scales = found
+        return restored(k, key_scales), restored(v, value_scales)
 
     def prepare(self, n: int, layer: int, in_graph: bool) -> None:
         """Make room for n tokens that are about to be appended to each sequence of a layer.
@@ -173,17 +180,6 @@ class PagedStorage:
                 "cache larger"
             )
         self._reserve(wanted)
-
-    def write(self, k: Tensor, v: Tensor, layer: int) -> None:
-        """Write this rank's share of tokens behind the last ones; by PyTorch's operators."""
-        page, rank, n = self.pages.page, self.ring.rank, k.shape[1]
-        for i, length in enumerate(self.lengths_in(layer)):
-            tokens = torch.arange(length, length + n, device=self.device)
-            tokens = tokens[tokens // page % self.pages.ranks == rank]
-            turn, slot = tokens // (page * self.pages.ranks), tokens % page
-            where = self.tables[i, turn].long()
-            self.keys[layer][where, :, slot] = k[i, tokens - length]
-            self.values[layer][where, :, slot] = v[i, tokens - length]
 
     def advance(self, n: int, layer: int, on_device: bool = True, in_graph: bool = False) -> None:
         """Count tokens that were written; on the device too, where no kernel did."""
@@ -211,9 +207,10 @@ class PagedStorage:
                 "the cache with a capacity, or `reserve` before graphs are captured"
             )
         size = self._table.size + lacking + self._table.size // _SPARE
-        for pools in (self.keys, self.values):
-            for layer, pool in enumerate(pools):
-                larger = self._pool(size, pool.shape[-1])
+        for pools in self._pools:
+            for layer in self._paged:
+                pool = pools[layer]
+                larger = self._pool(size, pool.shape[-1], pool.dtype)
                 larger[: len(pool)] = pool
                 pools[layer] = larger
         self._table.grow(size)
@@ -224,8 +221,10 @@ class PagedStorage:
         """Copy pages, and take over lengths and tables, in all layers."""
         if copies:
             source, target = torch.tensor(copies, device=self.device).unbind(1)
-            for pool in (*self.keys, *self.values):
+            for pool in chain(*map(self.pools_of, self._paged)):
                 pool[target] = pool[source]
+        for circle in self.circles:
+            circle.shorten(lengths)
         self._lengths = [list(lengths) for _ in range(self.layers)]
         self.lengths_of.copy_(torch.tensor(self._lengths, dtype=torch.int32))
         if starts is not None:
@@ -239,16 +238,18 @@ class PagedStorage:
             if self.captured:
                 raise ValueError("RingCache: a CUDA graph uses a table that must grow")
             self.tables = self._ints(self.sequences, width + width // _SPARE)
+            for circle in self.circles:
+                circle.extend()
         rows = [held + [0] * (self.tables.shape[1] - len(held)) for held in self._table.of]
         self.tables.copy_(torch.tensor(rows, dtype=torch.int32).view_as(self.tables))
         rooms = [self._table.room(i) for i in range(self.sequences)]
         self._reserved = min(rooms)
         self.rooms.copy_(torch.tensor(rooms, dtype=torch.int32))
 
-    def _pool(self, pages: int, dim: int) -> Tensor:
+    def _pool(self, pages: int, dim: int, dtype: torch.dtype) -> Tensor:
         shape = pages, self.key_heads, self.pages.page, dim
         with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+            return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _ints(self, *shape: int) -> Tensor:
         with torch.inference_mode(False):

@@ -60,7 +60,7 @@ def kind_of(
         (ring.group, ring.first, ring.size, ring.rank),
         tuple([(t.shape, t.dtype, t.device, t.layout, t.requires_grad) for t in given]),
         tuple(options), values, types, tuple(also.items()),
-        room_left(given[0], ring.size) if chooses else 0, *_globals(given[0].device.type),
+        room_left(given[0], ring.size) if chooses else 0, *settings(given[0].device.type),
     )  # fmt: skip
     try:
         hash(kind)
@@ -102,8 +102,8 @@ def _is_plain(t: Any) -> bool:
     return isinstance(t, Tensor) and not is_functorch_wrapped_tensor(t)
 
 
-def _globals(device: str) -> tuple[Hashable, ...]:
-    """List the settings that decide on plans."""
+def settings(device: str) -> tuple[Hashable, ...]:
+    """List the settings of PyTorch and of the environment that decide on plans."""
     autocast = None
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device):
         autocast = torch.get_autocast_dtype(device)

@@ -1,7 +1,9 @@
 """Faults planted into caches and attention to them, and a battery that must find each."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from tests.faults import hunt
 from tests.faults.mutant import planted
@@ -18,6 +20,7 @@ def battery() -> Iterable[Callable[[], object]]:
     from ring_attention_pytorch.comm.ring import Ring
     from tests.inference import test_page_table as tables
     from tests.inference import test_pages as pages
+    from tests.inference import test_prefill as prefill
     from tests.inference import test_refusals as refusals
     from tests.inference.stories import Story, Teller
     from tests.nn import test_generation
@@ -45,6 +48,8 @@ def battery() -> Iterable[Callable[[], object]]:
     chunks = ("prefill", "attend", "rollback")
     yield partial(tell, 3, Story(deeds=chunks, steps=30))
     yield partial(tell, 3, Story(deeds=chunks, steps=12, options={"window": 4}))
+    for size, story in _small_caches():
+        yield partial(tell, size, story)
 
     def other_ways(ring: Ring) -> None:
         q, use_triton = torch.ones(1, 1, 1, 4), None if ring.rank else False
@@ -52,6 +57,11 @@ def battery() -> Iterable[Callable[[], object]]:
             tree_attn_decode(q, q, q, shard_kv_seq=False, use_triton=use_triton, group=ring)
 
     yield partial(threads.run, 2, other_ways)
+
+    yield prefill.test_chunks_that_are_alike_on_one_rank_only_are_told_apart
+    yield prefill.test_chunks_and_layers_that_are_alike_compare_notes_once_each
+    yield prefill.test_a_chunk_without_room_is_refused_before_anything_is_sent
+    yield partial(prefill.test_what_is_sent_is_what_was_said, 2)
 
     def generate(size: int, case: Case) -> None:
         found, _ = threads.run(size, case.over)
@@ -62,6 +72,22 @@ def battery() -> Iterable[Callable[[], object]]:
     for case in ROUTED:
         yield partial(generate, 1, case)
     yield test_generation.test_a_token_is_drawn_among_the_largest
+
+
+def _small_caches() -> list[tuple[int, Any]]:
+    """Stories of caches in 8 bits, and of layers with a window, on so many ranks."""
+    import torch
+
+    from tests.inference.stories import Story
+
+    rolling = Story(5, sequences=3, page=1, steps=20, windows=(2,))
+    chunks, much = ("prefill", "attend", "rollback"), ("rollback", "reorder")
+    return [
+        (2, Story(1, sequences=3, steps=30, kept=torch.float8_e4m3fn)),
+        (2, Story(deeds=chunks, steps=8, kept=torch.float8_e4m3fn)),
+        (2, replace(rolling, deeds=(*Story.deeds, "prefill"))),
+        (1, replace(rolling, deeds=(*chunks, *much))),
+    ]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -11,17 +12,20 @@ from torch import Tensor
 
 from ring_attention_pytorch import decoding, tree_attn_decode
 from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.explain import chunk_sizes
 from tests.attention.test_tree_attn_decoding import Decoding
 from tests.inference.stories import Story, told
 from tests.inference.test_cache import OPTIONS
 from tests.nn.generation_cases import CASES, ROUTED
-from tests.support.reference import relative_error
+from tests.support.reference import dense_attention, relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+IN_8_BITS = torch.float8_e4m3fn
 BASE = Story(device="cuda", steps=30, most=9, page=16, kernel="triton")
 
 
@@ -35,6 +39,11 @@ def cases() -> list[Story]:
     ]
     found += [replace(BASE, dtype=torch.float32, capacity=40)]
     found += [replace(BASE, dtype=torch.float64, kernel=None)]
+    found += [replace(BASE, dtype=dtype, kept=IN_8_BITS) for dtype in LIMITS]
+    rolling = replace(
+        BASE, dtype=torch.bfloat16, sequences=3, spare=9, deeds=(*BASE.deeds, "prefill")
+    )
+    found += [replace(rolling, page=page, windows=(20,), steps=60) for page in (3, 64)]
     return found
 
 
@@ -56,6 +65,49 @@ def test_whatever_is_done_attention_is_dense(story: Story) -> None:
 def test_on_several_ranks_too(nccl: Callable, size: int, push: bool) -> None:
     for errors in nccl(size).run(told_by, push):
         check(SOME, errors)
+
+
+def of_chunks() -> float:
+    """The worst error of chunks that are spread over ranks, of heads as wide as cuDNN's."""
+    draw, worst = torch.Generator().manual_seed(0), 0.0
+    q, k, v = (torch.randn(1, 700, h, 64, generator=draw).bfloat16() for h in (4, 2, 2))
+    cache = RingCache(1, 2, 64, page=16, dtype=q.dtype, device="cuda")
+    want, _ = dense_attention(q.double(), k.double(), v.double(), causal=True)
+    for start, stop in ((0, 256), (256, 512), (512, 700)):
+        place = dict(rank=cache.ring.rank, ring_size=cache.ring.size, length=stop - start)
+        mine = start + positions("zigzag", **place)
+        shards = [t[:, mine].cuda() for t in (q, k, v)]
+        out = ring_attn_with_cache(*shards, cache, layout="zigzag")
+        worst = max(worst, relative_error(out.double().cpu(), want[:, mine]))
+    return worst
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_chunks_over_ranks_are_dense(nccl: Callable, size: int) -> None:
+    assert max(nccl(size).run(of_chunks)) < LIMITS[torch.bfloat16]
+
+
+def chunk_memory() -> tuple[int, int]:
+    """The bytes that a chunk after 16k tokens takes beside the cache, and those planned."""
+    sizes: dict = dict(dtype=torch.bfloat16, device="cuda")
+    cache = RingCache(1, 4, 128, capacity=18432, **sizes)
+    kv = torch.randn(1, 16384, 4, 128, **sizes)
+    q = torch.randn(1, 2048 // cache.ring.size, 16, 128, **sizes)
+    for _ in range(2):  # the first makes what stays
+        cache.free(0)
+        cache.append(kv, kv)
+        chunk, held = chunk_sizes(cache, 16, 2048)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        ring_attn_with_cache(q, *[q[:, :, :4]] * 2, cache, layout="zigzag")
+        torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, chunk.memory(held)
+
+
+def test_a_chunk_takes_the_memory_that_was_planned(nccl: Callable) -> None:
+    for taken, planned in nccl(2).run(chunk_memory):
+        assert 0.6 * planned < taken <= planned
 
 
 def told_by(push: bool) -> list[float]:
@@ -178,18 +230,21 @@ def drawn(b: int, steps: int, seed: int) -> list[Tensor]:
     return [torch.randn(*shape, h, 64, generator=draw).bfloat16().cuda() for h in (8, 2, 2)]
 
 
-def in_a_graph(b: int = 2, steps: int = 40) -> dict[str, bool]:
+def in_a_graph(
+    kept: torch.dtype = torch.bfloat16, window: int | None = None, b: int = 2, steps: int = 40
+) -> dict[str, bool]:
     """Decode by replays of a graph, with a larger batch in between, beside calls one by one."""
     decode_plan.PUSH = True
     same = {}
     q, k, v = drawn(b, steps, 0)
-    mine = [RingCache(b, 2, 64, capacity=32, page=2, dtype=q.dtype, device="cuda") for _ in "12"]
+    sizes: dict[str, Any] = dict(page=2, device="cuda", windows=[window], spare=8)
+    mine = [RingCache(b, 2, 64, capacity=32, dtype=kept, **sizes) for _ in "12"]
     given = [t[0].clone() for t in (q, k, v)]
-    ring_attn_with_cache(*given, mine[0])
+    ring_attn_with_cache(*given, mine[0], window=window)
     mine[0].rollback(1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ring_attn_with_cache(*given, mine[0])
+        out = ring_attn_with_cache(*given, mine[0], window=window)
     more = RingCache(3 * b, 2, 64, page=2, dtype=q.dtype, device="cuda")
     capacity = mine[0].capacity
     for i in range(steps):
@@ -197,7 +252,7 @@ def in_a_graph(b: int = 2, steps: int = 40) -> dict[str, bool]:
             place.copy_(t)
         graph.replay()
         if i < capacity:
-            want = ring_attn_with_cache(q[i], k[i], v[i], mine[1])
+            want = ring_attn_with_cache(q[i], k[i], v[i], mine[1], window=window)
             same[f"token {i}"] = torch.equal(out, want)
         else:
             same[f"token {i} is refused"] = bool(out.isnan().all())
@@ -212,8 +267,9 @@ def in_a_graph(b: int = 2, steps: int = 40) -> dict[str, bool]:
     return same
 
 
-def test_graphs_append_and_advance() -> None:
-    assert all(in_a_graph().values()), in_a_graph()
+@pytest.mark.parametrize(("kept", "window"), [(torch.bfloat16, None), (IN_8_BITS, 6)])
+def test_graphs_append_and_advance(kept: torch.dtype, window: int | None) -> None:
+    assert all(in_a_graph(kept, window).values()), in_a_graph(kept, window)
 
 
 def test_graphs_of_several_ranks(nccl: Callable) -> None:

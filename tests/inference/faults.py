@@ -6,6 +6,8 @@ PAGES = "inference/pages.py:Pages."
 TABLE = "inference/page_table.py:PageTable."
 CACHE = "inference/cache.py:RingCache."
 STORAGE = "inference/storage.py:PagedStorage."
+HELD = "inference/held.py:HeldTokens."
+ROLLING = "inference/rolling.py:"
 
 INFERENCE = [
     Mutant("a page too far", PAGES + "owner", "token // self.page", "(token + 1) // self.page"),
@@ -34,12 +36,11 @@ INFERENCE = [
         "a page of another sequence is free", TABLE + "_recount", "if not users", "if users < 2",
     ),
     Mutant(
-        "tokens at the place of others", STORAGE + "write",
-        "slot = tokens // (page * self.pages.ranks), tokens % page",
-        "slot = tokens // (page * self.pages.ranks), tokens * 0",
+        "tokens at the place of others", HELD + "put",
+        ".long(), tokens % page", ".long(), tokens * 0",
     ),
     Mutant(
-        "tokens as if they were alone", STORAGE + "local",
+        "tokens as if they were alone", HELD + "held",
         "(index // page * self.pages.ranks + self.ring.rank)",
         "(index // page + self.ring.rank)",
     ),
@@ -96,7 +97,7 @@ INFERENCE = [
     ),
     Mutant(
         "a chunk's cached part is left out", "inference/prefill.py:prefill",
-        "merge_(out, lse, *flat)", "pass",
+        "result.add(all_rows, *found)", "pass",
     ),
     Mutant(
         "a call of another dtype is taken for one that was right", "inference/attention.py:_kind",
@@ -123,8 +124,60 @@ INFERENCE = [
         "elif (problem := _problem(given, cache, layer)) is not None:", "elif (problem := None):",
     ),
     Mutant(
-        "results go home to others", "inference/prefill.py:Chunk.sent_home",
-        "(rank, outs[rank]), (rank, lses[rank])",
-        "(rank, outs[0]), (rank, lses[0])",
+        "others' queries are taken for own ones", "inference/prefill.py:_by_all",
+        "queries[(me + places) % ring.size]", "queries[me]",
+    ),
+    Mutant(
+        "heads of another page", STORAGE + "local_of_all", "alpha=self.key_heads", "alpha=1",
+    ),
+    Mutant(
+        "a chunk takes a plan that another rank has not",
+        "inference/attention.py:_agreed_chunk", "plan if kept else None", "plan",
+    ),
+    Mutant(
+        "each chunk makes a plan", "inference/attention.py:_sharded",
+        "cache.plans[_CHUNK] = _kind_of_chunk(given, layout, scores), plan", "pass",
+    ),
+    Mutant(
+        "a chunk is sent though there is no room", "inference/attention.py:_agreed_chunk",
+        "cache.prepare(sum(counts), layer, in_graph=False)", "pass",
+    ),
+    Mutant(
+        "a chunk sends more than is told", "inference/chunk_costs.py:ChunkSizes.sent",
+        "(self.message + self.result)", "self.message",
+    ),
+    Mutant(
+        "a chunk attends to what is not kept", "inference/prefill.py:prefill",
+        "k, v = cache.rounded(k), cache.rounded(v)", "pass",
+    ),
+    Mutant(
+        "pages are copied without their scales", STORAGE + "_apply",
+        "map(self.pools_of, self._paged)",
+        "((self.keys[i], self.values[i]) for i in self._paged)",
+    ),
+    Mutant(
+        "a circle has no room for what comes", ROLLING + "Windows.turns", "2 * self.spare", "0",
+    ),
+    Mutant(
+        "all sequences have one circle", ROLLING + "RollingTokens.extend", "* self.turns", "* 0",
+    ),
+    Mutant(
+        "a circle stays with its place", ROLLING + "RollingTokens.reorder", "each.copy_(", "(",
+    ),
+    Mutant(
+        "what is overwritten can be rolled back", ROLLING + "RollingTokens.rollback_problem",
+        "> self.spare", "> 99",
+    ),
+    Mutant(
+        "how long a sequence was stays with its place", ROLLING + "RollingTokens.reorder",
+        "self.longest = [self.longest[i] for i in beams]", "pass",
+    ),
+    Mutant(
+        "a window's tokens are found too early", HELD + "before", "- gone",
+        "- gone + 1",
+    ),
+    Mutant(
+        "rows that do not fit 8 bits", "inference/scaled.py:stored", "> _THREE_QUARTERS",
+        "> _MANTISSA",
     ),
 ]  # fmt: skip

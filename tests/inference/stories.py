@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -32,8 +33,18 @@ class Story:
     steps: int = 12
     most: int = 5  # tokens at a time
     dtype: torch.dtype = torch.float64
+    kept: torch.dtype | None = None  # the dtype of the cache; None is that of the queries
+    windows: tuple[int | None, ...] | None = None  # of layers; of queries, if `options` has none
+    spare: int = 5
     kernel: str | None = None
     device: str = "cpu"
+
+
+def in_8_bits(t: Tensor) -> Tensor:
+    """Return what 8 bits and a power of two for each row say of it."""
+    power = torch.ceil(torch.log2(t.abs().amax(-1, keepdim=True) / 448))
+    scale = torch.exp2(power.clamp(-63, 63))
+    return (t / scale).float().to(torch.float8_e4m3fn).double() * scale
 
 
 class Dense:
@@ -49,6 +60,8 @@ class Dense:
         return torch.zeros(0, heads, D, dtype=dtype), torch.zeros(0, heads, D_V, dtype=dtype)
 
     def append(self, k: Tensor, v: Tensor, layer: int) -> None:
+        if self.story.kept is not None:
+            k, v = in_8_bits(k), in_8_bits(v)
         for i, old in enumerate(self.kv[layer]):
             self.kv[layer][i] = tuple(torch.cat(both) for both in zip(old, (k[i], v[i])))
 
@@ -77,11 +90,12 @@ class Teller:
         self.torch = torch.Generator().manual_seed(story.seed)
         self.cache = RingCache(
             story.sequences, story.key_heads, D, value_dim=D_V, layers=story.layers,
-            capacity=story.capacity, page=story.page, dtype=story.dtype, device=story.device,
-            group=group,
+            capacity=story.capacity, page=story.page, dtype=story.kept or story.dtype,
+            device=story.device, windows=story.windows, spare=story.spare, group=group,
         )  # fmt: skip
         self.dense, self.worst = Dense(story), 0.0
         self.tensors: dict[str, Tensor] = {}
+        self.longest = [0] * story.sequences
         for name in ("sinks", "alibi_slopes"):
             if name in story.given:
                 self.tensors[name] = self.normal(HEADS).abs()
@@ -97,6 +111,7 @@ class Teller:
         for _ in range(self.story.steps):
             getattr(self, self.draw.choice(self.story.deeds))()
             lengths = [len(k) for k, _ in self.dense.kv[0]]
+            self.longest = [max(n, most) if n else 0 for n, most in zip(lengths, self.longest)]
             assert self.cache.lengths == lengths
             assert self.cache.lengths_of[0].tolist() == lengths
         return self.worst
@@ -109,6 +124,10 @@ class Teller:
     def _chunk(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
         b, h = self.story.sequences, self.story.key_heads
         return self.normal(b, n, HEADS, D), self.normal(b, n, h, D), self.normal(b, n, h, D_V)
+
+    def _options(self, layer: int) -> dict[str, Any]:
+        windows = self.story.windows or (None,) * self.story.layers
+        return {"window": windows[layer], **self.story.options}
 
     def _as_given(self, t: Tensor) -> Tensor:
         return t.to(self.story.device, self.story.dtype)
@@ -128,9 +147,9 @@ class Teller:
             asked = len(self.dense.kv[0][0][0]) % 3 > 0
             got = ring_attn_with_cache(
                 *given, self.cache, layer=layer, kernel=self.story.kernel, return_lse=asked,
-                **self.story.options, **tensors,
+                **self._options(layer), **tensors,
             )  # fmt: skip
-            want = self.dense.attend(q, layer, {**self.story.options, **self.tensors})
+            want = self.dense.attend(q, layer, {**self._options(layer), **self.tensors})
             self.compare(got if asked else (got, want[1]), want)
 
     def compare(self, got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
@@ -154,9 +173,9 @@ class Teller:
             tensors = {name: self._as_given(t) for name, t in self.tensors.items()}
             got = ring_attn_with_cache(
                 *[self._as_given(t[:, mine]) for t in (q, k, v)], self.cache, layer=layer,
-                layout=layout, return_lse=True, **self.story.options, **tensors,
+                layout=layout, return_lse=True, **self._options(layer), **tensors,
             )  # fmt: skip
-            out, lse = self.dense.attend(q, layer, {**self.story.options, **self.tensors})
+            out, lse = self.dense.attend(q, layer, {**self._options(layer), **self.tensors})
             if len(mine):
                 self.compare(got, (out[:, mine], lse[..., mine]))
 
@@ -170,8 +189,21 @@ class Teller:
 
     def rollback(self) -> None:
         n = [self.draw.randint(0, min(length, 7)) for length in self.cache.lengths]
+        if any(map(self._overwritten, self.longest, self.cache.lengths, n)):
+            with pytest.raises(ValueError, match="roll back less"):
+                self.cache.rollback(n)
+            return
         self.cache.rollback(n)
         self.dense.each(lambda kv: [(k[: len(k) - m], v[: len(v) - m]) for (k, v), m in zip(kv, n)])
+
+    def _overwritten(self, longest: int, length: int, n: int) -> bool:
+        """Whether so many tokens can't be rolled back in a layer with a window."""
+        page, spare = self.story.page, self.story.spare
+        kept = [
+            -(-(w + 2 * spare) // page) * page for w in self.story.windows or () if w is not None
+        ]
+        too_many = longest - length + n > spare and length > n
+        return too_many and any(longest > each for each in kept)
 
     def reorder(self) -> None:
         beams = [self.draw.randrange(self.story.sequences) for _ in range(self.story.sequences)]
@@ -188,6 +220,7 @@ class Teller:
     def _reordered(self, beams: list[int]) -> None:
         self.dense.each(lambda kv: [kv[i] for i in beams])
         self.dense.starts = [self.dense.starts[i] for i in beams]
+        self.longest = [self.longest[i] for i in beams]
 
     def free(self) -> None:
         which = self.draw.randrange(self.story.sequences)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.inference.stories import Story, told
 
@@ -37,6 +38,18 @@ def cases() -> list[Story]:
     chunks = Story(page=2, deeds=("prefill", "attend", "rollback"), steps=12)
     found += [replace(chunks, **each) for each in OPTIONS]
     found += [replace(chunks, seed=seed, sequences=1, page=3) for seed in range(3)]
+    found += [replace(story, kept=torch.float8_e4m3fn) for story in (*found[12:14], *found[-2:])]
+    deeds = ("prefill", "attend", "rollback", "rollback", "reorder")
+    found += [Story(5, sequences=3, page=1, windows=(2,), deeds=deeds, steps=20)]
+    rolling = Story(sequences=3, layers=2, steps=20, deeds=(*Story.deeds, "prefill", "prefill"))
+    found += [
+        replace(rolling, page=1, windows=(3, None)),
+        replace(rolling, seed=1, page=3, windows=(0, 4), spare=6, capacity=60),
+        replace(
+            rolling, page=2, windows=(5, 5), options={"window": 4}, given=("starts", "sinks"),
+            kept=torch.float8_e4m3fn,
+        ),
+    ]  # fmt: skip
     return found
 
 

@@ -43,13 +43,22 @@ CASES = {
     "windows": replace(ALONE, options={"window": 2}, given=("starts",)),
     "scores": replace(ALONE, options={"softclamp": 1.5}, given=("sinks", "alibi_slopes")),
     "appended before": replace(ALONE, deeds=("append", "attend", "rollback")),
+    "a circle of pages": replace(
+        ALONE, page=4, windows=(3,), deeds=("attend", "attend", "rollback", "reorder"), steps=12
+    ),
+    "8 bits": replace(
+        ALONE, page=3, kept=torch.float8_e4m3fn, given=("sinks",), options={"window": 9}
+    ),
+    "8 bits, for queries of 16": replace(
+        ALONE, page=64, most=20, kept=torch.float8_e4m3fn, dtype=torch.bfloat16
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_are_dense_attention(name: str, ranks: ProcessPoolExecutor) -> None:
     (error,) = ranks.submit(told, [CASES[name]]).result(timeout=200.0)
-    assert error < 1e-5
+    assert error < (1.5e-2 if CASES[name].dtype == torch.bfloat16 else 1e-5)
 
 
 def terms(name: str) -> float:
@@ -247,15 +256,16 @@ def test_what_is_compiled_is_launched_with_addresses(monkeypatch: pytest.MonkeyP
 
 ATTEND = dict(
     q="*bf16", k_new="*bf16", v_new="*bf16", slopes="*bf16", key_mask="*u8", keys="*bf16",
-    values="*bf16", tables="*i32", lengths="*i32", width="i32", page_rows="i64", head_rows="i64",
-    given="i64", starts="*i32", rooms="*i32", acc_of="*fp32", lse_of="*fp32",
-    next_lengths="*i32", state="*i64", factor="fp32", clamp="fp32", window="i32",
+    values="*bf16", key_scales="*fp32", value_scales="*fp32", tables="*i32", lengths="*i32",
+    width="i32", page_rows="i64", head_rows="i64", given="i64", starts="*i32", rooms="*i32",
+    acc_of="*fp32", lse_of="*fp32", next_lengths="*i32", state="*i64", factor="fp32", clamp="fp32",
+    window="i32",
 )  # fmt: skip
 ATTEND_SIZES = dict(
     N=1, ROWS_IN_ALL=32, SPLITS=33, BLOCKS=1, KV=8, GROUP=4, D=128, D_V=128, WIDTH=128,
     WIDTH_V=128, ROWS=16, COLS=64, NEW_COLS=16, STEP=1, PAGE=64, RANKS=2, RANK=1, NEW=True,
-    CAUSAL=True, MASKED=False, WINDOW=False, STARTS=False, CLAMP=False, ALIBI=False, SHARED=True,
-    PDL=True, PRECISION="tf32",
+    CAUSAL=True, SCALED=False, MASKED=False, WINDOW=False, STARTS=False, CLAMP=False, ALIBI=False,
+    SHARED=True, PDL=True, PRECISION="tf32",
 )  # fmt: skip
 MERGE = dict(
     out="*bf16", out_lse="*fp32", sinks="*bf16", lengths="*i32", acc_of="*fp32", lse_of="*fp32",
@@ -276,10 +286,14 @@ MERGE_SIZES = dict(
     PDL=True,
 )
 APPEND = dict(
-    k="*bf16", v="*bf16", keys="*bf16", values="*bf16", tables="*i32", lengths="*i32",
+    k="*bf16", v="*bf16", keys="*bf16", values="*bf16", key_scales="*fp32", value_scales="*fp32",
+    tables="*i32", lengths="*i32",
     rooms="*i32", n="i32", width="i32",
 )  # fmt: skip
-APPEND_SIZES = dict(PAGE=16, RANKS=2, RANK=1, KV=8, D=80, D_V=64, ROWS=16, WIDTH=128, WIDTH_V=64)
+APPEND_SIZES = dict(
+    PAGE=16, RANKS=2, RANK=1, KV=8, D=80, D_V=64, ROWS=16, WIDTH=128, WIDTH_V=64, SCALED=False,
+)  # fmt: skip
+IN_8_BITS = dict(keys="*fp8e4nv", values="*fp8e4nv")
 VARIANTS = {
     "decode": ("_triton_attend", "attend_kernel", ATTEND, ATTEND_SIZES, {}),
     "all terms": (
@@ -298,6 +312,12 @@ VARIANTS = {
         "_triton_merge", "merge_kernel", MERGE, MERGE_SIZES, dict(RANKS=4, RANK=2, SINKS=True),
     ),
     "append": ("_triton_append", "append_kernel", APPEND, APPEND_SIZES, {}),
+    "decode, 8 bits": (
+        "_triton_attend", "attend_kernel", ATTEND | IN_8_BITS, ATTEND_SIZES, dict(SCALED=True),
+    ),
+    "append, 8 bits": (
+        "_triton_append", "append_kernel", APPEND | IN_8_BITS, APPEND_SIZES, dict(SCALED=True),
+    ),
 }  # fmt: skip
 
 

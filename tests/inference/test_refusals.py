@@ -67,7 +67,7 @@ REFUSED = {
     "batch": "q must be [2, n, h, 4], got [1, 1, 4, 4]",
     "heads": "heads of q must be a multiple of 2, got 3",
     "no token": "q must have a token",
-    "keys of other tokens": "q and k must be of the same tokens, got 1 and 2",
+    "keys of other tokens": "q and k must be of the same tokens and dtype, got 1 in",
     "width of v": "k and v must be (2, 1, 2, 4) and (2, 1, 2, 4)",
     "dtype of q": "q must be torch.float32 on cpu, as the cache is",
     "no v": "k and v must be given together",
@@ -109,6 +109,52 @@ def test_who_is_alone_is_told_too() -> None:
         assert cache.lengths == [2, 2]
 
 
+def test_a_layer_with_a_window_keeps_no_more() -> None:
+    cache = RingCache(1, 1, 4, layers=2, windows=[None, 3], spare=2, page=1, group=Ring.alone())
+    k = torch.ones(1, 20, 1, 4)
+    for layer in range(2):
+        cache.append(k, k, layer)
+    q = k[:, :3]
+    for refused, why in {
+        lambda: ring_attn_with_cache(q, q, q, cache, layer=1): "keeps a window of 3 tokens",
+        lambda: ring_attn_with_cache(q, q, q, cache, layer=1, window=4): "must be at most that",
+        lambda: ring_attn_with_cache(q, q, q, cache, layer=1, window=4, layout="zigzag"): "keeps a",
+        lambda: ring_attn_with_cache(q, None, None, cache, layer=1, window=3): "at most 2 tokens",
+        lambda: cache.rollback(3): "keep 2 more, and sequence 0, of which there were 20",
+        lambda: RingCache(1, 1, 4, windows=[3, 3], group=cache.ring): "those of 1 layers, got 2",
+        lambda: RingCache(1, 1, 4, windows=[-1], group=cache.ring): "must not be negative",
+        lambda: RingCache(1, 1, 4, windows=[1], spare=0, group=cache.ring): "at least 1, got 0",
+    }.items():
+        with pytest.raises(ValueError, match=why):
+            refused()
+        assert cache.lengths_of.tolist() == [[20], [20]]
+    cache.rollback(2)
+    assert cache.holder(1).local(0, 1)[2].tolist() == [13, 14, 15, 16, 17]
+    assert sum(pool.nbytes for pool in cache.pools_of(1)) == (3 + 2 * 2) * 2 * 4 * 4
+    whole = RingCache(1, 1, 4, layers=2, group=Ring.alone())
+    for layer in range(2):
+        whole.append(k, k, layer)
+    with pytest.raises(ValueError, match="the states hold 5 of the 18 tokens"):
+        whole.load_state_dict(cache.state_dict())
+    cache.load_state_dict(whole.state_dict())
+    assert cache.lengths == [20]
+
+
+def test_8_bits_are_for_what_is_wider_and_of_one_dtype() -> None:
+    cache = RingCache(1, 1, 4, dtype=torch.float8_e4m3fn, group=Ring.alone())
+    q = torch.ones(1, 1, 1, 4)
+    small = q.to(torch.float8_e4m3fn)
+    for refused, why in {
+        lambda: cache.append(small, small): "k and v must be torch.float64 or torch.float32 or",
+        lambda: cache.append(q, q.double()): "k and v must be",
+        lambda: ring_attn_with_cache(small, q, q, cache): "q must be torch.float64 or",
+        lambda: ring_attn_with_cache(q.double(), q, q, cache): "of the same tokens and dtype",
+    }.items():
+        with pytest.raises(ValueError, match=why):
+            refused()
+    assert cache.lengths == [0]
+
+
 def test_calls_are_refused_after_others_were_right() -> None:
     """What makes a call right is looked at once, so all of it must be looked for."""
     cache = RingCache(2, 1, 4, layers=2, group=Ring.alone())
@@ -144,7 +190,7 @@ def test_layers_of_different_lengths_are_not_taken_for_even_ones() -> None:
     assert cache.lengths_of.tolist() == [[0, 0], [0, 0]]
 
 
-def moved(sizes: tuple[int, int]) -> float:
+def moved(sizes: tuple[int, int], options: dict[str, Any]) -> float:
     """Take what ranks of one cache hold over to a cache of other ranks."""
     k = torch.randn(2, 11, 1, 4, generator=torch.Generator().manual_seed(1))
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -152,29 +198,38 @@ def moved(sizes: tuple[int, int]) -> float:
     states: list[Any] = [None] * ranks
     mine = None
     if rank < sizes[0]:
-        cache = RingCache(2, 1, 4, page=2, group=groups[sizes[0]])
+        cache = RingCache(2, 1, 4, page=2, group=groups[sizes[0]], **options)
         cache.append(k, -k)
         cache.rollback([0, 4])
         mine = cache.state_dict()
     dist.all_gather_object(states, mine)
     if rank >= sizes[1]:
         return 0.0
-    other = RingCache(2, 1, 4, page=3, group=groups[sizes[1]])
+    other = RingCache(2, 1, 4, page=3, group=groups[sizes[1]], **options)
     with pytest.raises(ValueError, match="give those of all ranks"):
         other.load_state_dict(*states[: sizes[0] - 1], states[0])
     other.load_state_dict(*states[: sizes[0]])
     assert other.lengths == [11, 7]
-    worst = 0.0
+    worst, k = 0.0, other.rounded(k)
     for i in range(2):
-        keys, values, tokens = other.local(i)
+        keys, values, tokens = other.holder(0).local(i)
         worst = max(worst, (keys - k[i, tokens]).abs().max().item() if len(keys) else 0.0)
         worst = max(worst, (values + k[i, tokens]).abs().max().item() if len(keys) else 0.0)
     return worst
 
 
-@pytest.mark.parametrize("sizes", [(2, 3), (3, 1)])
-def test_a_cache_can_be_taken_over_by_other_ranks(sizes: tuple[int, int], pools: Callable) -> None:
-    assert pools(3).run(moved, sizes) == [0.0] * 3
+MOVES = [
+    ((2, 3), dict(dtype=torch.float8_e4m3fn)),
+    ((3, 1), {}),
+    ((3, 2), dict(windows=[2], spare=4)),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options"), MOVES)
+def test_a_cache_can_be_taken_over_by_other_ranks(
+    sizes: tuple[int, int], options: dict[str, Any], pools: Callable
+) -> None:
+    assert pools(3).run(moved, sizes, options) == [0.0] * 3
 
 
 def test_memory_is_a_share_and_grows_by_pages() -> None:
@@ -183,6 +238,15 @@ def test_memory_is_a_share_and_grows_by_pages() -> None:
     k, v = torch.ones(1, 9, 2, 8), torch.ones(1, 9, 2, 4)
     cache.append(k, v)
     assert cache.nbytes == 3 * 4 * 2 * (8 + 4) * 4
+
+
+def test_8_bits_take_half_the_memory_of_16() -> None:
+    sizes = dict(capacity=64, group=Ring.alone())
+    kept, whole = (
+        RingCache(1, 2, 128, dtype=dtype, **sizes).nbytes
+        for dtype in (torch.float8_e4m3fn, torch.bfloat16)
+    )
+    assert kept == whole / 2 + 64 * 2 * 2 * 4  # a scale for each token and head
 
 
 def shares() -> tuple[int, int]:
@@ -200,8 +264,8 @@ def without_memory() -> str:
     """One rank has none for its share."""
     pool = RingCache._pool
 
-    def short(cache: RingCache, pages: int, dim: int) -> torch.Tensor:
-        return pool(cache, pages, 1 << 48 if dist.get_rank() == 1 else dim)
+    def short(cache: RingCache, pages: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+        return pool(cache, pages, 1 << 48 if dist.get_rank() == 1 else dim, dtype)
 
     RingCache._pool = short
     try:

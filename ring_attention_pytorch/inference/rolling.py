@@ -1,0 +1,127 @@
+"""Layers with a short window: each rank holds the last tokens of every sequence, all of them.
+
+A sequence has some pages of its own, in a circle. The table of its pages repeats them, so whoever
+looks up a token's page finds it, and kernels know nothing of circles:
+
+    token     0 1 | 2 3 | 4 5 | 6 7 | 8          pages of 2, three for each sequence
+    page       0     1     2     0     1         tokens 3 to 8 are held
+
+All ranks compute the same, alone: nothing is exchanged. Of `spare` tokens more than the window so
+many come at a time that none is overwritten that a query sees, and as many more can be forgotten.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.inference.held import HeldTokens
+from ring_attention_pytorch.inference.pages import Pages
+
+
+class Windows(NamedTuple):
+    """How many tokens before its own a query of each layer sees at most; None is all.
+
+    >>> Windows((None, 5), spare=2).turns(5, page=4)
+    3
+    """
+
+    of: tuple[int | None, ...]
+    spare: int
+
+    def problem(self, layers: int) -> str | None:
+        """Say why layers can't have these windows; None if they can."""
+        if len(self.of) != layers:
+            return f"windows must be those of {layers} layers, got {len(self.of)}"
+        if any(window is not None and window < 0 for window in self.of):
+            return f"windows must not be negative, got {[*self.of]}"
+        if self.spare < 1:
+            return f"spare must be at least 1, got {self.spare}"
+        return None
+
+    def turns(self, window: int, page: int) -> int:
+        """Return how many pages each rank sets aside for a sequence."""
+        return -(-(window + 2 * self.spare) // page)
+
+
+class RollingTokens(HeldTokens):
+    """The last tokens of the layers of one window, on every rank."""
+
+    window: int
+    spare: int
+    longest: list[int]
+
+    def __init__(self, whole: HeldTokens, windows: Windows, window: int) -> None:
+        self.whole, self.window, self.spare = whole, window, windows.spare
+        self.at_once = self.spare
+        self.ring, self.pages, self.plans = Ring.alone(), Pages(whole.pages.page, 1), {}
+        for name in (
+            "dtype", "scales", "device", "sequences", "key_heads", "value_dim", "rows", "step",
+            "keys", "values", "key_scales", "value_scales",
+            "layer_lengths", "starts", "rooms", "overflown",
+        ):  # fmt: skip
+            setattr(self, name, getattr(whole, name))
+        self.layers = [layer for layer, each in enumerate(windows.of) if each == window]
+        self.turns = windows.turns(window, self.pages.page)
+        self.longest = [0] * self.sequences  # that each was since it was empty, when last looked at
+        self.extend()
+
+    def extend(self) -> None:
+        """Make the table as long as that of whole sequences."""
+        width, device = self.whole.tables.shape[1] * self.whole.pages.ranks, self.device
+        with torch.inference_mode(False):
+            circle = torch.arange(width, dtype=torch.int32, device=device) % self.turns
+            first = torch.arange(self.sequences, dtype=torch.int32, device=device) * self.turns
+            self.tables = first.unsqueeze(1) + circle
+
+    def lengths_in(self, layer: int) -> list[int]:
+        return self.whole.lengths_in(layer)
+
+    def begin(self, length: int) -> int:
+        return max(0, length - self.window - self.spare)
+
+    def look(self) -> None:
+        """Note how long sequences are, before that changes."""
+        for layer in self.layers:
+            self.longest = [*map(max, self.longest, self.lengths_in(layer))]
+
+    def rollback_problem(self, lengths: Sequence[int]) -> str | None:
+        """Say why sequences can't be so short again: what they would see is overwritten."""
+        self.look()
+        for i, (length, longest) in enumerate(zip(lengths, self.longest)):
+            whole = longest <= self.turns * self.pages.page
+            if length and not whole and longest - length > self.spare:
+                return (
+                    f"layers with a window of {self.window} tokens keep {self.spare} more, and "
+                    f"sequence {i}, of which there were {longest}, would have {length}: roll back "
+                    "less, or make the cache with a larger `spare`"
+                )
+        return None
+
+    def shorten(self, lengths: Sequence[int]) -> None:
+        """Take note of a rollback to these lengths."""
+        self.longest = [longest if n else 0 for n, longest in zip(lengths, self.longest)]
+
+    def problem_of(self, window: int | None, tokens: int, new: bool) -> str | None:
+        """Say why so many last tokens can't see so far back; None if they can."""
+        if window is None or window > self.window:
+            return (
+                f"this layer keeps a window of {self.window} tokens: window must be at most that, "
+                f"got {window}"
+            )
+        if not new and tokens > self.spare:
+            return (
+                f"of a layer with a window at most {self.spare} tokens that were appended before "
+                f"can attend, got {tokens}: give their k and v, or make `spare` larger"
+            )
+        return None
+
+    def reorder(self, beams: Sequence[int]) -> None:
+        """Let sequence i go on from sequence `beams[i]`."""
+        self.look()
+        self.longest = [self.longest[i] for i in beams]
+        for layer in self.layers:
+            for pool in self.pools_of(layer):
+                each = pool.unflatten(0, (self.sequences, self.turns))
+                each.copy_(each[torch.tensor(list(beams), device=self.device)])

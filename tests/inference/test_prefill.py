@@ -1,0 +1,106 @@
+"""Chunks of a prompt over ranks: what they compare, send and refuse. Values are told by stories."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.inference.attention import ring_attn_with_cache
+from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.chunk_costs import ChunkSizes
+from ring_attention_pytorch.inference.explain import explain_cache
+from tests.support import threads
+from tests.support.reference import dense_attention, relative_error
+
+HEADS, KEY_HEADS, D, D_V = 4, 2, 8, 6
+
+
+class Drawn(NamedTuple):
+    """A chunk, whole: q, k and v of one sequence."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @classmethod
+    def of(cls, n: int, seed: int = 0) -> "Drawn":
+        draw = torch.Generator().manual_seed(seed)
+        sizes = (HEADS, D), (KEY_HEADS, D), (KEY_HEADS, D_V)
+        return cls(*(torch.randn(1, n, *size, generator=draw).double() for size in sizes))
+
+    def shard(self, ring: Ring, layout: str) -> list[torch.Tensor]:
+        mine = positions(layout, rank=ring.rank, ring_size=ring.size, length=self.q.shape[1])
+        return [t[:, mine] for t in self]
+
+
+def a_cache(ring: Ring, **sizes: int) -> RingCache:
+    return RingCache(
+        1, KEY_HEADS, D, value_dim=D_V, page=2, dtype=torch.float64, group=ring, **sizes
+    )
+
+
+def test_chunks_that_are_alike_on_one_rank_only_are_told_apart() -> None:
+    """The first of two ranks has 3 tokens of 5, and of 6."""
+
+    def error(ring: threads.ThreadRing) -> float:
+        cache, worst = a_cache(ring), 0.0
+        for n in (5, 6, 5):
+            chunk = Drawn.of(n)
+            out = ring_attn_with_cache(*chunk.shard(ring, "contiguous"), cache, layout="contiguous")
+            cache.rollback(n)
+            want, _ = dense_attention(*chunk, causal=True)
+            mine = positions("contiguous", rank=ring.rank, ring_size=2, length=n)
+            worst = max(worst, relative_error(out, want[:, mine]))
+        return worst
+
+    errors, _ = threads.run(2, error)
+    assert max(errors) < 1e-12
+
+
+def test_chunks_and_layers_that_are_alike_compare_notes_once_each() -> None:
+    def compared(ring: threads.ThreadRing) -> list[int]:
+        cache, found = a_cache(ring, layers=2), []
+        for layer in (0, 1, 0):
+            before = ring.hub.gathers[ring.rank]
+            shards = Drawn.of(8).shard(ring, "zigzag")
+            ring_attn_with_cache(*shards, cache, layer=layer, layout="zigzag")
+            found.append(ring.hub.gathers[ring.rank] - before)
+        return found
+
+    for found in threads.run(2, compared)[0]:
+        assert found[1:] == [1, 1]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_sent_is_what_was_said(size: int) -> None:
+    n = 4 * size
+    chunk = ChunkSizes(size, 1, 4, HEADS, KEY_HEADS, D, D_V, itemsize=8, wide=8, copied=8)
+
+    def sent(ring: threads.ThreadRing) -> tuple[int, int, str]:
+        hub, cache, shards = ring.hub, a_cache(ring), Drawn.of(n).shard(ring, "striped")
+        ring_attn_with_cache(*shards, cache, layout="striped")
+        counts = [hub.sent_bytes[ring.rank]]
+        ring_attn(*shards, causal=True, layout="striped", group=ring)
+        counts.append(hub.sent_bytes[ring.rank])
+        ring_attn_with_cache(*shards, cache, layout="striped")
+        counts.append(hub.sent_bytes[ring.rank])
+        return counts[2] - counts[1], counts[1] - counts[0], explain_cache(cache, HEADS, n)
+
+    for whole, of_itself, told in threads.run(size, sent)[0]:
+        assert whole - of_itself == chunk.sent
+        assert f"sends {chunk.sent / 2**20:.2f} MiB a layer while it computes" in told
+        assert "MiB at most beside the cache" in told
+
+
+def test_a_chunk_without_room_is_refused_before_anything_is_sent() -> None:
+    def refused(ring: threads.ThreadRing) -> int:
+        cache = a_cache(ring, capacity=8)
+        with pytest.raises(ValueError, match="would have 12 tokens, more than the capacity of 8"):
+            ring_attn_with_cache(*Drawn.of(12).shard(ring, "zigzag"), cache, layout="zigzag")
+        assert cache.lengths == [0]
+        return ring.hub.sent_bytes[ring.rank]
+
+    assert threads.run(2, refused)[0] == [0, 0]
