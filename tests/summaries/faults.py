@@ -71,9 +71,17 @@ SUMMARIES = [
     ),
     Mutant(
         "ties go to the later cell", "summaries/select.py:Selection._chosen",
-        "shares.sort(dim=-1, descending=True, stable=True)",
-        "(lambda s: (s[0], self.cells - 1 - s[1]))("
-        "shares.flip(-1).sort(dim=-1, descending=True, stable=True))",
+        "shares.max(-1)",
+        "(lambda m: (m[0], shares.shape[-1] - 1 - m[1]))(shares.flip(-1).max(-1))",
+    ),
+    Mutant(
+        "gradients of cells chosen twice are kept once", "summaries/select.py:_OfChosen.backward",
+        "dkv.index_add_(0, rows.flatten(), grads[1].flatten(0, 2))",
+        "dkv.index_copy_(0, rows.flatten(), grads[1].flatten(0, 2))",
+    ),
+    Mutant(
+        "cells that some queries of a part see are not scored", "summaries/select.py:_within",
+        "int(reach[1, part].max())", "int(reach[1, part].max()) - 1",
     ),
     Mutant(
         "all query groups choose alike", "summaries/select.py:Selection._chosen",
