@@ -66,8 +66,7 @@ SUMMARIES = [
     ),
     Mutant(
         "no gradient through lse", "summaries/attention.py:_merged",
-        "torch.stack([part for _, part in parts])",
-        "torch.stack([part for _, part in parts]).detach()",
+        "torch.stack([lse for _, lse in parts])", "torch.stack([lse for _, lse in parts]).detach()",
     ),
     Mutant(
         "ties go to the later cell", "summaries/select.py:Selection._chosen",
@@ -85,7 +84,7 @@ SUMMARIES = [
     ),
     Mutant(
         "all query groups choose alike", "summaries/select.py:Selection._chosen",
-        "scores.softmax(-1).sum(2)", "scores.softmax(-1).sum((1, 2))[:, None].repeat(1, 2, 1)",
+        ".softmax(-1).sum(2)", ".softmax(-1).sum((0, 2))[None].repeat(2, 1, 1)",
     ),
     Mutant(
         "masked keys of chosen cells are seen", "summaries/select.py:Selection._fetched",
@@ -121,7 +120,7 @@ SUMMARIES = [
         "(self.cells + 1) * self.rule.stride", "(self.cells + 2) * self.rule.stride",
     ),
     Mutant(
-        "the cache never forgets", "summaries/cache.py:SummaryCache._drop",
+        "the cache never forgets", "summaries/cache.py:SummaryCache._summarise",
         "self.numbers < self.cells - self.rule.span", "self.numbers < -1",
     ),
     Mutant(
@@ -130,7 +129,7 @@ SUMMARIES = [
     ),
     Mutant(
         "decoding's first block has the weights of a whole one",
-        "summaries/cache.py:SummaryCache.append", "first - end + self.rule.block", "0",
+        "summaries/cache.py:SummaryCache._summarise", "first - end + self.rule.block", "0",
     ),
     Mutant(
         "summaries never restart", "summaries/layer.py:SummaryLayer._summarized",

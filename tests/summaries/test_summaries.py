@@ -294,6 +294,6 @@ def test_plans_of_other_summaries_are_refused() -> None:
 
 
 def test_examples_run() -> None:
-    for name in ("cells", "plan", "pooling", "attention", "layer", "module"):
+    for name in ("cells", "plain", "plan", "pooling", "attention", "layer", "module"):
         found = doctest.testmod(importlib.import_module(f"ring_attention_pytorch.summaries.{name}"))
         assert (found.attempted > 0, found.failed) == (True, 0), name
