@@ -9,9 +9,11 @@ losses beside what training costs: keys that a token sees, FLOPs, bytes that tra
 are of text that is not trained on.
 
 With `--equal-flops` the cheaper models train for more steps, until each has spent as many FLOPs as
-the exact one. `--models` trains some of them only, and `--history FILE` appends what is drawn by
+the exact one. `--models` trains some of them only, and `--history FILE` appends what is measured.
+Of such files this draws losses against steps, FLOPs, bytes and seconds, and tells how they are
+where all models have spent the same:
 
-    python docs/draw_summaries.py FILE
+    python examples/draw_summaries.py FILE ... curves.svg
 """
 
 import json
@@ -112,6 +114,17 @@ def keys_sent(name: str, length: int, given: Summaries, ranks: int) -> float:
     return border + (others / given.stride if name == "summaries" else 0)
 
 
+def bytes_sent(name: str, config: Config, given: Summaries) -> float:
+    """Bytes of keys and values that a rank of four or more gets, of a sequence and layer."""
+    itemsize = train_text.DTYPES[config.dtype].itemsize
+    return keys_sent(name, config.length, given, at_least_four()) * 2 * config.dim * itemsize
+
+
+def at_least_four() -> int:
+    """As if there were four processes, if there are fewer."""
+    return max(world_size(), 4)
+
+
 def flops(name: str, config: Config, given: Summaries) -> float:
     """FLOPs of a step: of attention forward and 2.5 times that backward, of the rest and twice."""
     weights = config.depth * 12 * config.dim**2 + 256 * config.dim
@@ -125,6 +138,7 @@ class History:
 
     name: str
     flops: float  # of a step
+    sent: float  # bytes that each of several ranks gets in a step, forward
     steps: int  # to train for
     seconds: float = 0.0  # so far, of training alone
     points: list[tuple[int, float, float]] = field(default_factory=list)  # steps, seconds, loss
@@ -145,7 +159,8 @@ class Pupil:
         )
         self.model = train_text.data_parallel(model, config)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
-        self.history = History(name, flops(name, config, given), steps)
+        sent = bytes_sent(name, config, given) * config.depth * config.batch
+        self.history = History(name, flops(name, config, given), sent, steps)
         self.plans: Sequence[RingPlan] | None = None
 
     def loss(self, ids: Tensor) -> Tensor:
@@ -251,19 +266,20 @@ def write(found: list[History], known: dict[str, int], file: str) -> None:
         for each in found:
             for steps, seconds, loss in each.points[known.get(each.name, 0) :]:
                 point = {"name": each.name, "steps": steps, "flops": each.flops * steps}
-                point |= {"seconds": round(seconds, 3), "loss": round(loss, 4)}
+                point |= {"bytes": each.sent * steps, "seconds": round(seconds, 3)}
+                point |= {"loss": round(loss, 4)}
                 lines.write(json.dumps(point) + "\n")
             known[each.name] = len(each.points)
 
 
 def table(found: list[History], config: Config, given: Summaries) -> str:
     """What each model costs and reaches; bytes are of a layer and sequence, forward."""
-    ranks = max(world_size(), 4)
+    ranks = at_least_four()
     head = f"{'loss':>7} {'keys seen':>10} {'TFLOPs':>8} {'KiB to each of':>15} {ranks}"
     lines = [f"{'':<10} {head} {'steps':>7} {'seconds':>8}"]
     for each in found:
         seen = keys_seen(each.name, config.length, given)
-        sent = keys_sent(each.name, config.length, given, ranks) * 2 * config.dim * 4 / 1024
+        sent = bytes_sent(each.name, config, given) / 1024
         spent = each.flops * each.steps / 1e12
         lines.append(
             f"{each.name:<10} {each.loss:>7.4f} {seen:>10.1f} {spent:>8.2f} {sent:>15.0f}   "
