@@ -64,7 +64,8 @@ class Ours:
         self.model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
         like = torch.empty(1, asked.tokens, dtype=torch.long, device=device)
         self.decoder = generation.CachedTransformer(self.model, ring, like, asked.room, None)
-        self.keys = self.decoder.cache.nbytes
+        self.cache = self.decoder.caches[0].cache  # of all layers
+        self.keys = self.cache.nbytes
 
     def prefill(self, ids: Tensor, chunk: int) -> None:
         for part in ids.split(chunk, dim=1):
@@ -74,7 +75,7 @@ class Ours:
         return self.model.to_logits(self.decoder.hidden(token))
 
     def rollback(self, n: int) -> None:
-        self.decoder.cache.rollback(n)
+        self.cache.rollback(n)
 
 
 class Transformers:

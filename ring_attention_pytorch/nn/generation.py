@@ -14,23 +14,20 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
 from ring_attention_pytorch.comm.placement import current
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
-from ring_attention_pytorch.inference.attention import digest, ring_attn_with_cache
-from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.inference.attention import digest
 from ring_attention_pytorch.nn.checks import ids_problem
-from ring_attention_pytorch.nn.rotary import apply_rotary_pos_emb
+from ring_attention_pytorch.nn.layer_caches import Chunk, Reading, caches_of
 from ring_attention_pytorch.plan.checks import autocast_dtype
+from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
-_LAYOUT = "zigzag"  # of a chunk of the prompt: ranks have equal causal work
-_LARGEST_PAGE, _PAGES = 64, 4  # tokens of a page; pages that each rank should have at least
+_LAYOUT: LayoutName = "zigzag"  # of a chunk of the prompt: ranks have equal causal work
 _BROKEN = -1  # in place of a token that NaN logits would have chosen
 
 
@@ -95,62 +92,35 @@ class Decoder(Protocol):
 
 
 class CachedTransformer:
-    """A `RingTransformer` with the keys of all tokens that it has read, spread over a ring."""
+    """A `RingTransformer` with what its layers keep of all tokens that it has read."""
 
-    def __init__(self, model: Any, ring: Ring, ids: Tensor, new: int, kernel: str | None):
-        self.model, self.kernel = model, kernel
-        attn, (b, n) = model.layers[0][0], ids.shape
-        self.cache = RingCache(
-            b, attn.heads_here()[1], attn.dim_head, layers=len(model.layers), capacity=n + new,
-            page=page_for(n + new, ring.size), dtype=autocast_dtype(model.token_emb.weight),
-            device=ids.device, group=ring,
-        )  # fmt: skip
+    def __init__(
+        self, model: Any, ring: Ring, ids: Tensor, new: int, kernel: str | None,
+        starts: Sequence[int] | None = None,
+    ):  # fmt: skip
+        self.model, self.ring = model, ring
+        (b, n), dtype = ids.shape, autocast_dtype(model.token_emb.weight)
+        reading = Reading(ring, b, n + new, dtype, ids.device, kernel, starts)
+        self.caches = caches_of([attn for attn, _ in model.layers], reading)
 
     def prefill(self, ids: Tensor) -> None:
-        ring, length = self.cache.ring, ids.shape[1]
+        ring, length = self.ring, ids.shape[1]
         mine = positions(_LAYOUT, rank=ring.rank, ring_size=ring.size, length=length)
         mine = mine.to(ids.device)
-        self._blocks(ids[:, mine], mine, layout=_LAYOUT)
+        self._blocks(ids[:, mine], mine, _LAYOUT)
 
     def hidden(self, ids: Tensor) -> Tensor:
         at = torch.arange(ids.shape[1], device=ids.device)
-        return self._blocks(ids, at, kernel=self.kernel)[:, -1]
+        return self._blocks(ids, at, None)[:, -1]
 
-    def _blocks(self, ids: Tensor, at: Tensor, **how: Any) -> Tensor:
+    def _blocks(self, ids: Tensor, at: Tensor, layout: LayoutName | None) -> Tensor:
         """Compute the tokens of all blocks; `at` are their places behind those read before."""
-        model = self.model
-        tokens, angles = model.token_emb(ids), model.rotary_emb(at + self.cache.layer_lengths[0][0])
-        for layer, (attn, ff) in enumerate(model.layers):
-            tokens = tokens + attend_cached(attn, tokens, angles, self.cache, layer, **how)
+        model, at = self.model, at + self.caches[0].length
+        tokens, angles = model.token_emb(ids), model.rotary_emb(at)
+        for (_, ff), cache in zip(model.layers, self.caches):
+            tokens = tokens + cache.attend(tokens, Chunk(at, angles, layout))
             tokens = tokens + ff(tokens)
         return tokens
-
-
-def attend_cached(
-    attn: RingAttention, x: Tensor, angles: Tensor | None, cache: RingCache, layer: int, **how: Any
-) -> Tensor:
-    """Append tokens x `[b, n, dim]` to a layer's cache; compute the layer's attention to it all.
-
-    `how` are options of `ring_attn_with_cache`: the kernel, and the layout of shards.
-    """
-    q, k, v = attn.project(x, None)
-    if angles is not None:
-        q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
-    q, k, v = (t.to(cache.dtype) for t in (q, k, v))
-    out = ring_attn_with_cache(
-        q, k, v, cache, layer=layer, window=attn.window, softclamp=attn.softclamp, **how
-    )
-    return attn.to_out(rearrange(out, "b n h d -> b n (h d)"))
-
-
-def page_for(capacity: int, ranks: int) -> int:
-    """Return the size of pages: smaller ones for short sequences, so that all ranks have some.
-
-    >>> [page_for(capacity, ranks=4) for capacity in (10, 100, 1_000_000)]
-    [1, 4, 64]
-    """
-    wanted = max(1, min(_LARGEST_PAGE, capacity // (_PAGES * ranks)))
-    return 1 << (wanted.bit_length() - 1)
 
 
 def _tell(given: dict[str, Any], problem: str) -> None:
@@ -226,6 +196,7 @@ class Generation:
         problem = problem_of(
             lambda: (
                 self._generation_problem(ids, mask, ends)
+                or summaries_problem(self, kernel, prefill_chunk_size)
                 or numbers_problem(numbers)
                 or how.problem(seed)
                 or self._unagreed(how, seed)
@@ -281,10 +252,8 @@ class Generation:
     def _decoder(
         self: Any, ring: Ring, ids: Tensor, new: int, mask: Tensor | None, kernel: str | None
     ) -> Decoder:
-        decoder = CachedTransformer(self, ring, ids, new, kernel)
-        if mask is not None:
-            decoder.cache.hide_before((~mask).sum(1).tolist())
-        return decoder
+        starts = None if mask is None else (~mask).sum(1).tolist()
+        return CachedTransformer(self, ring, ids, new, kernel, starts)
 
     def _generation_problem(
         self: Any, ids: Tensor, mask: Tensor | None, ends: list[int]
@@ -295,8 +264,6 @@ class Generation:
             return "the model must be causal: else each new token would change all earlier ones"
         if not len(self.layers):
             return "the model has no blocks"
-        if any(getattr(module, "summaries", None) is not None for module in self.modules()):
-            return "layers with attn_summaries need a SummaryCache: see SummaryAttention.prefill"
         if current() is not None:
             return "ids are whole sequences, call it outside of the block of a batch"
         if problem := ids_problem(ids, mask, None, classes, self.ignore_index):
@@ -315,6 +282,21 @@ class Generation:
         if split and how.temperature > 0 and seed is None:
             return "heads are split among ranks that draw by themselves: give a seed"
         return None
+
+
+def summaries_problem(model: Any, kernel: str | None, chunk: int | None) -> str | None:
+    """Say what layers with summaries, if there are any, can't do in generation."""
+    layers = [m for m in model.modules() if getattr(m, "summaries", None) is not None]
+    if not layers:
+        return None
+    if any(attn.softclamp is not None or attn.summaries.rule.select for attn in layers):
+        return "layers with attn_summaries generate without softclamp and select"
+    if kernel is None and chunk is None:
+        return None
+    return (
+        "layers with attn_summaries read the prompt at once, and choose the kernel by themselves: "
+        f"leave out prefill_chunk_size={chunk} and kernel={kernel!r}"
+    )
 
 
 def numbers_problem(numbers: dict[str, int | None]) -> str | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.nn.generation import attend_cached, page_for
+from ring_attention_pytorch.nn.layer_caches import attend_cached, page_for
 from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.routing.attention import base_for
 from ring_attention_pytorch.routing.autoregressive import (

@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.runtime.torch_func import run_apart
+from ring_attention_pytorch.summaries.plain import softmax_weights
 from ring_attention_pytorch.summaries.plan import SummaryPlan
 
 
@@ -115,9 +116,5 @@ def _placed(out: Tensor, lse: Tensor, tokens: Tensor, b: int, n: int) -> Part:
 
 def _merged(parts: list[Part]) -> Tensor:
     """Merge the results of one softmax by the lse of its parts, in wide numbers."""
-    lse = torch.stack([part for _, part in parts])
-    top = lse.detach().amax(dim=0)
-    weights = (lse - top.masked_fill(top.isinf(), 0.0)).exp()
-    total = weights.sum(dim=0)
-    weights = weights / total.masked_fill(total == 0, 1.0)
+    weights, _ = softmax_weights(torch.stack([lse for _, lse in parts]), dim=0)
     return reduce(torch.add, (w[..., None] * out for w, (out, _) in zip(weights, parts)))

@@ -7,67 +7,114 @@ A token's attention is to all that is cached: whatever it may not see yet has no
 whatever has left the window is dropped, once it is in one. So decoding needs no mask.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.decoding import tree_attn_decode
 from ring_attention_pytorch.geometry.layouts import count, segment_positions
 from ring_attention_pytorch.nn.sharding import all_to_all
+from ring_attention_pytorch.summaries.cells import Cells
 from ring_attention_pytorch.summaries.plan import SummaryPlan
 
-Pool = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
+Pool = Callable[[Tensor, Tensor, int, int, Tensor | None], tuple[Tensor, Tensor]]
 
 
 class SummaryCache:
-    """The keys and values of one layer for decoding, of samples that are equally long.
+    """The keys and values of one layer for decoding. It grows by one key for `stride` tokens.
 
-    `SummaryAttention.prefill` makes it. It grows by one key and value for every `stride` tokens,
-    on one of the ranks.
+    Args:
+        rule: what is near and what is far.
+        ring: whose ranks share summaries.
+        like: `[b, 0, h_kv, d]`, of the dtype and device of keys and values.
+        starts: of each sample, tokens before this one are padding and never seen; None is 0.
     """
 
-    def __init__(self, plan: SummaryPlan, raw: Tensor, k: Tensor, v: Tensor, far: list[Tensor]):
+    def __init__(
+        self, rule: Cells, ring: Ring, like: Tensor, starts: Sequence[int] | None = None
+    ) -> None:
+        self.rule, self.ring = rule, ring
+        self.length = 0
+        self.cells = 0  # that have summaries already
+        self.start = 0  # position of the first token kept
+        self.widths = (like.shape[-1],) * 3  # of keys before and after rotary embedding, of values
+        self.recent = torch.cat((like,) * 3, -1)
+        self.far = torch.cat((like,) * 2, -1)
+        self.numbers = like.new_empty(like.shape[:2], dtype=torch.long)  # cells; -1 is none
+        self.starts: Tensor | None = None
+        if starts is not None:
+            self.starts = torch.tensor(starts, device=like.device)[:, None]
+
+    def read(self, plan: SummaryPlan, raw: Tensor, k: Tensor, v: Tensor, far: list[Tensor]) -> None:
         """Take what a prompt leaves: keys before and after rotary embedding, values, summaries.
 
         raw, k and v are this rank's shards of the prompt; `far` the summaries that it keeps.
         """
-        self.rule, self.ring = plan.rule, plan.ring
+        if self.length:
+            raise ValueError("a cache of summaries reads one prompt, before any other token")
         self.length = sum(map(count, plan.query_segments))
-        self.cells = self.rule.count(self.length)  # that have summaries already
-        self.start = self._oldest()  # position of the first token kept
+        self.cells = self.rule.count(self.length)
+        self.start = self._oldest()
         self.recent = self._gathered(plan, torch.cat((raw, k, v), -1))
-        self.widths = raw.shape[-1], k.shape[-1], v.shape[-1]
-        self.far, self.numbers = self._by_sample(plan, torch.cat(far, -1)[0], raw.shape[0])
+        if plan.deal is not None:
+            self.far, self.numbers = self._by_sample(plan.deal.mine, torch.cat(far, -1)[0])
 
     def append(self, raw: Tensor, k: Tensor, v: Tensor, pool: Pool) -> None:
         """Add one token `[b, 1, h_kv, ...]`, the same on all ranks, and summarise what is left.
 
         `pool` makes the summaries of keys and values `[b, s, h_kv, ...]`, which stand in their
-        block from a place on, for a cell whose last token has a position.
+        block from a place on, for a cell whose last token has a position; and of these, of those
+        that are not padding.
         """
         self.recent = torch.cat((self.recent, torch.cat((raw, k, v), -1)), 1)
         self.length += 1
         while self.cells < self.rule.count(self.length):
-            end = (self.cells + 1) * self.rule.stride
-            first = max(0, end - self.rule.block)
-            held = self.recent[:, first - self.start : end - self.start].split(self.widths, -1)
-            summary = pool(held[0], held[2], first - end + self.rule.block, end - 1)
-            if self.cells % self.ring.size == self.ring.rank:
-                number = self.numbers.new_full((len(raw), 1), self.cells)
-                self.far = torch.cat((self.far, torch.cat(summary, -1)), 1)
-                self.numbers = torch.cat((self.numbers, number), 1)
-            self.cells += 1
-        self._drop()
+            self._summarise(pool)
+        oldest = self._oldest()
+        self.recent = self.recent[:, oldest - self.start :]
+        self.start = oldest
+
+    def _summarise(self, pool: Pool) -> None:
+        """Make the next summary, and forget what is farther than `distance` then."""
+        end = (self.cells + 1) * self.rule.stride
+        first = max(0, end - self.rule.block)
+        raw, _, v = self.recent[:, first - self.start : end - self.start].split(self.widths, -1)
+        summary = pool(raw, v, first - end + self.rule.block, end - 1, self._real(first, end))
+        if self.cells % self.ring.size == self.ring.rank:
+            number = self._unless_padding(self.numbers.new_full((len(raw), 1), self.cells))
+            self.far = torch.cat((self.far, torch.cat(summary, -1)), 1)
+            self.numbers = torch.cat((self.numbers, number), 1)
+        self.cells += 1
+        if self.rule.span is not None:
+            stale = self.numbers < self.cells - self.rule.span
+            self.numbers = self.numbers.masked_fill(stale, -1)
+            kept = (self.numbers >= 0).any(0)
+            self.far, self.numbers = self.far[:, kept], self.numbers[:, kept]
+
+    def _real(self, first: int, end: int, step: int = 1) -> Tensor | None:
+        """Tell which of these tokens are not padding, bool `[b, tokens]`; None is all."""
+        if self.starts is None:
+            return None
+        return torch.arange(first, end, step, device=self.starts.device) >= self.starts
+
+    def _unless_padding(self, cells: Tensor) -> Tensor:
+        """Return numbers of cells `[b, cells]`, and -1 for those of padding alone."""
+        if self.starts is None:
+            return cells
+        return cells.masked_fill((cells + 1) * self.rule.stride <= self.starts, -1)
 
     def attend(self, q: Tensor, bias: Tensor | None, gates: Tensor | None) -> Tensor:
         """Attend from the newest token, `[b, 1, h, d]`, the same on all ranks, to all it sees."""
-        first = max(0, self.rule.row(self.length - 1)) * self.rule.stride - self.start
-        mine = slice(first + self.ring.rank, None, self.ring.size)
+        first = max(0, self.rule.row(self.length - 1)) * self.rule.stride + self.ring.rank
+        mine = slice(first - self.start, None, self.ring.size)
         _, k, v = self.recent[:, mine].split(self.widths, -1)
         far_k, far_v = self.far.split(self.widths[1:], -1)
         far_seen = self.numbers >= 0
-        near_seen = far_seen.new_ones(k.shape[:2])
+        near_seen = self._real(first, max(first, self.length), self.ring.size)
+        if near_seen is None:
+            near_seen = far_seen.new_ones(k.shape[:2])
         if gates is not None:
             near = self._attention(q, k, v, near_seen)
             if self.cells == 0:
@@ -92,18 +139,6 @@ class SummaryCache:
             return near
         return max(0, min(near, (self.cells + 1) * self.rule.stride - self.rule.block))
 
-    def _drop(self) -> None:
-        """Drop tokens, and summaries that are farther than `distance`."""
-        oldest = self._oldest()
-        self.recent = self.recent[:, oldest - self.start :]
-        self.start = oldest
-        if self.rule.span is not None:
-            stale = self.numbers < self.cells - self.rule.span
-            self.numbers = self.numbers.masked_fill(stale, -1)
-            kept = (self.numbers >= 0).any(0)
-            if not bool(kept.all()):
-                self.far, self.numbers = self.far[:, kept], self.numbers[:, kept]
-
     def _gathered(self, plan: SummaryPlan, x: Tensor) -> Tensor:
         """Return all ranks' tokens from `start` on, in the order of positions."""
         positions = [segment_positions(s, x.device) for s in plan.query_segments]
@@ -114,13 +149,10 @@ class SummaryCache:
         order = torch.cat([at[each] for at, each in zip(positions, late)]).argsort()
         return torch.cat(parts, 1)[:, order]
 
-    def _by_sample(self, plan: SummaryPlan, far: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    def _by_sample(self, mine: slice, far: Tensor) -> tuple[Tensor, Tensor]:
         """Return summaries `[m, ...]` of all samples as `[b, most, ...]`, and cells, or -1."""
-        if plan.deal is None:
-            return far.new_empty(batch, 0, *far.shape[1:]), torch.empty(
-                batch, 0, dtype=torch.long, device=far.device
-            )
-        number = torch.arange(plan.deal.mine.start, plan.deal.mine.stop, device=far.device)
+        batch = len(self.recent)
+        number = torch.arange(mine.start, mine.stop, device=far.device)
         sample, cell = number // self.cells, number % self.cells
         if self.rule.span is not None:
             kept = cell >= self.cells - self.rule.span
@@ -131,7 +163,7 @@ class SummaryCache:
         numbers = torch.full((batch, most), -1, dtype=torch.long, device=far.device)
         room = far.new_zeros(batch, most, *far.shape[1:])
         numbers[sample, slot], room[sample, slot] = cell, far
-        return room, numbers
+        return room, self._unless_padding(numbers)
 
 
 def _biased(

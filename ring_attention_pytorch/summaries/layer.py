@@ -10,11 +10,13 @@ from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
 
+from ring_attention_pytorch.nn.layer_caches import Reading
 from ring_attention_pytorch.nn.rotary import apply_rotary_pos_emb
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.summaries.attention import summary_attn
 from ring_attention_pytorch.summaries.cache import SummaryCache
 from ring_attention_pytorch.summaries.cells import Cells
+from ring_attention_pytorch.summaries.generation import CachedSummaries
 from ring_attention_pytorch.summaries.plan import SummaryPlan
 from ring_attention_pytorch.summaries.pooling import softmax_mean, summarize
 
@@ -128,22 +130,32 @@ class SummaryLayer(nn.Module):
         gates = self._gates(x)
         return summary_attn(q, k, qkv[2], far_k, far_v, plan=plan, bias=self.bias, gates=gates)
 
+    def cache(self, attn: Any, reading: Reading) -> CachedSummaries:
+        """Make what `attn`, the layer that this is of, keeps while its model generates."""
+        return CachedSummaries(attn, reading)
+
     def prefill(
-        self, x: Tensor, qkv: list[Tensor], angles: Tensor | None, plan: SummaryPlan
-    ) -> tuple[Tensor, SummaryCache]:
-        """Compute `forward` of a prompt, and make the cache for what follows."""
+        self,
+        x: Tensor,
+        qkv: list[Tensor],
+        angles: Tensor | None,
+        plan: SummaryPlan,
+        cache: SummaryCache,
+    ) -> Tensor:
+        """Compute `forward` of a prompt, and put it into an empty cache."""
         q, k, far_k, far_v = self._summarized(qkv, angles, plan)
         _, raw, v = qkv
-        given: dict[str, Any] = dict(plan=plan, bias=self.bias, gates=self._gates(x))
-        out = summary_attn(q, k, v, far_k, far_v, **given)
-        return out, SummaryCache(plan, raw, k, v, [far_k, far_v])
+        cache.read(plan, raw, k, v, [far_k, far_v])
+        gates = self._gates(x)
+        return summary_attn(q, k, v, far_k, far_v, plan=plan, bias=self.bias, gates=gates)
 
-    def step(self, x: Tensor, qkv: list[Tensor], cache: SummaryCache) -> Tensor:
+    def step(
+        self, x: Tensor, qkv: list[Tensor], angles: Tensor | None, cache: SummaryCache
+    ) -> Tensor:
         """Compute `forward` of the next token `[b, 1, dim]`, the same on all ranks."""
         q, raw, v = qkv
         k = raw
-        if self.rotary is not None:
-            angles = self.rotary(torch.tensor([cache.length], device=x.device))
+        if angles is not None:
             q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, raw)
         cache.append(raw, k, v, self._pooled)
         return cache.attend(q, self.bias, self._gates(x)).to(q.dtype)
@@ -168,7 +180,9 @@ class SummaryLayer(nn.Module):
         q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
         return q, k, apply_rotary_pos_emb(of_far, far_k), far_v
 
-    def _pooled(self, k: Tensor, v: Tensor, place: int, last: int) -> tuple[Tensor, Tensor]:
+    def _pooled(
+        self, k: Tensor, v: Tensor, place: int, last: int, real: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the summary `[b, 1, h_kv, ...]` of one block, as `SummaryCache.append` asks."""
         found = []
         weights = (self.key_weights, self.key_query), (self.value_weights, self.value_query)
@@ -177,6 +191,8 @@ class SummaryLayer(nn.Module):
             logits = by_place.to(wide.dtype).T[place:].expand(*x.shape[:3])
             if query is not None:
                 logits = logits + torch.einsum("bshd,hd->bsh", wide, query.to(wide.dtype))
+            if real is not None:
+                logits = logits.masked_fill(~real[..., None], -torch.inf)
             found.append(softmax_mean(wide, logits)[0].to(x.dtype)[:, None])
         far_k, far_v = found
         if self.rotary is not None:

@@ -66,11 +66,10 @@ class SummaryAttention(RingAttention):
         """
         if self.softclamp is not None or self.spread.auto or self.summaries.rule.select:
             raise ValueError("prefill needs a layer without softclamp, auto_shard_seq and select")
-        plan = self.plan(x)
-        angles = None
-        if self.rotary_embed is not None:
-            angles = self.rotary_embed(plan.positions(x.device))
-        out, cache = self.summaries.prefill(x, self.project(x, None), angles, plan)
+        plan, qkv = self.plan(x), list(self.project(x, None))
+        cache = SummaryCache(self.summaries.rule, plan.ring, qkv[1][:, :0])
+        angles = self._angles(plan.positions(x.device))
+        out = self.summaries.prefill(x, qkv, angles, plan, cache)
         return self.to_out(out.flatten(2)), cache
 
     @torch.no_grad()
@@ -85,5 +84,9 @@ class SummaryAttention(RingAttention):
         want = [len(cache.recent), 1, self.to_out.out_features]
         if list(x.shape) != want:
             raise ValueError(f"step: x must be {want}, one token of each sample, got {[*x.shape]}")
-        out = self.summaries.step(x, self.project(x, None), cache)
+        angles = self._angles(torch.tensor([cache.length], device=x.device))
+        out = self.summaries.step(x, list(self.project(x, None)), angles, cache)
         return self.to_out(out.flatten(2))
+
+    def _angles(self, at: Tensor) -> Tensor | None:
+        return None if self.rotary_embed is None else self.rotary_embed(at)

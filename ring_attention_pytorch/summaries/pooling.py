@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.summaries.exchange import dealt
+from ring_attention_pytorch.summaries.plain import softmax_weights
 from ring_attention_pytorch.summaries.plan import Deal, SummaryPlan
 
 
@@ -22,14 +23,8 @@ def softmax_mean(x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     >>> mean.tolist(), lse.tolist()
     ([[[1.0, 1.0, 1.0]]], [[0.0]])
     """
-    top = logits.detach().amax(dim=1, keepdim=True)
-    top = top.masked_fill(top.isinf(), 0.0)
-    weights = (logits - top).exp()
-    total = weights.sum(dim=1)
-    empty = total == 0
-    safe = total.masked_fill(empty, 1.0)
-    mean = torch.einsum("csh,cshd->chd", weights / safe[:, None], x)
-    return mean, (safe.log() + top[:, 0]).masked_fill(empty, -torch.inf)
+    weights, lse = softmax_weights(logits, dim=1)
+    return torch.einsum("csh,cshd->chd", weights, x), lse
 
 
 def summarize(

@@ -6,19 +6,21 @@
     4  attention of each query to the tokens of its cells
 
 The choice has no gradient; what is read has. It is plain PyTorch, some queries at a time, which
-backward computes again: so memory is that of the keys that are fetched.
+backward computes again: so memory is that of the keys that are fetched. Of the summaries only those
+are scored that some query of the same part may see.
 
 Yuan et al. 2025, "Native Sparse Attention", section 3.3.2.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.nn.sharding import all_to_all
@@ -40,6 +42,7 @@ class Selection:
     ring: Ring
     queries: Tensor  # the tokens that see any summary
     seen: Tensor  # [2, queries]: the first cell that each sees, and the one after the last
+    reach: Tensor  # the same, on the host
     places: tuple[Tensor, ...]  # of each rank's tokens: cell * stride + place; or cells * stride
     key_mask: Tensor | None  # [b, n], which keys may be seen
     summaries: Tensor | None  # [1, m], which summaries kept here may be
@@ -58,8 +61,9 @@ class Selection:
             t, before, own, _ = theirs.unbind(-1)
             at = before * rule.stride + t
             places.append(torch.where(t // rule.stride < own, at, cells * rule.stride).to(device))
-        seen = torch.stack((first, last + 1)).to(device)
-        return cls(rule, cells, ring, queries.to(device), seen, tuple(places), None, None)
+        reach = torch.stack((first, last + 1))
+        tokens = queries.to(device)
+        return cls(rule, cells, ring, tokens, reach.to(device), reach, tuple(places), None, None)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, summary_k: Tensor, terms: ScoreMods
@@ -70,14 +74,8 @@ class Selection:
         with torch.no_grad():
             chosen = self._chosen(q, self._everyones(summary_k[0]).to(wide), terms)
         kv, real, number = self._fetched(torch.cat((k, v), -1).flatten(0, 1), chosen)
-        outs, lses = [], []
-        a_query = chosen[:1].numel() * kv[:1].numel() + 1
-        for part in _parts(len(q), a_query):
-            given = q[part], kv.to(wide), real, number[chosen[part]], terms
-            out, lse = checkpoint(_attention, *given, use_reentrant=False, preserve_rng_state=False)
-            outs.append(out)
-            lses.append(lse)
-        return torch.cat(outs).flatten(1, 2), torch.cat(lses).flatten(1, 2)
+        out, lse = _OfChosen.apply(q, kv, real, number[chosen], terms)
+        return out.flatten(1, 2), lse.flatten(1, 2)
 
     def _everyones(self, mine: Tensor) -> Tensor:
         """Return what all ranks keep of their summaries, `[cells, ...]`."""
@@ -87,26 +85,30 @@ class Selection:
 
     def _chosen(self, q: Tensor, keys: Tensor, terms: ScoreMods) -> Tensor:
         """Return the cells that each query group chooses, `[x, g, select]`; `cells` is none."""
-        cell = torch.arange(self.cells, device=q.device)
-        visible = torch.ones_like(cell, dtype=torch.bool)
+        visible = torch.ones(self.cells, dtype=torch.bool, device=q.device)
         if self.summaries is not None:
             visible = self._everyones(self.summaries[0].to(torch.uint8)).bool()
-        found = [cell.new_empty(0, q.shape[1], min(self.rule.select, self.cells))]
-        for part in _parts(len(q), self.cells * q.shape[1] * q.shape[2] + 1):
+        every = torch.arange(self.cells, device=q.device)
+        number = len(q), q.shape[1], min(self.rule.select, self.cells)
+        found = torch.full(number, self.cells, device=q.device)
+        for part, near in _within(self.reach, q.shape[1] * q.shape[2]):
             first, stop = self.seen[:, part, None]
-            seen = ((first <= cell) & (cell < stop) & visible)[:, None]
-            scores = scores_of("xghd,cgd->xghc", q[part], keys, terms)
-            scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
-            shares = scores.softmax(-1).sum(2).masked_fill(~seen, -1.0)
-            best, which = shares.sort(dim=-1, descending=True, stable=True)
-            which = which.masked_fill(best < 0, self.cells)
-            found.append(which[..., : self.rule.select])
-        return torch.cat(found)
+            cell = every[near]
+            unseen = ~((first <= cell) & (cell < stop) & visible[near])
+            # [g, x, h, cells], as it comes from a product of matrices: nothing is copied
+            scores = scores_of("xghd,cgd->gxhc", q[part], keys[near], terms)
+            shares = scores.masked_fill_(unseen[None, :, None], -torch.inf).softmax(-1).sum(2)
+            shares = shares.masked_fill_(unseen, -1.0).transpose(0, 1)
+            for best in found[part].unbind(-1):
+                share, which = shares.max(-1)  # of equal ones the first
+                best.copy_((which + near.start).masked_fill(share < 0, self.cells))
+                shares.scatter_(-1, which[..., None], -1.0)
+        return found
 
     def _fetched(self, kv: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Bring the cells that are chosen here.
 
-        Returns their keys beside values `[c + 1, stride, g, d + d_v]`, which of them may be seen
+        Returns their keys beside values `[c + 1, g, stride, d + d_v]`, which of them may be seen
         `[c + 1, stride]`, and the number of each cell among these; the last one is nothing.
         """
         stride, mine = self.rule.stride, self.ring.rank
@@ -131,21 +133,80 @@ class Selection:
         real = torch.ones(len(kv), dtype=torch.uint8, device=kv.device)
         if self.key_mask is not None:
             real = self.key_mask.flatten().to(torch.uint8)
-        return moved(kv), moved(real).bool(), number
+        return rearrange(moved(kv), "c s g e -> c g s e").contiguous(), moved(real).bool(), number
 
 
 def _parts(queries: int, numbers: int) -> list[slice]:
-    """Return slices of the queries, which have so many numbers each; at least one slice."""
+    """Return slices of the queries, which have so many numbers each."""
     size = max(1, _NUMBERS // numbers)
-    return [slice(i, i + size) for i in range(0, max(1, queries), size)]
+    return [slice(i, i + size) for i in range(0, queries, size)]
 
 
-def _attention(
-    q: Tensor, kv: Tensor, real: Tensor, number: Tensor, terms: ScoreMods
-) -> tuple[Tensor, Tensor]:
-    """Compute out `[x, g, h, d_v]` and lse `[x, g, h]` of the tokens of cells `[x, g, select]`."""
-    groups = torch.arange(kv.shape[2], device=kv.device)[:, None]
-    kv = rearrange(kv, "c s g e -> c g s e")[number, groups].flatten(2, 3)
-    k, v = kv.split((q.shape[-1], kv.shape[-1] - q.shape[-1]), -1)
-    seen = real[number].flatten(2)[:, :, None]
-    return attended("xghj,xgje->xghe", scores_of("xghd,xgjd->xghj", q, k, terms), seen, v)
+def _within(reach: Tensor, heads: int) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of queries, with the cells from the first to the last that any of them sees.
+
+    `reach` is `[2, queries]`: the first cell that each sees, and the one after the last.
+    """
+    waiting = [slice(0, reach.shape[1])] if reach.numel() else []
+    while waiting:
+        part = waiting.pop()
+        near = slice(int(reach[0, part].min()), int(reach[1, part].max()))
+        size, half = part.stop - part.start, (part.start + part.stop) // 2
+        if size > 1 and size * heads * (near.stop - near.start) > _NUMBERS:
+            waiting += [slice(half, part.stop), slice(part.start, half)]
+        else:
+            yield part, near
+
+
+class _OfChosen(torch.autograd.Function):
+    """Attention of queries `[x, g, h, d]` to the tokens of their cells, some at a time.
+
+    It keeps what it was given, and computes again in backward. That adds gradients of keys where
+    they belong: autograd would make those of all keys for each part of the queries.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, real: Tensor, number: Tensor, terms: ScoreMods
+    ) -> tuple[Tensor, Tensor]:
+        ctx.terms = terms
+        ctx.save_for_backward(q, kv, real, number)
+        out = q.new_empty(*q.shape[:3], kv.shape[-1] - q.shape[-1])
+        lse = q.new_empty(q.shape[:3])
+        for part, rows, seen in _gathered(kv, real, number):
+            near = kv.flatten(0, 1)[rows].to(q.dtype)
+            out[part], lse[part] = _attention(q[part], near, seen, terms)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, real, number = ctx.saved_tensors
+        dq, dkv = torch.empty_like(q), torch.zeros_like(kv.flatten(0, 1), dtype=q.dtype)
+        for part, rows, seen in _gathered(kv, real, number):
+            near = kv.flatten(0, 1)[rows].to(q.dtype).requires_grad_()
+            queries = q[part].detach().requires_grad_()
+            with torch.enable_grad():
+                found = _attention(queries, near, seen, ctx.terms)
+            grads = torch.autograd.grad(found, (queries, near), (dout[part], dlse[part]))
+            dq[part] = grads[0]
+            dkv.index_add_(0, rows.flatten(), grads[1].flatten(0, 2))
+        return dq, dkv.view_as(kv).to(kv.dtype), None, None, None
+
+
+def _gathered(kv: Tensor, real: Tensor, number: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield parts of the queries, rows of kv `[cells * g]` of their cells, and which keys are real.
+
+    kv is `[cells, g, stride, e]`, real `[cells, stride]`, numbers of cells `[x, g, select]`.
+    """
+    groups = torch.arange(kv.shape[1], device=kv.device)[:, None]
+    for part in _parts(len(number), number[:1].numel() * kv[0, 0].numel() + 1):
+        chosen = number[part]
+        yield part, chosen * kv.shape[1] + groups, real[chosen].flatten(2)
+
+
+def _attention(q: Tensor, kv: Tensor, seen: Tensor, terms: ScoreMods) -> tuple[Tensor, Tensor]:
+    """Compute out `[x, g, h, d_v]` and lse `[x, g, h]` of tokens `[x, g, select, stride, e]`."""
+    k, v = kv.flatten(2, 3).split((q.shape[-1], kv.shape[-1] - q.shape[-1]), -1)
+    scores = scores_of("xghd,xgjd->xghj", q, k, terms)
+    return attended("xghj,xgje->xghe", scores, seen[:, :, None], v)

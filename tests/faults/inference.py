@@ -67,7 +67,7 @@ def battery() -> Iterable[Callable[[], object]]:
         found, _ = threads.run(size, case.over)
         assert all(case.same(got, case.anew()) for got in found), case
 
-    for size, number in ((2, 0), (1, 1), (2, 2), (1, 3), (2, 4)):
+    for size, number in ((2, 0), (1, 1), (2, 2), (1, 3), (2, 4), (2, 7)):
         yield partial(generate, size, CASES[number])
     for case in ROUTED:
         yield partial(generate, 1, case)

@@ -20,7 +20,7 @@ ORIGINAL = [
 INFERENCE = [
     Mutant(
         "positions begin anew with each chunk", "nn/generation.py:CachedTransformer._blocks",
-        "at + self.cache.layer_lengths[0][0]", "at",
+        "at + self.caches[0].length", "at",
     ),
     Mutant(
         "all ranks have the first one's part of the prompt",
@@ -31,8 +31,20 @@ INFERENCE = [
         "ring.exchange(sends, receives).wait()", "pass",
     ),
     Mutant(
-        "padding is seen in generation", "nn/generation.py:Generation._decoder",
-        "if mask is not None:", "if mask is None:",
+        "padding is seen in generation", "nn/layer_caches.py:token_caches",
+        "cache.hide_before(reading.starts)", "pass",
+    ),
+    Mutant(
+        "padding is in the summaries of new tokens", "summaries/cache.py:SummaryCache._real",
+        "if self.starts is None", "if step == 1",
+    ),
+    Mutant(
+        "summaries of padding are seen", "summaries/cache.py:SummaryCache._unless_padding",
+        "if self.starts is None", "if True",
+    ),
+    Mutant(
+        "padding of a prompt is in its summaries", "summaries/generation.py:CachedSummaries._plan",
+        "starts is None", "True",
     ),
     Mutant(
         "sequences go on after their end", "nn/generation.py:Generation._decoded",
@@ -43,11 +55,11 @@ INFERENCE = [
         "if ends and bool(ended.all()):", "if ends and False:",
     ),
     Mutant(
-        "layers have no window in generation", "nn/generation.py:attend_cached",
+        "layers have no window in generation", "nn/layer_caches.py:attend_cached",
         "window=attn.window", "window=None",
     ),
     Mutant(
-        "layers have no softclamp in generation", "nn/generation.py:attend_cached",
+        "layers have no softclamp in generation", "nn/layer_caches.py:attend_cached",
         "softclamp=attn.softclamp", "softclamp=None",
     ),
     Mutant(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ring_attention_pytorch import ConditionalRoutedTransformer, RingTransformer
+from ring_attention_pytorch import ConditionalRoutedTransformer, RingTransformer, Summaries
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.generation import Sampling
 from tests.support.reference import relative_error
@@ -102,6 +102,12 @@ CASES = [
     Case(call=dict(prefill_chunk_size=3), padding=(9, 0)),
     Case(dict(max_lookback_seq_len=6), dict(SAMPLED, eos=ENDS), padding=(2, 5)),
     Case(call=SAMPLED, length=1),
+    Case(dict(attn_summaries=Summaries(4, 3, 5)), SAMPLED),
+    Case(
+        dict(attn_summaries=Summaries(3, 2, distance=9, gates=True, pool="attention")),
+        padding=(19, 0),
+    ),
+    Case(dict(attn_summaries=Summaries(2, 2)), length=2),
 ]
 ROUTED_BLOCK = dict(
     num_routed_kv=2, multiply_keys_by_score=True, multiply_queries_by_score=True, **HEADS, **SOFT,

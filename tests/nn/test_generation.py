@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attention_pytorch import RingCache, RingTransformer, Summaries, shard_batch
+from ring_attention_pytorch import RingCache, Summaries, shard_batch
 from ring_attention_pytorch.inference import partial
-from ring_attention_pytorch.nn import generation
+from ring_attention_pytorch.nn import layer_caches
 from ring_attention_pytorch.nn.generation import Sampling
 from tests.nn.generation_cases import CASES, ROUTED, WORDS, Case
 from tests.support.reference import relative_error
@@ -197,12 +197,20 @@ def test_a_long_chunk_s_scores_are_in_memory_some_at_a_time(monkeypatch) -> None
 
 
 def test_pages_are_smaller_for_short_sequences() -> None:
-    assert generation.page_for(10, 4) == 1
-    assert generation.page_for(10**6, 8) == 64
+    assert layer_caches.page_for(10, 4) == 1
+    assert layer_caches.page_for(10**6, 8) == 64
 
 
-def test_summaries_are_not_generated_from():
-    sizes = dict(num_tokens=16, dim=16, depth=1, dim_head=8, heads=2, causal=True)
-    model = RingTransformer(**sizes, attn_summaries=Summaries(window=4, stride=2))
-    with pytest.raises(ValueError, match="attn_summaries"):
-        model.generate(torch.zeros(1, 4, dtype=torch.long), 2)
+@pytest.mark.parametrize(
+    ("options", "call", "text"),
+    [
+        (dict(softclamp=2.0), {}, "without softclamp and select"),
+        (dict(attn_summaries=Summaries(4, 2, select=1)), {}, "without softclamp and select"),
+        ({}, dict(prefill_chunk_size=3), "leave out prefill_chunk_size=3 and kernel=None"),
+        ({}, dict(kernel="eager"), "leave out prefill_chunk_size=None and kernel='eager'"),
+    ],
+)
+def test_what_layers_with_summaries_do_not_generate_by(options, call, text) -> None:
+    case = Case(dict(attn_summaries=Summaries(4, 2)) | options)
+    with pytest.raises(ValueError, match=text):
+        case.model().generate(case.prompt(), 2, **call)

@@ -66,18 +66,25 @@ SUMMARIES = [
     ),
     Mutant(
         "no gradient through lse", "summaries/attention.py:_merged",
-        "torch.stack([part for _, part in parts])",
-        "torch.stack([part for _, part in parts]).detach()",
+        "torch.stack([lse for _, lse in parts])", "torch.stack([lse for _, lse in parts]).detach()",
     ),
     Mutant(
         "ties go to the later cell", "summaries/select.py:Selection._chosen",
-        "shares.sort(dim=-1, descending=True, stable=True)",
-        "(lambda s: (s[0], self.cells - 1 - s[1]))("
-        "shares.flip(-1).sort(dim=-1, descending=True, stable=True))",
+        "shares.max(-1)",
+        "(lambda m: (m[0], shares.shape[-1] - 1 - m[1]))(shares.flip(-1).max(-1))",
+    ),
+    Mutant(
+        "gradients of cells chosen twice are kept once", "summaries/select.py:_OfChosen.backward",
+        "dkv.index_add_(0, rows.flatten(), grads[1].flatten(0, 2))",
+        "dkv.index_copy_(0, rows.flatten(), grads[1].flatten(0, 2))",
+    ),
+    Mutant(
+        "cells that some queries of a part see are not scored", "summaries/select.py:_within",
+        "int(reach[1, part].max())", "int(reach[1, part].max()) - 1",
     ),
     Mutant(
         "all query groups choose alike", "summaries/select.py:Selection._chosen",
-        "scores.softmax(-1).sum(2)", "scores.softmax(-1).sum((1, 2))[:, None].repeat(1, 2, 1)",
+        ".softmax(-1).sum(2)", ".softmax(-1).sum((0, 2))[None].repeat(2, 1, 1)",
     ),
     Mutant(
         "masked keys of chosen cells are seen", "summaries/select.py:Selection._fetched",
@@ -113,7 +120,7 @@ SUMMARIES = [
         "(self.cells + 1) * self.rule.stride", "(self.cells + 2) * self.rule.stride",
     ),
     Mutant(
-        "the cache never forgets", "summaries/cache.py:SummaryCache._drop",
+        "the cache never forgets", "summaries/cache.py:SummaryCache._summarise",
         "self.numbers < self.cells - self.rule.span", "self.numbers < -1",
     ),
     Mutant(
@@ -122,7 +129,7 @@ SUMMARIES = [
     ),
     Mutant(
         "decoding's first block has the weights of a whole one",
-        "summaries/cache.py:SummaryCache.append", "first - end + self.rule.block", "0",
+        "summaries/cache.py:SummaryCache._summarise", "first - end + self.rule.block", "0",
     ),
     Mutant(
         "summaries never restart", "summaries/layer.py:SummaryLayer._summarized",

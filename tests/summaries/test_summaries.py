@@ -16,6 +16,7 @@ from ring_attention_pytorch.summaries import (
     Summaries,
     SummaryAttention,
     SummaryPlan,
+    select,
     summarize,
     summary_attn,
 )
@@ -71,6 +72,11 @@ def test_every_ring_and_layout_gives_the_dense_results(size: int, layout: str) -
 def test_every_option_gives_the_dense_results(name: str) -> None:
     for size, layout in ((1, "contiguous"), (3, "striped"), (4, "zigzag")):
         check_in_threads(replace(CASES[name], layout=layout), size)
+
+
+def test_cells_are_chosen_and_read_for_some_queries_at_a_time(monkeypatch) -> None:
+    monkeypatch.setattr(select, "_NUMBERS", 300)
+    check_in_threads(replace(CASES["selected of few"], layout="zigzag"), 2)
 
 
 def test_ranks_that_are_processes_give_the_dense_results(pools) -> None:
@@ -288,6 +294,6 @@ def test_plans_of_other_summaries_are_refused() -> None:
 
 
 def test_examples_run() -> None:
-    for name in ("cells", "plan", "pooling", "attention", "layer", "module"):
+    for name in ("cells", "plain", "plan", "pooling", "attention", "layer", "module"):
         found = doctest.testmod(importlib.import_module(f"ring_attention_pytorch.summaries.{name}"))
         assert (found.attempted > 0, found.failed) == (True, 0), name

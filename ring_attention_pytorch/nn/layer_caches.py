@@ -1,0 +1,120 @@
+"""What each layer of a model keeps of the tokens it has read, while the model generates."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.inference.attention import ring_attn_with_cache
+from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.rotary import apply_rotary_pos_emb
+from ring_attention_pytorch.plan.option_types import LayoutName
+
+_LARGEST_PAGE, _PAGES = 64, 4  # tokens of a page; pages that each rank should have at least
+
+
+class Reading(NamedTuple):
+    """How a model reads: what is the same for all layers and tokens."""
+
+    ring: Ring
+    samples: int
+    room: int  # the most tokens of a sample
+    dtype: torch.dtype  # of queries, keys and values
+    device: torch.device
+    kernel: str | None  # of attention to cached tokens
+    starts: Sequence[int] | None  # of each sample: tokens before this one are padding
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens that are read at once: a part of the prompt, or one token."""
+
+    at: Tensor  # [n], their positions
+    angles: Tensor | None  # [n, d]
+    layout: LayoutName | None  # of their shards; None: they are the same on all ranks
+    plans: dict[Any, Any] = field(default_factory=dict)  # of attention, which layers share
+
+
+class LayerCache(Protocol):
+    """What one layer keeps."""
+
+    @property
+    def length(self) -> int | Tensor:
+        """How many tokens it has read."""
+        ...
+
+    def attend(self, x: Tensor, chunk: Chunk) -> Tensor:
+        """Read tokens `[b, n, dim]`; return the layer's result for them."""
+        ...
+
+
+def caches_of(layers: Sequence[RingAttention], reading: Reading) -> list[LayerCache]:
+    """Make what each layer keeps. Layers that keep all tokens share a `RingCache`."""
+    of_tokens = iter(token_caches([a for a in layers if a.summaries is None], reading))
+    return [
+        next(of_tokens) if attn.summaries is None else attn.summaries.cache(attn, reading)
+        for attn in layers
+    ]
+
+
+def token_caches(layers: Sequence[RingAttention], reading: Reading) -> list["TokenCache"]:
+    """Make one `RingCache` of all tokens, and what each layer knows of it."""
+    if not layers:
+        return []
+    attn, room, ring = layers[0], reading.room, reading.ring
+    cache = RingCache(
+        reading.samples, attn.heads_here()[1], attn.dim_head, layers=len(layers), capacity=room,
+        page=page_for(room, ring.size), dtype=reading.dtype, device=reading.device, group=ring,
+    )  # fmt: skip
+    if reading.starts is not None:
+        cache.hide_before(reading.starts)
+    return [TokenCache(attn, cache, i, reading.kernel) for i, attn in enumerate(layers)]
+
+
+class TokenCache(NamedTuple):
+    """One layer's keys and values of all tokens, spread over a ring."""
+
+    attn: RingAttention
+    cache: RingCache
+    layer: int
+    kernel: str | None
+
+    @property
+    def length(self) -> Tensor:
+        return self.cache.layer_lengths[self.layer][0]
+
+    def attend(self, x: Tensor, chunk: Chunk) -> Tensor:
+        how = {"kernel": self.kernel} if chunk.layout is None else {"layout": chunk.layout}
+        return attend_cached(self.attn, x, chunk.angles, self.cache, self.layer, **how)
+
+
+def attend_cached(
+    attn: RingAttention, x: Tensor, angles: Tensor | None, cache: RingCache, layer: int, **how: Any
+) -> Tensor:
+    """Append tokens x `[b, n, dim]` to a layer's cache; compute the layer's attention to it all.
+
+    `how` are options of `ring_attn_with_cache`: the kernel, and the layout of shards.
+    """
+    q, k, v = attn.project(x, None)
+    if angles is not None:
+        q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
+    q, k, v = (t.to(cache.dtype) for t in (q, k, v))
+    out = ring_attn_with_cache(
+        q, k, v, cache, layer=layer, window=attn.window, softclamp=attn.softclamp, **how
+    )
+    return attn.to_out(rearrange(out, "b n h d -> b n (h d)"))
+
+
+def page_for(capacity: int, ranks: int) -> int:
+    """Return the size of pages: smaller ones for short sequences, so that all ranks have some.
+
+    >>> [page_for(capacity, ranks=4) for capacity in (10, 100, 1_000_000)]
+    [1, 4, 64]
+    """
+    wanted = max(1, min(_LARGEST_PAGE, capacity // (_PAGES * ranks)))
+    return 1 << (wanted.bit_length() - 1)

@@ -1,0 +1,44 @@
+"""Generation by a model whose layers see the far past in summary: what one of them keeps."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.nn.layer_caches import Chunk, Reading
+from ring_attention_pytorch.summaries.cache import SummaryCache
+from ring_attention_pytorch.summaries.plan import SummaryPlan
+
+
+class CachedSummaries:
+    """A layer with its window on all ranks, and its summaries spread over them."""
+
+    def __init__(self, attn: Any, reading: Reading) -> None:
+        self.attn, self.reading = attn, reading
+        shape = reading.samples, 0, attn.heads_here()[1], attn.dim_head
+        like = torch.empty(shape, dtype=reading.dtype, device=reading.device)
+        self.cache = SummaryCache(attn.summaries.rule, reading.ring, like, reading.starts)
+
+    @property
+    def length(self) -> int:
+        """How many tokens it has read."""
+        return self.cache.length
+
+    def attend(self, x: Tensor, chunk: Chunk) -> Tensor:
+        """Read a prompt, or the next token, `[b, n, dim]`; return the layer's result for them."""
+        attn, far = self.attn, self.attn.summaries
+        qkv = [t.to(self.reading.dtype) for t in attn.project(x, None)]
+        if chunk.layout is None:
+            out = far.step(x, qkv, chunk.angles, self.cache)
+        else:
+            out = far.prefill(x, qkv, chunk.angles, self._plan(x, chunk), self.cache)
+        return attn.to_out(out.flatten(2))
+
+    def _plan(self, x: Tensor, chunk: Chunk) -> SummaryPlan:
+        """Make the plan of a prompt; the first layer with such summaries makes that of all."""
+        rule, starts = self.cache.rule, self.cache.starts
+        if rule not in chunk.plans:
+            seen = None if starts is None else chunk.at >= starts
+            options = dict(layout=chunk.layout)
+            chunk.plans[rule] = self.attn.plan_over(self.reading.ring, x, seen, **options)
+        return chunk.plans[rule]
