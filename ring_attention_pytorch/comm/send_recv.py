@@ -82,29 +82,30 @@ class _Call:
         self.under_way: dict[int, Transfer] = {}
         if not program.transfers:
             return
-        lengths, device = [count(keys) for keys in program.workload.keys], own.k.device
+        # of the keys in each block here, like the forms of their messages
+        owners = [program.owner(block, ring.rank) for block in range(len(program.blocks))]
+        self.segments = [program.workload.keys[owner] for owner in owners]
+        lengths, device = [count(segments) for segments in self.segments], own.k.device
         tensors = [t for t in own[:3] if t is not None]
         self.forms = [Form.of(tensors, length) for length in lengths]
         self.held = _buffers(2, self.forms, device)
-        self.forms[ring.rank].pack(tensors, self.held[0])
+        self.forms[0].pack(tensors, self.held[0])
         if totals is not None:
             wide = accumulation_dtype(own.k.dtype)
             self.wide_forms = [Form.of(own[:2], length, wide) for length in lengths]
             self.made, self.sent, self.received = _buffers(3, self.wide_forms, device)
 
     def start(self, number: int) -> None:
-        transfer = self.program.transfers[number]
-        _, source, block, (hop,), *_ = transfer
-        if transfer.kind == KEYS:
+        kind, source, block, (hop,), *_ = self.program.transfers[number]
+        rank, size = self.ring.rank, self.ring.size
+        if kind == KEYS:
             forms, sends, receives = self.forms, self.held[source % 2], self.held[block % 2]
         else:
             for total in self.totals.pop(source):
                 total.begin_update()  # the whole sum, in `made`
             forms, sends, receives = self.wide_forms, self.made, self.received
             self.made, self.sent = self.sent, self.made
-        sends = sends[: forms[self._owner(source)].nbytes]
-        receives = receives[: forms[self._owner(block)].nbytes]
-        rank, size = self.ring.rank, self.ring.size
+        sends, receives = sends[: forms[source].nbytes], receives[: forms[block].nbytes]
         self.under_way[number] = self.ring.exchange(
             [((rank + hop) % size, sends)], [((rank - hop) % size, receives)]
         )
@@ -113,31 +114,25 @@ class _Call:
         self.under_way.pop(number).wait()
         kind, _, block, *_ = self.program.transfers[number]
         if kind != KEYS:
-            parts = self.wide_forms[self._owner(block)].open(self.received)
+            parts = self.wide_forms[block].open(self.received)
             for total, part in zip(self.totals[block], parts):
                 total.add(slice(0, part.shape[1]), part)
 
     def keys(self, part: Part) -> KVBlock:
         if part.block == 0:
             return self.own
-        owner = self._owner(part.block)
-        k, v, *mask = self.forms[owner].open(self.held[part.block % 2])
-        return KVBlock(k, v, mask[0] if mask else None, self.program.workload.keys[owner])
+        k, v, *mask = self.forms[part.block].open(self.held[part.block % 2])
+        return KVBlock(k, v, mask[0] if mask else None, self.segments[part.block])
 
     def grads(self, part: Part, keys: KVBlock) -> KVGrads:
         if part.block:
-            dk, dv = self.wide_forms[self._owner(part.block)].open(self.made)
+            dk, dv = self.wide_forms[part.block].open(self.made)
             sums = GradAccumulator(keys.k, into=dk), GradAccumulator(keys.v, into=dv)
             self.totals[part.block] = sums
         return self.totals[part.block]
 
     def computed(self, part: Part) -> None:
         pass
-
-    def _owner(self, block: int) -> int:
-        """Return the rank whose keys a block here has."""
-        (distance,) = self.program.blocks[block].distances
-        return (self.ring.rank - distance) % self.ring.size
 
 
 def _buffers(number: int, forms: Sequence[Form], device: torch.device) -> list[Tensor]:

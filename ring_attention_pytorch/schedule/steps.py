@@ -117,13 +117,18 @@ class Program(NamedTuple):
         """What is computed, in order."""
         return [step.compute for step in self.steps if step.compute is not None]
 
+    def owner(self, block: int, rank: int) -> int:
+        """Return whose keys a block has on a rank, if they are of one owner."""
+        (distance,) = self.blocks[block].distances
+        return (rank - distance) % len(self.workload.keys)
+
     def chunks(self, block: int, rank: int) -> Chunks:
         """Return what a block has on a rank, in the order in which it lies there."""
         stages, whole, _, made = self.blocks[block]
         if made is not None:
             return made.pieces[rank]
         if whole:
-            owner = (rank - stages[0][0][0]) % len(self.workload.keys)
+            owner = self.owner(block, rank)
             pieces = whole_pieces(self.workload.keys[owner])
             return tuple(Chunk(owner, start, segment) for start, segment in pieces)
         found: list[Chunk] = []
@@ -150,8 +155,7 @@ class Program(NamedTuple):
     def segments(self, part: Part, rank: int) -> Segments:
         """Return the positions of a part's keys."""
         if self.blocks[part.block].whole:
-            owner = (rank - self.blocks[part.block].distances[0]) % len(self.workload.keys)
-            positions = self.workload.keys[owner]
+            positions = self.workload.keys[self.owner(part.block, rank)]
         else:
             positions = joined(self.chunks(part.block, rank))
         return slice_segments(positions, self.spans(part.block, rank)[part.stage])

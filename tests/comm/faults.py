@@ -96,9 +96,9 @@ ATTENTION = [
         "if block: total.add(slice(0, part.shape[1]), part)",
     ),
     Mutant(
-        "keys of the wrong owner", "comm/send_recv.py:_Call._owner",
-        "(self.ring.rank - distance) % self.ring.size",
-        "(self.ring.rank + distance) % self.ring.size",
+        "keys of the wrong owner", "schedule/steps.py:Program.owner",
+        "(rank - distance) % len(self.workload.keys)",
+        "(rank + distance) % len(self.workload.keys)",
     ),
     Mutant(
         "stale key block", "comm/send_recv.py:_Call.keys",
