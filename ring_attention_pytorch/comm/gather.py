@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm import carry_out
-from ring_attention_pytorch.comm.carry_out import KVGrads
+from ring_attention_pytorch.comm.carry_out import Carrier, KVGrads
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.ring import Transfer as Exchange
@@ -34,21 +33,21 @@ from ring_attention_pytorch.schedule.pieces import (
     tokens,
 )
 from ring_attention_pytorch.schedule.policy import much_comes_last
-from ring_attention_pytorch.schedule.steps import KEYS, Block, Part, Program, Schedule, Transfer
+from ring_attention_pytorch.schedule.steps import KEYS, Block, Part, Program, Transfer
 
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(Carrier):
     """A transport of one round of owners at a time; the next round comes while one computes.
 
     Messages go point to point, over any process group, each exactly what its receiver needs.
+    Every rank sends to and receives from every rank of a round, even if the message is empty.
 
-    Every rank sends to and receives from every rank of a round, even if the message is empty: so
-    whether there is a message never depends on the rank. `known` keeps what was worked out.
+    Forward a round comes in stages, backward at once. Its gradients go home while the next block
+    computes. Where many come home last, half of own keys are kept for the end, to compute on
+    meanwhile. `known` keeps what was worked out.
     """
 
-    ring: Ring
-    schedule: Schedule
     known: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -68,33 +67,8 @@ class Gather:
         """Tell whether backward own keys come in one block, whose call the others' overtake."""
         return self.schedule.backward.parts[0].gives_way
 
-    @property
-    def capturable(self) -> bool:
-        """Tell whether a CUDA graph can hold the calls: only if nothing is sent."""
-        return not self.schedule.forward.transfers
-
-    @property
-    def taped(self) -> bool:
-        """Tell whether a tape can hold the calls: only if nothing is sent."""
-        return not self.schedule.forward.transfers
-
-    def follow_stream(self) -> Hashable:
-        """Return None: no memory is shared, so no stream waits."""
-        return None
-
-    def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
-        """Yield own keys, then those of the others, stage by stage."""
-        program = self.schedule.forward
-        return carry_out.forward(program, GatherCall(self, program, keys))
-
-    def stream_back(self, own_keys: KVBlock, own: KVGrads) -> Iterator[tuple[KVBlock, KVGrads]]:
-        """Yield blocks as `stream`, but a round in one stage, each with (dk, dv) to add to.
-
-        Gradients of a round go home while the next block computes. Where many come home last,
-        half of own keys are kept for the end, to compute on meanwhile.
-        """
-        program = self.schedule.backward
-        return carry_out.backward(program, GatherCall(self, program, own_keys, own))
+    def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> "GatherCall":
+        return GatherCall(self, program, own, totals)
 
 
 class GatherCall:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.carry_out import KVGrads
+from ring_attention_pytorch.comm.gather import GatherCall
 from ring_attention_pytorch.comm.gather_symmetric import (
     SymmetricCall,
     SymmetricGather,
@@ -69,7 +70,7 @@ class SerialGather(SymmetricGather):
         """True: all is on the current stream, and meetings are `opaque`."""
         return True
 
-    def _call(self, program: Program, own: KVBlock, totals: KVGrads | None) -> SymmetricCall:
+    def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> GatherCall:
         return _Call(self, program, own, totals)
 
 

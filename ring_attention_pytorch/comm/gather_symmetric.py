@@ -16,7 +16,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm import carry_out
 from ring_attention_pytorch.comm.carry_out import KVGrads
 from ring_attention_pytorch.comm.gather import Gather, GatherCall, as_sent
 from ring_attention_pytorch.comm.messages import Form
@@ -125,26 +124,14 @@ class SymmetricGather(Gather):
         self.space.follow_stream()
         return self.space.keys, self.space.grads
 
-    def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
-        program = self.schedule.forward
-        call = self._begin(program, keys)
-        return self._awaiting_copies(carry_out.forward(program, call))
+    def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> GatherCall:
+        return SymmetricCall(self, program, own, totals)
+
+    def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
+        return self._awaiting_copies(super().stream(own_keys))
 
     def stream_back(self, own_keys: KVBlock, own: KVGrads) -> Iterator[tuple[KVBlock, KVGrads]]:
-        program = self.schedule.backward
-        call = self._begin(program, own_keys, own)
-        return self._awaiting_copies(carry_out.backward(program, call))
-
-    def _begin(
-        self, program: Program, own: KVBlock, totals: KVGrads | None = None
-    ) -> "SymmetricCall":
-        rounds = len(program.blocks) - 1
-        if rounds:
-            self.space.begin(rounds, back=totals is not None)
-        return self._call(program, own, totals)
-
-    def _call(self, program: Program, own: KVBlock, totals: KVGrads | None) -> "SymmetricCall":
-        return SymmetricCall(self, program, own, totals)
+        return self._awaiting_copies(super().stream_back(own_keys, own))
 
     def _awaiting_copies(self, blocks: Iterator[Yielded]) -> Iterator[Yielded]:
         """Yield all blocks; if a call fails, nothing else uses memory that copies still write."""
@@ -224,6 +211,8 @@ class SymmetricCall(GatherCall):
     ) -> None:
         super().__init__(gather, program, own, totals)
         self.space = gather.space
+        if len(program.blocks) > 1:
+            self.space.begin(len(program.blocks) - 1, back=totals is not None)
         self.rooms: list[Tensor] = []  # where the keys of a round come to
         self.ends: list[Mark] = []  # of its stages
 

@@ -3,15 +3,13 @@
 Liu et al. 2023, section 3. Memory does not grow with the ring.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm import carry_out
-from ring_attention_pytorch.comm.carry_out import KVGrads
+from ring_attention_pytorch.comm.carry_out import Carrier, KVGrads
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring, Transfer
 from ring_attention_pytorch.geometry.layouts import count
@@ -20,55 +18,26 @@ from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.pieces import Workload
-from ring_attention_pytorch.schedule.steps import KEYS, Part, Program, Schedule
+from ring_attention_pytorch.schedule.steps import KEYS, Part, Program
 
 
-@dataclass(frozen=True)
-class SendRecv:
+class SendRecv(Carrier):
     """A transport of one neighbour's keys at a time; the next hop is under way while one computes.
 
-    All ranks take the same hops in the same order. So there are no barriers, and whether there is a
-    message never depends on the rank. All that belongs to an owner is one message, passed on as it
-    came. A message's memory is used again for the one after next.
+    There are no barriers. All that belongs to an owner is one message, passed on as it came. A
+    message's memory is used again for the one after next. Gradients travel one hop behind the keys
+    that they belong to, and one jump home from the last rank.
     """
 
-    ring: Ring
-    schedule: Schedule
-
     keeps = overtaken = False
-
-    @property
-    def capturable(self) -> bool:
-        """Tell whether a CUDA graph can hold the calls: only if nothing is sent."""
-        return not self.schedule.forward.transfers
-
-    @property
-    def taped(self) -> bool:
-        """Tell whether a tape can hold the calls: only if nothing is sent."""
-        return not self.schedule.forward.transfers
-
-    def follow_stream(self) -> Hashable:
-        """Return None: no memory is shared, so no stream waits."""
-        return None
 
     @classmethod
     def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "SendRecv":
         """Make one; owners come one at a time, whatever `at_once` there is room for."""
         return cls(ring, steps.ring(blocks))
 
-    def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
-        """Yield own keys, then those of each owner that any rank needs."""
-        program = self.schedule.forward
-        return carry_out.forward(program, _Call(self.ring, program, keys))
-
-    def stream_back(self, own_keys: KVBlock, own: KVGrads) -> Iterator[tuple[KVBlock, KVGrads]]:
-        """Yield keys as `stream`, each with (dk, dv) to add to; `own` are those of own keys.
-
-        Gradients travel one hop behind the keys that they belong to, and one jump home from
-        the last rank. When the stream ends, `own` has what every rank added.
-        """
-        program = self.schedule.backward
-        return carry_out.backward(program, _Call(self.ring, program, own_keys, own))
+    def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> "_Call":
+        return _Call(self.ring, program, own, totals)
 
 
 class _Call:

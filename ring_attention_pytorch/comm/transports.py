@@ -1,7 +1,7 @@
 """The table of transports, and the choice among them.
 
-A transport is a class that satisfies `interfaces.Transport`, made by `make(ring, blocks, at_once)`,
-and one line in `TRANSPORTS`. It knows which keys are needed where, and nothing of how attention is
+A transport is a `Carrier`, made by `make(ring, blocks, at_once)`, and one line in `TRANSPORTS`. It
+knows which keys are needed where, and nothing of how attention is
 computed.
 """
 
