@@ -103,9 +103,11 @@ class GatherCall:
     def grads(self, part: Part, keys: KVBlock) -> KVGrads:
         if len(self.program.blocks) == 1:
             return self.totals
-        sums = self._grads_of(keys) if part.block else _own_grads(keys)
-        self.sums[part.block] = sums
-        return sums
+        if part.block == 0:
+            self.sums[0] = GradAccumulator(keys.k), GradAccumulator(keys.v)
+        else:
+            self.sums[part.block] = self._grads_of(keys)
+        return self.sums[part.block]
 
     def computed(self, part: Part) -> None:
         blocks = len(self.program.blocks)
@@ -114,12 +116,8 @@ class GatherCall:
                 of_part.move_to(total, self._span(part).start)
                 if blocks > 2 and part.stage == 0:
                     total.begin_update()  # else each round's gradients would wait to be added
-        if part.block and self.totals is None:
-            self._free(part)
-
-    def _free(self, part: Part) -> None:
-        """Let a block go that has been computed on, forward."""
-        if part.stage == len(self.program.blocks[part.block].stages) - 1:
+        last = part.stage == len(self.program.blocks[part.block].stages) - 1
+        if part.block and self.totals is None and last:  # backward, it goes with its gradients
             del self.blocks[part.block]
 
     def _span(self, part: Part) -> slice:
@@ -206,11 +204,6 @@ class GatherCall:
     def _in_front(self, transfer: Transfer) -> list[int]:
         """List the ranks to which something goes."""
         return [(self.ring.rank + t) % self.ring.size for t in transfer.distances]
-
-
-def _own_grads(keys: KVBlock) -> KVGrads:
-    """Make accumulators for some own keys."""
-    return GradAccumulator(keys.k), GradAccumulator(keys.v)
 
 
 def as_sent(keys: KVBlock) -> tuple[Tensor, Tensor]:
