@@ -17,7 +17,7 @@ from ring_attention_pytorch.comm.carry_out import Carrier, KVGrads
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.ring import Transfer as Exchange
-from ring_attention_pytorch.geometry.layouts import count
+from ring_attention_pytorch.geometry.segments import count, slice_segments
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import wire_dtype
@@ -25,11 +25,9 @@ from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.pieces import (
     Chunks,
     Workload,
-    joined,
     of_owner,
     places,
     schedule,
-    slice_segments,
     tokens,
 )
 from ring_attention_pytorch.schedule.policy import much_comes_last
@@ -160,8 +158,8 @@ class GatherCall:
 
     def _has_come(self, block: int, tensors: list[Tensor]) -> None:
         k, v, *mask = tensors
-        positions = joined(self._chunks(block))
-        self.blocks[block] = KVBlock(k, v, mask[0] if mask else None, positions)
+        segments = self.program.held(block, self.ring.rank)
+        self.blocks[block] = KVBlock(k, v, mask[0] if mask else None, segments)
 
     def _grads_of(self, keys: KVBlock) -> KVGrads:
         """Make the (dk, dv) accumulators of a round's keys, for one call."""

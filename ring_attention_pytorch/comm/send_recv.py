@@ -52,8 +52,7 @@ class _Call:
         if not program.transfers:
             return
         # of the keys in each block here, like the forms of their messages
-        owners = [program.owner(block, ring.rank) for block in range(len(program.blocks))]
-        self.segments = [program.workload.keys[owner] for owner in owners]
+        self.segments = [program.held(block, ring.rank) for block in range(len(program.blocks))]
         lengths, device = [count(segments) for segments in self.segments], own.k.device
         tensors = [t for t in own[:3] if t is not None]
         self.forms = [Form.of(tensors, length) for length in lengths]

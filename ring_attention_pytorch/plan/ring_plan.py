@@ -370,8 +370,7 @@ class RingPlan:
     @property
     def place(self) -> int:
         """This rank's place among those that the transport connects, the rows of `blocks`."""
-        ring = self.ring if self.ulysses is None else self.ulysses.ring
-        return ring.rank
+        return self.transport.ring.rank
 
     def _of_block(self, keys: Segments, samples: slice, mask: Mask) -> Tiles:
         queries = self.blocks.queries[self.place]

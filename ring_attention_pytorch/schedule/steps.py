@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
-from ring_attention_pytorch.geometry.segments import Segments, whole_pieces
+from ring_attention_pytorch.geometry.segments import Segments, count, slice_segments, whole_pieces
 from ring_attention_pytorch.schedule.pieces import (
     Chunk,
     Chunks,
@@ -27,7 +27,6 @@ from ring_attention_pytorch.schedule.pieces import (
     joined,
     needed,
     places,
-    slice_segments,
     tokens,
 )
 
@@ -122,6 +121,12 @@ class Program(NamedTuple):
         (distance,) = self.blocks[block].distances
         return (rank - distance) % len(self.workload.keys)
 
+    def held(self, block: int, rank: int) -> Segments:
+        """Return the positions of all keys of a block on a rank."""
+        if self.blocks[block].whole:
+            return self.workload.keys[self.owner(block, rank)]
+        return joined(self.chunks(block, rank))
+
     def chunks(self, block: int, rank: int) -> Chunks:
         """Return what a block has on a rank, in the order in which it lies there."""
         stages, whole, _, made = self.blocks[block]
@@ -142,7 +147,7 @@ class Program(NamedTuple):
         if made is not None:
             return list(made.parts[rank])
         if len(stages) == 1:
-            length = tokens(self.chunks(block, rank))
+            length = count(self.held(block, rank))
             half = length - length // 2 if cut else length
             return [slice(0, half), slice(half, length)] if cut else [slice(0, length)]
         spans, start = [], 0
@@ -154,11 +159,8 @@ class Program(NamedTuple):
 
     def segments(self, part: Part, rank: int) -> Segments:
         """Return the positions of a part's keys."""
-        if self.blocks[part.block].whole:
-            positions = self.workload.keys[self.owner(part.block, rank)]
-        else:
-            positions = joined(self.chunks(part.block, rank))
-        return slice_segments(positions, self.spans(part.block, rank)[part.stage])
+        span = self.spans(part.block, rank)[part.stage]
+        return slice_segments(self.held(part.block, rank), span)
 
     def counts(self, part: Part, keys: Segments) -> bool:
         """Tell whether these keys are computed on: what an owner has is, be it nothing."""

@@ -39,6 +39,7 @@ from ring_attention_pytorch.geometry.layouts import (
     count,
     segment_positions,
 )
+from ring_attention_pytorch.geometry.segments import slice_segments
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.plan import kept, prepare
 from ring_attention_pytorch.plan.ring_plan import RingPlan
@@ -53,7 +54,6 @@ from ring_attention_pytorch.schedule.pieces import (
     in_two_stages,
     joined,
     schedule,
-    slice_segments,
     tokens,
 )
 from ring_attention_pytorch.schedule.policy import come_home_aside, keys_come_late
