@@ -138,7 +138,7 @@ class GatherCall:
         for user in self._in_front(transfer):
             theirs = of_owner(self.program.chunks(transfer.block, user), rank)
             if theirs not in taken:  # what several ranks need is packed once
-                taken[theirs] = _taken(tensors, theirs)
+                taken[theirs] = _packed(tensors, [piece.cols for piece in theirs])
             messages[user] = taken[theirs]
         coming = self._exchange(messages, forms)
 
@@ -168,19 +168,15 @@ class GatherCall:
 
     def _send_home(self, transfer: Transfer) -> Callable[[], None]:
         """Post a round's gradients; return a function that waits and adds what came to own ones."""
-        rank, kinds, device = self.ring.rank, as_sent(self.own), self.own.k.device
-        mine, messages = self._chunks(transfer.source), {}
+        rank, own, mine, messages = self.ring.rank, self.own, self._chunks(transfer.source), {}
         sums = [total.finalize() for total in self.sums.pop(transfer.source)]
         del self.blocks[transfer.source]
         for owner in self._in_front(transfer):
-            columns = [where for _, where in places(mine, owner)]
-            form = Form.of(kinds, tokens(of_owner(mine, owner)))
-            parts = [_columns(t, columns) for t in sums] if columns else [t[:, :0] for t in kinds]
-            messages[owner] = form.pack(parts, form.empty(device))
+            messages[owner] = _packed(sums, [where for _, where in places(mine, owner)])
         theirs, forms = {}, {}
         for user in self._behind(transfer):
             theirs[user] = of_owner(self.program.chunks(transfer.source, user), rank)
-            forms[user] = Form.of(kinds, tokens(theirs[user]))
+            forms[user] = Form.of(own[:2], tokens(theirs[user]), wire_dtype(own.k.dtype))
         coming = self._exchange(messages, forms)
 
         def wait() -> None:
@@ -204,14 +200,6 @@ class GatherCall:
         return [(self.ring.rank + t) % self.ring.size for t in transfer.distances]
 
 
-def as_sent(keys: KVBlock) -> tuple[Tensor, Tensor]:
-    """Return tensors like the gradients of k and v that travel, but for the number of tokens."""
-    wide = wire_dtype(keys.k.dtype)
-    if wide == keys.k.dtype:
-        return keys.k, keys.v
-    return keys.k[:, :0].to(wide), keys.v[:, :0].to(wide)
-
-
 def some_of(keys: KVBlock, span: slice) -> KVBlock:
     """Return the keys of some tokens, as views."""
     if span == slice(0, keys.k.shape[1]):
@@ -228,11 +216,11 @@ def _columns(t: Tensor, spans: list[slice]) -> Tensor:
     return torch.cat([t[:, span] for span in spans], dim=1)
 
 
-def _taken(tensors: list[Tensor], pieces: Chunks) -> Tensor:
-    """Pack these pieces of own keys into a message."""
-    chosen = [p.cols for p in pieces] or [slice(0, 0)]
-    form = Form.of(tensors, tokens(pieces))
-    return form.pack([_columns(t, chosen) for t in tensors], form.empty(tensors[0].device))
+def _packed(tensors: list[Tensor], spans: list[slice]) -> Tensor:
+    """Pack these tokens into a message, one span behind another."""
+    form = Form.of(tensors, sum(span.stop - span.start for span in spans))
+    some = [_columns(t, spans or [slice(0, 0)]) for t in tensors]
+    return form.pack(some, form.empty(tensors[0].device))
 
 
 def _split(pieces: Chunks, owner: int, tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.carry_out import KVGrads
-from ring_attention_pytorch.comm.gather import Gather, GatherCall, as_sent
+from ring_attention_pytorch.comm.gather import Gather, GatherCall
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import Mark, PeerGroup, SymmetricWorkspace
@@ -148,7 +148,10 @@ class SymmetricGather(Gather):
         Forms are kept, because keys are always alike.
         """
         if (masks, length) not in self.known:
-            k, v, *mask = Form.of(keys[:3] if masks else as_sent(keys), length).parts
+            if masks:
+                k, v, *mask = Form.of(keys[:3], length).parts
+            else:
+                k, v, *mask = Form.of(keys[:2], length, wire_dtype(keys.k.dtype)).parts
             both = k._replace(shape=(*k.shape[:-1], k.shape[-1] + v.shape[-1]))
             self.known[masks, length] = Form.of_parts((both, *mask))
         return self.known[masks, length]
