@@ -21,7 +21,7 @@ from ring_attention_pytorch.comm.gather_symmetric import (
     room_for,
 )
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
-from ring_attention_pytorch.geometry.layouts import count
+from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.pieces import (

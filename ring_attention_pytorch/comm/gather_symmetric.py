@@ -21,7 +21,7 @@ from ring_attention_pytorch.comm.gather import Gather, GatherCall
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import Mark, PeerGroup, SymmetricWorkspace
-from ring_attention_pytorch.geometry.layouts import count
+from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, disjoint_spans
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, wire_dtype

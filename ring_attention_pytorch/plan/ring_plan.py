@@ -28,11 +28,8 @@ from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.comm.transports import make_transport, owners_at_once
 from ring_attention_pytorch.comm.ulysses import Ulysses
 from ring_attention_pytorch.geometry.documents import BatchDocuments
-from ring_attention_pytorch.geometry.layouts import (
-    Layout,
-    Segments,
-    segment_positions,
-)
+from ring_attention_pytorch.geometry.layouts import Layout
+from ring_attention_pytorch.geometry.segments import Segments, segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.calibrate import recall
