@@ -165,9 +165,9 @@ class SymmetricGather(Gather):
 
     def _sources(self, workload: Workload, made: Round) -> list[list["Source"]]:
         pieces, stages = made.pieces[self.ring.rank], []
-        for distances in made.stages:
+        for stage in made.stages:
             sources = []
-            for distance in distances:
+            for distance in chain.from_iterable(stage):
                 owner = (self.ring.rank - distance) % self.ring.size
                 moves = tuple((piece.cols, here) for piece, here in places(pieces, owner))
                 sources.append(Source(self.ranks[owner], count(workload.keys[owner]), moves))

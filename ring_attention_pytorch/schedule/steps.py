@@ -22,6 +22,7 @@ from ring_attention_pytorch.schedule.pieces import (
     Chunk,
     Chunks,
     Round,
+    Stage,
     Workload,
     all_together,
     joined,
@@ -31,7 +32,6 @@ from ring_attention_pytorch.schedule.pieces import (
 )
 
 KEYS, GRADS = "keys", "gradients"
-Stage = tuple[tuple[int, ...], ...]  # distances; those of one tuple in the order of positions
 
 
 class Block(NamedTuple):
@@ -49,7 +49,7 @@ class Block(NamedTuple):
     @classmethod
     def of(cls, made: Round) -> "Block":
         """Return the block of a round."""
-        return cls(made.in_order, made=made)
+        return cls(made.stages, made=made)
 
     @property
     def distances(self) -> tuple[int, ...]:

@@ -525,7 +525,7 @@ def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, a
             assert group.parts[rank] == tuple(map(slice, ends[:-1], ends[1:]))
             assert ends[-1] == count(whole)
             for stage, part in zip(group.stages, group.parts[rank], strict=True):
-                owners = {(rank - t) % size for t in stage}
+                owners = {(rank - t) % size for t in chain.from_iterable(stage)}
                 theirs = tuple(p for p in group.pieces[rank] if p.owner in owners)
                 some = segment_positions(slice_segments(whole, part))
                 assert torch.equal(some, segment_positions(joined(theirs)))
