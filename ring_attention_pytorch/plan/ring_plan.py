@@ -387,21 +387,17 @@ class RingPlan:
     def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
         check_plan(self.layout, self.packing, self.key_mask, q)
-        kind = None
-        if sinks is None:
-            kind = tuple([(t.shape, t.dtype, t.device, t.layout) for t in (q, k, v)])
-            if kind in self._passed:
-                return
-        problem = qkv_problem(q, k, v)
-        if problem is None and sinks is not None:
-            problem = per_head_problem("sinks", q, sinks)
-        if problem is None and (given := Signature.of(q, k, v)) != self.signature:
-            problem = f"the plan was made for {self.signature!r}; got {given!r}; make one for these"
+        given = (q, k, v) if sinks is None else (q, k, v, sinks)
+        kind = tuple([(t.shape, t.dtype, t.device, t.layout) for t in given])
+        if kind in self._passed:
+            return
+        problem = qkv_problem(q, k, v) or per_head_problem("sinks", q, sinks)
+        if problem is None and (found := Signature.of(q, k, v)) != self.signature:
+            problem = f"the plan was made for {self.signature!r}; got {found!r}; make one for these"
         if problem is not None:
             self.ring.say(f"raised ValueError: {problem}")
             raise ValueError(f"ring attention: {problem}")
-        if kind is not None:
-            self._passed.add(kind)
+        self._passed.add(kind)
 
 
 class _TracedLayer(RingPlan):
