@@ -318,7 +318,7 @@ class Transport(Protocol):
         """What all ranks do, in the order in which `stream` and `stream_back` do it."""
         ...
 
-    def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
+    def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
         """Yield own keys, then all others that anyone needs, those that come next under way."""
         ...
 
