@@ -23,8 +23,9 @@ Words:
     terms      what a score is: scale, clamp, slopes, dropout
     result     out and lse of the keys so far, in wide numbers, rounded once
 
-Read on in this order: geometry/layouts.py, geometry/tiles.py, comm/send_recv.py, kernels/eager.py,
-runtime/accumulate.py. The rest are variants of these, and what makes the plan (plan/ring_plan.py).
+Read on in this order: geometry/layouts.py, geometry/tiles.py, comm/carry_out.py, comm/send_recv.py,
+kernels/eager.py, runtime/accumulate.py. The rest are variants of these, and what makes the plan
+(plan/ring_plan.py).
 """
 
 from typing import Any
@@ -36,8 +37,13 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
 from ring_attention_pytorch.runtime.streams import reset_side_streams
-from ring_attention_pytorch.runtime.torch_func import Function, is_first_order, needs_derivatives
-from ring_attention_pytorch.second_order import gradient_tangents, keep, tangents
+from ring_attention_pytorch.runtime.torch_func import (
+    Function,
+    is_first_order,
+    keep,
+    needs_derivatives,
+)
+from ring_attention_pytorch.second_order import gradient_tangents, tangents
 
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None]  # q, k, v, sinks
 Saved = tuple[*Given, Tensor, Tensor | None, Tensor, Tensor]  # and dout, dlse, out, lse

@@ -224,9 +224,16 @@ def _attention_of_kinds(
 ) -> tuple[Tensor, Tensor | Any]:
     """Compute (out, lse) as `_attention`, of tensors that may be of other kinds than plain."""
     shards = sharded(qkv, options, group, plan)
+    if shards is not None:
+        qkv, group = shards.qkv, shards.group
+    if is_compiling() or has_values(*qkv):
+        out, lse = _attention(qkv, options, group, plan, return_lse)
+    else:
+        refuse_export()
+        q, k, v = (t.to(autocast_dtype(t)) for t in qkv)
+        out, lse = shapes_of_results((q, k, v), options["sinks"], group, plan)
     if shards is None:
-        return _attention(qkv, options, group, plan, return_lse)
-    out, lse = _attention(shards.qkv, options, shards.group, plan, return_lse)
+        return out, lse
     return shards.out(out), shards.lse(lse) if lse is not None and return_lse else None
 
 
@@ -245,9 +252,6 @@ def _attention(
         if key_bias is not None:
             options["key_bias"] = key_bias = key_bias.to(autocast_dtype(key_bias))
     q, k, v = qkv
-    if not (is_compiling() or has_values(q, k, v)):
-        refuse_export()
-        return shapes_of_results(qkv, sinks, group, plan)
     if plan is None:
         also = tangents_note(q, k, v, sinks, key_bias)
         plan = RingPlan.make(q, k, v, group=group, also=also, **options)

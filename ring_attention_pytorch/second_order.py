@@ -25,7 +25,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     tangent_of_delta,
 )
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.runtime.torch_func import Function, forward_mode
+from ring_attention_pytorch.runtime.torch_func import Function, keep
 
 Some = Sequence[Tensor | Any]  # or None: sinks, dlse, and what nobody differentiates
 Found = tuple[Tensor | Any, ...]
@@ -118,15 +118,6 @@ class RingGradientTangents(Function):
         raise NotImplementedError("ring attention can be differentiated twice, not three times")
 
     jvp = backward
-
-
-def keep(ctx: Any, plan: RingPlan, *tensors: Tensor | None) -> None:
-    """Save the plan and the tensors that derivatives need, in reverse and in forward mode."""
-    ctx.plan = plan
-    ctx.save_for_backward(*tensors)
-    if forward_mode():
-        ctx.save_for_forward(*tensors)
-    ctx.set_materialize_grads(False)
 
 
 def tangents(plan: RingPlan, given: Some, along: Some, results: Sequence[Tensor]) -> Any:

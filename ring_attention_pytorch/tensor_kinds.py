@@ -28,8 +28,8 @@ _TAKEN = (
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Tell at a glance whether these are certainly no special tensors."""
-    return all(type(t) is Tensor for t in tensors)
+    """Tell at a glance whether these are certainly of no special kind, and have values."""
+    return all(type(t) is Tensor and not t.is_meta for t in tensors)
 
 
 def has_values(*tensors: Tensor) -> bool:

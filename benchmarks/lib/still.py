@@ -4,20 +4,19 @@ Calls of the kernel, merging, own sums and the host remain, as of a gather that 
 few tokens that would come together.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from benchmarks.lib.rings import Attend, planned
 from ring_attention_pytorch import RingPlan
-from ring_attention_pytorch.comm import carry_out
 from ring_attention_pytorch.comm.carry_out import KVGrads
 from ring_attention_pytorch.comm.gather import Gather, GatherCall
 from ring_attention_pytorch.comm.gather_symmetric import apart
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.schedule.pieces import tokens
-from ring_attention_pytorch.schedule.steps import KEYS, Transfer
+from ring_attention_pytorch.schedule.steps import KEYS, Program, Transfer
 
 ALONE = "calls alone"
 
@@ -26,13 +25,8 @@ ALONE = "calls alone"
 class Still(Gather):
     """Own keys stand for the others', and nothing travels: the results mean nothing."""
 
-    def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
-        program = self.schedule.forward
-        return carry_out.forward(program, _Call(self, program, keys))
-
-    def stream_back(self, own_keys: KVBlock, own: KVGrads) -> Iterator[tuple[KVBlock, KVGrads]]:
-        program = self.schedule.backward
-        return carry_out.backward(program, _Call(self, program, own_keys, own))
+    def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> GatherCall:
+        return _Call(self, program, own, totals)
 
 
 class _Call(GatherCall):

@@ -4,13 +4,15 @@ A transport is its own schedule and its own kind of `Call`: that knows how messa
 how shared memory is read. The order is the program's alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
+from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.observe import recorded
-from ring_attention_pytorch.schedule.steps import Part, Program
+from ring_attention_pytorch.schedule.steps import Part, Program, Schedule
 
 KVGrads = tuple[GradAccumulator, GradAccumulator]
 
@@ -36,27 +38,60 @@ class Call(Protocol):
         """Take note that calls for a part have been launched."""
 
 
-def forward(program: Program, call: Call) -> Iterator[KVBlock]:
-    """Yield the keys of each part."""
-    call = recorded(call)
-    for part in _parts(program, call):
-        keys = call.keys(part)
-        if program.counts(part, keys.segments):
-            yield keys
-        del keys  # else they would stay while more come
-        call.computed(part)
+@dataclass(frozen=True)
+class Carrier:
+    """A transport that carries out its schedule; a subclass says what its calls are.
 
+    All ranks take the same steps in the same order. So whether there is a message never depends on
+    the rank. A call sends messages, unless a subclass says otherwise.
+    """
 
-def backward(program: Program, call: Call) -> Iterator[tuple[KVBlock, KVGrads]]:
-    """Yield the keys of each part, with accumulators (dk, dv) for their gradients."""
-    call = recorded(call)
-    for part in _parts(program, call):
-        keys = call.keys(part)
-        grads = call.grads(part, keys)
-        if program.counts(part, keys.segments):
-            yield keys, grads
-        del keys, grads
-        call.computed(part)
+    ring: Ring
+    schedule: Schedule
+
+    def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> Call:
+        """Begin a call with own keys; `totals` are the accumulators of their gradients, if back."""
+        raise NotImplementedError
+
+    @property
+    def capturable(self) -> bool:
+        """Tell whether a CUDA graph can hold the calls: only if nothing is sent."""
+        return not self.schedule.forward.transfers
+
+    @property
+    def taped(self) -> bool:
+        """Tell whether a tape can hold the calls: only if nothing is sent."""
+        return not self.schedule.forward.transfers
+
+    def follow_stream(self) -> Hashable:
+        """Return None: no memory is shared, so no stream waits."""
+        return None
+
+    def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
+        """Yield the keys of each part: own ones, then all others that anyone needs."""
+        program = self.schedule.forward
+        call = recorded(self.call(program, own_keys))
+        for part in _parts(program, call):
+            keys = call.keys(part)
+            if program.counts(part, keys.segments):
+                yield keys
+            del keys  # else they would stay while more come
+            call.computed(part)
+
+    def stream_back(self, own_keys: KVBlock, own: KVGrads) -> Iterator[tuple[KVBlock, KVGrads]]:
+        """Yield the keys of each part, with accumulators (dk, dv) for their gradients.
+
+        When the stream ends, `own`, those of own keys, have what every rank added.
+        """
+        program = self.schedule.backward
+        call = recorded(self.call(program, own_keys, own))
+        for part in _parts(program, call):
+            keys = call.keys(part)
+            grads = call.grads(part, keys)
+            if program.counts(part, keys.segments):
+                yield keys, grads
+            del keys, grads
+            call.computed(part)
 
 
 def _parts(program: Program, call: Call) -> Iterator[Part]:

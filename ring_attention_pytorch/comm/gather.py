@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm import carry_out
-from ring_attention_pytorch.comm.carry_out import KVGrads
+from ring_attention_pytorch.comm.carry_out import Carrier, KVGrads
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.ring import Transfer as Exchange
-from ring_attention_pytorch.geometry.layouts import count
+from ring_attention_pytorch.geometry.segments import count, slice_segments
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import wire_dtype
@@ -26,29 +25,27 @@ from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.pieces import (
     Chunks,
     Workload,
-    joined,
     of_owner,
     places,
     schedule,
-    slice_segments,
     tokens,
 )
 from ring_attention_pytorch.schedule.policy import much_comes_last
-from ring_attention_pytorch.schedule.steps import KEYS, Block, Part, Program, Schedule, Transfer
+from ring_attention_pytorch.schedule.steps import KEYS, Block, Part, Program, Transfer
 
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(Carrier):
     """A transport of one round of owners at a time; the next round comes while one computes.
 
     Messages go point to point, over any process group, each exactly what its receiver needs.
+    Every rank sends to and receives from every rank of a round, even if the message is empty.
 
-    Every rank sends to and receives from every rank of a round, even if the message is empty: so
-    whether there is a message never depends on the rank. `known` keeps what was worked out.
+    Forward a round comes in stages, backward at once. Its gradients go home while the next block
+    computes. Where many come home last, half of own keys are kept for the end, to compute on
+    meanwhile. `known` keeps what was worked out.
     """
 
-    ring: Ring
-    schedule: Schedule
     known: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -68,33 +65,8 @@ class Gather:
         """Tell whether backward own keys come in one block, whose call the others' overtake."""
         return self.schedule.backward.parts[0].gives_way
 
-    @property
-    def capturable(self) -> bool:
-        """Tell whether a CUDA graph can hold the calls: only if nothing is sent."""
-        return not self.schedule.forward.transfers
-
-    @property
-    def taped(self) -> bool:
-        """Tell whether a tape can hold the calls: only if nothing is sent."""
-        return not self.schedule.forward.transfers
-
-    def follow_stream(self) -> Hashable:
-        """Return None: no memory is shared, so no stream waits."""
-        return None
-
-    def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
-        """Yield own keys, then those of the others, stage by stage."""
-        program = self.schedule.forward
-        return carry_out.forward(program, GatherCall(self, program, keys))
-
-    def stream_back(self, own_keys: KVBlock, own: KVGrads) -> Iterator[tuple[KVBlock, KVGrads]]:
-        """Yield blocks as `stream`, but a round in one stage, each with (dk, dv) to add to.
-
-        Gradients of a round go home while the next block computes. Where many come home last,
-        half of own keys are kept for the end, to compute on meanwhile.
-        """
-        program = self.schedule.backward
-        return carry_out.backward(program, GatherCall(self, program, own_keys, own))
+    def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> "GatherCall":
+        return GatherCall(self, program, own, totals)
 
 
 class GatherCall:
@@ -129,9 +101,11 @@ class GatherCall:
     def grads(self, part: Part, keys: KVBlock) -> KVGrads:
         if len(self.program.blocks) == 1:
             return self.totals
-        sums = self._grads_of(keys) if part.block else _own_grads(keys)
-        self.sums[part.block] = sums
-        return sums
+        if part.block == 0:
+            self.sums[0] = GradAccumulator(keys.k), GradAccumulator(keys.v)
+        else:
+            self.sums[part.block] = self._grads_of(keys)
+        return self.sums[part.block]
 
     def computed(self, part: Part) -> None:
         blocks = len(self.program.blocks)
@@ -140,12 +114,8 @@ class GatherCall:
                 of_part.move_to(total, self._span(part).start)
                 if blocks > 2 and part.stage == 0:
                     total.begin_update()  # else each round's gradients would wait to be added
-        if part.block and self.totals is None:
-            self._free(part)
-
-    def _free(self, part: Part) -> None:
-        """Let a block go that has been computed on, forward."""
-        if part.stage == len(self.program.blocks[part.block].stages) - 1:
+        last = part.stage == len(self.program.blocks[part.block].stages) - 1
+        if part.block and self.totals is None and last:  # backward, it goes with its gradients
             del self.blocks[part.block]
 
     def _span(self, part: Part) -> slice:
@@ -168,7 +138,7 @@ class GatherCall:
         for user in self._in_front(transfer):
             theirs = of_owner(self.program.chunks(transfer.block, user), rank)
             if theirs not in taken:  # what several ranks need is packed once
-                taken[theirs] = _taken(tensors, theirs)
+                taken[theirs] = _packed(tensors, [piece.cols for piece in theirs])
             messages[user] = taken[theirs]
         coming = self._exchange(messages, forms)
 
@@ -188,8 +158,8 @@ class GatherCall:
 
     def _has_come(self, block: int, tensors: list[Tensor]) -> None:
         k, v, *mask = tensors
-        positions = joined(self._chunks(block))
-        self.blocks[block] = KVBlock(k, v, mask[0] if mask else None, positions)
+        segments = self.program.held(block, self.ring.rank)
+        self.blocks[block] = KVBlock(k, v, mask[0] if mask else None, segments)
 
     def _grads_of(self, keys: KVBlock) -> KVGrads:
         """Make the (dk, dv) accumulators of a round's keys, for one call."""
@@ -198,19 +168,15 @@ class GatherCall:
 
     def _send_home(self, transfer: Transfer) -> Callable[[], None]:
         """Post a round's gradients; return a function that waits and adds what came to own ones."""
-        rank, kinds, device = self.ring.rank, as_sent(self.own), self.own.k.device
-        mine, messages = self._chunks(transfer.source), {}
+        rank, own, mine, messages = self.ring.rank, self.own, self._chunks(transfer.source), {}
         sums = [total.finalize() for total in self.sums.pop(transfer.source)]
         del self.blocks[transfer.source]
         for owner in self._in_front(transfer):
-            columns = [where for _, where in places(mine, owner)]
-            form = Form.of(kinds, tokens(of_owner(mine, owner)))
-            parts = [_columns(t, columns) for t in sums] if columns else [t[:, :0] for t in kinds]
-            messages[owner] = form.pack(parts, form.empty(device))
+            messages[owner] = _packed(sums, [where for _, where in places(mine, owner)])
         theirs, forms = {}, {}
         for user in self._behind(transfer):
             theirs[user] = of_owner(self.program.chunks(transfer.source, user), rank)
-            forms[user] = Form.of(kinds, tokens(theirs[user]))
+            forms[user] = Form.of(own[:2], tokens(theirs[user]), wire_dtype(own.k.dtype))
         coming = self._exchange(messages, forms)
 
         def wait() -> None:
@@ -234,19 +200,6 @@ class GatherCall:
         return [(self.ring.rank + t) % self.ring.size for t in transfer.distances]
 
 
-def _own_grads(keys: KVBlock) -> KVGrads:
-    """Make accumulators for some own keys."""
-    return GradAccumulator(keys.k), GradAccumulator(keys.v)
-
-
-def as_sent(keys: KVBlock) -> tuple[Tensor, Tensor]:
-    """Return tensors like the gradients of k and v that travel, but for the number of tokens."""
-    wide = wire_dtype(keys.k.dtype)
-    if wide == keys.k.dtype:
-        return keys.k, keys.v
-    return keys.k[:, :0].to(wide), keys.v[:, :0].to(wide)
-
-
 def some_of(keys: KVBlock, span: slice) -> KVBlock:
     """Return the keys of some tokens, as views."""
     if span == slice(0, keys.k.shape[1]):
@@ -263,11 +216,11 @@ def _columns(t: Tensor, spans: list[slice]) -> Tensor:
     return torch.cat([t[:, span] for span in spans], dim=1)
 
 
-def _taken(tensors: list[Tensor], pieces: Chunks) -> Tensor:
-    """Pack these pieces of own keys into a message."""
-    chosen = [p.cols for p in pieces] or [slice(0, 0)]
-    form = Form.of(tensors, tokens(pieces))
-    return form.pack([_columns(t, chosen) for t in tensors], form.empty(tensors[0].device))
+def _packed(tensors: list[Tensor], spans: list[slice]) -> Tensor:
+    """Pack these tokens into a message, one span behind another."""
+    form = Form.of(tensors, sum(span.stop - span.start for span in spans))
+    some = [_columns(t, spans or [slice(0, 0)]) for t in tensors]
+    return form.pack(some, form.empty(tensors[0].device))
 
 
 def _split(pieces: Chunks, owner: int, tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.carry_out import KVGrads
+from ring_attention_pytorch.comm.gather import GatherCall
 from ring_attention_pytorch.comm.gather_symmetric import (
     SymmetricCall,
     SymmetricGather,
@@ -20,7 +21,7 @@ from ring_attention_pytorch.comm.gather_symmetric import (
     room_for,
 )
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
-from ring_attention_pytorch.geometry.layouts import count
+from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.pieces import (
@@ -69,7 +70,7 @@ class SerialGather(SymmetricGather):
         """True: all is on the current stream, and meetings are `opaque`."""
         return True
 
-    def _call(self, program: Program, own: KVBlock, totals: KVGrads | None) -> SymmetricCall:
+    def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> GatherCall:
         return _Call(self, program, own, totals)
 
 

@@ -16,13 +16,12 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm import carry_out
 from ring_attention_pytorch.comm.carry_out import KVGrads
-from ring_attention_pytorch.comm.gather import Gather, GatherCall, as_sent
+from ring_attention_pytorch.comm.gather import Gather, GatherCall
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import Mark, PeerGroup, SymmetricWorkspace
-from ring_attention_pytorch.geometry.layouts import count
+from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, disjoint_spans
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, wire_dtype
@@ -125,26 +124,14 @@ class SymmetricGather(Gather):
         self.space.follow_stream()
         return self.space.keys, self.space.grads
 
-    def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
-        program = self.schedule.forward
-        call = self._begin(program, keys)
-        return self._awaiting_copies(carry_out.forward(program, call))
+    def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> GatherCall:
+        return SymmetricCall(self, program, own, totals)
+
+    def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
+        return self._awaiting_copies(super().stream(own_keys))
 
     def stream_back(self, own_keys: KVBlock, own: KVGrads) -> Iterator[tuple[KVBlock, KVGrads]]:
-        program = self.schedule.backward
-        call = self._begin(program, own_keys, own)
-        return self._awaiting_copies(carry_out.backward(program, call))
-
-    def _begin(
-        self, program: Program, own: KVBlock, totals: KVGrads | None = None
-    ) -> "SymmetricCall":
-        rounds = len(program.blocks) - 1
-        if rounds:
-            self.space.begin(rounds, back=totals is not None)
-        return self._call(program, own, totals)
-
-    def _call(self, program: Program, own: KVBlock, totals: KVGrads | None) -> "SymmetricCall":
-        return SymmetricCall(self, program, own, totals)
+        return self._awaiting_copies(super().stream_back(own_keys, own))
 
     def _awaiting_copies(self, blocks: Iterator[Yielded]) -> Iterator[Yielded]:
         """Yield all blocks; if a call fails, nothing else uses memory that copies still write."""
@@ -161,7 +148,10 @@ class SymmetricGather(Gather):
         Forms are kept, because keys are always alike.
         """
         if (masks, length) not in self.known:
-            k, v, *mask = Form.of(keys[:3] if masks else as_sent(keys), length).parts
+            if masks:
+                k, v, *mask = Form.of(keys[:3], length).parts
+            else:
+                k, v, *mask = Form.of(keys[:2], length, wire_dtype(keys.k.dtype)).parts
             both = k._replace(shape=(*k.shape[:-1], k.shape[-1] + v.shape[-1]))
             self.known[masks, length] = Form.of_parts((both, *mask))
         return self.known[masks, length]
@@ -175,9 +165,9 @@ class SymmetricGather(Gather):
 
     def _sources(self, workload: Workload, made: Round) -> list[list["Source"]]:
         pieces, stages = made.pieces[self.ring.rank], []
-        for distances in made.stages:
+        for stage in made.stages:
             sources = []
-            for distance in distances:
+            for distance in chain.from_iterable(stage):
                 owner = (self.ring.rank - distance) % self.ring.size
                 moves = tuple((piece.cols, here) for piece, here in places(pieces, owner))
                 sources.append(Source(self.ranks[owner], count(workload.keys[owner]), moves))
@@ -224,6 +214,8 @@ class SymmetricCall(GatherCall):
     ) -> None:
         super().__init__(gather, program, own, totals)
         self.space = gather.space
+        if len(program.blocks) > 1:
+            self.space.begin(len(program.blocks) - 1, back=totals is not None)
         self.rooms: list[Tensor] = []  # where the keys of a round come to
         self.ends: list[Mark] = []  # of its stages
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -17,17 +18,10 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def nbytes(self) -> int:
-        size = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return size
-
 
 @dataclass(frozen=True)
 class Form:
-    """The parts of a message, and where each starts. Of equal parts it is made once.
+    """The parts of a message, and where their bytes are. Of equal parts it is made once.
 
     >>> form = Form.of([torch.empty(1, 2, 3), None], length=5)
     >>> form.parts
@@ -37,7 +31,7 @@ class Form:
     """
 
     parts: tuple[Part, ...]
-    starts: tuple[int, ...] = field(compare=False)
+    spans: tuple[slice, ...] = field(compare=False)  # of each part, in bytes
     nbytes: int = field(compare=False)  # without padding at the end
 
     @classmethod
@@ -57,12 +51,12 @@ class Form:
     @classmethod
     @lru_cache(maxsize=1024)
     def of_parts(cls, parts: tuple[Part, ...]) -> "Form":
-        starts, end = [], 0
-        for part in parts:
+        spans, end = [], 0
+        for shape, dtype in parts:
             start = -(-end // _ALIGNED) * _ALIGNED
-            end = start + part.nbytes
-            starts.append(start)
-        return cls(parts, tuple(starts), end)
+            end = start + prod(shape) * dtype.itemsize
+            spans.append(slice(start, end))
+        return cls(parts, tuple(spans), end)
 
     def empty(self, device: torch.device) -> Tensor:
         """Return memory for a message, uint8 `[nbytes]`."""
@@ -71,8 +65,8 @@ class Form:
     def open(self, message: Tensor) -> list[Tensor]:
         """Return the tensors of a message, as views into it."""
         return [
-            message[start : start + part.nbytes].view(part.dtype).view(part.shape)
-            for start, part in zip(self.starts, self.parts)
+            message[span].view(dtype).view(shape)
+            for span, (shape, dtype) in zip(self.spans, self.parts)
         ]
 
     def pack(self, tensors: Sequence[Tensor], message: Tensor) -> Tensor:

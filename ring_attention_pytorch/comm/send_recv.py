@@ -3,72 +3,41 @@
 Liu et al. 2023, section 3. Memory does not grow with the ring.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm import carry_out
-from ring_attention_pytorch.comm.carry_out import KVGrads
+from ring_attention_pytorch.comm.carry_out import Carrier, KVGrads
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring, Transfer
-from ring_attention_pytorch.geometry.layouts import count
+from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.pieces import Workload
-from ring_attention_pytorch.schedule.steps import KEYS, Part, Program, Schedule
+from ring_attention_pytorch.schedule.steps import KEYS, Part, Program
 
 
-@dataclass(frozen=True)
-class SendRecv:
+class SendRecv(Carrier):
     """A transport of one neighbour's keys at a time; the next hop is under way while one computes.
 
-    All ranks take the same hops in the same order. So there are no barriers, and whether there is a
-    message never depends on the rank. All that belongs to an owner is one message, passed on as it
-    came. A message's memory is used again for the one after next.
+    There are no barriers. All that belongs to an owner is one message, passed on as it came. A
+    message's memory is used again for the one after next. Gradients travel one hop behind the keys
+    that they belong to, and one jump home from the last rank.
     """
 
-    ring: Ring
-    schedule: Schedule
-
     keeps = overtaken = False
-
-    @property
-    def capturable(self) -> bool:
-        """Tell whether a CUDA graph can hold the calls: only if nothing is sent."""
-        return not self.schedule.forward.transfers
-
-    @property
-    def taped(self) -> bool:
-        """Tell whether a tape can hold the calls: only if nothing is sent."""
-        return not self.schedule.forward.transfers
-
-    def follow_stream(self) -> Hashable:
-        """Return None: no memory is shared, so no stream waits."""
-        return None
 
     @classmethod
     def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "SendRecv":
         """Make one; owners come one at a time, whatever `at_once` there is room for."""
         return cls(ring, steps.ring(blocks))
 
-    def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
-        """Yield own keys, then those of each owner that any rank needs."""
-        program = self.schedule.forward
-        return carry_out.forward(program, _Call(self.ring, program, keys))
-
-    def stream_back(self, own_keys: KVBlock, own: KVGrads) -> Iterator[tuple[KVBlock, KVGrads]]:
-        """Yield keys as `stream`, each with (dk, dv) to add to; `own` are those of own keys.
-
-        Gradients travel one hop behind the keys that they belong to, and one jump home from
-        the last rank. When the stream ends, `own` has what every rank added.
-        """
-        program = self.schedule.backward
-        return carry_out.backward(program, _Call(self.ring, program, own_keys, own))
+    def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> "_Call":
+        return _Call(self.ring, program, own, totals)
 
 
 class _Call:
@@ -82,29 +51,29 @@ class _Call:
         self.under_way: dict[int, Transfer] = {}
         if not program.transfers:
             return
-        lengths, device = [count(keys) for keys in program.workload.keys], own.k.device
+        # of the keys in each block here, like the forms of their messages
+        self.segments = [program.held(block, ring.rank) for block in range(len(program.blocks))]
+        lengths, device = [count(segments) for segments in self.segments], own.k.device
         tensors = [t for t in own[:3] if t is not None]
         self.forms = [Form.of(tensors, length) for length in lengths]
         self.held = _buffers(2, self.forms, device)
-        self.forms[ring.rank].pack(tensors, self.held[0])
+        self.forms[0].pack(tensors, self.held[0])
         if totals is not None:
             wide = accumulation_dtype(own.k.dtype)
             self.wide_forms = [Form.of(own[:2], length, wide) for length in lengths]
             self.made, self.sent, self.received = _buffers(3, self.wide_forms, device)
 
     def start(self, number: int) -> None:
-        transfer = self.program.transfers[number]
-        _, source, block, (hop,), *_ = transfer
-        if transfer.kind == KEYS:
+        kind, source, block, (hop,), *_ = self.program.transfers[number]
+        rank, size = self.ring.rank, self.ring.size
+        if kind == KEYS:
             forms, sends, receives = self.forms, self.held[source % 2], self.held[block % 2]
         else:
             for total in self.totals.pop(source):
                 total.begin_update()  # the whole sum, in `made`
             forms, sends, receives = self.wide_forms, self.made, self.received
             self.made, self.sent = self.sent, self.made
-        sends = sends[: forms[self._owner(source)].nbytes]
-        receives = receives[: forms[self._owner(block)].nbytes]
-        rank, size = self.ring.rank, self.ring.size
+        sends, receives = sends[: forms[source].nbytes], receives[: forms[block].nbytes]
         self.under_way[number] = self.ring.exchange(
             [((rank + hop) % size, sends)], [((rank - hop) % size, receives)]
         )
@@ -113,31 +82,25 @@ class _Call:
         self.under_way.pop(number).wait()
         kind, _, block, *_ = self.program.transfers[number]
         if kind != KEYS:
-            parts = self.wide_forms[self._owner(block)].open(self.received)
+            parts = self.wide_forms[block].open(self.received)
             for total, part in zip(self.totals[block], parts):
                 total.add(slice(0, part.shape[1]), part)
 
     def keys(self, part: Part) -> KVBlock:
         if part.block == 0:
             return self.own
-        owner = self._owner(part.block)
-        k, v, *mask = self.forms[owner].open(self.held[part.block % 2])
-        return KVBlock(k, v, mask[0] if mask else None, self.program.workload.keys[owner])
+        k, v, *mask = self.forms[part.block].open(self.held[part.block % 2])
+        return KVBlock(k, v, mask[0] if mask else None, self.segments[part.block])
 
     def grads(self, part: Part, keys: KVBlock) -> KVGrads:
         if part.block:
-            dk, dv = self.wide_forms[self._owner(part.block)].open(self.made)
+            dk, dv = self.wide_forms[part.block].open(self.made)
             sums = GradAccumulator(keys.k, into=dk), GradAccumulator(keys.v, into=dv)
             self.totals[part.block] = sums
         return self.totals[part.block]
 
     def computed(self, part: Part) -> None:
         pass
-
-    def _owner(self, block: int) -> int:
-        """Return the rank whose keys a block here has."""
-        (distance,) = self.program.blocks[block].distances
-        return (self.ring.rank - distance) % self.ring.size
 
 
 def _buffers(number: int, forms: Sequence[Form], device: torch.device) -> list[Tensor]:

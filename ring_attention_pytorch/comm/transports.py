@@ -1,7 +1,7 @@
 """The table of transports, and the choice among them.
 
-A transport is a class that satisfies `interfaces.Transport`, made by `make(ring, blocks, at_once)`,
-and one line in `TRANSPORTS`. It knows which keys are needed where, and nothing of how attention is
+A transport is a `Carrier`, made by `make(ring, blocks, at_once)`, and one line in `TRANSPORTS`. It
+knows which keys are needed where, and nothing of how attention is
 computed.
 """
 
@@ -13,7 +13,7 @@ from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.send_recv import SendRecv
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
-from ring_attention_pytorch.geometry.layouts import count
+from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.runtime.interfaces import Transport
 from ring_attention_pytorch.schedule.hardware import H200, Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload

@@ -18,7 +18,7 @@ from torch import Tensor
 from ring_attention_pytorch.comm.all_to_all import CopyPlan, Move, Swap, swap_among
 from ring_attention_pytorch.comm.messages import Form, Part
 from ring_attention_pytorch.comm.ring import Ring, SubRing
-from ring_attention_pytorch.geometry.layouts import Segment, Segments, count
+from ring_attention_pytorch.geometry.segments import Segment, Segments, count
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.observe import spanned
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype

@@ -35,6 +35,23 @@ def segment_positions(segments: Segments, device: torch.device | None = None) ->
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=device)
 
 
+def slice_segments(segments: Segments, span: slice) -> Segments:
+    """Return the positions of some of the tokens held, one after another.
+
+    >>> slice_segments((Segment(0, 1, 4), Segment(12, 1, 4)), slice(3, 6))
+    (Segment(start=3, stride=1, length=1), Segment(start=12, stride=1, length=2))
+    """
+    inside = []
+    start = 0
+    for position, stride, length in segments:
+        first = max(span.start - start, 0)
+        last = min(span.stop - start, length)
+        if first < last:
+            inside.append(Segment(position + first * stride, stride, last - first))
+        start += length
+    return tuple(inside)
+
+
 class Piece(NamedTuple):
     """A part of a segment in one document; its positions count the document's own tokens."""
 

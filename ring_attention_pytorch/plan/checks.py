@@ -7,14 +7,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.transports import transport_problem
-from ring_attention_pytorch.geometry.layouts import (
-    Layout,
-    Segment,
-    Segments,
-    all_segments,
-    count,
-    layout_problem,
-)
+from ring_attention_pytorch.geometry.layouts import Layout, all_segments, layout_problem
+from ring_attention_pytorch.geometry.segments import Segment, Segments, count
 from ring_attention_pytorch.geometry.tiles import Mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

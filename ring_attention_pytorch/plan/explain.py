@@ -6,7 +6,7 @@ from pathlib import Path
 from beartype import beartype
 
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
-from ring_attention_pytorch.geometry.layouts import Segments, count
+from ring_attention_pytorch.geometry.segments import Segments, count
 from ring_attention_pytorch.geometry.tiles import tiles, visible_pairs
 from ring_attention_pytorch.plan.picture import picture as drawn
 from ring_attention_pytorch.plan.ring_plan import RingPlan

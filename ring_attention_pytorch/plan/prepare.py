@@ -10,7 +10,8 @@ from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.transports import make_together, make_transport, owners_at_once
 from ring_attention_pytorch.comm.ulysses import Ulysses, job_of
 from ring_attention_pytorch.geometry.documents import end_problem
-from ring_attention_pytorch.geometry.layouts import Segments, all_segments
+from ring_attention_pytorch.geometry.layouts import all_segments
+from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.plan.calibrate import recall, remember, select_transport
 from ring_attention_pytorch.plan.checks import lengths_problem, segments_of_two

@@ -28,11 +28,8 @@ from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.comm.transports import make_transport, owners_at_once
 from ring_attention_pytorch.comm.ulysses import Ulysses
 from ring_attention_pytorch.geometry.documents import BatchDocuments
-from ring_attention_pytorch.geometry.layouts import (
-    Layout,
-    Segments,
-    segment_positions,
-)
+from ring_attention_pytorch.geometry.layouts import Layout
+from ring_attention_pytorch.geometry.segments import Segments, segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.calibrate import recall
@@ -370,8 +367,7 @@ class RingPlan:
     @property
     def place(self) -> int:
         """This rank's place among those that the transport connects, the rows of `blocks`."""
-        ring = self.ring if self.ulysses is None else self.ulysses.ring
-        return ring.rank
+        return self.transport.ring.rank
 
     def _of_block(self, keys: Segments, samples: slice, mask: Mask) -> Tiles:
         queries = self.blocks.queries[self.place]
@@ -391,21 +387,17 @@ class RingPlan:
     def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
         check_plan(self.layout, self.packing, self.key_mask, q)
-        kind = None
-        if sinks is None:
-            kind = tuple([(t.shape, t.dtype, t.device, t.layout) for t in (q, k, v)])
-            if kind in self._passed:
-                return
-        problem = qkv_problem(q, k, v)
-        if problem is None and sinks is not None:
-            problem = per_head_problem("sinks", q, sinks)
-        if problem is None and (given := Signature.of(q, k, v)) != self.signature:
-            problem = f"the plan was made for {self.signature!r}; got {given!r}; make one for these"
+        given = (q, k, v) if sinks is None else (q, k, v, sinks)
+        kind = tuple([(t.shape, t.dtype, t.device, t.layout) for t in given])
+        if kind in self._passed:
+            return
+        problem = qkv_problem(q, k, v) or per_head_problem("sinks", q, sinks)
+        if problem is None and (found := Signature.of(q, k, v)) != self.signature:
+            problem = f"the plan was made for {self.signature!r}; got {found!r}; make one for these"
         if problem is not None:
             self.ring.say(f"raised ValueError: {problem}")
             raise ValueError(f"ring attention: {problem}")
-        if kind is not None:
-            self._passed.add(kind)
+        self._passed.add(kind)
 
 
 class _TracedLayer(RingPlan):

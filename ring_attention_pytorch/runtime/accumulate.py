@@ -65,8 +65,8 @@ class _Accumulator:
         """Combine parts of the same tokens into `totals`, in place."""
         raise NotImplementedError
 
-    def _add(self, at: slice, part: Tensors) -> None:
-        """Add a part of these tokens, whose tensors become this accumulator's own."""
+    def add(self, at: slice, *part: Tensor) -> None:
+        """Add a part of these tokens, out and lse or a gradient, whose memory becomes its own."""
         record_use(*part)
         wide = at == self._whole and part[0].dtype == self._dtype and self._into is None
         if wide and self._is_empty:
@@ -86,7 +86,7 @@ class _Accumulator:
         if self._place is None or apart or not _free(at, self._taken):
             return self._anew(at, self._end)
         self._taken.append(at)
-        return self._of(self._place, at)
+        return _held(self._place, self._dims, self._whole, at)
 
     def _update(self) -> Tensors:
         """Return the running tensors, with all parts in them."""
@@ -137,7 +137,7 @@ class _Accumulator:
         if not self._given:
             self._place, self._taken = None, []
         for at, found in overlaps(parts, self._dims):
-            self._combine(self._of(totals, at), found)
+            self._combine(_held(totals, self._dims, self._whole, at), found)
 
     def _fold_into_first(self) -> Tensors:
         """Combine all other parts into the first one, which has all tokens; return it."""
@@ -169,12 +169,6 @@ class _Accumulator:
             return self._place
         return self._anew(self._whole, dtype)
 
-    def _of(self, tensors: Tensors, at: slice) -> Tensors:
-        """Return what tensors of all tokens have for some."""
-        if at == self._whole:
-            return tensors
-        return _narrowed(tensors, self._dims, at.start, at.stop)
-
 
 class OutputAccumulator(_Accumulator):
     """An accumulator of (out, lse) for queries like q and values like v; empty at first.
@@ -191,10 +185,6 @@ class OutputAccumulator(_Accumulator):
     def alloc(self, rows: slice) -> Tensors:
         """Return memory for out and lse of these rows, for a kernel that is told where to write."""
         return self._alloc(rows)
-
-    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge a part of these rows. Both tensors become this accumulator's own."""
-        self._add(rows, (out, lse))
 
     def begin_update(self) -> Tensors:
         """Return out and lse in `accumulation_dtype(dtype)`, to be merged into in place."""
@@ -299,10 +289,6 @@ class GradAccumulator(_Accumulator):
         """Register `wait`, to be called before any part that is added next is read."""
         self._waits.append(wait)
 
-    def add(self, at: slice, part: Tensor) -> None:
-        """Add a part of these tokens. The tensor becomes this accumulator's own."""
-        self._add(at, (part,))
-
     def alloc(self, at: slice, flat: bool = False) -> Tensor:
         """Return memory for a part of these tokens, for a kernel that is told where to write.
 
@@ -390,7 +376,7 @@ class GradAccumulator(_Accumulator):
     def _written(self, totals: Tensors) -> Tensor:
         """Sum all parts in `totals` in one pass, except one that lies there already; return it."""
         for at, (_, *found) in overlaps([(self._whole, ()), *self._parts], self._dims):
-            (there,) = self._of(totals, at)
+            (there,) = _held(totals, self._dims, self._whole, at)
             parts = [part for (part,) in found]
             others = [part for part in parts if part.data_ptr() != there.data_ptr()]
             if others or not parts:
@@ -445,8 +431,12 @@ def _deepest(parts: Sequence[Part]) -> int:
     return max(accumulate((by for _, by in ends), initial=0))
 
 
-def _narrowed(tensors: Tensors, dims: Sequence[int], start: int, stop: int) -> Tensors:
-    return tuple([t.narrow(dim, start, stop - start) for t, dim in zip(tensors, dims)])
+def _held(tensors: Tensors, dims: Sequence[int], tokens: slice, at: slice) -> Tensors:
+    """Return what tensors of these tokens, along `dims`, hold for some of them."""
+    if at == tokens:
+        return tensors
+    start, length = at.start - tokens.start, at.stop - at.start
+    return tuple([t.narrow(dim, start, length) for t, dim in zip(tensors, dims)])
 
 
 def overlaps(parts: Sequence[Part], dims: Sequence[int]) -> Iterator[tuple[slice, list[Tensors]]]:
@@ -458,10 +448,7 @@ def overlaps(parts: Sequence[Part], dims: Sequence[int]) -> Iterator[tuple[slice
         found = []
         for i in which:
             tokens, tensors = parts[i]
-            if at != tokens:
-                start, stop = at.start - tokens.start, at.stop - tokens.start
-                tensors = _narrowed(tensors, dims, start, stop)
-            found.append(tensors)
+            found.append(_held(tensors, dims, tokens, at))
         yield at, found
 
 

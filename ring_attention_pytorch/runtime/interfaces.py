@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.geometry.layouts import Segments
+from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
@@ -318,7 +318,7 @@ class Transport(Protocol):
         """What all ranks do, in the order in which `stream` and `stream_back` do it."""
         ...
 
-    def stream(self, keys: KVBlock) -> Iterator[KVBlock]:
+    def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
         """Yield own keys, then all others that anyone needs, those that come next under way."""
         ...
 

@@ -53,6 +53,15 @@ class Function(torch.autograd.Function):
         return beyond.apply(*unwrap_dead_wrappers(args))
 
 
+def keep(ctx: Any, plan: Any, *tensors: Tensor | None) -> None:
+    """Save a Function's plan and the tensors that derivatives need, in reverse and forward mode."""
+    ctx.plan = plan
+    ctx.save_for_backward(*tensors)
+    if forward_mode():
+        ctx.save_for_forward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
 def forward_mode() -> bool:
     """Tell whether there may be tangents: of forward mode, or within a transform of torch.func."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()

@@ -108,6 +108,7 @@ class Chunk(NamedTuple):
 
 
 Chunks = tuple[Chunk, ...]
+Stage = tuple[tuple[int, ...], ...]  # distances; those of one tuple in the order of positions
 
 
 class Round(NamedTuple):
@@ -117,21 +118,14 @@ class Round(NamedTuple):
     tokens, one after another, that each stage brings.
     """
 
-    stages: tuple[tuple[int, ...], ...]
+    stages: tuple[Stage, ...]
     pieces: tuple[Chunks, ...]
     parts: tuple[tuple[slice, ...], ...]
 
     @property
     def distances(self) -> tuple[int, ...]:
         """Distances of all stages."""
-        return tuple(chain.from_iterable(self.stages))
-
-    @property
-    def in_order(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Distances of each stage; those of one tuple are in the order of positions."""
-        if len(self.stages) == 1:
-            return (self.stages,)
-        return tuple(tuple((distance,) for distance in stage) for stage in self.stages)
+        return tuple(chain.from_iterable(chain.from_iterable(self.stages)))
 
     @property
     def at_once(self) -> "Round":
@@ -139,24 +133,7 @@ class Round(NamedTuple):
         parts = []
         for chunks in self.pieces:
             parts.append((slice(0, tokens(chunks)),))
-        return Round((self.distances,), self.pieces, tuple(parts))
-
-
-def slice_segments(segments: Segments, span: slice) -> Segments:
-    """Return the positions of some of the tokens held, one after another.
-
-    >>> slice_segments((Segment(0, 1, 4), Segment(12, 1, 4)), slice(3, 6))
-    (Segment(start=3, stride=1, length=1), Segment(start=12, stride=1, length=2))
-    """
-    inside = []
-    start = 0
-    for position, stride, length in segments:
-        first = max(span.start - start, 0)
-        last = min(span.stop - start, length)
-        if first < last:
-            inside.append(Segment(position + first * stride, stride, last - first))
-        start += length
-    return tuple(inside)
+        return Round((tuple(chain.from_iterable(self.stages)),), self.pieces, tuple(parts))
 
 
 def of_owner(chunks: Chunks, owner: int) -> Chunks:
@@ -192,7 +169,7 @@ def schedule(workload: Workload, at_once: int) -> tuple[Round, ...]:
     >>> joined(group.pieces[1])
     (Segment(start=0, stride=1, length=2), Segment(start=4, stride=1, length=8))
     """
-    return tuple(_round(workload, [[distances]]) for distances in workload.others(at_once))
+    return tuple(_round(workload, ((distances,),)) for distances in workload.others(at_once))
 
 
 @cached
@@ -205,20 +182,20 @@ def in_two_stages(workload: Workload) -> Round:
     >>> four = all_segments("zigzag", 4, 16)
     >>> group = in_two_stages(Workload(four, four, Mask(causal=True)))
     >>> group.stages, [piece.owner for piece in group.pieces[1]], group.parts[1]
-    (((1,), (2, 3)), [0, 3, 3, 2, 2], (slice(0, 2, None), slice(2, 10, None)))
+    ((((1,),), ((2,), (3,))), [0, 3, 3, 2, 2], (slice(0, 2, None), slice(2, 10, None)))
     """
-    one_by_one = [(distance,) for distance in workload.distances[1:]]
+    one_by_one = tuple((distance,) for distance in workload.distances[1:])
     half = len(one_by_one) // 2
-    return _round(workload, [one_by_one[:half], one_by_one[half:]])
+    return _round(workload, (one_by_one[:half], one_by_one[half:]))
 
 
 @cached
 def all_together(workload: Workload) -> Round:
     """Return the round of all owners in one stage, each rank itself among them."""
-    return _round(workload, [[workload.distances]])
+    return _round(workload, ((workload.distances,),))
 
 
-def _round(workload: Workload, stages: Sequence[Sequence[tuple[int, ...]]]) -> Round:
+def _round(workload: Workload, stages: tuple[Stage, ...]) -> Round:
     """Build a round: what comes from some distances at once is in the order of positions."""
     pieces = []
     parts = []
@@ -232,8 +209,7 @@ def _round(workload: Workload, stages: Sequence[Sequence[tuple[int, ...]]]) -> R
             spans.append(slice(start, tokens(chunks)))
         pieces.append(tuple(chunks))
         parts.append(tuple(spans))
-    distances_of = tuple(tuple(chain.from_iterable(stage)) for stage in stages)
-    return Round(distances_of, tuple(pieces), tuple(parts))
+    return Round(stages, tuple(pieces), tuple(parts))
 
 
 def most_in_front(group: Round) -> bool:

@@ -5,7 +5,7 @@ Each is a pure function of the work and of a machine's speeds, so all ranks deci
 
 from collections.abc import Sequence
 
-from ring_attention_pytorch.geometry.segments import Segment, Segments, count
+from ring_attention_pytorch.geometry.segments import Segment, Segments, count, slice_segments
 from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
 from ring_attention_pytorch.schedule.hardware import Hardware
 from ring_attention_pytorch.schedule.pieces import (
@@ -17,7 +17,6 @@ from ring_attention_pytorch.schedule.pieces import (
     coming_home,
     joined,
     schedule,
-    slice_segments,
     tokens,
 )
 

@@ -17,22 +17,21 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
-from ring_attention_pytorch.geometry.segments import Segments, whole_pieces
+from ring_attention_pytorch.geometry.segments import Segments, count, slice_segments, whole_pieces
 from ring_attention_pytorch.schedule.pieces import (
     Chunk,
     Chunks,
     Round,
+    Stage,
     Workload,
     all_together,
     joined,
     needed,
     places,
-    slice_segments,
     tokens,
 )
 
 KEYS, GRADS = "keys", "gradients"
-Stage = tuple[tuple[int, ...], ...]  # distances; those of one tuple in the order of positions
 
 
 class Block(NamedTuple):
@@ -50,7 +49,7 @@ class Block(NamedTuple):
     @classmethod
     def of(cls, made: Round) -> "Block":
         """Return the block of a round."""
-        return cls(made.in_order, made=made)
+        return cls(made.stages, made=made)
 
     @property
     def distances(self) -> tuple[int, ...]:
@@ -117,13 +116,24 @@ class Program(NamedTuple):
         """What is computed, in order."""
         return [step.compute for step in self.steps if step.compute is not None]
 
+    def owner(self, block: int, rank: int) -> int:
+        """Return whose keys a block has on a rank, if they are of one owner."""
+        (distance,) = self.blocks[block].distances
+        return (rank - distance) % len(self.workload.keys)
+
+    def held(self, block: int, rank: int) -> Segments:
+        """Return the positions of all keys of a block on a rank."""
+        if self.blocks[block].whole:
+            return self.workload.keys[self.owner(block, rank)]
+        return joined(self.chunks(block, rank))
+
     def chunks(self, block: int, rank: int) -> Chunks:
         """Return what a block has on a rank, in the order in which it lies there."""
         stages, whole, _, made = self.blocks[block]
         if made is not None:
             return made.pieces[rank]
         if whole:
-            owner = (rank - stages[0][0][0]) % len(self.workload.keys)
+            owner = self.owner(block, rank)
             pieces = whole_pieces(self.workload.keys[owner])
             return tuple(Chunk(owner, start, segment) for start, segment in pieces)
         found: list[Chunk] = []
@@ -137,7 +147,7 @@ class Program(NamedTuple):
         if made is not None:
             return list(made.parts[rank])
         if len(stages) == 1:
-            length = tokens(self.chunks(block, rank))
+            length = count(self.held(block, rank))
             half = length - length // 2 if cut else length
             return [slice(0, half), slice(half, length)] if cut else [slice(0, length)]
         spans, start = [], 0
@@ -149,12 +159,8 @@ class Program(NamedTuple):
 
     def segments(self, part: Part, rank: int) -> Segments:
         """Return the positions of a part's keys."""
-        if self.blocks[part.block].whole:
-            owner = (rank - self.blocks[part.block].distances[0]) % len(self.workload.keys)
-            positions = self.workload.keys[owner]
-        else:
-            positions = joined(self.chunks(part.block, rank))
-        return slice_segments(positions, self.spans(part.block, rank)[part.stage])
+        span = self.spans(part.block, rank)[part.stage]
+        return slice_segments(self.held(part.block, rank), span)
 
     def counts(self, part: Part, keys: Segments) -> bool:
         """Tell whether these keys are computed on: what an owner has is, be it nothing."""

@@ -76,12 +76,7 @@ ATTENTION = [
         "self.space.follow_stream() return", "return",
     ),
     Mutant(
-        "a ring's messages are captured", "comm/send_recv.py:SendRecv.capturable",
-        "return not self.schedule.forward.transfers",
-        "return True",
-    ),
-    Mutant(
-        "a gather's messages are captured", "comm/gather.py:Gather.capturable",
+        "messages are captured", "comm/carry_out.py:Carrier.capturable",
         "return not self.schedule.forward.transfers",
         "return True",
     ),
@@ -96,9 +91,9 @@ ATTENTION = [
         "if block: total.add(slice(0, part.shape[1]), part)",
     ),
     Mutant(
-        "keys of the wrong owner", "comm/send_recv.py:_Call._owner",
-        "(self.ring.rank - distance) % self.ring.size",
-        "(self.ring.rank + distance) % self.ring.size",
+        "keys of the wrong owner", "schedule/steps.py:Program.owner",
+        "(rank - distance) % len(self.workload.keys)",
+        "(rank + distance) % len(self.workload.keys)",
     ),
     Mutant(
         "stale key block", "comm/send_recv.py:_Call.keys",
@@ -195,9 +190,9 @@ ATTENTION = [
     ),
     Mutant(
         "keys that come together are written before all have read them",
-        "comm/gather_symmetric.py:SymmetricGather._begin",
-        "self.space.begin(rounds, back=totals is not None)",
-        "self.space.begin(2 * rounds, back=totals is not None)",
+        "comm/gather_symmetric.py:SymmetricCall.__init__",
+        "self.space.begin(len(program.blocks) - 1,",
+        "self.space.begin(2 * len(program.blocks) - 2,",
     ),
     Mutant(
         "gradients are read before all have written them",

@@ -39,6 +39,7 @@ from ring_attention_pytorch.geometry.layouts import (
     count,
     segment_positions,
 )
+from ring_attention_pytorch.geometry.segments import slice_segments
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.plan import kept, prepare
 from ring_attention_pytorch.plan.ring_plan import RingPlan
@@ -53,7 +54,6 @@ from ring_attention_pytorch.schedule.pieces import (
     in_two_stages,
     joined,
     schedule,
-    slice_segments,
     tokens,
 )
 from ring_attention_pytorch.schedule.policy import come_home_aside, keys_come_late
@@ -525,7 +525,7 @@ def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, a
             assert group.parts[rank] == tuple(map(slice, ends[:-1], ends[1:]))
             assert ends[-1] == count(whole)
             for stage, part in zip(group.stages, group.parts[rank], strict=True):
-                owners = {(rank - t) % size for t in stage}
+                owners = {(rank - t) % size for t in chain.from_iterable(stage)}
                 theirs = tuple(p for p in group.pieces[rank] if p.owner in owners)
                 some = segment_positions(slice_segments(whole, part))
                 assert torch.equal(some, segment_positions(joined(theirs)))

@@ -5,9 +5,6 @@ prints a table of each transport.
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,17 +12,12 @@ import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch import RingPlan, explain_plan, observe, ring_attn
-from tests.support.ranks import take_gpu
+from tests.support.torchrun import join_ranks, under_torchrun
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_calls_are_observed_on_gpus() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "-m", "tests.gpu.test_observe_gpu"],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    under_torchrun("tests.gpu.test_observe_gpu", timeout=300)
 
 
 def observed(tokens: int, transport: str) -> str:
@@ -64,8 +56,7 @@ def in_graphs() -> None:
 
 
 def main() -> None:
-    device = take_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
-    dist.init_process_group("nccl", device_id=device)
+    join_ranks()
     for tokens in (1024, 16384):
         for transport in ("ring", "gather"):
             text = observed(tokens, transport)

@@ -4,14 +4,10 @@ every way over two, under torchrun.
 `torchrun --standalone --nproc-per-node 2 -m tests.gpu.test_strides_gpu` runs the latter by hand.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,8 +23,8 @@ from tests.gpu.test_kernels_gpu import asked
 from tests.gpu.test_transports_gpu import WAYS, plan_for, say
 from tests.support.kernel_cases import FAR, FAR_CASES, KernelCase, far, faults
 from tests.support.random_memory import laid, uniform
-from tests.support.ranks import take_gpu
 from tests.support.reference import dense_attention, relative_error
+from tests.support.torchrun import join_ranks, under_torchrun
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -156,12 +152,7 @@ def test_decoding(dtype, memory):
 
 
 def test_over_two_gpus() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "-m", "tests.gpu.test_strides_gpu"],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=540,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    under_torchrun("tests.gpu.test_strides_gpu")
 
 
 @lru_cache(maxsize=1)
@@ -241,8 +232,7 @@ def kinds_and_ways() -> Iterator[tuple[str, dict]]:
 
 
 def main() -> None:
-    device = take_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
-    dist.init_process_group("nccl", device_id=device)
+    join_ranks()
     wrong_types_are_told()
     for kernel in (name for name in FUSED if can(name, torch.float16)):
         found = [cancelling(kernel, how) for how in ways()]

@@ -6,14 +6,10 @@ With the kernel in plain PyTorch, which repeats to the bit: what is tested is wh
 the same by hand and prints the worst errors.
 """
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import product
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -33,8 +29,8 @@ from ring_attention_pytorch.plan import kept
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.streams import side_stream
 from ring_attention_pytorch.runtime.tape import Tapes
-from tests.support.ranks import take_gpu
 from tests.support.reference import dense_attention, relative_error
+from tests.support.torchrun import join_ranks, under_torchrun
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 WAYS = [
@@ -54,12 +50,7 @@ FEW = [
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_rings_of_gpus() -> None:
     ranks = 4 if torch.cuda.device_count() >= 4 else 2
-    ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-         str(ranks), "-m", "tests.gpu.test_transports_gpu"],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=540,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    under_torchrun("tests.gpu.test_transports_gpu", ranks)
 
 
 def whole(length: int, batch: int, dtype: torch.dtype, key_heads: int = 2) -> list[Tensor]:
@@ -533,8 +524,7 @@ def say(*what: object) -> None:
 
 
 def main() -> None:
-    device = take_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
-    dist.init_process_group("nccl", device_id=device)
+    join_ranks()
     random.seed(dist.get_rank())
     every_way()
     able = able_of(["flash-attn-4", "sdpa-cudnn", "flash-attn-2", "sdpa-flash"])

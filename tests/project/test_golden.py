@@ -6,12 +6,12 @@ from ring_attention_pytorch.kernels import eager
 from tests.support import golden
 from tests.support.threads import ThreadRing
 
-SEEDS = range(16)
+CASES = golden.drawn(16)
 scores_of, exchange = eager.scores_of, ThreadRing.exchange
 
 
 def recorded() -> golden.Record:
-    return dict(map(golden.computed, SEEDS))
+    return dict(map(golden.computed, CASES))
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +21,12 @@ def before() -> golden.Record:
 
 def fields(lines: list[str]) -> set[str]:
     """In which the cases differ."""
-    return {field for line in lines for field in line.split(": ")[1].split(", ")}
+    return {field for line in lines for field in line.rpartition(": ")[2].split(", ")}
 
 
 def test_a_record_is_the_same_twice(before):
     assert golden.differences(before, recorded()) == []
-    assert {*before["seed 3"]} == {"bits", "messages", "bytes", "notes", "calls"}
+    assert {*before[CASES[3]]} == {"bits", "messages", "bytes", "notes", "calls"}
 
 
 def test_a_last_bit_is_seen(before, monkeypatch):
@@ -48,10 +48,16 @@ def test_a_message_more_is_seen(before, monkeypatch):
 
 
 def test_another_text_is_seen():
-    refused = {"seed 56": golden.computed(56)[1]}
-    assert "prefix needs causal" in refused["seed 56"]["error"]
-    other = {"seed 56": {"error": "no"}}
-    assert golden.differences(refused, other) == ["seed 56: error"]
+    case = str(golden.draw(56))
+    refused = dict([golden.computed(case)])
+    assert "prefix needs causal" in refused[case]["error"]
+    assert golden.differences(refused, {case: {"error": "no"}}) == [f"{case}: error"]
+
+
+def test_a_case_that_a_revision_does_not_know_is_seen(before):
+    (case, unknown) = golden.computed(CASES[0].replace("Case(", "Case(sparse=True, "))
+    assert "sparse" in unknown["error"]
+    assert fields(golden.differences({case: before[CASES[0]]}, {case: unknown})) > {"error"}
 
 
 def test_a_case_that_is_gone_is_seen(before):

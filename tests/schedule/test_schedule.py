@@ -162,7 +162,7 @@ def schedules(work: Workload, at_once: int) -> Iterator[Schedule]:
         yield gather(work, rounds, cut, gives_way)
     if len(work.distances) > 2:
         yield gather(work, [Block.of(in_two_stages(work))])
-        yield gather(work, [Block(in_two_stages(work).in_order)])
+        yield gather(work, [Block(in_two_stages(work).stages)])
     yield gather_first(work)
 
 

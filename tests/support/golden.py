@@ -6,7 +6,8 @@
 
 For changes that must change nothing. A record belongs to one machine and one PyTorch, for another
 one rounds otherwise; so both revisions run here, each with its own tests. Its cases are the random
-ones, over rings of threads, whose sums have a fixed order.
+ones, over rings of threads, whose sums have a fixed order. This tree draws them, and tells them to
+the other revision as text: what a number stands for changes with all lists that are drawn from.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from torch import Tensor
 from ring_attention_pytorch.kernels import KERNELS
 from tests.comm.test_failing_well import ALTERATIONS, SIZE, told
 from tests.support import random_cases, threads
-from tests.support.random_draw import draw
+from tests.support.random_draw import Case, draw
 
 ROOT = Path(__file__).parents[2]
 Record = dict[str, dict[str, Any]]  # by case
@@ -94,15 +95,20 @@ class Counts:
         }
 
 
-def computed(seed: int) -> tuple[str, dict[str, Any]]:
-    """The record of a random case."""
-    case, counts = draw(seed), Counts()
+def computed(case: str) -> tuple[str, dict[str, Any]]:
+    """The record of a case, as `str` writes it."""
+    counts = Counts()
     try:
         with counts.taken():
-            results = random_cases.computed(case)
-    except ValueError as error:
-        return f"seed {seed}", {"error": str(error)}
-    return f"seed {seed}", {"bits": digest(results), **counts.all()}
+            results = random_cases.computed(eval(case, {"Case": Case}))
+    except Exception as error:  # also where a revision has no such cases
+        return case, {"error": f"{type(error).__name__}: {error}"}
+    return case, {"bits": digest(results), **counts.all()}
+
+
+def drawn(cases: int) -> list[str]:
+    """So many random cases."""
+    return [str(draw(seed)) for seed in range(cases)]
 
 
 def refusals() -> Record:
@@ -115,11 +121,11 @@ def refusals() -> Record:
     return {name: {"texts": [each[name] for each in texts]} for name in ALTERATIONS}
 
 
-def record(cases: int, processes: int) -> Record:
+def record(cases: list[str], processes: int) -> Record:
     """The record of this tree."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, spawn, initializer=random_cases.by_itself) as pool:
-        found = dict(pool.map(computed, range(cases), chunksize=20))
+        found = dict(pool.map(computed, cases, chunksize=20))
     return found | refusals()
 
 
@@ -134,14 +140,15 @@ def differences(before: Record, now: Record) -> list[str]:
     return lines
 
 
-def record_of(folder: Path, cases: int, processes: int) -> Record:
+def record_of(folder: Path, cases: list[str], processes: int) -> Record:
     """The record of the tree in a folder, by that tree's own tests."""
-    with tempfile.NamedTemporaryFile() as file:
-        options = [f"--write={file.name}", f"--cases={cases}", f"--processes={processes}"]
-        here = (folder / "tests" / "support").exists()
-        module = "tests.support.golden" if here else "tests.golden"
+    with tempfile.TemporaryDirectory() as parent:
+        told, found = Path(parent) / "cases.json", Path(parent) / "record.json"
+        told.write_text(json.dumps(cases))
+        options = [f"--told={told}", f"--write={found}", f"--processes={processes}"]
+        module = "tests.support.golden"
         subprocess.run([sys.executable, "-m", module, *options], cwd=folder, check=True)
-        return json.loads(Path(file.name).read_text())
+        return json.loads(found.read_text())
 
 
 @contextmanager
@@ -160,17 +167,18 @@ def checked_out(revision: str) -> Iterator[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("revision", nargs="?", default="HEAD", help="of git")
-    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--cases", type=int, default=600, help="a minute for each thousand")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--told", type=Path, help="a file of cases, not to be drawn")
     parser.add_argument("--write", type=Path, help="write this tree's record, and compare nothing")
     args = parser.parse_args()
+    cases = drawn(args.cases) if args.told is None else json.loads(args.told.read_text())
     if args.write:
-        args.write.write_text(json.dumps(record(args.cases, args.processes)))
+        args.write.write_text(json.dumps(record(cases, args.processes)))
         return 0
     with checked_out(args.revision) as folder:
-        before = record_of(folder, args.cases, args.processes)
-    now = record_of(ROOT, args.cases, args.processes)
-    found = differences(before, now)
+        before = record_of(folder, cases, args.processes)
+    found = differences(before, record_of(ROOT, cases, args.processes))
     print("\n".join(found[:50]))
     print(f"{len(found)} of {len(before)} cases differ from {args.revision}")
     return int(bool(found))
