@@ -27,7 +27,8 @@ from ring_attention_pytorch.comm.failures import (
     timeout_of,
 )
 from ring_attention_pytorch.comm.guard import Stamps
-from ring_attention_pytorch.comm.notes import call_site, exchange
+from ring_attention_pytorch.comm.host_links import links_of
+from ring_attention_pytorch.comm.notes import FIRST, call_site, exchange
 from ring_attention_pytorch.comm.steps import Steps
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
@@ -281,12 +282,13 @@ class Ring:
         """Return the message of every rank of the group, filled up to that size with zeros."""
         if self.group is None:
             return [message]
-        mine = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
-        all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         before = self.group, self.steps.notes - 1  # words of ranks that do not compare these notes
         with awaiting(self.steps.now, self.peers, before):
-            dist.all_gather(all_of_them, mine, group=_host_group(self.group))
-        return [ctypes.string_at(t.data_ptr(), size) for t in all_of_them]
+            over_gloo = partial(_gather_over_gloo, self.group)
+            links = links_of(self.group, over_gloo)
+            if links is None or size > FIRST:
+                return over_gloo(message, size)
+            return links.gather(message, size)
 
     def shared(self) -> tuple[ProcessGroup, tuple[int, ...]] | None:
         """Return a group whose ranks all do the same at the same time, and this ring's there."""
@@ -323,6 +325,14 @@ class SubRing(Ring):
 
     def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
         raise NotImplementedError("the whole ring agrees, not a part of it")
+
+
+def _gather_over_gloo(group: ProcessGroup, message: bytes, size: int) -> list[bytes]:
+    """Return the message of every rank, filled up to that size with zeros."""
+    mine = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
+    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_of_them, mine, group=_host_group(group))
+    return [ctypes.string_at(t.data_ptr(), size) for t in all_of_them]
 
 
 def _say(group: "ref[ProcessGroup]", notes: int, words: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch.comm.agreement import (
-    agree,
+    agree_on,
     in_the_same_call,
     told_by_group,
     typed,
@@ -173,7 +173,7 @@ class RingPlan:
             mine = kept.proposal
         known = None if ring.group is None else recall(ring, mine.subject)
         own = {**mine.own, "knows": known is not None, "plan": kept.plan.number if kept else 0}
-        lengths = agree(ring, "ring attention", mine.same, own, mine.problem, mine.everywhere)
+        lengths = agree_on(ring, "ring attention", mine.claim, own, mine.problem)
         if kept is not None and all(rank["plan"] == kept.plan.number for rank in lengths):
             return kept.plan
         if kept is not None:
