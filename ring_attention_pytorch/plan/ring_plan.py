@@ -51,6 +51,7 @@ from ring_attention_pytorch.plan.options import Call
 from ring_attention_pytorch.plan.packing import whole_packing
 from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
 from ring_attention_pytorch.plan.proposal import Proposal
+from ring_attention_pytorch.plan.rehearsal import warm_up
 from ring_attention_pytorch.runtime.graphs import Graphs, can_be_captured, with_graphs
 from ring_attention_pytorch.runtime.handles import handle_of_layer, new_handle
 from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles, Transport
@@ -264,6 +265,26 @@ class RingPlan:
                 f"got {self.device.type}, {type(self.transport).__name__}; leave in_graphs() out"
             )
         return with_graphs(self)
+
+    def warm_up(self, *qkv: Tensor, sinks: Tensor | None = None) -> None:
+        """Make all that this plan makes on its first calls, so that the first step has nothing new.
+
+        Kernels are compiled, tapes recorded, graphs captured where it is `in_graphs()`, shared
+        memory is met in. It makes some calls, forward and backward, or forward only where
+        gradients are off. All ranks of the ring must call this together.
+
+        Args:
+            qkv: tensors laid out like those to come, whose values don't matter and stay as they
+                are; contiguous ones by default. Calls with other strides are recorded anew.
+            sinks: `[h]`, if calls have some.
+
+        Raises:
+            ValueError: tensors do not fit the plan, or ranks differ; the same text on all ranks.
+
+        >>> q = torch.randn(1, 6, 2, 4)
+        >>> RingPlan.make(q, q, q, causal=True).warm_up()
+        """
+        warm_up(self, qkv, sinks)
 
     def by(self, transport: Transport) -> "RingPlan":
         """Return this plan with another transport: other calls, of which others may overlap."""
