@@ -47,7 +47,7 @@ def note(step: int, ring_size: int, problem: str | None, claim: bytes, own: Mapp
     >>> note(3, 2, None, Claim({"causal": True}).text, {"n": 4})
     b'3 2 null\\n[{"causal": true}, {}]\\n{"n": 4}'
     """
-    problem = json.dumps(shortened(problem))
+    problem = json.dumps(problem) if problem else "null"
     return b"%d %d %s\n%s\n%s" % (
         step,
         ring_size,
@@ -98,7 +98,7 @@ def _unreadable(caller: str, rank: int, error: Exception) -> Disagreement:
 
 
 def shortened(text: str | None) -> str | None:
-    """Cut a text to a length, and replace what can't be encoded; None for an empty one."""
+    """Cut a problem to a length, and replace what can't be encoded; None for an empty one."""
     return text[:_LONGEST].encode(errors="replace").decode() if text else None
 
 
