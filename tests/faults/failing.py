@@ -40,6 +40,7 @@ def battery() -> Iterator[Callable[[], object]]:
     yield links.test_an_end_is_noticed_while_another_rank_is_waited_for
     yield links.test_what_an_interrupted_exchange_has_left_is_not_taken_for_the_next_one
     yield links.test_a_failure_closes_links_in_fail_together_only
+    yield links.test_the_error_names_who_is_missing_and_nobody_else
     yield links.test_a_forked_child_keeps_no_link_open
     yield partial(links.test_if_one_rank_has_no_way_none_has, "another host")
 
