@@ -34,8 +34,11 @@ def subjects(shape: Shape, plan: RingPlan, given: list[Tensor]) -> dict[str, Cal
     _, without_plan = passes(partial(ring_attn, **how), given)
 
     def new_plan() -> RingPlan:
+        found = dict(kept._kept)
         kept.forget()
-        return RingPlan.make(*leaves, **how)
+        made = RingPlan.make(*leaves, **how)
+        kept._kept.update(found)  # or who has no plan would record its calls anew
+        return made
 
     return {
         "forward": forward,

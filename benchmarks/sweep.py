@@ -17,9 +17,10 @@ import torch
 from benchmarks.lib.blocks import MASKS, Block, Shape, seconds
 from benchmarks.lib.options import parser
 from ring_attention_pytorch.kernels import triton
+from ring_attention_pytorch.kernels._job import Job, Rows
 from ring_attention_pytorch.kernels.triton import Config
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
-from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals
+from ring_attention_pytorch.runtime.interfaces import KVBlock, Residuals
 
 DIRECTIONS = ("forward", "keys", "queries")
 
@@ -48,16 +49,17 @@ def run_direction(block: Block, direction: str, config: Config | None) -> Callab
     result = OutputAccumulator(block.q, block.v)
     lse = result.begin_update()[1]
     saved = Residuals(block.q, block.dout, torch.full_like(lse, 9.0), block.dout, None)
-    grads = Grads(GradAccumulator(block.q), GradAccumulator(block.k), GradAccumulator(block.v))
+    dq, dk, dv = GradAccumulator(block.q), GradAccumulator(block.k), GradAccumulator(block.v)
+    given = Job(found, terms), *Rows.of(saved), *keys[:3]
 
     def run() -> None:
         with triton.configured(**({} if config is None else {direction: config})):
             if direction == "forward":
                 triton.forward(block.q, keys, found, terms, result)
             elif direction == "queries":
-                triton._backward_of_queries(saved, keys, found, terms, grads)
+                triton._backward_of_queries(*given, *dq.room())
             else:
-                triton._backward_of_keys(saved, keys, found, terms, grads)
+                triton._backward_of_keys(*given, *dk.room(), *dv.room())
 
     return run
 

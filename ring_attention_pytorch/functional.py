@@ -1,5 +1,6 @@
 """The functions `ring_attn` and `ulysses_attn`: attention of shards over a ring."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -24,6 +25,7 @@ from ring_attention_pytorch.plan.option_types import (
     UlyssesOptions,
 )
 from ring_attention_pytorch.plan.options import not_default
+from ring_attention_pytorch.plan.rehearsal import rehearsed
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
 from ring_attention_pytorch.runtime.scores import bias_problem, with_bias
@@ -263,6 +265,15 @@ def _attention(
         q, k = with_bias(q, k, key_bias, plan.terms.scale)
     if is_compiling():
         return operators.attention(plan, q, k, v, sinks)
+    return _by_plan(plan, (q, k, v), sinks, return_lse)
+
+
+@rehearsed
+def _by_plan(
+    plan: RingPlan, qkv: Sequence[Tensor], sinks: Tensor | None, return_lse: bool = False
+) -> tuple[Tensor, Tensor | Any]:
+    """Compute (out, lse) of tensors that the plan was made for; lse may be left out."""
+    q, k, v = qkv
     plan.check(q, k, v, sinks)
     if plan.ulysses is not None:
         q, k, v = plan.ulysses.to_heads(q, k, v)

@@ -9,18 +9,16 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from hashlib import sha256
 from typing import Any, TypeVar
 
 from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeCallHintParamViolation
 from torch.compiler import is_compiling
 
+from ring_attention_pytorch.comm.claims import Claim, claimed, note, read, shortened
 from ring_attention_pytorch.comm.notes import Disagreement, by_value, call_site, exchange, ranks_of
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.torch_func import run_apart
-
-_LONGEST = 2000  # characters of a problem, or of one value in a note
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -43,27 +41,34 @@ def agree(
         ValueError: ranks are in different calls, one has a problem, or they differ; the same text
             on all ranks.
     """
-    mine: dict[str, Any] = {
-        "everywhere": {"ring size": ring.size, **(everywhere or {})},
-        "same": same,
-        "own": dict(own or {}),
-        "step": ring.steps.notes,
-        "problem": _shortened(problem or ring.problem or "") or None,
-    }
+    return agree_on(ring, caller, Claim(same, everywhere or {}), own, problem)
+
+
+def agree_on(
+    ring: Ring,
+    caller: str,
+    claim: Claim,
+    own: Mapping[str, int] | None = None,
+    problem: str | None = None,
+) -> list[dict[str, int]]:
+    """Do what `agree` does for a claim that may be told again."""
+    own, problem = dict(own or {}), shortened(problem or ring.problem)
     if ring.size == 1 and ring.group is None:
         ring.steps.compare(caller)
         ring.steps.mend()
-        notes = [mine]
-    else:
-        mine["same"] = {name: _plain(value) for name, value in same.items()}
-        told = ring.gather_notes(caller, json.dumps(mine).encode())
-        notes = [_read(caller, rank, note) for rank, note in enumerate(told)]
-    _check_problems(caller, [note["problem"] for note in notes])
-    _check_in_step(ring, caller, [note["step"] for note in notes])
-    _check_same(caller, [note["everywhere"] for note in notes], first=0)
-    for first in range(0, len(notes), ring.size):  # all rings: every rank raises
-        _check_same(caller, [note["same"] for note in notes[first : first + ring.size]], first)
-    return [note["own"] for note in notes[ring.first : ring.first + ring.size]]
+        _check_problems(caller, [problem])
+        return [own]
+    mine = note(ring.steps.notes, ring.size, problem, claim.text, own)
+    told = [read(caller, *each) for each in enumerate(ring.gather_notes(caller, mine))]
+    _check_problems(caller, [each.problem for each in told])
+    _check_in_step(ring, caller, [each.step for each in told])
+    if len({(each.ring_size, each.claim) for each in told}) > 1:
+        claims = [claimed(caller, *each) for each in enumerate(told)]
+        _check_same(caller, [each.everywhere for each in claims], first=0)
+        for first in range(0, len(claims), ring.size):  # all rings: every rank raises
+            of_ring = claims[first : first + ring.size]
+            _check_same(caller, [each.same for each in of_ring], first)
+    return [each.own for each in told[ring.first : ring.first + ring.size]]
 
 
 def problem_of(find: Callable[[], str | None]) -> str | None:
@@ -226,7 +231,7 @@ def _check_in_step(ring: Ring, caller: str, steps: list[int]) -> None:
         )
 
 
-def _check_same(caller: str, members: list[dict[str, Any]], first: int) -> None:
+def _check_same(caller: str, members: list[Mapping[str, Any]], first: int) -> None:
     """Raise if ranks have told different values of any name; `first` is the first of them."""
     if len(members) == 1 or len({json.dumps(member) for member in members}) == 1:
         return
@@ -249,41 +254,3 @@ def _each(values: Sequence[object], first: int = 0) -> str:
     for value, ranks in by_value(values).items():
         texts.append(f"{value} on {ranks_of([first + rank for rank in ranks])}")
     return ", ".join(texts)
-
-
-def _shortened(text: str) -> str:
-    """Cut a text to a length, and replace what can't be encoded."""
-    return text[:_LONGEST].encode(errors="replace").decode()
-
-
-def _read(caller: str, rank: int, told: bytes) -> dict[str, Any]:
-    """Read a rank's note, which another version of this library may have made, or no version."""
-    try:
-        note = json.loads(told)
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(caller, rank, str(error)) from None
-    kinds: dict[str, Any] = {
-        "everywhere": dict, "same": dict, "own": dict, "step": int, "problem": (str, type(None)),
-    }  # fmt: skip
-    for name, kind in kinds.items():
-        if not isinstance(note, dict) or not isinstance(note.get(name, ...), kind):
-            raise _unreadable(caller, rank, f"it has no {name}")
-    return note
-
-
-def _unreadable(caller: str, rank: int, why: str) -> Disagreement:
-    return Disagreement(
-        f"{caller}: the note of rank {rank} can't be read: {why}; "
-        "run the same version of this library on all ranks"
-    )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, (bool, int, float, type(None))):
-        return value
-    text = str(value)
-    if len(text) <= _LONGEST:
-        return text
-    return f"{text[:200]}... ({sha256(text.encode(errors='replace')).hexdigest()[:12]})"

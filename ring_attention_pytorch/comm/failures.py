@@ -2,10 +2,10 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -84,6 +84,14 @@ class RingError(RuntimeError):
         return cls(f"{text}{_advice(step, words)}", step, ranks)
 
 
+class Missing(RuntimeError):
+    """An exchange over the host to which some `ranks` did not come; all of them, if it has none."""
+
+    def __init__(self, text: str, ranks: Iterable[int]) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
 def _why(cause: BaseException) -> str:
     """Say in words why a wait ended.
 
@@ -114,6 +122,8 @@ def awaiting(step: Step, ranks: Sequence[int], place: Place) -> Iterator[None]:
         yield
     except RingError:
         raise
+    except Missing as error:
+        raise RingError.waiting(step, error.ranks or ranks, error, place) from error
     except RuntimeError as error:
         raise RingError.waiting(step, ranks, error, place) from error
 
@@ -130,8 +140,15 @@ def timeout_of(group: ProcessGroup | None) -> timedelta:
     return min(timeouts, default=default_pg_timeout)
 
 
+class Closable(Protocol):
+    """What has connections beside those of a group, and ends with them."""
+
+    def close(self) -> None: ...
+
+
 _groups: WeakSet[ProcessGroup] = WeakSet()  # groups over which ranks exchange anything
 guards: WeakSet[Guard] = WeakSet()  # of devices, which can tell others at once
+links: WeakSet[Closable] = WeakSet()  # of groups whose ranks share a host
 inherited: WeakSet[ProcessGroup] = WeakSet()  # groups of the process that this one was forked from
 _blocks = 0  # blocks of fail_together that are open
 
@@ -156,6 +173,8 @@ def _world() -> ProcessGroup | None:
 
 
 def _remember_groups() -> None:
+    for each in [*links]:  # else the others would not notice the end of the parent
+        each.close()
     inherited.update(_groups)
     if (world := _world()) is not None:
         inherited.add(world)
@@ -194,6 +213,8 @@ def tell_peers() -> None:
     for guard in [*guards]:
         with suppress(RuntimeError):  # perhaps it was the device that failed
             guard.fail()
+    for each in [*links]:
+        each.close()
     for group in [*_groups, *([] if (world := _world()) is None else [world])]:
         config = str(dist.get_backend_config(group))
         if "gloo" in config:

@@ -16,7 +16,7 @@ from types import FrameType
 import torch
 
 FIRST = 4096  # bytes that are always exchanged
-_MARK = b"ring-attention-pytorch 2\n"
+_MARK = b"ring-attention-pytorch 3\n"
 _HEAD = struct.Struct(f">{len(_MARK)}sHQ")  # mark, bytes of the subject, bytes of the note
 _LONGEST_SUBJECT = 200
 

@@ -27,7 +27,8 @@ from ring_attention_pytorch.comm.failures import (
     timeout_of,
 )
 from ring_attention_pytorch.comm.guard import Stamps
-from ring_attention_pytorch.comm.notes import call_site, exchange
+from ring_attention_pytorch.comm.host_links import links_of
+from ring_attention_pytorch.comm.notes import FIRST, call_site, exchange
 from ring_attention_pytorch.comm.steps import Steps
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
@@ -100,6 +101,7 @@ class Ring:
     size: int
     rank: int
     first: int
+    _total: int = 1  # ranks of the group: PyTorch takes 8 us to tell
 
     def __init__(self, group: ProcessGroup | DeviceMesh | None = None, size: int | None = None):
         if isinstance(group, DeviceMesh):
@@ -132,7 +134,7 @@ class Ring:
             # told to all ranks when they next agree; raising here would leave the others waiting
             self.problem = f"ring_size must divide the group's {total} ranks, got {size}"
             self.size = total
-        self.rank, self.first = place % self.size, place - place % self.size
+        self.rank, self.first, self._total = place % self.size, place - place % self.size, total
 
     @cached_property
     def steps(self) -> Steps:
@@ -153,7 +155,7 @@ class Ring:
     @property
     def several(self) -> bool:
         """Tell whether the group has other rings beside this one."""
-        return self.group is not None and self.size < dist.get_world_size(self.group)
+        return self.group is not None and self.size < self._total
 
     @property
     def ranks(self) -> list[int]:
@@ -243,8 +245,7 @@ class Ring:
     @property
     def peers(self) -> list[int]:
         """All other ranks of the group."""
-        everyone = range(1 if self.group is None else dist.get_world_size(self.group))
-        return [rank for rank in everyone if rank != self.first + self.rank]
+        return [rank for rank in range(self._total) if rank != self.first + self.rank]
 
     def call(self, operation: str, plan: int = 0) -> AbstractContextManager[None]:
         """Return a block in which all ranks of the ring do this together; alone it does nothing.
@@ -281,12 +282,13 @@ class Ring:
         """Return the message of every rank of the group, filled up to that size with zeros."""
         if self.group is None:
             return [message]
-        mine = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
-        all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         before = self.group, self.steps.notes - 1  # words of ranks that do not compare these notes
         with awaiting(self.steps.now, self.peers, before):
-            dist.all_gather(all_of_them, mine, group=_host_group(self.group))
-        return [ctypes.string_at(t.data_ptr(), size) for t in all_of_them]
+            over_gloo = partial(_gather_over_gloo, self.group)
+            links = links_of(self.group, over_gloo)
+            if links is None or size > FIRST:
+                return over_gloo(message, size)
+            return links.gather(message, size)
 
     def shared(self) -> tuple[ProcessGroup, tuple[int, ...]] | None:
         """Return a group whose ranks all do the same at the same time, and this ring's there."""
@@ -323,6 +325,14 @@ class SubRing(Ring):
 
     def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
         raise NotImplementedError("the whole ring agrees, not a part of it")
+
+
+def _gather_over_gloo(group: ProcessGroup, message: bytes, size: int) -> list[bytes]:
+    """Return the message of every rank, filled up to that size with zeros."""
+    mine = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
+    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_of_them, mine, group=_host_group(group))
+    return [ctypes.string_at(t.data_ptr(), size) for t in all_of_them]
 
 
 def _say(group: "ref[ProcessGroup]", notes: int, words: str) -> None:

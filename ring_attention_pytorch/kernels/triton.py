@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import visible_pairs
 from ring_attention_pytorch.kernels._descriptors import in_blocks, operands, padded, tma_fits
+from ring_attention_pytorch.kernels._job import Job, Rows, opened
 from ring_attention_pytorch.kernels._tile_table import tile_table
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import (
@@ -27,6 +28,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Tiles,
 )
+from ring_attention_pytorch.runtime.tape import opaque
 
 _WIDEST = 256
 CAN = Capabilities(
@@ -36,6 +38,7 @@ CAN = Capabilities(
     max_head_dim=_WIDEST,
     varlen=True,
     fuses_merge=True,
+    taped=True,
     features=FEATURES - {"mask_mod"},
     package=Dependency("triton", "triton", "3.4"),
 )
@@ -135,13 +138,18 @@ def configured(**configs: Config) -> Iterator[None]:
 def forward(
     q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods, result: OutputAccumulator
 ) -> None:
-    if not tiles:
-        return
+    if tiles:
+        _forward(Job(tiles, terms), q, *keys[:3], *result.room())
+
+
+@opaque
+def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> None:
+    """Launch a kernel; `tensors` are k, v, a mask, what was before, out and lse."""
     from ring_attention_pytorch.kernels._triton_forward import forward_kernel
 
+    tiles, terms, keys, (before, out, lse) = opened(job, tensors)
     (b, n, h, d), (_, m, h_kv, d_v) = q.shape, keys.v.shape
     config = _config("forward", q, keys, tiles)
-    before, out, lse = result.room()
     table = tile_table(tiles, "rows", config.rows, q, every=before is not out)
     options = _options(config, terms, keys, (q, keys.k, keys.v, out))
     q_, k, v = operands(options["TMA"], (q, config.rows), *in_blocks(config.cols, keys.k, keys.v))
@@ -184,19 +192,20 @@ def forward(
 def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, grads: Grads) -> None:
     if not tiles:
         return
-    with _on(saved.q):
-        _backward_of_keys(saved, keys, tiles, terms, grads)
-        _backward_of_queries(saved, keys, tiles, terms, grads)
+    job, given = Job(tiles, terms), (*Rows.of(saved), *keys[:3])
+    _backward_of_keys(job, *given, *grads.dk.room(), *grads.dv.room())
+    _backward_of_queries(job, *given, *grads.dq.room())
 
 
-def _backward_of_keys(
-    saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, grads: Grads
-) -> None:
+@opaque
+def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> None:
+    """Launch a kernel; `tensors` are `Rows`, k, v, a mask, what was before, dk, and so for dv."""
     from ring_attention_pytorch.kernels._triton_backward_keys import keys_kernel
 
+    saved, tensors = Rows(*tensors[:4]), tensors[4:]
+    tiles, terms, keys, (before, dk, before_v, dv) = opened(job, tensors)
     (b, _, h, d), (_, m, h_kv, d_v) = saved.q.shape, keys.v.shape
     config = _config("keys", saved.q, keys, tiles)
-    (before, dk), (before_v, dv) = grads.dk.room(), grads.dv.room()
     every = before is not dk or before_v is not dv
     table = tile_table(tiles, "cols", config.cols, keys.k, every)
     inputs = (saved.q, keys.k, keys.v, saved.dout, saved.lse, saved.delta)
@@ -207,56 +216,58 @@ def _backward_of_keys(
         *in_blocks(config.cols, keys.k, keys.v),
         *in_blocks(config.rows, saved.lse, saved.delta),
     )
-    keys_kernel[(b * h_kv * table.count,)](
-        q,
-        k,
-        v,
-        _mask(keys),
-        *_places(tiles, terms),
-        *_draws(tiles, terms),
-        # residuals and results
-        dout,
-        lse,
-        delta,
-        before,
-        dk,
-        before_v,
-        dv,
-        # the table of tiles
-        *table,
-        _beside(table.count),
-        # sizes and factors
-        m,
-        h_kv,
-        h // h_kv,
-        d,
-        d_v,
-        *_factors(terms),
-        terms.scale,
-        # strides
-        saved.q.stride(),
-        keys.k.stride(),
-        keys.v.stride(),
-        *_mask_strides(keys),
-        saved.dout.stride(),
-        *saved.lse.stride(),
-        *saved.delta.stride(),
-        dk.stride(),
-        dv.stride(),
-        FRESH=before is None,
-        FRESH_V=before_v is None,
-        **options,
-    )
+    with _on(saved.q):
+        keys_kernel[(b * h_kv * table.count,)](
+            q,
+            k,
+            v,
+            _mask(keys),
+            *_places(tiles, terms),
+            *_draws(tiles, terms),
+            # residuals and results
+            dout,
+            lse,
+            delta,
+            before,
+            dk,
+            before_v,
+            dv,
+            # the table of tiles
+            *table,
+            _beside(table.count),
+            # sizes and factors
+            m,
+            h_kv,
+            h // h_kv,
+            d,
+            d_v,
+            *_factors(terms),
+            terms.scale,
+            # strides
+            saved.q.stride(),
+            keys.k.stride(),
+            keys.v.stride(),
+            *_mask_strides(keys),
+            saved.dout.stride(),
+            *saved.lse.stride(),
+            *saved.delta.stride(),
+            dk.stride(),
+            dv.stride(),
+            FRESH=before is None,
+            FRESH_V=before_v is None,
+            **options,
+        )
 
 
-def _backward_of_queries(
-    saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, grads: Grads
-) -> None:
+@opaque
+def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> None:
+    """Launch a kernel; `tensors` are `Rows`, k, v, a mask, what was before, and dq."""
     from ring_attention_pytorch.kernels._triton_backward_queries import queries_kernel
 
+    saved, tensors = Rows(*tensors[:4]), tensors[4:]
+    tiles, terms, keys, (before, dq) = opened(job, tensors)
     (b, n, h, d), (_, m, h_kv, d_v) = saved.q.shape, keys.v.shape
     config = _config("queries", saved.q, keys, tiles)
-    before, dq = grads.dq.room()
     table = tile_table(tiles, "rows", config.rows, saved.q, every=before is not dq)
     options = _options(config, terms, keys, (saved.q, keys.k, keys.v, saved.dout), (dq,))
     q, dout, k, v = operands(
@@ -264,43 +275,44 @@ def _backward_of_queries(
         *in_blocks(config.rows, saved.q, saved.dout),
         *in_blocks(config.cols, keys.k, keys.v),
     )
-    queries_kernel[(b * h * table.count,)](
-        q,
-        k,
-        v,
-        _mask(keys),
-        *_places(tiles, terms),
-        *_draws(tiles, terms),
-        # residuals and results
-        dout,
-        saved.lse,
-        saved.delta,
-        before,
-        dq,
-        # the table of tiles
-        *table,
-        _beside(table.count, h // h_kv),
-        # sizes and factors
-        n,
-        m,
-        h,
-        h // h_kv,
-        d,
-        d_v,
-        *_factors(terms),
-        terms.scale,
-        # strides
-        saved.q.stride(),
-        keys.k.stride(),
-        keys.v.stride(),
-        *_mask_strides(keys),
-        saved.dout.stride(),
-        *saved.lse.stride(),
-        *saved.delta.stride(),
-        dq.stride(),
-        FRESH=before is None,
-        **options,
-    )
+    with _on(saved.q):
+        queries_kernel[(b * h * table.count,)](
+            q,
+            k,
+            v,
+            _mask(keys),
+            *_places(tiles, terms),
+            *_draws(tiles, terms),
+            # residuals and results
+            dout,
+            saved.lse,
+            saved.delta,
+            before,
+            dq,
+            # the table of tiles
+            *table,
+            _beside(table.count, h // h_kv),
+            # sizes and factors
+            n,
+            m,
+            h,
+            h // h_kv,
+            d,
+            d_v,
+            *_factors(terms),
+            terms.scale,
+            # strides
+            saved.q.stride(),
+            keys.k.stride(),
+            keys.v.stride(),
+            *_mask_strides(keys),
+            saved.dout.stride(),
+            *saved.lse.stride(),
+            *saved.delta.stride(),
+            dq.stride(),
+            FRESH=before is None,
+            **options,
+        )
 
 
 def _config(direction: str, q: Tensor, keys: KVBlock, tiles: Tiles) -> Config:

@@ -56,11 +56,14 @@ def room_left(like: Tensor, ring_size: int) -> int:
     """
     if ring_size == 1 or not measures(like, None):
         return ROOM
+    free = torch.cuda.mem_get_info(like.device)[0]
+    if free >= 2 * ROOM:
+        return ROOM
     stats = torch.cuda.memory_stats_as_nested_dict(like.device)  # flat they take ten times longer
     reserved, allocated = (
         stats[f"{of}_bytes"]["all"]["current"] for of in ("reserved", "allocated")
     )
-    half = (torch.cuda.mem_get_info(like.device)[0] + reserved - allocated) // 2
+    half = (free + reserved - allocated) // 2
     return min(ROOM, 1 << half.bit_length() >> 1)
 
 

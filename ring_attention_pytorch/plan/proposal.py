@@ -6,11 +6,13 @@ ranks are told, so that none of them is left waiting.
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import problem_of
+from ring_attention_pytorch.comm.claims import Claim
 from ring_attention_pytorch.kernels import SelectedKernel, choose
 from ring_attention_pytorch.plan.calibrate import measures, room_left
 from ring_attention_pytorch.plan.checks import (
@@ -44,6 +46,11 @@ class Proposal:
     kernel: SelectedKernel | Any = None  # None beside a problem
     shaped: tuple[Tensor, ...] = ()
     subject: Hashable = None  # what speeds are measured of
+
+    @cached_property
+    def claim(self) -> Claim:
+        """What ranks compare."""
+        return Claim(self.same, self.everywhere)
 
     def of_tensors(self, *given: Tensor) -> "Proposal":
         """Return this proposal for other tensors, of the same kind; none are kept of no others."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch.comm.agreement import (
-    agree,
+    agree_on,
     in_the_same_call,
     told_by_group,
     typed,
@@ -48,6 +48,7 @@ from ring_attention_pytorch.plan.options import Call
 from ring_attention_pytorch.plan.packing import whole_packing
 from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
 from ring_attention_pytorch.plan.proposal import Proposal
+from ring_attention_pytorch.plan.rehearsal import warm_up
 from ring_attention_pytorch.runtime.graphs import Graphs, can_be_captured, with_graphs
 from ring_attention_pytorch.runtime.handles import handle_of_layer, new_handle
 from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles, Transport
@@ -170,7 +171,7 @@ class RingPlan:
             mine = kept.proposal
         known = None if ring.group is None else recall(ring, mine.subject)
         own = {**mine.own, "knows": known is not None, "plan": kept.plan.number if kept else 0}
-        lengths = agree(ring, "ring attention", mine.same, own, mine.problem, mine.everywhere)
+        lengths = agree_on(ring, "ring attention", mine.claim, own, mine.problem)
         if kept is not None and all(rank["plan"] == kept.plan.number for rank in lengths):
             return kept.plan
         if kept is not None:
@@ -261,6 +262,26 @@ class RingPlan:
                 f"got {self.device.type}, {type(self.transport).__name__}; leave in_graphs() out"
             )
         return with_graphs(self)
+
+    def warm_up(self, *qkv: Tensor, sinks: Tensor | None = None) -> None:
+        """Make all that this plan makes on its first calls, so that the first step has nothing new.
+
+        Kernels are compiled, tapes recorded, graphs captured where it is `in_graphs()`, shared
+        memory is met in. It makes some calls, forward and backward, or forward only where
+        gradients are off. All ranks of the ring must call this together.
+
+        Args:
+            qkv: tensors laid out like those to come, whose values don't matter and stay as they
+                are; contiguous ones by default. Calls with other strides are recorded anew.
+            sinks: `[h]`, if calls have some.
+
+        Raises:
+            ValueError: tensors do not fit the plan, or ranks differ; the same text on all ranks.
+
+        >>> q = torch.randn(1, 6, 2, 4)
+        >>> RingPlan.make(q, q, q, causal=True).warm_up()
+        """
+        warm_up(self, qkv, sinks)
 
     def by(self, transport: Transport) -> "RingPlan":
         """Return this plan with another transport: other calls, of which others may overlap."""

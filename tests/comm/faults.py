@@ -279,8 +279,8 @@ ATTENTION = [
         "if ring.several:", "if False:",
     ),
     Mutant(
-        "a rank's problem is kept to itself", "comm/agreement.py:agree",
-        '_shortened(problem or ring.problem or "") or None', "None",
+        "a rank's problem is kept to itself", "comm/agreement.py:agree_on",
+        "shortened(problem or ring.problem)", "None",
     ),
 ]  # fmt: skip
 
@@ -299,8 +299,8 @@ SILENT = [
         "if more > 0", "if False",
     ),
     Mutant(
-        "notes of any kind are read", "comm/agreement.py:_read",
-        "not isinstance(note.get(name, ...), kind)", "False",
+        "notes of any kind are read", "comm/claims.py:read",
+        "(ValueError, TypeError, RecursionError)", "ZeroDivisionError",
     ),
     Mutant(
         "messages of any plan", "comm/steps.py:Steps.tag", "(self._since, self.calls, self.about)",
@@ -315,7 +315,7 @@ SILENT = [
         "if len({*steps}) > 1:", "if False:",
     ),
     Mutant(
-        "what differs late is taken for the same", "comm/agreement.py:_plain",
+        "what differs late is taken for the same", "comm/claims.py:_plain",
         "if len(text) <= _LONGEST: return text", "return text[:_LONGEST]",
     ),
     Mutant(
@@ -399,6 +399,35 @@ FAILING = [
     Mutant(
         "errors name no rank", "comm/failures.py:RingError.waiting",
         "ranks = sorted({*ranks})", "ranks = []",
+    ),
+    Mutant(
+        "an old note is taken for the next one", "comm/host_links.py:Links._came",
+        "if number >= self._number:", "if True:",
+    ),
+    Mutant(
+        "an exchange that failed leaves its links", "comm/host_links.py:Links.gather",
+        "self.close()", "pass",
+    ),
+    Mutant(
+        "all are missing if one is", "comm/host_links.py:Links._came",
+        'raise Missing("Connection closed", [rank])', 'raise Missing("Connection closed", ())',
+    ),
+    Mutant(
+        "notes are waited for without end", "comm/host_links.py:_wait",
+        "min(max(0.0, 1000 * seconds), _MOST_MS)", "3000",
+    ),
+    Mutant(
+        "one rank has links alone", "comm/host_links.py:_meet", "len(links) == rank", "True",
+    ),
+    Mutant(
+        "all are named where one is missing", "comm/failures.py:awaiting",
+        "error.ranks or ranks", "ranks",
+    ),
+    Mutant(
+        "links are closed to no peer", "comm/failures.py:tell_peers", "each.close()", "pass",
+    ),
+    Mutant(
+        "a forked child keeps links", "comm/failures.py:_remember_groups", "each.close()", "pass",
     ),
     Mutant(
         "groups of another process are used", "comm/failures.py:known",

@@ -15,6 +15,7 @@ def battery() -> Iterator[Callable[[], object]]:
     """Cases that fail where something is wrong."""
     from tests.comm import test_failures as failures
     from tests.comm import test_guard as guard
+    from tests.comm import test_host_links as links
     from tests.support import threads
 
     torch.set_num_threads(1)
@@ -35,6 +36,13 @@ def battery() -> Iterator[Callable[[], object]]:
         failures.test_notes_in_each_call_tell_all_ranks_at_once_who_is_where,
         "skips_backward", "gather",
     )  # fmt: skip
+    yield links.test_who_does_not_come_in_time_is_named_and_finds_all_closed
+    yield links.test_an_end_is_noticed_while_another_rank_is_waited_for
+    yield links.test_what_an_interrupted_exchange_has_left_is_not_taken_for_the_next_one
+    yield links.test_a_failure_closes_links_in_fail_together_only
+    yield links.test_the_error_names_who_is_missing_and_nobody_else
+    yield links.test_a_forked_child_keeps_no_link_open
+    yield partial(links.test_if_one_rank_has_no_way_none_has, "another host")
 
 
 if __name__ == "__main__":

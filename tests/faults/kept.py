@@ -13,9 +13,10 @@ MUTANTS = planted("KEPT")
 
 def battery() -> Iterator[Callable[[], object]]:
     """Cases that fail where something is remembered that should not be."""
-    from tests.plan import test_kept
+    from tests.plan import test_kept, test_rehearsal
     from tests.runtime import test_tape
 
+    yield partial(test_rehearsal.test_the_first_step_after_it_replays, False)
     for case in ("causal", "masked", "documents"):
         yield partial(test_tape.test_a_tape_does_what_was_recorded, case, "eager")
     for function in (

@@ -162,7 +162,7 @@ def test_one_forward_and_anothers_backward(installed):
     installed(**ALL)
     pair = choose("triton+flash-attn", HOPPER)
     assert pair == (
-        "triton+flash-attn-4", triton.forward, flash_attn_4.backward, True, False, False, False
+        "triton+flash-attn-4", triton.forward, flash_attn_4.backward, True, False, True, False
     )  # fmt: skip
     pair = choose("triton+flash-attn", AMPERE)
     assert pair == (

@@ -5,17 +5,19 @@ dtype is for the GPU's tests.
 """
 
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from einops import repeat
 from torch import Tensor
 
-from ring_attention_pytorch import ring_attn
+from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels import choose, package_problem, problem, triton
 from ring_attention_pytorch.kernels.triton import Config, config_for, configured
@@ -29,7 +31,8 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Tiles,
 )
-from tests.support.cases import Attention, errors, oracle, shard
+from tests.support import threads
+from tests.support.cases import Attention, errors, oracle, over_shared_memory, shard
 from tests.support.features import Problem, drawn, together
 from tests.support.interpreter import interpreters, needs_triton
 from tests.support.kernel_cases import (
@@ -111,6 +114,26 @@ def _wrong_spans() -> list[tuple[int, ...]]:
     return wrong_spans(150)
 
 
+def _taped() -> list[bool]:
+    """Over shared memory by tapes and without, each rank: is all the same, and was it taped."""
+
+    def main(ring: threads.ThreadRing) -> bool:
+        given = [torch.randn(1, 8, h, 16, requires_grad=True) for h in (2, 1, 1)]
+        made = RingPlan.make(*given, causal=True, layout="zigzag", kernel="triton", group=ring)
+        plan, direct = (over_shared_memory(made, given, ring, 9, own_apart=True) for _ in range(2))
+        object.__setattr__(direct, "can_be_taped", False)
+        found = []
+        for each in (plan, plan, plan, plan, direct):
+            out, lse = ring_attn(*given, plan=each, return_lse=True)
+            found.append([out, *torch.autograd.grad(out.sum() + lse.sum(), given)])
+        taped = all(hasattr(known, "source") for known in plan.tapes._kept.values())
+        return taped and all(torch.equal(*pair) for pair in zip(*found[-2:]))
+
+    alone = threading.Lock()  # the interpreter is for one thread at a time
+    with configured(**SMALL), mock.patch.object(triton, "_on", return_value=alone):
+        return threads.run(2, main)[0]
+
+
 @pytest.fixture(scope="module")
 def found():
     """What each check finds, worked out by two processes from the start on."""
@@ -120,6 +143,7 @@ def found():
         futures["feature", case] = pool.submit(_feature, *case)
     futures["dropped"] = pool.submit(_dropped, "triton")
     futures["spans"] = pool.submit(_wrong_spans)
+    futures["taped"] = pool.submit(_taped)
     futures["in halves"] = pool.submit(_dropped_in_halves)
     for i, (case, configs) in enumerate(RIGHT):
         futures["right", i] = pool.submit(_with, configs, faults, case)
@@ -164,6 +188,11 @@ def test_features_that_its_code_knows(found, case):
 @needs_triton
 def test_it_drops_what_the_eager_kernel_drops_to_the_bit(found):
     assert torch.equal(found("dropped"), _dropped("eager"))
+
+
+@needs_triton
+def test_tapes_launch_what_was_launched_to_the_bit(found):
+    assert found("taped") == [True, True]
 
 
 @needs_triton

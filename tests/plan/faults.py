@@ -104,6 +104,14 @@ FAILING = [
 
 KEPT = [
     Mutant(
+        "a plan that is warmed up still records", "plan/rehearsal.py:warm_up",
+        "range(_CALLS)", "range(2)",
+    ),
+    Mutant(
+        "no backward is warmed up", "plan/rehearsal.py:warm_up",
+        "if differentiable:", "if False:",
+    ),
+    Mutant(
         "a plan that one rank has found is taken", "plan/ring_plan.py:RingPlan._make",
         'all(rank["plan"] == kept.plan.number for rank in lengths)', "True",
     ),

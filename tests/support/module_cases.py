@@ -390,7 +390,7 @@ class Traffic:
 def traffic() -> Iterator[Traffic]:
     """Whatever this rank sends and receives."""
     seen = Traffic()
-    pairs, gather = dist.batch_isend_irecv, dist.all_gather
+    pairs, gather = dist.batch_isend_irecv, Ring.gather_bytes
 
     def noted_pairs(ops: list[dist.P2POp]) -> Any:
         for op in ops:
@@ -398,15 +398,15 @@ def traffic() -> Iterator[Traffic]:
             kept.append((op.tensor.shape, op.tensor.dtype))
         return pairs(ops)
 
-    def noted_gather(outs: list[Tensor], x: Tensor, **options: Any) -> Any:
-        seen.gathered.append(x.nbytes)
-        return gather(outs, x, **options)
+    def noted_gather(ring: Ring, message: bytes, size: int) -> list[bytes]:
+        seen.gathered += [] if ring.group is None else [size]
+        return gather(ring, message, size)
 
-    dist.batch_isend_irecv, dist.all_gather = noted_pairs, noted_gather
+    dist.batch_isend_irecv, Ring.gather_bytes = noted_pairs, noted_gather
     try:
         yield seen
     finally:
-        dist.batch_isend_irecv, dist.all_gather = pairs, gather
+        dist.batch_isend_irecv, Ring.gather_bytes = pairs, gather
 
 
 def whole_again(module: nn.Module, x: Tensor, layout: str, group: Group = None) -> Tensor:

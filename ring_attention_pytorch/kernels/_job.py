@@ -1,0 +1,44 @@
+"""The part of a launch that is the same in each call of a plan, for tapes: one constant."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ring_attention_pytorch.runtime.interfaces import KVBlock, Residuals, ScoreMods, Tiles
+
+
+class Rows(NamedTuple):
+    """What a backward pass reads of queries; `Residuals` has their shapes."""
+
+    q: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+
+    @classmethod
+    def of(cls, saved: Residuals) -> "Rows":
+        return cls(saved.q, saved.dout, saved.lse, saved.delta)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Tiles and terms: constants of a plan, which are the same only if they are the same object."""
+
+    tiles: Tiles
+    terms: ScoreMods
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Job) and (self.tiles is other.tiles and self.terms is other.terms)
+
+    def __hash__(self) -> int:
+        return hash((id(self.tiles), id(self.terms)))
+
+
+def opened(
+    job: Job, tensors: Sequence[Tensor | Any]
+) -> tuple[Tiles, ScoreMods, KVBlock, Sequence[Tensor | Any]]:
+    """Take k, v and a mask off tensors that came one by one; return what a kernel is given."""
+    k, v, key_mask, *rest = tensors
+    return job.tiles, job.terms, KVBlock(k, v, key_mask, ()), rest

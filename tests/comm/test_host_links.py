@@ -1,0 +1,213 @@
+"""Links of ranks that share a host: who is told what, who is named, and when there are none."""
+
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from ring_attention_pytorch import fail_together
+from ring_attention_pytorch.comm import failures, host_links
+from ring_attention_pytorch.comm.failures import Missing, RingError, Step, awaiting
+from ring_attention_pytorch.comm.host_links import Links, _meet
+from ring_attention_pytorch.comm.notes import FIRST
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.steps import Steps
+
+SIZE = 3
+
+
+def ring_of_links(patience: float = 10.0) -> list[Links]:
+    """The links of each rank."""
+    links: list[dict[int, socket.socket]] = [{} for _ in range(SIZE)]
+    for a in range(SIZE):
+        for b in range(a):
+            links[a][b], links[b][a] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for link in [each for of_rank in links for each in of_rank.values()]:
+        link.setblocking(False)
+    return [Links(rank, of, timedelta(seconds=patience)) for rank, of in enumerate(links)]
+
+
+def together(do: Callable[[int], Any], ranks: Sequence[int] = range(SIZE)) -> list[Any]:
+    """What each rank does, in a thread; or what it raises."""
+
+    def caught(rank: int) -> Any:
+        try:
+            return do(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(SIZE) as threads:
+        return [*threads.map(caught, ranks)]
+
+
+def test_every_rank_gets_every_message_filled_up_in_order_again_and_again():
+    links = ring_of_links()
+    for number in range(3):
+        told = together(lambda rank: links[rank].gather(b"%d%d" % (number, rank), 4))  # noqa: B023
+        assert told == [[b"%d%d\0\0" % (number, rank) for rank in range(SIZE)]] * SIZE
+
+
+def test_who_does_not_come_in_time_is_named_and_finds_all_closed():
+    links, start = ring_of_links(patience=0.2), time.monotonic()
+    first, second = together(lambda rank: links[rank].gather(b"", 1), ranks=(0, 2))
+    assert {str(first), str(second)} >= {"Timed out waiting 200ms"}
+    assert time.monotonic() - start < 2
+    for error in (first, second):
+        assert isinstance(error, Missing)
+        assert set(error.ranks) <= {0, 1, 2}
+        assert 1 in error.ranks or "closed" in str(error)
+    for _ in range(2):
+        with pytest.raises(Missing, match="Connection closed"):
+            links[1].gather(b"", 1)
+
+
+def test_an_end_is_noticed_while_another_rank_is_waited_for():
+    links = ring_of_links()
+    threading.Timer(0.05, links[2].close).start()
+    start = time.monotonic()
+    with pytest.raises(Missing, match="Connection closed") as told:
+        links[0].gather(b"", 1)  # rank 1 does not come either
+    assert told.value.ranks == (2,)
+    assert time.monotonic() - start < 5
+
+
+def test_what_an_interrupted_exchange_has_left_is_not_taken_for_the_next_one():
+    links = ring_of_links()
+    with (
+        mock.patch.object(host_links, "_wait", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        links[0].gather(b"old", 3)
+    together(lambda rank: links[rank].gather(b"old", 3), ranks=(1, 2))
+    assert together(lambda rank: links[rank].gather(b"new", 3)) == [[b"new"] * SIZE] * SIZE
+
+
+# --- the decision ---
+
+
+class Host:
+    """What replaces gloo: a gather of threads."""
+
+    def __init__(self) -> None:
+        self.barrier, self.told = threading.Barrier(SIZE, timeout=10), [b""] * SIZE
+
+    def gather(self, rank: int, message: bytes, size: int) -> list[bytes]:
+        self.told[rank] = message.ljust(size, b"\0")
+        self.barrier.wait()
+        told = [*self.told]
+        self.barrier.wait()
+        return told
+
+    def meet(self, rank: int) -> Links | None:
+        gather = lambda message, size: self.gather(rank, message, size)  # noqa: E731
+        return _meet(rank, SIZE, gather, timedelta(seconds=10))
+
+
+def test_ranks_of_one_host_meet_and_leave_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    links = together(Host().meet)
+    told = together(lambda rank: links[rank].gather(b"%d" % rank, 1))
+    assert told == [[b"0", b"1", b"2"]] * SIZE
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("why", ["no door", "another host", "a path that is too long"])
+def test_if_one_rank_has_no_way_none_has(why):
+    host, doors, reached, here = (
+        Host(),
+        host_links._open_door,
+        host_links._connected,
+        threading.local(),
+    )
+
+    def meet(rank: int) -> Links | None:
+        here.rank = rank
+        return host.meet(rank)
+
+    patch: tuple[Any, str, Any] = (tempfile, "tempdir", f"/tmp/{'x' * 120}")
+    if why == "no door":
+        closed = lambda: nullcontext(None)  # noqa: E731
+        patch = host_links, "_open_door", lambda n: closed() if here.rank == 1 else doors(n)
+    elif why == "another host":
+        far = lambda rank, paths: reached(rank, [path + b"?" * rank for path in paths])  # noqa: E731
+        patch = host_links, "_connected", far
+    with mock.patch.object(*patch):
+        assert together(meet) == [None] * SIZE
+
+
+def test_a_group_of_one_tells_itself():
+    links = _meet(0, 1, lambda message, size: [message.ljust(size, b"\0")], timedelta(days=100))
+    assert links is not None
+    assert links.gather(b"x", 2) == [b"x\0"]
+
+
+def test_a_large_group_has_none():
+    with mock.patch.object(host_links, "_MOST", SIZE - 1):
+        assert together(Host().meet) == [None] * SIZE
+
+
+# --- in processes ---
+
+
+def without_gloo() -> tuple[list[bytes], int, int]:
+    """For a pool: a note, and how many messages went over gloo: of it, and of a long one."""
+    ring, gather, sent = Ring(), dist.all_gather, []
+
+    def counted(*given: Any, **named: Any) -> Any:
+        sent.append(1)
+        return gather(*given, **named)
+
+    ring.gather_notes("first", b"")
+    with mock.patch.object(dist, "all_gather", counted):
+        notes = ring.gather_notes("a note", b"%d" % ring.rank)
+        short = len(sent)
+        assert ring.gather_notes("long", b"x" * 2 * FIRST) == [b"x" * 2 * FIRST] * ring.size
+    return notes, short, len(sent)
+
+
+def test_notes_take_no_gloo_but_the_rest_of_long_ones(pools):
+    assert pools(2).run(without_gloo) == [([b"0", b"1"], 0, 1)] * 2
+
+
+def test_the_error_names_who_is_missing_and_nobody_else():
+    step = Step("comparing notes", 0, 0, 0)
+    with pytest.raises(RingError) as told, awaiting(step, [0, 1, 3], (None, 0)):
+        raise Missing("Timed out waiting 200ms", [1])
+    assert told.value.ranks == (1,)
+    assert "waited for rank 1, in vain for 0.2 s" in str(told.value)
+    with pytest.raises(RingError) as told, awaiting(step, [0, 1, 3], (None, 0)):
+        raise Missing("Connection closed", ())
+    assert told.value.ranks == (0, 1, 3)
+    assert "the connection was closed" in str(told.value)
+
+
+def test_a_failure_closes_links_in_fail_together_only():
+    links = ring_of_links()
+    with mock.patch.object(failures, "links", links[:1]):
+        with pytest.raises(ArithmeticError), Steps().call("forward"):
+            raise ArithmeticError
+        assert len(links[0]._links) == SIZE - 1
+        with pytest.raises(ArithmeticError), fail_together():
+            raise ArithmeticError
+    with pytest.raises(Missing, match="Connection closed"):
+        links[1].gather(b"", 1)
+
+
+def test_a_forked_child_keeps_no_link_open():
+    links = ring_of_links()
+    with mock.patch.object(failures, "links", links[:1]):
+        child = os.fork()
+        if child == 0:
+            os._exit(len(links[0]._links))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(links[0]._links) == SIZE - 1

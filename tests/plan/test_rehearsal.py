@@ -1,0 +1,97 @@
+"""Plans that are warmed up: their first real call makes nothing anew, and is right."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch import RingPlan, ring_attn
+from ring_attention_pytorch.plan import kept
+from ring_attention_pytorch.runtime import graphs
+from ring_attention_pytorch.runtime.graphs import with_graphs
+from tests.runtime.test_graphs import stand_in
+from tests.support import threads
+from tests.support.cases import over_shared_memory
+
+HOW: dict[str, Any] = dict(causal=True, layout="zigzag")
+
+
+@pytest.fixture(autouse=True)
+def _new_plans() -> None:
+    kept.forget()
+
+
+def shards(transposed: bool = False) -> list[Tensor]:
+    given = [torch.randn(2, 20, h, 8, dtype=torch.float64) for h in (4, 2, 2)]
+    if transposed:
+        given = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in given]
+    return [t.requires_grad_() for t in given]
+
+
+def step(plan: RingPlan, given: list[Tensor], **more: Tensor) -> list[Tensor]:
+    out = ring_attn(*given, plan=plan, **more)
+    wanted = [*given, *more.values()]
+    return [out, *torch.autograd.grad(out, wanted, torch.cos(out).detach())]
+
+
+def replays(plan: RingPlan, given: list[Tensor], **more: Tensor) -> list[Tensor]:
+    """Do a step, by the tapes that there are."""
+    known = dict(plan.tapes._kept)
+    assert all(hasattr(tape, "source") for tape in known.values())
+    found = step(plan, given, **more)
+    assert plan.tapes._kept == known  # what is recorded comes in the place of another
+    return found
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_first_step_after_it_replays(transposed: bool) -> None:
+    given, sinks = shards(transposed), torch.randn(4, dtype=torch.float64, requires_grad=True)
+    before = [t.clone() for t in given]
+    options = dict(causal=True, sinks=sinks)
+    fresh = RingPlan.make(*given, **options)
+    kept.forget()
+    plan = RingPlan.make(*given, **options)
+    plan.warm_up(*(given if transposed else ()), sinks=sinks)
+    found, wanted = replays(plan, given, sinks=sinks), step(fresh, given, sinks=sinks)
+    assert all(torch.equal(*pair) for pair in zip(found, wanted))
+    assert all(torch.equal(*pair) for pair in zip(given, before))
+    assert all(t.grad is None for t in (*given, sinks))
+
+
+def test_without_gradients_only_forward_is_warm() -> None:
+    with torch.no_grad():
+        plan = RingPlan.make(*shards(), causal=True)
+        plan.warm_up()
+    assert [kind[0].__name__ for kind in plan.tapes._kept] == ["forward"]
+
+
+def test_ranks_warm_up_together_and_are_told_what_is_wrong_with_one() -> None:
+    def main(ring: threads.ThreadRing) -> str:
+        given = shards()
+        made = RingPlan.make(*given, group=ring, **HOW)
+        plan, fresh = (over_shared_memory(made, given, ring, 9, together=True) for _ in range(2))
+        plan.warm_up()
+        pairs = zip(replays(plan, given), step(fresh, given))
+        assert all(torch.equal(*pair) for pair in pairs)
+        with pytest.raises(ValueError, match="warming up a plan") as told:
+            plan.warm_up(*(t[:, ring.rank :] for t in given))
+        step(plan, given)
+        return str(told.value)
+
+    (told,) = {*threads.run(2, main)[0]}
+    assert "n=19" in told
+    assert told.endswith("(on rank 1)")
+
+
+def test_graphs_are_captured_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    captured, number = graphs.captured, []
+    monkeypatch.setattr(graphs, "captured", lambda *how: number.append(1) or captured(*how))
+    given = shards()
+    fresh = RingPlan.make(*given, causal=True)
+    plan = with_graphs(fresh)
+    plan.warm_up()
+    assert len(number) == 2
+    assert all(torch.equal(*pair) for pair in zip(step(plan, given), step(fresh, given)))
+    assert len(number) == 2
