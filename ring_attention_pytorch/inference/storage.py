@@ -6,7 +6,7 @@ advance.
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,27 @@ class PagedStorage(HeldTokens):
     Layers with a window are kept in a circle of pages each (`rolling`).
     """
 
+    # what is inherited is declared again, or type checkers infer what is set
+    ring: Ring
+    dtype: torch.dtype
+    device: torch.device
+    sequences: int
+    key_heads: int
+    value_dim: int
+    scales: int
+    pages: Pages
+    rows: tuple[int, int]
+    step: int
+    keys: list[Tensor]
+    values: list[Tensor]
+    key_scales: list[Tensor]
+    value_scales: list[Tensor]
+    layer_lengths: list[Tensor]
+    starts: Tensor
+    rooms: Tensor
+    overflown: Tensor
+    tables: Tensor
+    plans: dict[Any, Any]
     dtypes: tuple[torch.dtype, ...]
     head_dim: int
     layers: int

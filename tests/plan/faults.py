@@ -128,7 +128,7 @@ KEPT = [
         "any(issubclass(each, Tensor) for each in {*types})", "False",
     ),
     Mutant(
-        "plans are found again whatever the settings", "plan/kept.py:_globals",
+        "plans are found again whatever the settings", "plan/kept.py:settings",
         "torch.is_grad_enabled(),", "",
     ),
     Mutant(
