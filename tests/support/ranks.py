@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ring_attention_pytorch.comm import placement
+
 _START = 60.0  # seconds until all processes of a pool run, however busy the machine is
 _GRACE = 20.0  # seconds that others are waited for once a rank has failed
 _context = mp.get_context("forkserver")
@@ -61,6 +63,7 @@ def _serve(
     faulthandler.cancel_dump_traceback_later()
     while (task := pipe.recv()) is not None:
         case, args = task
+        placement._unseen.clear()  # as in `conftest.seed`: what another test did is no matter
         faulthandler.dump_traceback_later(hung)
         try:
             answer = ("ok", case(*args))
