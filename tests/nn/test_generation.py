@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch import RingCache, Summaries, shard_batch
-from ring_attention_pytorch.inference import partial
-from ring_attention_pytorch.nn import layer_caches
+from ring_attention_pytorch.inference import model_cache, partial
 from ring_attention_pytorch.nn.generation import Sampling
 from tests.nn.generation_cases import CASES, ROUTED, WORDS, Case
 from tests.support.reference import relative_error
@@ -197,8 +196,8 @@ def test_a_long_chunk_s_scores_are_in_memory_some_at_a_time(monkeypatch) -> None
 
 
 def test_pages_are_smaller_for_short_sequences() -> None:
-    assert layer_caches.page_for(10, 4) == 1
-    assert layer_caches.page_for(10**6, 8) == 64
+    assert model_cache.page_for(10, 4) == 1
+    assert model_cache.page_for(10**6, 8) == 64
 
 
 @pytest.mark.parametrize(
@@ -206,8 +205,9 @@ def test_pages_are_smaller_for_short_sequences() -> None:
     [
         (dict(softclamp=2.0), {}, "without softclamp and select"),
         (dict(attn_summaries=Summaries(4, 2, select=1)), {}, "without softclamp and select"),
-        ({}, dict(prefill_chunk_size=3), "leave out prefill_chunk_size=3 and kernel=None"),
-        ({}, dict(kernel="eager"), "leave out prefill_chunk_size=None and kernel='eager'"),
+        ({}, dict(prefill_chunk_size=3), "leave out prefill_chunk_size=3, kernel=None"),
+        ({}, dict(cache_dtype=torch.float8_e4m3fn), "cache_dtype=torch.float8_e4m3fn"),
+        ({}, dict(kernel="eager"), "leave out prefill_chunk_size=None, kernel='eager'"),
     ],
 )
 def test_what_layers_with_summaries_do_not_generate_by(options, call, text) -> None:
