@@ -193,7 +193,8 @@ class RingHFCache(Cache):
         """
         if self._new.pop(layer, None) is not qkv[1]:
             self._fail(f"layer {layer} attends to keys that it has not given to the cache")
-        keys = self._ready(*qkv[1:], at[0])
+        _, k, v = qkv
+        keys = self._ready(k, v, at[0])
         if (problem := keys.holder(layer).problem_of(options["window"], 0, new=True)) is not None:
             self._fail(f"layer {layer}: {problem}; with spare=None all tokens of it are kept")
         q, k, v = (rearrange(t, "b h n d -> b n h d").to(keys.taken_as(t.dtype)) for t in qkv)
