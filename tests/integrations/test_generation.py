@@ -117,7 +117,9 @@ def spread(
     register()
     found = []
     for name, mode in cases:
-        ring = dict(group=ring_of(size), page=page, spare=8, dtype=dtype)
+        ring: dict[str, Any] = dict(spare=8, dtype=dtype)
+        if dist.is_initialized():
+            ring |= dict(group=ring_of(size), page=page)
         config = model_of(name, "ring").config
         found.append(generated(name, mode, RingHFCache(config, **ring)))
         if mode not in AHEAD:
