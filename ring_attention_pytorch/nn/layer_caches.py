@@ -93,7 +93,6 @@ class TokenCache(NamedTuple):
         return self.cache.layer_lengths[self.layer][0]
 
     def attend(self, x: Tensor, chunk: Chunk) -> Tensor:
-        how = {"kernel": self.kernel} if chunk.layout is None else {"layout": chunk.layout}
         attn = self.attn
         q, k, v = attn.project(x, None)
         if (angles := chunk.angles) is not None:
@@ -101,7 +100,7 @@ class TokenCache(NamedTuple):
         q, k, v = (t.to(self.cache.taken_as(v.dtype)) for t in (q, k, v))
         out = ring_attn_with_cache(
             q, k, v, self.cache, layer=self.layer, window=attn.window, softclamp=attn.softclamp,
-            **how,
+            layout=chunk.layout, kernel=self.kernel if chunk.layout is None else None,
         )  # fmt: skip
         assert isinstance(out, Tensor)  # lse was not asked for
         return attn.to_out(rearrange(out, "b n h d -> b n (h d)").to(x.dtype))
