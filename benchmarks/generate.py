@@ -32,6 +32,7 @@ from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.decode_plan import DecodePlan
 from ring_attention_pytorch.nn import generation
+from ring_attention_pytorch.nn.layer_caches import Reading
 
 WORDS = 128256
 PARTS = ("attention", "exchanges", "the rest")
@@ -62,8 +63,9 @@ class Ours:
                 dim_head=asked.dim // heads, causal=True, ring_attn=True, group=ring,
             )  # fmt: skip
         self.model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-        like = torch.empty(1, asked.tokens, dtype=torch.long, device=device)
-        self.decoder = generation.CachedTransformer(self.model, ring, like, asked.room, None)
+        dtype, room = self.model.token_emb.weight.dtype, asked.tokens + asked.room
+        reading = Reading(ring, 1, room, dtype, device, None, None, None)
+        self.decoder = generation.CachedTransformer(self.model, reading)
         self.cache = self.decoder.caches[0].cache  # of all layers
         self.keys = self.cache.nbytes
 

@@ -201,9 +201,11 @@ def attend_kernel(
         unseen = tl.maximum(start, first_query + block * ROWS // GROUP - window)
     count = _held(length, PAGE, RANKS, RANK)
     first = tl.minimum(_held(unseen, PAGE, RANKS, RANK), count) // COLS * COLS
-    each = tl.cdiv(tl.cdiv(count - first, SPLITS - NEW), COLS) * COLS
-    begin = first + split * each
-    end = tl.minimum(begin + each, count)  # before begin, for the split of new tokens
+    # in whole blocks of keys, of which no split has two more than another
+    in_all = tl.cdiv(count - first, COLS)
+    begin = first + in_all * split // (SPLITS - NEW) * COLS
+    end = first + in_all * (split + 1) // (SPLITS - NEW) * COLS
+    end = tl.minimum(end, count)  # not behind begin, for the split of new tokens
     acc = tl.zeros([ROWS, WIDTH_V], tl.float32)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     totals = tl.zeros([ROWS, COLS], tl.float32)

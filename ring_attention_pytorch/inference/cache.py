@@ -120,6 +120,10 @@ class RingCache(PagedStorage):
         """What queries and what is appended must be, in words."""
         return f"{' or '.join(map(str, self.dtypes))} on {self.device}"
 
+    def taken_as(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which queries, keys and values of this one can be given."""
+        return dtype if dtype in self.dtypes else self.dtype
+
     @beartype
     def owner(self, token: int) -> int:
         """Return the rank that holds a token, the same for all sequences."""

@@ -6,6 +6,7 @@ looks up a token's page finds it, and kernels know nothing of circles:
     token     0 1 | 2 3 | 4 5 | 6 7 | 8          pages of 2, three for each sequence
     page       0     1     2     0     1         tokens 3 to 8 are held
 
+Circles grow with the sequences, up to their size, where memory is not allocated at once.
 All ranks compute the same, alone: nothing is exchanged. Of `spare` tokens more than the window so
 many come at a time that none is overwritten that a query sees, and as many more can be forgotten.
 """
@@ -18,6 +19,8 @@ import torch
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.held import HeldTokens
 from ring_attention_pytorch.inference.pages import Pages
+
+SPARE_PAGES = 8  # memory grows by an eighth more than it must
 
 
 class Windows(NamedTuple):
@@ -64,6 +67,7 @@ class RollingTokens(HeldTokens):
             setattr(self, name, getattr(whole, name))
         self.layers = [layer for layer, each in enumerate(windows.of) if each == window]
         self.turns = windows.turns(window, self.pages.page)
+        self.laid = 0  # of these so many have memory, for each sequence
         self.longest = [0] * self.sequences  # that each was since it was empty, when last looked at
         self.extend()
 
@@ -71,9 +75,27 @@ class RollingTokens(HeldTokens):
         """Make the table as long as that of whole sequences."""
         width, device = self.whole.tables.shape[1] * self.whole.pages.ranks, self.device
         with torch.inference_mode(False):
-            circle = torch.arange(width, dtype=torch.int32, device=device) % self.turns
-            first = torch.arange(self.sequences, dtype=torch.int32, device=device) * self.turns
+            circle = torch.arange(width, dtype=torch.int32, device=device) % max(1, self.laid)
+            first = torch.arange(self.sequences, dtype=torch.int32, device=device) * self.laid
             self.tables = first.unsqueeze(1) + circle
+
+    def lacks(self, tokens: int) -> bool:
+        """Tell whether memory must grow for sequences of so many tokens."""
+        return self.laid < min(self.turns, self.pages.turns(tokens))
+
+    def grow(self, tokens: int) -> None:
+        """Give each sequence pages for so many tokens, as far as the circle goes."""
+        wanted = self.pages.turns(tokens)
+        laid, self.laid = self.laid, min(self.turns, wanted + wanted // SPARE_PAGES)
+        for pools in (self.keys, self.values, self.key_scales, self.value_scales):
+            for layer in self.layers:
+                pool = pools[layer]
+                with torch.inference_mode(False):
+                    larger = pool.new_zeros(self.sequences * self.laid, *pool.shape[1:])
+                each = larger.unflatten(0, (self.sequences, self.laid))
+                each[:, :laid] = pool.unflatten(0, (self.sequences, laid))
+                pools[layer] = larger
+        self.extend()
 
     def lengths_in(self, layer: int) -> list[int]:
         return self.whole.lengths_in(layer)
@@ -123,5 +145,5 @@ class RollingTokens(HeldTokens):
         self.longest = [self.longest[i] for i in beams]
         for layer in self.layers:
             for pool in self.pools_of(layer):
-                each = pool.unflatten(0, (self.sequences, self.turns))
+                each = pool.unflatten(0, (self.sequences, self.laid))
                 each.copy_(each[torch.tensor(list(beams), device=self.device)])

@@ -15,11 +15,9 @@ from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.held import HeldTokens
 from ring_attention_pytorch.inference.page_table import Copies, PageTable
 from ring_attention_pytorch.inference.pages import Pages
-from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
+from ring_attention_pytorch.inference.rolling import SPARE_PAGES, RollingTokens, Windows
 from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored
 from ring_attention_pytorch.runtime.streams import capturing
-
-_SPARE = 8  # a pool grows by an eighth more than it must
 
 
 class Sizes(NamedTuple):
@@ -89,7 +87,7 @@ class PagedStorage(HeldTokens):
         self._table = PageTable(sequences, self.pages, self.ring.rank, sequences * turns)
         self.keys, self.values, self.key_scales, self.value_scales = [], [], [], []
         for window in windows.of:
-            pages = sequences * (turns if window is None else windows.turns(window, page))
+            pages = sequences * turns if window is None else 0  # circles grow
             for pools, dim in ((self.keys, head_dim), (self.values, self.value_dim)):
                 pools.append(self._pool(pages, dim, dtype))
             for pools in (self.key_scales, self.value_scales):
@@ -227,7 +225,7 @@ class PagedStorage(HeldTokens):
                 "RingCache: memory must grow, and a CUDA graph uses the memory that there is; make "
                 "the cache with a capacity, or `reserve` before graphs are captured"
             )
-        size = self._table.size + lacking + self._table.size // _SPARE
+        size = self._table.size + lacking + self._table.size // SPARE_PAGES
         for pools in self._pools:
             for layer in self._paged:
                 pool = pools[layer]
@@ -255,15 +253,19 @@ class PagedStorage(HeldTokens):
     def _upload(self) -> None:
         """Write tables and rooms where kernels read them: in place, as long as they fit."""
         width = max(map(len, self._table.of), default=0)
-        if width > self.tables.shape[1]:
+        rooms = [self._table.room(i) for i in range(self.sequences)]
+        short = [circle for circle in self.circles if circle.lacks(max(rooms))]
+        if (wider := width > self.tables.shape[1]) or short:
             if self.captured:
-                raise ValueError("RingCache: a CUDA graph uses a table that must grow")
-            self.tables = self._ints(self.sequences, width + width // _SPARE)
+                raise ValueError("RingCache: a CUDA graph uses memory that must grow")
+            for circle in short:
+                circle.grow(max(rooms))
+        if wider:
+            self.tables = self._ints(self.sequences, width + width // SPARE_PAGES)
             for circle in self.circles:
                 circle.extend()
         rows = [held + [0] * (self.tables.shape[1] - len(held)) for held in self._table.of]
         self.tables.copy_(torch.tensor(rows, dtype=torch.int32).view_as(self.tables))
-        rooms = [self._table.room(i) for i in range(self.sequences)]
         self._reserved = min(rooms)
         self.rooms.copy_(torch.tensor(rooms, dtype=torch.int32))
 

@@ -24,8 +24,9 @@ from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
 from ring_attention_pytorch.inference.attention import digest, ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.model_cache import SPARE, model_cache
 from ring_attention_pytorch.integrations.calls import names
-from ring_attention_pytorch.integrations.layers import layers_problem
+from ring_attention_pytorch.integrations.layers import layers_problem, windows_of
 from ring_attention_pytorch.integrations.masks import Visible, visible_by
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 
@@ -47,6 +48,11 @@ class RingHFCache(Cache):
         capacity: the most tokens of a sequence, whose memory is then allocated at once. None lets
             memory grow.
         page: tokens that lie on one rank before the next has its turn.
+        dtype: of the keys and values that are kept; None is that of the model's.
+            `torch.float8_e4m3fn` takes half the memory of 16 bits, and rounds.
+        spare: layers that have a window by the config keep its tokens and twice this, in place of
+            all, where these are fewer. So many tokens can be forgotten there, as assisted decoding
+            and `crop` do. None keeps all tokens of all layers.
         kernel: of attention to few tokens, as for `ring_attn_with_cache`.
         check_tokens: check in each call of the model whether all ranks have the same tokens, and
             whether these are those that come next.
@@ -80,6 +86,8 @@ class RingHFCache(Cache):
         *,
         capacity: int | None = None,
         page: int = 64,
+        dtype: torch.dtype | None = None,
+        spare: int | None = SPARE,
         kernel: str | None = None,
         check_tokens: bool = True,
         group: Group = None,
@@ -87,9 +95,11 @@ class RingHFCache(Cache):
         self.ring = as_ring(group)
         self.config = config.get_text_config(decoder=True)
         problem = problem_of(lambda: layers_problem(self.config, 0) or self._name_problem())
-        same = {"capacity": capacity, "page": page, "kernel": kernel, "check": check_tokens}
+        self.sizes: dict[str, Any] = {"capacity": capacity, "page": page, "spare": spare}
+        same = self.sizes | {"dtype": str(dtype), "kernel": kernel, "check": check_tokens}
         agree(self.ring, _CALLER, same, problem=problem)
-        self.sizes: dict[str, Any] = {"capacity": capacity, "page": page}
+        self.dtype, windows = dtype, windows_of(self.config)
+        self.windows = [None] * len(windows) if spare is None else windows
         self.kernel = kernel
         self.check_tokens = check_tokens
         self.keys: RingCache | None = None
@@ -138,7 +148,8 @@ class RingHFCache(Cache):
         """Forget the last -tokens_to_remove tokens.
 
         Raises:
-            ValueError: it is positive, which was once the length to keep.
+            ValueError: it is positive, which was once the length to keep; or layers with a window
+                have forgotten what would be seen then: `spare` was less.
         """
         n = -int(tokens_to_remove)  # it may be a tensor
         if n < 0:
@@ -182,8 +193,11 @@ class RingHFCache(Cache):
         """
         if self._new.pop(layer, None) is not qkv[1]:
             self._fail(f"layer {layer} attends to keys that it has not given to the cache")
-        q, k, v = (rearrange(t, "b h n d -> b n h d") for t in qkv)
+        _, k, v = qkv
         keys = self._ready(k, v, at[0])
+        if (problem := keys.holder(layer).problem_of(options["window"], 0, new=True)) is not None:
+            self._fail(f"layer {layer}: {problem}; with spare=None all tokens of it are kept")
+        q, k, v = (rearrange(t, "b h n d -> b n h d").to(keys.taken_as(t.dtype)) for t in qkv)
         options |= {"layer": layer}
         if self._chunk is not None:
             return _out(ring_attn_with_cache(q, k, v, keys, layout=_LAYOUT, **options))
@@ -202,10 +216,10 @@ class RingHFCache(Cache):
 
     def _ready(self, k: Tensor, v: Tensor, starts: list[int] | None) -> RingCache:
         """Return the `RingCache` for new tokens, whose padding it then hides."""
-        b, _, heads, d = k.shape
+        b, heads, _, d = k.shape
         if self.keys is None:
-            self.keys = RingCache(
-                b, heads, d, value_dim=v.shape[-1], layers=len(self.layers), dtype=k.dtype,
+            self.keys = model_cache(
+                self.windows, b, heads, d, value_dim=v.shape[-1], dtype=self.dtype or k.dtype,
                 device=k.device, group=self.ring, **self.sizes,
             )  # fmt: skip
         if b != self.keys.sequences:
@@ -358,7 +372,8 @@ class CachedMask(NamedTuple):
             self.cache._fail(problem)
         options = {**scores, "window": self.visible.window, "sinks": sinks}
         number: Any = layer.layer_idx
-        return self.cache.attend(number, qkv, (self.starts, positions), options)
+        out = self.cache.attend(number, qkv, (self.starts, positions), options)
+        return out.to(qkv[0].dtype)
 
 
 class _Layer(CacheLayerMixin):

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-_SPREAD = {"full_attention", "sliding_attention", "attention", "mlp", "moe", "dense", "sparse"}
+_SLIDING = "sliding_attention"
+_SPREAD = {_SLIDING, "full_attention", "attention", "mlp", "moe", "dense", "sparse"}
 _OF_LENGTH = ("dynamic", "longrope")  # rotary frequencies depend on how long a sequence is
 
 
@@ -29,6 +30,21 @@ def layers_problem(config: Any, length: int) -> str | None:
             "False, or add such a loss yourself"
         )
     return _rotary_problem(config, length)
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """Return how many tokens before its own each layer sees; None is all.
+
+    >>> from types import SimpleNamespace
+    >>> layers = ["full_attention", "sliding_attention"]
+    >>> windows_of(SimpleNamespace(num_hidden_layers=2, sliding_window=8, layer_types=layers))
+    [None, 7]
+    """
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        return [None] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or [_SLIDING] * config.num_hidden_layers
+    return [window - 1 if kind == _SLIDING else None for kind in kinds]  # it counts the token
 
 
 def _rotary_problem(config: Any, length: int) -> str | None:

@@ -94,13 +94,8 @@ class Decoder(Protocol):
 class CachedTransformer:
     """A `RingTransformer` with what its layers keep of all tokens that it has read."""
 
-    def __init__(
-        self, model: Any, ring: Ring, ids: Tensor, new: int, kernel: str | None,
-        starts: Sequence[int] | None = None,
-    ):  # fmt: skip
-        self.model, self.ring = model, ring
-        (b, n), dtype = ids.shape, autocast_dtype(model.token_emb.weight)
-        reading = Reading(ring, b, n + new, dtype, ids.device, kernel, starts)
+    def __init__(self, model: Any, reading: Reading) -> None:
+        self.model, self.ring = model, reading.ring
         self.caches = caches_of([attn for attn, _ in model.layers], reading)
 
     def prefill(self, ids: Tensor) -> None:
@@ -152,12 +147,14 @@ class Generation:
         mask: Tensor | None = None,
         ring_size: int | None = None,
         kernel: str | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Continue sequences, with keys and values spread over the ring.
 
         Every rank gives the same whole ids, and gets the same tokens. In between a rank has its
-        part of each chunk of the prompt, and its share of the keys. Attention is as in `forward` in
-        evaluation, without dropout. In float32 and float64 tokens are those of one process.
+        part of each chunk of the prompt, and its share of the keys. Of layers with a window it has
+        the last keys only, where these are fewer. Attention is as in `forward` in evaluation,
+        without dropout. In float32 and float64 tokens are those of one process.
 
         Args:
             ids: `[b, n]`, the prompts, the same on all ranks of the ring.
@@ -174,6 +171,8 @@ class Generation:
             ring_size: number of consecutive ranks that make one ring; must divide the group. All
                 rings bring prompts of the same shape, and each its own.
             kernel: of attention to the cache for one token, as for `ring_attn_with_cache`.
+            cache_dtype: of the keys and values that are kept, as for `RingCache`. None is that of
+                the model; `torch.float8_e4m3fn` takes half the memory of 16 bits, and rounds.
 
         Returns:
             `[b, n + m]`: the prompts, and m <= max_new_tokens tokens. After its end a sequence
@@ -196,19 +195,24 @@ class Generation:
         problem = problem_of(
             lambda: (
                 self._generation_problem(ids, mask, ends)
-                or summaries_problem(self, kernel, prefill_chunk_size)
+                or summaries_problem(self, kernel, prefill_chunk_size, cache_dtype)
                 or numbers_problem(numbers)
                 or how.problem(seed)
                 or self._unagreed(how, seed)
             )
         )
         same = {**numbers, "sampling": [*how], "eos": ends, "seed": seed, "kernel": kernel}
+        same |= {"cache_dtype": str(cache_dtype)}
         if problem is None:
             same |= {"values of ids": digest(ids), "values of mask": digest(mask)}
         ring = self._ring(ring_size)
         everywhere = {"shape of ids": [*ids.shape], "mask": mask is not None}
         agree(ring, _caller(self), same, problem=problem, everywhere=everywhere)
-        decoder = self._decoder(ring, ids, max_new_tokens, mask, kernel)
+        starts = None if mask is None else (~mask).sum(1).tolist()
+        (b, n), dtype = ids.shape, autocast_dtype(self.token_emb.weight)
+        decoder = self._decoder(
+            Reading(ring, b, n + max_new_tokens, dtype, ids.device, kernel, starts, cache_dtype)
+        )
         for chunk in ids[:, :-1].split(prefill_chunk_size or ids.shape[1], dim=1):
             if chunk.shape[1]:
                 decoder.prefill(chunk)
@@ -249,11 +253,8 @@ class Generation:
     def _ring(self: Any, ring_size: int | None) -> Ring:
         return self.spread.ring(self.spread.on(self.force_regular_attn), ring_size)
 
-    def _decoder(
-        self: Any, ring: Ring, ids: Tensor, new: int, mask: Tensor | None, kernel: str | None
-    ) -> Decoder:
-        starts = None if mask is None else (~mask).sum(1).tolist()
-        return CachedTransformer(self, ring, ids, new, kernel, starts)
+    def _decoder(self: Any, reading: Reading) -> Decoder:
+        return CachedTransformer(self, reading)
 
     def _generation_problem(
         self: Any, ids: Tensor, mask: Tensor | None, ends: list[int]
@@ -284,18 +285,21 @@ class Generation:
         return None
 
 
-def summaries_problem(model: Any, kernel: str | None, chunk: int | None) -> str | None:
+def summaries_problem(
+    model: Any, kernel: str | None, chunk: int | None, dtype: torch.dtype | None
+) -> str | None:
     """Say what layers with summaries, if there are any, can't do in generation."""
     layers = [m for m in model.modules() if getattr(m, "summaries", None) is not None]
     if not layers:
         return None
     if any(attn.softclamp is not None or attn.summaries.rule.select for attn in layers):
         return "layers with attn_summaries generate without softclamp and select"
-    if kernel is None and chunk is None:
+    if kernel is None and chunk is None and dtype is None:
         return None
     return (
-        "layers with attn_summaries read the prompt at once, and choose the kernel by themselves: "
-        f"leave out prefill_chunk_size={chunk} and kernel={kernel!r}"
+        "layers with attn_summaries read the prompt at once, choose the kernel by themselves and "
+        f"keep keys in the model's dtype: leave out prefill_chunk_size={chunk}, kernel={kernel!r} "
+        f"and cache_dtype={dtype}"
     )
 
 

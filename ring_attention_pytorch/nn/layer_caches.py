@@ -11,11 +11,10 @@ from torch import Tensor
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.model_cache import model_cache
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.rotary import apply_rotary_pos_emb
 from ring_attention_pytorch.plan.option_types import LayoutName
-
-_LARGEST_PAGE, _PAGES = 64, 4  # tokens of a page; pages that each rank should have at least
 
 
 class Reading(NamedTuple):
@@ -28,6 +27,14 @@ class Reading(NamedTuple):
     device: torch.device
     kernel: str | None  # of attention to cached tokens
     starts: Sequence[int] | None  # of each sample: tokens before this one are padding
+    cache_dtype: torch.dtype | None  # of keys and values that are kept; None is `dtype`
+
+    def cache(self, windows: Sequence[int | None], heads: int, dim: int, room: int) -> RingCache:
+        """Make a cache for layers with these windows, and for so many tokens of each sample."""
+        return model_cache(
+            windows, self.samples, heads, dim, capacity=room, group=self.ring, device=self.device,
+            dtype=self.cache_dtype or self.dtype,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,18 +73,15 @@ def token_caches(layers: Sequence[RingAttention], reading: Reading) -> list["Tok
     """Make one `RingCache` of all tokens, and what each layer knows of it."""
     if not layers:
         return []
-    attn, room, ring = layers[0], reading.room, reading.ring
-    cache = RingCache(
-        reading.samples, attn.heads_here()[1], attn.dim_head, layers=len(layers), capacity=room,
-        page=page_for(room, ring.size), dtype=reading.dtype, device=reading.device, group=ring,
-    )  # fmt: skip
+    heads, dim = layers[0].heads_here()[1], layers[0].dim_head
+    cache = reading.cache([attn.window for attn in layers], heads, dim, reading.room)
     if reading.starts is not None:
         cache.hide_before(reading.starts)
     return [TokenCache(attn, cache, i, reading.kernel) for i, attn in enumerate(layers)]
 
 
 class TokenCache(NamedTuple):
-    """One layer's keys and values of all tokens, spread over a ring."""
+    """One layer's keys and values: of all tokens over a ring, or the last ones on each rank."""
 
     attn: RingAttention
     cache: RingCache
@@ -89,32 +93,14 @@ class TokenCache(NamedTuple):
         return self.cache.layer_lengths[self.layer][0]
 
     def attend(self, x: Tensor, chunk: Chunk) -> Tensor:
-        how = {"kernel": self.kernel} if chunk.layout is None else {"layout": chunk.layout}
-        return attend_cached(self.attn, x, chunk.angles, self.cache, self.layer, **how)
-
-
-def attend_cached(
-    attn: RingAttention, x: Tensor, angles: Tensor | None, cache: RingCache, layer: int, **how: Any
-) -> Tensor:
-    """Append tokens x `[b, n, dim]` to a layer's cache; compute the layer's attention to it all.
-
-    `how` are options of `ring_attn_with_cache`: the kernel, and the layout of shards.
-    """
-    q, k, v = attn.project(x, None)
-    if angles is not None:
-        q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
-    q, k, v = (t.to(cache.dtype) for t in (q, k, v))
-    out = ring_attn_with_cache(
-        q, k, v, cache, layer=layer, window=attn.window, softclamp=attn.softclamp, **how
-    )
-    return attn.to_out(rearrange(out, "b n h d -> b n (h d)"))
-
-
-def page_for(capacity: int, ranks: int) -> int:
-    """Return the size of pages: smaller ones for short sequences, so that all ranks have some.
-
-    >>> [page_for(capacity, ranks=4) for capacity in (10, 100, 1_000_000)]
-    [1, 4, 64]
-    """
-    wanted = max(1, min(_LARGEST_PAGE, capacity // (_PAGES * ranks)))
-    return 1 << (wanted.bit_length() - 1)
+        attn = self.attn
+        q, k, v = attn.project(x, None)
+        if (angles := chunk.angles) is not None:
+            q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
+        q, k, v = (t.to(self.cache.taken_as(v.dtype)) for t in (q, k, v))
+        out = ring_attn_with_cache(
+            q, k, v, self.cache, layer=self.layer, window=attn.window, softclamp=attn.softclamp,
+            layout=chunk.layout, kernel=self.kernel if chunk.layout is None else None,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)  # lse was not asked for
+        return attn.to_out(rearrange(out, "b n h d -> b n (h d)").to(x.dtype))

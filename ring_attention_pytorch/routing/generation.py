@@ -19,9 +19,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
-from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.nn.layer_caches import attend_cached, page_for
-from ring_attention_pytorch.plan.checks import autocast_dtype
+from ring_attention_pytorch.nn.layer_caches import Chunk, Reading, token_caches
 from ring_attention_pytorch.routing.attention import base_for
 from ring_attention_pytorch.routing.autoregressive import (
     ConditionalRoutedAutoregressiveAttention as RoutedAttention,
@@ -86,21 +84,14 @@ class Picked(NamedTuple):
 class CachedRoutedTransformer:
     """A causal `ConditionalRoutedTransformer` with what it must know of the tokens it has read."""
 
-    def __init__(self, model: Any, ring: Ring, ids: Tensor, new: int, kernel: str | None) -> None:
-        self.model, self.kernel, self.length = model, kernel, 0
-        first = model.layers[0].conditional_attn
-        self.window, (b, n) = first.window, ids.shape
-        light, heavy = first.light_attn, first.heavy_attn
-        chosen = max(1, (n + new) // self.window * slots(first.num_heavy_tokens_kv, self.window))
-        like: dict[str, Any] = dict(
-            layers=len(model.layers), dtype=autocast_dtype(model.token_emb.weight),
-            device=ids.device, group=ring,
-        )  # fmt: skip
-        sizes = (b, light.heads_here()[1], light.dim_head), (b, heavy.heads, heavy.dim_head)
-        self.light, self.heavy = (
-            RingCache(*each, capacity=capacity, page=page_for(capacity, ring.size), **like)
-            for each, capacity in zip(sizes, (n + new, chosen))
-        )
+    def __init__(self, model: Any, reading: Reading) -> None:
+        self.model, self.kernel, self.length = model, reading.kernel, 0
+        attentions = [block.conditional_attn for block in model.layers]
+        first, room = attentions[0], reading.room
+        self.window, heavy = first.window, first.heavy_attn
+        chosen = max(1, room // self.window * slots(first.num_heavy_tokens_kv, self.window))
+        self.heavy = reading.cache([None] * len(attentions), heavy.heads, heavy.dim_head, chosen)
+        self.light = token_caches([attn.light_attn for attn in attentions], reading)
         self.recent = [(Recent(self.window), Recent(self.window)) for _ in model.layers]
 
     def prefill(self, ids: Tensor) -> None:
@@ -128,7 +119,8 @@ class CachedRoutedTransformer:
         heavy, light = attn.heavy_attn, attn.light_attn
         q = heavy.queries(picked.tokens, at[picked.places], picked.gates)
         # as heads of one token, for all queries see all of these keys
-        rows = rearrange(q, "b k h d -> b 1 (h k) d").to(self.heavy.dtype)
+        rows = rearrange(q, "b k h d -> b 1 (h k) d")
+        rows = rows.to(self.heavy.taken_as(rows.dtype))
         out, lse = ring_attn_with_cache(
             rows, None, None, self.heavy, layer=layer, kernel=self.kernel, return_lse=True
         )
@@ -139,7 +131,7 @@ class CachedRoutedTransformer:
             self._append_keys(attn, window, recent.length - self.window, layer)
         assert light is not None  # causal ones have it
         angles = None if light.rotary_embed is None else light.rotary_embed(at)
-        return found + attend_cached(light, x, angles, self.light, layer, kernel=self.kernel)
+        return found + self.light[layer].attend(x, Chunk(at, angles, None))
 
     def _append_keys(self, attn: RoutedAttention, window: Tensor, start: int, layer: int) -> None:
         """Choose the heavy keys of a full window, whose first token is `start`, and append them."""
@@ -149,7 +141,8 @@ class CachedRoutedTransformer:
         way = replace(routed.way, positions=routed.positions + start)
         k, v = attn.heavy_attn.keys(routed._replace(way=way))
         if k.shape[1]:
-            self.heavy.append(k.to(self.heavy.dtype), v.to(self.heavy.dtype), layer)
+            k, v = (t.to(self.heavy.taken_as(v.dtype)) for t in (k, v))
+            self.heavy.append(k, v, layer)
 
 
 def feed_forward(ff: ConditionalRoutedFeedForward, x: Tensor, recent: Recent) -> Tensor:

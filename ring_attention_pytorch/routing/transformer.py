@@ -6,8 +6,9 @@ from beartype import beartype
 from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import typed
-from ring_attention_pytorch.comm.ring import Group, Ring
+from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.generation import Decoder
+from ring_attention_pytorch.nn.layer_caches import Reading
 from ring_attention_pytorch.nn.loss import mean_cross_entropy
 from ring_attention_pytorch.nn.sharding import told_by_module
 from ring_attention_pytorch.nn.transformer import RingTransformer
@@ -106,10 +107,8 @@ class ConditionalRoutedTransformer(RingTransformer):
             return mean_cross_entropy(logits, batch.labels, self.ignore_index, batch.everyone)
         return logits if batch.shards is None else batch.shards.unshard(logits)
 
-    def _decoder(
-        self, ring: Ring, ids: Tensor, new: int, mask: Tensor | None, kernel: str | None
-    ) -> Decoder:
-        return CachedRoutedTransformer(self, ring, ids, new, kernel)
+    def _decoder(self, reading: Reading) -> Decoder:
+        return CachedRoutedTransformer(self, reading)
 
     def _generation_problem(self, ids: Tensor, mask: Tensor | None, ends: list[int]) -> str | None:
         if mask is not None:

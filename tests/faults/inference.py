@@ -72,6 +72,9 @@ def battery() -> Iterable[Callable[[], object]]:
     for case in ROUTED:
         yield partial(generate, 1, case)
     yield test_generation.test_a_token_is_drawn_among_the_largest
+    yield test_generation.test_keys_that_are_kept_in_fewer_bits_are_close
+    for case in test_generation.KEPT:
+        yield partial(test_generation.test_a_layer_keeps_its_window_where_that_is_less, *case)
 
 
 def _small_caches() -> list[tuple[int, Any]]:

@@ -159,7 +159,11 @@ INFERENCE = [
         "a circle has no room for what comes", ROLLING + "Windows.turns", "2 * self.spare", "0",
     ),
     Mutant(
-        "all sequences have one circle", ROLLING + "RollingTokens.extend", "* self.turns", "* 0",
+        "all sequences have one circle", ROLLING + "RollingTokens.extend", "* self.laid", "* 0",
+    ),
+    Mutant(
+        "a circle forgets as it grows", ROLLING + "RollingTokens.grow",
+        "pool.unflatten(0, (self.sequences, laid))", "0",
     ),
     Mutant(
         "a circle stays with its place", ROLLING + "RollingTokens.reorder", "each.copy_(", "(",

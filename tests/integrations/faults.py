@@ -104,6 +104,18 @@ INTEGRATIONS = [
         '"sinks": None',
     ),
     Mutant(
+        "windows do not count the token itself", "integrations/layers.py:windows_of",
+        "window - 1", "window - 2",
+    ),
+    Mutant(
+        "all tokens of all layers are kept", "integrations/cache.py:RingHFCache.__init__",
+        "if spare is None else windows", "",
+    ),
+    Mutant(
+        "a model's windows may be wider than its config's",
+        "integrations/cache.py:RingHFCache.attend", "if (problem :=", "if False and (problem :=",
+    ),
+    Mutant(
         "any attention may have the cache", "integrations/cache.py:RingHFCache._name_problem",
         "if name in names:", "if True:",
     ),

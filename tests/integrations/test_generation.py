@@ -107,12 +107,19 @@ def same(got: list[Generated], want: list[Generated]) -> bool:
     )
 
 
-def spread(cases: list[tuple[str, str]], size: int, page: int) -> list[Generated]:
-    """For a pool: the same in rings of a size; also with the prompt computed ahead."""
+def spread(
+    cases: list[tuple[str, str]], size: int, page: int, dtype: torch.dtype | None = None
+) -> list[Generated]:
+    """For a pool: the same in rings of a size; also with the prompt computed ahead.
+
+    Layers with a window of five tokens keep 21, of a prompt of 41.
+    """
     register()
     found = []
     for name, mode in cases:
-        ring = dict(group=ring_of(size), page=page) if dist.is_initialized() else {}
+        ring: dict[str, Any] = dict(spare=8, dtype=dtype)
+        if dist.is_initialized():
+            ring |= dict(group=ring_of(size), page=page)
         config = model_of(name, "ring").config
         found.append(generated(name, mode, RingHFCache(config, **ring)))
         if mode not in AHEAD:
@@ -140,6 +147,24 @@ def test_tokens_are_those_of_one_process(size, page, pools):
     want = wanted(cases)
     for found in pools(4).run(spread, cases, size, page):
         assert same(found, want), cases
+
+
+def test_in_8_bits_tokens_are_close_and_chunks_change_nothing(pools):
+    cases = [("Gemma2", "greedy")]
+    (_, want), _ = wanted(cases)
+    for found in pools(4).run(spread, cases, 2, 4, torch.float8_e4m3fn):
+        at_once, ahead = found
+        assert same([at_once], [ahead])
+        assert 1e-3 < relative_error(at_once[1][0], want[0]) < 0.1
+
+
+def test_layers_with_a_window_keep_no_more():
+    register()
+    cached = RingHFCache(model_of("Gemma2", "ring").config, page=4, spare=4)
+    called("Gemma2", cached=cached)
+    sliding, full = (len(pool) * 4 // 2 for pool in cached.keys.keys)
+    assert (sliding, full) == (12, 44)
+    assert cached.keys.nbytes < 0.7 * 4 * full * 2 * 2 * 8 * 8  # as if all were kept
 
 
 def other_random_numbers() -> Any:
@@ -245,6 +270,17 @@ def beyond_its_capacity() -> Any:
     return called(cached=cached)
 
 
+def forgotten_too_far() -> Any:
+    cached = RingHFCache(model_of("Mistral", "ring").config, page=1, spare=2)
+    called("Mistral", cached=cached)
+    cached.crop(-2)
+    return cached.crop(-1)
+
+
+def windows_that_the_model_has_not() -> Any:
+    return called(cached=RingHFCache(model_of("Mistral", "ring").config))
+
+
 def cropped_to_a_length() -> Any:
     cached = RingHFCache(model_of("Llama", "ring").config)
     return cached.crop(5)
@@ -262,6 +298,8 @@ TRAPS: dict[Callable[[], Any], str] = {
     assisted_after_a_prompt: "RingHFCache: ",  # of positions, or of the mask
     in_a_batch_s_block: "in the block of a batch",
     beyond_its_capacity: "more than the capacity of 30",
+    forgotten_too_far: "larger `spare`",
+    windows_that_the_model_has_not: "with spare=None all tokens of it are kept",
     cropped_to_a_length: "crop takes minus the tokens",
 }
 

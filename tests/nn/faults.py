@@ -55,12 +55,32 @@ INFERENCE = [
         "if ends and bool(ended.all()):", "if ends and False:",
     ),
     Mutant(
-        "layers have no window in generation", "nn/layer_caches.py:attend_cached",
+        "layers have no window in generation", "nn/layer_caches.py:TokenCache.attend",
         "window=attn.window", "window=None",
     ),
     Mutant(
-        "layers have no softclamp in generation", "nn/layer_caches.py:attend_cached",
+        "layers have no softclamp in generation", "nn/layer_caches.py:TokenCache.attend",
         "softclamp=attn.softclamp", "softclamp=None",
+    ),
+    Mutant(
+        "keys are kept in the model's dtype", "nn/layer_caches.py:Reading.cache",
+        "self.cache_dtype or self.dtype", "self.dtype",
+    ),
+    Mutant(
+        "queries come in the dtype of what is kept", "inference/cache.py:RingCache.taken_as",
+        "dtype if dtype in self.dtypes else self.dtype", "self.dtype",
+    ),
+    Mutant(
+        "windows are kept that are more than all", "inference/model_cache.py:model_cache",
+        "turns(w, page) >= share", "False",
+    ),
+    Mutant(
+        "all tokens of all layers are kept", "inference/model_cache.py:model_cache",
+        "turns(w, page) >= share", "True",
+    ),
+    Mutant(
+        "spare is more than a share", "inference/model_cache.py:model_cache",
+        "min(SPARE, share * page // _SHARE)", "SPARE",
     ),
     Mutant(
         "the token that reaches top_p is left out", "nn/generation.py:Sampling.choose",

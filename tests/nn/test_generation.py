@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch import RingCache, Summaries, shard_batch
-from ring_attention_pytorch.inference import partial
-from ring_attention_pytorch.nn import layer_caches
+from ring_attention_pytorch.inference import model_cache, partial
 from ring_attention_pytorch.nn.generation import Sampling
 from tests.nn.generation_cases import CASES, ROUTED, WORDS, Case
 from tests.support.reference import relative_error
@@ -45,6 +45,27 @@ def test_in_16_bits_logits_are_as_exact_as_those_of_one_process(
     assert relative_error(logits[0].double(), exact) < allowed
 
 
+SMALL = [CASES[1], ROUTED[0]]
+
+
+def in_fewer_bits() -> list[Any]:
+    dtypes = torch.float8_e4m3fn, torch.bfloat16
+    return [case.over(cache_dtype=dtype) for case in SMALL for dtype in dtypes]
+
+
+def test_keys_that_are_kept_in_fewer_bits_are_close() -> None:
+    right = [case.anew()[1][0] for case in SMALL]
+    errors = [relative_error(got[0], right[i // 2]) for i, (_, got) in enumerate(in_fewer_bits())]
+    assert 1e-3 < min(errors[::2]) < max(errors[::2]) < 0.1
+    assert 1e-5 < min(errors[1::2]) < max(errors[1::2]) < 0.01
+
+
+def test_a_ring_rounds_as_one_process_does(pools: Callable) -> None:
+    want = [tokens for tokens, _ in in_fewer_bits()]
+    for found in pools(3).run(in_fewer_bits):
+        assert [tokens for tokens, _ in found] == want
+
+
 def in_two_rings() -> tuple[Any, Any]:
     seed = dist.get_rank() // 2
     return CASES[0].over(seed=seed, ring_size=2), CASES[0].anew(seed)
@@ -56,8 +77,8 @@ def test_several_rings_generate_each_its_own(pools: Callable) -> None:
     assert found[0][0][0] != found[2][0][0]
 
 
-def held() -> tuple[int, int]:
-    """Bytes of keys and values on this rank, and in one process."""
+def held() -> tuple[int, int, int]:
+    """Bytes of keys and values on this rank, in one process, and with windows and in 8 bits."""
     found = []
     make = RingCache.__init__
 
@@ -70,14 +91,17 @@ def held() -> tuple[int, int]:
         case = Case(length=500, new=12, call=dict(prefill_chunk_size=100))
         case.over()
         case.model().generate(case.prompt(), case.new)
+        short = replace(case, options=dict(max_lookback_seq_len=(None, 9)))
+        short.over(cache_dtype=torch.float8_e4m3fn)
     finally:
         RingCache.__init__ = make
-    return found[0], found[1]
+    return found[0], found[1], found[2]
 
 
 def test_each_rank_holds_its_share(pools: Callable) -> None:
-    for share, whole in pools(4).run(held):
+    for share, whole, small in pools(4).run(held):
         assert share <= 1.1 * whole / 4
+        assert small <= 0.76 * share * 12 / 64  # bytes of eight numbers
 
 
 def sampled_apart() -> list[Any]:
@@ -99,6 +123,10 @@ def misuse(name: str) -> None:
     right = torch.ones_like(ids, dtype=torch.bool)
     right[0, 4] = False
     deeds: dict[str, Callable[[], Any]] = {
+        "cache_dtype must be the same": lambda: model.generate(
+            ids, 2, cache_dtype=torch.float8_e4m3fn if odd else None
+        ),
+        "dtype must be one of": lambda: model.generate(ids, 2, cache_dtype=torch.int8),
         "values of ids must be the same": lambda: model.generate(ids + odd * (ids < 9), 2),
         "seed must be the same": lambda: model.generate(ids, 2, 1.0, seed=3 + odd),
         "max_new_tokens must be at least 1": lambda: model.generate(ids, 0 if odd else 2),
@@ -140,6 +168,7 @@ def broken(model: Any, ids: torch.Tensor) -> None:
 
 
 REFUSED = [
+    "cache_dtype must be the same", "dtype must be one of",
     "values of ids must be the same", "seed must be the same", "max_new_tokens must be at least 1",
     "top_p need a temperature", "top_k must be at least 1", "top_p must be above 0",
     "temperature must be at least 0", "eos must be from 0 to 30", "padding on the left",
@@ -196,9 +225,26 @@ def test_a_long_chunk_s_scores_are_in_memory_some_at_a_time(monkeypatch) -> None
         assert case.same(case.over(), case.anew())
 
 
+KEPT: list[Any] = [
+    (4000, None, [None, 100, None], 256),
+    (800, None, [None, 100, None], 104),
+    (130, None, [None, None, None], None),
+    (4000, 1990, [None, None, None], None),
+    (None, 7, [None, 100, 4096], 7),
+]
+
+
+@pytest.mark.parametrize(("capacity", "given", "kept", "spare"), KEPT)
+def test_a_layer_keeps_its_window_where_that_is_less(capacity, given, kept, spare) -> None:
+    cache = model_cache.model_cache([None, 100, 4096], 1, 1, 4, capacity=capacity, spare=given)
+    holders = [cache.holder(layer) for layer in range(3)]
+    assert [getattr(holder, "window", None) for holder in holders] == kept
+    assert holders[1].at_once == spare
+
+
 def test_pages_are_smaller_for_short_sequences() -> None:
-    assert layer_caches.page_for(10, 4) == 1
-    assert layer_caches.page_for(10**6, 8) == 64
+    assert model_cache.page_for(10, 4) == 1
+    assert model_cache.page_for(10**6, 8) == 64
 
 
 @pytest.mark.parametrize(
@@ -206,8 +252,9 @@ def test_pages_are_smaller_for_short_sequences() -> None:
     [
         (dict(softclamp=2.0), {}, "without softclamp and select"),
         (dict(attn_summaries=Summaries(4, 2, select=1)), {}, "without softclamp and select"),
-        ({}, dict(prefill_chunk_size=3), "leave out prefill_chunk_size=3 and kernel=None"),
-        ({}, dict(kernel="eager"), "leave out prefill_chunk_size=None and kernel='eager'"),
+        ({}, dict(prefill_chunk_size=3), "leave out prefill_chunk_size=3, kernel=None"),
+        ({}, dict(cache_dtype=torch.float8_e4m3fn), "cache_dtype=torch.float8_e4m3fn"),
+        ({}, dict(kernel="eager"), "leave out prefill_chunk_size=None, kernel='eager'"),
     ],
 )
 def test_what_layers_with_summaries_do_not_generate_by(options, call, text) -> None:

@@ -1,0 +1,67 @@
+"""The cache of a model's layers: of some all tokens are kept, of others no more than their window.
+
+window of each layer   None   100      4096
+kept of it             all    window   all       on two ranks, of sequences of 4000 tokens
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ring_attention_pytorch.comm.ring import Group, as_ring
+from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.pages import Pages
+from ring_attention_pytorch.inference.rolling import Windows
+
+SPARE = 256  # tokens: fewer mean more kernels for a prompt, more mean more memory
+_SHARE = 8  # spare is at most this part of what other layers keep
+_LARGEST_PAGE, _PAGES = 64, 4  # tokens of a page; pages that each rank should have at least
+
+
+def model_cache(
+    windows: Sequence[int | None],
+    sequences: int,
+    key_heads: int,
+    head_dim: int,
+    *,
+    capacity: int | None,
+    page: int | None = None,
+    spare: int | None = None,
+    group: Group = None,
+    **others: Any,
+) -> RingCache:
+    """Make a cache for layers with these windows: of some it keeps no more, where that is less.
+
+    Args:
+        windows: of each layer; None sees all tokens.
+        capacity: as of a `RingCache`; None is taken for more than any window.
+        page: None is a size that suits the capacity.
+        spare: of layers with a window; None suits prompts, of which nothing is rolled back.
+        others: arguments of `RingCache`, such as dtype and device.
+
+    >>> cache = model_cache([None, 100], 1, key_heads=1, head_dim=4, capacity=2000)
+    >>> [len(pool) * cache.pages.page for pool in cache.keys]
+    [2048, 640]
+    """
+    ring, kept = as_ring(group), [*windows]
+    if page is None:
+        page = _LARGEST_PAGE if capacity is None else page_for(capacity, ring.size)
+    if capacity is not None:
+        share = Pages(page, ring.size).turns(capacity)
+        if spare is None:
+            spare = max(1, min(SPARE, share * page // _SHARE))
+        turns = Windows((), spare).turns
+        kept = [None if w is None or turns(w, page) >= share else w for w in windows]
+    return RingCache(
+        sequences, key_heads, head_dim, layers=len(kept), capacity=capacity, page=page,
+        windows=kept, spare=SPARE if spare is None else spare, group=ring, **others,
+    )  # fmt: skip
+
+
+def page_for(capacity: int, ranks: int) -> int:
+    """Return the size of pages: smaller ones for short sequences, so that all ranks have some.
+
+    >>> [page_for(capacity, ranks=4) for capacity in (10, 100, 1_000_000)]
+    [1, 4, 64]
+    """
+    wanted = max(1, min(_LARGEST_PAGE, capacity // (_PAGES * ranks)))
+    return 1 << (wanted.bit_length() - 1)
