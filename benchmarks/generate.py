@@ -64,7 +64,7 @@ class Ours:
             )  # fmt: skip
         self.model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
         dtype, room = self.model.token_emb.weight.dtype, asked.tokens + asked.room
-        reading = Reading(ring, 1, room, dtype, device, None, None, None)
+        reading = Reading(ring, 1, room, dtype, device)
         self.decoder = generation.CachedTransformer(self.model, reading)
         self.cache = self.decoder.caches[0].cache  # of all layers
         self.keys = self.cache.nbytes

@@ -11,6 +11,8 @@ So however long a sequence is, ranks hold equally many tokens of it, but for one
 
 from typing import NamedTuple
 
+HEADROOM = 8  # what grows gets an eighth more than it must have
+
 
 class Pages(NamedTuple):
     """Pages of `page` tokens over so many `ranks`."""

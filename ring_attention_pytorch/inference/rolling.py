@@ -18,9 +18,7 @@ import torch
 
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.held import HeldTokens
-from ring_attention_pytorch.inference.pages import Pages
-
-SPARE_PAGES = 8  # memory grows by an eighth more than it must
+from ring_attention_pytorch.inference.pages import HEADROOM, Pages
 
 
 class Windows(NamedTuple):
@@ -72,7 +70,7 @@ class RollingTokens(HeldTokens):
         self.extend()
 
     def extend(self) -> None:
-        """Make the table as long as that of whole sequences."""
+        """Make the table anew: as long as that of whole sequences, of the pages that there are."""
         width, device = self.whole.tables.shape[1] * self.whole.pages.ranks, self.device
         with torch.inference_mode(False):
             circle = torch.arange(width, dtype=torch.int32, device=device) % max(1, self.laid)
@@ -84,9 +82,12 @@ class RollingTokens(HeldTokens):
         return self.laid < min(self.turns, self.pages.turns(tokens))
 
     def grow(self, tokens: int) -> None:
-        """Give each sequence pages for so many tokens, as far as the circle goes."""
+        """Give each sequence pages for so many tokens, as far as the circle goes.
+
+        The table knows of them when it was made anew, by `extend`.
+        """
         wanted = self.pages.turns(tokens)
-        laid, self.laid = self.laid, min(self.turns, wanted + wanted // SPARE_PAGES)
+        laid, self.laid = self.laid, min(self.turns, wanted + wanted // HEADROOM)
         for pools in (self.keys, self.values, self.key_scales, self.value_scales):
             for layer in self.layers:
                 pool = pools[layer]
@@ -95,7 +96,6 @@ class RollingTokens(HeldTokens):
                 each = larger.unflatten(0, (self.sequences, self.laid))
                 each[:, :laid] = pool.unflatten(0, (self.sequences, laid))
                 pools[layer] = larger
-        self.extend()
 
     def lengths_in(self, layer: int) -> list[int]:
         return self.whole.lengths_in(layer)

@@ -14,8 +14,8 @@ from torch import Tensor
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.held import HeldTokens
 from ring_attention_pytorch.inference.page_table import Copies, PageTable
-from ring_attention_pytorch.inference.pages import Pages
-from ring_attention_pytorch.inference.rolling import SPARE_PAGES, RollingTokens, Windows
+from ring_attention_pytorch.inference.pages import HEADROOM, Pages
+from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
 from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored
 from ring_attention_pytorch.runtime.streams import capturing
 
@@ -225,7 +225,7 @@ class PagedStorage(HeldTokens):
                 "RingCache: memory must grow, and a CUDA graph uses the memory that there is; make "
                 "the cache with a capacity, or `reserve` before graphs are captured"
             )
-        size = self._table.size + lacking + self._table.size // SPARE_PAGES
+        size = self._table.size + lacking + self._table.size // HEADROOM
         for pools in self._pools:
             for layer in self._paged:
                 pool = pools[layer]
@@ -255,13 +255,14 @@ class PagedStorage(HeldTokens):
         width = max(map(len, self._table.of), default=0)
         rooms = [self._table.room(i) for i in range(self.sequences)]
         short = [circle for circle in self.circles if circle.lacks(max(rooms))]
-        if (wider := width > self.tables.shape[1]) or short:
+        wider = width > self.tables.shape[1]
+        if wider or short:
             if self.captured:
                 raise ValueError("RingCache: a CUDA graph uses memory that must grow")
+            if wider:
+                self.tables = self._ints(self.sequences, width + width // HEADROOM)
             for circle in short:
                 circle.grow(max(rooms))
-        if wider:
-            self.tables = self._ints(self.sequences, width + width // SPARE_PAGES)
             for circle in self.circles:
                 circle.extend()
         rows = [held + [0] * (self.tables.shape[1] - len(held)) for held in self._table.of]

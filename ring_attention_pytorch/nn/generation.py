@@ -211,8 +211,11 @@ class Generation:
         starts = None if mask is None else (~mask).sum(1).tolist()
         (b, n), dtype = ids.shape, autocast_dtype(self.token_emb.weight)
         decoder = self._decoder(
-            Reading(ring, b, n + max_new_tokens, dtype, ids.device, kernel, starts, cache_dtype)
-        )
+            Reading(
+                ring, b, n + max_new_tokens, dtype, ids.device,
+                kernel=kernel, starts=starts, cache_dtype=cache_dtype,
+            )
+        )  # fmt: skip
         for chunk in ids[:, :-1].split(prefill_chunk_size or ids.shape[1], dim=1):
             if chunk.shape[1]:
                 decoder.prefill(chunk)

@@ -25,9 +25,9 @@ class Reading(NamedTuple):
     room: int  # the most tokens of a sample
     dtype: torch.dtype  # of queries, keys and values
     device: torch.device
-    kernel: str | None  # of attention to cached tokens
-    starts: Sequence[int] | None  # of each sample: tokens before this one are padding
-    cache_dtype: torch.dtype | None  # of keys and values that are kept; None is `dtype`
+    kernel: str | None = None  # of attention to cached tokens
+    starts: Sequence[int] | None = None  # of each sample: tokens before this one are padding
+    cache_dtype: torch.dtype | None = None  # of keys and values that are kept; None is `dtype`
 
     def cache(self, windows: Sequence[int | None], heads: int, dim: int, room: int) -> RingCache:
         """Make a cache for layers with these windows, and for so many tokens of each sample."""
@@ -61,7 +61,7 @@ class LayerCache(Protocol):
 
 
 def caches_of(layers: Sequence[RingAttention], reading: Reading) -> list[LayerCache]:
-    """Make what each layer keeps. Layers that keep all tokens share a `RingCache`."""
+    """Make what each layer keeps. Layers without summaries share a `RingCache`."""
     of_tokens = iter(token_caches([a for a in layers if a.summaries is None], reading))
     return [
         next(of_tokens) if attn.summaries is None else attn.summaries.cache(attn, reading)
@@ -70,7 +70,7 @@ def caches_of(layers: Sequence[RingAttention], reading: Reading) -> list[LayerCa
 
 
 def token_caches(layers: Sequence[RingAttention], reading: Reading) -> list["TokenCache"]:
-    """Make one `RingCache` of all tokens, and what each layer knows of it."""
+    """Make one `RingCache` of all layers, and what each knows of it."""
     if not layers:
         return []
     heads, dim = layers[0].heads_here()[1], layers[0].dim_head
@@ -95,12 +95,13 @@ class TokenCache(NamedTuple):
     def attend(self, x: Tensor, chunk: Chunk) -> Tensor:
         attn = self.attn
         q, k, v = attn.project(x, None)
+        dtype = v.dtype
         if (angles := chunk.angles) is not None:
             q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
-        q, k, v = (t.to(self.cache.taken_as(v.dtype)) for t in (q, k, v))
+        q, k, v = (t.to(self.cache.taken_as(dtype)) for t in (q, k, v))
         out = ring_attn_with_cache(
             q, k, v, self.cache, layer=self.layer, window=attn.window, softclamp=attn.softclamp,
             layout=chunk.layout, kernel=self.kernel if chunk.layout is None else None,
         )  # fmt: skip
         assert isinstance(out, Tensor)  # lse was not asked for
-        return attn.to_out(rearrange(out, "b n h d -> b n (h d)").to(x.dtype))
+        return attn.to_out(rearrange(out, "b n h d -> b n (h d)").to(dtype))
