@@ -13,6 +13,7 @@ divided by the ranks; shares are of it. "calls alone" are the kernel's calls of 
 overlaps, where nothing travels. Those of mode "graph" are captured once and replayed as a CUDA
 graph; "replayed" are those of a plan `in_graphs()`, which copy what they are given, and are
 compared with theory in a graph. Launched one by one, few tokens come together, in other calls.
+"predicted" is the TF/s that the cost model of the plan says, on GPUs.
 """
 
 import argparse
@@ -54,6 +55,7 @@ from benchmarks.lib.rings import (
     measured,
     passes,
     planned,
+    predicted_seconds,
     shapes,
     synchronize,
     theory_of,
@@ -69,13 +71,13 @@ from ring_attention_pytorch.runtime.interfaces import KernelRequest
 Results = dict[Subject, Result | str]  # or what went wrong
 
 
-def modes(plan: RingPlan, graphs: bool) -> Iterator[tuple[str, Attend]]:
+def modes(plan: RingPlan, graphs: bool) -> Iterator[tuple[str, RingPlan]]:
     """Yield the ways to launch a plan; what is to be captured is a plan that is meant for it."""
-    yield ONE_BY_ONE, planned(plan)
+    yield ONE_BY_ONE, plan
     if not graphs:
         return
     capturable = plan.device.type == "cuda" and plan.transport.capturable
-    ready = planned(plan.in_graphs() if capturable else plan)
+    ready = plan.in_graphs() if capturable else plan
     yield GRAPH, ready
     if capturable:
         yield REPLAYED, ready
@@ -92,9 +94,12 @@ def ours(shape: Shape, asked: argparse.Namespace, like: list[Tensor], errors: Er
         except ValueError as error:  # the same on all ranks
             found[Subject(name, kernel)] = str(error)[:120]
             continue
-        for mode, attend in modes(plan, asked.graphs):
-            result = measured(attend, like, asked.repeats, errors, mode == GRAPH)
-            found[Subject(name, kernel, mode)] = with_shared(result, shape.device)
+        for mode, ready in modes(plan, asked.graphs):
+            result = measured(planned(ready), like, asked.repeats, errors, mode == GRAPH)
+            if isinstance(result, Result):
+                result = with_shared(result, shape.device)
+                result = result._replace(predicted=predicted_seconds(ready, mode))
+            found[Subject(name, kernel, mode)] = result
         if name == "gather" and has_theory(shape, asked):
             found |= bare(Subject(ALONE, kernel), still(plan), like, asked.graphs, asked.repeats)
     return found
@@ -115,10 +120,10 @@ def has_theory(shape: Shape, asked: argparse.Namespace) -> bool:
     return shape.tokens * dist.get_world_size() <= asked.theory_up_to
 
 
-def with_shared(result: Result | str, device: torch.device) -> Result | str:
+def with_shared(result: Result, device: torch.device) -> Result:
     """Add the memory that is shared with other ranks, which PyTorch's allocator does not count."""
     shared = shared_by(Ring(), device)
-    if shared is None or isinstance(result, str):
+    if shared is None:
         return result
     buffers = (shared.space.keys, shared.space.grads, shared.space.swaps)
     nbytes = sum(buffer.memory.nbytes for buffer in buffers)
@@ -173,9 +178,12 @@ def rows(shape: Shape, found: Results) -> Iterator[Row]:
             yield from failed(about, result)
             continue
         theory = found.get(theory_of(subject))
-        share = rounded(theory.both / result.both) if isinstance(theory, Result) else None
-        speeds = tflops(flops, result.forward, result.both)
-        yield from by_pass(about, "tflops", speeds, share=share, **result.memory_and_errors())
+        said = result.memory_and_errors()
+        if isinstance(theory, Result):
+            said["share"] = rounded(theory.both / result.both)
+        if result.predicted is not None:
+            said["predicted"] = rounded(3.5 * flops / result.predicted / 1e12)
+        yield from by_pass(about, "tflops", tflops(flops, result.forward, result.both), **said)
 
 
 def trace(shape: Shape, asked: argparse.Namespace) -> None:
@@ -189,8 +197,8 @@ def trace(shape: Shape, asked: argparse.Namespace) -> None:
     kinds += [ProfilerActivity.CUDA] if shape.device.type == "cuda" else []
     for kernel, transport in product(asked.kernels, asked.transports):
         options = dict(kernel=kernel, transport=transport, layout=shape.layout)
-        *_, (_, attend) = modes(make_plan(shape, tensors, **options), asked.graphs)
-        _, both = passes(attend, tensors)
+        *_, (_, plan) = modes(make_plan(shape, tensors, **options), asked.graphs)
+        _, both = passes(planned(plan), tensors)
         run = captured(both) if asked.graphs else both
         for _ in ("warm", "kept"):
             dist.barrier()

@@ -24,6 +24,8 @@ from benchmarks.lib.results import GRAPH, ONE_BY_ONE, Row, Subject, named_errors
 from ring_attention_pytorch import RingPlan, positions, ring_attn, unshard_sequence
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import Layout
+from ring_attention_pytorch.plan.explain import predicted
+from ring_attention_pytorch.schedule.cost import host_seconds
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Errors = Callable[[Tensor, Tensor], tuple[float, ...]]  # of out and dq
@@ -72,12 +74,16 @@ class Shape(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Hold seconds forward and both ways, the peak in GiB, and the errors of out and dq."""
+    """Hold seconds forward and both ways, the peak in GiB, and the errors of out and dq.
+
+    `predicted` is what the cost model says of both ways, in seconds.
+    """
 
     forward: float
     both: float
     peak: float
     errors: tuple[float, float] | None
+    predicted: float | None = None
 
     def memory_and_errors(self) -> Row:
         """Return what the row of both passes says of it."""
@@ -130,6 +136,20 @@ def make_plan(shape: Shape, like: list[Tensor], **options: Any) -> RingPlan:
 def planned(plan: RingPlan) -> Attend:
     """Return attention by a plan that is made once, as layers have it."""
     return lambda q, k, v: ring_attn(q, k, v, plan=plan)
+
+
+def predicted_seconds(plan: RingPlan, mode: str) -> float | None:
+    """Predict a GPU's seconds forward and backward, the slowest rank's: None on CPUs.
+
+    Launched one by one it is those of the host, if they are more.
+    """
+    if plan.device.type != "cuda":
+        return None
+    cost, swap = predicted(plan)
+    seconds = cost.forward + cost.backward + swap
+    if mode == ONE_BY_ONE:
+        seconds = max(seconds, host_seconds(plan.schedule, plan.can_be_taped, plan.machine))
+    return _slowest([seconds], plan.device)[0]
 
 
 def alone(shape: Shape, kernel: str, like: list[Tensor]) -> Attend:
