@@ -40,6 +40,8 @@ def operands(tma: bool, *blocks: tuple[Tensor, int]) -> list[Any]:
     def descriptor(t: Tensor, length: int) -> TensorDescriptor:
         if t.ndim == 3:  # lse and delta, [b, h, n]
             return TensorDescriptor.from_tensor(t, [1, 1, length])
-        return TensorDescriptor.from_tensor(t.transpose(1, 2), [1, 1, length, padded(t.shape[3])])
+        shape, strides = t.shape, t.stride()
+        heads_first = [[sizes[i] for i in (0, 2, 1, 3)] for sizes in (shape, strides)]
+        return TensorDescriptor(t, *heads_first, [1, 1, length, padded(shape[3])])
 
     return [descriptor(*block) for block in blocks]

@@ -6,7 +6,7 @@ here import: Triton is optional. With TRITON_INTERPRET=1 they run on the CPU, sl
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -28,7 +28,8 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Tiles,
 )
-from ring_attention_pytorch.runtime.tape import opaque
+from ring_attention_pytorch.runtime.launches import KernelCall, PreparedLaunch
+from ring_attention_pytorch.runtime.tape import opaque, prepared
 
 _WIDEST = 256
 CAN = Capabilities(
@@ -139,12 +140,27 @@ def forward(
     q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods, result: OutputAccumulator
 ) -> None:
     if tiles:
-        _forward(Job(tiles, terms), q, *keys[:3], *result.room())
+        _forward(Job(tiles, terms), q, keys.k, keys.v, _mask(keys), *result.room())
 
 
-@opaque
-def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> None:
-    """Launch a kernel; `tensors` are k, v, a mask, what was before, out and lse."""
+def _operation(call: Callable[..., KernelCall]) -> Callable[..., None]:
+    """Make what launches a call of a job and of tensors; for tapes it is one operation."""
+
+    @opaque
+    def operation(job: Job, *tensors: Tensor | Any) -> None:
+        with _on(tensors[0]):
+            call(job, *tensors).launch()
+
+    @prepared(operation)
+    def _(*given: Any) -> PreparedLaunch:
+        return PreparedLaunch(call(*given), given)
+
+    return operation
+
+
+@_operation
+def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> KernelCall:
+    """Return a call for k, v, a mask of bytes, what was before, out and lse."""
     from ring_attention_pytorch.kernels._triton_forward import forward_kernel
 
     tiles, terms, keys, (before, out, lse) = opened(job, tensors)
@@ -153,53 +169,51 @@ def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> None:
     table = tile_table(tiles, "rows", config.rows, q, every=before is not out)
     options = _options(config, terms, keys, (q, keys.k, keys.v, out))
     q_, k, v = operands(options["TMA"], (q, config.rows), *in_blocks(config.cols, keys.k, keys.v))
-    with _on(q):
-        forward_kernel[(b * h * table.count,)](
-            q_,
-            k,
-            v,
-            _mask(keys),
-            *_places(tiles, terms),
-            *_draws(tiles, terms),
-            # results
-            before,
-            out,
-            lse,
-            # the table of tiles
-            *table,
-            _beside(table.count, h // h_kv),
-            # sizes and factors
-            n,
-            m,
-            h,
-            h // h_kv,
-            d,
-            d_v,
-            *_factors(terms),
-            # strides
-            q.stride(),
-            keys.k.stride(),
-            keys.v.stride(),
-            *_mask_strides(keys),
-            out.stride(),
-            *lse.stride(),
-            FRESH=before is None,
-            MOVES=before is not out,
-            **options,
-        )
+    args = [
+        q_,
+        k,
+        v,
+        keys.key_mask,
+        *_places(tiles, terms),
+        *_draws(tiles, terms),
+        # results
+        before,
+        out,
+        lse,
+        # the table of tiles
+        *table,
+        _beside(table.count, h // h_kv),
+        # sizes and factors
+        n,
+        m,
+        h,
+        h // h_kv,
+        d,
+        d_v,
+        *_factors(terms),
+        # strides
+        q.stride(),
+        keys.k.stride(),
+        keys.v.stride(),
+        *_mask_strides(keys),
+        out.stride(),
+        *lse.stride(),
+    ]
+    constants = dict(FRESH=before is None, MOVES=before is not out, **options)
+    return KernelCall(forward_kernel, b * h * table.count, args, constants)
 
 
 def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, grads: Grads) -> None:
     if not tiles:
         return
-    job, given = Job(tiles, terms), (*Rows.of(saved), *keys[:3])
+    job, given = Job(tiles, terms), (*Rows.of(saved), keys.k, keys.v, _mask(keys))
     _backward_of_keys(job, *given, *grads.dk.room(), *grads.dv.room())
     _backward_of_queries(job, *given, *grads.dq.room())
 
 
-@opaque
-def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> None:
-    """Launch a kernel; `tensors` are `Rows`, k, v, a mask, what was before, dk, and so for dv."""
+@_operation
+def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
+    """Return a call for `Rows`, k, v, a mask of bytes, what was before, dk, and so for dv."""
     from ring_attention_pytorch.kernels._triton_backward_keys import keys_kernel
 
     saved, tensors = Rows(*tensors[:4]), tensors[4:]
@@ -216,52 +230,50 @@ def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> None:
         *in_blocks(config.cols, keys.k, keys.v),
         *in_blocks(config.rows, saved.lse, saved.delta),
     )
-    with _on(saved.q):
-        keys_kernel[(b * h_kv * table.count,)](
-            q,
-            k,
-            v,
-            _mask(keys),
-            *_places(tiles, terms),
-            *_draws(tiles, terms),
-            # residuals and results
-            dout,
-            lse,
-            delta,
-            before,
-            dk,
-            before_v,
-            dv,
-            # the table of tiles
-            *table,
-            _beside(table.count),
-            # sizes and factors
-            m,
-            h_kv,
-            h // h_kv,
-            d,
-            d_v,
-            *_factors(terms),
-            terms.scale,
-            # strides
-            saved.q.stride(),
-            keys.k.stride(),
-            keys.v.stride(),
-            *_mask_strides(keys),
-            saved.dout.stride(),
-            *saved.lse.stride(),
-            *saved.delta.stride(),
-            dk.stride(),
-            dv.stride(),
-            FRESH=before is None,
-            FRESH_V=before_v is None,
-            **options,
-        )
+    args = [
+        q,
+        k,
+        v,
+        keys.key_mask,
+        *_places(tiles, terms),
+        *_draws(tiles, terms),
+        # residuals and results
+        dout,
+        lse,
+        delta,
+        before,
+        dk,
+        before_v,
+        dv,
+        # the table of tiles
+        *table,
+        _beside(table.count),
+        # sizes and factors
+        m,
+        h_kv,
+        h // h_kv,
+        d,
+        d_v,
+        *_factors(terms),
+        terms.scale,
+        # strides
+        saved.q.stride(),
+        keys.k.stride(),
+        keys.v.stride(),
+        *_mask_strides(keys),
+        saved.dout.stride(),
+        *saved.lse.stride(),
+        *saved.delta.stride(),
+        dk.stride(),
+        dv.stride(),
+    ]
+    constants = dict(FRESH=before is None, FRESH_V=before_v is None, **options)
+    return KernelCall(keys_kernel, b * h_kv * table.count, args, constants)
 
 
-@opaque
-def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> None:
-    """Launch a kernel; `tensors` are `Rows`, k, v, a mask, what was before, and dq."""
+@_operation
+def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
+    """Return a call for `Rows`, k, v, a mask of bytes, what was before, and dq."""
     from ring_attention_pytorch.kernels._triton_backward_queries import queries_kernel
 
     saved, tensors = Rows(*tensors[:4]), tensors[4:]
@@ -275,44 +287,43 @@ def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> None:
         *in_blocks(config.rows, saved.q, saved.dout),
         *in_blocks(config.cols, keys.k, keys.v),
     )
-    with _on(saved.q):
-        queries_kernel[(b * h * table.count,)](
-            q,
-            k,
-            v,
-            _mask(keys),
-            *_places(tiles, terms),
-            *_draws(tiles, terms),
-            # residuals and results
-            dout,
-            saved.lse,
-            saved.delta,
-            before,
-            dq,
-            # the table of tiles
-            *table,
-            _beside(table.count, h // h_kv),
-            # sizes and factors
-            n,
-            m,
-            h,
-            h // h_kv,
-            d,
-            d_v,
-            *_factors(terms),
-            terms.scale,
-            # strides
-            saved.q.stride(),
-            keys.k.stride(),
-            keys.v.stride(),
-            *_mask_strides(keys),
-            saved.dout.stride(),
-            *saved.lse.stride(),
-            *saved.delta.stride(),
-            dq.stride(),
-            FRESH=before is None,
-            **options,
-        )
+    args = [
+        q,
+        k,
+        v,
+        keys.key_mask,
+        *_places(tiles, terms),
+        *_draws(tiles, terms),
+        # residuals and results
+        dout,
+        saved.lse,
+        saved.delta,
+        before,
+        dq,
+        # the table of tiles
+        *table,
+        _beside(table.count, h // h_kv),
+        # sizes and factors
+        n,
+        m,
+        h,
+        h // h_kv,
+        d,
+        d_v,
+        *_factors(terms),
+        terms.scale,
+        # strides
+        saved.q.stride(),
+        keys.k.stride(),
+        keys.v.stride(),
+        *_mask_strides(keys),
+        saved.dout.stride(),
+        *saved.lse.stride(),
+        *saved.delta.stride(),
+        dq.stride(),
+    ]
+    constants = dict(FRESH=before is None, **options)
+    return KernelCall(queries_kernel, b * h * table.count, args, constants)
 
 
 def _config(direction: str, q: Tensor, keys: KVBlock, tiles: Tiles) -> Config:
@@ -401,6 +412,7 @@ def _draws(
 
 
 def _mask(keys: KVBlock) -> Tensor | None:
+    """Return the mask as bytes."""
     return None if keys.key_mask is None else keys.key_mask.view(torch.uint8)
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_attention_pytorch.runtime.launches import LaunchKind, PreparedLaunch
+from ring_attention_pytorch.runtime.launches import KernelCall, PreparedLaunch
 from ring_attention_pytorch.runtime.tape import opaque, prepared
 
 _ELEMENTS = 4096  # in the block of one program
@@ -132,31 +132,27 @@ def fused_merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
         fused_merge_(out, lse, *parts[6:])
         parts = parts[:6]
     with torch.cuda.device_of(out):
-        _merge_kind(out, lse, *parts).launch(out, lse, *parts)
+        _merge_call(out, lse, *parts).launch()
 
 
 @prepared(fused_merge_)
 def _(out: Tensor, lse: Tensor, *parts: Tensor) -> Any:
     if out.numel() == 0:
         return None
-    return fused_merge_ if len(parts) > 6 else PreparedLaunch(_merge_kind(out, lse, *parts))
+    given = out, lse, *parts
+    return fused_merge_ if len(parts) > 6 else PreparedLaunch(_merge_call(*given), given)
 
 
-def _merge_kind(out: Tensor, lse: Tensor, *parts: Tensor) -> LaunchKind:
+def _merge_call(out: Tensor, lse: Tensor, *parts: Tensor) -> KernelCall:
     b, n, h, d = out.shape
-    slots = _merge_slots(out, lse, *parts)
+    slots = out, lse, *[*parts, *parts[:2], *parts[:2]][:6]  # those beyond the parts are not read
     rows, width = _block_of(d)
-    return LaunchKind(
+    return KernelCall(
         _merge_kernel,
         triton.cdiv(n, rows) * b * h,
-        _merge_slots,
-        (n, h, d, *[t.stride() for t in slots]),
-        (("PARTS", len(parts) // 2), ("ROWS", rows), ("D", width)),
+        (*slots, n, h, d, *[t.stride() for t in slots]),
+        dict(PARTS=len(parts) // 2, ROWS=rows, D=width),
     )
-
-
-def _merge_slots(out: Tensor, lse: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
-    return out, lse, *[*parts, *parts[:2], *parts[:2]][:6]  # slots beyond the parts are not read
 
 
 def _block_of(d: int) -> tuple[int, int]:
@@ -204,18 +200,19 @@ def fused_add_(total: Tensor, *parts: Tensor, fresh: bool) -> None:
         fused_add_(total, *parts[_AT_ONCE:], fresh=False)
         return
     with torch.cuda.device_of(total):
-        _add_kind(total, *parts, fresh=fresh).launch(total, *parts)
+        _add_call(total, *parts, fresh=fresh).launch()
 
 
 @prepared(fused_add_)
 def _(total: Tensor, *parts: Tensor, fresh: bool) -> Any:
     if total.numel() == 0:
         return None
-    many = len(parts) > _AT_ONCE
-    return fused_add_ if many else PreparedLaunch(_add_kind(total, *parts, fresh=fresh))
+    if len(parts) > _AT_ONCE:
+        return fused_add_
+    return PreparedLaunch(_add_call(total, *parts, fresh=fresh), (total, *parts))
 
 
-def _add_kind(total: Tensor, *parts: Tensor, fresh: bool) -> LaunchKind:
+def _add_call(total: Tensor, *parts: Tensor, fresh: bool) -> KernelCall:
     each = [total, *parts]
     in_rows = all(t.stride(2) == t.shape[3] * t.stride(3) for t in each)
     if in_rows and total[0, 0].numel() <= _ELEMENTS:
@@ -223,17 +220,12 @@ def _add_kind(total: Tensor, *parts: Tensor, fresh: bool) -> LaunchKind:
     b, n, h, d = each[0].shape
     rows, width = _block_of(d)
     strides = [t.stride() for t in each]
-    return LaunchKind(
+    return KernelCall(
         _add_kernel,
         triton.cdiv(n, rows) * b * h,
-        _total_and_parts,
-        (n, h, d, strides[0], tuple(strides[1:])),
-        (("FRESH", fresh), ("ROWS", rows), ("D", width)),
+        (total, parts, n, h, d, strides[0], tuple(strides[1:])),
+        dict(FRESH=fresh, ROWS=rows, D=width),
     )
-
-
-def _total_and_parts(total: Tensor, *parts: Tensor) -> tuple[Any, ...]:
-    return total, parts
 
 
 @triton.jit
@@ -260,16 +252,35 @@ def _product_kernel(
     tl.store(at, tl.sum(x * y, 1), mask=held)
 
 
-@opaque
 def fused_sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     """Compute `rowwise.sum_of_products` on a GPU."""
-    batch, n, h, d = a.shape
+    batch, n, h, _ = a.shape
     total = a.new_empty((batch, h, n), dtype=torch.float32)
-    if a.numel() == 0:
-        return total.zero_()
-    rows, width = _block_of(d)
-    with torch.cuda.device_of(a):
-        _product_kernel[(triton.cdiv(n, rows) * batch * h,)](
-            a, b, total, n, h, d, a.stride(), b.stride(), ROWS=rows, D=width
-        )
+    _write_products(total, a, b)
     return total
+
+
+@opaque
+def _write_products(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.numel() == 0:
+        total.zero_()
+        return
+    with torch.cuda.device_of(a):
+        _product_call(total, a, b).launch()
+
+
+@prepared(_write_products)
+def _(total: Tensor, a: Tensor, b: Tensor) -> Any:
+    given = total, a, b
+    return PreparedLaunch(_product_call(*given), given) if a.numel() else _write_products
+
+
+def _product_call(total: Tensor, a: Tensor, b: Tensor) -> KernelCall:
+    batch, n, h, d = a.shape
+    rows, width = _block_of(d)
+    return KernelCall(
+        _product_kernel,
+        triton.cdiv(n, rows) * batch * h,
+        (a, b, total, n, h, d, a.stride(), b.stride()),
+        dict(ROWS=rows, D=width),
+    )

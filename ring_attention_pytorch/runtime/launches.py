@@ -1,6 +1,7 @@
 """Launches of Triton kernels that cost the host half of what they usually do, or less."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -73,36 +74,90 @@ def _launcher(made: Any, programs: int) -> Callable[..., None]:
     return launch
 
 
-class LaunchKind(NamedTuple):
-    """All of a launch but its tensors: equal for tensors that are alike in all that counts.
-
-    `arranged` makes the kernel's first arguments of the tensors; `numbers` follow, and constants.
-    """
+class KernelCall(NamedTuple):
+    """A launch of a Triton kernel, with all it is given."""
 
     kernel: Any
     programs: int
-    arranged: Callable[..., tuple[Any, ...]]
-    numbers: tuple[Any, ...]
-    constants: tuple[tuple[str, int], ...]
+    args: Sequence[Any]  # numbers, tensors, tuples of them, descriptors
+    constants: dict[str, Any]  # the kernel's last parameters, and the compiler's options
 
-    def launch(self, *tensors: Tensor) -> Any:
+    def launch(self) -> Any:
         """Launch it on the current stream, as Triton does; return what is compiled, if anything."""
-        given = self.arranged(*tensors)
-        return self.kernel[(self.programs,)](*given, *self.numbers, **dict(self.constants))
+        return self.kernel[(self.programs,)](*self.args, **self.constants)
+
+
+class _Given(NamedTuple):
+    """Stands for a tensor that a call is given, by its number."""
+
+    number: int
+
+    def tensor(self, given: Sequence[Tensor | Any]) -> Tensor:
+        return given[self.number]
+
+    def address(self, given: Sequence[Tensor | Any]) -> int:
+        return given[self.number].data_ptr()
+
+
+class _Group(NamedTuple):
+    """Stands for a tuple of such tensors."""
+
+    numbers: tuple[int, ...]
+
+    def tensor(self, given: Sequence[Tensor | Any]) -> tuple[Tensor, ...]:
+        return tuple(given[number] for number in self.numbers)
+
+    def address(self, given: Sequence[Tensor | Any]) -> tuple[int, ...]:
+        return tuple(given[number].data_ptr() for number in self.numbers)
+
+
+class _Described(NamedTuple):
+    """Stands for a descriptor of such a tensor, by which blocks of it are moved."""
+
+    number: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+    def tensor(self, given: Sequence[Tensor | Any]) -> Any:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        shape, strides, block = map(list, self[1:])
+        return TensorDescriptor(given[self.number], shape, strides, block)
+
+    def address(self, given: Sequence[Tensor | Any]) -> SimpleNamespace:
+        """Return what a launch reads of a descriptor, whose checks would take the host 5 us."""
+        return SimpleNamespace(
+            base=given[self.number], shape=self.shape, strides=self.strides, padding="zero",
+            round_f32_to_tf32=False,
+        )  # fmt: skip
+
+
+class _Held(NamedTuple):
+    """Stands for a tensor that is the same in all calls, by its address."""
+
+    place: int
 
 
 class PreparedLaunch:
     """A launch that is repeated with tensors like the first ones, on the same device.
 
-    What Triton has compiled for these is launched without looking at the arguments again.
+    What Triton has compiled for these is launched without looking at the arguments again, which
+    takes the host 100 us where they are many. Arguments that are tensors of the call, or
+    descriptors of such, are those of each call; other tensors stay what they are.
     """
 
-    kind: LaunchKind
-
-    def __init__(self, kind: LaunchKind) -> None:
-        self.kind, self._arranged = kind, kind.arranged
-        self._numbers = (*kind.numbers, *[value for _, value in kind.constants])
+    def __init__(self, call: KernelCall, given: Sequence[Tensor | Any]) -> None:
+        slots = [_slot(arg, given) for arg in call.args]
+        moving = [isinstance(slot, _Given | _Group | _Described) for slot in slots]
+        self._moving = [(at, slots[at]) for at, moves in enumerate(moving) if moves]
+        names = call.kernel.arg_names[len(slots) :]
+        self._template = [slot.place if isinstance(slot, _Held) else slot for slot in slots]
+        self._template += [call.constants[name] for name in names]
+        args = [None if moves else arg for moves, arg in zip(moving, call.args)]
+        self._call = call._replace(args=args)  # keeps no tensor of this call
         self._compiled: Any = None
+        self.kind = call.kernel, call.programs, tuple(slots), tuple(call.constants.items())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PreparedLaunch) and self.kind == other.kind
@@ -110,10 +165,35 @@ class PreparedLaunch:
     def __hash__(self) -> int:
         return hash(self.kind)
 
-    def __call__(self, *tensors: Tensor, **_: object) -> None:
-        """Launch it on the current stream; other arguments are in the kind."""
-        if self._compiled is not None:
-            self._compiled(*self._arranged(*tensors), *self._numbers)
+    def __call__(self, *given: Tensor | Any, **_: object) -> None:
+        """Launch it on the current stream; other arguments are as they were."""
+        if self._compiled is None:
+            self._look(given)
             return
-        if (made := self.kind.launch(*tensors)) is not None:  # the interpreter compiles nothing
-            self._compiled = made[(self.kind.programs, 1, 1)]
+        args = self._template.copy()
+        for at, slot in self._moving:
+            args[at] = slot.address(given)
+        self._compiled(*args)
+
+    def _look(self, given: Sequence[Tensor | Any]) -> None:
+        """Launch it as Triton does, and keep what it has compiled; the interpreter does not."""
+        args = [*self._call.args]
+        for at, slot in self._moving:
+            args[at] = slot.tensor(given)
+        if (made := self._call._replace(args=args).launch()) is not None:
+            self._compiled = _launcher(made, self._call.programs)
+
+
+def _slot(arg: Any, given: Sequence[Tensor | Any]) -> Any:
+    """Return what stands for an argument in all calls."""
+    numbers = {
+        id(t): number for number, t in reversed([*enumerate(given)]) if isinstance(t, Tensor)
+    }
+    if isinstance(arg, Tensor):
+        return _Given(numbers[id(arg)]) if id(arg) in numbers else _Held(arg.data_ptr())
+    if isinstance(arg, tuple) and any(isinstance(each, Tensor) for each in arg):
+        return _Group(tuple(numbers[id(each)] for each in arg))
+    if hasattr(arg, "block_shape"):
+        sizes = arg.shape, arg.strides, arg.block_shape
+        return _Described(numbers[id(arg.base)], *map(tuple, sizes))
+    return arg

@@ -108,18 +108,21 @@ class Tapes:
         """Return `function(plan, *given)`, by a tape once there is one.
 
         All that the function decides must depend on the plan and on what a kind has: strides and
-        alignment of tensors that are otherwise always alike, and global settings. With other
-        shared `memory` than before, tapes are made anew.
+        alignment of tensors that are otherwise always alike, which of them are the same one, and
+        global settings. With other shared `memory` than before, tapes are made anew.
         """
         if _watched(given):
             return function(plan, *given)
         if memory != self._memory:
             self._kept.clear()
             self._memory = memory
+        ids = [*map(id, given)]
         kind = (
             function,
             torch.are_deterministic_algorithms_enabled(),
             torch.is_inference_mode_enabled(),
+            torch.get_float32_matmul_precision(),
+            *map(ids.index, ids),
             *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in given],
         )
         known = self._kept.get(kind, _NEW)

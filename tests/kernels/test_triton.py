@@ -31,6 +31,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Tiles,
 )
+from ring_attention_pytorch.runtime.launches import KernelCall
 from tests.support import threads
 from tests.support.cases import Attention, errors, oracle, over_shared_memory, shard
 from tests.support.features import Problem, drawn, together
@@ -129,8 +130,13 @@ def _taped() -> list[bool]:
         taped = all(hasattr(known, "source") for known in plan.tapes._kept.values())
         return taped and all(torch.equal(*pair) for pair in zip(*found[-2:]))
 
-    alone = threading.Lock()  # the interpreter is for one thread at a time
-    with configured(**SMALL), mock.patch.object(triton, "_on", return_value=alone):
+    alone, launch = threading.Lock(), KernelCall.launch
+
+    def launched(call: KernelCall) -> None:  # the interpreter is for one thread at a time
+        with alone:
+            launch(call)
+
+    with configured(**SMALL), mock.patch.object(KernelCall, "launch", launched):
         return threads.run(2, main)[0]
 
 

@@ -318,6 +318,22 @@ KEPT = [
         "(t.stride(), t.data_ptr() & 15)", "True",
     ),
     Mutant(
+        "a tensor given twice is two", "runtime/tape.py:Tapes.run", "*map(ids.index, ids),", "",
+    ),
+    Mutant(
+        "prepared launches take tensors by address", "runtime/launches.py:_slot",
+        "numbers[id(arg.base)]",
+        "{t.data_ptr(): i for i, t in reversed([*enumerate(given)])}[arg.base.data_ptr()]",
+    ),
+    Mutant(
+        "prepared launches keep what the first call was given",
+        "runtime/launches.py:PreparedLaunch._look", "args[at] = slot.tensor(given)", "pass",
+    ),
+    Mutant(
+        "constants are in the order of the call", "runtime/launches.py:PreparedLaunch.__init__",
+        "for name in names", "for name in [*call.constants][:len(names)]",
+    ),
+    Mutant(
         "what reads values is taped", "runtime/tape.py:_Recorder.__torch_function__",
         "self.refused = True", "pass",
     ),

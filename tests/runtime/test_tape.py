@@ -218,6 +218,15 @@ def test_tensors_laid_out_otherwise_have_a_tape_of_their_own() -> None:
     assert len(tapes._kept) == 2
 
 
+def test_one_tensor_given_twice_is_not_two() -> None:
+    q, k, v = (torch.randn(1, 6, 2, 4) for _ in range(3))
+    plan = RingPlan.make(q, k, v, causal=True)
+    want = ring_attn(q, k, v, plan=untaped([q, k, v], causal=True))
+    for given in [(q, q, q)] * 4 + [(q, k, k)] * 4:
+        ring_attn(*given, plan=plan)
+    assert torch.equal(ring_attn(q, k, v, plan=plan), want)
+
+
 def reads(x: Tensor) -> tuple[Tensor]:
     return (x + 1 if x.sum() > 0 else x,)
 
