@@ -25,6 +25,7 @@ from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.pieces import (
+    Chunks,
     KVShape,
     Workload,
     all_together,
@@ -84,14 +85,14 @@ class _Call(SymmetricCall):
     def _come(self, transfer: Transfer) -> None:
         """Pull all keys of a block, in the order of positions."""
         self.space.keys.publish()  # after the call for own keys, which needs nobody
-        pieces, there = self._chunks(transfer.block), []
-        lengths = [piece.segment.length for piece in pieces]
-        for piece in pieces:
-            form = self.gather.form(self.own, self._held_by(piece.owner), masks=True)
-            theirs = self.space.keys.of(self.gather.ranks[piece.owner], form)
-            there.append([t[:, piece.cols] for t in theirs])
+        stretches, there = in_stretches(self._chunks(transfer.block)), []
+        lengths = [at.stop - at.start for _, at in stretches]
+        for owner, at in stretches:
+            form = self.gather.form(self.own, self._held_by(owner), masks=True)
+            theirs = self.space.keys.of(self.gather.ranks[owner], form)
+            there.append([t[:, at] for t in theirs])
         for place, parts in zip(self.rooms, zip(*there)):  # by one kernel: nothing else computes
-            here = place.split(lengths, dim=1)
+            here = place.split_with_sizes(lengths, dim=1)
             if len(self.own.k):
                 torch._foreach_copy_(_by_sample(here), _by_sample(parts))
         self.space.board.spoil(self.rooms[0])
@@ -114,6 +115,23 @@ class _Call(SymmetricCall):
             self.space.board.spoil(*[total.settle() for total in self.totals])
 
         return wait
+
+
+def in_stretches(chunks: Chunks) -> list[tuple[int, slice]]:
+    """List owners, and slices of their keys: of neighbouring chunks that follow one another, one.
+
+    >>> from ring_attention_pytorch.schedule.pieces import Chunk, Segment
+    >>> at = Segment(0, 1, 4)
+    >>> in_stretches((Chunk(1, 0, at), Chunk(1, 4, at), Chunk(0, 0, at)))
+    [(1, slice(0, 8, None)), (0, slice(0, 4, None))]
+    """
+    found: list[tuple[int, slice]] = []
+    for chunk in chunks:
+        start, stop = chunk.cols.start, chunk.cols.stop
+        if found and (found[-1][0], found[-1][1].stop) == (chunk.owner, start):
+            start = found.pop()[1].start
+        found.append((chunk.owner, slice(start, stop)))
+    return found
 
 
 def _by_sample(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...] | list[Tensor]:

@@ -356,7 +356,7 @@ def _in_rounds(sources: list[Source]) -> list[Source]:
 
 def apart(both: Tensor, keys: KVBlock) -> tuple[Tensor, ...]:
     """Split k and v, or their gradients, which lie beside one another."""
-    return both.split((keys.k.shape[-1], keys.v.shape[-1]), dim=-1)
+    return both.split_with_sizes((keys.k.shape[-1], keys.v.shape[-1]), dim=-1)
 
 
 def room_for(like: Tensor, tokens: int | None = None, wide: bool = False) -> Tensor:

@@ -52,6 +52,11 @@ _thread = _Thread()
 _preparations: dict[Callable[..., Any], Callable[..., Any]] = {}  # by opaque operation
 
 
+def recording() -> bool:
+    """Tell whether what this thread does is recorded."""
+    return _thread.recorder is not None
+
+
 def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Let tapes take a function as one operation, whatever it does and looks at.
 
@@ -267,7 +272,7 @@ class _Recorder(TorchFunctionMode):
             return name
         if isinstance(value, list):
             return f"[{', '.join(map(self._text, value))}]"
-        if isinstance(value, tuple):
+        if type(value) is tuple or (isinstance(value, tuple) and _has_tensors(value)):
             return f"({''.join(self._text(each) + ', ' for each in value)})"
         if isinstance(value, slice):
             ends = value.start, value.stop, value.step
