@@ -1,24 +1,24 @@
-"""Writes the tables of docs/performance.md from benchmarks/results/*.json.
+"""Writes the tables of docs/performance.md and docs/predicted.md from benchmarks/results/*.json.
 
     python -m benchmarks report            # write them
-    python -m benchmarks report --check    # only tell whether the page has them
+    python -m benchmarks report --check    # only tell whether the pages have them
 
 A result file is a list of flat rows, one figure a row. `revision` is the commit that was measured;
 "up to X" and "before X" where only that much is known. A row's `command` has measured it. Add the
-rows of a new run, take out those that it supersedes, and write the page again.
+rows of a new run, take out those that it supersedes, and write the pages again.
 """
 
 import argparse
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PAGE = HERE.parent / "docs" / "performance.md"
+DOCS = HERE.parent / "docs"
 ALONE, ONE_BY_ONE, GRAPH, REPLAYED = "theory", "one by one", "graph", "replayed"
 SHAPE: dict[str, object] = {
     "heads": [32, 8],
@@ -191,13 +191,56 @@ def cpu() -> Table:
     return table, quoted
 
 
-TABLES: dict[str, Callable[[], Table]] = {
-    "four": four_gpus,
-    "gpus": other_numbers,
-    "peers": peers,
-    "masks": masks,
-    "kernels": kernels,
-    "cpu": cpu,
+def predictions(gpus: int) -> Table:
+    """TF/s of each way to launch, beside what the cost model says and how far it is off."""
+    rows = found("predicted", gpus=gpus, **{"pass": "both"})
+    ways = dict.fromkeys((row["kernel"], row["subject"], row["tokens"]) for row in rows)
+    table = [["kernel", "transport", "tokens a GPU", "one by one", "replayed", "in a graph"]]
+    quoted: list[Row] = []
+    for kernel, subject, tokens in sorted(ways, key=_by_kernel):
+        cells = []
+        for mode in (ONE_BY_ONE, REPLAYED, GRAPH):
+            here = [
+                row for row in rows
+                if (row["kernel"], row["subject"], row["tokens"], row["mode"])
+                == (kernel, subject, tokens, mode)
+            ][:1]  # fmt: skip
+            quoted += here
+            cells.append("".join(map(off, here)))
+        name = subject if gpus > 1 else "none"
+        table.append([KERNELS[kernel], name, thousands(tokens), *cells])
+    return table, quoted
+
+
+def off(row: Row) -> str:
+    """Write what was measured and predicted, and how far apart they are.
+
+    >>> off({"tflops": 500, "predicted": 550})
+    '500, 550 (+10%)'
+    """
+    measured, said = row["tflops"], row["predicted"]
+    return f"{measured:.0f}, {said:.0f} ({said / measured - 1:+.0%})"
+
+
+def _by_kernel(way: tuple[str, str, int]) -> tuple[int, str, int]:
+    kernel, subject, tokens = way
+    return list(KERNELS).index(kernel), subject, tokens
+
+
+Tables = dict[str, Callable[[], Table]]
+PAGES: dict[Path, Tables] = {
+    DOCS / "performance.md": {
+        "four": four_gpus,
+        "gpus": other_numbers,
+        "peers": peers,
+        "masks": masks,
+        "kernels": kernels,
+        "cpu": cpu,
+    },
+    DOCS / "predicted.md": {
+        "one": partial(predictions, 1),
+        "two": partial(predictions, 2),
+    },
 }
 
 
@@ -212,16 +255,16 @@ def written(table: Table) -> str:
     return "\n".join([*rows, "", "```", *source, "```"])
 
 
-def page(text: str) -> str:
-    """Return the page with its tables written anew, each between its two marks.
+def page(text: str, tables: Tables) -> str:
+    """Return a page with its tables written anew, each between its two marks.
 
     Raises:
         ValueError: the page has no place for a table.
     """
-    for name, make in TABLES.items():
+    for name, make in tables.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if begin not in text or end not in text:
-            raise ValueError(f"{PAGE.name} has no {begin} and {end}")
+            raise ValueError(f"the page has no {begin} and {end}")
         marked = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         here = f"{begin}\n{written(make())}\n{end}"
         text = marked.sub(lambda _, here=here: here, text)
@@ -229,16 +272,18 @@ def page(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page, or tell whether it is what the results say; return the exit status."""
+    """Write the pages, or tell whether they are what the results say; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
     check = parser.parse_args(argv).check
-    before = PAGE.read_text()
-    after = page(before)
-    if check:
-        return int(before != after)
-    PAGE.write_text(after)
-    return 0
+    differs = False
+    for file, tables in PAGES.items():
+        before = file.read_text()
+        after = page(before, tables)
+        differs |= before != after
+        if not check:
+            file.write_text(after)
+    return int(check and differs)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ from benchmarks.lib.results import GRAPH, ONE_BY_ONE, Row, Subject, named_errors
 from ring_attention_pytorch import RingPlan, positions, ring_attn, unshard_sequence
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import Layout
-from ring_attention_pytorch.plan.explain import predicted
-from ring_attention_pytorch.schedule.cost import host_seconds
+from ring_attention_pytorch.plan.explain import launch_seconds, predicted, seconds_beside
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Errors = Callable[[Tensor, Tensor], tuple[float, ...]]  # of out and dq
@@ -141,14 +140,14 @@ def planned(plan: RingPlan) -> Attend:
 def predicted_seconds(plan: RingPlan, mode: str) -> float | None:
     """Predict a GPU's seconds forward and backward, the slowest rank's: None on CPUs.
 
-    Launched one by one it is those of the host, if they are more.
+    Launched one by one, or replayed, it is those of the host, if they are more.
     """
     if plan.device.type != "cuda":
         return None
     cost, swap = predicted(plan)
     seconds = cost.forward + cost.backward + swap
-    if mode == ONE_BY_ONE:
-        seconds = max(seconds, host_seconds(plan.schedule, plan.can_be_taped, plan.machine))
+    if mode != GRAPH:
+        seconds = max(seconds + seconds_beside(plan), launch_seconds(plan))
     return _slowest([seconds], plan.device)[0]
 
 

@@ -25,7 +25,7 @@ from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods
 from ring_attention_pytorch.schedule.cost import choose_transport
-from ring_attention_pytorch.schedule.hardware import H200, Hardware
+from ring_attention_pytorch.schedule.hardware import H200, Hardware, h200_with
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 
 Seconds = dict[str, float]
@@ -81,7 +81,7 @@ def select_transport(
 
     All ranks of the group call this together, if they measure: unless the speeds are `known`.
     """
-    machine = H200
+    machine = h200_with(kernel.name) if like.is_cuda else H200
     degree = ring.size // len(blocks.keys)  # of Ulysses
     if measures(like, named) and ring.group is not None and ring.size > 1:
         machine = known or hardware_of(ring, degree, kernel, shape, like)
@@ -279,10 +279,13 @@ def _speeds(kernel: SelectedKernel, shape: KVShape, like: Tensor) -> Seconds:
 
 
 def _tokens(shape: KVShape) -> int:
-    """Return the number of queries and keys of the block that is measured, of one sample."""
+    """Return the number of queries and keys of the block that is measured, of one sample.
+
+    With fewer FLOPs a kernel of many launches would be measured as slow as its host.
+    """
     pairs = _FLOPS / max(1, shape._replace(batch=1).pair_flops)
     tokens = int(pairs**0.5) // 128 * 128
-    return max(128, min(4096, tokens))
+    return max(128, min(8192, tokens))
 
 
 def _seconds(

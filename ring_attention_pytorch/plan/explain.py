@@ -12,8 +12,10 @@ from ring_attention_pytorch.plan.picture import picture as drawn
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.schedule.cost import (
     Cost,
+    copy_seconds,
     host_seconds,
     predict,
+    replay_seconds,
     swap_seconds,
 )
 from ring_attention_pytorch.schedule.pieces import joined, tokens
@@ -54,9 +56,23 @@ def explain_plan(plan: RingPlan, *, picture: str | PathLike[str] | None = None) 
     )
 
 
+def launch_seconds(plan: RingPlan) -> float:
+    """Predict the seconds that the host takes for a call, forward and backward."""
+    if plan.graphs is not None:
+        return replay_seconds(plan.machine)
+    return host_seconds(plan.schedule, plan.can_be_taped, plan.machine)
+
+
+def seconds_beside(plan: RingPlan) -> float:
+    """Predict the seconds of copies to and from a plan's graphs, forward and backward."""
+    if plan.graphs is None:
+        return 0.0
+    return copy_seconds(count(plan.blocks.queries[plan.place]), plan.kv_shape, plan.machine)
+
+
 def _of_host(plan: RingPlan, cost: Cost) -> list[str]:
     """Say so where the host takes longer than the GPU."""
-    seconds = host_seconds(plan.schedule, plan.can_be_taped, plan.machine)
+    seconds = launch_seconds(plan)
     if plan.device.type != "cuda" or plan.graphs is not None:
         return []
     if seconds <= cost.forward + cost.backward:
@@ -71,7 +87,9 @@ def _prediction(plan: RingPlan, cost: Cost, swap: float) -> str:
     line = f"predicted {where}: forward {forward}, backward {backward}"
     if swap:
         line += f", heads swapped {1e3 * swap:.3g} ms"
-    seconds = cost.forward + cost.backward + swap
+    if copies := seconds_beside(plan):
+        line += f", copies {1e3 * copies:.3g} ms"
+    seconds = cost.forward + cost.backward + swap + copies
     if seconds:
         line += f"; {100 * cost.ideal / seconds:.0f} % of the kernel alone"
     return line

@@ -29,8 +29,9 @@ from ring_attention_pytorch.schedule.steps import (
 )
 
 # launches of small operations that take the host as long as a part or a transfer: by a tape, or by
-# the Python that decides on its operations (one GPU of two H100, 2k and 8k tokens each)
-_TAPED, _DECIDED = 18, 80
+# the Python that decides on its operations; what is around a call, with autograd's thread; and a
+# CUDA graph with its copies (one and two H100, 2k and 8k tokens each)
+_TAPED, _DECIDED, _AROUND, _REPLAY = 25, 80, 45, 30
 _BESIDE = 0.4  # share of `call` that stays where other calls fill what one leaves idle
 
 
@@ -190,12 +191,26 @@ def host_seconds(schedule: Schedule, taped: bool, machine: Hardware = H200) -> f
     >>> two = all_segments("zigzag", 2, 4096)
     >>> both = ring(Workload(two, two, Mask(causal=True)))
     >>> [round(1e3 * host_seconds(both, taped), 1) for taped in (True, False)]
-    [1.3, 5.6]
+    [2.2, 6.1]
     """
     steps = 0
     for program in (schedule.forward, schedule.backward):
         steps += len(program.parts) + len(program.transfers)
-    return steps * (_TAPED if taped else _DECIDED) * machine.launch
+    return (steps * (_TAPED if taped else _DECIDED) + _AROUND) * machine.launch
+
+
+def replay_seconds(machine: Hardware = H200) -> float:
+    """Return the seconds the host takes to replay a call's graphs, forward and backward."""
+    return (2 * _REPLAY + _AROUND) * machine.launch
+
+
+def copy_seconds(tokens: int, shape: KVShape, machine: Hardware = H200) -> float:
+    """Return the seconds to copy to and from a call's graphs, forward and backward.
+
+    q, k, v and out go there twice, with the gradient of out; out and three gradients come back.
+    """
+    rows = shape.batch * shape.heads * (shape.d + shape.d_v) * shape.itemsize
+    return 2 * 3 * tokens * (rows + shape.token_bytes) / machine.memory
 
 
 def swap_seconds(tokens: int, shape: KVShape, degree: int, machine: Hardware = H200) -> float:

@@ -46,3 +46,24 @@ class Hardware(NamedTuple):
 
 
 H200 = Hardware()
+# FLOP/s on an H200 of kernels that are not as fast as cuDNN's, forward and backward
+_KERNELS = {
+    "flash-attn-4": (650e12, 570e12),
+    "triton": (530e12, 435e12),
+    "flash-attn-2": (365e12, 325e12),
+    "sdpa-flash": (345e12, 315e12),
+}
+
+
+def h200_with(kernel: str) -> Hardware:
+    """Return an H200 that has the speed of a kernel, or of one forward and one backward.
+
+    >>> h200_with("triton").forward, h200_with("triton+sdpa-flash").backward
+    (530000000000000.0, 315000000000000.0)
+    """
+    forward, _, backward = kernel.partition("+")
+    usual = H200.forward, H200.backward
+    return H200._replace(
+        forward=_KERNELS.get(forward, usual)[0],
+        backward=_KERNELS.get(backward or forward, usual)[1],
+    )

@@ -14,7 +14,7 @@ MUTANTS = planted("KEPT")
 def battery() -> Iterator[Callable[[], object]]:
     """Cases that fail where something is remembered that should not be."""
     from tests.plan import test_kept, test_rehearsal
-    from tests.runtime import test_tape
+    from tests.runtime import test_launches, test_tape
 
     yield partial(test_rehearsal.test_the_first_step_after_it_replays, False)
     for case in ("causal", "masked", "documents"):
@@ -37,6 +37,10 @@ def battery() -> Iterator[Callable[[], object]]:
     for name in ("key_mask", "alibi_slopes", "dropout"):
         yield partial(test_kept.test_what_depends_on_values_is_made_each_time, name)
     yield settings
+    yield launches_of_flash_attn_4
+    yield test_launches.test_each_call_gives_its_own_tensors
+    yield test_launches.test_tensors_that_begin_alike_are_told_apart
+    yield test_tape.test_one_tensor_given_twice_is_not_two
     yield test_kept.test_who_has_found_another_plan_makes_a_new_one
     yield test_kept.test_plans_of_groups_that_are_gone_go
 
@@ -47,6 +51,14 @@ def settings() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         test_kept.test_settings_are_part_of_the_kind(patch)
+
+
+def launches_of_flash_attn_4() -> None:
+    """They are operations of tapes."""
+    from tests.kernels import test_adapters
+
+    with pytest.MonkeyPatch.context() as patch:
+        test_adapters.test_tapes_repeat_what_flash_attn_4_launches_and_not_its_python(patch)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,13 @@ from torch import Tensor
 from ring_attention_pytorch import ring_attn
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.tiles import Tile, band, trim
-from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.kernels import KERNELS, flash_attn_4
 from ring_attention_pytorch.kernels._flash import aligned, from_bottom_right, windows
 from ring_attention_pytorch.kernels._varlen import packs
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Tiles
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.runtime.tape import Tapes
 from tests.support import threads
 from tests.support.cases import TOLERANCES, Attention, check_symmetric, results
 from tests.support.features import FEATURES, LAYOUTS, Problem, refusal, together
@@ -397,3 +398,38 @@ def test_gradients_are_made_where_others_read_them(kernel, dtype, stood_in, monk
         there.clear()
         check_symmetric(replace(case, kernel=kernel, dtype=dtype), 4, 9)
         assert any(there)
+
+
+def test_tapes_repeat_what_flash_attn_4_launches_and_not_its_python(monkeypatch):
+    """What it has compiled writes where no recorder sees it, and each function has a cache."""
+    entered: list[str] = []
+
+    def compiled(x: Tensor, y: Tensor, factor: float, nothing: None) -> None:
+        with torch._C.DisableTorchFunction():
+            y.copy_(x * factor)
+
+    def before(q: Tensor, room: Tensor) -> None:
+        before.compile_cache["kind"](q, room, 2.0, None)
+
+    def attend(q: Tensor, *, out: Tensor) -> tuple[Tensor, Tensor, None]:
+        entered.append("forward")
+        room = torch.empty(q.shape)
+        before(q.detach(), room)
+        attend.compile_cache["kind"](room, out, 3.0, None)
+        return out, room, None
+
+    before.compile_cache, attend.compile_cache = {"kind": compiled}, {"kind": compiled}
+    module(monkeypatch, "flash_attn.cute.interface", _flash_attn_fwd=attend, _before=before)
+    caches = before.compile_cache, attend.compile_cache
+
+    def function(_: object, q: Tensor) -> tuple[Tensor, ...]:
+        return flash_attn_4._attend(q, out=torch.empty(q.shape))
+
+    tapes = Tapes()
+    for _ in range(6):
+        q = torch.randn(5)
+        out, room = tapes.run(function, None, q)
+        assert torch.equal(room, q * 2)
+        assert torch.equal(out, q * 2 * 3)
+    assert len(entered) == 3
+    assert (before.compile_cache, attend.compile_cache) == caches

@@ -1,4 +1,4 @@
-"""Tables of docs/performance.md are what the results say, and results agree with themselves."""
+"""Tables of pages are what the results say, and results agree with themselves."""
 
 import json
 import re
@@ -9,6 +9,7 @@ import pytest
 from benchmarks import report
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "performance.md"
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 EVERY = {"device", "date", "revision", "tokens", "mask", "subject"}
 
@@ -50,17 +51,18 @@ def test_shares_are_of_the_kernel_alone_in_the_same_run() -> None:
     assert compared > 200
 
 
-def test_the_page_has_the_tables_of_the_results() -> None:
-    assert report.PAGE.read_text() == report.page(report.PAGE.read_text())
+def test_the_pages_have_the_tables_of_the_results() -> None:
+    for file, tables in report.PAGES.items():
+        assert file.read_text() == report.page(file.read_text(), tables)
     assert report.main(["--check"]) == 0
 
 
 def test_a_page_with_another_figure_is_told_and_written_anew(tmp_path, monkeypatch) -> None:
     page = tmp_path / "performance.md"
-    whole = report.PAGE.read_text()
+    whole = PAGE.read_text()
     (line,) = re.findall(r"\| flash-attn 4 \| 32k \|.*\n", whole)
     page.write_text(whole.replace(line, line.replace("6", "7")))
-    monkeypatch.setattr(report, "PAGE", page)
+    monkeypatch.setattr(report, "PAGES", {page: report.PAGES[PAGE]})
     assert report.main(["--check"]) == 1
     assert report.main([]) == 0
     assert page.read_text() == whole
@@ -74,18 +76,19 @@ def test_a_figure_that_changes_changes_the_page(monkeypatch) -> None:
     monkeypatch.setattr(
         report, "results", lambda name: changed if name == "kernels" else kept(name)
     )
-    whole = report.PAGE.read_text()
-    assert report.page(whole) != whole
+    whole = PAGE.read_text()
+    assert report.page(whole, report.PAGES[PAGE]) != whole
 
 
 def test_a_page_without_a_place_for_a_table_is_told() -> None:
     with pytest.raises(ValueError, match="has no <!-- four: begin -->"):
-        report.page("# Performance\n")
+        report.page("# Performance\n", report.PAGES[PAGE])
 
 
-def test_the_page_names_every_revision_that_it_quotes() -> None:
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.stem)
+def test_a_page_names_every_revision_that_it_quotes(page: Path) -> None:
     """Under each table stands each run that a figure of it is from."""
-    for name, make in report.TABLES.items():
+    for name, make in report.PAGES[page].items():
         lines, quoted = make()
         assert len(lines) > 2, name
         assert len({len(line) for line in lines}) == 1, name
@@ -93,4 +96,4 @@ def test_the_page_names_every_revision_that_it_quotes() -> None:
         for row in quoted:
             assert row["command"] in text
             assert f"{row['revision']} " in text
-    assert len(report.TABLES) <= 6
+    assert len(report.PAGES[page]) <= 6

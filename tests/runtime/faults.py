@@ -318,6 +318,14 @@ KEPT = [
         "(t.stride(), t.data_ptr() & 15)", "True",
     ),
     Mutant(
+        "what flash-attn 4 launches first is not seen", "kernels/flash_attn_4.py:_seen_by_tapes",
+        'hasattr(each, "compile_cache")', 'each is interface._flash_attn_fwd',
+    ),
+    Mutant(
+        "caches of flash-attn 4 stay wrapped", "kernels/flash_attn_4.py:_seen_by_tapes",
+        "owner.compile_cache = cache\n", "pass\n",
+    ),
+    Mutant(
         "a tensor given twice is two", "runtime/tape.py:Tapes.run", "*map(ids.index, ids),", "",
     ),
     Mutant(
