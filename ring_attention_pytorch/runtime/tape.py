@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from functools import wraps
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,13 @@ _READING = {
     *("__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "__iter__"),
     *("allclose", "equal", "is_nonzero", "item", "numpy", "tolist"),
     *("argwhere", "masked_select", "nonzero", "unique", "unique_consecutive"),
+}
+
+
+# operations that do nothing but what they return: a tape leaves them out where nothing needs that
+_IDLE = {
+    *("__getitem__", "detach", "empty", "flatten", "narrow", "new_empty", "permute"),
+    *("split_with_sizes", "transpose", "unflatten", "unsqueeze", "view"),
 }
 
 
@@ -172,6 +179,19 @@ def _watched(given: Tensors) -> bool:
     )
 
 
+class _Line(NamedTuple):
+    """One operation of a tape."""
+
+    targets: str  # what stands left of its `=`
+    expression: str
+    used: tuple[str, ...]  # names in the expression
+    idle: bool  # whether it does nothing but what it returns
+
+    @property
+    def made(self) -> set[str]:
+        return {*self.targets.split(", ")} - {"_", ""}
+
+
 class _Recorder(TorchFunctionMode):
     """A recording of one run: its lines, and the constants that they name."""
 
@@ -179,7 +199,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.refused = False
         self.given = given
-        self.lines: list[tuple[str, str, tuple[str, ...]]] = []  # targets, expression, names in it
+        self.lines: list[_Line] = []
         self.views: dict[int, str] = {}  # of constants: which are views of others, and how made
         self.constants: list[Any] = []
         self.results = ""
@@ -231,7 +251,8 @@ class _Recorder(TorchFunctionMode):
             self.views[len(self.constants)] = expression
             self._name(out, self._constant(out))
             return
-        self.lines.append((self._target(out), expression, tuple(self._used)))
+        idle = getattr(func, "__name__", "") in _IDLE
+        self.lines.append(_Line(self._target(out), expression, tuple(self._used), idle))
 
     def agrees(self, other: "_Recorder") -> bool:
         """Tell whether two recordings are of the same operations, with the same constants."""
@@ -252,17 +273,26 @@ class _Recorder(TorchFunctionMode):
 
     def _lines_with_ends(self) -> Iterator[str]:
         """Yield the lines, and after each the end of what none needs any more: memory is freed."""
-        last = {}
-        for number, (targets, _, used) in enumerate(self.lines):
-            for name in (*used, *targets.split(", ")):
-                last[name] = number
         kept = set(self.results.strip("()").split(", "))
-        for number, (targets, expression, used) in enumerate(self.lines):
-            yield f"{targets} = {expression}" if targets else expression
-            ends = {name for name in (*used, *targets.split(", ")) if last[name] == number}
+        lines, last = self._needed(kept), {}
+        for number, line in enumerate(lines):
+            for name in (*line.used, *line.made):
+                last[name] = number
+        for number, line in enumerate(lines):
+            yield f"{line.targets} = {line.expression}" if line.targets else line.expression
+            ends = {name for name in (*line.used, *line.made) if last[name] == number}
             gone = sorted(name for name in ends - kept if name[:1] in ("t", "a"))
             if gone:
                 yield f"del {', '.join(gone)}"
+
+    def _needed(self, results: set[str]) -> list[_Line]:
+        """Return the lines without those that do nothing, and whose results none of these need."""
+        needed, lines = {*results}, []
+        for line in reversed(self.lines):
+            if not line.idle or line.made & needed:
+                needed.update(line.used)
+                lines.append(line)
+        return lines[::-1]
 
     def _text(self, value: Any) -> str:
         """Write a value as Python."""

@@ -218,6 +218,18 @@ def test_tensors_laid_out_otherwise_have_a_tape_of_their_own() -> None:
     assert len(tapes._kept) == 2
 
 
+def test_views_that_nothing_needs_are_left_out_and_writes_through_them_are_not() -> None:
+    def function(x: Tensor) -> tuple[Tensor]:
+        out, _ = x * 2, x.narrow(0, 1, 1).unsqueeze(0)
+        out[1:].add_(1)
+        return (out,)
+
+    found, lines = taped(function, torch.zeros(3))
+    assert all(out.tolist() == [0, 1, 1] for (out,) in found)
+    assert sum(" = " in line for line in lines) == 2  # the product, and the view that is written
+    assert sum("add_" in line or line.endswith("1)") for line in lines) == 1
+
+
 def test_one_tensor_given_twice_is_not_two() -> None:
     q, k, v = (torch.randn(1, 6, 2, 4) for _ in range(3))
     plan = RingPlan.make(q, k, v, causal=True)
