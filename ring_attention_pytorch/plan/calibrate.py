@@ -53,7 +53,7 @@ def room_left(like: Tensor, ring_size: int) -> int:
     """Return the bytes others' keys may take here: where plans measure, at most half of free ones.
 
     They are rounded down to a power of two, because they decide in which groups owners come. Of
-    two ranks they decide nothing, since one owner's keys come in any case; to ask takes 25 to 50 us.
+    two ranks they decide nothing: one owner's keys come in any case. To ask takes 25 to 50 us.
     """
     if ring_size <= 2 or not measures(like, None):
         return ROOM
