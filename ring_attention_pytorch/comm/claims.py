@@ -41,20 +41,17 @@ class Told(NamedTuple):
     own: dict[str, int]
 
 
-def note(step: int, ring_size: int, problem: str | None, claim: bytes, own: Mapping) -> bytes:
+def note(
+    step: int, ring_size: int, problem: str | None, claim: bytes, own: Mapping[str, int]
+) -> bytes:
     """Write a note.
 
     >>> note(3, 2, None, Claim({"causal": True}).text, {"n": 4})
     b'3 2 null\\n[{"causal": true}, {}]\\n{"n": 4}'
     """
     problem = json.dumps(problem) if problem else "null"
-    return b"%d %d %s\n%s\n%s" % (
-        step,
-        ring_size,
-        problem.encode(),
-        claim,
-        json.dumps(own).encode(),
-    )
+    numbers = _written(*own.items())
+    return b"%d %d %s\n%s\n%s" % (step, ring_size, problem.encode(), claim, numbers)
 
 
 def read(caller: str, rank: int, told: bytes) -> Told:
@@ -82,6 +79,12 @@ def claimed(caller: str, rank: int, told: Told) -> Claim:
         return Claim({**same}, {"ring size": told.ring_size, **everywhere})
     except (ValueError, TypeError, RecursionError) as error:
         raise _unreadable(caller, rank, error) from None
+
+
+@lru_cache(maxsize=64)
+def _written(*own: tuple[str, int]) -> bytes:
+    """Write numbers as JSON."""
+    return json.dumps(dict(own)).encode()
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple, Protocol
@@ -115,17 +115,23 @@ def _advice(step: Step, words: Mapping[int, str]) -> str:
     return "All ranks must make the same calls; RING_ATTENTION_CHECK=always tells where"
 
 
-@contextmanager
-def awaiting(step: Step, ranks: Sequence[int], place: Place) -> Iterator[None]:
-    """Turn errors of a block that waits for ranks into `RingError`s that name them."""
-    try:
-        yield
-    except RingError:
-        raise
-    except Missing as error:
-        raise RingError.waiting(step, error.ranks or ranks, error, place) from error
-    except RuntimeError as error:
-        raise RingError.waiting(step, ranks, error, place) from error
+class Awaiting:
+    """A block that waits for ranks, whose errors become `RingError`s that name them.
+
+    `of` tells the step, the ranks and the place. It is asked only when there is an error.
+    """
+
+    def __init__(self, of: Callable[[], tuple[Step, Sequence[int], Place]]) -> None:
+        self._of = of
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, RingError):
+            return
+        step, ranks, place = self._of()
+        missing = error.ranks if isinstance(error, Missing) else ()
+        raise RingError.waiting(step, missing or ranks, error, place) from error
 
 
 def timeout_of(group: ProcessGroup | None) -> timedelta:

@@ -27,6 +27,7 @@ _NUMBER = struct.Struct("<Q")
 _RANK = struct.Struct("<I")
 _MOST_MS = 1e9  # that a system can be asked to wait
 _PATIENCE = 5.0  # seconds to reach or let in a rank that is there
+_AWAKE = 50e-6  # seconds to look for messages before sleeping, from which to wake takes as long
 
 
 class Links:
@@ -68,13 +69,18 @@ class Links:
 
     def _receive(self, found: dict[int, bytes]) -> None:
         """Add the others' messages to those that are found, in the order in which they come."""
-        missing, end = dict(self._links), time.monotonic() + self._patience
+        missing, start = dict(self._links), time.monotonic()
         while missing:
             for rank, link in [*missing.items()]:
                 if (came := self._came(rank, link)) is not None:
                     found[rank] = came
                     del missing[rank]
-            if missing and not _wait(missing.values(), end - time.monotonic()):
+            if not missing:
+                return
+            waited = time.monotonic() - start
+            if waited < _AWAKE:
+                os.sched_yield()
+            elif not _wait(missing.values(), self._patience - waited):
                 raise Missing(f"Timed out waiting {1000 * self._patience:.0f}ms", missing)
 
     def _came(self, rank: int, link: socket.socket) -> bytes | None:

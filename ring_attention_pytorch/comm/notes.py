@@ -11,6 +11,7 @@ import struct
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from types import FrameType
 
 import torch
@@ -46,6 +47,8 @@ def exchange(gather: Gather, subject: str, note: bytes) -> list[bytes]:
     about = subject.encode(errors="replace")[:_LONGEST_SUBJECT]
     message = _HEAD.pack(_MARK, len(about), len(note)) + about + note
     firsts = gather(message[:FIRST], FIRST)
+    if firsts.count(message.ljust(FIRST, b"\0")) == len(firsts):
+        return [note] * len(firsts)  # all have told what this rank has: there is nothing to read
     subjects, spans = zip(*(_opened(first) for first in firsts))
     check_subjects(subjects)
     more = max(span.stop for span in spans) - FIRST
@@ -86,11 +89,17 @@ def _in_one_line(subject: str | None) -> str:
 def call_site() -> str:
     """Return where this library was called, as "at train.py:31"; empty if no caller is found."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PASSED_BY):
+    while frame is not None:
+        if name := _caller(frame.f_code.co_filename):
+            return f"at {name}:{frame.f_lineno}"
         frame = frame.f_back
-    if frame is None:
-        return ""
-    return f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return ""
+
+
+@lru_cache(maxsize=1024)
+def _caller(path: str) -> str:
+    """Return the name of a file that calls this library; empty for what is passed by."""
+    return "" if path.startswith(_PASSED_BY) else os.path.basename(path)
 
 
 def by_value(values: Sequence) -> dict[object, list[int]]:

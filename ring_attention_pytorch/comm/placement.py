@@ -28,7 +28,7 @@ from ring_attention_pytorch.geometry.segments import Segments, count
 _open: list[tuple[int, "Placement"]] = []  # with the threads that opened them, innermost last
 # those whose blocks have ended, while autograd has nodes that may be recomputed
 _ended: WeakSet["Placement"] = WeakSet()
-_unseen: list[bool] = []  # whether attention was in a block without autograd: it may be, too
+_unseen: list[bool] = []  # whether attention was in a block within a Function: it may be, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +136,15 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _within_function() -> bool:
+    """Tell whether the forward of an autograd Function runs this, as of a reentrant checkpoint.
+
+    Whoever evaluates under no_grad has forward mode on, which a Function turns off.
+    """
+    inference = torch.is_inference_mode_enabled()
+    return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or inference)
+
+
 def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
     """Return a call's options with those of the current placement, and what contradicts it.
 
@@ -149,7 +158,7 @@ def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> tuple[Mapping[str
         )
     if placement is None or (ring.size == 1 < placement.ring.size and not placement.fits(q)):
         return given, None
-    if not torch.is_grad_enabled():
+    if _within_function():
         _unseen[:] = [True]
     problem = placement.problem(ring, q.shape[1], given)
     return (given, problem) if problem else (placement.options(given), None)

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attention_pytorch.comm import last_words
 from ring_attention_pytorch.comm.alone import in_one_process
 from ring_attention_pytorch.comm.failures import (
+    Awaiting,
     Place,
     RingError,
     Waiting,
-    awaiting,
     inherited,
     known,
     timeout_of,
@@ -36,8 +36,10 @@ Messages = Sequence[tuple[int, Tensor]]  # rank of a ring, and what is sent to i
 _BROKEN = "broken"  # a ring, on a rank where that has been told
 _NOTHING = nullcontext()
 
-_met: WeakKeyDictionary[ProcessGroup, list[int]] = WeakKeyDictionary()
-_steps: WeakKeyDictionary[ProcessGroup, dict[tuple[int, int], Steps]] = WeakKeyDictionary()
+# how often a group has compared notes, and the steps of each of its rings
+_steps: WeakKeyDictionary[ProcessGroup, tuple[list[int], dict[tuple[int, int], Steps]]] = (
+    WeakKeyDictionary()
+)
 _host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
@@ -141,9 +143,10 @@ class Ring:
         """The steps of these ranks, the same for each `Ring` object of them."""
         if self.group is None:
             return Steps()
-        met, each = _met.setdefault(self.group, [0]), _steps.setdefault(self.group, {})
-        steps = Steps(met, partial(_say, ref(self.group)))
-        return each.setdefault((self.first, self.size), steps)
+        met, each = _steps.setdefault(self.group, ([0], {}))
+        if (found := each.get((self.first, self.size))) is None:
+            found = each[self.first, self.size] = Steps(met, partial(_say, ref(self.group)))
+        return found
 
     @classmethod
     def alone(cls) -> "Ring":
@@ -231,7 +234,7 @@ class Ring:
         self._reduce(t, dist.ReduceOp.MAX)
 
     def _reduce(self, t: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        with self.call("reducing"), awaiting(self.steps.now, self.peers, self._place):
+        with self.call("reducing"), Awaiting(lambda: (self.steps.now, self.peers, self._place)):
             dist.all_reduce(t, op, group=self.group)
 
     def say(self, words: str) -> None:
@@ -283,7 +286,7 @@ class Ring:
         if self.group is None:
             return [message]
         before = self.group, self.steps.notes - 1  # words of ranks that do not compare these notes
-        with awaiting(self.steps.now, self.peers, before):
+        with Awaiting(lambda: (self.steps.now, self.peers, before)):
             over_gloo = partial(_gather_over_gloo, self.group)
             links = links_of(self.group, over_gloo)
             if links is None or size > FIRST:

@@ -8,6 +8,7 @@ them have found the one that they made together.
 import atexit
 import os
 from collections.abc import Hashable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ def kind_of(
     drawn = options.get("dropout") or options.get("mask_mod") is not None
     if type(ring) is not Ring or ring.several or drawn:
         return None
-    if any(issubclass(each, Tensor) for each in {*types}) or not all(map(_is_plain, given)):
+    if any(map(is_functorch_wrapped_tensor, given)) or _has_tensors(types):
         return None
     kind = (
         (ring.group, ring.first, ring.size, ring.rank),
@@ -97,9 +98,9 @@ def _seen(sinks: Tensor) -> Hashable:
     return sinks.shape, sinks.dtype, sinks.device, sinks.requires_grad
 
 
-def _is_plain(t: Any) -> bool:
-    """Tell whether this is a tensor, and no transform's."""
-    return isinstance(t, Tensor) and not is_functorch_wrapped_tensor(t)
+@lru_cache(maxsize=64)
+def _has_tensors(types: tuple[type, ...]) -> bool:
+    return any(issubclass(each, Tensor) for each in types)
 
 
 def settings(device: str) -> tuple[Hashable, ...]:

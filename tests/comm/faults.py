@@ -291,6 +291,18 @@ SILENT = [
         "if True:",
     ),
     Mutant(
+        "all are taken to have told what this rank has", "comm/notes.py:exchange",
+        "== len(firsts)", "> 0",
+    ),
+    Mutant(
+        "own numbers are taken for the others'", "comm/agreement.py:agree_on",
+        "notes.count(mine) == len(notes)", "notes.count(mine) > 0",
+    ),
+    Mutant(
+        "a problem that all ranks have is none", "comm/agreement.py:agree_on",
+        "problem is None and", "",
+    ),
+    Mutant(
         "any call's notes will do", "comm/notes.py:check_subjects",
         "if len({*first_lines}) == 1 and first_lines[0] is not None:", "if True:",
     ),
@@ -413,6 +425,10 @@ FAILING = [
         'raise Missing("Connection closed", [rank])', 'raise Missing("Connection closed", ())',
     ),
     Mutant(
+        "notes are looked for without end", "comm/host_links.py:Links._receive",
+        "waited < _AWAKE", "True",
+    ),
+    Mutant(
         "notes are waited for without end", "comm/host_links.py:_wait",
         "min(max(0.0, 1000 * seconds), _MOST_MS)", "3000",
     ),
@@ -420,8 +436,8 @@ FAILING = [
         "one rank has links alone", "comm/host_links.py:_meet", "len(links) == rank", "True",
     ),
     Mutant(
-        "all are named where one is missing", "comm/failures.py:awaiting",
-        "error.ranks or ranks", "ranks",
+        "all are named where one is missing", "comm/failures.py:Awaiting.__exit__",
+        "missing or ranks", "ranks",
     ),
     Mutant(
         "links are closed to no peer", "comm/failures.py:tell_peers", "each.close()", "pass",

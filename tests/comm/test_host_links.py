@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ring_attention_pytorch import fail_together
 from ring_attention_pytorch.comm import failures, host_links
-from ring_attention_pytorch.comm.failures import Missing, RingError, Step, awaiting
+from ring_attention_pytorch.comm.failures import Awaiting, Missing, RingError, Step
 from ring_attention_pytorch.comm.host_links import Links, _meet
 from ring_attention_pytorch.comm.notes import FIRST
 from ring_attention_pytorch.comm.ring import Ring
@@ -181,11 +181,11 @@ def test_notes_take_no_gloo_but_the_rest_of_long_ones(pools):
 
 def test_the_error_names_who_is_missing_and_nobody_else():
     step = Step("comparing notes", 0, 0, 0)
-    with pytest.raises(RingError) as told, awaiting(step, [0, 1, 3], (None, 0)):
+    with pytest.raises(RingError) as told, Awaiting(lambda: (step, [0, 1, 3], (None, 0))):
         raise Missing("Timed out waiting 200ms", [1])
     assert told.value.ranks == (1,)
     assert "waited for rank 1, in vain for 0.2 s" in str(told.value)
-    with pytest.raises(RingError) as told, awaiting(step, [0, 1, 3], (None, 0)):
+    with pytest.raises(RingError) as told, Awaiting(lambda: (step, [0, 1, 3], (None, 0))):
         raise Missing("Connection closed", ())
     assert told.value.ranks == (0, 1, 3)
     assert "the connection was closed" in str(told.value)

@@ -50,6 +50,7 @@ def battery() -> Iterator[Case]:
     yield test_features.queries_of_two_sequences_stand_where_their_layout_has_them
     yield test_cost.ranks_without_work_explain_themselves
     yield notes.test_ranks_in_different_calls_are_all_told_which
+    yield notes.test_problems_that_all_ranks_have_are_told_once_and_others_with_their_ranks
     yield notes.test_notes_are_of_any_length
     yield notes.test_what_differs_late_differs
     yield partial(notes.test_notes_that_are_none_are_an_error_that_names_the_rank, "other kinds")

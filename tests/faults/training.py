@@ -37,6 +37,7 @@ def battery() -> Iterator[Callable[[], object]]:
         look = projections.test_sharding_over_too_few_ranks_is_told_after_backward
         yield partial(look, over, apart, wrong)
     yield all_hear_of_a_wrong_type
+    yield recomputed
     for mistake in (whole_sequences, backward_outside, backward_elsewhere, a_plan_of_another):
         yield partial(raises, mistake)
 
@@ -91,6 +92,14 @@ def goes_on() -> None:
 def raises(mistake: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r"block|whole sequences"):
         mistake()
+
+
+def recomputed() -> None:
+    """What was evaluated in a block is nothing to backward; what a checkpoint left there is."""
+    from tests.training.test_batches import recomputed_after_evaluation, reentrant_outside
+
+    recomputed_after_evaluation(reentrant=True)
+    assert "inside `with batch:`" in reentrant_outside()
 
 
 def whole_sequences() -> None:

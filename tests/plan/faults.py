@@ -124,8 +124,8 @@ KEPT = [
         'options.get("dropout") or options.get("mask_mod") is not None', "False",
     ),
     Mutant(
-        "options that are tensors are found again by their identity", "plan/kept.py:kind_of",
-        "any(issubclass(each, Tensor) for each in {*types})", "False",
+        "options that are tensors are found again by their identity", "plan/kept.py:_has_tensors",
+        "any(issubclass(each, Tensor) for each in types)", "False",
     ),
     Mutant(
         "plans are found again whatever the settings", "plan/kept.py:settings",

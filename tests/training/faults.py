@@ -100,6 +100,14 @@ TRAINING = [
         "placement is None and (_ended or _unseen) and in_backward()", "False",
     ),
     Mutant(
+        "a reentrant checkpoint leaves no trace", "comm/placement.py:placed",
+        "if _within_function():", "if False:",
+    ),
+    Mutant(
+        "what is evaluated is taken for what may be recomputed",
+        "comm/placement.py:_within_function", "or torch._C._is_fwd_grad_enabled()", "",
+    ),
+    Mutant(
         "backward is in any block", "comm/placement.py:check_began_here",
         "began is not None and found and began not in found", "False",
     ),

@@ -408,11 +408,20 @@ def recomputed_without_batches(reentrant: bool) -> str:
     """Attention that is of no batch, in a process where there was one."""
     step = partial(spread, "plain", checkpointed=True)
     step()
+    recomputed_after_evaluation(reentrant)
+    step()
+    return "right"
+
+
+def recomputed_after_evaluation(reentrant: bool) -> None:
+    batch = shard_batch(batch_of("plain"))
+    x = torch.randn(2, batch["input_ids"].shape[1], 2, 8)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with batch, mode():
+            ring_attn(x, x, x, causal=True)
     q = torch.randn(1, 8, 2, 4, dtype=torch.float64, requires_grad=True)
     out = checkpoint(partial(ring_attn, causal=True), q, q, q, use_reentrant=reentrant)
     out.sum().backward()
-    step()
-    return "right"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
