@@ -6,8 +6,8 @@ here import: Triton is optional. With TRITON_INTERPRET=1 they run on the CPU, sl
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import visible_pairs
 from ring_attention_pytorch.kernels._descriptors import in_blocks, operands, padded, tma_fits
-from ring_attention_pytorch.kernels._job import Job, Rows, opened
+from ring_attention_pytorch.kernels._job import Job, Rows, opened, operation
 from ring_attention_pytorch.kernels._tile_table import tile_table
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import (
@@ -28,8 +28,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Tiles,
 )
-from ring_attention_pytorch.runtime.launches import KernelCall, PreparedLaunch
-from ring_attention_pytorch.runtime.tape import opaque, prepared
+from ring_attention_pytorch.runtime.launches import KernelCall
 
 _WIDEST = 256
 CAN = Capabilities(
@@ -143,22 +142,7 @@ def forward(
         _forward(Job(tiles, terms), q, keys.k, keys.v, _mask(keys), *result.room())
 
 
-def _operation(call: Callable[..., KernelCall]) -> Callable[..., None]:
-    """Make what launches a call of a job and of tensors; for tapes it is one operation."""
-
-    @opaque
-    def operation(job: Job, *tensors: Tensor | Any) -> None:
-        with _on(tensors[0]):
-            call(job, *tensors).launch()
-
-    @prepared(operation)
-    def _(*given: Any) -> PreparedLaunch:
-        return PreparedLaunch(call(*given), given)
-
-    return operation
-
-
-@_operation
+@operation
 def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> KernelCall:
     """Return a call for k, v, a mask of bytes, what was before, out and lse."""
     from ring_attention_pytorch.kernels._triton_forward import forward_kernel
@@ -211,7 +195,7 @@ def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, gr
     _backward_of_queries(job, *given, *grads.dq.room())
 
 
-@_operation
+@operation
 def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
     """Return a call for `Rows`, k, v, a mask of bytes, what was before, dk, and so for dv."""
     from ring_attention_pytorch.kernels._triton_backward_keys import keys_kernel
@@ -271,7 +255,7 @@ def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
     return KernelCall(keys_kernel, b * h_kv * table.count, args, constants)
 
 
-@_operation
+@operation
 def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
     """Return a call for `Rows`, k, v, a mask of bytes, what was before, and dq."""
     from ring_attention_pytorch.kernels._triton_backward_queries import queries_kernel
@@ -418,8 +402,3 @@ def _mask(keys: KVBlock) -> Tensor | None:
 
 def _mask_strides(keys: KVBlock) -> tuple[int, ...]:
     return (0, 0) if keys.key_mask is None else keys.key_mask.stride()
-
-
-def _on(t: Tensor) -> AbstractContextManager[Any]:
-    """Make the device of t current: Triton launches on that one, whatever device tensors are on."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()

@@ -191,8 +191,9 @@ def _slot(arg: Any, given: Sequence[Tensor | Any]) -> Any:
     }
     if isinstance(arg, Tensor):
         return _Given(numbers[id(arg)]) if id(arg) in numbers else _Held(arg.data_ptr())
-    if isinstance(arg, tuple) and any(isinstance(each, Tensor) for each in arg):
-        return _Group(tuple(numbers[id(each)] for each in arg))
+    if isinstance(arg, tuple):
+        group = [numbers[id(each)] for each in arg if isinstance(each, Tensor)]
+        return _Group(tuple(group)) if group else arg
     if hasattr(arg, "block_shape"):
         sizes = arg.shape, arg.strides, arg.block_shape
         return _Described(numbers[id(arg.base)], *map(tuple, sizes))
