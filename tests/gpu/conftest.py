@@ -5,6 +5,12 @@ from tests.gpu.memory import poison
 from tests.support.ranks import Pool
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "nccl" in getattr(item, "fixturenames", ()):
+            item.add_marker("several_gpus")
+
+
 @pytest.fixture(autouse=True)
 def poisoned():
     if torch.cuda.is_available():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks.lib import results, sequences
+from benchmarks.lib import jobs, results, sequences
 
 ROOT = Path(__file__).parents[2]
 RUN = [
@@ -42,7 +42,7 @@ def are_right(rows: list[dict[str, Any]]) -> bool:
     return all(error < 1e-5 for row in rows for error in row["errors"].values())
 
 
-@pytest.mark.parametrize("module", [results, sequences])
+@pytest.mark.parametrize("module", [jobs, results, sequences])
 def test_examples_are_as_shown(module) -> None:
     failed, attempted = doctest.testmod(module)
     assert (failed, attempted > 0) == (0, True)

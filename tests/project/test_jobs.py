@@ -1,0 +1,42 @@
+"""Commands that are run one after the other: checks and benchmarks of several GPUs."""
+
+import time
+
+from benchmarks.lib.jobs import Job, run_all
+from tests.gpu import check
+
+ASLEEP = "import time; print('asleep', flush=True); time.sleep(60)"
+
+
+def test_one_that_fails_or_hangs_takes_no_other_along(tmp_path, capsys) -> None:
+    jobs = [
+        Job("hangs", ("-c", ASLEEP), 1),
+        Job("fails", ("-c", "raise SystemExit('no memory')"), 20),
+        Job("runs", ("-c", "import os; print('found', os.environ['N'])"), 20, {"N": "4"}),
+    ]
+    start = time.monotonic()
+    assert run_all(jobs, tmp_path / "said") == 1
+    assert time.monotonic() - start < 30
+    screen = capsys.readouterr().out
+    assert "not done after 1 s\n" in screen
+    assert "exit status 1\n" in screen
+    assert "no memory" in screen
+    assert "not done: hangs, fails" in screen
+    assert "ok: found 4" in screen
+    assert (tmp_path / "said" / "runs.txt").read_text().splitlines()[1:] == ["found 4"]
+    assert "asleep" in (tmp_path / "said" / "hangs.txt").read_text()
+
+
+def test_time_for_all_is_kept(tmp_path, capsys) -> None:
+    jobs = [Job("hangs", ("-c", ASLEEP), 50), Job("late", ("-c", "print('here')"), 50)]
+    assert run_all(jobs, tmp_path, within=1.0) == 1
+    assert "no time left" in capsys.readouterr().out
+    assert not (tmp_path / "late.txt").exists()
+
+
+def test_checks_of_gpus_are_listed_without_any(capsys) -> None:
+    assert check.main(["--list", "--ranks", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len({*lines}) == 6
+    assert sum("CHECK=always" in line for line in lines) == 5
+    assert sum("nproc-per-node 8" in line for line in lines) == 3
