@@ -107,8 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.set_defaults(mask=["causal"])
     asked = options.parse_args(argv)
     with joined(asked.device) as device:
-        run = Run("masks", argv, device_name(device), **gpus(device))
+        run = Run("masks", argv, device_name(device), asked.save, **gpus(device))
         for shape in shapes(asked, device):
             for new in all_rows(shape, asked):
                 run.add(new)
-        run.finish(asked.save)
+        run.finish()

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import __main__ as command
-from benchmarks.lib import jobs, results, sequences
+from benchmarks import decode
+from benchmarks.lib import calls, jobs, results, sequences
 
 ROOT = Path(__file__).parents[2]
 RUN = [
@@ -42,7 +44,7 @@ def are_right(rows: list[dict[str, Any]]) -> bool:
     return all(error < 1e-5 for row in rows for error in row["errors"].values())
 
 
-@pytest.mark.parametrize("module", [jobs, results, sequences])
+@pytest.mark.parametrize("module", [calls, decode, jobs, results, sequences])
 def test_examples_are_as_shown(module) -> None:
     failed, attempted = doctest.testmod(module)
     assert (failed, attempted > 0) == (0, True)
@@ -159,12 +161,40 @@ def test_cpu_time_is_measured_and_right(tmp_path: Path) -> None:
     assert rows["one process, SDPA"]["relative"] == 1.0
 
 
-@pytest.mark.parametrize("options", [("--keys", "64"), ("--prefill", "64", "32")])
-def test_decoding_is_timed_by_as_many_exchanges_on_every_rank(options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("options", "subjects"),
+    [
+        (("--keys", "64", "--batch", "2"), {"ours", "ours, one GPU", "tree_attn_decode"}),
+        (("--prefill", "64", "32"), {"prompt at once", "prompt in chunks of 32"}),
+    ],
+)
+def test_decoding_is_timed_by_as_many_exchanges_on_every_rank(
+    options: tuple[str, ...], subjects: set[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "decode.json"
     ran = subprocess.run(
-        [*RUN, "2", "-m", "benchmarks", "decode", "--device", "cpu", *options], cwd=ROOT,
-        capture_output=True, text=True, timeout=300,
+        [*RUN, "2", "-m", "benchmarks", "decode", "--device", "cpu", "--save", str(file), *options],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    assert "Error" not in ran.stdout
-    assert "ours" in ran.stdout or "of the speed" in ran.stdout
+    rows = {row["subject"]: row for row in json.loads(file.read_text())}
+    assert rows.keys() == subjects  # none has failed
+    if "ours" in rows:  # one that has all keys reads twice as many
+        assert rows["ours, one GPU"]["floor"] == pytest.approx(2 * rows["ours"]["floor"], rel=0.02)
+
+
+def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(decode, "too_much", lambda *given: asked.append(given) or "needs more")
+    cpu = torch.device("cpu")
+    (row,) = decode.rows("ours", 8, 1 << 40, 1e12, cpu)  # nothing is made of that size
+    assert row["failed"] == "needs more"
+    assert asked == [(decode.Case(8, 1 << 40, 1).nbytes, cpu)]
+
+
+def test_rows_are_kept_as_they_come(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    run = results.Run("ring", [], "CPU", file)
+    run.add([{"subject": "ring", "tflops": 1.0}])
+    run.add([{"subject": "gather", "tflops": 2.0}, *results.failed({"subject": "other"}, "no")])
+    assert [row["subject"] for row in json.loads(file.read_text())] == ["ring", "gather"]
