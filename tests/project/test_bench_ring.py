@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -90,11 +91,23 @@ def test_every_transport_is_measured_and_right(tmp_path: Path) -> None:
     assert all(row["share"] == 1.0 for row in rows if row["subject"] == "theory")
 
 
+def test_documents_of_magi_attention_are_of_a_quarter_at_most() -> None:
+    mask = sequences.packed("as MagiAttention counts them", 1 << 14, 2, packs=21)
+    cut = mask.options["cu_seqlens"]
+    assert (cut[0], cut[-1]) == (0, 1 << 14)
+    assert max(map(int.__rsub__, cut, cut[1:])) <= 1 << 12
+    squares = [
+        sequences.squares(sequences.borders("as MagiAttention counts them", 1 << 14, draw))
+        for draw in map(random.Random, range(21))
+    ]
+    assert sequences.squares(cut) == sorted(squares)[10]
+
+
 @pytest.mark.thorough
 def test_masks_are_measured_and_right(tmp_path: Path) -> None:
     options = "--tokens", "48", "--window", "16", "--kernels", "sdpa"
     rows = saved(tmp_path / "masks.json", "masks", *options)
-    assert len(rows) == 12
+    assert len(rows) == 14
     gathers = [row for row in rows if row["subject"] == "gather"]
     assert are_right(gathers)
     received = {row["mask"]: row["keys_received"] for row in gathers}
