@@ -53,7 +53,7 @@ from ring_attention_pytorch.inference.decode_plan import DecodePlan, Tuning
 from ring_attention_pytorch.inference.partial import Scores
 
 HEADS, KEY_HEADS, D = 32, 8, 128
-ROOM = 8192  # tokens that are appended while one is timed, at most
+ROOM = 2048  # tokens that are appended while one is timed, at most
 SIZES = ((1, 16384), (1, 131072), (1, 524288), (8, 32768))
 TUNINGS = [
     (page, Tuning(cols, warps, stages, programs, early))

@@ -1,7 +1,13 @@
 """Commands that are run one after the other: checks and benchmarks of several GPUs."""
 
 import time
+from argparse import ArgumentParser
+from pathlib import Path
 
+import pytest
+
+from benchmarks import __main__ as benchmarks
+from benchmarks import everything
 from benchmarks.lib.jobs import Job, run_all
 from tests.gpu import check
 
@@ -40,3 +46,32 @@ def test_checks_of_gpus_are_listed_without_any(capsys) -> None:
     assert len(lines) == len({*lines}) == 6
     assert sum("CHECK=always" in line for line in lines) == 5
     assert sum("nproc-per-node 8" in line for line in lines) == 3
+
+
+class Parsed(Exception):
+    """A benchmark's options are right."""
+
+
+@pytest.mark.parametrize("gpus", ["2", "4", "8"])
+def test_everything_is_listed_and_every_benchmark_takes_its_options(
+    gpus: str, capsys, monkeypatch
+) -> None:
+    assert everything.main(["--gpus", gpus, "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == (5 if gpus == "2" else 15)
+
+    def parsed(parser: ArgumentParser, argv: list[str]) -> None:
+        assert parser.parse_known_args(argv)[1] == []
+        raise Parsed
+
+    monkeypatch.setattr(ArgumentParser, "parse_args", parsed)
+    for line in lines:
+        launcher, benchmark = line.split(" -m benchmarks ")
+        assert f"--nproc-per-node {gpus}" in launcher
+        with pytest.raises(Parsed):
+            benchmarks.main(benchmark.split())
+
+
+def test_names_of_jobs_and_of_what_they_say_differ() -> None:
+    found = everything.jobs(8, False, everything.kernels(), Path("rows"))
+    assert len({job.file for job in found}) == len(found)
