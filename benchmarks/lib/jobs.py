@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,18 +84,17 @@ def run(job: Job, file: Path, seconds: float | None = None) -> str | None:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a process and those that it has started, if it still runs.
+    """End a process, if it still runs, and what it has left of its session.
 
     It is asked first: torchrun's processes are in sessions of their own, and only it ends them.
     """
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(GRACE)
-    except subprocess.TimeoutExpired:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+    with suppress(ProcessLookupError):  # nothing is left
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 def run_all(jobs: Sequence[Job], folder: Path, within: float = float("inf")) -> int:

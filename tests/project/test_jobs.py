@@ -8,9 +8,14 @@ import pytest
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import everything
-from benchmarks.lib.jobs import Job, run_all
+from benchmarks.lib.jobs import Job, run, run_all
 from tests.gpu import check
 
+LEAVES = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid)
+"""
 ASLEEP = "import time; print('asleep', flush=True); time.sleep(60)"
 
 
@@ -31,6 +36,24 @@ def test_one_that_fails_or_hangs_takes_no_other_along(tmp_path, capsys) -> None:
     assert "ok: found 4" in screen
     assert (tmp_path / "said" / "runs.txt").read_text().splitlines()[1:] == ["found 4"]
     assert "asleep" in (tmp_path / "said" / "hangs.txt").read_text()
+
+
+def test_what_a_command_leaves_is_ended(tmp_path) -> None:
+    file = tmp_path / "said.txt"
+    assert run(Job("leaves", ("-c", LEAVES), 20), file) is None
+    child = int(file.read_text().split()[-1])
+    for _ in range(50):
+        if not is_running(child):
+            return
+        time.sleep(0.1)
+    raise AssertionError("it still runs")
+
+
+def is_running(process: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{process}/stat").read_text()  # one that nobody waits for
+    except FileNotFoundError:
+        return False
 
 
 def test_time_for_all_is_kept(tmp_path, capsys) -> None:
