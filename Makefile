@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-all test-install test-gpu sanitize-gpu lint site clean
+.PHONY: demo test test-all test-install test-gpu check-gpus speeds-gpus sanitize-gpu lint site clean
 
 $(VENV)/ready: requirements.txt setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,17 @@ test-install: $(VENV)/ready  ## wheel and sdist, installed where there is nothin
 
 test-gpu:  ## the kernels on a CUDA device, with the torch and triton that are installed there
 	$(PYTHON) -m pytest tests/gpu
+
+# with an environment's OUT in its place, where files are to be left elsewhere
+OUT ?= build/gpus
+
+check-gpus:  ## what several GPUs do together, on as many as there are up to eight; checked in each call
+	$(PYTHON) -m tests.gpu.check --folder $(OUT)
+
+RESULTS ?= benchmarks/results
+
+speeds-gpus:  ## all benchmarks of several GPUs, on as many as there are
+	$(PYTHON) -m benchmarks everything --results $(RESULTS) --output $(OUT)
 
 sanitize-gpu:  ## our kernels under compute-sanitizer
 	compute-sanitizer --tool memcheck $(PYTHON) -m tests.gpu.sanitize

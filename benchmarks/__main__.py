@@ -21,6 +21,7 @@ NAMES = {
     "decode": "decode",
     "defaults": "defaults",
     "errors": "errors",
+    "everything": "everything",
     "few": "few",
     "generate": "generate",
     "hf": "hf",

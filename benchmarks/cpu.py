@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about: dict[str, Any] = {"ranks": ranks, "tokens": length // ranks, "mask": "causal"}
     kinds = {"heads": [HEADS, HEADS], "head_dim": D, "dtype": "float32"}
     checked, timed = subjects(asked.peers)
-    run = Run("cpu", argv, hardware())
+    run = Run("cpu", argv, hardware(), asked.save)
     found = all_errors(checked, ranks)
     rounds = time_all(timed, ranks, length, asked.repeats)
     say("")
@@ -208,4 +208,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     run.add(row | found.get(row["subject"], {}) for row in times)
     run.add(work_rows(about, ranks, length), part="work of each rank")
     run.add(memory_rows(about, ranks, length), part="bytes of each rank")
-    run.finish(asked.save)
+    run.finish()

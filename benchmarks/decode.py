@@ -2,6 +2,7 @@
 
     python -m benchmarks decode
     torchrun --nproc-per-node 2 -m benchmarks decode
+    torchrun --nproc-per-node 4 -m benchmarks decode --keys 131072 1048576 --batch 1 8 --save
     python -m benchmarks decode --tune --keys 16384 131072
     torchrun --nproc-per-node 2 -m benchmarks decode --prefill 131072 8192
     torchrun --nproc-per-node 2 -m benchmarks decode --messages --brief
@@ -10,35 +11,49 @@
 One query token for each sequence, 32 query and 8 key heads of 128, bfloat16. Ours also appends the
 token. Keys are counted on all GPUs together. Calls go around layers, so that no keys are still in
 the GPU's cache; "graph" is a CUDA graph of 16 calls. Times are microseconds a call, medians of
-rounds of the slowest rank. "of memory" is the share of the speed at which this run read memory.
+rounds of the slowest rank. "floor" is the time in which one GPU reads the keys that it holds, at
+the speed at which this run read memory; "of_memory" is the share of that speed.
 `--prefill` times a prompt in chunks beside one call of `ring_attn` over all of it. `--brief` does
 what matters most first: ours, then a prompt, then the prototype, then other cuts of the kernel.
-`--bits` does ours only, with keys in 16 and in 8 bits, and says how far results are apart.
+`--bits` does ours only, with keys in 16 and in 8 bits, and says how far results are apart. What
+does not fit into the memory of the GPU that has least is a row that says so.
 """
 
-import argparse
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from statistics import median
+from itertools import product
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.lib.rings import device_name, joined
-from ring_attention_pytorch import ring_attn, tree_attn_decode
+from benchmarks.lib.calls import (
+    CALLS,
+    Call,
+    graphed,
+    group,
+    is_first,
+    ranks,
+    read_speed,
+    timed,
+    too_much,
+)
+from benchmarks.lib.options import parser
+from benchmarks.lib.prefill import prefill
+from benchmarks.lib.results import GRAPH, ONE_BY_ONE, Row, Run, Subject, failed, rounded
+from benchmarks.lib.rings import device_name, gpus
+from ring_attention_pytorch import tree_attn_decode
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.attention import plan_decoding, ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.decode_plan import DecodePlan, Tuning
-from ring_attention_pytorch.inference.explain import chunk_sizes
 from ring_attention_pytorch.inference.partial import Scores
 
-HEADS, KEY_HEADS, D, CALLS = 32, 8, 128, 16
-TOKEN = 2 * KEY_HEADS * D * 2  # bytes
+HEADS, KEY_HEADS, D = 32, 8, 128
+ROOM = 2048  # tokens that are appended while one is timed, at most
 SIZES = ((1, 16384), (1, 131072), (1, 524288), (8, 32768))
 TUNINGS = [
     (page, Tuning(cols, warps, stages, programs, early))
@@ -50,68 +65,40 @@ TUNINGS = [
         (256, 128, 8, 3, 1, True), (256, 256, 8, 2, 1, True),
     )
 ]  # fmt: skip
-Call = Callable[[int], object]  # of a layer's number
 
 
-def layers_for(nbytes: int) -> int:
-    """Return how many layers' keys are more than the GPU's cache holds."""
-    return max(2, min(CALLS, (1 << 30) // nbytes))
+class Case(NamedTuple):
+    """Hold sequences, the keys of each on all ranks, and the ranks on which they are spread."""
 
+    b: int
+    keys: int
+    ranks: int
+    dtype: torch.dtype = torch.bfloat16
 
-def read_speed(device: torch.device) -> float:
-    """Return the bytes a second at which PyTorch reads memory at best."""
-    x = torch.zeros(1 << (29 if device.type == "cuda" else 22), device=device)
-    found = []
-    for view in (x, x.view(torch.int64), x.view(torch.int32)):
-        for read in (torch.sum, torch.amax):
-            took = slowest(lambda read=read, view=view: read(view), 1, 9, device)
-            found.append(x.nbytes / (took / 1e6))
-    return max(found)
+    @property
+    def read(self) -> int:
+        """Return the bytes that one GPU reads in a call.
 
+        >>> Case(1, 1024, 1).read // 1024, Case(8, 1024, 4, torch.float8_e4m3fn).read // 2048
+        (4096, 2112)
+        """
+        scales = 4 if self.dtype.itemsize == 1 else 0
+        token = 2 * KEY_HEADS * (D * self.dtype.itemsize + scales)
+        return self.b * self.keys * token // self.ranks
 
-def timed(call: Call, layers: int, device: torch.device) -> float:
-    """Return microseconds a call, launched one by one."""
-    times = 100 if device.type == "cuda" else 2
-    for i in range(2 * layers):
-        call(i % layers)
-    return slowest(lambda: [call(i % layers) for i in range(times)], times, 5, device)
+    @property
+    def layers(self) -> int:
+        """Return how many layers' keys are more than the GPU's cache holds.
 
+        >>> Case(1, 16384, 1).layers, Case(1, 131072, 1).layers, Case(8, 131072, 1).layers
+        (16, 2, 1)
+        """
+        return max(1, min(CALLS, (1 << 30) // self.read))
 
-def graphed(call: Call, layers: int, device: torch.device) -> float:
-    """Return microseconds a call, in a graph of several."""
-    if device.type == "cpu":
-        return float("nan")
-    for i in range(layers):
-        call(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(CALLS):
-            call(i % layers)
-    return slowest(lambda: [graph.replay() for _ in range(10)], 10 * CALLS, 5, device)
-
-
-def slowest(run: Callable[[], object], calls: int, rounds: int, device: torch.device) -> float:
-    """Return the median time of rounds of so many calls, in microseconds a call."""
-    found = []
-    for _ in range(rounds + 1):
-        wait(device)
-        if dist.is_initialized():
-            dist.barrier()
-        wait(device)
-        begin = time.perf_counter()
-        run()
-        wait(device)
-        took = torch.tensor((time.perf_counter() - begin) * 1e6 / calls, device=device)
-        if dist.is_initialized():
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-        found.append(took.item())
-    return median(found[1:])
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of memory that it takes: all layers, and one that is being drawn."""
+        return (self.layers + 1) * self.read * (self.keys + ROOM) // self.keys
 
 
 def filled(
@@ -125,7 +112,7 @@ def filled(
 ) -> RingCache:
     """Return a cache that holds random keys, and has room for some thousands more."""
     cache = RingCache(
-        b, KEY_HEADS, D, layers=layers, capacity=keys + 8192, page=page, dtype=dtype,
+        b, KEY_HEADS, D, layers=layers, capacity=keys + ROOM, page=page, dtype=dtype,
         device=device, group=ring,
     )  # fmt: skip
     for pool in (*cache.keys, *cache.values):
@@ -136,18 +123,18 @@ def filled(
     return cache
 
 
-def ours(
-    b: int, keys: int, layers: int, ring: Ring, q: Tensor, k: Tensor, dtype: torch.dtype
-) -> Call:
-    cache = filled(b, keys, layers, ring, q.device, dtype=dtype)
+def ours(case: Case, ring: Ring, q: Tensor, k: Tensor) -> Call:
+    """Return calls of `ring_attn_with_cache`."""
+    cache = filled(case.b, case.keys, case.layers, ring, q.device, dtype=case.dtype)
     kernel = "triton" if q.is_cuda else None
     return lambda i: ring_attn_with_cache(q, k, k, cache, layer=i, kernel=kernel)
 
 
-def cudnn(b: int, keys: int, layers: int, q: Tensor) -> Call:
+def cudnn(case: Case, q: Tensor) -> Call:
     """Return calls of cuDNN on keys of one rank: out and lse."""
+    shape = case.b, case.keys // case.ranks, KEY_HEADS, D
     k, v = (
-        [torch.randn(b, keys, KEY_HEADS, D, device=q.device, dtype=q.dtype) for _ in range(layers)]
+        [torch.randn(shape, device=q.device, dtype=q.dtype) for _ in range(case.layers)]
         for _ in "kv"
     )
     op = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -160,14 +147,14 @@ def cudnn(b: int, keys: int, layers: int, q: Tensor) -> Call:
     return call
 
 
-def prototype(b: int, keys: int, layers: int, q: Tensor) -> Call:
+def prototype(case: Case, q: Tensor) -> Call:
     """Return calls of cuDNN on this rank's keys, one all-gather, and PyTorch's operators."""
-    local, size = cudnn(b, keys // dist.get_world_size(), layers, q), dist.get_world_size()
-    every = torch.empty(size, b, HEADS, 1, D + 1, device=q.device)
+    local = cudnn(case, q)
+    every = torch.empty(case.ranks, case.b, HEADS, 1, D + 1, device=q.device)
 
     def call(i: int) -> Tensor:
         out, lse = local(i)
-        mine = torch.cat((out.float(), lse.reshape(b, HEADS, 1, 1)), dim=-1)
+        mine = torch.cat((out.float(), lse.reshape(case.b, HEADS, 1, 1)), dim=-1)
         dist.all_gather_into_tensor(every, mine)
         weight = torch.softmax(every[..., -1:], dim=0)
         return (every[..., :-1] * weight).sum(0).to(q.dtype)
@@ -175,67 +162,62 @@ def prototype(b: int, keys: int, layers: int, q: Tensor) -> Call:
     return call
 
 
-def trees(b: int, keys: int, q: Tensor) -> Call:
-    n = keys // (dist.get_world_size() if dist.is_initialized() else 1)
-    k, v = (torch.randn(b, KEY_HEADS, n, D, device=q.device, dtype=q.dtype) for _ in "kv")
+def trees(case: Case, q: Tensor) -> Call:
+    """Return calls of `tree_attn_decode` on keys that are given, the same ones each time."""
+    shape = case.b, KEY_HEADS, case.keys // case.ranks, D
+    k, v = (torch.randn(shape, device=q.device, dtype=q.dtype) for _ in "kv")
     heads = q.transpose(1, 2)
     return lambda i: tree_attn_decode(heads, k, v, shard_kv_seq=False)
 
 
-def subjects(b: int, keys: int, device: torch.device) -> dict[str, Callable[[], Call]]:
-    """Return what is compared, each as a function that prepares it."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+Subjects = dict[str, tuple[Case, Callable[[], Call]]]
+
+
+def subjects(b: int, keys: int, device: torch.device) -> Subjects:
+    """Return what is compared: where its keys are, and a function that prepares it."""
     torch.manual_seed(1)
     q = torch.randn(b, 1, HEADS, D, device=device, dtype=torch.bfloat16)
     k = torch.randn(b, 1, KEY_HEADS, D, device=device, dtype=torch.bfloat16)
-    layers = layers_for(b * keys * TOKEN // ranks)
-    found: dict[str, Callable[[], Call]] = {}
-    rings = {"ours": Ring()} | ({"ours, one GPU": Ring.alone()} if ranks > 1 else {})
-    for name, ring in rings.items():
+    spread = Case(b, keys, ranks())
+    found: Subjects = {}
+    rings: dict[str, tuple[Callable[[], Ring], Case]] = {"ours": (Ring, spread)}
+    if spread.ranks > 1:
+        rings["ours, one GPU"] = Ring.alone, spread._replace(ranks=1)
+    for name, (ring, case) in rings.items():
         for bits, dtype in (("", torch.bfloat16), (", 8 bits", torch.float8_e4m3fn)):
-            found[name + bits] = partial(ours, b, keys, layers, ring, q, k, dtype)
-    if device.type == "cuda" and ranks > 1:
-        found["prototype"] = lambda: prototype(b, keys, layers, q)
-        found["cuDNN, own keys only"] = lambda: cudnn(b, keys // ranks, layers, q)
+            kept = case._replace(dtype=dtype)
+            found[name + bits] = kept, partial(ours, kept, ring(), q, k)
+    if device.type == "cuda" and spread.ranks > 1:
+        found["prototype"] = spread, partial(prototype, spread, q)
+        found["cuDNN, own keys only"] = spread, partial(cudnn, spread, q)
     elif device.type == "cuda":
-        found["cuDNN"] = lambda: cudnn(b, keys, layers, q)
-    found["tree_attn_decode"] = lambda: trees(b, keys, q)
+        found["cuDNN"] = spread, partial(cudnn, spread, q)
+    found["tree_attn_decode"] = spread, partial(trees, spread, q)
     return found
 
 
-def report(name: str, b: int, keys: int, speed: float, device: torch.device) -> None:
-    """Measure a subject and print its row."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    make = subjects(b, keys, device)[name]
-    layers = 1 if name == "tree_attn_decode" else layers_for(b * keys * TOKEN // ranks)
-    floor = b * keys * TOKEN / ranks / speed * 1e6
-    told = share = ""
-    for measure in (graphed, timed):
+def rows(name: str, b: int, keys: int, speed: float, device: torch.device) -> Iterator[Row]:
+    """Measure a subject in a graph and one by one; `speed` is that of memory, in bytes a second."""
+    case, make = subjects(b, keys, device)[name]
+    layers = 1 if name == "tree_attn_decode" else case.layers
+    floor = case.read / speed * 1e6
+    shape = {"heads": [HEADS, KEY_HEADS], "head_dim": D, "dtype": "bfloat16"}
+    about = {"batch": b, "tokens": keys, "mask": "causal", **shape}
+    lack = too_much(case.nbytes, device)
+    for mode, measure in ((GRAPH, graphed), (ONE_BY_ONE, timed)):
+        if mode == GRAPH and device.type == "cpu":
+            continue
+        of_mode = about | Subject(name, None, mode).about()
+        if lack is not None:
+            yield from failed(of_mode, lack)
+            continue
         try:
             took = measure(make(), layers, device)
-            told += f"{took:8.1f}"
         except Exception as error:
-            took = float("nan")
-            told += f" {type(error).__name__}: {error} "
-        share = f"{floor / took:9.0%}" if measure is graphed else share
-    told += f"{floor:8.1f}  {share}"
-    if is_first():
-        print(f"{f'{b} x {keys}':>12}  {name:22}{told}", flush=True)
-
-
-def group(name: str) -> AbstractContextManager[torch.device]:
-    """Return a block in which the processes that torchrun started are a group, on their devices.
-
-    Each must have its own before the group's first exchange: NCCL keeps a communicator for each
-    device that a rank has used, and two ranks with different ones wait for each other for ever.
-    """
-    if dist.is_torchelastic_launched():
-        return joined(name)
-    return nullcontext(torch.device(name, 0) if name == "cuda" else torch.device(name))
-
-
-def is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+            yield from failed(of_mode, f"{type(error).__name__}: {error}".splitlines()[0][:120])
+            continue
+        figures = dict(microseconds=took, floor=floor, of_memory=floor / took)
+        yield of_mode | {"pass": "both"} | {each: rounded(x) for each, x in figures.items()}
 
 
 def tune(sizes: Sequence[tuple[int, int]], ring: Ring, device: torch.device) -> None:
@@ -247,7 +229,7 @@ def tune(sizes: Sequence[tuple[int, int]], ring: Ring, device: torch.device) -> 
             torch.manual_seed(0)
             q = torch.randn(b, 1, HEADS, D, device=device, dtype=torch.bfloat16)
             k = torch.randn(b, 1, KEY_HEADS, D, device=device, dtype=torch.bfloat16)
-            layers = layers_for(b * keys * TOKEN)
+            layers = Case(b, keys, 1).layers
             cache = filled(b, keys, layers, ring, device, page)
             try:
                 call = planned(plan_decoding(q, cache, Scores(D**-0.5), tuning), q, k)
@@ -291,97 +273,53 @@ def planned(plan: DecodePlan, q: Tensor, k: Tensor) -> Callable[[int], Tensor]:
     return call
 
 
-def prefill(tokens: int, chunk: int, device: torch.device) -> str:
-    """Time a prompt in chunks, and in one call; and what memory chunks take beside the cache."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-
-    def drawn(n: int) -> list[Tensor]:
-        heads = (HEADS, KEY_HEADS, KEY_HEADS)
-        return [
-            torch.randn(1, n // ranks, h, D, device=device, dtype=torch.bfloat16) for h in heads
-        ]
-
-    whole, part = drawn(tokens), drawn(chunk)
-    cache = RingCache(
-        1, KEY_HEADS, D, capacity=tokens, dtype=torch.bfloat16, device=device, group=Ring()
-    )
-
-    def chunks() -> None:
-        cache.free(0)
-        for _ in range(tokens // chunk):
-            ring_attn_with_cache(*part, cache, layout="zigzag")
-
-    def at_once() -> None:
-        with torch.no_grad():
-            ring_attn(*whole, causal=True, layout="zigzag", group=Ring())
-
-    took = {
-        name: slowest(run, 1, 3, device) / 1e3 for name, run in (("one", at_once), ("in", chunks))
-    }
-    more = float("nan")
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        chunks()
-        torch.cuda.synchronize()
-        more = (torch.cuda.max_memory_allocated() - before) / 2**20
-    sizes, held = chunk_sizes(cache, HEADS, chunk)
-    return (
-        f"{tokens} tokens, at once {took['one']:.1f} ms, in chunks of {chunk} {took['in']:.1f} ms: "
-        f"{took['one'] / took['in']:.0%} of the speed; cache {cache.nbytes / 2**20:.0f} MiB a "
-        f"rank, {more:.0f} MiB more, planned {sizes.memory(held) / 2**20:.0f}"
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    about = argparse.ArgumentParser("decode", description=__doc__)
-    about.formatter_class = argparse.RawDescriptionHelpFormatter
-    about.add_argument("--keys", type=int, nargs="+")
+    """Measure, print, and with `--save` keep."""
+    about = parser("decode", __doc__, save="decode", device="cuda")
+    about.add_argument("--keys", type=int, nargs="+", help="of a sequence, on all ranks")
+    about.add_argument("--batch", type=int, nargs="+", default=[1], help="with each of --keys")
     about.add_argument("--tune", action="store_true", help="cut the kernel in other ways, too")
     about.add_argument("--prefill", type=int, nargs=2, metavar=("TOKENS", "CHUNK"))
     about.add_argument("--brief", action="store_true")
     about.add_argument("--bits", action="store_true", help="ours only, in 16 and in 8 bits")
     about.add_argument("--messages", action="store_true", help="merge what ranks send")
-    about.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     asked = about.parse_args(argv)
-    sizes = SIZES if asked.keys is None else [(1, n) for n in asked.keys]
     decode_plan.PUSH = not asked.messages
     with group(asked.device) as device:
+        run = Run("decode", argv, device_name(device), asked.save, **gpus(device))
         if asked.prefill is not None:
-            told = prefill(*asked.prefill, device)
-            if is_first():
-                print(told, flush=True)
-            return
-        speed = read_speed(device)
-        if is_first():
-            ranks = dist.get_world_size() if dist.is_initialized() else 1
-            print(f"{ranks} x {device_name(device)}, reading {speed / 1e12:.2f} TB/s")
-            print(
-                f"{'keys':>12}  {'':22}{'graph':>8}{'singly':>8}{'floor':>8}  of memory", flush=True
-            )
-        if asked.bits and is_first():
-            print(f"results of 8 bits are {lost(device):.1%} from those of 16", flush=True)
-        if asked.tune:
-            tune(sizes, Ring(), device)
-        elif asked.brief:
-            brief(speed, device)
+            run.add(prefill(*asked.prefill, device))
         else:
-            for b, keys in sizes:
-                for name in subjects(b, keys, device):
-                    if name.startswith("ours") if asked.bits else "bits" not in name:
-                        report(name, b, keys, speed, device)
+            decode(asked, run, device)
+        run.finish()
 
 
-def brief(speed: float, device: torch.device) -> None:
-    """Print what matters most first."""
+def decode(asked: Namespace, run: Run, device: torch.device) -> None:
+    """Measure all that is asked for but prompts."""
+    sizes = SIZES if asked.keys is None else [*product(asked.batch, asked.keys)]
+    speed = read_speed(device)
+    if is_first():
+        print(f"{ranks()} x {device_name(device)}, reading {speed / 1e12:.2f} TB/s", flush=True)
+    if asked.bits and is_first():
+        print(f"results of 8 bits are {lost(device):.1%} from those of 16", flush=True)
+    if asked.tune:
+        tune(sizes, Ring(), device)
+    elif asked.brief:
+        brief(run, speed, device)
+    else:
+        for b, keys in sizes:
+            for name in subjects(b, keys, device):
+                if name.startswith("ours") if asked.bits else "bits" not in name:
+                    run.add(rows(name, b, keys, speed, device))
+
+
+def brief(run: Run, speed: float, device: torch.device) -> None:
+    """Measure what matters most first."""
     sizes = [size for size in SIZES if size[0] == 1]
     for size in sizes:
-        report("ours", *size, speed, device)
-    told = prefill(131072, 8192, device)
-    if is_first():
-        print(told, flush=True)
-    for name in ("ours, one GPU", "prototype"):
-        for size in sizes[:2]:
-            report(name, *size, speed, device)
+        run.add(rows("ours", *size, speed, device))
+    run.add(prefill(131072, 8192, device))
+    for name, size in product(("ours, one GPU", "prototype"), sizes[:2]):
+        if name in subjects(*size, device):
+            run.add(rows(name, *size, speed, device))
     tune(sizes[:2], Ring.alone(), device)

@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.set_defaults(mask=["causal"])
     asked = options.parse_args(argv)
     with joined(asked.device) as device:
-        run = Run("few", argv, device_name(device), **gpus(device))
+        run = Run("few", argv, device_name(device), asked.save, **gpus(device))
         for shape in shapes(asked, device):
             for documents in asked.documents:
                 for kernel in asked.kernels:
@@ -112,4 +112,4 @@ def main(argv: Sequence[str] | None = None) -> None:
                             runs |= others(shape, stack)
                         times = by_turns(runs, device, asked.rounds, asked.repeats, load=0.05)
                     run.add(rows(shape, documents, times))
-        run.finish(asked.save)
+        run.finish()

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from benchmarks.decode import group, is_first, slowest, wait
+from benchmarks.lib.calls import group, is_first, slowest, wait
 from benchmarks.lib.rings import device_name
 from ring_attention_pytorch import RingTransformer
 from ring_attention_pytorch.comm.ring import Ring

@@ -48,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = options.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("kernels needs a CUDA device")
-    run = Run("kernels", argv, torch.cuda.get_device_name(), gpus=1)
+    run = Run("kernels", argv, torch.cuda.get_device_name(), asked.save, gpus=1)
     for d, mask, n in product(asked.d, asked.mask, asked.n):
         block = Block(Shape(n, d, mask, asked.dtype, *asked.heads))
         case = KernelRequest.of(block.q, block.v, window=block.shape.window)
         for name in asked.kernels:
             if problem(name, case) is None:
                 run.add(rows(block, name, asked.block))
-    run.finish(asked.save)
+    run.finish()

@@ -105,9 +105,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--ranks", type=int, nargs="+", default=[1], help="which of them")
     asked = options.parse_args(argv)
     with joined(asked.device) as device:
-        run = Run("rank", argv, device_name(device), **gpus(device))
+        run = Run("rank", argv, device_name(device), asked.save, **gpus(device))
         for shape, kernel, rank in product(shapes(asked, device), asked.kernels, asked.ranks):
             runs = subjects(shape, kernel, rank, asked.of)
             times = by_turns(runs, device, asked.rounds, asked.repeats)
             run.add(rows(shape, rank, asked.of, times))
-        run.finish(asked.save)
+        run.finish()

@@ -243,11 +243,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = options.parse_args(argv)
     with joined(asked.device) as device:
         settle(asked, device)
-        run = Run("ring", argv, device_name(device), **gpus(device))
+        run = Run("ring", argv, device_name(device), asked.save, **gpus(device))
         for shape in shapes(asked, device):
             if asked.trace is not None:
                 trace(shape, asked)
             else:
                 run.add(rows(shape, all_of(shape, asked)))
         if asked.trace is None:
-            run.finish(asked.save)
+            run.finish()

@@ -203,8 +203,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         layout = "zigzag" if asked.causal else "contiguous"
         heads = {"heads": [asked.heads] * 2, "head_dim": asked.dim // asked.heads}
-        run = Run("routing", argv, device_name(device), **gpus(device), dim=asked.dim, **heads)
+        run = Run(
+            "routing", argv, device_name(device), asked.save, **gpus(device), dim=asked.dim, **heads
+        )
         for length in asked.lengths:
             found = compare(length, setting, layout, dense=length <= asked.dense_up_to)
             run.add(rows(length, found, setting))
-        run.finish(asked.save)
+        run.finish()

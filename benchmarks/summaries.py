@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rule = asked.dim_head, asked.window, asked.stride, asked.distance, asked.select
         setting = Setting(asked.device, dtype, *asked.heads, *rule)
         about = dict(heads=asked.heads, head_dim=asked.dim_head, window=asked.window)
-        run = Run("summaries", argv, device_name(device), **gpus(device), **about)
+        run = Run("summaries", argv, device_name(device), asked.save, **gpus(device), **about)
         ranks = dist.get_world_size() if together else 1
         if not together:
             print("errors of out, dq, dk, dv against float32:", error(setting).tolist())
@@ -191,4 +191,4 @@ def main(argv: Sequence[str] | None = None) -> None:
             for length in asked.lengths:
                 if subject != "exact" or length <= asked.exact_up_to:
                     run.add([measured(setting, subject, length, ranks)])
-        run.finish(asked.save)
+        run.finish()

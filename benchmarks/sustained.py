@@ -103,10 +103,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--load", type=float, default=0.33, help="seconds of a turn")
     asked = options.parse_args(argv)
     with joined(asked.device) as device:
-        run = Run("sustained", argv, device_name(device), **gpus(device))
+        run = Run("sustained", argv, device_name(device), asked.save, **gpus(device))
         for shape, kernel in product(shapes(asked, device), asked.kernels):
             runs, beside = subjects(shape, kernel, asked.graphs)
             times = by_turns(runs, device, asked.rounds, asked.repeats, asked.load, beside)
             run.add(rows(shape, times))
             del runs, beside
-        run.finish(asked.save)
+        run.finish()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 RESULTS = Path(__file__).parents[1] / "results"
 PASSES = ("forward", "backward", "both")
 ONE_BY_ONE, GRAPH, REPLAYED = "one by one", "graph", "replayed"
-WHO = ("ranks", "rank", "tokens", "mask", "head_dim", "subject", "kernel", "mode")
+WHO = ("ranks", "rank", "batch", "tokens", "mask", "head_dim", "subject", "kernel", "mode")
 UNSHOWN = (*WHO, "pass", "heads", "dtype", "load")
 Row = dict[str, Any]
 
@@ -109,9 +109,20 @@ def named_errors(names: Sequence[str], errors: Sequence[float]) -> dict[str, flo
 
 
 class Run:
-    """The rows of one run: shown as they come and as a table at its end, kept with `--save`."""
+    """The rows of one run: shown and kept as they come, and shown as a table at its end.
 
-    def __init__(self, name: str, argv: Sequence[str] | None, device: str, **facts: Any) -> None:
+    They are kept in `file`, if that is not None; so those of a run that ends early are there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str] | None,
+        device: str,
+        file: Path | None = None,
+        **facts: Any,
+    ) -> None:
+        self.file = file
         self.parts: dict[str, list[Row]] = {}
         self.first = not dist.is_initialized() or dist.get_rank() == 0
         self.facts = dict(
@@ -126,18 +137,22 @@ class Run:
         if self.first:
             for line in lines(new):
                 print(" | ".join(map(cell, line.values())), flush=True)
+            self._save()
 
-    def finish(self, file: Path | None) -> None:
-        """Print all rows in tables, and put them into a file."""
+    def _save(self) -> None:
+        rows = [row for rows in self.parts.values() for row in rows if "failed" not in row]
+        if self.file is not None:
+            save([self.facts | row for row in rows], self.file)
+
+    def finish(self) -> None:
+        """Print all rows in tables, and where they are kept."""
         if not self.first:
             return
         print("\n" + ", ".join(f"{name} {fact}" for name, fact in self.facts.items()))
         for part, rows in self.parts.items():
             print(f"\n{part}\n\n{table(rows)}" if part else f"\n{table(rows)}")
-        if file is not None:
-            rows = [row for rows in self.parts.values() for row in rows if "failed" not in row]
-            save([self.facts | row for row in rows], file)
-            print(f"\nsaved {file}")
+        if self.file is not None:
+            print(f"\nsaved {self.file}")
 
 
 def lines(rows: Iterable[Row]) -> list[Row]:
@@ -190,7 +205,9 @@ def save(rows: Sequence[Row], file: Path) -> None:
     new = {(row["command"], row["device"]) for row in rows}
     kept = [row for row in old if (row.get("command"), row["device"]) not in new]
     text = ",\n".join(json.dumps(row) for row in [*rows, *kept])
-    file.write_text(f"[\n{text}\n]\n")
+    half = file.with_suffix(".tmp")
+    half.write_text(f"[\n{text}\n]\n")
+    half.replace(file)  # whole, whenever this process ends
 
 
 def command(name: str, argv: Sequence[str]) -> str:

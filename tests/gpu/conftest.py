@@ -2,7 +2,14 @@ import pytest
 import torch
 
 from tests.gpu.memory import poison
-from tests.support.ranks import Pool
+from tests.support.ranks import Pool, gpu_ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        size = item.callspec.params.get("size", 2) if hasattr(item, "callspec") else 2
+        if "nccl" in getattr(item, "fixturenames", ()) and 2 <= size <= gpu_ranks():
+            item.add_marker("several_gpus")
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,11 @@ from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.kernels import KERNELS
 from tests.gpu.memory import poison
 from tests.support.features import FEATURES, N, Problem, together
+from tests.support.ranks import gpu_ranks
 from tests.support.reference import excess
 
 DEVICE = "cuda"
 GPUS = torch.cuda.device_count()
-RANKS = 4 if GPUS >= 4 else 2
 pytestmark = pytest.mark.skipif(not GPUS, reason="there is no CUDA device")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -132,4 +132,4 @@ TRIALS += [t._replace(graphs=True) for t in trials(None, "gather")]
     ),
 )
 def test_every_feature_over_nccl(nccl, trial):
-    assert not any(nccl(RANKS).run(faults, trial))
+    assert not any(nccl(gpu_ranks()).run(faults, trial))

@@ -21,10 +21,12 @@ from tests.attention.test_tree_attn_decoding import Decoding
 from tests.inference.stories import Story, told
 from tests.inference.test_cache import OPTIONS
 from tests.nn.generation_cases import CASES, ROUTED
+from tests.support.ranks import gpu_ranks
 from tests.support.reference import dense_attention, relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+SIZES = sorted({2, 3, gpu_ranks()})
 IN_8_BITS = torch.float8_e4m3fn
 BASE = Story(device="cuda", steps=30, most=9, page=16, kernel="triton")
 
@@ -60,7 +62,7 @@ def test_whatever_is_done_attention_is_dense(story: Story) -> None:
     check([story], told([story]))
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("push", [False, True])
 def test_on_several_ranks_too(nccl: Callable, size: int, push: bool) -> None:
     for errors in nccl(size).run(told_by, push):
@@ -82,7 +84,7 @@ def of_chunks() -> float:
     return worst
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_chunks_over_ranks_are_dense(nccl: Callable, size: int) -> None:
     assert max(nccl(size).run(of_chunks)) < LIMITS[torch.bfloat16]
 
@@ -143,17 +145,19 @@ def test_a_gpu_generates_what_a_cpu_does(kernel: str | None) -> None:
 
 @pytest.mark.parametrize("kernel", [None, "triton"])
 def test_several_gpus_generate_what_a_cpu_does(nccl: Callable, kernel: str | None) -> None:
-    for found in nccl(2).run(generated, kernel):
+    for found in nccl(gpu_ranks()).run(generated, kernel):
         assert all(found)
 
 
 # ---- keys that were given
 
 TREES = [
-    Decoding((70, 5, 3), key_heads=2, dtype=torch.bfloat16),
-    Decoding((70, None, 0), masked="some", key_heads=1, tokens=3, dtype=torch.float32),
-    Decoding((9, 130, 4), whole=True, masked="some", d_v=5, dtype=torch.float32),
-]
+    Decoding((70, 5, 3, 0, 1, 40, 2, 33), key_heads=2, dtype=torch.bfloat16),
+    Decoding(
+        (70, None, 0, 9, 1, None, 40, 6), masked="some", key_heads=1, tokens=3, dtype=torch.float32
+    ),
+    Decoding((9, 130, 4, 7, 1, 0, 2, 90), whole=True, masked="some", d_v=5, dtype=torch.float32),
+]  # as many lengths as there may be ranks
 
 
 def trees(push: bool) -> list[float]:
@@ -176,7 +180,7 @@ def test_keys_that_are_given() -> None:
 
 @pytest.mark.parametrize("push", [False, True])
 def test_keys_that_are_given_on_several_ranks(nccl: Callable, push: bool) -> None:
-    for errors in nccl(2).run(trees, push):
+    for errors in nccl(gpu_ranks()).run(trees, push):
         assert max(errors) < 1
 
 
@@ -211,7 +215,7 @@ def test_keys_that_are_given_in_a_graph() -> None:
 
 
 def test_keys_that_are_given_in_a_graph_of_several_ranks(nccl: Callable) -> None:
-    for same in nccl(2).run(tree_in_a_graph):
+    for same in nccl(gpu_ranks()).run(tree_in_a_graph):
         assert all(same.values()), same
 
 
@@ -280,7 +284,7 @@ def test_graphs_append_and_advance(kept: torch.dtype, window: int | None) -> Non
 
 
 def test_graphs_of_several_ranks(nccl: Callable) -> None:
-    for same in nccl(2).run(in_a_graph):
+    for same in nccl(gpu_ranks()).run(in_a_graph):
         assert all(same.values()), same
 
 
@@ -299,6 +303,6 @@ def push(tokens: int) -> tuple[bool, bool]:
 
 
 def test_ranks_have_the_same_result(nccl: Callable) -> None:
-    shared, same = zip(*nccl(2).run(push, 50))
+    shared, same = zip(*nccl(gpu_ranks()).run(push, 50))
     assert all(same)
     assert all(shared) or torch.cuda.device_count() < 2

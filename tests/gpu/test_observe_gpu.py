@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch import RingPlan, explain_plan, observe, ring_attn
+from tests.support.ranks import gpu_ranks
 from tests.support.torchrun import join_ranks, under_torchrun
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_calls_are_observed_on_gpus() -> None:
-    under_torchrun("tests.gpu.test_observe_gpu", timeout=300)
+    under_torchrun("tests.gpu.test_observe_gpu", gpu_ranks(), timeout=300)
 
 
 def observed(tokens: int, transport: str) -> str:

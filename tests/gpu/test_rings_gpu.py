@@ -20,10 +20,11 @@ from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from tests.gpu.memory import poison
 from tests.support import threads
 from tests.support.cases import NAMES, Attention, held, results, shard
+from tests.support.ranks import gpu_ranks
 from tests.support.reference import dense_attention, excess, relative_error
 
 GPUS = torch.cuda.device_count()
-SIZES = (1, 2, 3, 4)
+SIZES = sorted({1, 2, 3, 4, gpu_ranks()})
 pytestmark = pytest.mark.skipif(not GPUS, reason="there is no CUDA device")
 
 BASE = Attention(701, heads=8, d=64, d_v=64, batch=1, bucket_size=1024)
@@ -141,7 +142,7 @@ def repeats(case: Attention, times: int) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_five_hundred_rings_give_the_same_bits(nccl, layout):
-    size = max(2, min(GPUS, SIZES[-1]))
+    size = gpu_ranks()
     case = replace(BASE, layout=layout, kernel="triton", dtype=torch.bfloat16)
     assert nccl(size).run(repeats, case, 500) == [0] * size
 

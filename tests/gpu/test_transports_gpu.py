@@ -6,6 +6,7 @@ With the kernel in plain PyTorch, which repeats to the bit: what is tested is wh
 the same by hand and prints the worst errors.
 """
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,7 @@ from ring_attention_pytorch.plan import kept
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.streams import side_stream
 from ring_attention_pytorch.runtime.tape import Tapes
+from tests.support.ranks import gpu_ranks
 from tests.support.reference import dense_attention, relative_error
 from tests.support.torchrun import join_ranks, under_torchrun
 
@@ -49,8 +51,7 @@ FEW = [
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_rings_of_gpus() -> None:
-    ranks = 4 if torch.cuda.device_count() >= 4 else 2
-    under_torchrun("tests.gpu.test_transports_gpu", ranks)
+    under_torchrun("tests.gpu.test_transports_gpu", gpu_ranks())
 
 
 def whole(length: int, batch: int, dtype: torch.dtype, key_heads: int = 2) -> list[Tensor]:
@@ -498,6 +499,15 @@ def every_way() -> None:
         five_hundred(how)
 
 
+def every_way_is_checked() -> None:
+    """With ranks that compare notes in each call, while graphs are captured, too."""
+    with mock.patch.dict(os.environ, RING_ATTENTION_CHECK="always"):
+        for how in WAYS + FEW:
+            error = one(517, 1, torch.bfloat16, True, False, how)
+            assert error < BOUNDS[torch.bfloat16], (how, "checked", error)
+    say("checked in each call")
+
+
 def every_kernel(kernels: list[str]) -> None:
     """Those that return parts, side by side; and all that can be told where to make gradients."""
     for kernel in kernels:
@@ -527,6 +537,7 @@ def main() -> None:
     join_ranks()
     random.seed(dist.get_rank())
     every_way()
+    every_way_is_checked()
     able = able_of(["flash-attn-4", "sdpa-cudnn", "flash-attn-2", "sdpa-flash"])
     every_kernel(able)
     for ulysses in (1, 2):

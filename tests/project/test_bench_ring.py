@@ -2,15 +2,18 @@
 
 import doctest
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import __main__ as command
-from benchmarks.lib import results, sequences
+from benchmarks import decode
+from benchmarks.lib import calls, jobs, results, sequences
 
 ROOT = Path(__file__).parents[2]
 RUN = [
@@ -42,7 +45,7 @@ def are_right(rows: list[dict[str, Any]]) -> bool:
     return all(error < 1e-5 for row in rows for error in row["errors"].values())
 
 
-@pytest.mark.parametrize("module", [results, sequences])
+@pytest.mark.parametrize("module", [calls, decode, jobs, results, sequences])
 def test_examples_are_as_shown(module) -> None:
     failed, attempted = doctest.testmod(module)
     assert (failed, attempted > 0) == (0, True)
@@ -88,11 +91,23 @@ def test_every_transport_is_measured_and_right(tmp_path: Path) -> None:
     assert all(row["share"] == 1.0 for row in rows if row["subject"] == "theory")
 
 
+def test_documents_of_magi_attention_are_of_a_quarter_at_most() -> None:
+    mask = sequences.packed("as MagiAttention counts them", 1 << 14, 2, packs=21)
+    cut = mask.options["cu_seqlens"]
+    assert (cut[0], cut[-1]) == (0, 1 << 14)
+    assert max(map(int.__rsub__, cut, cut[1:])) <= 1 << 12
+    squares = [
+        sequences.squares(sequences.borders("as MagiAttention counts them", 1 << 14, draw))
+        for draw in map(random.Random, range(21))
+    ]
+    assert sequences.squares(cut) == sorted(squares)[10]
+
+
 @pytest.mark.thorough
 def test_masks_are_measured_and_right(tmp_path: Path) -> None:
     options = "--tokens", "48", "--window", "16", "--kernels", "sdpa"
     rows = saved(tmp_path / "masks.json", "masks", *options)
-    assert len(rows) == 12
+    assert len(rows) == 14
     gathers = [row for row in rows if row["subject"] == "gather"]
     assert are_right(gathers)
     received = {row["mask"]: row["keys_received"] for row in gathers}
@@ -159,12 +174,40 @@ def test_cpu_time_is_measured_and_right(tmp_path: Path) -> None:
     assert rows["one process, SDPA"]["relative"] == 1.0
 
 
-@pytest.mark.parametrize("options", [("--keys", "64"), ("--prefill", "64", "32")])
-def test_decoding_is_timed_by_as_many_exchanges_on_every_rank(options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("options", "subjects"),
+    [
+        (("--keys", "64", "--batch", "2"), {"ours", "ours, one GPU", "tree_attn_decode"}),
+        (("--prefill", "64", "32"), {"prompt at once", "prompt in chunks of 32"}),
+    ],
+)
+def test_decoding_is_timed_by_as_many_exchanges_on_every_rank(
+    options: tuple[str, ...], subjects: set[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "decode.json"
     ran = subprocess.run(
-        [*RUN, "2", "-m", "benchmarks", "decode", "--device", "cpu", *options], cwd=ROOT,
-        capture_output=True, text=True, timeout=300,
+        [*RUN, "2", "-m", "benchmarks", "decode", "--device", "cpu", "--save", str(file), *options],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    assert "Error" not in ran.stdout
-    assert "ours" in ran.stdout or "of the speed" in ran.stdout
+    rows = {row["subject"]: row for row in json.loads(file.read_text())}
+    assert rows.keys() == subjects  # none has failed
+    if "ours" in rows:  # one that has all keys reads twice as many
+        assert rows["ours, one GPU"]["floor"] == pytest.approx(2 * rows["ours"]["floor"], rel=0.02)
+
+
+def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(decode, "too_much", lambda *given: asked.append(given) or "needs more")
+    cpu = torch.device("cpu")
+    (row,) = decode.rows("ours", 8, 1 << 40, 1e12, cpu)  # nothing is made of that size
+    assert row["failed"] == "needs more"
+    assert asked == [(decode.Case(8, 1 << 40, 1).nbytes, cpu)]
+
+
+def test_rows_are_kept_as_they_come(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    run = results.Run("ring", [], "CPU", file)
+    run.add([{"subject": "ring", "tflops": 1.0}])
+    run.add([{"subject": "gather", "tflops": 2.0}, *results.failed({"subject": "other"}, "no")])
+    assert [row["subject"] for row in json.loads(file.read_text())] == ["ring", "gather"]

@@ -29,6 +29,18 @@ _context.set_forkserver_preload(
 )
 
 
+def gpu_ranks(gpus: int | None = None) -> int:
+    """How many ranks tests of GPUs use: a power of two, from two to eight, by the GPUs there are.
+
+    A power of two, so that degrees of Ulysses divide it.
+
+    >>> [gpu_ranks(gpus) for gpus in (0, 1, 2, 3, 4, 7, 8, 16)]
+    [2, 2, 2, 2, 4, 4, 8, 8]
+    """
+    found = torch.cuda.device_count() if gpus is None else gpus
+    return next(ranks for ranks in (8, 4, 2) if ranks <= max(2, found))
+
+
 def take_gpu(rank: int, size: int) -> torch.device:
     """Make this rank's GPU the current one; where GPUs are fewer than ranks, some share one.
 

@@ -1,0 +1,117 @@
+"""Time calls on one device or on all ranks of a group: what benchmarks of decoding share."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.lib.rings import joined
+
+CALLS = 16  # of a graph
+Call = Callable[[int], object]  # of a layer's number
+
+
+def read_speed(device: torch.device) -> float:
+    """Return the bytes a second at which PyTorch reads memory at best."""
+    x = torch.zeros(1 << (29 if device.type == "cuda" else 22), device=device)
+    found = []
+    for view in (x, x.view(torch.int64), x.view(torch.int32)):
+        for read in (torch.sum, torch.amax):
+            took = slowest(lambda read=read, view=view: read(view), 1, 9, device)
+            found.append(x.nbytes / (took / 1e6))
+    return max(found)
+
+
+def timed(call: Call, layers: int, device: torch.device) -> float:
+    """Return microseconds a call, launched one by one."""
+    times = 100 if device.type == "cuda" else 2
+    for i in range(2 * layers):
+        call(i % layers)
+    return slowest(lambda: [call(i % layers) for i in range(times)], times, 5, device)
+
+
+def graphed(call: Call, layers: int, device: torch.device) -> float:
+    """Return microseconds a call, in a graph of several."""
+    if device.type == "cpu":
+        return float("nan")
+    for i in range(layers):
+        call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(CALLS):
+            call(i % layers)
+    return slowest(lambda: [graph.replay() for _ in range(10)], 10 * CALLS, 5, device)
+
+
+def slowest(run: Callable[[], object], calls: int, rounds: int, device: torch.device) -> float:
+    """Return the median time of rounds of so many calls, in microseconds a call."""
+    found = []
+    for _ in range(rounds + 1):
+        wait(device)
+        if dist.is_initialized():
+            dist.barrier()
+        wait(device)
+        begin = time.perf_counter()
+        run()
+        wait(device)
+        took = torch.tensor((time.perf_counter() - begin) * 1e6 / calls, device=device)
+        if dist.is_initialized():
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+        found.append(took.item())
+    return median(found[1:])
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def ranks() -> int:
+    """Return how many processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def too_much(nbytes: int, device: torch.device) -> str | None:
+    """Say that so many bytes more do not fit on each rank; None if they do.
+
+    All ranks say the same, by the one that has least. So none runs out of memory by itself, which
+    would leave the others waiting.
+    """
+    if device.type == "cpu":
+        return None
+    torch.cuda.empty_cache()
+    free = torch.tensor(torch.cuda.mem_get_info(device)[0], device=device)
+    if dist.is_initialized():
+        dist.all_reduce(free, dist.ReduceOp.MIN)
+    return lack(nbytes, int(free.item()))
+
+
+def lack(nbytes: int, free: int) -> str | None:
+    """Say that so many bytes do not fit into nine tenths of what is free; None if they do.
+
+    >>> lack(1 << 30, 1 << 31)
+    >>> lack(64 << 30, 32 << 30)
+    'needs 64.0 GiB of a GPU, 32.0 are free'
+    """
+    if nbytes <= 0.9 * free:
+        return None
+    return f"needs {nbytes / 2**30:.1f} GiB of a GPU, {free / 2**30:.1f} are free"
+
+
+def group(name: str) -> AbstractContextManager[torch.device]:
+    """Return a block in which the processes that torchrun started are a group, on their devices.
+
+    Each must have its own before the group's first exchange: NCCL keeps a communicator for each
+    device that a rank has used, and two ranks with different ones wait for each other for ever.
+    """
+    if dist.is_torchelastic_launched():
+        return joined(name)
+    return nullcontext(torch.device(name, 0) if name == "cuda" else torch.device(name))
+
+
+def is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,0 +1,74 @@
+"""All that several GPUs can get wrong together, by one command: `make check-gpus`.
+
+    python -m tests.gpu.check --folder build/gpus
+
+Tests of transports, observed calls, rings, features and decoding on as many GPUs as there are, to
+eight; in every call ranks check that they are in step. Then each transport under PyTorch's CUDA
+sanitizer. Two ranks share a GPU where there is one. What they say goes to a file each.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from benchmarks.lib.jobs import Job, by_torchrun, run_all
+from tests.support.ranks import gpu_ranks
+
+CHECKED = {"RING_ATTENTION_CHECK": "always"}
+FILES = ("rings", "features", "inference")
+
+
+def jobs(ranks: int, workers: int) -> list[Job]:
+    """Return what is run on so many ranks: first what tells most if it fails.
+
+    `workers` run tests of a file side by side, for most of their time goes to compilers.
+    """
+    pytest = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "several_gpus")
+    pytest += ("-n", str(workers)) if workers > 1 else ()
+    return [
+        Job("transports", by_torchrun(ranks, "tests.gpu.test_transports_gpu"), 540, CHECKED),
+        Job("observed calls", by_torchrun(ranks, "tests.gpu.test_observe_gpu"), 120, CHECKED),
+        *(
+            Job(name, (*pytest, f"tests/gpu/test_{name}_gpu.py"), 540, CHECKED)
+            for name in FILES
+        ),
+        Job(
+            "transports, CUDA sanitizer", by_torchrun(ranks, "tests.gpu.csan"), 180,
+            {"TORCH_CUDA_SANITIZER": "1"},
+        ),
+    ]  # fmt: skip
+
+
+def workers(ranks: int) -> int:
+    """Return how many pools of ranks can be side by side: each rank has a CPU, if it is so."""
+    if find_spec("xdist") is None:
+        return 1
+    return max(1, min(4, len(os.sched_getaffinity(0)) // (ranks + 1)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run them; return the exit status."""
+    options = argparse.ArgumentParser(prog="python -m tests.gpu.check", description=__doc__)
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    options.add_argument("--folder", type=Path, default=Path("build/gpus"))
+    options.add_argument("--ranks", type=int, default=gpu_ranks(), help="unless it is the GPUs")
+    options.add_argument("--only", nargs="+", metavar="NAME", help="those whose name begins so")
+    options.add_argument("--list", action="store_true", help="print commands, and run nothing")
+    asked = options.parse_args(argv)
+    found = jobs(asked.ranks, workers(asked.ranks))
+    if asked.only:
+        found = [job for job in found if job.name.startswith(tuple(asked.only))]
+    if asked.list:
+        print("\n".join(job.command for job in found))
+        return 0
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no CUDA device, so every test would be skipped")
+    return run_all(found, asked.folder)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

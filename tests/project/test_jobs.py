@@ -1,0 +1,100 @@
+"""Commands that are run one after the other: checks and benchmarks of several GPUs."""
+
+import time
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as benchmarks
+from benchmarks import everything
+from benchmarks.lib.jobs import Job, run, run_all
+from tests.gpu import check
+
+LEAVES = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid)
+"""
+ASLEEP = "import time; print('asleep', flush=True); time.sleep(60)"
+
+
+def test_one_that_fails_or_hangs_takes_no_other_along(tmp_path, capsys) -> None:
+    jobs = [
+        Job("hangs", ("-c", ASLEEP), 1),
+        Job("fails", ("-c", "raise SystemExit('no memory')"), 20),
+        Job("runs", ("-c", "import os; print('found', os.environ['N'])"), 20, {"N": "4"}),
+    ]
+    start = time.monotonic()
+    assert run_all(jobs, tmp_path / "said") == 1
+    assert time.monotonic() - start < 30
+    screen = capsys.readouterr().out
+    assert "not done after 1 s\n" in screen
+    assert "exit status 1\n" in screen
+    assert "no memory" in screen
+    assert "not done: hangs, fails" in screen
+    assert "ok: found 4" in screen
+    assert (tmp_path / "said" / "runs.txt").read_text().splitlines()[1:] == ["found 4"]
+    assert "asleep" in (tmp_path / "said" / "hangs.txt").read_text()
+
+
+def test_what_a_command_leaves_is_ended(tmp_path) -> None:
+    file = tmp_path / "said.txt"
+    assert run(Job("leaves", ("-c", LEAVES), 20), file) is None
+    child = int(file.read_text().split()[-1])
+    for _ in range(50):
+        if not is_running(child):
+            return
+        time.sleep(0.1)
+    raise AssertionError("it still runs")
+
+
+def is_running(process: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{process}/stat").read_text()  # one that nobody waits for
+    except FileNotFoundError:
+        return False
+
+
+def test_time_for_all_is_kept(tmp_path, capsys) -> None:
+    jobs = [Job("hangs", ("-c", ASLEEP), 50), Job("late", ("-c", "print('here')"), 50)]
+    assert run_all(jobs, tmp_path, within=1.0) == 1
+    assert "no time left" in capsys.readouterr().out
+    assert not (tmp_path / "late.txt").exists()
+
+
+def test_checks_of_gpus_are_listed_without_any(capsys) -> None:
+    assert check.main(["--list", "--ranks", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len({*lines}) == 6
+    assert sum("CHECK=always" in line for line in lines) == 5
+    assert sum("nproc-per-node 8" in line for line in lines) == 3
+
+
+class Parsed(Exception):
+    """A benchmark's options are right."""
+
+
+@pytest.mark.parametrize("gpus", ["2", "4", "8"])
+def test_everything_is_listed_and_every_benchmark_takes_its_options(
+    gpus: str, capsys, monkeypatch
+) -> None:
+    assert everything.main(["--gpus", gpus, "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == (5 if gpus == "2" else 15)
+
+    def parsed(parser: ArgumentParser, argv: list[str]) -> None:
+        assert parser.parse_known_args(argv)[1] == []
+        raise Parsed
+
+    monkeypatch.setattr(ArgumentParser, "parse_args", parsed)
+    for line in lines:
+        launcher, benchmark = line.split(" -m benchmarks ")
+        assert f"--nproc-per-node {gpus}" in launcher
+        with pytest.raises(Parsed):
+            benchmarks.main(benchmark.split())
+
+
+def test_names_of_jobs_and_of_what_they_say_differ() -> None:
+    found = everything.jobs(8, False, everything.kernels(), Path("rows"))
+    assert len({job.file for job in found}) == len(found)
