@@ -16,6 +16,7 @@ from ring_attention_pytorch.schedule.cost import (
     host_seconds,
     predict,
     replay_seconds,
+    swap_launch_seconds,
     swap_seconds,
 )
 from ring_attention_pytorch.schedule.pieces import joined, tokens
@@ -58,9 +59,10 @@ def explain_plan(plan: RingPlan, *, picture: str | PathLike[str] | None = None) 
 
 def launch_seconds(plan: RingPlan) -> float:
     """Predict the seconds that the host takes for a call, forward and backward."""
+    swaps = swap_launch_seconds(plan.degree, plan.machine)  # which are outside of graphs
     if plan.graphs is not None:
-        return replay_seconds(plan.machine)
-    return host_seconds(plan.schedule, plan.can_be_taped, plan.machine)
+        return replay_seconds(plan.machine) + swaps
+    return host_seconds(plan.schedule, plan.can_be_taped, plan.machine) + swaps
 
 
 def seconds_beside(plan: RingPlan) -> float:

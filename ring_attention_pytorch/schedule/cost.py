@@ -29,9 +29,9 @@ from ring_attention_pytorch.schedule.steps import (
 )
 
 # launches of small operations that take the host as long as a part or a transfer: by a tape, or by
-# the Python that decides on its operations; what is around a call, with autograd's thread; and a
-# CUDA graph with its copies (one and two H100, 2k and 8k tokens each)
-_TAPED, _DECIDED, _AROUND, _REPLAY = 25, 80, 45, 30
+# the Python that decides on its operations; what is around a call, with autograd's thread; a CUDA
+# graph with its copies; and all swaps of heads (one and two H100, 2k and 8k tokens each)
+_TAPED, _DECIDED, _AROUND, _REPLAY, _SWAPS = 25, 80, 45, 30, 280
 _BESIDE = 0.4  # share of `call` that stays where other calls fill what one leaves idle
 
 
@@ -202,6 +202,11 @@ def host_seconds(schedule: Schedule, taped: bool, machine: Hardware = H200) -> f
 def replay_seconds(machine: Hardware = H200) -> float:
     """Return the seconds the host takes to replay a call's graphs, forward and backward."""
     return (2 * _REPLAY + _AROUND) * machine.launch
+
+
+def swap_launch_seconds(degree: int, machine: Hardware = H200) -> float:
+    """Return the seconds the host takes to swap heads for sequence, forward and backward."""
+    return 0.0 if degree == 1 else _SWAPS * machine.launch
 
 
 def copy_seconds(tokens: int, shape: KVShape, machine: Hardware = H200) -> float:

@@ -20,6 +20,7 @@ from ring_attention_pytorch.schedule.cost import (
     host_seconds,
     likely_gather,
     predict,
+    swap_launch_seconds,
     swap_seconds,
 )
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
@@ -234,5 +235,6 @@ def test_the_host_is_told_of_where_it_takes_longer():
     two = all_segments("zigzag", 2, 4096)
     found = ring(Workload(two, two, Mask(causal=True)))
     assert host_seconds(found, taped=True) < host_seconds(found, taped=False)
+    assert swap_launch_seconds(1) == 0 < swap_launch_seconds(2)
     slow = H200._replace(launch=10 * H200.launch)
     assert host_seconds(found, False, slow) == pytest.approx(10 * host_seconds(found, False))
