@@ -160,11 +160,11 @@ class Tapes:
 
 def _replayed(replay: Function, given: Tensors) -> Tensors:
     """Run a tape as what it was made of ran, whatever autocast is on and device is current."""
-    device = given[0].device
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    first = given[0]
+    elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
     if not (elsewhere or torch._C._is_any_autocast_enabled()):
         return replay(*given)
-    with torch.autocast(device.type, enabled=False), torch.cuda.device_of(given[0]):
+    with torch.autocast(first.device.type, enabled=False), torch.cuda.device_of(first):
         return replay(*given)
 
 
