@@ -35,7 +35,6 @@ from benchmarks.lib.calls import (
     graphed,
     group,
     is_first,
-    ranks,
     read_speed,
     timed,
     too_much,
@@ -43,7 +42,7 @@ from benchmarks.lib.calls import (
 from benchmarks.lib.options import parser
 from benchmarks.lib.prefill import prefill
 from benchmarks.lib.results import GRAPH, ONE_BY_ONE, Row, Run, Subject, failed, rounded
-from benchmarks.lib.rings import device_name, gpus
+from benchmarks.lib.rings import device_name, gpus, ranks
 from ring_attention_pytorch import tree_attn_decode
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference import decode_plan
@@ -277,13 +276,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and with `--save` keep."""
     about = parser("decode", __doc__, save="decode", device="cuda")
     about.add_argument("--keys", type=int, nargs="+", help="of a sequence, on all ranks")
-    about.add_argument("--batch", type=int, nargs="+", default=[1], help="with each of --keys")
+    about.add_argument("--batch", type=int, nargs="+", help="with each of --keys; 1 without it")
     about.add_argument("--tune", action="store_true", help="cut the kernel in other ways, too")
     about.add_argument("--prefill", type=int, nargs=2, metavar=("TOKENS", "CHUNK"))
     about.add_argument("--brief", action="store_true")
     about.add_argument("--bits", action="store_true", help="ours only, in 16 and in 8 bits")
     about.add_argument("--messages", action="store_true", help="merge what ranks send")
     asked = about.parse_args(argv)
+    if asked.batch is not None and asked.keys is None:
+        about.error("--batch goes with --keys; without them lengths and batches are given")
     decode_plan.PUSH = not asked.messages
     with group(asked.device) as device:
         run = Run("decode", argv, device_name(device), asked.save, **gpus(device))
@@ -296,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def decode(asked: Namespace, run: Run, device: torch.device) -> None:
     """Measure all that is asked for but prompts."""
-    sizes = SIZES if asked.keys is None else [*product(asked.batch, asked.keys)]
+    sizes = SIZES if asked.keys is None else [*product(asked.batch or [1], asked.keys)]
     speed = read_speed(device)
     if is_first():
         print(f"{ranks()} x {device_name(device)}, reading {speed / 1e12:.2f} TB/s", flush=True)

@@ -126,8 +126,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--magi", action="store_true", help="what MagiAttention publishes")
     options.set_defaults(mask=["causal"])
     asked = options.parse_args(argv)
-    if asked.magi:
-        asked.tokens, asked.heads, asked.dim_head, asked.repeats = [8192], [64, 8], 128, 20
+    if asked.magi:  # but for what is given
+        options.set_defaults(tokens=[8192], heads=[64, 8], dim_head=128, repeats=20)
+        asked = options.parse_args(argv)
     with joined(asked.device) as device:
         run = Run("masks", argv, device_name(device), asked.save, **gpus(device))
         for shape in shapes(asked, device):

@@ -80,13 +80,15 @@ def thousands(tokens: int) -> str:
 
 
 def filled(
-    head: Sequence[str], lines: Iterable[tuple[Sequence[str], Sequence[list[Row]]]]
+    head: Sequence[str],
+    lines: Iterable[tuple[Sequence[str], Sequence[list[Row]]]],
+    told: Callable[[Sequence[Row]], str] = share,
 ) -> Table:
     """Make a table of lines, each of its words and of the rows that its other cells quote."""
     table, quoted = [list(head)], []
     for words, cells in lines:
         if any(cells):
-            table.append([*words, *map(share, cells)])
+            table.append([*words, *map(told, cells)])
             quoted += [row for rows in cells for row in rows]
     return table, quoted
 
@@ -193,32 +195,26 @@ def cpu() -> Table:
 
 def predictions(gpus: int) -> Table:
     """TF/s of each way to launch, beside what the cost model says and how far it is off."""
-    rows = found("predicted", gpus=gpus, **{"pass": "both"})
+    rows = found("predicted", gpus=gpus)
     ways = dict.fromkeys((row["kernel"], row["subject"], row["tokens"]) for row in rows)
-    table = [["kernel", "transport", "tokens a GPU", "one by one", "replayed", "in a graph"]]
-    quoted: list[Row] = []
+    lines = []
     for kernel, subject, tokens in sorted(ways, key=_by_kernel):
-        cells = []
-        for mode in (ONE_BY_ONE, REPLAYED, GRAPH):
-            here = [
-                row for row in rows
-                if (row["kernel"], row["subject"], row["tokens"], row["mode"])
-                == (kernel, subject, tokens, mode)
-            ][:1]  # fmt: skip
-            quoted += here
-            cells.append("".join(map(off, here)))
-        name = subject if gpus > 1 else "none"
-        table.append([KERNELS[kernel], name, thousands(tokens), *cells])
-    return table, quoted
+        way = dict(gpus=gpus, kernel=kernel, subject=subject, tokens=tokens, **{"pass": "both"})
+        cells = [one("predicted", mode=mode, **way) for mode in (ONE_BY_ONE, REPLAYED, GRAPH)]
+        lines.append(((KERNELS[kernel], subject if gpus > 1 else "none", thousands(tokens)), cells))
+    head = "kernel", "transport", "tokens a GPU", "one by one", "replayed", "in a graph"
+    return filled(head, lines, off)
 
 
-def off(row: Row) -> str:
+def off(rows: Sequence[Row]) -> str:
     """Write what was measured and predicted, and how far apart they are.
 
-    >>> off({"tflops": 500, "predicted": 550})
-    '500, 550 (+10%)'
+    >>> off([{"tflops": 500, "predicted": 550}]), off([])
+    ('500, 550 (+10%)', '')
     """
-    measured, said = row["tflops"], row["predicted"]
+    if not rows:
+        return ""
+    measured, said = rows[0]["tflops"], rows[0]["predicted"]
     return f"{measured:.0f}, {said:.0f} ({said / measured - 1:+.0%})"
 
 

@@ -70,11 +70,6 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def ranks() -> int:
-    """Return how many processes there are."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def too_much(nbytes: int, device: torch.device) -> str | None:
     """Say that so many bytes more do not fit on each rank; None if they do.
 

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.lib.calls import ranks, slowest, too_much
+from benchmarks.lib.calls import slowest, too_much
 from benchmarks.lib.results import Row, Subject, failed, rounded
+from benchmarks.lib.rings import ranks
 from ring_attention_pytorch import ring_attn
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache

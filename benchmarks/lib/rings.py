@@ -24,7 +24,7 @@ from benchmarks.lib.results import GRAPH, ONE_BY_ONE, Row, Subject, named_errors
 from ring_attention_pytorch import RingPlan, positions, ring_attn, unshard_sequence
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import Layout
-from ring_attention_pytorch.plan.explain import launch_seconds, predicted, seconds_beside
+from ring_attention_pytorch.plan.explain import predicted
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Errors = Callable[[Tensor, Tensor], tuple[float, ...]]  # of out and dq
@@ -122,8 +122,12 @@ def shapes(asked: Namespace, device: torch.device) -> list[Shape]:
 
 def gpus(device: torch.device) -> Row:
     """Count the processes, as rows say it."""
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    return {"gpus" if device.type == "cuda" else "ranks": size}
+    return {"gpus" if device.type == "cuda" else "ranks": ranks()}
+
+
+def ranks() -> int:
+    """Return how many processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def make_plan(shape: Shape, like: list[Tensor], **options: Any) -> RingPlan:
@@ -144,10 +148,10 @@ def predicted_seconds(plan: RingPlan, mode: str) -> float | None:
     """
     if plan.device.type != "cuda":
         return None
-    cost, swap = predicted(plan)
-    seconds = cost.forward + cost.backward + swap
-    if mode != GRAPH:
-        seconds = max(seconds + seconds_beside(plan), launch_seconds(plan))
+    found = predicted(plan)
+    seconds = max(found.gpu, found.host)
+    if mode == GRAPH:  # in which a plan's own graphs step aside, and nothing is launched
+        seconds = found.gpu - found.copies
     return _slowest([seconds], plan.device)[0]
 
 

@@ -8,6 +8,8 @@ of the kernel (`policy.own_keys_apart`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from ring_attention_pytorch.schedule.pieces import (
     KVShape,
     Workload,
     all_together,
+    joined_places,
     schedule,
     tokens,
 )
@@ -125,13 +128,11 @@ def in_stretches(chunks: Chunks) -> list[tuple[int, slice]]:
     >>> in_stretches((Chunk(1, 0, at), Chunk(1, 4, at), Chunk(0, 0, at)))
     [(1, slice(0, 8, None)), (0, slice(0, 4, None))]
     """
-    found: list[tuple[int, slice]] = []
-    for chunk in chunks:
-        start, stop = chunk.cols.start, chunk.cols.stop
-        if found and (found[-1][0], found[-1][1].stop) == (chunk.owner, start):
-            start = found.pop()[1].start
-        found.append((chunk.owner, slice(start, stop)))
-    return found
+    return [
+        (owner, at)
+        for owner, theirs in groupby(chunks, attrgetter("owner"))
+        for (at,) in joined_places((chunk.cols,) for chunk in theirs)
+    ]
 
 
 def _by_sample(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...] | list[Tensor]:

@@ -33,6 +33,7 @@ from ring_attention_pytorch.schedule.pieces import (
     Round,
     Workload,
     in_two_stages,
+    joined_places,
     most_in_front,
     places,
     schedule,
@@ -59,13 +60,8 @@ class Source(NamedTuple):
         >>> Source(0, 9, moves).joined().moves
         ((slice(0, 3, None), slice(4, 7, None)), (slice(3, 4, None), slice(8, 9, None)))
         """
-        joined: list[tuple[slice, slice]] = []
-        for there, here in self.moves:
-            if joined and (joined[-1][0].stop, joined[-1][1].stop) == (there.start, here.start):
-                before, after = joined.pop()
-                there, here = slice(before.start, there.stop), slice(after.start, here.stop)
-            joined.append((there, here))
-        return self._replace(moves=tuple(joined))
+        moves = tuple((there, here) for there, here in joined_places(self.moves))
+        return self._replace(moves=moves)
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,8 @@ class _Compiled:
 def _seen_by_tapes() -> Iterator[None]:
     """Let a tape see what is launched inside, so that it repeats that without the package's Python.
 
-    That takes the host 100 us forward and twice as much backward: it works out again what to
-    compile, and looks into the environment. Every function that compiles has a cache.
+    Each call of it works out again what to compile, and looks into the environment. Every function
+    of it that compiles has a cache.
     """
     if not recording():
         yield

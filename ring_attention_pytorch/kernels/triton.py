@@ -241,13 +241,7 @@ def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
         *_factors(terms),
         terms.scale,
         # strides
-        saved.q.stride(),
-        keys.k.stride(),
-        keys.v.stride(),
-        *_mask_strides(keys),
-        saved.dout.stride(),
-        *saved.lse.stride(),
-        *saved.delta.stride(),
+        *_strides_read(saved, keys),
         dk.stride(),
         dv.stride(),
     ]
@@ -297,13 +291,7 @@ def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
         *_factors(terms),
         terms.scale,
         # strides
-        saved.q.stride(),
-        keys.k.stride(),
-        keys.v.stride(),
-        *_mask_strides(keys),
-        saved.dout.stride(),
-        *saved.lse.stride(),
-        *saved.delta.stride(),
+        *_strides_read(saved, keys),
         dq.stride(),
     ]
     constants = dict(FRESH=before is None, **options)
@@ -398,6 +386,17 @@ def _draws(
 def _mask(keys: KVBlock) -> Tensor | None:
     """Return the mask as bytes."""
     return None if keys.key_mask is None else keys.key_mask.view(torch.uint8)
+
+
+def _strides_read(saved: Rows, keys: KVBlock) -> tuple[Any, ...]:
+    """Return the strides of what backward reads, in the order of both kernels."""
+    return (
+        *(t.stride() for t in (saved.q, keys.k, keys.v)),
+        *_mask_strides(keys),
+        saved.dout.stride(),
+        *saved.lse.stride(),
+        *saved.delta.stride(),
+    )
 
 
 def _mask_strides(keys: KVBlock) -> tuple[int, ...]:

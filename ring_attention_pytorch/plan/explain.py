@@ -2,6 +2,7 @@
 
 from os import PathLike
 from pathlib import Path
+from typing import NamedTuple
 
 from beartype import beartype
 
@@ -46,65 +47,66 @@ def explain_plan(plan: RingPlan, *, picture: str | PathLike[str] | None = None) 
     head = _head(plan)
     if plan.ring.size == 1:
         return "\n".join(head)
-    cost, swap = predicted(plan)
+    found = predicted(plan)
     steps = _of_gather(plan) if plan.transport_name == "gather" else _of_ring(plan)
     received = (
-        f"received: {_bytes(cost.received)} forward and backward; others' keys and gradients take "
-        f"at most {_bytes(_held(plan))} here"
+        f"received: {_bytes(found.cost.received)} forward and backward; others' keys and "
+        f"gradients take at most {_bytes(_held(plan))} here"
     )
-    return "\n".join(
-        [*head, *steps, received, _prediction(plan, cost, swap), *_of_host(plan, cost)]
-    )
+    return "\n".join([*head, *steps, received, _prediction(plan, found), *_of_host(plan, found)])
 
 
-def launch_seconds(plan: RingPlan) -> float:
-    """Predict the seconds that the host takes for a call, forward and backward."""
-    swaps = swap_launch_seconds(plan.degree, plan.machine)  # which are outside of graphs
-    if plan.graphs is not None:
-        return replay_seconds(plan.machine) + swaps
-    return host_seconds(plan.schedule, plan.can_be_taped, plan.machine) + swaps
+class Prediction(NamedTuple):
+    """What a call takes, forward and backward, in seconds."""
+
+    cost: Cost  # of this rank's part in the transport
+    swaps: float  # of the all-to-all
+    copies: float  # to and from graphs
+    host: float  # to launch it all
+
+    @property
+    def gpu(self) -> float:
+        """Seconds that the GPU takes."""
+        return self.cost.forward + self.cost.backward + self.swaps + self.copies
 
 
-def seconds_beside(plan: RingPlan) -> float:
-    """Predict the seconds of copies to and from a plan's graphs, forward and backward."""
+def predicted(plan: RingPlan) -> Prediction:
+    """Predict what a call takes as the plan launches it: one by one, or by graphs of its own."""
+    degree, shape, machine = plan.degree, plan.kv_shape, plan.machine
+    all_heads = shape._replace(heads=shape.heads * degree, key_heads=shape.key_heads * degree)
+    own, here = count(plan.query_segments[plan.ring.rank]), count(plan.blocks.queries[plan.place])
     if plan.graphs is None:
-        return 0.0
-    return copy_seconds(count(plan.blocks.queries[plan.place]), plan.kv_shape, plan.machine)
+        copies, host = 0.0, host_seconds(plan.schedule, plan.can_be_taped, machine)
+    else:
+        copies, host = copy_seconds(here, shape, machine), replay_seconds(machine)
+    return Prediction(
+        predict(plan.schedule, plan.place, shape, machine.every(degree)),
+        swap_seconds(own, all_heads, degree, machine),
+        copies,
+        host + swap_launch_seconds(degree, machine),
+    )
 
 
-def _of_host(plan: RingPlan, cost: Cost) -> list[str]:
+def _of_host(plan: RingPlan, found: Prediction) -> list[str]:
     """Say so where the host takes longer than the GPU."""
-    seconds = launch_seconds(plan)
-    if plan.device.type != "cuda" or plan.graphs is not None:
+    if plan.device.type != "cuda" or plan.graphs is not None or found.host <= found.gpu:
         return []
-    if seconds <= cost.forward + cost.backward:
-        return []
-    line = f"launched one by one it takes the host longer, about {1e3 * seconds:.2g} ms"
+    line = f"launched one by one it takes the host longer, about {1e3 * found.host:.2g} ms"
     return [f"{line}; in_graphs() spares that"] if plan.transport.capturable else [line]
 
 
-def _prediction(plan: RingPlan, cost: Cost, swap: float) -> str:
+def _prediction(plan: RingPlan, found: Prediction) -> str:
+    cost = found.cost
     where = "by speeds measured here" if plan.machine.measured else "on H200s"
     forward, backward = f"{1e3 * cost.forward:.3g} ms", f"{1e3 * cost.backward:.3g} ms"
     line = f"predicted {where}: forward {forward}, backward {backward}"
-    if swap:
-        line += f", heads swapped {1e3 * swap:.3g} ms"
-    if copies := seconds_beside(plan):
-        line += f", copies {1e3 * copies:.3g} ms"
-    seconds = cost.forward + cost.backward + swap + copies
-    if seconds:
-        line += f"; {100 * cost.ideal / seconds:.0f} % of the kernel alone"
+    if found.swaps:
+        line += f", heads swapped {1e3 * found.swaps:.3g} ms"
+    if found.copies:
+        line += f", copies {1e3 * found.copies:.3g} ms"
+    if found.gpu:
+        line += f"; {100 * cost.ideal / found.gpu:.0f} % of the kernel alone"
     return line
-
-
-def predicted(plan: RingPlan) -> tuple[Cost, float]:
-    """Predict the cost of this rank's part in the transport, and seconds of the all-to-all."""
-    degree, shape = plan.degree, plan.kv_shape
-    near = plan.machine.every(degree)
-    cost = predict(plan.schedule, plan.place, shape, near)
-    tokens = count(plan.query_segments[plan.ring.rank])
-    all_heads = shape._replace(heads=shape.heads * degree, key_heads=shape.key_heads * degree)
-    return cost, swap_seconds(tokens, all_heads, degree, plan.machine)
 
 
 def _head(plan: RingPlan) -> list[str]:

@@ -126,17 +126,11 @@ class _Described(NamedTuple):
         return TensorDescriptor(given[self.number], shape, strides, block)
 
     def address(self, given: Sequence[Tensor | Any]) -> SimpleNamespace:
-        """Return what a launch reads of a descriptor, whose checks would take the host 5 us."""
+        """Return what a launch reads of a descriptor, without the checks that making one takes."""
         return SimpleNamespace(
             base=given[self.number], shape=self.shape, strides=self.strides, padding="zero",
             round_f32_to_tf32=False,
         )  # fmt: skip
-
-
-class _Held(NamedTuple):
-    """Stands for a tensor that is the same in all calls, by its address."""
-
-    place: int
 
 
 class PreparedLaunch:
@@ -152,8 +146,7 @@ class PreparedLaunch:
         moving = [isinstance(slot, _Given | _Group | _Described) for slot in slots]
         self._moving = [(at, slots[at]) for at, moves in enumerate(moving) if moves]
         names = call.kernel.arg_names[len(slots) :]
-        self._template = [slot.place if isinstance(slot, _Held) else slot for slot in slots]
-        self._template += [call.constants[name] for name in names]
+        self._template = [*slots, *(call.constants[name] for name in names)]
         args = [None if moves else arg for moves, arg in zip(moving, call.args)]
         self._call = call._replace(args=args)  # keeps no tensor of this call
         self._compiled: Any = None
@@ -185,12 +178,12 @@ class PreparedLaunch:
 
 
 def _slot(arg: Any, given: Sequence[Tensor | Any]) -> Any:
-    """Return what stands for an argument in all calls."""
+    """Return what stands for an argument in all calls: of a tensor that stays, its address."""
     numbers = {
         id(t): number for number, t in reversed([*enumerate(given)]) if isinstance(t, Tensor)
     }
     if isinstance(arg, Tensor):
-        return _Given(numbers[id(arg)]) if id(arg) in numbers else _Held(arg.data_ptr())
+        return _Given(numbers[id(arg)]) if id(arg) in numbers else arg.data_ptr()
     if isinstance(arg, tuple):
         group = [numbers[id(each)] for each in arg if isinstance(each, Tensor)]
         return _Group(tuple(group)) if group else arg

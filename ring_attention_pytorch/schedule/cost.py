@@ -30,7 +30,7 @@ from ring_attention_pytorch.schedule.steps import (
 
 # launches of small operations that take the host as long as a part or a transfer: by a tape, or by
 # the Python that decides on its operations; what is around a call, with autograd's thread; a CUDA
-# graph with its copies; and all swaps of heads (one and two H100, 2k and 8k tokens each)
+# graph with its copies; and all swaps of heads (one and two H100, 2k and 4k tokens each)
 _TAPED, _DECIDED, _AROUND, _REPLAY, _SWAPS = 25, 80, 45, 30, 280
 _BESIDE = 0.4  # share of `call` that stays where other calls fill what one leaves idle
 

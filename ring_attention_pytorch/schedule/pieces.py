@@ -1,7 +1,7 @@
 """The keys of each owner that a rank needs, in what order and when: arithmetic on ints."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, wraps
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -258,6 +258,20 @@ def needed(rank: int, workload: Workload, distances: Sequence[int]) -> Chunks:
                 segment = Segment(position + (first - start) * stride, stride, last - first)
                 chunks.append(Chunk(owner, first, segment))
     return tuple(sorted(chunks, key=lambda chunk: (chunk.segment.start, chunk.owner)))
+
+
+def joined_places(places: Iterable[tuple[slice, ...]]) -> list[tuple[slice, ...]]:
+    """Join places that follow one another, in each of their slices, to as few as can be.
+
+    >>> joined_places([(slice(0, 2), slice(4, 6)), (slice(2, 3), slice(6, 7))])
+    [(slice(0, 3, None), slice(4, 7, None))]
+    """
+    found: list[tuple[slice, ...]] = []
+    for place in places:
+        if found and all(last.stop == at.start for last, at in zip(found[-1], place)):
+            place = tuple(slice(last.start, at.stop) for last, at in zip(found.pop(), place))
+        found.append(place)
+    return found
 
 
 def joined(chunks: Chunks) -> Segments:

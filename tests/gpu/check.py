@@ -55,11 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(prog="python -m tests.gpu.check", description=__doc__)
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--folder", type=Path, default=Path("build/gpus"))
-    options.add_argument("--ranks", type=int, default=gpu_ranks(), help="unless it is the GPUs")
+    options.add_argument("--ranks", type=int, help="with --list, of so many GPUs")
     options.add_argument("--only", nargs="+", metavar="NAME", help="those whose name begins so")
     options.add_argument("--list", action="store_true", help="print commands, and run nothing")
     asked = options.parse_args(argv)
-    found = jobs(asked.ranks, workers(asked.ranks))
+    if asked.ranks is not None and not asked.list:
+        options.error("--ranks goes with --list; tests run on all GPUs, see CUDA_VISIBLE_DEVICES")
+    ranks = asked.ranks or gpu_ranks()
+    found = jobs(ranks, workers(ranks))
     if asked.only:
         found = [job for job in found if job.name.startswith(tuple(asked.only))]
     if asked.list:

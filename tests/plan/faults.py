@@ -90,7 +90,7 @@ SILENT = [
         "dropped or options.alibi_slopes is not None or options.mask_mod is not None", "dropped",
     ),
     Mutant(
-        "a rank without work divides by it", "plan/explain.py:_prediction", "if seconds:",
+        "a rank without work divides by it", "plan/explain.py:_prediction", "if found.gpu:",
         "if True:",
     ),
 ]  # fmt: skip

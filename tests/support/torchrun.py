@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from benchmarks.lib.jobs import by_torchrun
 from tests.support.ranks import take_gpu
 
 ROOT = Path(__file__).parents[2]
@@ -17,9 +18,8 @@ def under_torchrun(module: str, ranks: int = 2, timeout: float = 540.0) -> None:
 
     `timeout` is in seconds.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     ran = subprocess.run(
-        [sys.executable, *launcher, "-m", module],
+        [sys.executable, *by_torchrun(ranks, module)],
         cwd=ROOT, capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
