@@ -14,8 +14,8 @@ from triton.language.extra.cuda import globaltimer
 
 FAILED = tl.constexpr(-1)
 # the state of a guard, in words: whether something is wrong, the number of times that ranks met,
-# the address of the report, those of the boards
-WRONG, MET, REPORT, BOARDS = (tl.constexpr(i) for i in range(4))
+# how many programs of a kernel have left its meeting, the addresses of the report and of the boards
+WRONG, MET, LEFT, REPORT, BOARDS = (tl.constexpr(i) for i in range(5))
 
 
 @triton.jit
@@ -50,6 +50,43 @@ def _give_up(boards, peer, rank, RANKS: tl.constexpr):
         tl.atomic_xchg(boards + half * RANKS + rank, FAILED, mask=peer, sem="release", scope="sys")
 
 
+@triton.jit
+def meet(state, number, purpose, rank, patience, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """Wait until all ranks have come for the time of this `number`, as `meet_kernel`.
+
+    Every program of a kernel waits; the first one tells the others that this rank has come. Return
+    whether it has given up.
+    """
+    lane = tl.arange(0, LANES)
+    peer = lane < RANKS
+    word = (number << 32) | purpose
+    half = (number % 2) * RANKS
+    own = _board(state, rank) + half + lane
+    theirs = _boards(state, lane, peer)
+    gives_up = tl.load(state + WRONG) != 0
+    if not gives_up:
+        if tl.program_id(0) == 0:
+            tl.atomic_xchg(theirs + half + rank, word, mask=peer, sem="release", scope="sys")
+        begin = globaltimer()
+        waiting = number > 0  # always
+        while waiting:
+            so_far = tl.load(own, mask=peer, other=0, volatile=True)
+            absent = tl.sum((peer & (so_far >> 32 != number)).to(tl.int32))
+            failed = tl.sum((peer & (so_far == FAILED)).to(tl.int32))
+            waiting = (absent > 0) & (failed == 0) & (globaltimer() - begin < patience)
+        seen = tl.atomic_add(own, 0, mask=peer, sem="acquire", scope="sys")
+        wrong = peer & (seen != word)
+        gives_up = tl.sum(wrong.to(tl.int32)) > 0
+        if gives_up:
+            gave_up = peer & (seen == FAILED)  # who makes others absent
+            blamed = gave_up | (wrong & (tl.sum(gave_up.to(tl.int32)) == 0))
+            first = tl.min(tl.where(blamed, lane, LANES))
+            report_first(state, first, word, tl.sum(tl.where(lane == first, seen, 0)))
+    if gives_up:
+        _give_up(theirs, peer, rank, RANKS)
+    return gives_up
+
+
 @triton.jit(do_not_specialize=["purpose", "rank", "patience"])
 def meet_kernel(
     state,
@@ -60,34 +97,40 @@ def meet_kernel(
     LANES: tl.constexpr,
 ):
     """Wait until all ranks have come for this `purpose`, for at most `patience` nanoseconds."""
-    lane = tl.arange(0, LANES)
-    peer = lane < RANKS
     number = tl.load(state + MET) + 1
     tl.store(state + MET, number)
-    word = (number << 32) | purpose
-    half = (number % 2) * RANKS
-    own = _board(state, rank) + half + lane
-    theirs = _boards(state, lane, peer)
-    gives_up = tl.load(state + WRONG) != 0
-    if not gives_up:
-        tl.atomic_xchg(theirs + half + rank, word, mask=peer, sem="release", scope="sys")
-        begin = globaltimer()
-        waiting = number > 0  # always
-        while waiting:
-            so_far = tl.atomic_add(own, 0, mask=peer, sem="acquire", scope="sys")
-            absent = tl.sum((peer & (so_far >> 32 != number)).to(tl.int32))
-            failed = tl.sum((peer & (so_far == FAILED)).to(tl.int32))
-            waiting = (absent > 0) & (failed == 0) & (globaltimer() - begin < patience)
-        seen = tl.load(own, mask=peer, other=0, volatile=True)
-        wrong = peer & (seen != word)
-        gives_up = tl.sum(wrong.to(tl.int32)) > 0
-        if gives_up:
-            gave_up = peer & (seen == FAILED)  # who makes others absent
-            blamed = gave_up | (wrong & (tl.sum(gave_up.to(tl.int32)) == 0))
-            first = tl.min(tl.where(blamed, lane, LANES))
-            report_first(state, first, word, tl.sum(tl.where(lane == first, seen, 0)))
-    if gives_up:
-        _give_up(theirs, peer, rank, RANKS)
+    meet(state, number, purpose, rank, patience, RANKS, LANES)
+
+
+@triton.jit
+def leave(state, number):
+    """End a kernel whose programs have all met for the time of this `number`: the last one says so.
+
+    Before, none of them must see a later number than the others.
+    """
+    before = tl.atomic_add(state + LEFT, 1, sem="acq_rel", scope="gpu")
+    if before == tl.num_programs(0) - 1:
+        tl.store(state + LEFT, 0)
+        tl.store(state + MET, number)
+
+
+@triton.jit
+def out_of_step(state, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """Tell whether a rank has failed, perhaps this one, since what this program has read was read.
+
+    A program of several warps has a barrier between its reads and this.
+    """
+    lane = tl.arange(0, LANES)
+    peer = lane < RANKS
+    own = _board(state, rank) + lane
+    first = tl.atomic_add(own, 0, mask=peer, sem="acq_rel", scope="sys")
+    second = tl.atomic_add(own + RANKS, 0, mask=peer, sem="acq_rel", scope="sys")
+    failed = peer & ((first == FAILED) | (second == FAILED))
+    any_failed = tl.sum(failed.to(tl.int32)) > 0
+    if any_failed:
+        gone = tl.full((), FAILED, tl.int64)
+        report_first(state, tl.min(tl.where(failed, lane, LANES)), gone, gone)
+    return any_failed
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -119,15 +162,7 @@ def spoil_kernel(
     BLOCK: tl.constexpr,
 ):
     """Fill what was read in others' memory with NaN, if anything is wrong or a rank gave up."""
-    lane = tl.arange(0, LANES)
-    peer = lane < RANKS
-    own = _board(state, rank) + lane
-    first = tl.load(own, mask=peer, other=0, volatile=True)
-    second = tl.load(own + RANKS, mask=peer, other=0, volatile=True)
-    failed = peer & ((first == FAILED) | (second == FAILED))
-    if tl.sum(failed.to(tl.int32)) > 0:  # perhaps this rank itself
-        gone = tl.full((), FAILED, tl.int64)
-        report_first(state, tl.min(tl.where(failed, lane, LANES)), gone, gone)
+    if out_of_step(state, rank, RANKS, LANES):
         _fill(address, nbytes, BLOCK)
 
 

@@ -6,9 +6,8 @@ put it in place, at once.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,13 +16,10 @@ from ring_attention_pytorch.comm.messages import Form, Part
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import (
     PeerGroup,
-    SymmetricBuffer,
     SymmetricWorkspace,
     shared_by,
 )
-from ring_attention_pytorch.runtime.lasting import lasting
 from ring_attention_pytorch.runtime.rowwise import has_triton
-from ring_attention_pytorch.runtime.streams import capturing, current_stream
 
 if TYPE_CHECKING:
     from ring_attention_pytorch.comm._triton_copies import Moves
@@ -151,10 +147,6 @@ class SharedSwap:
 
     space: SymmetricWorkspace
     ranks: tuple[int, ...]  # of the neighbours, in the workspace's group
-    # made when first needed, and kept as long as their buffer
-    moves: WeakKeyDictionary[SymmetricBuffer, dict[Key, "Moves"]] = field(
-        default_factory=WeakKeyDictionary, repr=False
-    )
     name: str = "shared memory"
 
     @classmethod
@@ -191,20 +183,13 @@ class SharedSwap:
     def _moves(
         self, key: Key, sources: Sequence[Tensor], moves: Sequence[Move], into: Tensor
     ) -> "Moves":
-        """Return the copies from the buffer in use; their table stays while anything reads it."""
+        """Return the copies from the buffer in use."""
         from ring_attention_pytorch.comm._triton_copies import Moves
 
-        shelf, captured = self.space.swaps, capturing(into.device)
-        known = self.moves.setdefault(shelf, {})
-        if key not in known:
-            if captured:
-                raise ValueError(
-                    "ulysses: before a CUDA graph is captured its plan must have run once, forward "
-                    "and backward, and no other plan been made after that; run it, then capture"
-                )
-            known[key] = lasting(lambda: Moves.of(sources, moves, into), into.device)
-        if captured:
-            shelf.read_by_graphs.add(known[key].table)
-        else:
-            known[key].table.record_stream(current_stream(into.device))
-        return known[key]
+        found = self.space.swaps.table(key, lambda: Moves.of(sources, moves, into))
+        if found is None:
+            raise ValueError(
+                "ulysses: before a CUDA graph is captured its plan must have run once, forward "
+                "and backward, and no other plan been made after that; run it, then capture"
+            )
+        return found

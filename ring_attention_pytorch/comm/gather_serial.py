@@ -6,7 +6,7 @@ come among the others, in one block, or are computed on by themselves, whichever
 of the kernel (`policy.own_keys_apart`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -14,6 +14,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.comm import visits
 from ring_attention_pytorch.comm.carry_out import KVGrads
 from ring_attention_pytorch.comm.gather import GatherCall
 from ring_attention_pytorch.comm.gather_symmetric import (
@@ -25,6 +26,7 @@ from ring_attention_pytorch.comm.gather_symmetric import (
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.runtime.interfaces import KVBlock
+from ring_attention_pytorch.runtime.rowwise import wire_dtype
 from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.pieces import (
     Chunks,
@@ -79,27 +81,49 @@ class SerialGather(SymmetricGather):
 
 
 class _Call(SymmetricCall):
-    """One call, all of it on the current stream."""
+    """One call, all of it on the current stream.
+
+    Its meetings and what follows them are one launch each (`visits`), but where a CUDA graph is
+    captured before there are tables.
+    """
+
+    def _begin(self, turns: int) -> None:
+        self.space.begin(turns, self.totals is not None)
 
     def _publish(self, block: int) -> None:
         length = tokens(self._chunks(block))
         self.rooms = [room_for(t, length) for t in self._written()]
 
+    def _written(self) -> list[Tensor]:
+        shelf, own, forward = self.space.keys, self.own, self.totals is None
+        if not own.k.is_cuda:
+            if forward:
+                shelf.meet()
+            return super()._written()
+        place, *mask = shelf.own(self.gather.form(own, own.k.shape[1], masks=True))
+        visits.write(visits.Writing(shelf.to_write(), forward), own.k, own.v, place)
+        if own.key_mask is not None:
+            mask[0].copy_(own.key_mask)
+        return [place, *mask]
+
     def _come(self, transfer: Transfer) -> None:
         """Pull all keys of a block, in the order of positions."""
-        self.space.keys.publish()  # after the call for own keys, which needs nobody
-        stretches, there = in_stretches(self._chunks(transfer.block)), []
-        lengths = [at.stop - at.start for _, at in stretches]
-        for owner, at in stretches:
+        shelf, there = self.space.keys, []
+        for owner, at in in_stretches(self._chunks(transfer.block)):
             form = self.gather.form(self.own, self._held_by(owner), masks=True)
-            theirs = self.space.keys.of(self.gather.ranks[owner], form)
-            there.append([t[:, at] for t in theirs])
-        for place, parts in zip(self.rooms, zip(*there)):  # by one kernel: nothing else computes
-            here = place.split_with_sizes(lengths, dim=1)
-            if len(self.own.k):
-                torch._foreach_copy_(_by_sample(here), _by_sample(parts))
-        self.space.board.spoil(self.rooms[0])
-        self._has_come(transfer.block, [*apart(self.rooms[0], self.own), *self.rooms[1:]])
+            there.append([t[:, at] for t in shelf.of(self.gather.ranks[owner], form)])
+        parts = dict(enumerate(zip(*there)))
+        room, *masks = self.rooms
+        table = visits.table_of_copies(shelf, room, parts.get(0, ()))
+        if table is None:
+            shelf.publish()  # after the call for own keys, which needs nobody
+            _copy_all(room, parts.get(0, ()))
+            self.space.board.spoil(room)
+        else:
+            visits.pull(visits.Visit(shelf.to_read(), table), room)
+        for number, mask in enumerate(masks, 1):
+            _copy_all(mask, parts.get(number, ()))
+        self._has_come(transfer.block, [*apart(room, self.own), *masks])
 
     def _held_by(self, owner: int) -> int:
         return count(self.program.workload.keys[owner])
@@ -108,16 +132,38 @@ class _Call(SymmetricCall):
         for total in self.sums.pop(transfer.source):
             total.finalize()
         del self.blocks[transfer.source]
-        self.space.grads.publish()
 
         def wait() -> None:
-            for here, parts in self._coming(transfer):
-                for both in parts:
-                    for total, part in zip(self.totals, apart(both, self.own)):
-                        total.add_lent(here, part)
-            self.space.board.spoil(*[total.settle() for total in self.totals])
+            shares = [visits.Share(*at) for at in self._coming(transfer)]
+            if not self._add_up(shares):
+                self._add_plainly(shares)
 
         return wait
+
+    def _add_up(self, shares: list[visits.Share]) -> bool:
+        """Publish, and add what others have of own gradients, in one launch; tell if it can be."""
+        k, v, shelf = self.own.k, self.own.v, self.space.grads
+        fresh = all(total.is_empty for total in self.totals)
+        dk, dv = (total.whole() for total in self.totals)
+        if fresh:
+            dk, dv = room_for(k), room_for(v)
+        if dk is None or dv is None or not k.numel():
+            return False
+        table = visits.table_of_sums(shelf, k, shares)
+        if table is None:
+            return False
+        visits.add_up(visits.Visit(shelf.to_read(), table), dk, dv, wire_dtype(k.dtype), fresh)
+        for total, t in zip(self.totals, (dk, dv)) if fresh else ():
+            total.add(slice(0, k.shape[1]), t)
+        return True
+
+    def _add_plainly(self, shares: list[visits.Share]) -> None:
+        self.space.grads.publish()
+        for here, parts in shares:
+            for both in parts:
+                for total, part in zip(self.totals, apart(both, self.own)):
+                    total.add_lent(here, part)
+        self.space.board.spoil(*[total.settle() for total in self.totals])
 
 
 def in_stretches(chunks: Chunks) -> list[tuple[int, slice]]:
@@ -135,6 +181,13 @@ def in_stretches(chunks: Chunks) -> list[tuple[int, slice]]:
     ]
 
 
-def _by_sample(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...] | list[Tensor]:
+def _copy_all(place: Tensor, parts: Sequence[Tensor]) -> None:
+    """Copy parts to a place, one behind another, by one kernel: nothing else computes."""
+    here = place.split_with_sizes([part.shape[1] for part in parts], dim=1)
+    if parts and len(place):
+        torch._foreach_copy_(_by_sample(here), _by_sample(parts))
+
+
+def _by_sample(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Split tensors of several samples into single samples, which are dense."""
-    return tensors if len(tensors[0]) == 1 else [t for each in tensors for t in each.unbind()]
+    return [*tensors] if len(tensors[0]) == 1 else [t for each in tensors for t in each.unbind()]

@@ -211,9 +211,14 @@ class SymmetricCall(GatherCall):
         super().__init__(gather, program, own, totals)
         self.space = gather.space
         if len(program.blocks) > 1:
-            self.space.begin(len(program.blocks) - 1, back=totals is not None)
+            self._begin(len(program.blocks) - 1)
         self.rooms: list[Tensor] = []  # where the keys of a round come to
         self.ends: list[Mark] = []  # of its stages
+
+    def _begin(self, turns: int) -> None:
+        self.space.begin(turns, self.totals is not None)
+        if self.totals is None:
+            self.space.keys.meet()
 
     def _pull(self, transfer: Transfer) -> Callable[[], None]:
         if transfer.stage == 0:

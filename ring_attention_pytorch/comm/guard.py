@@ -40,7 +40,7 @@ class Guard:
         with torch.inference_mode(False):  # else nobody could write them outside of that
             self._told = torch.zeros(5, dtype=torch.int64, pin_memory=device.type == "cuda")
             self._anything = self._told[0]  # read in 0.15 us
-            state = [0, 0, self._told.data_ptr(), *addresses]
+            state = [0, 0, 0, self._told.data_ptr(), *addresses]
             self.state = torch.tensor(state, dtype=torch.int64, device=device)
         self.wait()
 
@@ -63,7 +63,7 @@ class Guard:
 
     def reset(self) -> None:
         """Forget what was found. Nothing of this ring is under way on any rank's device."""
-        self.state[:2] = 0
+        self.state[:3] = 0
         self.wait()
         self._told[:4] = 0
 
@@ -94,10 +94,10 @@ class Board(Guard):
         from ring_attention_pytorch.comm import _triton_guard as kernels
 
         lanes = max(32, 1 << (self.ranks - 1).bit_length())  # threads that wait, each for a rank
-        among: dict[str, Any] = dict(RANKS=self.ranks, LANES=lanes)
-        self._meet = Launch(kernels.meet_kernel, 1, num_warps=1, **among)
-        self._fail = Launch(kernels.fail_kernel, 1, num_warps=1, **among)
-        self._spoil = Launch(kernels.spoil_kernel, _PROGRAMS, **among, BLOCK=_BLOCK)
+        self.among: dict[str, Any] = dict(RANKS=self.ranks, LANES=lanes)
+        self._meet = Launch(kernels.meet_kernel, 1, num_warps=1, **self.among)
+        self._fail = Launch(kernels.fail_kernel, 1, num_warps=1, **self.among)
+        self._spoil = Launch(kernels.spoil_kernel, _PROGRAMS, **self.among, BLOCK=_BLOCK)
 
     def meet(self, kind: str, plan: int = 0) -> None:
         """Let the current stream wait until all ranks have come, and check that it is for this.

@@ -1,10 +1,10 @@
 """Symmetric memory: all ranks of an NVLink domain can read it, in a fixed order of use."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ring_attention_pytorch.comm.failures import timeout_of
-from ring_attention_pytorch.comm.guard import Board
+from ring_attention_pytorch.comm.guard import Board, Meeting
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.steps import Steps
+from ring_attention_pytorch.runtime.lasting import lasting
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.streams import captures_for_good, capturing, current_stream
 from ring_attention_pytorch.runtime.tape import opaque, prepared
@@ -23,6 +24,14 @@ from ring_attention_pytorch.runtime.tape import opaque, prepared
 _VIEWS = 1024  # views of a buffer that are kept
 _HALVES = {"keys": 2, "grads": 2, "swaps": 1}
 Mark = torch.cuda.Event | torch.Event
+
+
+class _HasTable(Protocol):
+    @property
+    def table(self) -> Tensor: ...
+
+
+_Table = TypeVar("_Table", bound=_HasTable)
 
 
 class SymmetricBuffer:
@@ -42,7 +51,7 @@ class SymmetricBuffer:
     turn: int
     device: torch.device
     captured: bool
-    meeting: Callable[[str], Callable[[], None]]
+    meeting: Callable[[str], Meeting]
     rank: int
     memory: Tensor
     halves: list[Tensor]
@@ -53,7 +62,7 @@ class SymmetricBuffer:
         group: ProcessGroup,
         device: torch.device,
         nbytes: int,
-        meeting: Callable[[str], Callable[[], None]],
+        meeting: Callable[[str], Meeting],
         halves: int = 2,
     ) -> None:
         self.nbytes, self.turn, self.device, self.captured = nbytes, 0, device, False
@@ -62,6 +71,7 @@ class SymmetricBuffer:
             group, device, (halves, nbytes), torch.uint8
         )
         self.views: dict[tuple[int, int, Form], list[Tensor]] = {}
+        self.tables: dict[Hashable, Any] = {}
         self.read_by_graphs: set[Tensor] = set()  # beside the memory; kept as long as it is
 
     @cached_property
@@ -85,7 +95,7 @@ class SymmetricBuffer:
         with torch.cuda.device(self.device):
             self.to_read()()
 
-    def to_read(self) -> Callable[..., None]:
+    def to_read(self) -> Meeting:
         """Return the meeting of all ranks that have published this turn."""
         return self.meeting("read what is written")
 
@@ -98,6 +108,26 @@ class SymmetricBuffer:
             with torch.inference_mode(False):
                 self.views[asked] = form.open(self.halves[rank][self.turn])
         return self.views[asked]
+
+    def table(self, kind: Hashable, make: Callable[[], _Table]) -> _Table | None:
+        """Return a table of this buffer's memory, which stays while anything reads it.
+
+        It is made when first asked for; None if a CUDA graph is captured before that.
+        """
+        with torch._C.DisableTorchFunction():  # a tape has what is read, not how it was made
+            captured = capturing(self.device)
+            if kind not in self.tables:
+                if captured:
+                    return None
+                if len(self.tables) >= _VIEWS:
+                    self.tables.clear()
+                self.tables[kind] = lasting(make, self.device)
+            found = self.tables[kind]
+            if captured:
+                self.read_by_graphs.add(found.table)
+            elif found.table.is_cuda:
+                found.table.record_stream(current_stream(self.device))
+            return found
 
     def follow(self) -> None:
         """Let the side stream wait for what the current one was told so far."""
@@ -119,19 +149,25 @@ class SymmetricBuffer:
         """Choose the half of the next turn."""
         self.turn = 1 - half
 
+    @opaque
     def meet(self) -> None:
         """Let the current stream wait until all ranks have read what they were brought."""
         with torch.cuda.device(self.device):
             self.to_write()()
 
-    def to_write(self) -> Callable[..., None]:
+    def to_write(self) -> Meeting:
         """Return the meeting of all ranks that have read what they were brought."""
         return self.meeting("write what was read")
 
 
 @prepared(SymmetricBuffer.publish)
-def _(buffer: SymmetricBuffer) -> Callable[..., None]:
+def _(buffer: SymmetricBuffer) -> Meeting:
     return buffer.to_read()
+
+
+@prepared(SymmetricBuffer.meet)
+def _(buffer: SymmetricBuffer) -> Meeting:
+    return buffer.to_write()
 
 
 def allocate(
@@ -181,20 +217,18 @@ class SymmetricWorkspace:
         meeting = partial(_meeting, self.board, self.steps, name)
         return SymmetricBuffer(group, self.device, nbytes, meeting, _HALVES[name])
 
-    @opaque
     def begin(self, turns: int, back: bool) -> None:
         """Begin a call with so many turns of keys, which writes nothing that may still be read.
 
         Which half it takes depends on nothing that came before it, because a CUDA graph may come
         next. Forward ends with the second half and backward begins with the first. After a backward
         all ranks have read all keys, because its gradients were published after that. Those are
-        read before the keys of the next call are published, and only then are others written.
+        read before the keys of the next call are published, and only then are others written:
+        before a forward writes, all ranks `meet`.
         """
         self.follow_stream()
         self.keys.start(half=0 if back else turns % 2)
         self.grads.start(half=0)
-        if not back:
-            self.keys.meet()
 
     def follow_stream(self) -> None:
         """Wait for the call before, if it was on another stream."""
@@ -221,12 +255,7 @@ class SymmetricWorkspace:
                 setattr(self, name, larger)
 
 
-@prepared(SymmetricWorkspace.begin)
-def _(space: SymmetricWorkspace, turns: int, back: bool) -> Callable[..., None] | None:
-    return None if back else space.keys.to_write()  # streams were followed before
-
-
-def _meeting(board: Board, steps: Steps, name: str, why: str) -> Callable[..., None]:
+def _meeting(board: Board, steps: Steps, name: str, why: str) -> Meeting:
     """Return the meeting at which all ranks are where the steps are, with this buffer."""
     plan, operation = steps.about
     return board.meeting(f"{operation}, to {why}: {name}", plan)

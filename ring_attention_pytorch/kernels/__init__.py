@@ -94,12 +94,15 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
         if problems[each] is None:
             if name is None:
                 _log(each, case)
-            found, can = KERNELS[each], KERNELS[each].CAN
-            calls = found.forward, found.backward
-            also = can.preemptible, can.fuses_merge, can.taped, can.square
-            return SelectedKernel(each, *calls, *also)
+            return _selected(each)
     told = "; ".join(f"kernel={each!r} {why}" for each, why in problems.items())
     raise ValueError(f"{told}; leave kernel=None to have one chosen that can")
+
+
+def lightest(case: KernelRequest) -> SelectedKernel | None:
+    """Return the fastest kernel that takes one call for all keys, if one can do the case."""
+    able = (n for n in KERNELS if KERNELS[n].CAN.fuses_merge and problem(n, case) is None)
+    return next(map(_selected, able), None)
 
 
 def explain(case: KernelRequest, name: str | None = None) -> str:
@@ -132,6 +135,12 @@ def problem(name: str, case: KernelRequest) -> str | None:
         )
         or (None if can.package is None else package_problem(can.package))
     )
+
+
+def _selected(name: str) -> SelectedKernel:
+    found, can = KERNELS[name], KERNELS[name].CAN
+    also = can.preemptible, can.fuses_merge, can.taped, can.square
+    return SelectedKernel(name, found.forward, found.backward, *also)
 
 
 def _named(name: str | None, case: KernelRequest) -> list[str]:

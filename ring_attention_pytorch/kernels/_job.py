@@ -1,41 +1,12 @@
-"""A launch of ours as tapes see it: one operation, one constant, and the tensors of a call."""
+"""What our kernels are given: one constant for tapes, and the tensors of a call."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ring_attention_pytorch.runtime.interfaces import KVBlock, Residuals, ScoreMods, Tiles
-from ring_attention_pytorch.runtime.launches import KernelCall, PreparedLaunch
-from ring_attention_pytorch.runtime.tape import opaque, prepared
-
-
-def operation(call: Callable[..., KernelCall]) -> Callable[..., None]:
-    """Decorate what makes a call of a job and of tensors, so that it is launched.
-
-    For tapes that is one operation. They launch what is compiled without looking at arguments.
-    """
-
-    @opaque
-    @wraps(call)
-    def launched(job: "Job", *tensors: Tensor | Any) -> None:
-        with _on(tensors[0]):
-            call(job, *tensors).launch()
-
-    @prepared(launched)
-    def _(*given: Any) -> PreparedLaunch:
-        return PreparedLaunch(call(*given), given)
-
-    return launched
-
-
-def _on(t: Tensor) -> AbstractContextManager[Any]:
-    """Make the device of t current: Triton launches on that one, whatever device tensors are on."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
 class Rows(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import visible_pairs
 from ring_attention_pytorch.kernels._descriptors import in_blocks, operands, padded, tma_fits
-from ring_attention_pytorch.kernels._job import Job, Rows, opened, operation
+from ring_attention_pytorch.kernels._job import Job, Rows, opened
 from ring_attention_pytorch.kernels._tile_table import tile_table
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import (
@@ -28,7 +28,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Tiles,
 )
-from ring_attention_pytorch.runtime.launches import KernelCall
+from ring_attention_pytorch.runtime.launches import KernelCall, operation
 
 _WIDEST = 256
 CAN = Capabilities(

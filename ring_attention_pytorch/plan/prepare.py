@@ -13,6 +13,7 @@ from ring_attention_pytorch.geometry.documents import end_problem
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.geometry.tiles import Mask
+from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.calibrate import recall, remember, select_transport
 from ring_attention_pytorch.plan.checks import lengths_problem, segments_of_two
 from ring_attention_pytorch.plan.masks import copied, gather_positions, repeats_problem
@@ -21,9 +22,9 @@ from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.interfaces import ScoreMods, Transport
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.schedule.hardware import Hardware
+from ring_attention_pytorch.schedule.hardware import Hardware, with_another
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
-from ring_attention_pytorch.schedule.policy import is_small
+from ring_attention_pytorch.schedule.policy import is_small, launches_decide
 
 
 def place_tokens(
@@ -88,8 +89,9 @@ def swap_heads(ring: Ring, mine: Proposal, blocks: Workload, seed: int) -> Heads
 
 
 class TransportChoice(NamedTuple):
-    """The transport of keys, and what it was chosen by."""
+    """The kernel, the transport of keys, and what they were chosen by."""
 
+    kernel: SelectedKernel
     transport: Transport
     overlapped: Transport | None
     transport_name: str
@@ -103,7 +105,10 @@ class TransportChoice(NamedTuple):
 def settle_transport(
     ring: Ring, mine: Proposal, heads: Heads, lengths: list[dict[str, int]], alike: bool
 ) -> TransportChoice:
-    """Choose and make the transport; `alike` tells whether all samples see alike."""
+    """Choose and make the transport; `alike` tells whether all samples see alike.
+
+    Few tokens may get another kernel: the one that is launched least.
+    """
     options, kernel, blocks, ulysses = mine.options, mine.kernel, heads.blocks, heads.ulysses
     q, k, v = mine.shaped
     shape = job_of(q, k, v, ulysses)
@@ -121,8 +126,14 @@ def settle_transport(
     small = is_small(blocks, shape, near)
     overtaken = alike and kernel.preemptible and is_small(blocks, shape, near, undivided=True)
     overlapping = make_transport(name, ring, blocks, at_once, shape, q.device, near, overtaken)
-    together = make_together(overlapping, blocks, shape, near, kernel.square)
+    light = mine.lightest if launches_decide(blocks, shape, near) else None
+    square = kernel.square if light is None else light.square
+    together = make_together(overlapping, blocks, shape, near, square)
+    if light is not None and together is not None:
+        machine = with_another(machine, kernel.name, light.name)
+        kernel = light
     return TransportChoice(
+        kernel=kernel,
         transport=together or overlapping,
         overlapped=together and overlapping,
         transport_name=name,

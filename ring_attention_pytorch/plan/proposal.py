@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import problem_of
 from ring_attention_pytorch.comm.claims import Claim
-from ring_attention_pytorch.kernels import SelectedKernel, choose
+from ring_attention_pytorch.kernels import SelectedKernel, choose, lightest
 from ring_attention_pytorch.plan.calibrate import measures, room_left
 from ring_attention_pytorch.plan.checks import (
     agreed_shapes,
@@ -44,6 +44,7 @@ class Proposal:
     options: Options = field(default_factory=Options)
     scale: float = 1.0
     kernel: SelectedKernel | Any = None  # None beside a problem
+    lightest: SelectedKernel | None = None  # for few tokens, where none is named
     shaped: tuple[Tensor, ...] = ()
     subject: Hashable = None  # what speeds are measured of
 
@@ -85,6 +86,7 @@ class Proposal:
             q, k = widened(q, more), widened(k, more)
         request = KernelRequest.of(q, v, **options.features(), packed=options.packed)
         kernel = choose(options.kernel, request)
+        light = lightest(request) if options.kernel is None and size > 1 else None
         chooses = options.transport is None
         return cls(
             same={
@@ -92,6 +94,7 @@ class Proposal:
                 **also,
                 **options.agreed(),
                 "kernel chosen": kernel.name,
+                "kernel for few tokens": None if light is None else light.name,
             },
             own={
                 "n": q.shape[1],
@@ -108,6 +111,7 @@ class Proposal:
             options=options,
             scale=scale,
             kernel=kernel,
+            lightest=light,
             shaped=(q, k, v),
             subject=(kernel.name, q.shape[2:], v.shape[2:], q.dtype, options.ulysses),
         )

@@ -199,7 +199,6 @@ class RingPlan:
             query_segments=segments[0],
             visible=visible,
             layout=options.layout,
-            kernel=mine.kernel,
             signature=Signature.of(q, k, v),
             device=q.device,
             samples=samples,

@@ -69,7 +69,7 @@ class _Accumulator:
         """Add a part of these tokens, out and lse or a gradient, whose memory becomes its own."""
         record_use(*part)
         wide = at == self._whole and part[0].dtype == self._dtype and self._into is None
-        if wide and self._is_empty:
+        if wide and self.is_empty:
             self._wide = part
             return
         self._parts.append((at, part))
@@ -80,7 +80,7 @@ class _Accumulator:
         """Return memory for a part of these tokens, in the result's own place if it can be."""
         if self._end != self._like.dtype:
             return self._anew(at, self._like.dtype)
-        if self._place is None and self._into is None and self._is_empty:
+        if self._place is None and self._into is None and self.is_empty:
             self._place = self._anew(self._whole, self._end)
         apart = flat and len(self._like) > 1 and at != self._whole
         if self._place is None or apart or not _free(at, self._taken):
@@ -105,7 +105,7 @@ class _Accumulator:
         dtype = self._end if self._calls == 1 else self._dtype
         if self._calls is not None:
             self._calls -= 1
-        before = None if self._is_empty else self._update()
+        before = None if self.is_empty else self._update()
         if before is not None:
             moves = dtype != self._dtype and self._into is None and before[0].is_contiguous()
             if not moves:
@@ -119,7 +119,8 @@ class _Accumulator:
         return before, totals
 
     @property
-    def _is_empty(self) -> bool:
+    def is_empty(self) -> bool:
+        """Tell whether there is no part yet."""
         return self._wide is None and not self._parts
 
     @property
@@ -303,7 +304,7 @@ class GradAccumulator(_Accumulator):
         yet.
         """
         for at, part in parts:
-            if self._is_empty:
+            if self.is_empty:
                 self.add(at, part)
             else:
                 self._parts.append((at, (part,)))
@@ -312,8 +313,17 @@ class GradAccumulator(_Accumulator):
 
     def add_lent(self, at: slice, part: Tensor) -> None:
         """Add a part of these tokens that is only read, until `settle`: it is another's memory."""
-        self._first_is_lent |= self._is_empty
+        self._first_is_lent |= self.is_empty
         self._parts.append((at, (part,)))
+
+    def whole(self) -> Tensor | None:
+        """Return the only part there is, to be added to in place, if it is like the sum."""
+        found, others = self._wide, self._parts
+        if found is None and self._begins_whole:
+            (_, found), *others = self._parts
+        if found is None or others:
+            return None
+        return found[0] if found[0].dtype == self._end and found[0].is_contiguous() else None
 
     def settle(self) -> Tensor:
         """Sum what there is now, and return it: nothing lent is read any more.

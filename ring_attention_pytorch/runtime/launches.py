@@ -1,10 +1,15 @@
 """Launches of Triton kernels that cost the host half of what they usually do, or less."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from ring_attention_pytorch.runtime.tape import opaque, prepared
 
 
 class Launch:
@@ -85,6 +90,30 @@ class KernelCall(NamedTuple):
     def launch(self) -> Any:
         """Launch it on the current stream, as Triton does; return what is compiled, if anything."""
         return self.kernel[(self.programs,)](*self.args, **self.constants)
+
+
+def operation(call: Callable[..., KernelCall]) -> Callable[..., None]:
+    """Decorate what makes a call of a constant and of tensors, so that it is launched.
+
+    For tapes that is one operation. They launch what is compiled without looking at arguments.
+    """
+
+    @opaque
+    @wraps(call)
+    def launched(constant: object, *tensors: Tensor | Any) -> None:
+        with _on(tensors[0]):
+            call(constant, *tensors).launch()
+
+    @prepared(launched)
+    def _(*given: Any) -> PreparedLaunch:
+        return PreparedLaunch(call(*given), given)
+
+    return launched
+
+
+def _on(t: Tensor) -> AbstractContextManager[Any]:
+    """Make the device of t current: Triton launches on that one, whatever device tensors are on."""
+    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
 class _Given(NamedTuple):

@@ -125,7 +125,8 @@ def part_seconds(
     beside = 1.0
     if len(program.blocks) == 2 and len(program.parts) > 1 and not program.blocks[1].whole:
         beside = _BESIDE  # calls of one round go side by side
-    return kernel + len(visible) * machine.call * beside + rows * shape.row_bytes / machine.memory
+    calls = min(len(visible), 1) if machine.one_call else len(visible)
+    return kernel + calls * machine.call * beside + rows * shape.row_bytes / machine.memory
 
 
 def bytes_of(transfer: Transfer, shape: KVShape) -> int:

@@ -29,6 +29,7 @@ class Hardware(NamedTuple):
     domain: int = 8  # GPUs that reach one another by NVLink
     hops: tuple[tuple[int, float], ...] = _HOPS  # bytes and seconds between its neighbours
     measured: bool = False  # whether on the group at hand
+    one_call: bool = False  # whether the kernel takes a single call for all tiles of a block
 
     def every(self, degree: int) -> "Hardware":
         """Return the machine of ranks that are `degree` places apart."""
@@ -66,4 +67,19 @@ def h200_with(kernel: str) -> Hardware:
     return H200._replace(
         forward=_KERNELS.get(forward, usual)[0],
         backward=_KERNELS.get(backward or forward, usual)[1],
+        one_call=kernel == "triton",
+    )
+
+
+def with_another(machine: Hardware, kernel: str, other: str) -> Hardware:
+    """Return a machine whose kernel was measured, with another kernel instead.
+
+    >>> with_another(H200._replace(forward=300e12), "sdpa-cudnn", "triton").forward
+    265000000000000.0
+    """
+    old, new = h200_with(kernel), h200_with(other)
+    return machine._replace(
+        forward=machine.forward * new.forward / old.forward,
+        backward=machine.backward * new.backward / old.backward,
+        one_call=new.one_call,
     )

@@ -24,6 +24,10 @@ _SMALL, _SMALL_UNDIVIDED = 334, 3340  # times what a call takes on top, if nothi
 # a call for half of own keys at the end makes own keys' backward longer by this share, measured
 # on two H100: 0.7 % of all at 8k tokens and at 16k, wherever gradients had nothing to hide behind
 _CUT_COSTS = 0.01
+# launches of small operations that take the host as long as calls of cuDNN's kernel or of
+# flash-attn 4's, two each way: on two H100 at 2k tokens the GPU computes 0.55 ms, a call takes 1.2,
+# and Triton's of one call each way 0.78; at 3k they are alike
+_CALLS = 120
 _SOON_COPIED = 1.6e-5  # seconds to read own keys: copying them and their gradients takes 0.1 ms
 
 
@@ -47,9 +51,23 @@ def is_few(workload: Workload, shape: KVShape, machine: Hardware) -> bool:
     Own keys must be soon copied, too. On H200s that is at most 4096 queries a rank, of 32 heads of
     size 128, over four ranks under a causal mask; of short documents 16384, with 8 key heads.
     """
+    copied = max(map(count, workload.keys)) * shape.token_bytes <= _SOON_COPIED * machine.memory
+    return copied and _seconds(workload, shape, machine) <= machine.host
+
+
+def launches_decide(workload: Workload, shape: KVShape, machine: Hardware) -> bool:
+    """Tell whether a kernel of few calls is faster than one that computes faster, by the host.
+
+    Keys come together. On H100s that is at most 2048 queries a rank, of 32 heads of size 128, over
+    two ranks under a causal mask. Documents take many calls of no kernel.
+    """
+    documents = workload.visible.documents is not None
+    return not documents and _seconds(workload, shape, machine) <= _CALLS * machine.launch
+
+
+def _seconds(workload: Workload, shape: KVShape, machine: Hardware) -> float:
+    """Return the seconds that the kernel computes for a rank, forward and backward."""
     queries, keys, mask, _ = workload
-    if max(map(count, keys)) * shape.token_bytes > _SOON_COPIED * machine.memory:
-        return False
     if mask.documents is not None:
         whole = (Segment(0, 1, sum(map(count, queries))),)  # whichever rank holds what of it
         pairs = visible_pairs(tiles(whole, whole, mask)) / len(queries)
@@ -59,7 +77,7 @@ def is_few(workload: Workload, shape: KVShape, machine: Hardware) -> bool:
             keys_seen = min(keys_seen, (2 - mask.causal) * mask.window + 1)
         pairs = max(map(count, queries)) * keys_seen
     both = 1 / machine.forward + 2.5 / machine.backward
-    return pairs * shape.pair_flops * both <= machine.host
+    return pairs * shape.pair_flops * both
 
 
 @cached

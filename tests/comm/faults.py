@@ -41,12 +41,12 @@ ATTENTION = [
         "late = keys_come_late(blocks, at_once, job, machine)", "late = False",
     ),
     Mutant(
-        "a graph's tables go away", "comm/all_to_all.py:SharedSwap._moves",
-        "shelf.read_by_graphs.add(known[key].table)", "pass",
+        "a graph's tables go away", "comm/symmetric_memory.py:SymmetricBuffer.table",
+        "self.read_by_graphs.add(found.table)", "pass",
     ),
     Mutant(
-        "tables stay though no graph reads them", "comm/all_to_all.py:SharedSwap._moves",
-        "if captured: shelf", "if True: shelf",
+        "tables stay though no graph reads them", "comm/symmetric_memory.py:SymmetricBuffer.table",
+        "if captured: self", "if True: self",
     ),
     Mutant(
         "too little room for out and lse", "comm/ulysses.py:most_bytes",
@@ -179,37 +179,45 @@ ATTENTION = [
         "in zip(*(x.split(self.own.k.shape[-1], -1) for x in pair))):",
     ),
     Mutant(
+        "few tokens get the kernel that computes fastest", "plan/prepare.py:settle_transport",
+        "kernel = light", "pass",
+    ),
+    Mutant(
+        "documents count as few", "schedule/policy.py:launches_decide",
+        "not documents and", "",
+    ),
+    Mutant(
         "keys come together though not all at once", "comm/transports.py:make_together",
         "gather.keeps and is_few", "is_few",
     ),
     Mutant(
         "keys that come together are read before all have come",
         "comm/gather_serial.py:_Call._come",
-        "self.space.keys.publish()",
+        "shelf.publish()",
         "",
     ),
     Mutant(
         "keys that come together are written before all have read them",
         "comm/gather_symmetric.py:SymmetricCall.__init__",
-        "self.space.begin(len(program.blocks) - 1,",
-        "self.space.begin(2 * len(program.blocks) - 2,",
+        "self._begin(len(program.blocks) - 1)",
+        "self._begin(2 * len(program.blocks) - 2)",
     ),
     Mutant(
         "gradients are read before all have written them",
-        "comm/gather_serial.py:_Call._send_home",
+        "comm/gather_serial.py:_Call._add_plainly",
         "self.space.grads.publish()",
         "",
     ),
     Mutant(
         "gradients that are read where they lie are those of the last",
-        "comm/gather_serial.py:_Call._send_home",
+        "comm/gather_serial.py:_Call._add_plainly",
         "for both in parts:",
         "for both in parts[-1:]:",
     ),
     Mutant(
         "a gradient in another rank's memory is taken for one's own",
         "runtime/accumulate.py:GradAccumulator.add_lent",
-        "self._first_is_lent |= self._is_empty",
+        "self._first_is_lent |= self.is_empty",
         "pass",
     ),
     Mutant(
@@ -224,8 +232,12 @@ ATTENTION = [
         "self.ranks[self.ring.rank]",
     ),
     Mutant(
-        "keys written while others read", "comm/symmetric_memory.py:SymmetricWorkspace.begin",
-        "if not back: self.keys.meet()", "",
+        "keys written while others read", "comm/gather_symmetric.py:SymmetricCall._begin",
+        "self.space.keys.meet()", "pass",
+    ),
+    Mutant(
+        "keys that come together are written while others read",
+        "comm/gather_serial.py:_Call._written", "shelf.meet()", "pass",
     ),
     Mutant(
         "heads written while others read", "comm/all_to_all.py:SharedSwap.swap", "shelf.meet()", "",
@@ -286,8 +298,8 @@ ATTENTION = [
 
 SILENT = [
     Mutant(
-        "batches of nothing are copied", "comm/gather_serial.py:_Call._come",
-        "if len(self.own.k):",
+        "batches of nothing are copied", "comm/gather_serial.py:_copy_all",
+        "if parts and len(place):",
         "if True:",
     ),
     Mutant(

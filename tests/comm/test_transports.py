@@ -41,7 +41,8 @@ from ring_attention_pytorch.geometry.layouts import (
 )
 from ring_attention_pytorch.geometry.segments import slice_segments
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
-from ring_attention_pytorch.plan import kept, prepare
+from ring_attention_pytorch.kernels import choose
+from ring_attention_pytorch.plan import kept, prepare, proposal
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime import streams
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
@@ -735,6 +736,34 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
             host=(bounds[0] + 0.5) * of_both, memory=(bounds[1] + 0.5) / policy._SOON_COPIED
         )
         assert threads.run(4, main)[0] == [[found, many]] * 4
+
+
+def few_tokens_get_the_kernel_that_is_launched_least(patch: pytest.MonkeyPatch) -> None:
+    """Unless one is named, or documents take many calls of any, or there is much to compute."""
+
+    def main(ring: threads.ThreadRing) -> list[str]:
+        q = torch.empty(1, 16, 2, 4)
+        kept.forget()
+        how = dict(layout="zigzag", group=ring, transport="gather")
+        shown = (dict(), dict(kernel="sdpa"), dict(cu_seqlens=[0, 16, 64]))
+        plans = [RingPlan.make(q, q, q, causal=True, **how, **each) for each in shown]
+        assert {type(plan.transport) for plan in plans} == {SerialGather}
+        return [plan.kernel.name for plan in plans]
+
+    def shared_by(ring: threads.ThreadRing, _: torch.device) -> PeerGroup:
+        return PeerGroup(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
+
+    patch.setattr(transports, "shared_by", shared_by)
+    patch.setattr(proposal, "lightest", lambda case: choose("eager", case))
+    job = KVShape(1, 2, 2, 4, 4, itemsize=4)
+    seconds = 16 * 32 * job.pair_flops * (1 / H200.forward + 2.5 / H200.backward)
+    for launches, found in ((1.01, "eager"), (0.99, "sdpa")):
+        patch.setattr(policy, "_CALLS", launches * seconds / H200.launch)
+        assert threads.run(4, main)[0] == [[found, "sdpa", "sdpa"]] * 4
+
+
+def test_few_tokens_get_the_kernel_that_is_launched_least(monkeypatch):
+    few_tokens_get_the_kernel_that_is_launched_least(monkeypatch)
 
 
 def plans_know_their_own_transport() -> None:

@@ -78,9 +78,9 @@ class LoggedShelf(threads.ThreadShelf):
         self.log.meetings += 1
         super().publish()
 
-    def come(self, *_: object, **__: object) -> None:
+    def meet(self) -> None:
         self.log.meetings += 1
-        super().come()
+        super().meet()
 
     def join(self, end: int) -> None:
         super().join(end)

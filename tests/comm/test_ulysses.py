@@ -3,8 +3,6 @@
 import sys
 from itertools import product
 from types import SimpleNamespace
-from typing import ClassVar
-from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +16,11 @@ from ring_attention_pytorch import (
     shard_sequence,
     unshard_sequence,
 )
-from ring_attention_pytorch.comm import all_to_all
+from ring_attention_pytorch.comm import symmetric_memory
 from ring_attention_pytorch.comm.all_to_all import CopyPlan, SharedSwap
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer
 from ring_attention_pytorch.comm.ulysses import HeadPartition, key_heads, land, most_bytes
 from ring_attention_pytorch.functional import ring_attn, ulysses_attn
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments, count, segment_positions
@@ -180,27 +179,26 @@ def test_a_shelf_has_room_for_all_that_is_swapped(
 def test_what_a_graph_reads_is_made_before_it_and_stays(monkeypatch):
     """And of what no graph reads nothing stays."""
     capturing = False
-    monkeypatch.setattr(all_to_all, "capturing", lambda device: capturing)
-    monkeypatch.setattr(all_to_all, "current_stream", lambda device: None)
-    table = mock.Mock()
+    monkeypatch.setattr(symmetric_memory, "capturing", lambda device: capturing)
+    table = torch.zeros(1)
     made = SimpleNamespace(Moves=SimpleNamespace(of=lambda *how: SimpleNamespace(table=table)))
     monkeypatch.setitem(sys.modules, "ring_attention_pytorch.comm._triton_copies", made)
 
-    class Shelf:
-        """What tables are of."""
+    def shelf() -> SymmetricBuffer:
+        new = SymmetricBuffer.__new__(SymmetricBuffer)
+        new.device, new.tables, new.read_by_graphs = torch.device("cpu"), {}, set()
+        return new
 
-        read_by_graphs: ClassVar[set] = set()
-
-    space, into = SimpleNamespace(swaps=Shelf()), torch.empty(0)
+    space, into = SimpleNamespace(swaps=shelf()), torch.empty(0)
     among, way = SharedSwap(space, (0, 1)), CopyPlan((), (), ())
     among._moves(((way,), 0, ()), [], (), into)
-    assert not Shelf.read_by_graphs
+    assert not space.swaps.read_by_graphs
     capturing = True
     among._moves(((way,), 0, ()), [], (), into)
-    assert Shelf.read_by_graphs == {table}
+    assert space.swaps.read_by_graphs == {table}
     with pytest.raises(ValueError, match="before a CUDA graph is captured its plan must have run"):
         among._moves(((way, way), 0, ()), [], (), into)
-    space.swaps = Shelf()
+    space.swaps = shelf()
     with pytest.raises(ValueError, match="no other plan been made after that"):
         among._moves(((way,), 0, ()), [], (), into)
 

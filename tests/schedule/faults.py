@@ -51,22 +51,22 @@ ATTENTION = [
     ),
     Mutant(
         "few tokens have as many calls as others", "schedule/policy.py:is_few",
-        "pairs * shape.pair_flops * both <= machine.host", "pairs < 0",
+        "_seconds(workload, shape, machine) <= machine.host", "False",
     ),
     Mutant(
         "few are counted whatever their keys weigh", "schedule/policy.py:is_few",
-        "* shape.token_bytes > _SOON_COPIED * machine.memory", "< 0",
+        "return copied and", "return",
     ),
     Mutant(
-        "few are counted without their mask", "schedule/policy.py:is_few",
+        "few are counted without their mask", "schedule/policy.py:_seconds",
         "/ (1 + mask.causal)", "/ 1",
     ),
     Mutant(
-        "few are counted without their window", "schedule/policy.py:is_few",
+        "few are counted without their window", "schedule/policy.py:_seconds",
         "keys_seen = min(keys_seen, (2 - mask.causal) * mask.window + 1)", "pass",
     ),
     Mutant(
-        "few are counted without their documents", "schedule/policy.py:is_few",
+        "few are counted without their documents", "schedule/policy.py:_seconds",
         "if mask.documents is not None: whole", "if False: whole",
     ),
     Mutant(

@@ -1,0 +1,196 @@
+# ruff: noqa: PLR0913 - a kernel takes every stride by itself
+"""Kernels that meet, as `_triton_guard` says, and move what ranks hold right after that.
+
+Each program waits by itself. What it has brought is NaN if a rank was out of step meanwhile.
+"""
+
+import triton
+import triton.language as tl
+
+from ring_attention_pytorch.comm._triton_guard import MET, leave, meet, out_of_step
+
+
+@triton.jit(do_not_specialize=["purpose", "rank", "patience", "n", "heads", "rows"])
+def write_kernel(
+    state,
+    purpose: tl.int32,
+    rank: tl.int32,
+    patience: tl.int64,
+    k,
+    v,
+    k_strides,
+    v_strides,
+    place,
+    n: tl.int32,
+    heads: tl.int32,
+    rows: tl.int32,
+    RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    MEETS: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write k and v [b, n, h, d] to `place` [b, n, h, d + d_v], which others read; meet before."""
+    number = tl.load(state + MET) + 1
+    gone = False
+    if MEETS:
+        gone = meet(state, number, purpose, rank, patience, RANKS, LANES)
+        tl.debug_barrier()
+    if not gone:
+        col = tl.arange(0, WIDTH).to(tl.int64)
+        for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+            row = first + tl.arange(0, ROWS).to(tl.int64)
+            held = (row < rows)[:, None]
+            batch, token, head = row // heads // n, row // heads % n, row % heads
+            to = place + row[:, None] * (D + D_V) + col[None, :]
+            found = _rows(k, k_strides, batch, token, head, col, held & (col < D)[None, :])
+            tl.store(to, found, mask=held & (col < D)[None, :])
+            found = _rows(v, v_strides, batch, token, head, col, held & (col < D_V)[None, :])
+            tl.store(to + D, found, mask=held & (col < D_V)[None, :])
+    if MEETS:
+        leave(state, number)
+
+
+@triton.jit
+def _rows(x, strides, batch, token, head, col, within):
+    x_b, x_n, x_h, x_d = strides
+    row = batch * x_b + token * x_n + head * x_h
+    return tl.load(x + row[:, None] + col[None, :] * x_d, mask=within)
+
+
+@triton.jit(do_not_specialize=["purpose", "rank", "patience", "lines"])
+def pull_kernel(
+    state,
+    purpose: tl.int32,
+    rank: tl.int32,
+    patience: tl.int64,
+    room,
+    table,
+    lines: tl.int32,
+    RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    WORD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Meet, then copy to `room` what lies where a table says.
+
+    A line is: address, offset in `room` and length, these two in words. All are multiples of
+    `ALIGNED` bytes.
+    """
+    STEP: tl.constexpr = ALIGNED * 8 // WORD.primitive_bitwidth
+    number = tl.load(state + MET) + 1
+    place = room.to(tl.pointer_type(WORD), bitcast=True)
+    gone = meet(state, number, purpose, rank, patience, RANKS, LANES)
+    tl.debug_barrier()
+    if not gone:
+        for line in range(tl.program_id(0), lines, tl.num_programs(0)):
+            address = tl.load(table + 3 * line).to(tl.pointer_type(WORD))
+            source = tl.multiple_of(address, ALIGNED)
+            to = place + tl.multiple_of(tl.load(table + 3 * line + 1), STEP)
+            words = tl.multiple_of(tl.load(table + 3 * line + 2), STEP)
+            for first in range(0, words, BLOCK):
+                at = first + tl.arange(0, BLOCK)
+                tl.store(to + at, tl.load(source + at, mask=at < words), mask=at < words)
+    tl.debug_barrier()
+    if out_of_step(state, rank, RANKS, LANES):
+        for line in range(tl.program_id(0), lines, tl.num_programs(0)):
+            to = place + tl.load(table + 3 * line + 1)
+            words = tl.load(table + 3 * line + 2)
+            for first in range(0, words, BLOCK):
+                at = first + tl.arange(0, BLOCK)
+                tl.store(to + at, tl.full((BLOCK,), -1, WORD), mask=at < words)
+    leave(state, number)
+
+
+@triton.jit(do_not_specialize=["purpose", "rank", "patience", "lines"])
+def sum_kernel(
+    state,
+    purpose: tl.int32,
+    rank: tl.int32,
+    patience: tl.int64,
+    dk,
+    dv,
+    table,
+    lines: tl.int32,
+    RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    TYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    MOST: tl.constexpr,
+    FRESH: tl.constexpr,
+):
+    """Meet, then add to dk and dv [b, n, h, d] what ranks hold of them, or write it if `FRESH`.
+
+    A line is: first row, number of rows, number of ranks, and `MOST` addresses. At each of these
+    lie as many rows of d + d_v numbers, and addresses are multiples of `ALIGNED`. Sums are rounded
+    once.
+    """
+    number = tl.load(state + MET) + 1
+    gone = meet(state, number, purpose, rank, patience, RANKS, LANES)
+    tl.debug_barrier()
+    if not gone:
+        for line in range(tl.program_id(0), lines, tl.num_programs(0)):
+            at = table + line * (3 + MOST)
+            _sum(dk, at, 0, D, D + D_V, TYPE, WIDE, ALIGNED, WIDTH, ROWS, FRESH)
+            _sum(dv, at, D, D_V, D + D_V, TYPE, WIDE, ALIGNED, WIDTH, ROWS, FRESH)
+    tl.debug_barrier()
+    if out_of_step(state, rank, RANKS, LANES):
+        for line in range(tl.program_id(0), lines, tl.num_programs(0)):
+            at = table + line * (3 + MOST)
+            _spoil(dk, at, D, WIDE, WIDTH, ROWS)
+            _spoil(dv, at, D_V, WIDE, WIDTH, ROWS)
+    leave(state, number)
+
+
+@triton.jit
+def _sum(
+    total,
+    line,
+    FIRST: tl.constexpr,
+    D: tl.constexpr,
+    PITCH: tl.constexpr,
+    TYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    FRESH: tl.constexpr,
+):
+    """Sum columns of the rows of a line, from the `FIRST` on, in `total`, which has `D` of them."""
+    to, rows, ranks = total + tl.load(line) * D, tl.load(line + 1), tl.load(line + 2)
+    col = tl.arange(0, WIDTH)
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS)
+        within = (row < rows)[:, None] & (col < D)[None, :]
+        place = to + row[:, None] * D + col[None, :]
+        if FRESH:
+            found = tl.zeros((ROWS, WIDTH), WIDE)
+        else:
+            found = tl.load(place, mask=within, other=0.0).to(WIDE)
+        for number in range(ranks):
+            address = tl.load(line + 3 + number).to(tl.pointer_type(TYPE))
+            source = tl.multiple_of(address, ALIGNED) + FIRST
+            part = tl.load(source + row[:, None] * PITCH + col[None, :], mask=within, other=0.0)
+            found += part.to(WIDE)
+        tl.store(place, found.to(total.dtype.element_ty), mask=within)
+
+
+@triton.jit
+def _spoil(
+    total, line, D: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+):
+    to, rows = total + tl.load(line) * D, tl.load(line + 1)
+    col = tl.arange(0, WIDTH)
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS)
+        within = (row < rows)[:, None] & (col < D)[None, :]
+        nothing = tl.full((ROWS, WIDTH), float("nan"), WIDE).to(total.dtype.element_ty)
+        tl.store(to + row[:, None] * D + col[None, :], nothing, mask=within)

@@ -1,0 +1,210 @@
+"""What a rank does in shared memory right after all ranks have met there, in one launch.
+
+Where tokens are few, the host's time for each launch counts, and so do a GPU's pauses between them.
+So a meeting, what it is for, and the check that no rank failed meanwhile are one kernel here.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.guard import Meeting
+from ring_attention_pytorch.runtime.launches import KernelCall, operation
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+
+_PROGRAMS = 128  # that wait, at most: what other streams do needs room, too
+_LINES = 4 * _PROGRAMS  # of a table, if there is much to do: then programs do about as much
+_BLOCK = 2048  # words that a program copies at a time
+_ELEMENTS = 4096  # that it adds, or writes, at a time
+
+
+class Shelf(Protocol):
+    """Memory that ranks share, and the tables of what is in it."""
+
+    def table(self, kind: Hashable, make: "Callable[[], Table]") -> "Table | None": ...
+
+
+class Share(NamedTuple):
+    """Some own tokens, and the gradients of them in other ranks' memory, `[b, n, h, d + d_v]`."""
+
+    here: slice
+    parts: Sequence[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """What a kernel goes through, int64 `[lines, ...]`, and what divides all of it, in bytes."""
+
+    table: Tensor
+    aligned: int
+
+    @classmethod
+    def of(cls, lines: Sequence[tuple[int, ...]], aligned: int, device: torch.device) -> "Table":
+        """Make a table on a device; the host waits for nothing."""
+        table = torch.tensor(lines, dtype=torch.int64)
+        if device.type == "cuda":
+            table = table.pin_memory().to(device, non_blocking=True)
+        return cls(table, aligned)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A meeting, and the table of what is done after it."""
+
+    meeting: Meeting
+    table: Table
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A meeting after which something is written; or not even that."""
+
+    meeting: Meeting
+    meets: bool
+
+
+def table_of_copies(shelf: Shelf, room: Tensor, parts: Sequence[Tensor]) -> Table | None:
+    """Return the table of copies of parts `[b, n, ...]` to a `room`, one behind another.
+
+    Parts are of the shelf's memory. There is none where the shelf says so.
+    """
+    kind = room.shape, *((part.data_ptr(), part.shape) for part in parts)
+    return shelf.table(kind, lambda: _copies(room, parts))
+
+
+def table_of_sums(shelf: Shelf, like: Tensor, shares: Sequence[Share]) -> Table | None:
+    """Return the table of sums of gradients in totals like this one `[b, n, h, d]`.
+
+    Tokens that no rank has gradients of are zero. Parts are of the shelf's memory. There is none
+    where the shelf says so.
+    """
+    places = (
+        (share.here.start, *((part.data_ptr(), part.shape) for part in share.parts))
+        for share in shares
+    )
+    return shelf.table((like.shape, *places), lambda: _sums(like, shares))
+
+
+def _copies(room: Tensor, parts: Sequence[Tensor]) -> Table:
+    token = room[0, :1].nbytes
+    spans, to = [], 0
+    for sample in range(len(room)):
+        for part in parts:
+            spans.append((part[sample].data_ptr(), to, part.shape[1] * token))
+            to += spans[-1][-1]
+    aligned = gcd(16, *(number for span in spans for number in span))
+    word = min(8, aligned)
+    most = -(-max(to // _LINES, 1) // (_BLOCK * word)) * _BLOCK * word
+    lines = []
+    for address, start, nbytes in spans:
+        for at in range(0, nbytes, most):
+            lines.append((address + at, (start + at) // word, min(most, nbytes - at) // word))
+    return Table.of(lines or [(0, 0, 0)], aligned, room.device)
+
+
+def _sums(like: Tensor, shares: Sequence[Share]) -> Table:
+    heads, most = like.shape[2], max((len(share.parts) for share in shares), default=0)
+    aligned, found = 16, []
+    for sample in range(len(like)):
+        for here, parts in _all_of(like.shape[1], shares):
+            addresses = [part[sample].data_ptr() for part in parts]
+            pitch = parts[0][0, 0, 0].nbytes if parts else 0
+            aligned = gcd(aligned, pitch, *addresses)
+            first = (sample * like.shape[1] + here.start) * heads
+            found.append((first, (here.stop - here.start) * heads, pitch, addresses))
+    rows = max(sum(span[1] for span in found) // _LINES, 1)
+    lines = []
+    for first, length, pitch, addresses in found:
+        for at in range(0, length, rows):
+            there = [address + at * pitch for address in addresses] + [0] * (most - len(addresses))
+            lines.append((first + at, min(rows, length - at), len(addresses), *there))
+    return Table.of(lines or [(0, 0, 0) + (0,) * most], aligned, like.device)
+
+
+def _all_of(length: int, shares: Sequence[Share]) -> Iterator[Share]:
+    """Yield these shares in order, and empty ones for the tokens between them.
+
+    >>> [share.here for share in _all_of(9, [Share(slice(2, 4), ())])]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 9, None)]
+    """
+    end = 0
+    for share in sorted(shares, key=lambda share: share.here.start):
+        if share.here.start > end:
+            yield Share(slice(end, share.here.start), ())
+        yield share
+        end = share.here.stop
+    if end < length:
+        yield Share(slice(end, length), ())
+
+
+@operation
+def write(how: Writing, k: Tensor, v: Tensor, place: Tensor) -> KernelCall:
+    """Meet, if so, and write k and v `[b, n, h, d]` side by side where others will read them."""
+    from ring_attention_pytorch.comm._triton_visits import write_kernel
+
+    n, heads, d = k.shape[1:]
+    d_v, rows = v.shape[-1], len(k) * n * heads
+    width = _power(max(d, d_v))
+    sizes = dict(MEETS=how.meets, D=d, D_V=d_v, WIDTH=width, ROWS=_ELEMENTS // width)
+    args = k, v, k.stride(), v.stride(), place, n, heads, rows
+    return _call(write_kernel, how.meeting, args, -(-rows // sizes["ROWS"]), sizes)
+
+
+@operation
+def pull(visit: Visit, room: Tensor) -> KernelCall:
+    """Meet, and copy to `room` what the table says; NaN if a rank was out of step."""
+    import triton.language as tl
+
+    from ring_attention_pytorch.comm._triton_visits import pull_kernel
+
+    table, aligned = visit.table.table, visit.table.aligned
+    word = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[min(8, aligned)]
+    sizes = dict(WORD=word, ALIGNED=aligned, BLOCK=_BLOCK)
+    args = room, table, len(table)
+    return _call(pull_kernel, visit.meeting, args, len(table), sizes)
+
+
+@operation
+def add_up(visit: Visit, dk: Tensor, dv: Tensor, kind: torch.dtype, fresh: bool) -> KernelCall:
+    """Meet, and add to dk and dv `[b, n, h, d]` what the table says, or write it if `fresh`.
+
+    Gradients of that `kind` are added in the accumulator's dtype, and rounded once.
+    """
+    import triton.language as tl
+
+    from ring_attention_pytorch.comm._triton_visits import sum_kernel
+
+    table, aligned = visit.table.table, visit.table.aligned
+    wide = accumulation_dtype(dk.dtype)
+    of, into = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in (kind, wide))
+    d, d_v = dk.shape[-1], dv.shape[-1]
+    width = _power(max(d, d_v))
+    sizes = dict(
+        TYPE=of, WIDE=into, ALIGNED=aligned, D=d, D_V=d_v, WIDTH=width,
+        ROWS=max(1, _ELEMENTS // width), MOST=table.shape[1] - 3, FRESH=fresh,
+    )  # fmt: skip
+    args = dk, dv, table, len(table)
+    return _call(sum_kernel, visit.meeting, args, len(table), sizes)
+
+
+def _call(
+    kernel: Any, meeting: Meeting, args: tuple[Any, ...], blocks: int, sizes: dict[str, Any]
+) -> KernelCall:
+    """Return the launch of a kernel that comes to a meeting with so many `blocks` to do."""
+    board = meeting.board
+    about = board.state, meeting.purpose, board.rank, board.patience
+    constants = {**board.among, **sizes, "num_warps": 8}
+    return KernelCall(kernel, max(1, min(_PROGRAMS, blocks)), (*about, *args), constants)
+
+
+def _power(number: int) -> int:
+    """Return the next power of two.
+
+    >>> [_power(n) for n in (1, 3, 64)]
+    [1, 4, 64]
+    """
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,160 @@
+"""What is done right after a meeting, in one launch: by Triton's interpreter, in processes."""
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm import visits
+from ring_attention_pytorch.comm.guard import Board
+from ring_attention_pytorch.runtime.launches import PreparedLaunch
+from ring_attention_pytorch.runtime.tape import _preparations
+from tests.comm.test_guard import CPU, without_clock
+from tests.support.interpreter import interpreters, needs_triton
+from tests.support.reference import relative_error
+
+pytestmark = needs_triton
+RANKS, B, N, HEADS = 3, 2, 6, 2
+WIDTHS = {"even": (8, 8), "odd": (3, 5)}  # of k and v: what bytes are aligned to differs
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+class Shelf:
+    """Tables that are made anew each time."""
+
+    @staticmethod
+    def table(_: object, make: Any) -> visits.Table:
+        return make()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[ProcessPoolExecutor]:
+    with interpreters(RANKS) as pool:
+        yield pool
+
+
+def drawn(rank: int, d: int, dtype: torch.dtype) -> Tensor:
+    """Draw a tensor that lies with heads before tokens, so that no two strides are as usual."""
+    draw = torch.Generator().manual_seed(10 * rank + d)
+    t = torch.randn(B, HEADS, N, d, generator=draw, dtype=torch.float64).to(dtype)
+    return t.transpose(1, 2)
+
+
+def both_of(rank: int, widths: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return k and v of a rank, side by side."""
+    return torch.cat([drawn(rank, d + i, dtype)[..., :d] for i, d in enumerate(widths)], dim=-1)
+
+
+def do(taped: bool, operation: Any, *given: Any) -> None:
+    """Launch it, or what a tape makes of it: of others first, to see that it keeps none."""
+    if not taped:
+        operation(*given)
+        return
+    prepared = _preparations[operation](*given)
+    assert isinstance(prepared, PreparedLaunch)
+    prepared(*given)
+
+
+def visit(
+    rank: int, boards: list[Tensor], shared: list[Tensor], widths: str, dtype: str, taped: bool
+) -> dict[str, Any]:
+    """Write own k and v, pull some of all ranks', and add what others have of own gradients."""
+    without_clock()
+    board, of, (d, d_v) = Board(CPU, rank, boards, 20.0), DTYPES[dtype], WIDTHS[widths]
+    reads = board.meeting("read")
+    both = both_of(rank, (d, d_v), of)
+    how = visits.Writing(board.meeting("write"), meets=True)
+    do(taped, visits.write, how, both[..., :d], both[..., d:], shared[rank])
+
+    parts = [shared[0][:, 1:4], shared[2][:, :2], shared[1][:, 5:]]
+    room = torch.full((B, 6, HEADS, d + d_v), torch.nan, dtype=of)
+    table = visits.table_of_copies(Shelf, room, parts)
+    do(taped, visits.pull, visits.Visit(reads, table), room)
+
+    shares = [
+        visits.Share(slice(4, 6), [shared[1][:, :2]]),
+        visits.Share(slice(0, 3), [shared[0][:, 3:], shared[2][:, 1:4], shared[1][:, 2:5]]),
+    ]
+    totals = {}
+    for fresh in (False, True):
+        sums = [
+            torch.full((B, N, HEADS, d), torch.nan if fresh else 1.0, dtype=of) for d in (d, d_v)
+        ]
+        table = visits.table_of_sums(Shelf, sums[0], shares)
+        do(taped, visits.add_up, visits.Visit(reads, table), *sums, of, fresh)
+        totals[fresh] = sums
+    assert board.trouble() is None
+    assert board.state[:3].tolist() == [0, 4, 0]  # nothing wrong, four meetings, all have left
+    return dict(room=room, totals=totals)
+
+
+def found(pool: ProcessPoolExecutor, function: Any, *given: Any, dtype: str, widths: str) -> list:
+    boards = [torch.zeros(2, RANKS, dtype=torch.int64).share_memory_() for _ in range(RANKS)]
+    size = B, N, HEADS, sum(WIDTHS[widths])
+    shared = [torch.zeros(size, dtype=DTYPES[dtype]).share_memory_() for _ in range(RANKS)]
+    futures = [
+        pool.submit(function, rank, boards, shared, widths, dtype, *given) for rank in range(RANKS)
+    ]
+    return [future.result(timeout=100.0) for future in futures]
+
+
+@pytest.mark.parametrize("taped", [False, True], ids=["launched", "taped"])
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_write_pull_and_add(dtype, widths, taped, ranks):
+    of, (d, d_v) = DTYPES[dtype], WIDTHS[widths]
+    all_of = [both_of(rank, (d, d_v), of) for rank in range(RANKS)]
+    pulled = torch.cat([all_of[0][:, 1:4], all_of[2][:, :2], all_of[1][:, 5:]], dim=1)
+    wide = [t.double() for t in all_of]
+    added = torch.zeros(B, N, HEADS, d + d_v, dtype=torch.float64)
+    added[:, 4:6] = wide[1][:, :2]
+    added[:, 0:3] = wide[0][:, 3:] + wide[2][:, 1:4] + wide[1][:, 2:5]
+    for mine in found(ranks, visit, taped, dtype=dtype, widths=widths):
+        assert torch.equal(mine["room"], pulled)
+        for fresh, totals in mine["totals"].items():
+            want = added if fresh else added + 1
+            for got, exact in zip(totals, want.split([d, d_v], dim=-1)):
+                assert relative_error(got, exact) < torch.finfo(of).eps
+
+
+def fail(
+    rank: int, boards: list[Tensor], shared: list[Tensor], widths: str, dtype: str
+) -> dict[str, Any]:
+    """Pull and add after the last rank has failed."""
+    without_clock()
+    board, of, (d, d_v) = Board(CPU, rank, boards, 20.0), DTYPES[dtype], WIDTHS[widths]
+    if rank == RANKS - 1:
+        board.fail()
+        return {}
+    room = torch.zeros(B, N, HEADS, d + d_v, dtype=of)
+    table = visits.table_of_copies(Shelf, room, [shared[rank]])
+    visits.pull(visits.Visit(board.meeting("read"), table), room)
+    sums = [torch.zeros(B, N, HEADS, d, dtype=of) for d in (d, d_v)]
+    table = visits.table_of_sums(Shelf, sums[0], [visits.Share(slice(0, 2), [shared[rank][:, :2]])])
+    visits.add_up(visits.Visit(board.meeting("read"), table), *sums, of, True)
+    return dict(read=[room, *sums], trouble=board.trouble())
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_what_is_brought_after_a_rank_has_failed_is_nan(widths, ranks):
+    for mine in found(ranks, fail, dtype="bfloat16", widths=widths)[:-1]:
+        assert all(t.isnan().all() for t in mine["read"])
+        assert "rank 2 has failed" in mine["trouble"]
+
+
+def test_much_is_cut_into_lines_of_about_the_same_size():
+    room = torch.zeros(1, 1 << 12, 4, 256, dtype=torch.bfloat16)
+    table = visits.table_of_copies(Shelf, room, [room[:, : 1 << 10], room[:, 1 << 10 :]])
+    lines = table.table.tolist()
+    assert 512 <= len(lines) <= 520
+    assert sum(words for *_, words in lines) * 8 == room.nbytes
+    starts = [start for _, start, _ in lines]
+    assert starts == sorted(starts)
+    sums = visits.table_of_sums(Shelf, room, [visits.Share(slice(0, 1 << 12), [room])])
+    assert 512 <= len(sums.table) <= 520
+    assert sums.aligned == table.aligned == 16
+    assert math.prod(room.shape[:3]) == sums.table[:, 1].sum()
