@@ -5,6 +5,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import decode
+from benchmarks import decode, few
 from benchmarks.lib import calls, jobs, results, sequences
+from ring_attention_pytorch import RingPlan
+from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
+from tests.support import threads
+from tests.support.cases import over_shared_memory
 
 ROOT = Path(__file__).parents[2]
 RUN = [
@@ -145,6 +150,31 @@ def test_few_tokens_are_measured(tmp_path: Path) -> None:
     (row,) = saved(tmp_path / "few.json", "few", "--tokens", "48", "--rounds", "1")
     assert (row["subject"], row["kernel"], row["mode"]) == ("gather", "chosen", "one by one")
     assert row["microseconds"] > 0
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_keys_come_together_as_a_plan_has_them(square: bool, monkeypatch) -> None:
+    """A kernel that knows square causal tiles only takes own keys by themselves."""
+    q = torch.randn(1, 16, 2, 4)
+
+    def space(ring: threads.ThreadRing, _: torch.device) -> PeerGroup:
+        return PeerGroup(threads.ThreadSpace(ring), None, (0, 1))
+
+    def main(ring: threads.ThreadRing) -> None:
+        messages = RingPlan.make(q, q, q, causal=True, layout="zigzag", group=ring)
+        plan = replace(messages, kernel=messages.kernel._replace(square=square))
+        ways = {}, dict(own_apart=True) if square else dict(together=True)
+        many, together = (over_shared_memory(plan, [q] * 3, ring, 9, **way) for way in ways)
+        of_few = replace(together, overlapped=many.transport)
+        found = few.both_ways(of_few)
+        assert found["gather, together"] is of_few
+        assert found["gather, overlapping"].transport is many.transport
+        found = few.both_ways(many)
+        assert found["gather, overlapping"].transport is many.transport
+        assert found["gather, together"].schedule == together.schedule
+
+    monkeypatch.setattr(few, "shared_by", space)
+    threads.run(2, main)
 
 
 @pytest.mark.thorough
