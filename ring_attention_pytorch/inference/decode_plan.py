@@ -182,7 +182,8 @@ class DecodePlan:
         purpose: int,
         return_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        cache, (sinks, slopes), lengths = self.cache, terms, self.cache.layer_lengths[layer]
+        cache, (sinks, slopes) = self.cache, terms
+        lengths = cache.layer_lengths[layer]
         with torch.cuda.device_of(q):
             plain = _plain(q)
             self._attend(key_mask is not None)(
