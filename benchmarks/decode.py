@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.lib.attempts import attempt
 from benchmarks.lib.calls import (
     CALLS,
     Call,
@@ -210,10 +211,9 @@ def rows(name: str, b: int, keys: int, speed: float, device: torch.device) -> It
         if lack is not None:
             yield from failed(of_mode, lack)
             continue
-        try:
-            took = measure(make(), layers, device)
-        except Exception as error:
-            yield from failed(of_mode, f"{type(error).__name__}: {error}".splitlines()[0][:120])
+        took = attempt(lambda measure=measure: measure(make(), layers, device))
+        if isinstance(took, str):
+            yield from failed(of_mode, took)
             continue
         figures = dict(microseconds=took, floor=floor, of_memory=floor / took)
         yield of_mode | {"pass": "both"} | {each: rounded(x) for each, x in figures.items()}

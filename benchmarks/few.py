@@ -38,16 +38,23 @@ from ring_attention_pytorch import RingPlan
 from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
+from ring_attention_pytorch.schedule.policy import own_keys_apart
 
 
 def both_ways(plan: RingPlan) -> dict[str, RingPlan]:
-    """Return the plan overlapping and together, where there can be both."""
+    """Return the plan overlapping and together, where there can be both.
+
+    What it has itself is one of them, or both; what is made here is as a plan would make it.
+    """
     gather = plan.overlapped or plan.transport
     if not isinstance(gather, SymmetricGather):
         return {"gather": plan}
-    shared = shared_by(gather.ring, plan.device)
-    together = SerialGather.like(gather, plan.blocks, plan.kv_shape, shared)
-    return {"gather, overlapping": plan.by(gather), "gather, together": plan.by(together)}
+    together = plan
+    if plan.overlapped is None:  # tokens are many
+        of = plan.blocks, plan.kv_shape, shared_by(gather.ring, plan.device)
+        apart = own_keys_apart(plan.blocks, plan.kernel.square)
+        together = plan.by(SerialGather.like(gather, *of, apart))
+    return {"gather, overlapping": plan.by(gather), "gather, together": together}
 
 
 def ours(shape: Shape, kernel: str | None, documents: str | None, graphs: bool) -> Runs:

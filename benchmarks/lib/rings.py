@@ -5,6 +5,7 @@ turns (`by_turns`); backward is both less forward. Errors are those of out and d
 on some rows of every rank.
 """
 
+import gc
 import os
 import random
 import time
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.lib.attempts import attempt, ending_at_once
 from benchmarks.lib.peers import one_gpu
 from benchmarks.lib.results import GRAPH, ONE_BY_ONE, Row, Subject, named_errors
 from ring_attention_pytorch import RingPlan, positions, ring_attn, unshard_sequence
@@ -94,7 +96,10 @@ class Result(NamedTuple):
 
 @contextmanager
 def joined(name: str) -> Iterator[torch.device]:
-    """Join the processes that torchrun started; yield this one's device, "cuda" or "cpu"."""
+    """Join the processes that torchrun started; yield this one's device, "cuda" or "cpu".
+
+    An error in the block ends this process at once.
+    """
     if not dist.is_torchelastic_launched():
         raise SystemExit("start it by torchrun: torchrun --nproc-per-node 2 -m benchmarks ...")
     if name == "cpu":
@@ -105,7 +110,9 @@ def joined(name: str) -> Iterator[torch.device]:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
-    yield device
+    with ending_at_once():
+        yield device
+    gc.collect()  # or a cycle could have the group: its threads are to end before Python does
     dist.destroy_process_group()
 
 
@@ -297,10 +304,15 @@ def measured(
     errors: Errors | None,
     graph: bool = False,
 ) -> Result | str:
-    """Return the result; or what went wrong here, which must not happen to this rank alone."""
+    """Return the result; or what went wrong on every rank, all of which call this together.
+
+    Raises:
+        FailedAloneError: it went wrong on some ranks, and others would wait for them.
+    """
     device = tensors[0].device
-    problem, result, cuda = "", None, device.type == "cuda"
-    try:
+    cuda = device.type == "cuda"
+
+    def measure() -> Result:
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -311,12 +323,9 @@ def measured(
         found = None if errors is None else errors(*both()[:2])
         whole = seconds(both, device, repeats)
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-        result = Result(alone, whole, peak, found)
-    except (
-        RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError, AssertionError,
-    ) as error:  # fmt: skip
-        problem = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-    return problem or result
+        return Result(alone, whole, peak, found)
+
+    return attempt(measure)
 
 
 def checker(shape: Shape, tensors: list[Tensor], layout: Layout, hidden: Hidden | None) -> Errors:

@@ -2,6 +2,7 @@
 
 from functools import cached_property
 from typing import NamedTuple, Protocol
+from weakref import ref
 from zlib import crc32
 
 import torch
@@ -77,7 +78,6 @@ class HeldKeys(Protocol):
 class DecodePlan:
     """Attention of queries like these to a cache. All ranks make it together."""
 
-    cache: HeldKeys
     asked: Asked
     ring: Ring
     tuning: Tuning
@@ -87,7 +87,7 @@ class DecodePlan:
     ran: bool
 
     def __init__(self, cache: HeldKeys, asked: Asked, tuning: Tuning | None = None) -> None:
-        self.cache, self.asked, self.ring = cache, asked, cache.ring
+        self._cache, self.asked, self.ring = ref(cache), asked, cache.ring
         self.tuning = tuning or Tuning()
         self.purpose = crc32(repr((asked, cache.value_dim)).encode()) % _PURPOSES
         b, n, h, _ = asked.shape
@@ -100,6 +100,13 @@ class DecodePlan:
             self.pushed = pushed_rows(self.ring, cache.device)
         if self.pushed is not None and self.units * (_UNIT + 1) > self.pushed.slot:
             self.pushed = None
+
+    @property
+    def cache(self) -> HeldKeys:
+        """What it reads. That keeps its plans: if they kept it, too, memory would stay."""
+        found = self._cache()
+        assert found is not None
+        return found
 
     @property
     def capturable(self) -> bool:
@@ -175,7 +182,8 @@ class DecodePlan:
         purpose: int,
         return_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        cache, (sinks, slopes), lengths = self.cache, terms, self.cache.layer_lengths[layer]
+        cache, (sinks, slopes) = self.cache, terms
+        lengths = cache.layer_lengths[layer]
         with torch.cuda.device_of(q):
             plain = _plain(q)
             self._attend(key_mask is not None)(

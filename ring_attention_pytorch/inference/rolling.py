@@ -13,6 +13,7 @@ many come at a time that none is overwritten that a query sees, and as many more
 
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 
@@ -54,7 +55,7 @@ class RollingTokens(HeldTokens):
     longest: list[int]
 
     def __init__(self, whole: HeldTokens, windows: Windows, window: int) -> None:
-        self.whole, self.window, self.spare = whole, window, windows.spare
+        self._whole, self.window, self.spare = ref(whole), window, windows.spare
         self.at_once = self.spare
         self.ring, self.pages, self.plans = Ring.alone(), Pages(whole.pages.page, 1), {}
         for name in (
@@ -68,6 +69,13 @@ class RollingTokens(HeldTokens):
         self.laid = 0  # of these so many have memory, for each sequence
         self.longest = [0] * self.sequences  # that each was since it was empty, when last looked at
         self.extend()
+
+    @property
+    def whole(self) -> HeldTokens:
+        """The cache that this is part of. That has this: if it had that, too, memory would stay."""
+        found = self._whole()
+        assert found is not None
+        return found
 
     def extend(self) -> None:
         """Make the table anew: as long as that of whole sequences, of the pages that there are."""

@@ -1,11 +1,14 @@
 """A cache over ranks is one cache: whatever is done to it, attention is that of dense tensors."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
+from weakref import ref
 
 import pytest
 import torch
 
+from ring_attention_pytorch import RingCache, ring_attn_with_cache
 from tests.inference.stories import Story, told
 
 SIZES = (1, 2, 3, 4)
@@ -59,3 +62,21 @@ def test_whatever_is_done_attention_is_dense(pools: Callable, size: int) -> None
     for errors in pools(size).run(told, stories):
         for story, error in zip(stories, errors):
             assert error < EXACT, story
+
+
+@pytest.mark.parametrize("layout", [None, "contiguous"])
+def test_a_cache_that_nobody_has_is_gone_at_once(layout: str | None) -> None:
+    """With its memory, and its process group: plans that it keeps do not keep it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        cache = RingCache(1, 2, 4, layers=2, windows=(None, 3))
+        q, k = torch.randn(1, 3, 4, 4), torch.randn(1, 3, 2, 4)
+        for layer, window in enumerate((None, 3)):
+            ring_attn_with_cache(q, k, k, cache, layer=layer, window=window, layout=layout)
+        parts = [ref(cache), *(ref(cache.holder(layer)) for layer in (0, 1))]
+        del cache
+        assert [part() for part in parts] == [None] * 3
+    finally:
+        if collects:
+            gc.enable()

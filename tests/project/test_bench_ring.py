@@ -2,9 +2,11 @@
 
 import doctest
 import json
+import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,42 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import decode
-from benchmarks.lib import calls, jobs, results, sequences
+from benchmarks import decode, few
+from benchmarks.lib import attempts, calls, jobs, results, sequences
+from ring_attention_pytorch import RingPlan
+from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
+from tests.support import threads
+from tests.support.cases import over_shared_memory
 
 ROOT = Path(__file__).parents[2]
 RUN = [
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
 ]  # fmt: skip
+THOROUGH = pytest.mark.thorough
 SMALL = ["--device", "cpu", "--heads", "4", "2", "--dim-head", "16", "--repeats", "2"]
 ONE = {"device": "CPU", "command": "python -m benchmarks ring"}
+# a benchmark in which a gather of 32 tokens fails on some ranks, after an exchange with the others
+FAILING = """
+import os, sys, torch
+from datetime import timedelta
+from importlib import import_module
+from benchmarks.lib import attempts
+
+name, ranks, *options = sys.argv[1:]
+benchmark = import_module(f"benchmarks.{name}")
+planned, attempts.PATIENCE = benchmark.planned, timedelta(seconds=2)
+
+def failing(plan):
+    def attend(q, k, v):
+        out = planned(plan)(q, k, v)
+        if os.environ["RANK"] in ranks.split(",") and q.requires_grad and q.shape[1] == 32:
+            raise torch.OutOfMemoryError(f"{1 + plan.ring.rank} GiB are too much\\nat all")
+        return out
+    return attend
+
+benchmark.planned = failing
+benchmark.main(options)
+"""
 
 
 def run(name: str, *options: str, ranks: int = 2) -> None:
@@ -45,7 +74,7 @@ def are_right(rows: list[dict[str, Any]]) -> bool:
     return all(error < 1e-5 for row in rows for error in row["errors"].values())
 
 
-@pytest.mark.parametrize("module", [calls, decode, jobs, results, sequences])
+@pytest.mark.parametrize("module", [attempts, calls, decode, jobs, results, sequences])
 def test_examples_are_as_shown(module) -> None:
     failed, attempted = doctest.testmod(module)
     assert (failed, attempted > 0) == (0, True)
@@ -89,6 +118,35 @@ def test_every_transport_is_measured_and_right(tmp_path: Path) -> None:
     assert ours
     assert are_right(ours)
     assert all(row["share"] == 1.0 for row in rows if row["subject"] == "theory")
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("ring", "1"), ("ring", "0,1"), pytest.param("masks", "0", marks=THOROUGH)]
+)
+def test_a_rank_that_fails_alone_ends_all_soon_and_rows_stay(
+    name: str, ranks: str, tmp_path: Path
+) -> None:
+    """What fails on all of them is a row, which is not kept."""
+    script, file = tmp_path / "failing.py", tmp_path / "rows.json"
+    script.write_text(FAILING)
+    options = ["--tokens", "16", "32", "--kernels", "sdpa", "--save", str(file)]
+    options += ["--transports", "ring", "--mask", "causal"] if name == "ring" else []
+    ran = subprocess.run(
+        [*RUN, "2", str(script), name, ranks, *SMALL, *options], cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    rows = json.loads(file.read_text())
+    assert ("ring" if name == "ring" else "gather", 16) in [
+        (row["subject"], row["tokens"]) for row in rows
+    ]
+    if ranks == "0,1":
+        assert ran.returncode == 0, ran.stderr
+        assert "| ring | sdpa | one by one | OutOfMemoryError: 1 GiB are too much" in ran.stdout
+    else:
+        others = [1 - int(ranks)]
+        assert ran.returncode != 0
+        assert f"FailedAloneError: failed here, and not on ranks {others}: OutOf" in ran.stderr
+        assert all(row["tokens"] == 16 for row in rows)
 
 
 def test_documents_of_magi_attention_are_of_a_quarter_at_most() -> None:
@@ -145,6 +203,31 @@ def test_few_tokens_are_measured(tmp_path: Path) -> None:
     (row,) = saved(tmp_path / "few.json", "few", "--tokens", "48", "--rounds", "1")
     assert (row["subject"], row["kernel"], row["mode"]) == ("gather", "chosen", "one by one")
     assert row["microseconds"] > 0
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_keys_come_together_as_a_plan_has_them(square: bool, monkeypatch) -> None:
+    """A kernel that knows square causal tiles only takes own keys by themselves."""
+    q = torch.randn(1, 16, 2, 4)
+
+    def space(ring: threads.ThreadRing, _: torch.device) -> PeerGroup:
+        return PeerGroup(threads.ThreadSpace(ring), None, (0, 1))
+
+    def main(ring: threads.ThreadRing) -> None:
+        messages = RingPlan.make(q, q, q, causal=True, layout="zigzag", group=ring)
+        plan = replace(messages, kernel=messages.kernel._replace(square=square))
+        ways = {}, dict(own_apart=True) if square else dict(together=True)
+        many, together = (over_shared_memory(plan, [q] * 3, ring, 9, **way) for way in ways)
+        of_few = replace(together, overlapped=many.transport)
+        found = few.both_ways(of_few)
+        assert found["gather, together"] is of_few
+        assert found["gather, overlapping"].transport is many.transport
+        found = few.both_ways(many)
+        assert found["gather, overlapping"].transport is many.transport
+        assert found["gather, together"].schedule == together.schedule
+
+    monkeypatch.setattr(few, "shared_by", space)
+    threads.run(2, main)
 
 
 @pytest.mark.thorough

@@ -1,13 +1,16 @@
 """Commands that are run one after the other: checks and benchmarks of several GPUs."""
 
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import everything
+from benchmarks import decode, everything, masks
 from benchmarks.lib.jobs import Job, run, run_all
 from tests.gpu import check
 
@@ -98,3 +101,45 @@ def test_everything_is_listed_and_every_benchmark_takes_its_options(
 def test_names_of_jobs_and_of_what_they_say_differ() -> None:
     found = everything.jobs(8, False, everything.kernels(), Path("rows"))
     assert len({job.file for job in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "work", "argv", "said"),
+    [
+        (decode, "group", ["--batch", "2"], "--batch goes with --keys"),
+        (check, "jobs", ["--ranks", "2"], "--ranks goes with --list"),
+        (check, "jobs", ["--ranks", "2", "--only", "rings"], "--ranks goes with --list"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    module, work: str, argv: list[str], said: str, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(module, work, mock.Mock(side_effect=AssertionError("it goes to work")))
+    with pytest.raises(SystemExit) as ended:
+        module.main(argv)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ([], ([8192, 32768], [64, 8], 128, 5)),
+        (["--magi"], ([8192], [64, 8], 128, 20)),
+        (["--tokens", "64", "32", "--magi", "--repeats", "3"], ([64, 32], [64, 8], 128, 3)),
+        (["--magi", "--heads", "4", "2", "--dim-head", "16"], ([8192], [4, 2], 16, 20)),
+    ],
+)
+def test_sizes_of_a_published_grid_give_way_to_those_that_are_given(
+    given: list[str], found: tuple, monkeypatch
+) -> None:
+    seen = []
+
+    def shapes(asked: Namespace, device: torch.device) -> list:
+        seen.append((asked.tokens, asked.heads, asked.dim_head, asked.repeats))
+        return []
+
+    monkeypatch.setattr(masks, "joined", lambda name: nullcontext(torch.device("cpu")))
+    monkeypatch.setattr(masks, "shapes", shapes)
+    masks.main(given)
+    assert seen == [found]
