@@ -302,6 +302,8 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
 ) -> str:
     """Say which kernel `ring_attn` would run for tensors and options like these, and why.
 
+    A plan for few tokens over several GPUs may take another: `explain_plan` says which.
+
     Args:
         packed: whether there are documents.
         The rest: as for `ring_attn`; only shape, dtype and device of the tensors matter.
