@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, RingTransformer, explain_plan, positions, ring_attn
-from ring_attention_pytorch.comm import gather_symmetric, transports
+from ring_attention_pytorch.comm import gather_serial, gather_symmetric, transports, visits
 from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.messages import Form
@@ -136,6 +136,21 @@ def delays() -> Iterator[None]:
             yield
             _sleep()
 
+    written = gather_serial._Call._written
+
+    def written_as_is(call: gather_serial._Call) -> list[Tensor]:
+        """Meeting and writing are one launch, and before it others may still read."""
+        with mock.patch.object(SymmetricBuffer, "own", own):
+            return written(call)
+
+    def late(visit: Callable[..., None]) -> Callable[..., None]:
+        def run(*given: object) -> None:
+            _sleep()
+            visit(*given)
+            _sleep()
+
+        return run
+
     SymmetricBuffer.own, SymmetricBuffer.publish, SymmetricBuffer.follow = (
         poisoned,
         publish_late,
@@ -145,6 +160,10 @@ def delays() -> Iterator[None]:
     try:
         with (
             mock.patch.object(_flash, "side_stream", aside_late),
+            mock.patch.object(gather_serial._Call, "_written", written_as_is),
+            mock.patch.object(visits, "write", late(visits.write)),
+            mock.patch.object(visits, "pull", late(visits.pull)),
+            mock.patch.object(visits, "add_up", late(visits.add_up)),
             mock.patch.object(Tapes, "run", _untaped),  # which know nothing of what is late
         ):
             yield
