@@ -6,7 +6,7 @@ So a meeting, what it is for, and the check that no rank failed meanwhile are on
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -90,7 +90,7 @@ def table_of_sums(shelf: Shelf, like: Tensor, shares: Sequence[Share]) -> Table 
 
 
 def _copies(room: Tensor, parts: Sequence[Tensor]) -> Table:
-    token = room[0, :1].nbytes
+    token = prod(room.shape[2:]) * room.element_size()
     spans, to = [], 0
     for sample in range(len(room)):
         for part in parts:

@@ -146,6 +146,12 @@ def test_what_is_brought_after_a_rank_has_failed_is_nan(widths, ranks):
         assert "rank 2 has failed" in mine["trouble"]
 
 
+@pytest.mark.parametrize("size", [(0, 4, 2, 8), (1, 0, 2, 8)])
+def test_of_nothing_nothing_is_copied(size):
+    room = torch.zeros(size, dtype=torch.bfloat16)
+    assert visits.table_of_copies(Shelf, room, [room]).table.tolist() == [[0, 0, 0]]
+
+
 def test_much_is_cut_into_lines_of_about_the_same_size():
     room = torch.zeros(1, 1 << 12, 4, 256, dtype=torch.bfloat16)
     table = visits.table_of_copies(Shelf, room, [room[:, : 1 << 10], room[:, 1 << 10 :]])
