@@ -202,14 +202,15 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     >>> ring_attn(q, k, v, causal=True).shape
     torch.Size([1, 6, 4, 8])
     """
-    options = dict(
-        causal=causal, window=window, key_mask=key_mask, documents=documents,
-        cu_seqlens=cu_seqlens, prefix=prefix, mask_mod=mask_mod, cross=cross,
-        query_positions=query_positions, key_positions=key_positions, scale=scale,
-        softclamp=softclamp, sinks=sinks, alibi_slopes=alibi_slopes, key_bias=key_bias,
-        dropout=dropout, dropout_seed=dropout_seed, layout=layout, kernel=kernel,
-        transport=transport, ulysses=ulysses, memory=memory, bucket_size=bucket_size, check=check,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "causal": causal, "window": window, "key_mask": key_mask, "documents": documents,
+        "cu_seqlens": cu_seqlens, "prefix": prefix, "mask_mod": mask_mod, "cross": cross,
+        "query_positions": query_positions, "key_positions": key_positions, "scale": scale,
+        "softclamp": softclamp, "sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias,
+        "dropout": dropout, "dropout_seed": dropout_seed, "layout": layout, "kernel": kernel,
+        "transport": transport, "ulysses": ulysses, "memory": memory, "bucket_size": bucket_size,
+        "check": check,
+    }  # fmt: skip
     qkv = swapped((q, k, v)) if heads_first else (q, k, v)
     attend = _attention if is_plain(*qkv) else _attention_of_kinds
     out, lse = attend(qkv, options, group, plan, return_lse)
@@ -248,7 +249,8 @@ def _attention(
 ) -> tuple[Tensor, Tensor | Any]:
     """Compute (out, lse), with options or with a plan; lse may be left out if nobody asks."""
     sinks, key_bias = options["sinks"], options["key_bias"]
-    if is_compiling() or torch._C._is_any_autocast_enabled():
+    compiling = is_compiling()
+    if compiling or torch._C._is_any_autocast_enabled():
         q, k, v = qkv
         qkv = q.to(autocast_dtype(q)), k.to(autocast_dtype(k)), v.to(autocast_dtype(v))
         if key_bias is not None:
@@ -263,7 +265,7 @@ def _attention(
             _check_bias(plan, q, k, key_bias)
     if key_bias is not None:
         q, k = with_bias(q, k, key_bias, plan.terms.scale)
-    if is_compiling():
+    if compiling:
         return operators.attention(plan, q, k, v, sinks)
     return _by_plan(plan, (q, k, v), sinks, return_lse)
 
@@ -386,8 +388,8 @@ def _check_bias(plan: RingPlan, q: Tensor, k: Tensor, key_bias: Tensor) -> None:
 
 def _check_only_plan(options: dict[str, Any], group: Group) -> None:
     """Raise ValueError if options are given beside a plan, which decides them already."""
-    of_call = ("sinks", "key_bias")  # a plan only knows that they are given
-    beside = [name for name in not_default(options) if name not in of_call]
+    of_call = {"sinks": None, "key_bias": None}  # a plan only knows that they are given
+    beside = not_default({**options, **of_call})
     if group is not None:
         beside.append("group")
     if beside:

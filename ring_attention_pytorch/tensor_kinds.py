@@ -27,9 +27,10 @@ _TAKEN = (
 )
 
 
-def is_plain(*tensors: Tensor) -> bool:
+def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Tell at a glance whether these are certainly of no special kind, and have values."""
-    return all(type(t) is Tensor and not t.is_meta for t in tensors)
+    plain = type(q) is type(k) is type(v) is Tensor
+    return plain and not (q.is_meta or k.is_meta or v.is_meta)
 
 
 def has_values(*tensors: Tensor) -> bool:

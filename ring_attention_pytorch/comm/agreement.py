@@ -224,6 +224,8 @@ def in_one_line(error: BaseException, name: str) -> str:
 
 def _check_problems(caller: str, problems: list[str | None]) -> None:
     """Raise what ranks found wrong by themselves: each problem once, with who has it."""
+    if not any(problems):
+        return
     texts = []
     for problem, ranks in by_value(problems).items():
         if problem is not None:

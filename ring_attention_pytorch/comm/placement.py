@@ -183,10 +183,12 @@ def check_plan(
 
 def check_began_here(began: Placement | None) -> None:
     """Raise ValueError in the backward of a call that began in the block of another placement."""
+    if began is None:
+        return
     here = threading.get_ident()
     mine = [placement for thread, placement in _open if thread == here]
     found = mine or [placement for _, placement in _open]  # or this is a thread of autograd
-    if began is not None and found and began not in found:
+    if found and began not in found:
         raise ValueError(
             "backward of one batch was called in the block of another one; call it in its own"
         )

@@ -49,7 +49,7 @@ def owners_at_once(memory: int | None, blocks: Workload, job: KVShape) -> int:
     [7, 1, 3]
     """
     longest, most = max(map(count, blocks.keys)), max(1, len(blocks.keys) - 1)
-    if memory is None or longest * job.token_bytes == 0:
+    if memory is None or most == 1 or longest * job.token_bytes == 0:
         return most
     of_each = 3 * job.token_bytes + 2 * job.grad_bytes + 2 * job.wide_bytes
     fit = (memory // longest - 4 * job.token_bytes - job.wide_bytes) // of_each

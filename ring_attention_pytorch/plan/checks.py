@@ -48,7 +48,7 @@ def autocast_dtype(t: Tensor) -> torch.dtype:
 
 def like_autocast(t: Tensor) -> Tensor:
     """Return the tensor, or one without memory that looks as autocast will make it."""
-    if (dtype := autocast_dtype(t)) == t.dtype:
+    if not torch._C._is_any_autocast_enabled() or (dtype := autocast_dtype(t)) == t.dtype:
         return t
     one = torch.empty((), dtype=dtype, device=t.device, requires_grad=t.requires_grad)
     return one.expand(t.shape)

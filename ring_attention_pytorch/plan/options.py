@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from operator import is_
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from beartype import BeartypeConf, beartype
@@ -238,10 +237,8 @@ class Options:
 
     def problem(self, call: Call) -> str | None:
         """Say what is wrong with the options given, the first that is found; None if nothing."""
-        checks = []
-        for name, row in ROWS.items():
-            if row.check is not None and getattr(self, name) is not DEFAULTS[name]:
-                checks.append(row.check)
+        given = vars(self)
+        checks = [check for name, check in _CHECKS.items() if given[name] is not DEFAULTS[name]]
         for check in dict.fromkeys(checks):
             if (problem := check(self, call)) is not None:
                 return problem
@@ -249,16 +246,16 @@ class Options:
 
     def agreed(self, everywhere: bool = False) -> dict[str, Any]:
         """Return what ranks compare, by name: those of a ring, or of all rings of its group."""
-        compared = {}
-        for name, row in ROWS.items():
-            if row.agree is not None and row.everywhere == everywhere:
-                value = getattr(self, name)
-                compared[name] = None if value is None else row.agree(value)
+        given, compared = vars(self), {}
+        for name, agree in _AGREED[everywhere].items():
+            value = given[name]
+            compared[name] = None if value is None else agree(value)
         return compared
 
     def features(self) -> dict[str, Any]:
         """Return the options that not all kernels can do, by name."""
-        return {name: getattr(self, name) for name, row in ROWS.items() if row.feature}
+        given = vars(self)
+        return {name: given[name] for name in _FEATURES}
 
 
 # methods are not checked: plans are made often, and each check takes host time
@@ -268,6 +265,13 @@ Options.__init__ = beartype(Options.__init__, conf=BeartypeConf(is_color=False))
 _HINTS = get_type_hints(Options, include_extras=True)
 ROWS: dict[str, Row] = {name: hint.__metadata__[0] for name, hint in _HINTS.items()}
 DEFAULTS = {name: getattr(Options, name) for name in ROWS}
+# columns of the rows
+_CHECKS = {name: row.check for name, row in ROWS.items() if row.check is not None}
+_AGREED: dict[bool, dict[str, Callable[[Any], Any]]] = {False: {}, True: {}}
+for _name, _row in ROWS.items():
+    if _row.agree is not None:
+        _AGREED[_row.everywhere][_name] = _row.agree
+_FEATURES = [name for name, row in ROWS.items() if row.feature]
 
 
 def unknown_problem(given: Mapping[str, Any]) -> str | None:
@@ -285,8 +289,12 @@ def unknown_problem(given: Mapping[str, Any]) -> str | None:
 
 
 def not_default(given: Mapping[str, Any]) -> list[str]:
-    """List the names of those options that are not their defaults; all are given, in order."""
-    if all(map(is_, given.values(), DEFAULTS.values())):  # 1 us of the host
+    """List the names of those options that are not their defaults; all are given.
+
+    >>> not_default(DEFAULTS | {"window": 3, "causal": True})
+    ['causal', 'window']
+    """
+    if given == DEFAULTS:  # takes the host less than to look at each
         return []
     names = []
     for name, default in DEFAULTS.items():

@@ -5,9 +5,7 @@ ranks are told, so that none of them is left waiting.
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -29,33 +27,26 @@ from ring_attention_pytorch.runtime.scores import (
 )
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(NamedTuple):
     """A rank's proposal for a plan; or a problem, and nothing else.
 
-    `same` must be alike on all ranks of the ring, `everywhere` on all of its group, and `own` is
-    this rank's. `shaped` are q, k and v as kernels will get them, maybe without memory.
+    `claim` is what ranks compare, and `own` is this rank's. `shaped` are q, k and v as kernels will
+    get them, maybe without memory.
     """
 
-    same: Mapping[str, Any] = field(default_factory=dict)
-    own: Mapping[str, int] = field(default_factory=dict)
-    everywhere: Mapping[str, Any] = field(default_factory=dict)
+    claim: Claim = Claim()
+    own: Mapping[str, int] = {}  # never changed
     problem: str | None = None
-    options: Options = field(default_factory=Options)
+    options: Options = Options()
     scale: float = 1.0
     kernel: SelectedKernel | Any = None  # None beside a problem
     lightest: SelectedKernel | None = None  # for few tokens, where none is named
     shaped: tuple[Tensor, ...] = ()
     subject: Hashable = None  # what speeds are measured of
 
-    @cached_property
-    def claim(self) -> Claim:
-        """What ranks compare."""
-        return Claim(self.same, self.everywhere)
-
     def of_tensors(self, *given: Tensor) -> "Proposal":
         """Return this proposal for other tensors, of the same kind; none are kept of no others."""
-        return replace(self, shaped=tuple(map(like_autocast, given)))
+        return self._replace(shaped=tuple(map(like_autocast, given)))
 
     @classmethod
     def of(cls, call: Call, given: Mapping[str, Any], also: Mapping[str, Any]) -> "Proposal":
@@ -88,25 +79,26 @@ class Proposal:
         kernel = choose(options.kernel, request)
         light = lightest(request) if options.kernel is None and size > 1 else None
         chooses = options.transport is None
+        same = {
+            **agreed_shapes(q, k, v),
+            **also,
+            **options.agreed(),
+            "kernel chosen": kernel.name,
+            "kernel for few tokens": None if light is None else light.name,
+        }
+        everywhere = {
+            "device": q.device.type,
+            **options.agreed(everywhere=True),
+            "query_positions and key_positions": "given" if options.placed else None,
+            "measuring (not for 'ring', nor deterministic)": measures(q, options.transport),
+        }
         return cls(
-            same={
-                **agreed_shapes(q, k, v),
-                **also,
-                **options.agreed(),
-                "kernel chosen": kernel.name,
-                "kernel for few tokens": None if light is None else light.name,
-            },
+            claim=Claim(same, everywhere),
             own={
                 "n": q.shape[1],
                 "m": k.shape[1],
                 "seed": own_seed(options.dropout, options.dropout_seed),
                 "room": room_left(q, size) if chooses and options.memory is None else 0,
-            },
-            everywhere={
-                "device": q.device.type,
-                **options.agreed(everywhere=True),
-                "query_positions and key_positions": "given" if options.placed else None,
-                "measuring (not for 'ring', nor deterministic)": measures(q, options.transport),
             },
             options=options,
             scale=scale,

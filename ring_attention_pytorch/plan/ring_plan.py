@@ -17,7 +17,6 @@ from ring_attention_pytorch.comm.agreement import (
     typed,
 )
 from ring_attention_pytorch.comm.placement import (
-    Placement,
     attention_ring,
     check_began_here,
     check_plan,
@@ -315,15 +314,9 @@ class RingPlan:
         block = self.ring.call(f"ring attention, {direction}", self.number)
         return in_the_same_call(self.ring, block) if self.always else block
 
-    @staticmethod
-    def block() -> Placement | None:
-        """Return the placement in whose block this is."""
-        return current()
-
-    @staticmethod
-    def check_block(began: Placement | None) -> None:
-        """Raise ValueError if backward is in another block than forward, which `began` in one."""
-        check_began_here(began)
+    # the batch in whose block a call is, and the check that its backward is in the same one
+    block = staticmethod(current)
+    check_block = staticmethod(check_began_here)
 
     def keys(self, k: Tensor, v: Tensor) -> KVBlock:
         """Make the KV block that the transport wants of this rank's keys, after any all-to-all."""
@@ -407,8 +400,11 @@ class RingPlan:
     def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
         check_plan(self.layout, self.packing, self.key_mask, q)
-        given = (q, k, v) if sinks is None else (q, k, v, sinks)
-        kind = tuple([(t.shape, t.dtype, t.device, t.layout) for t in given])
+        kind = (
+            q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
+            v.shape, v.dtype, v.device, v.layout,
+            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
+        )  # fmt: skip
         if kind in self._passed:
             return
         problem = qkv_problem(q, k, v) or per_head_problem("sinks", q, sinks)

@@ -96,6 +96,8 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 def capturing(device: torch.device) -> bool:
     """Tell whether a CUDA graph is being captured on the device, current or not."""
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device.index):
         return torch.cuda.is_current_stream_capturing()
 

@@ -131,9 +131,9 @@ class Tapes:
         ids = [*map(id, given)]
         kind = (
             function,
-            torch.are_deterministic_algorithms_enabled(),
+            torch._C._get_deterministic_algorithms(),
             torch.is_inference_mode_enabled(),
-            torch.get_float32_matmul_precision(),
+            torch._C._get_float32_matmul_precision(),
             *map(ids.index, ids),
             *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in given],
         )

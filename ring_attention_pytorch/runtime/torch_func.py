@@ -6,7 +6,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
+from torch._C._functorch import unwrap_if_dead
 from torch.autograd import forward_ad
 
 _P = ParamSpec("_P")
@@ -45,12 +45,19 @@ class Function(torch.autograd.Function):
     only to fill in defaults, which takes the host 10 us.
     """
 
+    _apply_as_it_is: Callable[..., Any]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        beyond: Any = super(torch.autograd.Function, cls)  # which PyTorch gives no type
+        cls._apply_as_it_is = beyond.apply
+
     @classmethod
     def apply(cls, *args: Any) -> Any:
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
-        beyond: Any = super(torch.autograd.Function, cls)  # which PyTorch gives no type
-        return beyond.apply(*unwrap_dead_wrappers(args))
+        alive = [unwrap_if_dead(t) if isinstance(t, Tensor) else t for t in args]
+        return cls._apply_as_it_is(*alive)
 
 
 def keep(ctx: Any, plan: Any, *tensors: Tensor | None) -> None:
@@ -95,5 +102,7 @@ def refuse_second_order(what: str) -> None:
 
 def tangents_note(*tensors: Tensor | None) -> dict[str, bool]:
     """Return a note to compare: a rank that sends tangents must not find the others without."""
+    if forward_ad._current_level < 0:
+        return {"tangents": False}
     given = (t for t in tensors if t is not None)
     return {"tangents": any(forward_ad.unpack_dual(t).tangent is not None for t in given)}

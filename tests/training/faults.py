@@ -109,7 +109,7 @@ TRAINING = [
     ),
     Mutant(
         "backward is in any block", "comm/placement.py:check_began_here",
-        "began is not None and found and began not in found", "False",
+        "found and began not in found", "False",
     ),
     Mutant(
         "a plan is for any batch", "comm/placement.py:check_plan",
