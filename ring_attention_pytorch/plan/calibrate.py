@@ -86,7 +86,7 @@ def select_transport(
     degree = ring.size // len(blocks.keys)  # of Ulysses
     if measures(like, named) and ring.group is not None and ring.size > 1:
         machine = known or hardware_of(ring, degree, kernel, shape, like)
-    machine = machine._replace(one_call=kernel.fuses_merge)
+        machine = machine._replace(one_call=kernel.fuses_merge)
     if named is None:
         near = machine.every(degree) if like.is_cuda else None
         named = choose_transport(blocks, shape, at_once, near)
