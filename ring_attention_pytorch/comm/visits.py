@@ -72,8 +72,7 @@ def table_of_copies(shelf: Shelf, room: Tensor, parts: Sequence[Tensor]) -> Tabl
 
     Parts are of the shelf's memory. There is none where the shelf says so.
     """
-    kind = room.shape, *((part.data_ptr(), part.shape) for part in parts)
-    return shelf.table(kind, lambda: _copies(room, parts))
+    return shelf.table((room.shape, *map(_place, parts)), lambda: _copies(room, parts))
 
 
 def table_of_sums(shelf: Shelf, like: Tensor, shares: Sequence[Share]) -> Table | None:
@@ -82,11 +81,13 @@ def table_of_sums(shelf: Shelf, like: Tensor, shares: Sequence[Share]) -> Table 
     Tokens that no rank has gradients of are zero. Parts are of the shelf's memory. There is none
     where the shelf says so.
     """
-    places = (
-        (share.here.start, *((part.data_ptr(), part.shape) for part in share.parts))
-        for share in shares
-    )
+    places = ((share.here.start, *map(_place, share.parts)) for share in shares)
     return shelf.table((like.shape, *places), lambda: _sums(like, shares))
+
+
+def _place(t: Tensor) -> Hashable:
+    """Return where a tensor lies, and how: all that a table says of it."""
+    return t.data_ptr(), t.shape, t.stride(), t.dtype
 
 
 def _copies(room: Tensor, parts: Sequence[Tensor]) -> Table:

@@ -146,6 +146,32 @@ def test_what_is_brought_after_a_rank_has_failed_is_nan(widths, ranks):
         assert "rank 2 has failed" in mine["trouble"]
 
 
+class Keeping:
+    """Tables that are made once for each kind, as memory that ranks share keeps them."""
+
+    def __init__(self) -> None:
+        self.tables: dict[Any, visits.Table] = {}
+
+    def table(self, kind: Any, make: Any) -> visits.Table:
+        return self.tables.setdefault(kind, make())
+
+
+def test_a_table_is_of_one_dtype_and_of_one_length_of_samples():
+    """What else lies at the same address, and is as large, is copied and summed otherwise."""
+    memory, shelf = torch.zeros(2, 8, 2, 4, dtype=torch.float64), Keeping()
+    single = memory.view(torch.float32)[..., :4]
+    longer = torch.as_strided(memory, (2, 4, 2, 4), (96, 8, 4, 1))
+    for t in (memory[:, :4], single[:, :4], longer):
+        room, total = torch.empty(2, 4, 2, 4, dtype=t.dtype), torch.empty(2, 4, 2, 2, dtype=t.dtype)
+        shares = [visits.Share(slice(0, 4), [t])]
+        for make, *given in (
+            (visits.table_of_copies, room, [t]), (visits.table_of_sums, total, shares)
+        ):  # fmt: skip
+            made, anew = make(shelf, *given), make(Shelf, *given)
+            assert torch.equal(made.table, anew.table)
+            assert made.aligned == anew.aligned
+
+
 @pytest.mark.parametrize("size", [(0, 4, 2, 8), (1, 0, 2, 8)])
 def test_of_nothing_nothing_is_copied(size):
     room = torch.zeros(size, dtype=torch.bfloat16)
