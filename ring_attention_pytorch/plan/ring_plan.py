@@ -17,6 +17,7 @@ from ring_attention_pytorch.comm.agreement import (
     typed,
 )
 from ring_attention_pytorch.comm.placement import (
+    Placement,
     attention_ring,
     check_began_here,
     check_plan,
@@ -314,9 +315,15 @@ class RingPlan:
         block = self.ring.call(f"ring attention, {direction}", self.number)
         return in_the_same_call(self.ring, block) if self.always else block
 
-    # the batch in whose block a call is, and the check that its backward is in the same one
-    block = staticmethod(current)
-    check_block = staticmethod(check_began_here)
+    @staticmethod
+    def block() -> Placement | None:
+        """Return the placement in whose block this is."""
+        return current()
+
+    @staticmethod
+    def check_block(began: Placement | None) -> None:
+        """Raise ValueError if backward is in another block than forward, which `began` in one."""
+        check_began_here(began)
 
     def keys(self, k: Tensor, v: Tensor) -> KVBlock:
         """Make the KV block that the transport wants of this rank's keys, after any all-to-all."""
