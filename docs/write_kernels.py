@@ -66,8 +66,8 @@ kernel and `flex` take TF32.
 
 **Few tokens over several GPUs** are an exception: where the host takes longer to launch calls than
 a GPU to compute them, a plan of no named kernel takes `triton`, which needs one call for all keys.
-That is up to 2k tokens a GPU on two H100, with 32 heads of size 128 under a causal mask: 0.8 ms,
-where cuDNN's kernel takes 1.2 ([host time](host-time.md)). `explain_plan` says which one it is. In
+That is up to 2k or 3k tokens a GPU on two H100, with 32 heads of size 128 under a causal mask
+([host time](host-time.md)). `explain_plan` says which one it is. In
 a graph of a whole training step nothing is launched, and `kernel="sdpa-cudnn"` is 6 % faster.
 
 A `mask_mod` on CUDA is compiled into `flex`: it may compare, compute and look up in tensors, token

@@ -59,7 +59,7 @@ def launches_decide(workload: Workload, shape: KVShape, machine: Hardware) -> bo
     """Tell whether a kernel of few calls is faster than one that computes faster, by the host.
 
     Keys come together. On H100s that is at most 2048 queries a rank, of 32 heads of size 128, over
-    two ranks under a causal mask. Documents take many calls of no kernel.
+    two ranks under a causal mask; 3072 if the host is slow. Documents take many calls of no kernel.
     """
     documents = workload.visible.documents is not None
     return not documents and _seconds(workload, shape, machine) <= _CALLS * machine.launch
