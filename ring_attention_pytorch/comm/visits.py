@@ -43,12 +43,13 @@ class Table:
     aligned: int
 
     @classmethod
-    def of(cls, lines: Sequence[tuple[int, ...]], aligned: int, device: torch.device) -> "Table":
+    def of(cls, lines: Tensor, aligned: int, device: torch.device) -> "Table":
         """Make a table on a device; the host waits for nothing."""
-        table = torch.tensor(lines, dtype=torch.int64)
+        if not len(lines):
+            lines = lines.new_zeros(1, lines.shape[1])
         if device.type == "cuda":
-            table = table.pin_memory().to(device, non_blocking=True)
-        return cls(table, aligned)
+            lines = lines.pin_memory().to(device, non_blocking=True)
+        return cls(lines, aligned)
 
 
 @dataclass(frozen=True)
@@ -100,30 +101,47 @@ def _copies(room: Tensor, parts: Sequence[Tensor]) -> Table:
     aligned = gcd(16, *(number for span in spans for number in span))
     word = min(8, aligned)
     most = -(-max(to // _LINES, 1) // (_BLOCK * word)) * _BLOCK * word
-    lines = []
-    for address, start, nbytes in spans:
-        for at in range(0, nbytes, most):
-            lines.append((address + at, (start + at) // word, min(most, nbytes - at) // word))
-    return Table.of(lines or [(0, 0, 0)], aligned, room.device)
+    (address, start, _), at, nbytes = _cut(spans, 3, most)
+    lines = torch.stack([address + at, (start + at) // word, nbytes // word], dim=1)
+    return Table.of(lines, aligned, room.device)
 
 
 def _sums(like: Tensor, shares: Sequence[Share]) -> Table:
     heads, most = like.shape[2], max((len(share.parts) for share in shares), default=0)
-    aligned, found = 16, []
+    pitches = {part[0, 0, 0].nbytes for share in shares for part in share.parts}
+    aligned, spans = gcd(16, *pitches), []
     for sample in range(len(like)):
         for here, parts in _all_of(like.shape[1], shares):
             addresses = [part[sample].data_ptr() for part in parts]
-            pitch = parts[0][0, 0, 0].nbytes if parts else 0
-            aligned = gcd(aligned, pitch, *addresses)
+            aligned = gcd(aligned, *addresses)
+            addresses += [0] * (most - len(parts))  # which nobody reads
             first = (sample * like.shape[1] + here.start) * heads
-            found.append((first, (here.stop - here.start) * heads, pitch, addresses))
-    rows = max(sum(span[1] for span in found) // _LINES, 1)
-    lines = []
-    for first, length, pitch, addresses in found:
-        for at in range(0, length, rows):
-            there = [address + at * pitch for address in addresses] + [0] * (most - len(addresses))
-            lines.append((first + at, min(rows, length - at), len(addresses), *there))
-    return Table.of(lines or [(0, 0, 0) + (0,) * most], aligned, like.device)
+            spans.append((first, len(parts), *addresses, (here.stop - here.start) * heads))
+    rows = max(sum(span[-1] for span in spans) // _LINES, 1)
+    (first, ranks, *there, _), at, length = _cut(spans, 3 + most, rows)
+    there = [address + at * max(pitches, default=0) for address in there]
+    lines = torch.stack([first + at, length, ranks, *there], dim=1)
+    return Table.of(lines, aligned, like.device)
+
+
+def _cut(
+    spans: Sequence[tuple[int, ...]], width: int, most: int
+) -> tuple[Sequence[Tensor], Tensor, Tensor]:
+    """Cut spans, whose last number is their length, into pieces of at most so much.
+
+    Returns:
+        The columns of the span that each piece is of, where in it the piece begins, and its length.
+
+    >>> (name, _), at, length = _cut([(7, 5), (8, 0), (9, 2)], 2, most=3)
+    >>> name.tolist(), at.tolist(), length.tolist()
+    ([7, 7, 9], [0, 3, 0], [3, 2, 2])
+    """
+    table = torch.tensor(spans, dtype=torch.int64).view(-1, width)
+    pieces = -(-table[:, -1] // most)
+    of = table.repeat_interleave(pieces, dim=0)
+    before = (pieces.cumsum(0) - pieces).repeat_interleave(pieces)
+    at = (torch.arange(len(of)) - before) * most
+    return of.unbind(dim=1), at, (of[:, -1] - at).clamp(max=most)
 
 
 def _all_of(length: int, shares: Sequence[Share]) -> Iterator[Share]:
