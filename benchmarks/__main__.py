@@ -23,6 +23,7 @@ NAMES = {
     "errors": "errors",
     "everything": "everything",
     "few": "few",
+    "first": "first",
     "generate": "generate",
     "hf": "hf",
     "host": "host",
