@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ring_attention_pytorch.comm._triton_guard import MET
 from ring_attention_pytorch.inference._triton_append import (
     exponent,
     kept,
@@ -176,7 +177,7 @@ def attend_kernel(
         tl.store(next_lengths + sample, tl.where(fits, length + N if NEW else length, -1))
         if SHARED:
             if sample == 0:  # the number of this call, which `merge_kernel` reads
-                tl.store(state + 1, tl.load(state + 1) + 1)
+                tl.store(state + MET, tl.load(state + MET) + 1)
 
     first_query = length if NEW else length - N
     row = block * ROWS + tl.arange(0, ROWS)
