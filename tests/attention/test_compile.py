@@ -54,15 +54,13 @@ def test_ten_lengths_and_plans_take_three_graphs_at_most(pools):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("subject", ["ring_attn", "RingAttention", "RingTransformer"])
-def test_every_row_of_the_matrix(pools, subject):
-    for row in ROWS:
-        if row[0] == subject:
-            for found in pools(2).run(measured, *row, "aot_eager", (16, 17, 19)):
-                # without a plan, what follows it is compiled anew for a plan of as many tokens
-                # here, too: first of another number, then of another length
-                assert found.graphs <= (5 if "without a plan" in row else 4), row
-                assert found.error < 1e-14, row
+@pytest.mark.parametrize(("subject", "feature"), ROWS)
+def test_every_row_of_the_matrix(pools, subject, feature):
+    for found in pools(2).run(measured, subject, feature, "aot_eager", (16, 17, 19)):
+        # without a plan, what follows it is compiled anew for a plan of as many tokens
+        # here, too: first of another number, then of another length
+        assert found.graphs <= (5 if feature == "without a plan" else 4)
+        assert found.error < 1e-14
 
 
 def test_the_page_of_the_matrix_has_every_row_and_no_recompilation():

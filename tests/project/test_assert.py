@@ -46,7 +46,7 @@ def test_it_fails_where_an_answer_is_wrong(tmp_path: Path) -> None:
     ring.write_text(ring.read_text().replace(line, line.replace("total", "block and total")))
     run = subprocess.run(
         [sys.executable, "assert.py", "--world-size", "2"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, capture_output=True, text=True, timeout=240,
         env={"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert run.returncode == 1, run.stdout + run.stderr

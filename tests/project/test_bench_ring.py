@@ -55,7 +55,7 @@ benchmark.main(options)
 def run(name: str, *options: str, ranks: int = 2) -> None:
     ran = subprocess.run(
         [*RUN, str(ranks), "-m", "benchmarks", name, *SMALL, *options], cwd=ROOT,
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
 
@@ -133,7 +133,7 @@ def test_a_rank_that_fails_alone_ends_all_soon_and_rows_stay(
     options += ["--transports", "ring", "--mask", "causal"] if name == "ring" else []
     ran = subprocess.run(
         [*RUN, "2", str(script), name, ranks, *SMALL, *options], cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     rows = json.loads(file.read_text())
     assert ("ring" if name == "ring" else "gather", 16) in [

@@ -115,6 +115,13 @@ class Pool:
         """The same, whatever becomes of a rank: ("ok", result) or ("error", what happened)."""
         if not self.members:
             self._start()
+        try:
+            return self._answers(case, args)
+        except BaseException:  # pytest-timeout's among them: a later answer is not to the next case
+            self.stop()
+            raise
+
+    def _answers(self, case: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[str, Any]]:
         for pipe, _ in self.members:
             pipe.send((case, args))
         answers: dict[int, tuple[str, Any]] = {}

@@ -1,0 +1,20 @@
+"""The processes that tests share answer the case that asks."""
+
+import pytest
+
+from tests.support import ranks
+
+
+def test_an_answer_that_nobody_waited_for_is_not_the_next_ones(monkeypatch) -> None:
+    def out_of_time(*_: object) -> None:
+        pytest.fail("a test took too long")
+
+    pool = ranks.Pool(1)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks, "wait", out_of_time)
+            with pytest.raises(pytest.fail.Exception):
+                pool.run(str, 1)
+        assert pool.run(str, 2) == ["2"]
+    finally:
+        pool.stop()
