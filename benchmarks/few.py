@@ -4,10 +4,11 @@
     torchrun --nproc-per-node 2 -m benchmarks few --documents "of 1 to 999 tokens"
     torchrun --nproc-per-node 2 -m benchmarks few --device cpu --tokens 64 --heads 4 2
 
-Both are measured whichever a plan would take, launched one by one, and with `--graphs` as CUDA
-graphs; "replayed" is a plan `in_graphs()`. Times are medians of rounds of the slowest rank;
-backward is both less forward. "host_us" is how long the host takes to launch both, the device being
-idle. Without shared memory there is only what the plan takes.
+Both are measured whichever a plan would take, by the plan's kernel: name one to compare the two
+ways alone. They are launched one by one, and with `--graphs` as CUDA graphs; "replayed" is a plan
+`in_graphs()`. Times are medians of rounds of the slowest rank; backward is both less forward.
+"host_us" is how long the host takes to launch both, the device being idle. Without shared memory
+there is only what the plan takes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -63,7 +64,8 @@ def ours(shape: Shape, kernel: str | None, documents: str | None, graphs: bool) 
     tensors, length = shape.tensors(shape.tokens, seed=rank), shape.tokens * ranks
     mask = whole(length) if documents is None else packed(documents, length, ranks)
     options = dict(layout=mask.layout, kernel=kernel, transport="gather", **mask.options)
-    plan, name = make_plan(shape, tensors, **options), kernel or "chosen"
+    plan = make_plan(shape, tensors, **options)
+    name = plan.kernel.name
     found = {
         Subject(way, name): passes(planned(each), tensors) for way, each in both_ways(plan).items()
     }

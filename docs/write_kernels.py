@@ -36,11 +36,11 @@ COLUMNS = {
 PAGE = """# Kernels
 
 A kernel does the attention of one block: this rank's queries and some rank's keys. With
-`kernel=None` the first of this table that can do the case runs, the same on every rank. A kernel
-asked for by name never falls back: where it can't do the case, every rank raises the same
-`ValueError` before anything is sent. A name may be the beginning of several, `"flash-attn"` of two,
-`"sdpa"` of three; `"triton+flash-attn"` is forward by one and backward by another, which is what
-`ring_flash_attn_cuda` runs.
+`kernel=None` the first of this table that can do the case runs, the same on every rank (few tokens:
+see below). A kernel asked for by name never falls back: where it can't do the case, every rank
+raises the same `ValueError` before anything is sent. A name may be the beginning of several,
+`"flash-attn"` of two, `"sdpa"` of three; `"triton+flash-attn"` is forward by one and backward by
+another, which is what `ring_flash_attn_cuda` runs.
 
 ```python
 import torch
@@ -65,10 +65,11 @@ float32 runs in IEEE precision; after `torch.set_float32_matmul_precision("high"
 kernel and `flex` take TF32.
 
 **Few tokens over several GPUs** are an exception: where the host takes longer to launch calls than
-a GPU to compute them, a plan of no named kernel takes `triton`, which needs one call for all keys.
-That is up to 2k or 3k tokens a GPU on two H100, with 32 heads of size 128 under a causal mask
-([host time](host-time.md)). `explain_plan` says which one it is. In
-a graph of a whole training step nothing is launched, and `kernel="sdpa-cudnn"` is 6 % faster.
+a GPU to compute them, a causal plan that names no kernel takes `triton`, which needs one call for
+all keys. GPUs share memory then, are of Hopper or later, gather keys, and there are no documents.
+That is up to 2k or 3k tokens a GPU on two H100, with 32 heads of size 128
+([host time](host-time.md)). `explain_plan` says which kernel it is; it is not logged. In a graph of
+a whole training step nothing is launched, and `kernel="sdpa-cudnn"` is 6 % faster.
 
 A `mask_mod` on CUDA is compiled into `flex`: it may compare, compute and look up in tensors, token
 by token, and not go by values in Python (`if`, `.item()`); `kernel="eager"` takes any. An int that

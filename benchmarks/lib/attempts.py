@@ -1,4 +1,4 @@
-"""Attempts of all ranks: what fails on each of them is a row that says so, on some is the end.
+"""Attempts of all ranks: an error on all of them is a row that says so, one on some ends them all.
 
 A rank that fails alone, for its GPU has less memory say, leaves the others waiting in an exchange
 where nobody can tell them. So it ends itself, and torchrun ends the others.

@@ -56,33 +56,34 @@ def meet(state, number, purpose, rank, patience, RANKS: tl.constexpr, LANES: tl.
 
     Every program of a kernel waits; the first one tells the others that this rank has come. Return
     whether it has given up.
+
+    What all threads must agree on is read once for all of them (`seen`), after they have waited.
+    Whether something is WRONG may change while they look; who has set it is FAILED on a board.
     """
     lane = tl.arange(0, LANES)
     peer = lane < RANKS
     word = (number << 32) | purpose
+    mark = number << 32 >> 32  # the number as it is read out of a word, which has a sign
     half = (number % 2) * RANKS
     own = _board(state, rank) + half + lane
     theirs = _boards(state, lane, peer)
-    gives_up = tl.load(state + WRONG) != 0
-    if not gives_up:
-        if tl.program_id(0) == 0:
-            tl.atomic_xchg(theirs + half + rank, word, mask=peer, sem="release", scope="sys")
-        begin = globaltimer()
-        waiting = number > 0  # always
-        while waiting:
-            so_far = tl.load(own, mask=peer, other=0, volatile=True)
-            absent = tl.sum((peer & (so_far >> 32 != number)).to(tl.int32))
-            failed = tl.sum((peer & (so_far == FAILED)).to(tl.int32))
-            waiting = (absent > 0) & (failed == 0) & (globaltimer() - begin < patience)
-        seen = tl.atomic_add(own, 0, mask=peer, sem="acquire", scope="sys")
-        wrong = peer & (seen != word)
-        gives_up = tl.sum(wrong.to(tl.int32)) > 0
-        if gives_up:
-            gave_up = peer & (seen == FAILED)  # who makes others absent
-            blamed = gave_up | (wrong & (tl.sum(gave_up.to(tl.int32)) == 0))
-            first = tl.min(tl.where(blamed, lane, LANES))
-            report_first(state, first, word, tl.sum(tl.where(lane == first, seen, 0)))
+    if (tl.program_id(0) == 0) & (tl.load(state + WRONG) == 0):
+        tl.atomic_xchg(theirs + half + rank, word, mask=peer, sem="release", scope="sys")
+    begin = globaltimer()
+    waiting = number > 0  # always
+    while waiting:
+        so_far = tl.load(own, mask=peer, other=0, volatile=True)
+        absent = tl.sum((peer & (so_far >> 32 != mark)).to(tl.int32))
+        failed = tl.sum((peer & (so_far == FAILED)).to(tl.int32))
+        waiting = (absent > 0) & (failed == 0) & (globaltimer() - begin < patience)
+    seen = tl.atomic_add(own, 0, mask=peer, sem="acquire", scope="sys")
+    wrong = peer & (seen != word)
+    gives_up = tl.sum(wrong.to(tl.int32)) > 0
     if gives_up:
+        gave_up = peer & (seen == FAILED)  # who makes others absent
+        blamed = gave_up | (wrong & (tl.sum(gave_up.to(tl.int32)) == 0))
+        first = tl.min(tl.where(blamed, lane, LANES))
+        report_first(state, first, word, tl.sum(tl.where(lane == first, seen, 0)))
         _give_up(theirs, peer, rank, RANKS)
     return gives_up
 
@@ -116,9 +117,10 @@ def leave(state, number):
 
 @triton.jit
 def out_of_step(state, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """Tell whether a rank has failed, perhaps this one, since what this program has read was read.
+    """Tell whether any rank has failed by now, this one included.
 
-    A program of several warps has a barrier between its reads and this.
+    If none has, what was read before was right. A program of several warps has a barrier between
+    its reads and this.
     """
     lane = tl.arange(0, LANES)
     peer = lane < RANKS

@@ -32,7 +32,10 @@ def write_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write k and v [b, n, h, d] to `place` [b, n, h, d + d_v], which others read; meet before."""
+    """Write k and v [b, n, h, d] to `place` [b, n, h, d + d_v], which others read.
+
+    Meet before, if it `MEETS`.
+    """
     number = tl.load(state + MET) + 1
     gone = False
     if MEETS:

@@ -136,9 +136,8 @@ def _taken(
 
 # --- shared memory ---
 
-Key = tuple[
-    tuple[CopyPlan, ...], int, Form
-]  # all tensors' plans, the index of one, what is written
+# ranks, all tensors' plans, the index of one, what is written
+Key = tuple[tuple[int, ...], tuple[CopyPlan, ...], int, Form]
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +171,7 @@ class SharedSwap:
         for i, (t, way) in enumerate(zip(tensors, ways)):
             into, sources, moves = way.room(t, me), [each[i] for each in theirs], way.moves[me]
             if into.is_cuda and has_triton():
-                self._moves((tuple(ways), i, forms[me]), sources, moves, into).run(into)
+                self._moves((self.ranks, tuple(ways), i, forms[me]), sources, moves, into).run(into)
             else:
                 for m in moves:
                     into[:, m.to_rows, m.to_heads] = sources[m.place][:, m.rows, m.heads]

@@ -96,7 +96,7 @@ class _Call(SymmetricCall):
 
     def _written(self) -> list[Tensor]:
         shelf, own, forward = self.space.keys, self.own, self.totals is None
-        if not own.k.is_cuda:
+        if not own.k.is_cuda:  # threads that stand in for GPUs
             if forward:
                 shelf.meet()
             return super()._written()
@@ -112,17 +112,19 @@ class _Call(SymmetricCall):
         for owner, at in in_stretches(self._chunks(transfer.block)):
             form = self.gather.form(self.own, self._held_by(owner), masks=True)
             there.append([t[:, at] for t in shelf.of(self.gather.ranks[owner], form)])
-        parts = dict(enumerate(zip(*there)))
+        parts, *parts_of_masks = [*zip(*there)] or [()] * len(self.rooms)
         room, *masks = self.rooms
-        table = visits.table_of_copies(shelf, room, parts.get(0, ()))
+        ring = self.gather.ring
+        table = visits.table_of_copies(shelf, room, parts, ring.rank, ring.size)
         if table is None:
             shelf.publish()  # after the call for own keys, which needs nobody
-            _copy_all(room, parts.get(0, ()))
-            self.space.board.spoil(room)
+            _copy_all(room, parts)
         else:
             visits.pull(visits.Visit(shelf.to_read(), table), room)
-        for number, mask in enumerate(masks, 1):
-            _copy_all(mask, parts.get(number, ()))
+        for mask, theirs in zip(masks, parts_of_masks):
+            _copy_all(mask, theirs)
+        if table is None or masks:  # what a visit brings it has looked after
+            self.space.board.spoil(room)
         self._has_come(transfer.block, [*apart(room, self.own), *masks])
 
     def _held_by(self, owner: int) -> int:

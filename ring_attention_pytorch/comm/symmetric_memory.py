@@ -21,7 +21,7 @@ from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.streams import captures_for_good, capturing, current_stream
 from ring_attention_pytorch.runtime.tape import opaque, prepared
 
-_VIEWS = 1024  # views of a buffer that are kept
+_KEPT = 1024  # views of a buffer, and tables of it
 _HALVES = {"keys": 2, "grads": 2, "swaps": 1}
 Mark = torch.cuda.Event | torch.Event
 
@@ -103,7 +103,7 @@ class SymmetricBuffer:
         """Return the tensors that a rank has written this turn."""
         asked = self.turn, rank, form
         if asked not in self.views:
-            if len(self.views) >= _VIEWS:
+            if len(self.views) >= _KEPT:
                 self.views.clear()
             with torch.inference_mode(False):
                 self.views[asked] = form.open(self.halves[rank][self.turn])
@@ -112,17 +112,19 @@ class SymmetricBuffer:
     def table(self, kind: Hashable, make: Callable[[], _Table]) -> _Table | None:
         """Return a table of this buffer's memory, which stays while anything reads it.
 
-        It is made when first asked for; None if a CUDA graph is captured before that.
+        It is made when first asked for; None if a CUDA graph is captured before that. Of many the
+        one that was asked for longest ago is given up.
         """
         with torch._C.DisableTorchFunction():  # a tape has what is read, not how it was made
             captured = capturing(self.device)
-            if kind not in self.tables:
+            found = self.tables.pop(kind, None)
+            if found is None:
                 if captured:
                     return None
-                if len(self.tables) >= _VIEWS:
-                    self.tables.clear()
-                self.tables[kind] = lasting(make, self.device)
-            found = self.tables[kind]
+                if len(self.tables) >= _KEPT:
+                    del self.tables[next(iter(self.tables))]
+                found = lasting(make, self.device)
+            self.tables[kind] = found  # the last one now
             if captured:
                 self.read_by_graphs.add(found.table)
             elif found.table.is_cuda:
@@ -218,13 +220,13 @@ class SymmetricWorkspace:
         return SymmetricBuffer(group, self.device, nbytes, meeting, _HALVES[name])
 
     def begin(self, turns: int, back: bool) -> None:
-        """Begin a call with so many turns of keys, which writes nothing that may still be read.
+        """Begin a call with so many turns of keys; who calls for a forward meets before it writes.
 
-        Which half it takes depends on nothing that came before it, because a CUDA graph may come
-        next. Forward ends with the second half and backward begins with the first. After a backward
-        all ranks have read all keys, because its gradients were published after that. Those are
-        read before the keys of the next call are published, and only then are others written:
-        before a forward writes, all ranks `meet`.
+        So nothing is written that may still be read. Which half it takes depends on nothing that
+        came before it, because a CUDA graph may come next. Forward ends with the second half and
+        backward begins with the first. After a backward all ranks have read all keys, because its
+        gradients were published after that. Those are read before the keys of the next call are
+        published, and only then are others written.
         """
         self.follow_stream()
         self.keys.start(half=0 if back else turns % 2)

@@ -4,28 +4,25 @@ Where tokens are few, the host's time for each launch counts, and so do a GPU's 
 So a meeting, what it is for, and the check that no rank failed meanwhile are one kernel here.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import gcd, prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.guard import Meeting
+from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer
 from ring_attention_pytorch.runtime.launches import KernelCall, operation
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
-_PROGRAMS = 128  # that wait, at most: what other streams do needs room, too
+_PROGRAMS = 128  # that wait, at most
+_LEFT_FREE = 4  # multiprocessors: ranks may wait for what other streams do
 _LINES = 4 * _PROGRAMS  # of a table, if there is much to do: then programs do about as much
 _BLOCK = 2048  # words that a program copies at a time
 _ELEMENTS = 4096  # that it adds, or writes, at a time
-
-
-class Shelf(Protocol):
-    """Memory that ranks share, and the tables of what is in it."""
-
-    def table(self, kind: Hashable, make: "Callable[[], Table]") -> "Table | None": ...
 
 
 class Share(NamedTuple):
@@ -68,15 +65,19 @@ class Writing:
     meets: bool
 
 
-def table_of_copies(shelf: Shelf, room: Tensor, parts: Sequence[Tensor]) -> Table | None:
+def table_of_copies(
+    shelf: SymmetricBuffer, room: Tensor, parts: Sequence[Tensor], rank: int = 0, ranks: int = 1
+) -> Table | None:
     """Return the table of copies of parts `[b, n, ...]` to a `room`, one behind another.
 
-    Parts are of the shelf's memory. There is none where the shelf says so.
+    Parts are of the shelf's memory. There is none where the shelf says so. Each of so many ranks
+    begins at another part: all of them would read the same rank's memory at once.
     """
-    return shelf.table((room.shape, *map(_place, parts)), lambda: _copies(room, parts))
+    kind = room.shape, rank, ranks, *map(_place, parts)
+    return shelf.table(kind, lambda: _copies(room, parts, rank / ranks))
 
 
-def table_of_sums(shelf: Shelf, like: Tensor, shares: Sequence[Share]) -> Table | None:
+def table_of_sums(shelf: SymmetricBuffer, like: Tensor, shares: Sequence[Share]) -> Table | None:
     """Return the table of sums of gradients in totals like this one `[b, n, h, d]`.
 
     Tokens that no rank has gradients of are zero. Parts are of the shelf's memory. There is none
@@ -91,7 +92,7 @@ def _place(t: Tensor) -> Hashable:
     return t.data_ptr(), t.shape, t.stride(), t.dtype
 
 
-def _copies(room: Tensor, parts: Sequence[Tensor]) -> Table:
+def _copies(room: Tensor, parts: Sequence[Tensor], begin: float) -> Table:
     token = prod(room.shape[2:]) * room.element_size()
     spans, to = [], 0
     for sample in range(len(room)):
@@ -103,7 +104,7 @@ def _copies(room: Tensor, parts: Sequence[Tensor]) -> Table:
     most = -(-max(to // _LINES, 1) // (_BLOCK * word)) * _BLOCK * word
     (address, start, _), at, nbytes = _cut(spans, 3, most)
     lines = torch.stack([address + at, (start + at) // word, nbytes // word], dim=1)
-    return Table.of(lines, aligned, room.device)
+    return Table.of(lines.roll(-int(begin * len(lines)), 0), aligned, room.device)
 
 
 def _sums(like: Tensor, shares: Sequence[Share]) -> Table:
@@ -168,9 +169,10 @@ def write(how: Writing, k: Tensor, v: Tensor, place: Tensor) -> KernelCall:
     n, heads, d = k.shape[1:]
     d_v, rows = v.shape[-1], len(k) * n * heads
     width = _power(max(d, d_v))
-    sizes = dict(MEETS=how.meets, D=d, D_V=d_v, WIDTH=width, ROWS=_ELEMENTS // width)
+    each = max(1, _ELEMENTS // width)
+    sizes = dict(MEETS=how.meets, D=d, D_V=d_v, WIDTH=width, ROWS=each)
     args = k, v, k.stride(), v.stride(), place, n, heads, rows
-    return _call(write_kernel, how.meeting, args, -(-rows // sizes["ROWS"]), sizes)
+    return _call(write_kernel, how.meeting, args, -(-rows // each), sizes)
 
 
 @operation
@@ -217,7 +219,17 @@ def _call(
     board = meeting.board
     about = board.state, meeting.purpose, board.rank, board.patience
     constants = {**board.among, **sizes, "num_warps": 8}
-    return KernelCall(kernel, max(1, min(_PROGRAMS, blocks)), (*about, *args), constants)
+    programs = max(1, min(_most_programs(board.device), blocks))
+    return KernelCall(kernel, programs, (*about, *args), constants)
+
+
+@cache
+def _most_programs(device: torch.device) -> int:
+    """Return how many programs of a kernel may wait, each on a multiprocessor."""
+    if device.type != "cuda":
+        return _PROGRAMS
+    there = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(_PROGRAMS, there - _LEFT_FREE)
 
 
 def _power(number: int) -> int:

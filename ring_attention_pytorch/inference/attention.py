@@ -24,9 +24,11 @@ from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan, Tuning
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.prefill import Chunk, prefill
+from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.plan.kept import settings
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.tensor_kinds import dtensor_problem
 
@@ -221,7 +223,8 @@ def _sharded(
             with torch.autocast(q.device.type, enabled=False):
                 plan = RingPlan.make(
                     q, k, v, causal=True, layout=layout, scale=scores.scale,
-                    softclamp=scores.softclamp, sinks=sinks, group=cache.ring,
+                    softclamp=scores.softclamp, sinks=sinks, kernel=_fastest(q, v, scores),
+                    group=cache.ring,
                 )  # fmt: skip
             cache.plans[_CHUNK] = _kind_of_chunk(given, layout, scores), plan
         return prefill((q, k, v), cache, layer, chunk, sinks, plan)
@@ -234,6 +237,15 @@ def _sharded(
     )  # fmt: skip
     mine = chunk.positions(cache.ring.rank).to(q.device)
     return out[:, mine], lse[..., mine]
+
+
+def _fastest(q: Tensor, v: Tensor, scores: Scores) -> str:
+    """Name the kernel that computes fastest: it attends to all of the cache, however short a chunk.
+
+    A plan of few tokens would by itself take the one that is launched least.
+    """
+    request = KernelRequest.of(q, v, scale=scores.scale, softclamp=scores.softclamp)
+    return choose(None, request).name
 
 
 def _agreed_chunk(

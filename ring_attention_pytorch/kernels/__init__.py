@@ -100,7 +100,12 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
 
 
 def lightest(case: KernelRequest) -> SelectedKernel | None:
-    """Return the fastest kernel that takes one call for all keys, if one can do the case."""
+    """Return the fastest kernel that takes one call for all keys, if one can do the case.
+
+    None before Hopper, where that takes longer to compute than kernels made for those GPUs.
+    """
+    if _is_old(case):
+        return None
     able = (n for n in KERNELS if KERNELS[n].CAN.fuses_merge and problem(n, case) is None)
     return next(map(_selected, able), None)
 
@@ -144,8 +149,7 @@ def _selected(name: str) -> SelectedKernel:
 
 
 def _named(name: str | None, case: KernelRequest) -> list[str]:
-    old = case.capability is not None and case.capability < (9, 0)
-    order = list(dict.fromkeys((*(_BEFORE_HOPPER if old else ()), *KERNELS)))
+    order = list(dict.fromkeys((*(_BEFORE_HOPPER if _is_old(case) else ()), *KERNELS)))
     if case.packed:  # many short calls take longer than one of a kernel that is slower by itself
         order = sorted(order, key=lambda n: not KERNELS[n].CAN.varlen)
     found = [n for n in order if name is None or n == name or n.startswith(f"{name}-")]
@@ -154,6 +158,11 @@ def _named(name: str | None, case: KernelRequest) -> list[str]:
             f"kernel must be None or one of {', '.join(map(repr, KERNELS))}, got {name!r}"
         )
     return found
+
+
+def _is_old(case: KernelRequest) -> bool:
+    """Tell whether the GPU is of before Hopper."""
+    return case.capability is not None and case.capability < (9, 0)
 
 
 def _device_problem(can: Capabilities, case: KernelRequest) -> str | None:

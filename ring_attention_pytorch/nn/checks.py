@@ -145,7 +145,10 @@ def plan_problem(plan: RingPlan, wanted: PlanOfLayer) -> str | None:
             f"(in training: {wanted.training}); make it with RingAttention.plan"
         )
     if wanted.kernel is not None and not f"{plan.kernel.name}-".startswith(f"{wanted.kernel}-"):
-        return f"the plan uses another kernel than this module's {wanted.kernel!r}"
+        return (
+            f"the plan uses kernel={plan.kernel.name!r}, this module {wanted.kernel!r}; make it "
+            "with RingAttention.plan"
+        )
     if not over_ring:
         return None
     has = dict(transport=plan.transport_name, ulysses=plan.degree, memory=plan.memory)

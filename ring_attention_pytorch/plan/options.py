@@ -265,7 +265,8 @@ Options.__init__ = beartype(Options.__init__, conf=BeartypeConf(is_color=False))
 _HINTS = get_type_hints(Options, include_extras=True)
 ROWS: dict[str, Row] = {name: hint.__metadata__[0] for name, hint in _HINTS.items()}
 DEFAULTS = {name: getattr(Options, name) for name in ROWS}
-# columns of the rows
+# by name, of options that have them: the check; what ranks compare, of one ring or everywhere;
+# and which of them not all kernels can do
 _CHECKS = {name: row.check for name, row in ROWS.items() if row.check is not None}
 _AGREED: dict[bool, dict[str, Callable[[Any], Any]]] = {False: {}, True: {}}
 for _name, _row in ROWS.items():

@@ -127,8 +127,7 @@ def settle_transport(
     overtaken = alike and kernel.preemptible and is_small(blocks, shape, near, undivided=True)
     overlapping = make_transport(name, ring, blocks, at_once, shape, q.device, near, overtaken)
     light = mine.lightest if launches_decide(blocks, shape, near) else None
-    square = kernel.square if light is None else light.square
-    together = make_together(overlapping, blocks, shape, near, square)
+    together = make_together(overlapping, blocks, shape, near, (light or kernel).square)
     if light is not None and together is not None:
         machine = with_another(machine, kernel.name, light.name)
         kernel = light

@@ -317,7 +317,18 @@ class GradAccumulator(_Accumulator):
         self._parts.append((at, (part,)))
 
     def whole(self) -> Tensor | None:
-        """Return the only part there is, to be added to in place, if it is like the sum."""
+        """Return the only part there is, to be added to in place, if it is like the sum.
+
+        >>> total = GradAccumulator(torch.zeros(1, 2, 1, 1))
+        >>> total.add_lent(slice(0, 2), torch.ones(1, 2, 1, 1))
+        >>> total.whole() is None
+        True
+        >>> total.settle().data_ptr() == total.whole().data_ptr()
+        True
+        """
+        self._join()
+        if self._first_is_lent:
+            return None
         found, others = self._wide, self._parts
         if found is None and self._begins_whole:
             (_, found), *others = self._parts

@@ -93,9 +93,9 @@ class KernelCall(NamedTuple):
 
 
 def operation(call: Callable[..., KernelCall]) -> Callable[..., None]:
-    """Decorate what makes a call of a constant and of tensors, so that it is launched.
+    """Decorate what makes a call of a constant, then of tensors and other constants: launch it.
 
-    For tapes that is one operation. They launch what is compiled without looking at arguments.
+    For tapes that is one operation. Tapes launch what is compiled without looking at arguments.
     """
 
     @opaque

@@ -72,7 +72,7 @@ def h200_with(kernel: str) -> Hardware:
 
 
 def with_another(machine: Hardware, kernel: str, other: str) -> Hardware:
-    """Return a machine whose kernel was measured, with another kernel instead.
+    """Return a machine with another kernel: its speeds times the ratio the two have on an H200.
 
     >>> with_another(H200._replace(forward=300e12), "sdpa-cudnn", "triton").forward
     265000000000000.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count, slice_segments
 from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
-from ring_attention_pytorch.schedule.hardware import Hardware
+from ring_attention_pytorch.schedule.hardware import H200, Hardware
 from ring_attention_pytorch.schedule.pieces import (
     KVShape,
     Round,
@@ -28,6 +28,7 @@ _CUT_COSTS = 0.01
 # flash-attn 4's, two each way: on two H100 at 2k tokens the GPU computes 0.55 ms, a call takes 1.2,
 # and Triton's of one call each way 0.78; at 3k they are alike
 _CALLS = 120
+_SLOWEST = 2  # times as long as on an H200's host may a launch take
 _SOON_COPIED = 1.6e-5  # seconds to read own keys: copying them and their gradients takes 0.1 ms
 
 
@@ -59,10 +60,14 @@ def launches_decide(workload: Workload, shape: KVShape, machine: Hardware) -> bo
     """Tell whether a kernel of few calls is faster than one that computes faster, by the host.
 
     Keys come together. On H100s that is at most 2048 queries a rank, of 32 heads of size 128, over
-    two ranks under a causal mask; 3072 if the host is slow. Documents take many calls of no kernel.
+    two ranks under a causal mask; 3072 if the host is slow. Without a causal mask all keys are one
+    tile, and one call of every kernel; documents take many calls of none.
     """
-    documents = workload.visible.documents is not None
-    return not documents and _seconds(workload, shape, machine) <= _CALLS * machine.launch
+    masks = workload.visible, *workload.apart
+    if not workload.visible.causal or any(mask.documents is not None for mask in masks):
+        return False
+    launch = min(machine.launch, _SLOWEST * H200.launch)  # of a host that was busy just then
+    return _seconds(workload, shape, machine) <= _CALLS * launch
 
 
 def _seconds(workload: Workload, shape: KVShape, machine: Hardware) -> float:

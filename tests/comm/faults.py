@@ -183,8 +183,12 @@ ATTENTION = [
         "kernel = light", "pass",
     ),
     Mutant(
-        "documents count as few", "schedule/policy.py:launches_decide",
-        "not documents and", "",
+        "documents of a batch count as few", "schedule/policy.py:launches_decide",
+        "masks = workload.visible, *workload.apart", "masks = (workload.visible,)",
+    ),
+    Mutant(
+        "few without a causal mask get the kernel that is launched least",
+        "schedule/policy.py:launches_decide", "not workload.visible.causal or", "",
     ),
     Mutant(
         "keys come together though not all at once", "comm/transports.py:make_together",

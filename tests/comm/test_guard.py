@@ -66,7 +66,7 @@ def meet(rank: int, boards: list[Tensor], purposes: Purposes, patience: float) -
     seconds = time.monotonic() - begin
     board.reset()
     assert board.trouble() is None
-    assert board.state[:2].tolist() == [0, 0]
+    assert board.state[:3].tolist() == [0, 0, 0]
     return dict(trouble=trouble, read=[t[-1].item() for t in read], seconds=seconds)
 
 
@@ -87,6 +87,25 @@ def test_ranks_in_step_wait_for_one_another(ranks):
     for found in met(ranks, everyone, late, everyone):
         assert found["trouble"] is None
         assert found["read"] == [1.0] * 5
+
+
+def meet_late(rank: int, boards: list[Tensor]) -> tuple[str | None, float]:
+    """Meet four times, after more meetings than a number with a sign counts in 32 bits."""
+    without_clock()
+    board = Board(CPU, rank, boards, patience=5.0)
+    board.state[1] = 2**31 - 3
+    begin = time.monotonic()
+    for _ in range(4):
+        board.meet("keys")
+    return board.trouble(), time.monotonic() - begin
+
+
+def test_ranks_that_met_very_often_wait_no_longer(ranks):
+    boards = [torch.zeros(2, RANKS, dtype=torch.int64).share_memory_() for _ in range(RANKS)]
+    for future in [ranks.submit(meet_late, rank, boards) for rank in range(RANKS)]:
+        trouble, seconds = future.result(timeout=100.0)
+        assert trouble is None
+        assert seconds < 5.0
 
 
 @pytest.mark.parametrize(

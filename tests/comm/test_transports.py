@@ -37,6 +37,7 @@ from ring_attention_pytorch.geometry.layouts import (
     Segment,
     all_segments,
     count,
+    positions,
     segment_positions,
 )
 from ring_attention_pytorch.geometry.segments import slice_segments
@@ -739,14 +740,21 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
 
 
 def few_tokens_get_the_kernel_that_is_launched_least(patch: pytest.MonkeyPatch) -> None:
-    """Unless one is named, or documents take many calls of any, or there is much to compute."""
+    """Unless one is named, or other masks take as few calls of any, or there is much to compute."""
 
     def main(ring: threads.ThreadRing) -> list[str]:
-        q = torch.empty(1, 16, 2, 4)
+        q, one = torch.empty(2, 16, 2, 4), torch.empty(1, 16, 2, 4)
         kept.forget()
         how = dict(layout="zigzag", group=ring, transport="gather")
-        shown = (dict(), dict(kernel="sdpa"), dict(cu_seqlens=[0, 16, 64]))
-        plans = [RingPlan.make(q, q, q, causal=True, **how, **each) for each in shown]
+        borders, each_sample_s = [0, 16, 64], torch.arange(2).mul(16).add(16)[:, None]
+        numbers = (
+            positions("zigzag", rank=ring.rank, ring_size=4, length=64) >= each_sample_s
+        ).int()
+        shown = (
+            (q, dict()), (q, dict(kernel="sdpa")), (q, dict(causal=False)),
+            (one, dict(cu_seqlens=borders)), (q, dict(documents=numbers)),
+        )  # fmt: skip
+        plans = [RingPlan.make(t, t, t, **dict(causal=True) | how | each) for t, each in shown]
         assert {type(plan.transport) for plan in plans} == {SerialGather}
         return [plan.kernel.name for plan in plans]
 
@@ -755,11 +763,11 @@ def few_tokens_get_the_kernel_that_is_launched_least(patch: pytest.MonkeyPatch) 
 
     patch.setattr(transports, "shared_by", shared_by)
     patch.setattr(proposal, "lightest", lambda case: choose("eager", case))
-    job = KVShape(1, 2, 2, 4, 4, itemsize=4)
+    job = KVShape(2, 2, 2, 4, 4, itemsize=4)
     seconds = 16 * 32 * job.pair_flops * (1 / H200.forward + 2.5 / H200.backward)
-    for launches, found in ((1.01, "eager"), (0.99, "sdpa")):
+    for launches, found in ((2.01, "eager"), (1.01, "eager"), (0.99, "sdpa")):
         patch.setattr(policy, "_CALLS", launches * seconds / H200.launch)
-        assert threads.run(4, main)[0] == [[found, "sdpa", "sdpa"]] * 4
+        assert threads.run(4, main)[0] == [[found] + 4 * ["sdpa"]] * 4
 
 
 def test_few_tokens_get_the_kernel_that_is_launched_least(monkeypatch):

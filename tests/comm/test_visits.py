@@ -146,6 +146,45 @@ def test_what_is_brought_after_a_rank_has_failed_is_nan(widths, ranks):
         assert "rank 2 has failed" in mine["trouble"]
 
 
+STATE = dict(state="*i64", purpose="i32", rank="i32", patience="i64")
+TILES = dict(RANKS=2, LANES=32, D=64, D_V=64, WIDTH=64, ROWS=64)
+STRIDES = ("i32", "i32", "i32", "i32")
+COMPILED = {
+    "write_kernel": (
+        dict(k="*bf16", v="*bf16", k_strides=STRIDES, v_strides=STRIDES, place="*bf16", n="i32",
+             heads="i32", rows="i32"),
+        dict(TILES, MEETS=True),
+    ),
+    "pull_kernel": (
+        dict(room="*bf16", table="*i64", lines="i32"),
+        dict(RANKS=2, LANES=32, WORD="int64", ALIGNED=16, BLOCK=2048),
+    ),
+    "sum_kernel": (
+        dict(dk="*bf16", dv="*bf16", table="*i64", lines="i32"),
+        dict(TILES, TYPE="bfloat16", WIDE="float32", ALIGNED=16, MOST=3, FRESH=False),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_kernels_are_code_for_a_gpu(name):
+    """Down to what the GPU's assembler takes, which no interpreter knows."""
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ring_attention_pytorch.comm import _triton_visits
+
+    kernel, (types, sizes) = getattr(_triton_visits, name), COMPILED[name]
+    sizes = {k: getattr(tl, size) if isinstance(size, str) else size for k, size in sizes.items()}
+    types = STATE | types | dict.fromkeys(sizes, "constexpr")
+    assert sorted(types) == sorted(kernel.arg_names)
+    source = ASTSource(kernel, {arg: types[arg] for arg in kernel.arg_names}, sizes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8))
+    assert ".entry" in made.asm["ptx"]
+
+
 class Keeping:
     """Tables that are made once for each kind, as memory that ranks share keeps them."""
 
@@ -170,6 +209,16 @@ def test_a_table_is_of_one_dtype_and_of_one_length_of_samples():
             made, anew = make(shelf, *given), make(Shelf, *given)
             assert torch.equal(made.table, anew.table)
             assert made.aligned == anew.aligned
+
+
+def test_each_rank_begins_at_another_rank_s_memory():
+    shared = torch.zeros(4, 1, 4, 2, 8)
+    room, tables = torch.zeros(1, 16, 2, 8), []
+    for rank in range(4):
+        table = visits.table_of_copies(Shelf, room, [*shared], rank, 4).table.tolist()
+        assert table[0][0] == shared[rank].data_ptr()
+        tables.append(sorted(table))
+    assert tables == [tables[0]] * 4
 
 
 @pytest.mark.parametrize("size", [(0, 4, 2, 8), (1, 0, 2, 8)])

@@ -18,6 +18,7 @@ def battery() -> Iterable[Callable[[], object]]:
 
     from ring_attention_pytorch import tree_attn_decode
     from ring_attention_pytorch.comm.ring import Ring
+    from tests.faults.attention import patched
     from tests.inference import test_page_table as tables
     from tests.inference import test_pages as pages
     from tests.inference import test_prefill as prefill
@@ -61,6 +62,7 @@ def battery() -> Iterable[Callable[[], object]]:
     yield prefill.test_chunks_that_are_alike_on_one_rank_only_are_told_apart
     yield prefill.test_chunks_and_layers_that_are_alike_compare_notes_once_each
     yield prefill.test_a_chunk_without_room_is_refused_before_anything_is_sent
+    yield patched(prefill.test_however_short_a_chunk_the_fastest_kernel_attends_to_the_cache)
     yield partial(prefill.test_what_is_sent_is_what_was_said, 2)
 
     def generate(size: int, case: Case) -> None:

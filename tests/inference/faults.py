@@ -10,6 +10,10 @@ HELD = "inference/held.py:HeldTokens."
 ROLLING = "inference/rolling.py:"
 
 INFERENCE = [
+    Mutant(
+        "a chunk's plan takes the kernel of few tokens for the cache",
+        "inference/attention.py:_sharded", "kernel=_fastest(q, v, scores)", "kernel=None",
+    ),
     Mutant("a page too far", PAGES + "owner", "token // self.page", "(token + 1) // self.page"),
     Mutant(
         "a rank's last page counts as full", PAGES + "held",

@@ -1,6 +1,7 @@
 """Chunks of a prompt over ranks: what they compare, send and refuse. Values are told by stories."""
 
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.chunk_costs import ChunkSizes
 from ring_attention_pytorch.inference.explain import explain_cache
+from ring_attention_pytorch.kernels import choose
+from ring_attention_pytorch.plan import proposal
+from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from tests.support import threads
 from tests.support.reference import dense_attention, relative_error
 
@@ -72,6 +76,22 @@ def test_chunks_and_layers_that_are_alike_compare_notes_once_each() -> None:
 
     for found in threads.run(2, compared)[0]:
         assert found[1:] == [1, 1]
+
+
+def test_however_short_a_chunk_the_fastest_kernel_attends_to_the_cache(monkeypatch) -> None:
+    """Not the one for few tokens, which a plan of the chunk alone may take: the cache has many."""
+
+    def kernels(ring: threads.ThreadRing) -> list[str]:
+        shards, cache = Drawn.of(8).shard(ring, "zigzag"), a_cache(ring)
+        ring_attn_with_cache(*shards, cache, layout="zigzag")
+        _, plan = cache.plans["chunk"]
+        return [plan.kernel.name, choose(None, KernelRequest.of(shards[0], shards[2])).name]
+
+    few = mock.Mock()
+    monkeypatch.setattr(proposal, "lightest", few)
+    for used, fastest in threads.run(2, kernels)[0]:
+        assert used == fastest
+    few.assert_not_called()
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -294,3 +294,20 @@ def test_rows_are_kept_as_they_come(tmp_path: Path) -> None:
     run.add([{"subject": "ring", "tflops": 1.0}])
     run.add([{"subject": "gather", "tflops": 2.0}, *results.failed({"subject": "other"}, "no")])
     assert [row["subject"] for row in json.loads(file.read_text())] == ["ring", "gather"]
+
+
+@pytest.mark.thorough
+def test_first_steps_are_timed_of_a_package_that_lies_elsewhere(tmp_path: Path) -> None:
+    """A folder that has benchmarks of its own, of before there was this one."""
+    (tmp_path / "ring_attention_pytorch").symlink_to(ROOT / "ring_attention_pytorch")
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "first", "--device", "cpu", "--kernels", "sdpa",
+         "--tokens", "16", "--package", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert [line[:20] for line in ran.stdout.splitlines()[2:]] == [
+        "| sdpa | 16 | empty ", "| sdpa | 16 | kept |"
+    ]  # fmt: skip
