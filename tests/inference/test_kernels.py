@@ -57,7 +57,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_are_dense_attention(name: str, ranks: ProcessPoolExecutor) -> None:
-    (error,) = ranks.submit(told, [CASES[name]]).result(timeout=200.0)
+    (error,) = ranks.submit(told, [CASES[name]]).result(timeout=300.0)
     assert error < (1.5e-2 if CASES[name].dtype == torch.bfloat16 else 1e-5)
 
 
@@ -77,7 +77,7 @@ def terms(name: str) -> float:
 
 @pytest.mark.parametrize("name", ["every other", "one for all"])
 def test_terms_may_lie_anyhow(name: str, ranks: ProcessPoolExecutor) -> None:
-    assert ranks.submit(terms, name).result(timeout=200.0) == 0.0
+    assert ranks.submit(terms, name).result(timeout=300.0) == 0.0
 
 
 def given(name: str) -> list[float]:
@@ -116,7 +116,7 @@ def given(name: str) -> list[float]:
     ],
 )
 def test_keys_that_are_given_are_read_where_they_lie(name: str, ranks: ProcessPoolExecutor) -> None:
-    assert max(ranks.submit(given, name).result(timeout=200.0)) < 1e-5
+    assert max(ranks.submit(given, name).result(timeout=300.0)) < 1e-5
 
 
 # ---- ranks that share memory
@@ -144,7 +144,7 @@ def together(pool: ProcessPoolExecutor, run: Any, *each: Any) -> list[Any]:
     words = PushedRows.words_for(SLOT, RANKS)
     memories = [torch.zeros(words, dtype=torch.int64).share_memory_() for _ in range(RANKS)]
     futures = [pool.submit(run, rank, memories, given) for rank, given in enumerate(each)]
-    return [future.result(timeout=200.0) for future in futures]
+    return [future.result(timeout=300.0) for future in futures]
 
 
 def tell(rank: int, memories: list[Tensor], story: Story) -> float:

@@ -55,7 +55,7 @@ benchmark.main(options)
 def run(name: str, *options: str, ranks: int = 2) -> None:
     ran = subprocess.run(
         [*RUN, str(ranks), "-m", "benchmarks", name, *SMALL, *options], cwd=ROOT,
-        capture_output=True, text=True, timeout=240,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
 
@@ -133,7 +133,7 @@ def test_a_rank_that_fails_alone_ends_all_soon_and_rows_stay(
     options += ["--transports", "ring", "--mask", "causal"] if name == "ring" else []
     ran = subprocess.run(
         [*RUN, "2", str(script), name, ranks, *SMALL, *options], cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     rows = json.loads(file.read_text())
     assert ("ring" if name == "ring" else "gather", 16) in [
@@ -235,7 +235,7 @@ def test_defaults_are_measured() -> None:
     options = "--tokens", "48", "--rounds", "1", "--repeats", "1"
     ran = subprocess.run(
         [*RUN, "2", "-m", "benchmarks", "defaults", *SMALL, *options], cwd=ROOT,
-        capture_output=True, text=True, timeout=200,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert "| 48 tokens a rank, sdpa, SendRecv | us |" in ran.stdout
@@ -248,7 +248,7 @@ def test_cpu_time_is_measured_and_right(tmp_path: Path) -> None:
     options = ["--length", "64", "--ranks", "2", "--repeats", "1", "--save", str(file)]
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks", "cpu", *options], cwd=ROOT, capture_output=True,
-        text=True, timeout=200,
+        text=True, timeout=300,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     rows = {row["subject"]: row for row in json.loads(file.read_text())}
@@ -305,7 +305,7 @@ def test_first_steps_are_timed_of_a_package_that_lies_elsewhere(tmp_path: Path) 
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks", "first", "--device", "cpu", "--kernels", "sdpa",
          "--tokens", "16", "--package", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=240,
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert [line[:20] for line in ran.stdout.splitlines()[2:]] == [

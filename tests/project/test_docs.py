@@ -109,7 +109,7 @@ def test_the_readme_s_example_runs_under_torchrun_as_it_stands(tmp_path: Path) -
     script.write_text(blocks(ROOT / "README.md")[0] + sharded)
     run = subprocess.run(
         [*TORCHRUN, "--nproc-per-node", "3", script],
-        cwd=ROOT, capture_output=True, text=True, timeout=240,
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
 

@@ -26,7 +26,7 @@ def listed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("listed")
     subprocess.run(
         [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", folder],
-        cwd=ROOT, check=True, capture_output=True, timeout=240,
+        cwd=ROOT, check=True, capture_output=True, timeout=300,
     )  # fmt: skip
     return folder / "ring_attention_pytorch.egg-info"
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ring_attention_pytorch.comm import placement
 
-_START = 60.0  # seconds until all processes of a pool run, however busy the machine is
+_START = 200.0  # seconds until all processes of a pool run, however busy the machine is
 _GRACE = 20.0  # seconds that others are waited for once a rank has failed
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -95,7 +95,7 @@ class Pool:
     def __init__(
         self,
         size: int,
-        timeout: float = 120.0,
+        timeout: float = 300.0,
         group_timeout: float | None = None,
         backend: str = "gloo",
     ):
