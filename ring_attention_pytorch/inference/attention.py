@@ -23,12 +23,10 @@ from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan, Tuning
 from ring_attention_pytorch.inference.partial import Scores
-from ring_attention_pytorch.inference.prefill import Chunk, prefill
-from ring_attention_pytorch.kernels import choose
+from ring_attention_pytorch.inference.prefill import Chunk, plan_chunk, prefill
 from ring_attention_pytorch.plan.kept import settings
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.tensor_kinds import dtensor_problem
 
@@ -220,12 +218,7 @@ def _sharded(
     assert v is not None
     if scores.window is None and slopes is None and kernel is None and not cache.has_starts:
         if plan is None:
-            with torch.autocast(q.device.type, enabled=False):
-                plan = RingPlan.make(
-                    q, k, v, causal=True, layout=layout, scale=scores.scale,
-                    softclamp=scores.softclamp, sinks=sinks, kernel=_fastest(q, v, scores),
-                    group=cache.ring,
-                )  # fmt: skip
+            plan = plan_chunk((q, k, v), cache, layout, scores, sinks)
             cache.plans[_CHUNK] = _kind_of_chunk(given, layout, scores), plan
         return prefill((q, k, v), cache, layer, chunk, sinks, plan)
     with cache.ring.call("gathering a chunk"):
@@ -237,15 +230,6 @@ def _sharded(
     )  # fmt: skip
     mine = chunk.positions(cache.ring.rank).to(q.device)
     return out[:, mine], lse[..., mine]
-
-
-def _fastest(q: Tensor, v: Tensor, scores: Scores) -> str:
-    """Name the kernel that computes fastest: it attends to all of the cache, however short a chunk.
-
-    A plan of few tokens would by itself take the one that is launched least.
-    """
-    request = KernelRequest.of(q, v, scale=scores.scale, softclamp=scores.softclamp)
-    return choose(None, request).name
 
 
 def _agreed_chunk(

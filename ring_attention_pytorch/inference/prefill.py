@@ -15,7 +15,7 @@ knows them.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,10 +26,12 @@ from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import Layout, positions
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.plan.option_types import LayoutOption
+from ring_attention_pytorch.inference.partial import Scores
+from ring_attention_pytorch.kernels import choose
+from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
-from ring_attention_pytorch.runtime.interfaces import KVBlock
+from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock
 
 QKV = tuple[Tensor, Tensor, Tensor]
 Found = tuple[Tensor, Tensor]  # out `[b, n, h, d_v]` and lse `[b, h, n]`
@@ -148,6 +150,24 @@ class CachedKeys(NamedTuple):
             block = KVBlock(k, v, None, ())
             self.plan.kernel.forward(q, block, [everything], self.plan.terms, result)
         return result.finalize()
+
+
+def plan_chunk(
+    qkv: QKV, cache: RingCache, layout: LayoutOption, scores: Scores, sinks: Tensor | None
+) -> RingPlan:
+    """Plan a chunk's attention to itself, by the kernel that computes fastest.
+
+    That one attends to all of the cache, too. Of a short chunk alone a plan might take another
+    kernel: the one that is launched least.
+    """
+    q, k, v = qkv
+    scale, softclamp = scores.scale, scores.softclamp
+    fastest = choose(None, KernelRequest.of(q, v, scale=scale, softclamp=softclamp))
+    with torch.autocast(q.device.type, enabled=False):
+        return RingPlan.make(
+            q, k, v, causal=True, layout=layout, scale=scale, softclamp=softclamp, sinks=sinks,
+            kernel=cast(KernelOption, fastest.name), group=cache.ring,
+        )  # fmt: skip
 
 
 def prefill(

@@ -24,7 +24,7 @@ import torch
 from tests.faults.mutant import PACKAGE, Misplaced, Mutant, Place, Sources
 from tests.faults.planting import Planter
 
-SECONDS = 60  # that a battery may take over a fault
+SECONDS = 120  # that a battery may take over a fault
 Case = Callable[[], None]
 
 

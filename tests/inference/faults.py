@@ -12,7 +12,7 @@ ROLLING = "inference/rolling.py:"
 INFERENCE = [
     Mutant(
         "a chunk's plan takes the kernel of few tokens for the cache",
-        "inference/attention.py:_sharded", "kernel=_fastest(q, v, scores)", "kernel=None",
+        "inference/prefill.py:plan_chunk", "kernel=cast(KernelOption, fastest.name)", "kernel=None",
     ),
     Mutant("a page too far", PAGES + "owner", "token // self.page", "(token + 1) // self.page"),
     Mutant(

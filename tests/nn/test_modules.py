@@ -282,7 +282,7 @@ def test_a_call_that_cannot_be_is_refused(call: Callable[[], Tensor], words: str
         ({"causal": True}, {}, "this module wants Mask(causal=True"),
         ({"max_lookback_seq_len": 2}, {}, "window=2"),
         ({"softclamp": 2.0}, {}, "with 2.0"),
-        ({"kernel": "eager"}, {}, "another kernel"),
+        ({"kernel": "eager"}, {}, "this module 'eager'"),
         ({"force_regular_attn": True}, {}, "for the ring's kernels"),
         ({"ring_attn": True, "auto_shard_seq": True}, {}, "sharded by hand"),
     ],

@@ -201,7 +201,7 @@ def test_load_that_lasts_is_measured(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_few_tokens_are_measured(tmp_path: Path) -> None:
     (row,) = saved(tmp_path / "few.json", "few", "--tokens", "48", "--rounds", "1")
-    assert (row["subject"], row["kernel"], row["mode"]) == ("gather", "chosen", "one by one")
+    assert (row["subject"], row["kernel"], row["mode"]) == ("gather", "sdpa", "one by one")
     assert row["microseconds"] > 0
 
 

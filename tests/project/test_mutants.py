@@ -22,7 +22,7 @@ PLANTED = [(battery, mutant) for battery, planted in PLANTED_BY.items() for muta
 def verdicts() -> dict[str, dict[str, tuple[bool, str]]]:
     ran = subprocess.run(
         [sys.executable, "-m", "tests.faults.hunt", *MODULES],
-        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=580,
+        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=1500,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])
@@ -36,14 +36,14 @@ def sources() -> Sources:
     return Sources()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("battery", MODULES)
 def test_the_battery_finds_nothing_wrong_with_the_package_itself(battery):
     found, said = verdicts()[battery][""]
     assert not found, said
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize(("battery", "mutant"), PLANTED, ids=lambda x: getattr(x, "name", x))
 def test_a_planted_fault_is_found(battery, mutant):
     sources().changed(mutant)  # or it says why it can't be planted, without a run
