@@ -87,18 +87,27 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
         square = first.square and second.square
         calls = first.forward, second.backward
         return SelectedKernel(both, *calls, second.preemptible, merges, taped, square)
+    if name is None:
+        return _fastest(case._replace(named=False))
     problems = {}
-    case = case._replace(named=name is not None)
+    case = case._replace(named=True)
     for each in _named(name, case):
         problems[each] = problem(each, case)
         if problems[each] is None:
-            if name is None:
-                _log(each, case)
             return _selected(each)
     told = "; ".join(f"kernel={each!r} {why}" for each, why in problems.items())
     raise ValueError(f"{told}; leave kernel=None to have one chosen that can")
 
 
+@lru_cache(maxsize=256)
+def _fastest(case: KernelRequest) -> SelectedKernel:
+    """Return the fastest kernel that can do the case, and log it, once for each case."""
+    name = next(each for each in _named(None, case) if problem(each, case) is None)
+    logger.info("kernel %s for %s", name, case)
+    return _selected(name)
+
+
+@lru_cache(maxsize=256)
 def lightest(case: KernelRequest) -> SelectedKernel | None:
     """Return the fastest kernel that takes one call for all keys, if one can do the case.
 
@@ -215,9 +224,3 @@ def package_problem(package: Dependency) -> str | None:
             return f"{wanted}, which is not installed"
         return f"{wanted}; the one that is installed can't be imported: {error}"
     return None if TorchVersion(version) >= package.min_version else f"{wanted}, got {version}"
-
-
-@lru_cache(maxsize=256)
-def _log(name: str, case: KernelRequest) -> None:
-    """Log the choice, once for each case."""
-    logger.info("kernel %s for %s", name, case)

@@ -126,7 +126,9 @@ def settle_transport(
     small = is_small(blocks, shape, near)
     overtaken = alike and kernel.preemptible and is_small(blocks, shape, near, undivided=True)
     overlapping = make_transport(name, ring, blocks, at_once, shape, q.device, near, overtaken)
-    light = mine.lightest if launches_decide(blocks, shape, near) else None
+    light = mine.lightest
+    if light is not None and not launches_decide(blocks, shape, near):
+        light = None
     together = make_together(overlapping, blocks, shape, near, (light or kernel).square)
     if light is not None and together is not None:
         machine = with_another(machine, kernel.name, light.name)

@@ -25,6 +25,7 @@ from ring_attention_pytorch.schedule.pieces import (
     Stage,
     Workload,
     all_together,
+    cached,
     joined,
     needed,
     places,
@@ -203,6 +204,7 @@ class Schedule(NamedTuple):
 OWN = Block((((0,),),), whole=True)
 
 
+@cached
 def ring(workload: Workload) -> Schedule:
     """Return the schedule of a ring: keys go from neighbour to neighbour, gradients behind them.
 

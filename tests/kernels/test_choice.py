@@ -14,16 +14,15 @@ from ring_attention_pytorch import (
     ring_flash_attn_cuda_,
 )
 from ring_attention_pytorch.kernels import (
-    _log,
     choose,
     explain,
     flash_attn_2,
     flash_attn_4,
-    package_problem,
     problem,
     triton,
 )
 from ring_attention_pytorch.runtime.interfaces import FEATURES, KernelRequest
+from tests.support.kernel_cases import forget_packages
 
 HOPPER = KernelRequest("cuda", torch.bfloat16, d=128, d_v=128, capability=(9, 0))
 AMPERE = HOPPER._replace(capability=(8, 0))
@@ -39,7 +38,7 @@ def installed(monkeypatch):
     }
 
     def pretend(**versions: str) -> None:
-        package_problem.cache_clear()
+        forget_packages()
         for name in ("triton", "flash_attn", "flash_attn.cute", *modules.values()):
             monkeypatch.setitem(sys.modules, name, None)
         for name, version in versions.items():
@@ -50,7 +49,7 @@ def installed(monkeypatch):
             made.__version__ = version
 
     yield pretend
-    package_problem.cache_clear()
+    forget_packages()
 
 
 ALL = dict(triton="3.6.0", flash_attn_2="2.8.3.post2", flash_attn_4="4.0.0b36")
@@ -186,7 +185,7 @@ def test_every_case_has_a_kernel_and_the_explanation_agrees(installed):
 
 
 def test_the_choice_is_logged_once(caplog):
-    _log.cache_clear()
+    forget_packages()
     case = KernelRequest("cpu", torch.float32, d=3)
     with caplog.at_level(logging.INFO, "ring_attention_pytorch"):
         for _ in range(3):

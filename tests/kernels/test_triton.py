@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.geometry.tiles import Tile
-from ring_attention_pytorch.kernels import choose, package_problem, problem, triton
+from ring_attention_pytorch.kernels import choose, problem, triton
 from ring_attention_pytorch.kernels.triton import Config, config_for, configured
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
@@ -42,6 +42,7 @@ from tests.support.kernel_cases import (
     STRIDED,
     disturbed,
     faults,
+    forget_packages,
     random_cases,
     unrepeated,
 )
@@ -257,14 +258,14 @@ def test_what_it_cannot_do_it_says(change, why):
 @pytest.fixture
 def installed(monkeypatch):
     """`installed(version)`: as if that were the Triton here; None is none."""
-    package_problem.cache_clear()
+    forget_packages()
 
     def pretend(version: str | None) -> None:
         fake = None if version is None else SimpleNamespace(__version__=version)
         monkeypatch.setitem(sys.modules, "triton", fake)
 
     yield pretend
-    package_problem.cache_clear()
+    forget_packages()
 
 
 @pytest.mark.parametrize("version", [None, "2.1.0", "3.3.1"])
