@@ -57,8 +57,9 @@ def meet(state, number, purpose, rank, patience, RANKS: tl.constexpr, LANES: tl.
     Every program of a kernel waits; the first one tells the others that this rank has come. Return
     whether it has given up.
 
-    What all threads must agree on is read once for all of them (`seen`), after they have waited.
-    Whether something is WRONG may change while they look; who has set it is FAILED on a board.
+    All threads agree, because `seen` is read once for all of them. WRONG may change while they read
+    it, so it decides only whether to tell. Who sets it has seen FAILED on this rank's board, or
+    writes it there.
     """
     lane = tl.arange(0, LANES)
     peer = lane < RANKS

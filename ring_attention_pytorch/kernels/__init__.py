@@ -88,7 +88,7 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
         calls = first.forward, second.backward
         return SelectedKernel(both, *calls, second.preemptible, merges, taped, square)
     if name is None:
-        return _fastest(case._replace(named=False))
+        return _selected(_fastest(case._replace(named=False)))
     problems = {}
     case = case._replace(named=True)
     for each in _named(name, case):
@@ -100,14 +100,13 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
 
 
 @lru_cache(maxsize=256)
-def _fastest(case: KernelRequest) -> SelectedKernel:
-    """Return the fastest kernel that can do the case, and log it, once for each case."""
+def _fastest(case: KernelRequest) -> str:
+    """Return the fastest kernel that can do the case, "eager" at last; log it once for each."""
     name = next(each for each in _named(None, case) if problem(each, case) is None)
     logger.info("kernel %s for %s", name, case)
-    return _selected(name)
+    return name
 
 
-@lru_cache(maxsize=256)
 def lightest(case: KernelRequest) -> SelectedKernel | None:
     """Return the fastest kernel that takes one call for all keys, if one can do the case.
 

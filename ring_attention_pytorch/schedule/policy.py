@@ -28,7 +28,7 @@ _CUT_COSTS = 0.01
 # flash-attn 4's, two each way: on two H100 at 2k tokens the GPU computes 0.55 ms, a call takes 1.2,
 # and Triton's of one call each way 0.78; at 3k they are alike
 _CALLS = 120
-_SLOWEST = 2  # times as long as on an H200's host may a launch take
+_SLOWEST = 2  # a launch counts as at most so many times that of an H200's host
 _SOON_COPIED = 1.6e-5  # seconds to read own keys: copying them and their gradients takes 0.1 ms
 
 
@@ -66,7 +66,7 @@ def launches_decide(workload: Workload, shape: KVShape, machine: Hardware) -> bo
     masks = workload.visible, *workload.apart
     if not workload.visible.causal or any(mask.documents is not None for mask in masks):
         return False
-    launch = min(machine.launch, _SLOWEST * H200.launch)  # of a host that was busy just then
+    launch = min(machine.launch, _SLOWEST * H200.launch)  # a host may have been busy
     return _seconds(workload, shape, machine) <= _CALLS * launch
 
 
