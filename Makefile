@@ -17,9 +17,9 @@ $(VENV)/ready: requirements.txt setup.py
 demo: $(VENV)/ready  ## ring attention on 4 processes of this machine, checked and drawn; trains on text
 	$(RUN) -m examples.demo
 
-# whole files go to workers in the order in which tests/conftest.py puts them: long ones first; four
-# workers on two cores, because half of what tests do is wait for processes to start
-PYTEST := $(RUN) -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+# whole files go to workers in the order in which tests/conftest.py puts them: long ones first; three
+# workers on two cores, for tests wait for processes to start: 29 minutes of all, by four 35
+PYTEST := $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 WHICH := -m "not thorough"
 
 test: $(VENV)/ready lint  ## what every change must pass; all but the tests marked `thorough`
