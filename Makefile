@@ -18,7 +18,7 @@ demo: $(VENV)/ready  ## ring attention on 4 processes of this machine, checked a
 	$(RUN) -m examples.demo
 
 # whole files go to workers in the order in which tests/conftest.py puts them: long ones first; three
-# workers on two cores, for tests wait for processes to start: 29 minutes of all, by four 35
+# workers on two cores, because tests wait for processes to start; four take longer
 PYTEST := $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 WHICH := -m "not thorough"
 

@@ -99,6 +99,12 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
     raise ValueError(f"{told}; leave kernel=None to have one chosen that can")
 
 
+def forget() -> None:
+    """Forget choices and packages: for those who change the table, or what is installed."""
+    _fastest.cache_clear()
+    package_problem.cache_clear()
+
+
 @lru_cache(maxsize=256)
 def _fastest(case: KernelRequest) -> str:
     """Return the fastest kernel that can do the case, "eager" at last; log it once for each."""

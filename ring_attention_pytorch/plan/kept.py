@@ -89,7 +89,7 @@ def keep(kind: Hashable, kept: Kept) -> None:
 
 
 def forget() -> None:
-    """Forget all plans: for those who change what plans depend on, such as tables of kernels."""
+    """Forget all plans: for those who change what plans depend on, as with `kernels.forget`."""
     _kept.clear()
 
 

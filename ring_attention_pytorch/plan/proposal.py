@@ -84,7 +84,9 @@ class Proposal(NamedTuple):
             **also,
             **options.agreed(),
             "kernel chosen": kernel.name,
-            "kernel for few tokens (kernel= spares it)": None if light is None else light.name,
+            "kernel for few tokens (none if kernel= is named)": None
+            if light is None
+            else light.name,
         }
         everywhere = {
             "device": q.device.type,

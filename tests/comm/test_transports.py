@@ -774,6 +774,40 @@ def test_few_tokens_get_the_kernel_that_is_launched_least(monkeypatch):
     few_tokens_get_the_kernel_that_is_launched_least(monkeypatch)
 
 
+@pytest.mark.parametrize(("launch", "few"), [(1.0, 120), (2.0, 240), (9.0, 240)])
+def test_a_host_that_was_busy_counts_as_twice_as_slow_at_most(launch, few):
+    """Else what was measured once would give many tokens the kernel of few."""
+    two = all_segments("zigzag", 2, 4096)
+    work, machine = (
+        Workload(two, two, Mask(causal=True)),
+        H200._replace(launch=launch * H200.launch),
+    )
+    job = KVShape(1, 32, 8, 128, 128, itemsize=2)
+    seconds = policy._seconds(work, job, machine)
+    for times, found in ((1.01, True), (0.99, False)):
+        slower = times * few * H200.launch / seconds
+        speeds = dict(forward=machine.forward / slower, backward=machine.backward / slower)
+        assert policy.launches_decide(work, job, machine._replace(**speeds)) != found
+
+
+def test_of_many_tables_the_one_asked_for_longest_ago_is_given_up(monkeypatch):
+    monkeypatch.setattr(symmetric_memory, "_KEPT", 2)
+    monkeypatch.setattr(symmetric_memory, "capturing", lambda device: False)
+    buffer = SimpleNamespace(device=torch.device("cpu"), tables={}, read_by_graphs=set())
+    made = []
+
+    def asked(kind: str) -> None:
+        def make() -> SimpleNamespace:
+            made.append(kind)
+            return SimpleNamespace(table=torch.zeros(1))
+
+        symmetric_memory.SymmetricBuffer.table(buffer, kind, make)
+
+    for kind in ("a", "b", "a", "c", "a", "b"):
+        asked(kind)
+    assert made == ["a", "b", "c", "b"]
+
+
 def plans_know_their_own_transport() -> None:
     """How often it has the kernel called, and whether calls may overlap, whoever asked before."""
 

@@ -15,13 +15,13 @@ from unittest import mock
 import pytest
 import torch
 
+from ring_attention_pytorch import kernels
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.doctor import commands, trials
 from ring_attention_pytorch.doctor.facts import Facts, gather_facts
 from ring_attention_pytorch.doctor.findings import Finding, findings_of, keeps_from_trying
 from ring_attention_pytorch.doctor.trials import Parity, Trial, worst
 from ring_attention_pytorch.kernels import KERNELS
-from tests.support.kernel_cases import forget_packages
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "doctor.md"
 WELL = Facts(
@@ -119,13 +119,13 @@ def site_of(folder: str) -> Iterator[None]:
     """Of the packages that kernels need there are those of a folder, whatever this machine has."""
     names = ("triton", "flash_attn")
     kept = {n: m for n, m in sys.modules.items() if n.split(".")[0] in names}
-    forget_packages()
+    kernels.forget()
     with mock.patch.dict(sys.modules), mock.patch.object(sys, "path", [folder, *sys.path]):
         for name in kept:
             del sys.modules[name]
         with mock.patch.object(sys, "meta_path", [Hidden(names), *sys.meta_path]):
             yield
-    forget_packages()
+    kernels.forget()
 
 
 class Hidden:

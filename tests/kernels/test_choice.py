@@ -10,6 +10,7 @@ import torch
 
 from ring_attention_pytorch import (
     explain_kernel,
+    kernels,
     ring_flash_attn_cuda,
     ring_flash_attn_cuda_,
 )
@@ -18,11 +19,11 @@ from ring_attention_pytorch.kernels import (
     explain,
     flash_attn_2,
     flash_attn_4,
+    lightest,
     problem,
     triton,
 )
 from ring_attention_pytorch.runtime.interfaces import FEATURES, KernelRequest
-from tests.support.kernel_cases import forget_packages
 
 HOPPER = KernelRequest("cuda", torch.bfloat16, d=128, d_v=128, capability=(9, 0))
 AMPERE = HOPPER._replace(capability=(8, 0))
@@ -38,7 +39,7 @@ def installed(monkeypatch):
     }
 
     def pretend(**versions: str) -> None:
-        forget_packages()
+        kernels.forget()
         for name in ("triton", "flash_attn", "flash_attn.cute", *modules.values()):
             monkeypatch.setitem(sys.modules, name, None)
         for name, version in versions.items():
@@ -49,7 +50,7 @@ def installed(monkeypatch):
             made.__version__ = version
 
     yield pretend
-    forget_packages()
+    kernels.forget()
 
 
 ALL = dict(triton="3.6.0", flash_attn_2="2.8.3.post2", flash_attn_4="4.0.0b36")
@@ -184,8 +185,15 @@ def test_every_case_has_a_kernel_and_the_explanation_agrees(installed):
             assert problem(name, case) == why
 
 
+@pytest.mark.parametrize(("capability", "name"), [((8, 0), None), ((9, 0), "triton")])
+def test_few_tokens_have_a_kernel_of_their_own_from_hopper_on(capability, name, installed):
+    installed(**ALL)
+    found = lightest(KernelRequest("cuda", torch.bfloat16, capability=capability))
+    assert (found and found.name) == name
+
+
 def test_the_choice_is_logged_once(caplog):
-    forget_packages()
+    kernels.forget()
     case = KernelRequest("cpu", torch.float32, d=3)
     with caplog.at_level(logging.INFO, "ring_attention_pytorch"):
         for _ in range(3):

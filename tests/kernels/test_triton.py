@@ -17,7 +17,7 @@ import torch
 from einops import repeat
 from torch import Tensor
 
-from ring_attention_pytorch import RingPlan, ring_attn
+from ring_attention_pytorch import RingPlan, kernels, ring_attn
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels import choose, problem, triton
 from ring_attention_pytorch.kernels.triton import Config, config_for, configured
@@ -42,7 +42,6 @@ from tests.support.kernel_cases import (
     STRIDED,
     disturbed,
     faults,
-    forget_packages,
     random_cases,
     unrepeated,
 )
@@ -258,14 +257,14 @@ def test_what_it_cannot_do_it_says(change, why):
 @pytest.fixture
 def installed(monkeypatch):
     """`installed(version)`: as if that were the Triton here; None is none."""
-    forget_packages()
+    kernels.forget()
 
     def pretend(version: str | None) -> None:
         fake = None if version is None else SimpleNamespace(__version__=version)
         monkeypatch.setitem(sys.modules, "triton", fake)
 
     yield pretend
-    forget_packages()
+    kernels.forget()
 
 
 @pytest.mark.parametrize("version", [None, "2.1.0", "3.3.1"])

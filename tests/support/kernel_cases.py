@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import Tile, band, trim
-from ring_attention_pytorch.kernels import KERNELS, _fastest, package_problem
+from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods
 from tests.support.random_memory import laid
@@ -16,12 +16,6 @@ from tests.support.reference import relative_error
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 Band = tuple[int, int, int, int, int | None, int | None]  # rows, columns, left, right
-
-
-def forget_packages() -> None:
-    """Let kernels look anew for what is installed."""
-    for known in (package_problem, _fastest):
-        known.cache_clear()
 
 
 @dataclass(frozen=True)
