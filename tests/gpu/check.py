@@ -16,10 +16,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.lib.jobs import Job, by_torchrun, run_all
+from tests.gpu.test_transports_gpu import PARTS
 from tests.support.ranks import gpu_ranks
 
 CHECKED = {"RING_ATTENTION_CHECK": "always"}
-FILES = ("rings", "features", "inference")
+TRANSPORTS = "tests.gpu.test_transports_gpu"
+FILES = ("inference", "visits", "rings", "features")
 
 
 def jobs(ranks: int, workers: int) -> list[Job]:
@@ -30,7 +32,10 @@ def jobs(ranks: int, workers: int) -> list[Job]:
     pytest = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "several_gpus")
     pytest += ("-n", str(workers)) if workers > 1 else ()
     return [
-        Job("transports", by_torchrun(ranks, "tests.gpu.test_transports_gpu"), 540, CHECKED),
+        *(
+            Job(f"transports, {part}", by_torchrun(ranks, TRANSPORTS, part), 540, CHECKED)
+            for part in PARTS
+        ),
         Job("observed calls", by_torchrun(ranks, "tests.gpu.test_observe_gpu"), 120, CHECKED),
         *(
             Job(name, (*pytest, f"tests/gpu/test_{name}_gpu.py"), 540, CHECKED)

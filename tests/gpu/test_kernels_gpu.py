@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ring_attention_pytorch import explain_kernel, ring_attn
+from ring_attention_pytorch import RingPlan, explain_kernel, ring_attn
 from ring_attention_pytorch.kernels import KERNELS, flex, problem
-from ring_attention_pytorch.kernels.triton import Config, configured
+from ring_attention_pytorch.kernels._configs import Config, configured
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from tests.support.kernel_cases import (
     CASES,
@@ -21,7 +21,7 @@ from tests.support.kernel_cases import (
     results,
     unrepeated,
 )
-from tests.support.reference import relative_error
+from tests.support.reference import dense_attention, relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -40,8 +40,19 @@ LONG = [
     KernelCase(512, 512, ((128, 512, 0, 512, None, None),), d=(128, 64), laid="sliced"),
 ]  # fmt: skip
 
-
 CAUSAL = (None, 0)
+
+
+def documents(length: int, each: int) -> tuple[tuple[int | None, ...], ...]:
+    """The tiles of causal documents of `each` tokens."""
+    starts = range(0, length, each)
+    return tuple((i, min(i + each, length)) * 2 + CAUSAL for i in starts)
+
+
+LONG += [
+    KernelCase(length, length, documents(length, each), d=(d, d), heads=(4, 2))
+    for d in (64, 128) for length, each in ((1600, 100), (1500, 301), (700, 250))
+]  # fmt: skip
 EVEN = [  # head sizes that every kernel has
     KernelCase(200, 200, ((0, 200, 0, 200, *CAUSAL),), d=(64, 64)),
     KernelCase(130, 300, d=(128, 128), pieces=3, heads=(8, 2), batch=2),
@@ -221,3 +232,36 @@ def _stretched(t: torch.Tensor, dim: int) -> torch.Tensor:
     memory = torch.empty(stride[dim] * (t.shape[dim] - 1) + 2**22, dtype=t.dtype, device="cuda")
     far = memory.as_strided(t.shape, stride)
     return far.copy_(t)
+
+
+def compiled() -> list[int]:
+    """How many variants of each kernel there are by now."""
+    from tests.support.triton_ir import KERNELS
+
+    here = torch.cuda.current_device()
+    return [len(kernel.device_caches[here][0]) for kernel in KERNELS]
+
+
+def test_after_warm_up_nothing_is_compiled(caplog):
+    """All kernels were by then, at the same time; and what was not launched has done no harm."""
+    q, k, v, dout = (
+        torch.randn(1, 400, heads, 48, device="cuda", dtype=torch.bfloat16)
+        for heads in (4, 2, 2, 4)
+    )
+    mine = [t.requires_grad_() for t in (q, k, v)]
+    before, plan = compiled(), RingPlan.make(*mine, causal=True, kernel="triton")
+    with caplog.at_level("INFO"):
+        plan.warm_up()
+    after = compiled()
+    assert all(a > b for a, b in zip(after, before))
+    for name in ("forward_kernel", "keys_kernel", "queries_kernel"):
+        assert f"compiled {name}" in caplog.text
+    exact = [t.detach().double().requires_grad_() for t in mine]
+    with torch.device("cuda"):
+        want, _ = dense_attention(*exact, causal=True)
+    wanted = [want, *torch.autograd.grad(want, exact, dout.double())]
+    for _ in range(3):
+        out = ring_attn(*mine, plan=plan)
+        got = [out, *torch.autograd.grad(out, mine, dout)]
+        assert max(map(relative_error, got, wanted)) < 1.5e-2
+    assert compiled() == after

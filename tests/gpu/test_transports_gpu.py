@@ -3,11 +3,12 @@
 With the kernel in plain PyTorch, which repeats to the bit: what is tested is what travels.
 
 `torchrun --standalone --nproc-per-node 4 -m tests.gpu.test_transports_gpu` runs
-the same by hand and prints the worst errors.
+the same by hand and prints the worst errors; `few` behind it runs that part alone.
 """
 
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import product
@@ -49,9 +50,13 @@ FEW = [
 ]  # fmt: skip
 
 
+PARTS = "few", "ways", "checks", "kernels", "surroundings"
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_rings_of_gpus() -> None:
-    under_torchrun("tests.gpu.test_transports_gpu", gpu_ranks())
+@pytest.mark.parametrize("part", PARTS)
+def test_rings_of_gpus(part: str) -> None:
+    under_torchrun("tests.gpu.test_transports_gpu", gpu_ranks(), part)
 
 
 def whole(length: int, batch: int, dtype: torch.dtype, key_heads: int = 2) -> list[Tensor]:
@@ -502,9 +507,9 @@ def speeds() -> str:
     return f"{plan.machine}\n{explain_plan(plan)}"
 
 
-def every_way() -> None:
-    """Each in every dtype, and over and over."""
-    for dtype, how in product(BOUNDS, WAYS + FEW):
+def in_each_dtype(ways: list[dict]) -> None:
+    """Each way in every dtype, and over and over."""
+    for dtype, how in product(BOUNDS, ways):
         worst = 0.0
         for length, batch, causal, masked in (
             (1024, 1, True, False), (517, 2, True, False), (1024, 1, False, False),
@@ -514,7 +519,7 @@ def every_way() -> None:
             assert error < BOUNDS[dtype], (how, dtype, length, batch, causal, masked, error)
             worst = max(worst, error)
         say(how, dtype, f"{worst:.1e}")
-    for how in WAYS + FEW:
+    for how in ways:
         five_hundred(how)
 
 
@@ -552,13 +557,8 @@ def say(*what: object) -> None:
         print(*what, flush=True)
 
 
-def main() -> None:
-    join_ranks()
-    random.seed(dist.get_rank())
-    every_way()
-    every_way_is_checked()
-    able = able_of(["flash-attn-4", "sdpa-cudnn", "flash-attn-2", "sdpa-flash"])
-    every_kernel(able)
+def surroundings(able: list[str]) -> None:
+    """Graphs, streams, devices, strides and models around calls."""
     for ulysses in (1, 2):
         graphs_outlive_larger_shelves(ulysses)
         for kernel, graphs in product(("eager", *able[:1]), (False, True)):
@@ -570,6 +570,21 @@ def main() -> None:
     models_replay(["eager", *able])
     training_follows_inference()
     say(speeds())
+
+
+def main() -> None:
+    join_ranks()
+    random.seed(dist.get_rank())
+    able = able_of(["flash-attn-4", "sdpa-cudnn", "flash-attn-2", "sdpa-flash"])
+    parts = dict(
+        few=lambda: in_each_dtype(FEW),
+        ways=lambda: in_each_dtype(WAYS),
+        checks=every_way_is_checked,
+        kernels=lambda: every_kernel(able),
+        surroundings=lambda: surroundings(able),
+    )
+    for part in sys.argv[1:] or PARTS:
+        parts[part]()
     dist.destroy_process_group()
 
 

@@ -13,13 +13,13 @@ from tests.support.ranks import take_gpu
 ROOT = Path(__file__).parents[2]
 
 
-def under_torchrun(module: str, ranks: int = 2, timeout: float = 540.0) -> None:
+def under_torchrun(module: str, ranks: int, *options: str, timeout: float = 540.0) -> None:
     """Run a module as `torchrun -m` does; raise AssertionError with all that it said if it fails.
 
     `timeout` is in seconds.
     """
     ran = subprocess.run(
-        [sys.executable, *by_torchrun(ranks, module)],
+        [sys.executable, *by_torchrun(ranks, module, *options)],
         cwd=ROOT, capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
