@@ -294,7 +294,7 @@ class RingPlan:
             if switch.on:
                 return watched(self, direction, function, given)
             if self.graphs is not None:
-                return self.graphs.run(function, self, *given)
+                return self.graphs.run(function, self, *given, saved=direction == "backward")
             if self.can_be_taped:
                 memory = self.transport.follow_stream()
                 return self.tapes.run(function, self, *given, memory=memory)

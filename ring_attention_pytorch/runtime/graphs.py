@@ -6,12 +6,13 @@ are copied there, and its results are copied out: layers may share graphs, and r
 others.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ring_attention_pytorch.runtime.streams import capturing, current_stream, passing_capture
 
@@ -33,12 +34,23 @@ class Graphs:
     def __init__(self, device: torch.device, follow: Callable[[], Hashable]) -> None:
         self.device, self.follow = device, follow
         self._kept: dict[Hashable, _Graph] = {}
+        self._places: dict[Hashable, _Place] = {}
         self._shared: Hashable = None
         self._last: torch.cuda.Stream | None = None  # the last that a graph was launched on
         self._layers: dict[int, Any] = {}
 
-    def run(self, function: Callable[..., Tensors], plan: Any, *given: Tensor | None) -> Any:
-        """Return `function(plan, *given)`, by a graph; the tensors given are always like these."""
+    def run(
+        self,
+        function: Callable[..., Tensors],
+        plan: Any,
+        *given: Tensor | None,
+        saved: bool = False,
+    ) -> Any:
+        """Return `function(plan, *given)`, by a graph; the tensors given are always like these.
+
+        Functions share places for what they are given: the first tensor has one, and so on. What is
+        `saved` since another call is not copied to its place again if it is still there.
+        """
         if capturing(self.device):
             return function(plan, *given)  # a graph holds what inner graphs would do, not them
         self._follow_streams()
@@ -46,9 +58,23 @@ class Graphs:
             function, torch.are_deterministic_algorithms_enabled(),
             *(None if t is None else t.dtype for t in given),
         )  # fmt: skip
-        if kind not in self._kept:
-            self._kept[kind] = _Graph(given)
-        return self._kept[kind].run(lambda *at: function(plan, *at), given, self.device)
+        graph = self._kept.setdefault(kind, _Graph())
+        if not graph.is_captured:
+            graph.places = [self._place(i, t, saved) for i, t in enumerate(given)]
+        return graph.run(lambda *at: function(plan, *at), given, self.device, saved)
+
+    def _place(self, number: int, t: Tensor | None, saved: bool) -> "_Place | None":
+        """Return where a graph is to read this tensor: where it is already, if that is known."""
+        if t is None:
+            return None
+        results = (place for graph in self._kept.values() for place in graph.results if place)
+        for place in results if saved else ():
+            if place.holds(t) and place.memory.is_contiguous():
+                return place
+        kind = number, t.shape, t.dtype
+        if kind not in self._places:
+            self._places[kind] = _Place.like(t)
+        return self._places[kind]
 
     def of_layer(self, number: int, make: Callable[[], Any]) -> Any:
         """Return the plan of a layer, which has graphs of its own, made when first asked for."""
@@ -59,12 +85,13 @@ class Graphs:
     def _follow_streams(self) -> None:
         if (shared := self.follow()) != self._shared:
             self._kept.clear()
+            self._places.clear()
             self._shared = shared
         current = current_stream(self.device)
         if self._last not in (None, current):
             current.wait_stream(self._last)
-            for graph in self._kept.values():
-                graph.used_on(current)
+            for place in self._places.values():
+                place.memory.record_stream(current)
         self._last = current
 
 
@@ -122,40 +149,78 @@ class GraphCache:
         return GraphCache, ()
 
 
+class _Place:
+    """Memory that graphs read or write, and which tensor has the same values, if any.
+
+    A tensor is known by its storage: one that is made later at the same address is another.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self._holds: tuple[Any, ...] | None = None
+
+    @classmethod
+    def like(cls, t: Tensor) -> "_Place":
+        """Make one for tensors like this."""
+        with torch.inference_mode(False):
+            return cls(torch.empty_like(t, memory_format=torch.contiguous_format))
+
+    def holds(self, t: Tensor) -> bool:
+        """Tell whether this tensor is there, as it is now."""
+        return self._holds is not None and self._holds == _identity(t)
+
+    def put(self, t: Tensor, to_be_saved: bool) -> None:
+        """Copy a tensor there; only one `to_be_saved` will be known again."""
+        self.memory.copy_(t)
+        self._holds = _identity(t) if to_be_saved else None
+
+    def take(self, to_be_saved: bool) -> Tensor:
+        """Return a copy of what is there."""
+        t = self.memory.clone()
+        self._holds = _identity(t) if to_be_saved else None
+        return t
+
+
+def _identity(t: Tensor) -> tuple[Any, ...] | None:
+    """Return what tells a tensor and its values from all others; None if nothing does."""
+    if t.is_inference():
+        return None  # whose changes nobody counts
+    return StorageWeakRef(t.untyped_storage()), t._version, t.storage_offset(), t.shape, t.stride()
+
+
 class _Graph:
-    """A CUDA graph of what a function does with tensors like these, in memory of its own.
+    """A CUDA graph of what a function does with tensors in these places.
 
     The first call runs the function as ever, and makes what is made once; the second captures it.
     """
 
-    def __init__(self, given: Tensors) -> None:
-        with torch.inference_mode(False):
-            self._places = [
-                None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
-                for t in given
-            ]
-        self._filled = [t for t in self._places if t is not None]
+    def __init__(self) -> None:
+        self.places: Sequence[_Place | None] = ()
+        self.results: Sequence[_Place | None] = ()
         self._warm = False
         self._replay: Callable[[], None] | None = None
-        self._results: Tensors = ()
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether its places are fixed."""
+        return self._replay is not None
 
     def run(
-        self, function: Callable[..., Tensors], given: Tensors, device: torch.device
+        self, function: Callable[..., Tensors], given: Tensors, device: torch.device, saved: bool
     ) -> Tensors:
-        torch._foreach_copy_(self._filled, [t for t in given if t is not None])
-        if not self._warm:
-            found = function(*self._places)
-            self._warm = True
-            return found
+        for place, t in zip(self.places, given):
+            if place is not None and not (saved and place.holds(t)):
+                place.put(t, to_be_saved=not saved)
         if self._replay is None:
-            self._replay, self._results = captured(lambda: function(*self._places), device)
+            read = [None if place is None else place.memory for place in self.places]
+            if not self._warm:
+                found = function(*read)
+                self._warm = True
+                return found
+            self._replay, results = captured(lambda: function(*read), device)
+            self.results = [None if t is None else _Place(t) for t in results]
         self._replay()
-        return tuple(None if t is None else t.clone() for t in self._results)
-
-    def used_on(self, stream: torch.cuda.Stream) -> None:
-        """Keep this graph's memory from being used for anything else before that stream is done."""
-        for t in self._filled:
-            t.record_stream(stream)
+        return tuple(None if place is None else place.take(not saved) for place in self.results)
 
 
 def captured(

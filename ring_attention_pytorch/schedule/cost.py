@@ -213,10 +213,11 @@ def swap_launch_seconds(degree: int, machine: Hardware = H200) -> float:
 def copy_seconds(tokens: int, shape: KVShape, machine: Hardware = H200) -> float:
     """Return the seconds to copy to and from a call's graphs, forward and backward.
 
-    q, k, v and out go there twice, with the gradient of out; out and three gradients come back.
+    q, k, v and the gradient of out go there; out and three gradients come back. Where another
+    forward comes before the backward, q, k, v and out go there once more.
     """
     rows = shape.batch * shape.heads * (shape.d + shape.d_v) * shape.itemsize
-    return 2 * 3 * tokens * (rows + shape.token_bytes) / machine.memory
+    return 2 * 2 * tokens * (rows + shape.token_bytes) / machine.memory
 
 
 def swap_seconds(tokens: int, shape: KVShape, degree: int, machine: Hardware = H200) -> float:

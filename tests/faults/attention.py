@@ -205,6 +205,9 @@ def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     yield on_cpu(test_graphs.test_the_first_call_makes_what_is_made_for_the_graph)
     yield on_cpu(lambda _: test_graphs.another_plan_has_no_graphs_of_this_one())
     yield test_graphs.test_a_gathers_graphs_are_of_the_shelves_at_hand
+    yield patched(test_graphs.what_is_there_already_is_not_copied_again)
+    yield patched(test_graphs.what_has_become_another_is_copied)
+    yield patched(test_graphs.in_inference_mode_all_is_copied)
     yield patched(test_graphs.batches_alike_share_graphs)
     yield patched(test_graphs.what_is_changed_on_a_module_counts)
     yield patched(test_graphs.others_lengths_make_another_kind)

@@ -118,12 +118,40 @@ ATTENTION = [
         "self._waits.pop()",
     ),
     Mutant(
-        "a graph reads what it was captured with", "runtime/graphs.py:_Graph.run",
-        "torch._foreach_copy_(self._filled, [t for t in given if t is not None])", "pass",
+        "a graph reads what it was captured with", "runtime/graphs.py:_Place.put",
+        "self.memory.copy_(t)", "pass",
     ),
     Mutant(
-        "a layer's results become the next one's", "runtime/graphs.py:_Graph.run",
-        "None if t is None else t.clone()", "t",
+        "a layer's results become the next one's", "runtime/graphs.py:_Place.take",
+        "self.memory.clone()", "self.memory",
+    ),
+    Mutant(
+        "what is saved is copied again and again", "runtime/graphs.py:_Graph.run",
+        "saved and place.holds(t)", "False",
+    ),
+    Mutant(
+        "results are copied to another place", "runtime/graphs.py:Graphs._place",
+        "if saved else ()", "if False else ()",
+    ),
+    Mutant(
+        "what is not saved may be there already", "runtime/graphs.py:_Graph.run",
+        "saved and place.holds(t)", "place.holds(t)",
+    ),
+    Mutant(
+        "what was copied is known by its address", "runtime/graphs.py:_identity",
+        "StorageWeakRef(t.untyped_storage())", "t.data_ptr()",
+    ),
+    Mutant(
+        "what was copied is known whatever has changed", "runtime/graphs.py:_identity",
+        "t._version", "0",
+    ),
+    Mutant(
+        "what was copied is known by its whole memory", "runtime/graphs.py:_identity",
+        "t.storage_offset()", "0",
+    ),
+    Mutant(
+        "changes that nobody counts", "runtime/graphs.py:_identity",
+        "if t.is_inference():", "if False:",
     ),
     Mutant(
         "a replay does not wait for those before", "runtime/graphs.py:Graphs._follow_streams",
@@ -145,7 +173,7 @@ ATTENTION = [
     ),
     Mutant(
         "the first call is of tensors that lie otherwise", "runtime/graphs.py:_Graph.run",
-        "found = function(*self._places)", "found = function(*given)",
+        "found = function(*read)", "found = function(*given)",
     ),
     Mutant(
         "a plan that was replaced keeps graphs", "runtime/graphs.py:with_graphs",

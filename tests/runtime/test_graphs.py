@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -168,20 +169,100 @@ def test_another_plan_has_no_graphs_of_this_one(on_cpu):
 
 @pytest.mark.parametrize("what", ["memory", "determinism"])
 def test_graphs_of_other_memory_or_other_kernels_are_not_replayed(on_cpu, monkeypatch, what):
-    shared, deterministic = [1], [False]
+    shared, deterministic, turns = [1], [False], []
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic[0])
-    calls, kept = [], Graphs(CPU, lambda: tuple(shared))
-
-    def noted(plan: None, x: Tensor) -> tuple[Tensor]:
-        calls.append(x.data_ptr())
-        return (x + 1,)
-
+    monkeypatch.setattr(graphs, "captured", lambda *a: turns.append(turn) or again(*a))
+    kept = Graphs(CPU, lambda: tuple(shared))
     for turn in range(6):
         if turn == 3:
             (shared if what == "memory" else deterministic)[0] = 2
-        assert kept.run(noted, None, torch.full((2,), float(turn)))[0].tolist() == [turn + 1.0] * 2
-    assert [at == calls[0] for at in calls] == [True] * 4 + [False] * 4
+        assert kept.run(more, None, torch.full((2,), float(turn)))[0].tolist() == [turn + 1.0] * 2
+    assert turns == [1, 4]
     assert len(kept._kept) == (1 if what == "memory" else 2)
+
+
+def twofold(plan: None, x: Tensor) -> tuple[Tensor]:
+    return (2 * x,)
+
+
+def add(plan: None, x: Tensor, result: Tensor, y: Tensor) -> tuple[Tensor]:
+    return (x + result + y,)
+
+
+def copied(patch: pytest.MonkeyPatch) -> list[Tensor]:
+    """All tensors that are copied to where graphs read, from now on."""
+    found: list[Tensor] = []
+    put = graphs._Place.put
+    patch.setattr(
+        graphs._Place,
+        "put",
+        lambda place, t, *a, **how: found.append(t) or put(place, t, *a, **how),
+    )
+    return found
+
+
+def what_is_there_already_is_not_copied_again(patch: pytest.MonkeyPatch) -> None:
+    """What a function was given, and what it returned, where another is given it next."""
+    stand_in(patch)
+    found, kept = copied(patch), Graphs(CPU, lambda: None)
+    for turn in range(5):
+        x, y = torch.full((2,), 1.0 + turn), torch.ones(2)
+        (result,) = kept.run(twofold, None, x)
+        found.clear()
+        (total,) = kept.run(add, None, x, result, y, saved=True)
+        assert total.tolist() == [3 * (1.0 + turn) + 1] * 2
+        names = {id(x): "x", id(result): "result", id(y): "y"}
+        new = [names[id(t)] for t in found]
+        assert new == (["result", "y"] if turn == 0 else ["y"]), turn
+
+
+def test_what_is_there_already_is_not_copied_again(monkeypatch):
+    what_is_there_already_is_not_copied_again(monkeypatch)
+
+
+def what_has_become_another_is_copied(patch: pytest.MonkeyPatch) -> None:
+    """Be it changed in place, or another tensor at the same address, or others of its numbers."""
+    stand_in(patch)
+    kept, memory = Graphs(CPU, lambda: None), numpy.zeros(4)
+    nothing = torch.zeros(2, dtype=torch.float64)
+    for _ in range(5):
+        x = torch.from_numpy(memory)
+        kept.run(twofold, None, x[:2])
+        x[:2] += 1
+        (total,) = kept.run(add, None, x[:2], nothing, nothing, saved=True)
+        assert torch.equal(total, x[:2]), "changed in place"
+        kept.run(twofold, None, x[:2])
+        (total,) = kept.run(add, None, x[2:], nothing, nothing, saved=True)
+        assert torch.equal(total, x[2:]), "others of its numbers"
+        kept.run(twofold, None, torch.from_numpy(memory)[:2])
+        memory[:] += 1
+        x = torch.from_numpy(memory)
+        (total,) = kept.run(add, None, x[:2], nothing, nothing, saved=True)
+        assert torch.equal(total, x[:2]), "another at the same address"
+        kept.run(twofold, None, x[:2])
+        memory[:] += 1  # nobody counts this change
+        (result,) = kept.run(twofold, None, x[:2])
+        assert torch.equal(result, 2 * x[:2]), "not saved"
+
+
+def test_what_has_become_another_is_copied(monkeypatch):
+    what_has_become_another_is_copied(monkeypatch)
+
+
+def in_inference_mode_all_is_copied(patch: pytest.MonkeyPatch) -> None:
+    """There nobody counts changes."""
+    stand_in(patch)
+    kept = Graphs(CPU, lambda: None)
+    with torch.inference_mode():
+        x, y = torch.zeros(2), torch.zeros(2)
+        for turn in range(4):
+            (result,) = kept.run(twofold, None, x)
+            x.add_(1)
+            assert kept.run(add, None, x, result, y, saved=True)[0].tolist() == [3 * turn + 1.0] * 2
+
+
+def test_in_inference_mode_all_is_copied(monkeypatch):
+    in_inference_mode_all_is_copied(monkeypatch)
 
 
 def test_a_gathers_graphs_are_of_the_shelves_at_hand():
