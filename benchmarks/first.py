@@ -2,11 +2,13 @@
 
     python -m benchmarks first --kernels triton sdpa-cudnn
     python -m benchmarks first --device cpu --kernels sdpa --tokens 256
+    python -m benchmarks first --warm-up
     python -m benchmarks first --package ../other-revision    # with another revision of the package
 
 A `RingTransformer` of two layers, causal, 16 query and 4 key heads of 64. "import" is that of torch
-and of the package; "first" is the first forward and the first backward; "later" is a step when all
-is made, both ways. Each row is a process. "kept" is one that finds what the row above it compiled.
+and of the package; "warm-up" is `warm_up` of the plan of a layer, if it is asked for; "first" is
+the first forward and the first backward; "later" is a step when all is made, both ways. Each row
+is a process. "kept" is one that finds what the row above it compiled.
 """
 
 import json
@@ -37,7 +39,7 @@ print(json.dumps(seconds | steps{given}))
 """
 
 
-def steps(kernel: str, tokens: int, device: str) -> dict[str, float]:
+def steps(kernel: str, tokens: int, device: str, warm_up: bool) -> dict[str, float]:
     """Make the model, take its first steps; return the seconds of each."""
     model = RingTransformer(
         num_tokens=256, dim=1024, depth=2, causal=True, dim_head=64, heads=16,
@@ -53,10 +55,14 @@ def steps(kernel: str, tokens: int, device: str) -> dict[str, float]:
             torch.cuda.synchronize()
         return time.perf_counter() - start, out
 
+    attn, _ = model.layers[0]
+    x = torch.randn(1, tokens, 1024, device=device, dtype=next(model.parameters()).dtype)
+    warm, _ = timed(lambda: attn.plan(x).warm_up() if warm_up else None)
     forward, loss = timed(lambda: model(ids, labels=ids))
     backward, _ = timed(loss.backward)
     later = [timed(lambda: model(ids, labels=ids).backward())[0] for _ in range(LATER)]
-    return {"first forward": forward, "first backward": backward, "later": min(later)}
+    first = {"first forward": forward, "first backward": backward}
+    return {"warm-up": warm, **first, "later": min(later)}
 
 
 def in_a_process(package: Path, cache: str, *given: object) -> dict[str, float]:
@@ -78,14 +84,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     options = parser("first", __doc__, device="cuda", tokens=[2048], kernels=["triton"])
     options.add_argument("--package", type=Path, default=ROOT, help="folder that has the package")
+    options.add_argument("--warm-up", action="store_true", help="before the first step")
     asked = options.parse_args(argv)
-    print("| kernel | tokens | cache | import | first forward | first backward | later, s |")
-    print("| --- | --- | --- | ---: | ---: | ---: | ---: |")
+    print(
+        "| kernel | tokens | cache | import | warm-up | first forward | first backward | later, s |"
+    )
+    print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |")
     for kernel in asked.kernels:
         for tokens in asked.tokens:
             with tempfile.TemporaryDirectory() as cache:
                 for name in ("empty", "kept"):
-                    given = kernel, tokens, asked.device
+                    given = kernel, tokens, asked.device, asked.warm_up
                     found = in_a_process(asked.package.absolute(), cache, *given)
                     told = " | ".join(f"{seconds:.3g}" for seconds in found.values())
                     print(f"| {kernel} | {tokens} | {name} | {told} |", flush=True)

@@ -1,4 +1,4 @@
-"""Find the fastest block sizes of the Triton kernels: for the table in kernels/triton.py.
+"""Find the fastest block sizes of the Triton kernels: for the tables in kernels/_configs.py.
 
     python -m benchmarks sweep --d 128 --n 8192 --mask full
 
@@ -17,8 +17,8 @@ import torch
 from benchmarks.lib.blocks import MASKS, Block, Shape, seconds
 from benchmarks.lib.options import parser
 from ring_attention_pytorch.kernels import triton
+from ring_attention_pytorch.kernels._configs import Config, configured
 from ring_attention_pytorch.kernels._job import Job, Rows
-from ring_attention_pytorch.kernels.triton import Config
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock, Residuals
 
@@ -53,7 +53,7 @@ def run_direction(block: Block, direction: str, config: Config | None) -> Callab
     given = Job(found, terms), *Rows.of(saved), *keys[:3]
 
     def run() -> None:
-        with triton.configured(**({} if config is None else {direction: config})):
+        with configured(**({} if config is None else {direction: config})):
             if direction == "forward":
                 triton.forward(block.q, keys, found, terms, result)
             elif direction == "queries":

@@ -6,14 +6,14 @@ here import: Triton is optional. With TRITON_INTERPRET=1 they run on the CPU, sl
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import visible_pairs
+from ring_attention_pytorch.kernels._configs import Config, config_for, is_overridden
 from ring_attention_pytorch.kernels._descriptors import in_blocks, operands, padded, tma_fits
 from ring_attention_pytorch.kernels._job import Job, Rows, opened
 from ring_attention_pytorch.kernels._tile_table import tile_table
@@ -28,7 +28,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Tiles,
 )
-from ring_attention_pytorch.runtime.launches import KernelCall, operation
+from ring_attention_pytorch.runtime.launches import KernelCall, compile_ahead, operation
 
 _WIDEST = 256
 CAN = Capabilities(
@@ -42,97 +42,8 @@ CAN = Capabilities(
     features=FEATURES - {"mask_mod"},
     package=Dependency("triton", "triton", "3.4"),
 )
-
-
-class Config(NamedTuple):
-    """The cut of one kernel: rows and columns of scores at a time, and the compiler's options.
-
-    `tma`: inputs come by the tensor memory accelerator where the GPU has one and they lie right.
-    """
-
-    rows: int
-    cols: int
-    warps: int
-    stages: int
-    tma: bool = False
-
-
-# direction -> head size up to -> config, swept on an H200
-_HOPPER = {
-    "forward": {
-        64: Config(64, 128, 4, 3, tma=True),
-        128: Config(128, 128, 8, 3, tma=True),
-        256: Config(128, 64, 8, 2, tma=True),
-    },
-    "keys": {
-        64: Config(64, 64, 4, 3, tma=True),
-        128: Config(64, 64, 4, 2, tma=True),
-        256: Config(64, 64, 8, 2, tma=True),
-    },
-    "queries": {
-        64: Config(128, 64, 4, 3, tma=True),
-        128: Config(128, 64, 8, 3, tma=True),
-        256: Config(64, 32, 4, 3, tma=True),
-    },
-}
-# configs where queries see fewer keys than `_FEW` on average: smaller blocks, which begin and end
-# beside one another on a multiprocessor
-_FEW = 1536
-_HOPPER_FOR_FEW = {
-    "forward": {128: Config(64, 64, 4, 3, tma=True)},
-    "keys": {},
-    "queries": {128: Config(64, 64, 4, 2, tma=True)},
-}
-# configs that fit into the shared memory of any GPU since Ampere
-_ELSEWHERE = {
-    "forward": {64: Config(128, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
-    "keys": {64: Config(32, 64, 4, 2), 128: Config(32, 64, 4, 1), 256: Config(32, 32, 4, 1)},
-    "queries": {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 1), 256: Config(32, 32, 4, 1)},
-}
-# in IEEE float32 no tensor core helps, so registers are what is short
-_FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)}
 _FULL = 256  # programs that fill a large GPU twice
-_overrides: dict[str, Config] = {}
-
-
-def config_for(
-    direction: str,
-    width: int,
-    dtype: torch.dtype,
-    capability: tuple[int, int] | None,
-    seen: float = math.inf,
-) -> Config:
-    """Return the config of a kernel: a pure function of the shape class.
-
-    Args:
-        direction: "forward"; of backward "keys", which makes dk and dv, or "queries", for dq.
-        width: the larger head size.
-        seen: keys that a query sees, on average.
-    """
-    if direction in _overrides:
-        return _overrides[direction]
-    hopper = capability is not None and capability[0] in (9, 10)
-    if dtype == torch.float32:
-        sizes = _FLOAT32
-    elif hopper:
-        sizes = _HOPPER[direction]
-    else:
-        sizes = _ELSEWHERE[direction]
-    size = next(size for size in sizes if width <= size)
-    if hopper and dtype != torch.float32 and seen < _FEW:
-        return _HOPPER_FOR_FEW[direction].get(size, sizes[size])
-    return sizes[size]
-
-
-@contextmanager
-def configured(**configs: Config) -> Iterator[None]:
-    """Use other configs, by direction: for benchmarks, and for tests with small blocks."""
-    global _overrides
-    before, _overrides = _overrides, {**_overrides, **configs}
-    try:
-        yield
-    finally:
-        _overrides = before
+_compiled: set[Hashable] = set()  # what backward's kernels have been compiled for, as a rule
 
 
 def forward(
@@ -191,8 +102,17 @@ def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, gr
     if not tiles:
         return
     job, given = Job(tiles, terms), (*Rows.of(saved), keys.k, keys.v, _mask(keys))
-    _backward_of_keys(job, *given, *grads.dk.room(), *grads.dv.room())
-    _backward_of_queries(job, *given, *grads.dq.room())
+    of_keys, of_queries = (*grads.dk.room(), *grads.dv.room()), grads.dq.room()
+
+    def run() -> None:
+        _backward_of_keys(job, *given, *of_keys)
+        _backward_of_queries(job, *given, *of_queries)
+
+    kind = saved.q.device, saved.q.dtype, saved.q.shape[-1], keys.v.shape[-1]
+    if saved.q.is_cuda and kind not in _compiled:
+        _compiled.add(kind)
+        compile_ahead(run)
+    run()
 
 
 @operation
@@ -303,9 +223,9 @@ def _config(direction: str, q: Tensor, keys: KVBlock, tiles: Tiles) -> Config:
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
         rows = max(t.rows.stop for t in tiles) - min(t.rows.start for t in tiles)
         width, seen = max(q.shape[-1], keys.v.shape[-1]), visible_pairs(tiles) / rows
-        return config_for(direction, width, q.dtype, capability, seen)
+        return config_for(direction, width, q.dtype, capability, seen, rows)
 
-    if direction in _overrides or not isinstance(tiles, Tiles):
+    if is_overridden(direction) or not isinstance(tiles, Tiles):
         return make()
     return tiles.once((direction, q.shape[-1], keys.v.shape[-1], q.dtype, q.device), make)
 

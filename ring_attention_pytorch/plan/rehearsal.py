@@ -3,14 +3,19 @@
 Attention itself is above plans. It says here how a plan is called: `rehearsed`.
 """
 
+import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of
+from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.plan.checks import Signature, qkv_problem
+from ring_attention_pytorch.runtime.launches import KernelCall, compile_together, held_back
 
 _CALLS = 4  # the first one, two that are recorded, one that repeats what they did
 
@@ -32,12 +37,37 @@ def warm_up(plan: Any, given: Sequence[Tensor], sinks: Tensor | None) -> None:
     agree(plan.ring, "warming up a plan", same, problem=problem)
     shards = given or _shards(plan.signature, plan.device)
     qkv = [t.detach().requires_grad_(differentiable) for t in shards]
+    if _is_compiled(plan):
+        # by a plan of its own, or this one would take it for its first call; all in this thread
+        with held_back() as calls, torch.autograd.set_multithreading_enabled(False):
+            _call(replace(plan), qkv, sinks)
+        with torch.cuda.device_of(qkv[0]):
+            _compile(plan.ring, calls)
     for _ in range(_CALLS):
-        out, _ = _attend[0](plan, qkv, sinks)
-        if differentiable:
-            torch.autograd.grad(out, qkv, torch.ones_like(out))
+        _call(plan, qkv, sinks)
     if plan.device.type == "cuda":
         torch.cuda.synchronize(plan.device)
+
+
+def _call(plan: Any, qkv: list[Tensor], sinks: Tensor | None) -> None:
+    out, _ = _attend[0](plan, qkv, sinks)
+    if out.requires_grad:  # of a number: given a cotangent, PyTorch imports sympy, for a second
+        torch.autograd.grad(out.square().sum(), qkv)
+
+
+def _is_compiled(plan: Any) -> bool:
+    """Tell whether a plan may launch kernels that are compiled; the same on all ranks."""
+    return plan.device.type == "cuda"
+
+
+def _compile(ring: Ring, calls: list[KernelCall]) -> None:
+    """Compile what calls need: by one rank of each host first; others find it on the disk."""
+    hosts = ring.gather_notes("hosts", socket.gethostname().encode())
+    here = ring.first + ring.rank
+    is_first = hosts.index(hosts[here]) == here
+    for now in (calls, []) if is_first else ([], calls):
+        problem = problem_of(partial(compile_together, now))
+        agree(ring, "compiling kernels", {}, problem=problem)
 
 
 def _problem(wanted: Signature, given: Sequence[Tensor]) -> str | None:

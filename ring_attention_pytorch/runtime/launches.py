@@ -1,8 +1,12 @@
 """Launches of Triton kernels that cost the host half of what they usually do, or less."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.runtime.tape import opaque, prepared
+
+logger = logging.getLogger("ring_attention_pytorch")
 
 
 class Launch:
@@ -91,6 +97,71 @@ class KernelCall(NamedTuple):
         """Launch it on the current stream, as Triton does; return what is compiled, if anything."""
         return self.kernel[(self.programs,)](*self.args, **self.constants)
 
+    def compile(self) -> Any:
+        """Compile what a launch needs, if nobody has; return it, or what will give it."""
+        return self.kernel.warmup(*self.args, grid=(self.programs,), **self.constants)
+
+
+def compile_together(calls: Sequence[KernelCall]) -> None:
+    """Compile for the current device what these calls need, all at the same time.
+
+    Each kernel takes a second or two. Compilers run in threads, and let others run. Triton before
+    3.5 compiles one after another.
+    """
+    import triton
+
+    calls = [call for call in calls if isinstance(call.kernel, triton.JITFunction)]
+    if len(calls) > 1 and hasattr(triton, "AsyncCompileMode"):
+        with ThreadPoolExecutor(len(calls)) as threads, triton.AsyncCompileMode(threads):
+            _compile(calls)
+    else:
+        _compile(calls)
+
+
+def _compile(calls: Sequence[KernelCall]) -> None:
+    begin = time.perf_counter()
+    for call in calls:
+        made = call.compile()
+        if isinstance(getattr(made, "future", None), Future):
+            made.future.add_done_callback(partial(_say, call, begin))
+        else:
+            _say(call, begin)
+
+
+def _say(call: KernelCall, begin: float, _: object = None) -> None:
+    logger.info("compiled %s, %.1f s", call.kernel.fn.__name__, time.perf_counter() - begin)
+
+
+class _Thread(threading.local):
+    """What this thread holds back at the moment."""
+
+    held: list[KernelCall] | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def held_back() -> Iterator[list[KernelCall]]:
+    """Collect what this thread's operations would launch in this block, in place of launching it.
+
+    So what they would have written is anything.
+    """
+    calls: list[KernelCall] = []
+    _thread.held = calls
+    try:
+        yield calls
+    finally:
+        _thread.held = None
+
+
+def compile_ahead(run: Callable[[], None]) -> None:
+    """Compile together what operations in `run` launch, none of which is launched yet."""
+    if _thread.held is None:
+        with held_back() as calls:
+            run()
+        compile_together(calls)
+
 
 def operation(call: Callable[..., KernelCall]) -> Callable[..., None]:
     """Decorate what makes a call of a constant, then of tensors and other constants: launch it.
@@ -102,7 +173,11 @@ def operation(call: Callable[..., KernelCall]) -> Callable[..., None]:
     @wraps(call)
     def launched(constant: object, *tensors: Tensor | Any) -> None:
         with _on(tensors[0]):
-            call(constant, *tensors).launch()
+            made = call(constant, *tensors)
+            if _thread.held is None:
+                made.launch()
+            else:
+                _thread.held.append(made)
 
     @prepared(launched)
     def _(*given: Any) -> PreparedLaunch:

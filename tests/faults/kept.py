@@ -40,17 +40,25 @@ def battery() -> Iterator[Callable[[], object]]:
     yield launches_of_flash_attn_4
     yield test_launches.test_each_call_gives_its_own_tensors
     yield test_launches.test_tensors_that_begin_alike_are_told_apart
+    yield test_launches.what_is_held_back_is_compiled_and_not_launched
+    yield test_launches.kernels_are_compiled_at_the_same_time
+    yield partial(with_patches, test_rehearsal.one_rank_of_each_host_compiles_first)
+    yield partial(with_patches, test_rehearsal.what_is_compiled_ahead_is_no_first_call)
     yield test_tape.test_one_tensor_given_twice_is_not_two
     yield test_kept.test_who_has_found_another_plan_makes_a_new_one
     yield test_kept.test_plans_of_groups_that_are_gone_go
+
+
+def with_patches(check: Callable[[pytest.MonkeyPatch], None]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        check(patch)
 
 
 def settings() -> None:
     """Plans depend on settings."""
     from tests.plan import test_kept
 
-    with pytest.MonkeyPatch.context() as patch:
-        test_kept.test_settings_are_part_of_the_kind(patch)
+    with_patches(test_kept.test_settings_are_part_of_the_kind)
 
 
 def launches_of_flash_attn_4() -> None:

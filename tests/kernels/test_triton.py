@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from ring_attention_pytorch import RingPlan, kernels, ring_attn
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels import choose, problem, triton
-from ring_attention_pytorch.kernels.triton import Config, config_for, configured
+from ring_attention_pytorch.kernels._configs import Config, config_for, configured
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.interfaces import (
@@ -299,8 +300,8 @@ def test_on_the_cpu_it_is_never_chosen_and_only_interpreted_by_name(monkeypatch)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_head_size_has_a_config(direction, capability, dtype):
     for width in range(1, 257):
-        for seen in (10, 10_000):
-            config = config_for(direction, width, dtype, capability, seen)
+        for seen, rows in product((10, 1000, 2000, 10_000), (0, 8000)):
+            config = config_for(direction, width, dtype, capability, seen, rows)
             assert {config.rows, config.cols} <= {16, 32, 64, 128}
             # keys and values twice over, or queries and theirs, within what every such GPU has
             held = 2 * (config.rows + config.cols) * max(width, 16) * dtype.itemsize
@@ -310,10 +311,31 @@ def test_every_head_size_has_a_config(direction, capability, dtype):
 
 def test_few_keys_take_smaller_blocks_on_hopper_only():
     for direction, capability in (("forward", (9, 0)), ("queries", (9, 0)), ("forward", (8, 0))):
-        few, many = (
-            config_for(direction, 128, torch.bfloat16, capability, seen) for seen in (100, 10_000)
-        )
-        assert (few.rows < many.rows) == (capability == (9, 0))
+        areas = []
+        for seen in (100, 1000, 10_000):
+            found = config_for(direction, 128, torch.bfloat16, capability, seen, 16_000)
+            areas.append(found.rows * found.cols)
+        smaller = areas[0] < areas[1] < areas[2]
+        assert smaller == (capability == (9, 0)), (direction, areas)
+
+
+def test_a_short_sequence_is_not_as_documents_are():
+    """It has few blocks, so they had better be large: each goes on for long."""
+    asked = "queries", 128, torch.bfloat16, (9, 0)
+    whole, documents = (config_for(*asked, seen=100, rows=rows) for rows in (200, 8000))
+    assert whole.rows > documents.rows
+
+
+def test_rows_count_beside_the_keys_they_see(monkeypatch):
+    """As a call has them, in what it asks for."""
+    asked = []
+    monkeypatch.setattr(
+        triton, "config_for", lambda *given: asked.append(given) or Config(1, 1, 1, 1)
+    )
+    q = torch.zeros(1, 12, 2, 16)
+    tiles = [Tile(slice(i, i + 6), slice(i, i + 6), None, None) for i in (0, 6)]
+    triton._config("forward", q, SimpleNamespace(v=q), tiles)
+    assert asked == [("forward", 16, torch.float32, None, 6.0, 12)]
 
 
 def test_another_config_holds_while_it_is_asked_for():

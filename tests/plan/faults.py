@@ -108,8 +108,41 @@ KEPT = [
         "range(_CALLS)", "range(2)",
     ),
     Mutant(
-        "no backward is warmed up", "plan/rehearsal.py:warm_up",
-        "if differentiable:", "if False:",
+        "no backward is warmed up", "plan/rehearsal.py:_call",
+        "if out.requires_grad:", "if False:",
+    ),
+    Mutant(
+        "what is compiled ahead is a plan's first call", "plan/rehearsal.py:warm_up",
+        "_call(replace(plan), ", "_call(plan, ",
+    ),
+    Mutant(
+        "backward's kernels are launched and not compiled ahead", "plan/rehearsal.py:warm_up",
+        "torch.autograd.set_multithreading_enabled(False)",
+        "torch.autograd.set_multithreading_enabled(True)",
+    ),
+    Mutant(
+        "all ranks compile the same", "plan/rehearsal.py:_compile",
+        "hosts.index(hosts[here]) == here", "True",
+    ),
+    Mutant(
+        "one rank compiles for all hosts", "plan/rehearsal.py:_compile",
+        "hosts.index(hosts[here]) == here", "here == 0",
+    ),
+    Mutant(
+        "other ranks are not told what can't be compiled", "plan/rehearsal.py:_compile",
+        "problem=problem", "problem=None",
+    ),
+    Mutant(
+        "kernels are compiled one after another", "runtime/launches.py:compile_together",
+        'hasattr(triton, "AsyncCompileMode")', "False",
+    ),
+    Mutant(
+        "what is held back is compiled early", "runtime/launches.py:compile_ahead",
+        "if _thread.held is None:", "if True:",
+    ),
+    Mutant(
+        "nothing is held back", "runtime/launches.py:operation",
+        "if _thread.held is None:", "if True:",
     ),
     Mutant(
         "a plan that one rank has found is taken", "plan/ring_plan.py:RingPlan._make",

@@ -1,5 +1,7 @@
 """Plans that are warmed up: their first real call makes nothing anew, and is right."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -7,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.plan import kept
-from ring_attention_pytorch.runtime import graphs
+from ring_attention_pytorch.plan import kept, rehearsal
+from ring_attention_pytorch.runtime import graphs, launches
 from ring_attention_pytorch.runtime.graphs import with_graphs
 from tests.runtime.test_graphs import stand_in
 from tests.support import threads
@@ -95,3 +97,74 @@ def test_graphs_are_captured_before_the_first_step(monkeypatch: pytest.MonkeyPat
     assert len(number) == 2
     assert all(torch.equal(*pair) for pair in zip(step(plan, given), step(fresh, given)))
     assert len(number) == 2
+
+
+def one_rank_of_each_host_compiles_first(patch: pytest.MonkeyPatch) -> None:
+    """Others find what it has left on the disk; all are told if it can't."""
+    hosts, order, fails = "abab", [], [False]
+
+    def compiles(calls: list[str]) -> None:
+        if calls:
+            order.append(calls[0])
+            if fails[0]:
+                raise MemoryError("no room")
+
+    patch.setattr(rehearsal, "compile_together", compiles)
+
+    def main(ring: threads.ThreadRing) -> str:
+        name, tell = hosts[ring.rank], ring.gather_notes
+        patch.setattr(
+            ring, "gather_notes",
+            lambda about, note: tell(about, name.encode() if about == "hosts" else note),
+        )  # fmt: skip
+        rehearsal._compile(ring, [f"rank {ring.rank}"])
+        fails[0] = True
+        with pytest.raises(ValueError, match="no room") as told:
+            rehearsal._compile(ring, [f"rank {ring.rank}"])
+        return str(told.value)
+
+    told, _ = threads.run(4, main)
+    assert len({*told}) == 1
+    assert sorted(order[:2]) == ["rank 0", "rank 1"]
+    assert sorted(order[2:4]) == ["rank 2", "rank 3"]
+    assert sorted(order[4:]) == ["rank 0", "rank 1"]
+
+
+def test_one_rank_of_each_host_compiles_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_rank_of_each_host_compiles_first(monkeypatch)
+
+
+def what_is_compiled_ahead_is_no_first_call(patch: pytest.MonkeyPatch) -> None:
+    """Kernels are held back in a call, forward and backward, that a plan knows nothing of."""
+    calls, held = [], []
+    patch.setattr(rehearsal, "_is_compiled", lambda plan: True)
+    patch.setattr(rehearsal, "_compile", lambda *given: held.append(calls[:]))
+    run = RingPlan.run
+    patch.setattr(
+        RingPlan, "run",
+        lambda plan, direction, *given: calls.append(
+            (direction, plan, launches._thread.held, torch._C._is_multithreading_enabled())
+        ) or run(plan, direction, *given),
+    )  # fmt: skip
+    plan = RingPlan.make(*shards(), causal=True)
+    plan.warm_up()
+    ((first, back),) = held
+    assert [first[0], back[0]] == ["forward", "backward"]
+    assert first[2] is back[2] is not None
+    assert all(each is not plan and not threads for _, each, _, threads in (first, back))
+    assert all(each is plan and kept is None for _, each, kept, _ in calls[2:])
+    assert len(calls) == 10
+
+
+def test_what_is_compiled_ahead_is_no_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    what_is_compiled_ahead_is_no_first_call(monkeypatch)
+
+
+def test_it_imports_nothing_that_takes_a_second() -> None:
+    """PyTorch imports sympy where a gradient is given; attention needs none of it."""
+    code = (
+        "import sys, torch; from ring_attention_pytorch import RingPlan;"
+        "q = torch.zeros(1, 4, 2, 8);"
+        "RingPlan.make(q, q, q).warm_up(); assert 'sympy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
