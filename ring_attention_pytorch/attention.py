@@ -46,7 +46,7 @@ from ring_attention_pytorch.runtime.torch_func import (
 from ring_attention_pytorch.second_order import gradient_tangents, tangents
 
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None]  # q, k, v, sinks
-Saved = tuple[*Given, Tensor, Tensor | None, Tensor, Tensor]  # and dout, dlse, out, lse
+Saved = tuple[*Given, Tensor, Tensor, Tensor, Tensor | None]  # and out, lse, dout, dlse
 Gradients = tuple[Tensor | Any, ...]  # None for what was None
 
 
@@ -70,8 +70,8 @@ def forward(plan: RingPlan, *given: *Given) -> tuple[Tensor, Tensor]:
 
 
 def backward(plan: RingPlan, *given: *Saved) -> Gradients:
-    """Compute (dq, dk, dv, dsinks) of this rank's (q, k, v, sinks, dout, dlse, out, lse)."""
-    q, k, v, sinks, dout, dlse, out, lse = given
+    """Compute (dq, dk, dv, dsinks) of this rank's (q, k, v, sinks, out, lse, dout, dlse)."""
+    q, k, v, sinks, out, lse, dout, dlse = given
     reset_side_streams(q.device)
     calls = plan.calls(back=True)
     own = Grads(
@@ -115,8 +115,8 @@ class RingAttentionFunction(Function):
         ctx.block = None  # nothing of it is to be recomputed any more
         dout = torch.zeros_like(out) if dout is None else dout
         if is_first_order():
-            return None, *ctx.plan.run("backward", backward, *given, dout, dlse, out, lse)
-        return None, *RingGradients.apply(ctx.plan, *given, dout, dlse, out.detach(), lse.detach())
+            return None, *ctx.plan.run("backward", backward, *given, out, lse, dout, dlse)
+        return None, *RingGradients.apply(ctx.plan, *given, out.detach(), lse.detach(), dout, dlse)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *along: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ class RingAttentionFunction(Function):
 
 
 class RingGradients(Function):
-    """(plan, q, k, v, sinks, dout, dlse, out, lse) -> (dq, dk, dv, dsinks)."""
+    """(plan, q, k, v, sinks, out, lse, dout, dlse) -> (dq, dk, dv, dsinks)."""
 
     @staticmethod
     def forward(plan: RingPlan, *given: *Saved) -> Gradients:
@@ -139,8 +139,8 @@ class RingGradients(Function):
     def backward(ctx: Any, *along: Tensor | None) -> Gradients:
         saved = ctx.saved_tensors  # once: checkpointing allows no second look
         grads, tout, tlse = gradient_tangents(ctx.plan, saved, along)
-        return None, *grads, tout, None if saved[5] is None else tlse, None, None
+        return None, *grads, None, None, tout, None if saved[7] is None else tlse
 
     @staticmethod
     def jvp(ctx: Any, _: None, *along: Tensor | None) -> Gradients:
-        return gradient_tangents(ctx.plan, ctx.saved_tensors, along[:4], *along[4:6])[0]
+        return gradient_tangents(ctx.plan, ctx.saved_tensors, along[:4], *along[6:8])[0]

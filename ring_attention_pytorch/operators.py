@@ -113,7 +113,8 @@ def _backward(*given: Any) -> tuple[Tensor, ...]:
 
 
 def _run_backward(plan: RingPlan, given: Sequence[Tensor | Any]) -> Gradients:
-    return plan.run("backward", backward, *given)
+    *qkv, sinks, dout, dlse, out, lse = given
+    return plan.run("backward", backward, *qkv, sinks, out, lse, dout, dlse)
 
 
 def _swapped(plan: RingPlan, swap: Ulysses, given: Sequence[Tensor | Any]) -> Gradients:

@@ -135,9 +135,9 @@ def gradient_tangents(
 ) -> tuple[Found, Tensor, Tensor]:
     """Compute the tangents of gradients, out and lse; `along` are those of q, k, v and sinks.
 
-    `saved` are (q, k, v, sinks, dout, dlse, out, lse); tdout and tdlse are tangents of cotangents.
+    `saved` are (q, k, v, sinks, out, lse, dout, dlse); tdout and tdlse are tangents of cotangents.
     """
-    *given, dout, dlse, out, lse = saved
+    *given, out, lse, dout, dlse = saved
     along = _filled(along, given)
     tout, tlse = tangents(plan, given, along, (out, lse))
     (tdout,) = _filled((tdout,), (dout,))

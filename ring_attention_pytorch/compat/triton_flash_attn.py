@@ -118,7 +118,7 @@ def flash_attn_backward(  # noqa: PLR0913 - parameters of 0.5
     else:
         dlse = own_delta - delta[..., :n]
     lse = _infinite(lse[..., :n]).contiguous()
-    grads = backward(plan, q, k, v, None, do.to(q.dtype), dlse, o, lse)
+    grads = backward(plan, q, k, v, None, o, lse, do.to(q.dtype), dlse)
     for place, grad in zip((dq, dk, dv), grads):
         place.copy_(grad)
     return delta

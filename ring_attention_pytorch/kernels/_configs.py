@@ -39,9 +39,9 @@ _HOPPER = {
         256: Config(64, 32, 4, 3, tma=True),
     },
 }
-# smaller blocks, which begin and end beside one another on a multiprocessor: where queries see
-# fewer than so many keys on average, in stretches so many times shorter than all rows, as documents
-# and windows are; the first that there is
+# (most, times) -> direction -> head size up to -> config, for queries that see fewer than `most`
+# keys on average, and are at least `times` as many, as in short documents and windows. The first
+# that has the direction and the size is taken. Smaller blocks waste less at borders
 _HOPPER_FOR_FEW = {
     (500, 8): {
         "forward": {64: Config(64, 64, 4, 2, tma=True), 128: Config(64, 32, 4, 2, tma=True)},

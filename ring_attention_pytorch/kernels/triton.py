@@ -28,7 +28,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Tiles,
 )
-from ring_attention_pytorch.runtime.launches import KernelCall, compile_ahead, operation
+from ring_attention_pytorch.runtime.launches import KernelCall, compile_ahead, compiled_ahead
 
 _WIDEST = 256
 CAN = Capabilities(
@@ -43,7 +43,9 @@ CAN = Capabilities(
     package=Dependency("triton", "triton", "3.4"),
 )
 _FULL = 256  # programs that fill a large GPU twice
-_compiled: set[Hashable] = set()  # what backward's kernels have been compiled for, as a rule
+# what backward's two kernels were compiled for together; what else they fork for, such as a mask,
+# they are compiled for one after the other, when it first comes
+_compiled: set[Hashable] = set()
 
 
 def forward(
@@ -53,7 +55,7 @@ def forward(
         _forward(Job(tiles, terms), q, keys.k, keys.v, _mask(keys), *result.room())
 
 
-@operation
+@compiled_ahead
 def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> KernelCall:
     """Return a call for k, v, a mask of bytes, what was before, out and lse."""
     from ring_attention_pytorch.kernels._triton_forward import forward_kernel
@@ -109,13 +111,12 @@ def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, gr
         _backward_of_queries(job, *given, *of_queries)
 
     kind = saved.q.device, saved.q.dtype, saved.q.shape[-1], keys.v.shape[-1]
-    if saved.q.is_cuda and kind not in _compiled:
+    if saved.q.is_cuda and kind not in _compiled and compile_ahead(run):
         _compiled.add(kind)
-        compile_ahead(run)
     run()
 
 
-@operation
+@compiled_ahead
 def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
     """Return a call for `Rows`, k, v, a mask of bytes, what was before, dk, and so for dv."""
     from ring_attention_pytorch.kernels._triton_backward_keys import keys_kernel
@@ -169,7 +170,7 @@ def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
     return KernelCall(keys_kernel, b * h_kv * table.count, args, constants)
 
 
-@operation
+@compiled_ahead
 def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
     """Return a call for `Rows`, k, v, a mask of bytes, what was before, and dq."""
     from ring_attention_pytorch.kernels._triton_backward_queries import queries_kernel

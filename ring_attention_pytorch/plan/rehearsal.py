@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.autograd.anomaly_mode import set_detect_anomaly
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.plan.checks import Signature, qkv_problem
-from ring_attention_pytorch.runtime.launches import KernelCall, compile_together, held_back
+from ring_attention_pytorch.runtime.launches import compile_together, held_back
 
 _CALLS = 4  # the first one, two that are recorded, one that repeats what they did
 
@@ -37,12 +38,8 @@ def warm_up(plan: Any, given: Sequence[Tensor], sinks: Tensor | None) -> None:
     agree(plan.ring, "warming up a plan", same, problem=problem)
     shards = given or _shards(plan.signature, plan.device)
     qkv = [t.detach().requires_grad_(differentiable) for t in shards]
-    if _is_compiled(plan):
-        # by a plan of its own, or this one would take it for its first call; all in this thread
-        with held_back() as calls, torch.autograd.set_multithreading_enabled(False):
-            _call(replace(plan), qkv, sinks)
-        with torch.cuda.device_of(qkv[0]):
-            _compile(plan.ring, calls)
+    if _launches_ours(plan):
+        _compile(plan, qkv, sinks)
     for _ in range(_CALLS):
         _call(plan, qkv, sinks)
     if plan.device.type == "cuda":
@@ -55,19 +52,34 @@ def _call(plan: Any, qkv: list[Tensor], sinks: Tensor | None) -> None:
         torch.autograd.grad(out.square().sum(), qkv)
 
 
-def _is_compiled(plan: Any) -> bool:
-    """Tell whether a plan may launch kernels that are compiled; the same on all ranks."""
-    return plan.device.type == "cuda"
+def _launches_ours(plan: Any) -> bool:
+    """Tell whether a plan launches kernels that we compile; the same on all ranks."""
+    return plan.device.type == "cuda" and "triton" in plan.kernel.name.split("+")
 
 
-def _compile(ring: Ring, calls: list[KernelCall]) -> None:
+def _compile(plan: Any, qkv: list[Tensor], sinks: Tensor | None) -> None:
     """Compile what calls need: by one rank of each host first; others find it on the disk."""
-    hosts = ring.gather_notes("hosts", socket.gethostname().encode())
-    here = ring.first + ring.rank
-    is_first = hosts.index(hosts[here]) == here
-    for now in (calls, []) if is_first else ([], calls):
-        problem = problem_of(partial(compile_together, now))
-        agree(ring, "compiling kernels", {}, problem=problem)
+    with held_back() as calls:
+        problem = problem_of(lambda: _dry_run(plan, qkv, sinks))
+    host = crc32(socket.gethostname().encode())
+    told = agree(plan.ring, "compiling kernels", {}, own={"host": host}, problem=problem)
+    hosts = [own["host"] for own in told]
+    is_first = hosts.index(host) == plan.ring.rank
+    kernels = [*calls.values()]
+    for now in (kernels, []) if is_first else ([], kernels):
+        with torch.cuda.device_of(qkv[0]):
+            problem = problem_of(partial(compile_together, now))
+        agree(plan.ring, "compiled kernels", {}, problem=problem)
+
+
+def _dry_run(plan: Any, qkv: list[Tensor], sinks: Tensor | None) -> None:
+    """Call with kernels held back, so that all results are anything.
+
+    Backward is in this thread, which holds them back. The plan is another one: this one would take
+    it for its first call.
+    """
+    with torch.autograd.set_multithreading_enabled(False), set_detect_anomaly(False):
+        _call(replace(plan), qkv, sinks)
 
 
 def _problem(wanted: Signature, given: Sequence[Tensor]) -> str | None:

@@ -35,6 +35,7 @@ class Graphs:
         self.device, self.follow = device, follow
         self._kept: dict[Hashable, _Graph] = {}
         self._places: dict[Hashable, _Place] = {}
+        self._returned: dict[Hashable, _Place] = {}  # those that are of graphs' own memory
         self._shared: Hashable = None
         self._last: torch.cuda.Stream | None = None  # the last that a graph was launched on
         self._layers: dict[int, Any] = {}
@@ -49,7 +50,8 @@ class Graphs:
         """Return `function(plan, *given)`, by a graph; the tensors given are always like these.
 
         Functions share places for what they are given: the first tensor has one, and so on. What is
-        `saved` since another call is not copied to its place again if it is still there.
+        `saved` is what another function was given and has returned, in this order, and then more.
+        It is not copied to its place again if it is still there.
         """
         if capturing(self.device):
             return function(plan, *given)  # a graph holds what inner graphs would do, not them
@@ -59,22 +61,28 @@ class Graphs:
             *(None if t is None else t.dtype for t in given),
         )  # fmt: skip
         graph = self._kept.setdefault(kind, _Graph())
-        if not graph.is_captured:
-            graph.places = [self._place(i, t, saved) for i, t in enumerate(given)]
-        return graph.run(lambda *at: function(plan, *at), given, self.device, saved)
+        is_new = not graph.is_captured
+        if is_new:
+            graph.places = [self._place(i, t) for i, t in enumerate(given)]
+        found = graph.run(lambda *at: function(plan, *at), given, self.device, saved)
+        if is_new and not saved:
+            self._share(graph.results, len(given))
+        return found
 
-    def _place(self, number: int, t: Tensor | None, saved: bool) -> "_Place | None":
-        """Return where a graph is to read this tensor: where it is already, if that is known."""
+    def _place(self, number: int, t: Tensor | None) -> "_Place | None":
+        """Return where graphs are to read the tensor of that number."""
         if t is None:
             return None
-        results = (place for graph in self._kept.values() for place in graph.results if place)
-        for place in results if saved else ():
-            if place.holds(t) and place.memory.is_contiguous():
-                return place
         kind = number, t.shape, t.dtype
-        if kind not in self._places:
+        if kind not in self._returned and kind not in self._places:
             self._places[kind] = _Place.like(t)
-        return self._places[kind]
+        return self._returned.get(kind) or self._places[kind]
+
+    def _share(self, results: "Sequence[_Place | None]", first: int) -> None:
+        """Let graphs that are captured from now on read results where another one writes them."""
+        for number, place in enumerate(results, first):
+            if place is not None and place.memory.is_contiguous():  # as all that is read
+                self._returned[number, place.memory.shape, place.memory.dtype] = place
 
     def of_layer(self, number: int, make: Callable[[], Any]) -> Any:
         """Return the plan of a layer, which has graphs of its own, made when first asked for."""
@@ -86,6 +94,7 @@ class Graphs:
         if (shared := self.follow()) != self._shared:
             self._kept.clear()
             self._places.clear()
+            self._returned.clear()
             self._shared = shared
         current = current_stream(self.device)
         if self._last not in (None, current):
@@ -159,15 +168,23 @@ class _Place:
         self.memory = memory
         self._holds: tuple[Any, ...] | None = None
 
+    def __reduce__(self) -> tuple[type["_Place"], tuple[Tensor]]:
+        """Copy or pickle the memory: a tensor is known in this process, and to one place."""
+        return _Place, (self.memory,)
+
     @classmethod
     def like(cls, t: Tensor) -> "_Place":
         """Make one for tensors like this."""
         with torch.inference_mode(False):
             return cls(torch.empty_like(t, memory_format=torch.contiguous_format))
 
-    def holds(self, t: Tensor) -> bool:
-        """Tell whether this tensor is there, as it is now."""
-        return self._holds is not None and self._holds == _identity(t)
+    def claim(self, t: Tensor) -> bool:
+        """Tell whether this tensor is there, as it is now, once.
+
+        After its backward its memory may be another tensor's, which nobody counts as a change.
+        """
+        known, self._holds = self._holds, None
+        return known is not None and known == _identity(t)
 
     def put(self, t: Tensor, to_be_saved: bool) -> None:
         """Copy a tensor there; only one `to_be_saved` will be known again."""
@@ -209,7 +226,7 @@ class _Graph:
         self, function: Callable[..., Tensors], given: Tensors, device: torch.device, saved: bool
     ) -> Tensors:
         for place, t in zip(self.places, given):
-            if place is not None and not (saved and place.holds(t)):
+            if place is not None and not (saved and place.claim(t)):
                 place.put(t, to_be_saved=not saved)
         if self._replay is None:
             read = [None if place is None else place.memory for place in self.places]

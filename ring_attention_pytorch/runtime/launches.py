@@ -1,9 +1,10 @@
 """Launches of Triton kernels that cost the host half of what they usually do, or less."""
 
+import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.runtime.tape import opaque, prepared
+from ring_attention_pytorch.runtime.tape import opaque, prepared, recording
 
 logger = logging.getLogger("ring_attention_pytorch")
 
@@ -106,64 +107,98 @@ def compile_together(calls: Sequence[KernelCall]) -> None:
     """Compile for the current device what these calls need, all at the same time.
 
     Each kernel takes a second or two. Compilers run in threads, and let others run. Triton before
-    3.5 compiles one after another.
+    3.5 compiles one after another. What can't be compiled is tried again at its launch.
     """
+    if not calls:
+        return
     import triton
 
     calls = [call for call in calls if isinstance(call.kernel, triton.JITFunction)]
-    if len(calls) > 1 and hasattr(triton, "AsyncCompileMode"):
-        with ThreadPoolExecutor(len(calls)) as threads, triton.AsyncCompileMode(threads):
-            _compile(calls)
-    else:
+    if len(calls) < 2 or not hasattr(triton, "AsyncCompileMode"):
         _compile(calls)
+        return
+    with ThreadPoolExecutor(len(calls)) as threads:
+        mode = triton.AsyncCompileMode(threads)
+        try:
+            contextvars.Context().run(_compile, calls, mode)  # where no other mode is
+        finally:
+            for call in calls:
+                _forget_failed(call.kernel)
 
 
-def _compile(calls: Sequence[KernelCall]) -> None:
+def _compile(calls: Sequence[KernelCall], mode: AbstractContextManager[Any] | None = None) -> None:
     begin = time.perf_counter()
-    for call in calls:
-        made = call.compile()
-        if isinstance(getattr(made, "future", None), Future):
-            made.future.add_done_callback(partial(_say, call, begin))
-        else:
-            _say(call, begin)
+    with nullcontext() if mode is None else mode:
+        for call in calls:
+            made = call.compile()
+            if _is_under_way(made):
+                made.future.add_done_callback(partial(_say, call, begin))
+            else:
+                _say(call, begin)
 
 
-def _say(call: KernelCall, begin: float, _: object = None) -> None:
-    logger.info("compiled %s, %.1f s", call.kernel.fn.__name__, time.perf_counter() - begin)
+def _say(call: KernelCall, begin: float, future: Future[Any] | None = None) -> None:
+    if future is None or future.exception() is None:
+        seconds = time.perf_counter() - begin
+        logger.info("%s is compiled, %.1f s", call.kernel.fn.__name__, seconds)
+
+
+def _forget_failed(kernel: Any) -> None:
+    """Drop what was not compiled from what a kernel has: Triton would raise that error for ever."""
+    for known, *_ in getattr(kernel, "device_caches", {}).values():
+        for kind, made in [*known.items()]:
+            if _is_under_way(made) and made.future.done() and made.future.exception() is not None:
+                del known[kind]
+
+
+def _is_under_way(made: Any) -> bool:
+    """Tell whether Triton has given a promise of a kernel, not the kernel."""
+    return isinstance(vars(made).get("future"), Future) if hasattr(made, "__dict__") else False
 
 
 class _Thread(threading.local):
-    """What this thread holds back at the moment."""
+    """What this thread holds back at the moment, one call of each kind."""
 
-    held: list[KernelCall] | None = None
+    held: dict[Hashable, KernelCall] | None = None
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def held_back() -> Iterator[list[KernelCall]]:
-    """Collect what this thread's operations would launch in this block, in place of launching it.
+def held_back() -> Iterator[dict[Hashable, KernelCall]]:
+    """Collect what operations that are `compiled_ahead` would launch in this block and thread.
 
-    So what they would have written is anything.
+    They don't launch it, so what they would have written is anything. Of calls with the same
+    constants only the first is collected, for it keeps its tensors.
     """
-    calls: list[KernelCall] = []
-    _thread.held = calls
+    _thread.held = calls = dict[Hashable, KernelCall]()
     try:
         yield calls
     finally:
         _thread.held = None
 
 
-def compile_ahead(run: Callable[[], None]) -> None:
-    """Compile together what operations in `run` launch, none of which is launched yet."""
-    if _thread.held is None:
-        with held_back() as calls:
-            run()
-        compile_together(calls)
+def compile_ahead(run: Callable[[], None]) -> bool:
+    """Compile together what `run` launches, before any of it is; tell whether that was done.
+
+    It is not done if something is wrong, which a launch will say, nor while it is held back.
+    """
+    if _thread.held is not None or recording():
+        return False
+    with held_back() as calls:
+        run()
+    try:
+        compile_together([*calls.values()])
+    except Exception:
+        logger.debug("kernels are compiled as they are launched", exc_info=True)
+        return False
+    return True
 
 
-def operation(call: Callable[..., KernelCall]) -> Callable[..., None]:
+def operation(
+    call: Callable[..., KernelCall], launch: Callable[[KernelCall], object] = KernelCall.launch
+) -> Callable[..., None]:
     """Decorate what makes a call of a constant, then of tensors and other constants: launch it.
 
     For tapes that is one operation. Tapes launch what is compiled without looking at arguments.
@@ -173,17 +208,28 @@ def operation(call: Callable[..., KernelCall]) -> Callable[..., None]:
     @wraps(call)
     def launched(constant: object, *tensors: Tensor | Any) -> None:
         with _on(tensors[0]):
-            made = call(constant, *tensors)
-            if _thread.held is None:
-                made.launch()
-            else:
-                _thread.held.append(made)
+            launch(call(constant, *tensors))
 
     @prepared(launched)
     def _(*given: Any) -> PreparedLaunch:
         return PreparedLaunch(call(*given), given)
 
     return launched
+
+
+def compiled_ahead(call: Callable[..., KernelCall]) -> Callable[..., None]:
+    """Decorate as `operation` does; what is launched may be `held_back`.
+
+    Never a kernel in which ranks meet: those that hold back and those that do not would wait.
+    """
+    return operation(call, _launch_or_hold)
+
+
+def _launch_or_hold(call: KernelCall) -> None:
+    if _thread.held is None:
+        call.launch()
+    else:
+        _thread.held.setdefault((id(call.kernel), *call.constants.items()), call)
 
 
 def _on(t: Tensor) -> AbstractContextManager[Any]:

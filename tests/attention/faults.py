@@ -32,11 +32,11 @@ SECOND_ORDER = [
     ),
     Mutant(
         "dlse has no gradient", "attention.py:RingGradients.backward",
-        "None if saved[5] is None else tlse, None, None", "None, None, None",
+        "None if saved[7] is None else tlse", "None",
     ),
     Mutant(
         "cotangents stand still in forward over reverse", "attention.py:RingGradients.jvp",
-        "ctx.saved_tensors, along[:4], *along[4:6])[0]", "ctx.saved_tensors, along[:4])[0]",
+        "ctx.saved_tensors, along[:4], *along[6:8])[0]", "ctx.saved_tensors, along[:4])[0]",
     ),
     Mutant(
         "tangents of other ranks' keys stay at home", "second_order.py:RingTangents.forward",
@@ -64,7 +64,7 @@ COMPILED = [
     ),
     Mutant(
         "a graph forgets the cotangent of lse", "operators.py:_run_backward",
-        '"backward", backward, *given', '"backward", backward, *given[:5], None, *given[6:]',
+        "lse, dout, dlse)", "lse, dout, None)",
     ),
     Mutant(
         "an operator has no gradient of sinks", "operators.py:_backward",

@@ -282,6 +282,23 @@ def test_a_board_remembers_no_plan(ranks):
     assert ranks.submit(of_many_plans, 9).result() == (2, "keys by plan 9")
 
 
+def of_many_ranks(rank: int, time: int) -> tuple[bool, str]:
+    """Whether what was read is NaN after that rank of twenty has failed, and what is said of it."""
+    without_clock()
+    boards = [torch.zeros(2, 20, dtype=torch.int64) for _ in range(20)]
+    board, read = Board(CPU, 0, boards, patience=5.0), torch.ones(5)
+    boards[0][time, rank] = -1
+    board.spoil(read)
+    return read.isnan().all().item(), board.trouble() or ""
+
+
+@pytest.mark.parametrize("time", [0, 1])
+@pytest.mark.parametrize("rank", [1, 19])
+def test_any_of_many_ranks_may_fail_at_any_time(rank, time, ranks):
+    """There may be more words on a board than ranks have threads that wait."""
+    assert ranks.submit(of_many_ranks, rank, time).result() == (True, f"rank {rank} has failed")
+
+
 class Found:
     """A guard whose device has found something; `done` is what it was asked to do."""
 

@@ -208,6 +208,10 @@ def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     yield patched(test_graphs.what_is_there_already_is_not_copied_again)
     yield patched(test_graphs.what_has_become_another_is_copied)
     yield patched(test_graphs.in_inference_mode_all_is_copied)
+    yield patched(test_graphs.a_result_may_be_given_twice)
+    yield patched(test_graphs.layers_leave_in_place_what_their_backward_reads)
+    otherwise = test_graphs.test_results_that_lie_otherwise_are_read_where_they_are_copied_to
+    yield on_cpu(lambda _: otherwise(None))
     yield patched(test_graphs.batches_alike_share_graphs)
     yield patched(test_graphs.what_is_changed_on_a_module_counts)
     yield patched(test_graphs.others_lengths_make_another_kind)

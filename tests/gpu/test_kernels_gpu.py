@@ -255,7 +255,7 @@ def test_after_warm_up_nothing_is_compiled(caplog):
     after = compiled()
     assert all(a > b for a, b in zip(after, before))
     for name in ("forward_kernel", "keys_kernel", "queries_kernel"):
-        assert f"compiled {name}" in caplog.text
+        assert f"{name} is compiled" in caplog.text
     exact = [t.detach().double().requires_grad_() for t in mine]
     with torch.device("cuda"):
         want, _ = dense_attention(*exact, causal=True)
@@ -265,3 +265,11 @@ def test_after_warm_up_nothing_is_compiled(caplog):
         got = [out, *torch.autograd.grad(out, mine, dout)]
         assert max(map(relative_error, got, wanted)) < 1.5e-2
     assert compiled() == after
+
+
+def test_a_first_backward_compiles_its_kernels_together(caplog):
+    q = torch.randn(1, 70, 2, 24, device="cuda", dtype=torch.float16, requires_grad=True)
+    with caplog.at_level("INFO"):
+        ring_attn(q, q, q, kernel="triton").sum().backward()
+    for name in ("keys_kernel", "queries_kernel"):
+        assert f"{name} is compiled" in caplog.text

@@ -112,37 +112,63 @@ KEPT = [
         "if out.requires_grad:", "if False:",
     ),
     Mutant(
-        "what is compiled ahead is a plan's first call", "plan/rehearsal.py:warm_up",
+        "what is compiled ahead is a plan's first call", "plan/rehearsal.py:_dry_run",
         "_call(replace(plan), ", "_call(plan, ",
     ),
     Mutant(
-        "backward's kernels are launched and not compiled ahead", "plan/rehearsal.py:warm_up",
+        "backward's kernels are launched and not compiled ahead", "plan/rehearsal.py:_dry_run",
         "torch.autograd.set_multithreading_enabled(False)",
         "torch.autograd.set_multithreading_enabled(True)",
     ),
     Mutant(
         "all ranks compile the same", "plan/rehearsal.py:_compile",
-        "hosts.index(hosts[here]) == here", "True",
+        "hosts.index(host) == plan.ring.rank", "True",
     ),
     Mutant(
         "one rank compiles for all hosts", "plan/rehearsal.py:_compile",
-        "hosts.index(hosts[here]) == here", "here == 0",
+        "hosts.index(host) == plan.ring.rank", "plan.ring.rank == 0",
     ),
     Mutant(
         "other ranks are not told what can't be compiled", "plan/rehearsal.py:_compile",
-        "problem=problem", "problem=None",
+        '"compiled kernels", {}, problem=problem', '"compiled kernels", {}, problem=None',
+    ),
+    Mutant(
+        "what is anything is an anomaly", "plan/rehearsal.py:_dry_run",
+        "set_detect_anomaly(False)", "set_detect_anomaly(True)",
     ),
     Mutant(
         "kernels are compiled one after another", "runtime/launches.py:compile_together",
         'hasattr(triton, "AsyncCompileMode")', "False",
     ),
     Mutant(
+        "what can't be compiled never is", "runtime/launches.py:_forget_failed",
+        "del known[kind]", "pass",
+    ),
+    Mutant(
+        "a failed compilation goes on in its thread", "runtime/launches.py:compile_together",
+        "contextvars.Context().run(_compile, calls, mode)", "_compile(calls, mode)",
+    ),
+    Mutant(
+        "backward fails where something can't be compiled ahead",
+        "runtime/launches.py:compile_ahead",
+        "except Exception:", "except ZeroDivisionError:",
+    ),
+    Mutant(
         "what is held back is compiled early", "runtime/launches.py:compile_ahead",
+        "_thread.held is not None or", "",
+    ),
+    Mutant(
+        "nothing is held back", "runtime/launches.py:_launch_or_hold",
         "if _thread.held is None:", "if True:",
     ),
     Mutant(
-        "nothing is held back", "runtime/launches.py:operation",
-        "if _thread.held is None:", "if True:",
+        "kernels by which ranks meet are held back", "runtime/launches.py:operation",
+        "launch(call(", "(launch and _launch_or_hold)(call(",
+    ),
+    Mutant(
+        "all tensors of a call are kept while it is compiled",
+        "runtime/launches.py:_launch_or_hold",
+        "id(call.kernel), *call.constants.items()", "id(call), ",
     ),
     Mutant(
         "a plan that one rank has found is taken", "plan/ring_plan.py:RingPlan._make",

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,26 +103,27 @@ def test_graphs_are_captured_before_the_first_step(monkeypatch: pytest.MonkeyPat
 
 def one_rank_of_each_host_compiles_first(patch: pytest.MonkeyPatch) -> None:
     """Others find what it has left on the disk; all are told if it can't."""
-    hosts, order, fails = "abab", [], [False]
+    hosts, order, fails, here = "abab", [], [False], threading.local()
 
     def compiles(calls: list[str]) -> None:
-        if calls:
-            order.append(calls[0])
-            if fails[0]:
-                raise MemoryError("no room")
+        order.extend(calls)
+        if calls and fails[0]:
+            raise MemoryError("no room")
+
+    def dry(*_: object) -> None:
+        launches._thread.held["kernel"] = f"rank {here.rank}"
 
     patch.setattr(rehearsal, "compile_together", compiles)
+    patch.setattr(rehearsal, "_dry_run", dry)
+    patch.setattr(rehearsal.socket, "gethostname", lambda: hosts[here.rank])
 
     def main(ring: threads.ThreadRing) -> str:
-        name, tell = hosts[ring.rank], ring.gather_notes
-        patch.setattr(
-            ring, "gather_notes",
-            lambda about, note: tell(about, name.encode() if about == "hosts" else note),
-        )  # fmt: skip
-        rehearsal._compile(ring, [f"rank {ring.rank}"])
+        here.rank = ring.rank
+        given = SimpleNamespace(ring=ring), [torch.zeros(1)], None
+        rehearsal._compile(*given)
         fails[0] = True
         with pytest.raises(ValueError, match="no room") as told:
-            rehearsal._compile(ring, [f"rank {ring.rank}"])
+            rehearsal._compile(*given)
         return str(told.value)
 
     told, _ = threads.run(4, main)
@@ -136,10 +139,8 @@ def test_one_rank_of_each_host_compiles_first(monkeypatch: pytest.MonkeyPatch) -
 
 def what_is_compiled_ahead_is_no_first_call(patch: pytest.MonkeyPatch) -> None:
     """Kernels are held back in a call, forward and backward, that a plan knows nothing of."""
-    calls, held = [], []
-    patch.setattr(rehearsal, "_is_compiled", lambda plan: True)
-    patch.setattr(rehearsal, "_compile", lambda *given: held.append(calls[:]))
-    run = RingPlan.run
+    calls, run = [], RingPlan.run
+    patch.setattr(rehearsal, "_launches_ours", lambda plan: True)
     patch.setattr(
         RingPlan, "run",
         lambda plan, direction, *given: calls.append(
@@ -148,16 +149,50 @@ def what_is_compiled_ahead_is_no_first_call(patch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     plan = RingPlan.make(*shards(), causal=True)
     plan.warm_up()
-    ((first, back),) = held
+    first, back, *others = calls
     assert [first[0], back[0]] == ["forward", "backward"]
     assert first[2] is back[2] is not None
     assert all(each is not plan and not threads for _, each, _, threads in (first, back))
-    assert all(each is plan and kept is None for _, each, kept, _ in calls[2:])
-    assert len(calls) == 10
+    assert all(each is plan and kept is None for _, each, kept, _ in others)
+    assert len(others) == 8
 
 
 def test_what_is_compiled_ahead_is_no_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     what_is_compiled_ahead_is_no_first_call(monkeypatch)
+
+
+def what_is_anything_is_no_anomaly(patch: pytest.MonkeyPatch) -> None:
+    """Results of kernels that are held back may well be NaN."""
+    patch.setattr(rehearsal, "_launches_ours", lambda plan: True)
+    attend, given = rehearsal._attend[0], shards()
+
+    def spoiled(plan: RingPlan, *of: Any) -> tuple[Tensor, Any]:
+        out, lse = attend(plan, *of)
+        return out * (torch.nan if launches._thread.held is not None else 1.0), lse
+
+    patch.setattr(rehearsal, "_attend", [spoiled])
+    with torch.autograd.set_detect_anomaly(True):
+        RingPlan.make(*given, causal=True).warm_up()
+
+
+def test_what_is_anything_is_no_anomaly(monkeypatch: pytest.MonkeyPatch) -> None:
+    what_is_anything_is_no_anomaly(monkeypatch)
+
+
+def test_what_fails_in_one_rank_s_dry_run_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dry(plan: Any, *_: object) -> None:
+        if plan.ring.rank == 1:
+            raise MemoryError("too little")
+
+    monkeypatch.setattr(rehearsal, "_dry_run", dry)
+
+    def main(ring: threads.ThreadRing) -> str:
+        with pytest.raises(ValueError, match="too little") as told:
+            rehearsal._compile(SimpleNamespace(ring=ring), [torch.zeros(1)], None)
+        return str(told.value)
+
+    told, _ = threads.run(2, main)
+    assert told[0] == told[1]
 
 
 def test_it_imports_nothing_that_takes_a_second() -> None:

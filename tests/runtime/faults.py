@@ -127,15 +127,15 @@ ATTENTION = [
     ),
     Mutant(
         "what is saved is copied again and again", "runtime/graphs.py:_Graph.run",
-        "saved and place.holds(t)", "False",
+        "saved and place.claim(t)", "False",
     ),
     Mutant(
-        "results are copied to another place", "runtime/graphs.py:Graphs._place",
-        "if saved else ()", "if False else ()",
+        "results are copied to another place", "runtime/graphs.py:Graphs.run",
+        "is_new and not saved", "False",
     ),
     Mutant(
         "what is not saved may be there already", "runtime/graphs.py:_Graph.run",
-        "saved and place.holds(t)", "place.holds(t)",
+        "saved and place.claim(t)", "place.claim(t)",
     ),
     Mutant(
         "what was copied is known by its address", "runtime/graphs.py:_identity",
@@ -148,6 +148,22 @@ ATTENTION = [
     Mutant(
         "what was copied is known by its whole memory", "runtime/graphs.py:_identity",
         "t.storage_offset()", "0",
+    ),
+    Mutant(
+        "what was copied is known in any order", "runtime/graphs.py:_identity",
+        "t.shape, t.stride()", "0",
+    ),
+    Mutant(
+        "what was copied is known for ever", "runtime/graphs.py:_Place.claim",
+        "self._holds, None", "self._holds, self._holds",
+    ),
+    Mutant(
+        "results are read as they lie", "runtime/graphs.py:Graphs._share",
+        "and place.memory.is_contiguous()", "",
+    ),
+    Mutant(
+        "a cotangent is where a result is", "runtime/graphs.py:Graphs.run",
+        "self._share(graph.results, len(given))", "self._share(graph.results, len(given) + 1)",
     ),
     Mutant(
         "changes that nobody counts", "runtime/graphs.py:_identity",

@@ -223,30 +223,107 @@ def test_what_is_there_already_is_not_copied_again(monkeypatch):
 def what_has_become_another_is_copied(patch: pytest.MonkeyPatch) -> None:
     """Be it changed in place, or another tensor at the same address, or others of its numbers."""
     stand_in(patch)
-    kept, memory = Graphs(CPU, lambda: None), numpy.zeros(4)
-    nothing = torch.zeros(2, dtype=torch.float64)
+    kept, memory = Graphs(CPU, lambda: None), numpy.arange(8.0)
+    nothing = torch.zeros(2, 2, dtype=torch.float64)
+
+    def told(x: Tensor) -> Tensor:
+        return kept.run(add, None, x, nothing, nothing, saved=True)[0]
+
     for _ in range(5):
         x = torch.from_numpy(memory)
-        kept.run(twofold, None, x[:2])
-        x[:2] += 1
-        (total,) = kept.run(add, None, x[:2], nothing, nothing, saved=True)
-        assert torch.equal(total, x[:2]), "changed in place"
-        kept.run(twofold, None, x[:2])
-        (total,) = kept.run(add, None, x[2:], nothing, nothing, saved=True)
-        assert torch.equal(total, x[2:]), "others of its numbers"
-        kept.run(twofold, None, torch.from_numpy(memory)[:2])
+        square = x[:4].view(2, 2)
+        kept.run(twofold, None, square)
+        x[:4] += 1
+        assert torch.equal(told(square), square), "changed in place"
+        kept.run(twofold, None, square)
+        assert torch.equal(told(x[4:].view(2, 2)), x[4:].view(2, 2)), "others of its numbers"
+        kept.run(twofold, None, square)
+        assert torch.equal(told(square.t()), square.t()), "in another order"
+        kept.run(twofold, None, torch.from_numpy(memory)[:4].view(2, 2))
         memory[:] += 1
-        x = torch.from_numpy(memory)
-        (total,) = kept.run(add, None, x[:2], nothing, nothing, saved=True)
-        assert torch.equal(total, x[:2]), "another at the same address"
-        kept.run(twofold, None, x[:2])
+        square = torch.from_numpy(memory)[:4].view(2, 2)
+        assert torch.equal(told(square), square), "another at the same address"
+        kept.run(twofold, None, square)
         memory[:] += 1  # nobody counts this change
-        (result,) = kept.run(twofold, None, x[:2])
-        assert torch.equal(result, 2 * x[:2]), "not saved"
+        (result,) = kept.run(twofold, None, square)
+        assert torch.equal(result, 2 * square), "not saved"
+        assert torch.equal(told(square), square)
+        memory[:] += 1
+        assert torch.equal(told(square), square), "known only once"
 
 
 def test_what_has_become_another_is_copied(monkeypatch):
     what_has_become_another_is_copied(monkeypatch)
+
+
+def a_result_may_be_given_twice(patch: pytest.MonkeyPatch) -> None:
+    """As a cotangent, too: it is in two places, whichever call is captured."""
+    stand_in(patch)
+    kept = Graphs(CPU, lambda: None)
+    for turn in range(6):
+        x, y = torch.full((2,), 1.0 + turn), torch.ones(2)
+        (result,) = kept.run(twofold, None, x)
+        y = result if turn < 3 else y
+        (total,) = kept.run(add, None, x, result, y, saved=True)
+        assert torch.equal(total, x + result + y), turn
+
+
+def test_a_result_may_be_given_twice(monkeypatch):
+    a_result_may_be_given_twice(monkeypatch)
+
+
+def test_results_that_lie_otherwise_are_read_where_they_are_copied_to(on_cpu):
+    """A graph that is captured reads tensors that lie as those of the first call did."""
+
+    def turned(plan: None, x: Tensor) -> tuple[Tensor]:
+        return ((2 * x).t(),)
+
+    strides, kept = [], Graphs(CPU, lambda: None)
+
+    def noted(plan: None, x: Tensor, result: Tensor) -> tuple[Tensor]:
+        strides.append(result.stride())
+        return (x + result.t(),)
+
+    for turn in range(4):
+        x = torch.arange(6.0).view(2, 3) + turn
+        (result,) = kept.run(turned, None, x)
+        (total,) = kept.run(noted, None, x, result, saved=True)
+        assert torch.equal(total, 3 * x)
+    assert set(strides) == {(2, 1)}
+
+
+def layers_leave_in_place_what_their_backward_reads(patch: pytest.MonkeyPatch) -> None:
+    """The last layer's backward copies one cotangent, whichever layer's call was captured."""
+    stand_in(patch)
+    found = copied(patch)
+    q = torch.randn(1, 6, 2, 8)
+    plan = with_graphs(RingPlan.make(q, q, q, kernel="eager"))
+    for turn in range(4):
+        layers = [[torch.randn(1, 6, 2, 8).requires_grad_() for _ in "qkv"] for _ in range(3)]
+        outs = [ring_attn(*qkv, plan=plan) for qkv in layers]
+        numbers = []
+        for qkv, out in zip(reversed(layers), reversed(outs)):
+            found.clear()
+            torch.autograd.grad(out, qkv, torch.ones_like(out))
+            numbers.append(len(found))
+        if turn:
+            assert numbers == [1, 6, 6], numbers  # dout; and q, k, v, out, lse
+
+
+def test_layers_leave_in_place_what_their_backward_reads(monkeypatch):
+    layers_leave_in_place_what_their_backward_reads(monkeypatch)
+
+
+def test_copies_of_graphs_know_nothing_of_tensors(on_cpu):
+    """Be it a deep copy, as of a module, or a pickle."""
+    kept, x = Graphs(CPU, list), torch.ones(2)
+    (result,) = kept.run(twofold, None, x)
+    for other in (copy.deepcopy(kept), copy.deepcopy(kept)):
+        assert all(place._holds is None for place in other._places.values())
+        assert torch.equal(other.run(add, None, x, result, x, saved=True)[0], 4 * x)
+    place = pickle.loads(pickle.dumps(next(iter(kept._places.values()))))
+    assert place._holds is None
+    assert torch.equal(place.memory, x)
 
 
 def in_inference_mode_all_is_copied(patch: pytest.MonkeyPatch) -> None:

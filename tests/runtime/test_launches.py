@@ -1,6 +1,9 @@
 """A prepared launch gives a kernel the tensors of each call, and all else as it was."""
 
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -92,84 +95,147 @@ def test_launches_are_equal_if_all_but_the_given_is() -> None:
 
 
 class Compiled(Kernel):
-    """Notes what it is compiled for."""
+    """Notes what it is compiled for, in Triton's own way, and fails if it is told to."""
 
-    def __init__(self, name: str, begun: list[str]) -> None:
+    def __init__(self, name: str, fails: bool = False) -> None:
         super().__init__()
-        self.fn, self.begun = SimpleNamespace(__name__=name), begun
+        self.fn, self.fails = SimpleNamespace(__name__=name), fails
+        self.begun: list[tuple[Any, ...]] = []
+        self.device_caches: dict[int, tuple[dict[str, Any], None]] = {0: ({}, None)}
 
-    def warmup(self, *args: Any, grid: tuple[int], **constants: Any) -> None:
-        self.begun.append(f"{self.fn.__name__} {len(args)} {grid} {sorted(constants)}")
+    def warmup(self, *args: Any, grid: tuple[int], **constants: Any) -> Any:
+        from triton.runtime import _async_compile
+
+        self.begun.append((len(args), grid, *sorted(constants)))
+        mode, known = _async_compile.active_mode.get(), self.device_caches[0][0]
+        if mode is None:
+            return self.made()
+        return known.setdefault("kind", mode.submit(id(self), self.made, lambda _: None))
+
+    def made(self) -> str:
+        if self.fails:
+            raise OSError("no space left on device")
+        return "compiled"
+
+
+@launches.compiled_ahead
+def twice(kernel: Compiled, x: Tensor, y: Tensor, rows: int = 16) -> KernelCall:
+    return KernelCall(kernel, 2, (x, y), dict(ROWS=rows))
 
 
 @launches.operation
-def twice(kernel: Compiled, x: Tensor, y: Tensor) -> KernelCall:
-    return KernelCall(kernel, 2, (x, y), dict(ROWS=16))
+def meets(kernel: Compiled, x: Tensor) -> KernelCall:
+    return KernelCall(kernel, 2, (x,), {})
 
 
-def what_is_held_back_is_compiled_and_not_launched() -> None:
-    """By this thread; others' launches go on."""
-    triton = pytest.importorskip("triton")
-    begun: list[str] = []
-    kernels = [Compiled(name, begun) for name in "ab"]
-    x = torch.zeros(2)
+@pytest.fixture
+def kernels_are_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_triton_s(monkeypatch)
+
+
+def as_triton_s(patch: pytest.MonkeyPatch) -> None:
+    """Kernels of this file pass for those of Triton."""
+    patch.setattr(pytest.importorskip("triton"), "JITFunction", Compiled)
+
+
+def what_is_held_back_is_compiled_and_not_launched(patch: pytest.MonkeyPatch) -> None:
+    """By this thread; others' launches go on, and those by which ranks meet."""
+    as_triton_s(patch)
+    kernels, x = [Compiled(name) for name in "ab"], torch.zeros(2)
     with launches.held_back() as calls, ThreadPoolExecutor(1) as other:
-        for kernel in kernels:
-            twice(kernel, x, x)
+        for kernel, rows in product(kernels, (16, 16, 32)):
+            twice(kernel, x, x, rows)
         other.submit(twice, kernels[0], x, x).result()
-    assert [len(kernel.launched) for kernel in kernels] == [1, 0]
-    with mock.patch.object(triton, "JITFunction", Compiled):
-        launches.compile_together(calls)
-    assert sorted(begun) == ["a 2 (2,) ['ROWS']", "b 2 (2,) ['ROWS']"]
+        meets(kernels[1], x)
+    assert [len(kernel.launched) for kernel in kernels] == [1, 1]
+    assert len(calls) == 4  # of those that differ by tensors alone, one
+    launches.compile_together([*calls.values()])
+    assert [kernel.begun for kernel in kernels] == [[(2, (2,), "ROWS")] * 2] * 2
     twice(kernels[1], x, x)
-    assert len(kernels[1].launched) == 1
+    assert len(kernels[1].launched) == 2
 
 
-def test_what_is_held_back_is_compiled_and_not_launched() -> None:
-    what_is_held_back_is_compiled_and_not_launched()
+def test_what_is_held_back_is_compiled_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    what_is_held_back_is_compiled_and_not_launched(monkeypatch)
 
 
-def kernels_are_compiled_at_the_same_time() -> None:
-    """In Triton's own way, where there are several of them; what is held back stays so."""
-    triton = pytest.importorskip("triton")
-    active: list[bool] = []
-
-    class Watched(Compiled):
-        def warmup(self, *args: Any, **_: Any) -> None:
-            active.append(_async_compile.active_mode.get() is not None)
-
-    from triton.runtime import _async_compile
-
-    x, kernels = torch.zeros(2), [Watched(name, []) for name in "ab"]
+def kernels_are_compiled_at_the_same_time(patch: pytest.MonkeyPatch) -> None:
+    """Each waits for all to have begun; what is held back is compiled later."""
+    as_triton_s(patch)
+    together, x = threading.Barrier(2, timeout=60.0), torch.zeros(2)
+    kernels = [Compiled(name) for name in "ab"]
+    for kernel in kernels:
+        kernel.made = together.wait
 
     def run() -> None:
         for kernel in kernels:
             twice(kernel, x, x)
 
-    with mock.patch.object(triton, "JITFunction", Compiled):
-        launches.compile_ahead(run)
-        assert active == [True, True]
-        with launches.held_back() as calls:
-            launches.compile_ahead(run)
-            run()
+    assert launches.compile_ahead(run)
+    with launches.held_back() as calls:
+        assert not launches.compile_ahead(run)
+        run()
         assert len(calls) == 2
-    assert active == [True, True]
+    assert [len(kernel.begun) for kernel in kernels] == [1, 1]
     assert not any(kernel.launched for kernel in kernels)
 
 
-def test_kernels_are_compiled_at_the_same_time() -> None:
-    kernels_are_compiled_at_the_same_time()
+def test_kernels_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels_are_compiled_at_the_same_time(monkeypatch)
 
 
-def test_what_is_compiled_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    triton = pytest.importorskip("triton")
+def what_can_t_be_compiled_may_be_another_time(patch: pytest.MonkeyPatch) -> None:
+    """Triton would keep the error, and the thread would compile nothing any more."""
+    as_triton_s(patch)
+    kernels, x = [Compiled("a"), Compiled("b", fails=True)], torch.zeros(2)
+
+    def run() -> None:
+        for kernel in kernels:
+            twice(kernel, x, x)
+
+    assert not launches.compile_ahead(run)
+    with launches.held_back() as calls:
+        run()
+    with pytest.raises(OSError, match="no space"):
+        launches.compile_together([*calls.values()])
+    assert not kernels[1].device_caches[0][0]
+    assert kernels[0].device_caches[0][0]
+    kernels[1].fails = False
+    assert launches.compile_ahead(run)
+
+
+def test_what_can_t_be_compiled_may_be_another_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    what_can_t_be_compiled_may_be_another_time(monkeypatch)
+
+
+def test_a_user_s_own_mode_is_no_matter(kernels_are_triton_s: None) -> None:
+    import triton
+
     x = torch.zeros(2)
-    with mock.patch.object(triton, "JITFunction", Compiled), caplog.at_level("INFO"):
-        launches.compile_ahead(lambda: twice(Compiled("forward_kernel", []), x, x))
-    assert "compiled forward_kernel" in caplog.text
+    with ThreadPoolExecutor(1) as threads, triton.AsyncCompileMode(threads):
+        assert launches.compile_ahead(lambda: [twice(Compiled(name), x, x) for name in "ab"])
+
+
+def test_what_is_compiled_is_logged(
+    kernels_are_triton_s: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.zeros(2)
+    for names in ("ab", "c"):
+        kernels = [Compiled(name, fails=name == "b") for name in names]
+        with caplog.at_level("INFO"):
+            launches.compile_ahead(lambda: [twice(kernel, x, x) for kernel in kernels])  # noqa: B023
+    assert [text.split(",")[0] for text in caplog.messages] == ["a is compiled", "c is compiled"]
 
 
 def test_what_the_interpreter_runs_is_not_compiled() -> None:
     pytest.importorskip("triton")
-    x = torch.zeros(2)
-    launches.compile_ahead(lambda: twice(Compiled("a", []), x, x))
+    kernel, x = Compiled("a"), torch.zeros(2)
+    assert launches.compile_ahead(lambda: twice(kernel, x, x))
+    assert not kernel.begun
+
+
+def test_where_there_is_nothing_to_compile_triton_is_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    launches.compile_together([])
