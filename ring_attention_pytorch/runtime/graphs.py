@@ -49,9 +49,9 @@ class Graphs:
     ) -> Any:
         """Return `function(plan, *given)`, by a graph; the tensors given are always like these.
 
-        Functions share places for what they are given: the first tensor has one, and so on. What is
-        `saved` is what another function was given and has returned, in this order, and then more.
-        It is not copied to its place again if it is still there.
+        Functions share places for what they are given: the first tensor has one, and so on.
+        `saved` ones are what another function was given and has returned, in this order, and then
+        others. What is still in its place is not copied there again.
         """
         if capturing(self.device):
             return function(plan, *given)  # a graph holds what inner graphs would do, not them
@@ -82,7 +82,9 @@ class Graphs:
         """Let graphs that are captured from now on read results where another one writes them."""
         for number, place in enumerate(results, first):
             if place is not None and place.memory.is_contiguous():  # as all that is read
-                self._returned[number, place.memory.shape, place.memory.dtype] = place
+                kind = number, place.memory.shape, place.memory.dtype
+                self._returned[kind] = place
+                self._places.pop(kind, None)  # of a first call, which nobody captured
 
     def of_layer(self, number: int, make: Callable[[], Any]) -> Any:
         """Return the plan of a layer, which has graphs of its own, made when first asked for."""
@@ -99,7 +101,8 @@ class Graphs:
         current = current_stream(self.device)
         if self._last not in (None, current):
             current.wait_stream(self._last)
-            for place in self._places.values():
+            read = {place for graph in self._kept.values() for place in graph.places if place}
+            for place in read.difference(self._returned.values()):
                 place.memory.record_stream(current)
         self._last = current
 
