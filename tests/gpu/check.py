@@ -2,9 +2,10 @@
 
     python -m tests.gpu.check --folder build/gpus
 
-Tests of transports, observed calls, rings, features and decoding on as many GPUs as there are, to
-eight; in every call ranks check that they are in step. Then each transport under PyTorch's CUDA
-sanitizer. Two ranks share a GPU where there is one. What they say goes to a file each.
+Tests of transports, observed calls, decoding, failing ranks, rings and features on as many GPUs as
+there are, to eight; in every call ranks check that they are in step. Then each transport under
+PyTorch's CUDA sanitizer. Two ranks share a GPU where there is one. What they say goes to a file
+each.
 """
 
 import argparse

@@ -69,9 +69,9 @@ def test_time_for_all_is_kept(tmp_path, capsys) -> None:
 def test_checks_of_gpus_are_listed_without_any(capsys) -> None:
     assert check.main(["--list", "--ranks", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len({*lines}) == 6
-    assert sum("CHECK=always" in line for line in lines) == 5
-    assert sum("nproc-per-node 8" in line for line in lines) == 3
+    assert len(lines) == len({*lines}) == 11
+    assert sum("CHECK=always" in line for line in lines) == 10
+    assert sum("nproc-per-node 8" in line for line in lines) == 7
 
 
 class Parsed(Exception):
