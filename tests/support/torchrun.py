@@ -13,7 +13,7 @@ from tests.support.ranks import take_gpu
 ROOT = Path(__file__).parents[2]
 
 
-def under_torchrun(module: str, ranks: int, *options: str, timeout: float = 540.0) -> None:
+def under_torchrun(module: str, ranks: int = 2, *options: str, timeout: float = 540.0) -> None:
     """Run a module as `torchrun -m` does; raise AssertionError with all that it said if it fails.
 
     `timeout` is in seconds.
