@@ -123,7 +123,7 @@ def out_of_step(state, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
     If none has, what was read before was right. A program of several warps has a barrier between
     its reads and this.
     """
-    lane = tl.arange(0, 2 * LANES)  # of both times, by one atomic: each takes about a microsecond
+    lane = tl.arange(0, 2 * LANES)  # the words of both times, by one atomic
     word = lane < 2 * RANKS
     own = _board(state, rank) + lane
     seen = tl.atomic_add(own, 0, mask=word, sem="acq_rel", scope="sys")

@@ -60,7 +60,9 @@ class Graphs:
             function, torch.are_deterministic_algorithms_enabled(),
             *(None if t is None else t.dtype for t in given),
         )  # fmt: skip
-        graph = self._kept.setdefault(kind, _Graph())
+        if kind not in self._kept:
+            self._kept[kind] = _Graph()
+        graph = self._kept[kind]
         is_new = not graph.is_captured
         if is_new:
             graph.places = [self._place(i, t) for i, t in enumerate(given)]
@@ -84,7 +86,7 @@ class Graphs:
             if place is not None and place.memory.is_contiguous():  # as all that is read
                 kind = number, place.memory.shape, place.memory.dtype
                 self._returned[kind] = place
-                self._places.pop(kind, None)  # of a first call, which nobody captured
+                self._places.pop(kind, None)  # where a first call, not captured, had it
 
     def of_layer(self, number: int, make: Callable[[], Any]) -> Any:
         """Return the plan of a layer, which has graphs of its own, made when first asked for."""
