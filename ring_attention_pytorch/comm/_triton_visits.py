@@ -10,7 +10,7 @@ import triton.language as tl
 from ring_attention_pytorch.comm._triton_guard import MET, leave, meet, out_of_step
 
 
-@triton.jit(do_not_specialize=["purpose", "rank", "patience", "n", "heads", "rows"])
+@triton.jit(do_not_specialize=["purpose", "rank", "patience", "n", "heads", "lines"])
 def write_kernel(
     state,
     purpose: tl.int32,
@@ -23,7 +23,8 @@ def write_kernel(
     place,
     n: tl.int32,
     heads: tl.int32,
-    rows: tl.int32,
+    table,
+    lines: tl.int32,
     RANKS: tl.constexpr,
     LANES: tl.constexpr,
     MEETS: tl.constexpr,
@@ -32,9 +33,10 @@ def write_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write k and v [b, n, h, d] to `place` [b, n, h, d + d_v], which others read.
+    """Write k and v [b, n, h, d] to `place` [b, m, h, d + d_v], which others read.
 
-    Meet before, if it `MEETS`.
+    Meet before, if it `MEETS`. A line of the table is: first row of all heads here, first row
+    there, number of rows.
     """
     number = tl.load(state + MET) + 1
     gone = False
@@ -43,15 +45,19 @@ def write_kernel(
         tl.debug_barrier()
     if not gone:
         col = tl.arange(0, WIDTH).to(tl.int64)
-        for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-            row = first + tl.arange(0, ROWS).to(tl.int64)
-            held = (row < rows)[:, None]
-            batch, token, head = row // heads // n, row // heads % n, row % heads
-            to = place + row[:, None] * (D + D_V) + col[None, :]
-            found = _rows(k, k_strides, batch, token, head, col, held & (col < D)[None, :])
-            tl.store(to, found, mask=held & (col < D)[None, :])
-            found = _rows(v, v_strides, batch, token, head, col, held & (col < D_V)[None, :])
-            tl.store(to + D, found, mask=held & (col < D_V)[None, :])
+        for line in range(tl.program_id(0), lines, tl.num_programs(0)):
+            here, there = tl.load(table + 3 * line), tl.load(table + 3 * line + 1)
+            rows = tl.load(table + 3 * line + 2)
+            for first in range(0, rows, ROWS):
+                at = first + tl.arange(0, ROWS)
+                held, row = (at < rows)[:, None], here + at
+                batch, token, head = row // heads // n, row // heads % n, row % heads
+                to = place + (there + at)[:, None] * (D + D_V) + col[None, :]
+                of_k, of_v = held & (col < D)[None, :], held & (col < D_V)[None, :]
+                found = _rows(k, k_strides, batch, token, head, col, of_k)
+                other = _rows(v, v_strides, batch, token, head, col, of_v)
+                tl.store(to, found, mask=of_k)
+                tl.store(to + D, other, mask=of_v)
     if MEETS:
         leave(state, number)
 

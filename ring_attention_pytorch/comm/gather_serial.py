@@ -4,12 +4,13 @@ It is for few tokens, where the host takes longer to launch calls that overlap t
 run them. Nothing runs side by side, so no stream waits for another, and launches are few: own keys
 come among the others, in one block, or are computed on by themselves, whichever takes fewer calls
 of the kernel (`policy.own_keys_apart`).
+
+All that a rank computes on comes together in its own memory that others read (`schedule.rooms`), so
+its own keys are written once.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,26 +24,21 @@ from ring_attention_pytorch.comm.gather_symmetric import (
     apart,
     room_for,
 )
+from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
-from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import wire_dtype
 from ring_attention_pytorch.schedule import steps
-from ring_attention_pytorch.schedule.pieces import (
-    Chunks,
-    KVShape,
-    Workload,
-    all_together,
-    joined_places,
-    schedule,
-    tokens,
-)
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload, schedule
+from ring_attention_pytorch.schedule.rooms import Move, Room, moves, rooms
 from ring_attention_pytorch.schedule.steps import Block, Program, Transfer
 
 
 @dataclass(frozen=True)
 class SerialGather(SymmetricGather):
-    """A `SymmetricGather` of one round, on one stream."""
+    """A `SymmetricGather` of one round, on one stream. It knows the `rooms` of all ranks."""
+
+    rooms: tuple[Room, ...] = field(kw_only=True)
 
     @classmethod
     def like(
@@ -61,10 +57,18 @@ class SerialGather(SymmetricGather):
             rounds = schedule(blocks, at_once=len(blocks.keys))
             plan = steps.gather(blocks, [Block.of(each) for each in rounds])
         else:
-            widest = max(map(tokens, all_together(blocks).pieces))
-            shared.space.make_room(shared.group, grads=widest * job.grad_bytes)
             plan = steps.gather_first(blocks)
-        return cls(gather.ring, plan, space=shared.space, ranks=shared.ranks)
+        found = rooms(plan.forward)
+        most, held = max(room.tokens for room in found), max(room.held for room in found)
+        token_bytes = job.token_bytes + job.batch  # with a key mask
+        shared.space.make_room(shared.group, keys=most * token_bytes, grads=held * job.grad_bytes)
+        return cls(gather.ring, plan, space=shared.space, ranks=shared.ranks, rooms=found)
+
+    def moves(self, program: Program, transfer: Transfer) -> tuple[Move, ...]:
+        """Return what this rank takes of others' rooms, worked out once."""
+        if "moves" not in self.known:
+            self.known["moves"] = moves(program, transfer, self.ring.rank, self.rooms)
+        return self.known["moves"]
 
     @property
     def keeps(self) -> bool:
@@ -87,48 +91,64 @@ class _Call(SymmetricCall):
     captured before there are tables.
     """
 
+    def __init__(
+        self,
+        gather: SerialGather,
+        program: Program,
+        own: KVBlock,
+        totals: KVGrads | None = None,
+    ) -> None:
+        super().__init__(gather, program, own, totals)
+        self.serial, self.room = gather, gather.rooms[gather.ring.rank]
+
     def _begin(self, turns: int) -> None:
         self.space.begin(turns, self.totals is not None)
 
     def _publish(self, block: int) -> None:
-        length = tokens(self._chunks(block))
-        self.rooms = [room_for(t, length) for t in self._written()]
+        self.rooms = self._written()
 
     def _written(self) -> list[Tensor]:
-        shelf, own, forward = self.space.keys, self.own, self.totals is None
-        if not own.k.is_cuda:  # threads that stand in for GPUs
-            if forward:
-                shelf.meet()
-            return super()._written()
-        place, *mask = shelf.own(self.gather.form(own, own.k.shape[1], masks=True))
-        visits.write(visits.Writing(shelf.to_write(), forward), own.k, own.v, place)
+        """Write own keys where this rank computes on them, and others read them."""
+        shelf, own, room = self.space.keys, self.own, self.room
+        table = visits.table_of_writes(shelf, own.k, own.v, room.tokens, room.own)
+        forward = self.totals is None
+        if forward and table is None:
+            shelf.meet()
+        both, *masks = shelf.own(self._form(room))
+        if table is None:
+            for mine, at in room.own:
+                torch.cat((own.k[:, mine], own.v[:, mine]), dim=-1, out=both[:, at])
+        else:
+            visits.write(visits.Writing(shelf.to_write(), table, forward), own.k, own.v, both)
         if own.key_mask is not None:
-            mask[0].copy_(own.key_mask)
-        return [place, *mask]
+            for mine, at in room.own:
+                masks[0][:, at].copy_(own.key_mask[:, mine])
+        return [both, *masks]
 
     def _come(self, transfer: Transfer) -> None:
-        """Pull all keys of a block, in the order of positions."""
-        shelf, there = self.space.keys, []
-        for owner, at in in_stretches(self._chunks(transfer.block)):
-            form = self.gather.form(self.own, self._held_by(owner), masks=True)
-            there.append([t[:, at] for t in shelf.of(self.gather.ranks[owner], form)])
+        """Pull others' keys to where they belong among own ones."""
+        shelf, (both, *masks) = self.space.keys, self.rooms
+        ring, there, here = self.serial.ring, [], []
+        for owner, at, to in self.serial.moves(self.program, transfer):
+            room = shelf.of(self.serial.ranks[owner], self._form(self.serial.rooms[owner]))
+            there.append([t[:, at] for t in room])
+            here.append(to)
         parts, *parts_of_masks = [*zip(*there)] or [()] * len(self.rooms)
-        room, *masks = self.rooms
-        ring = self.gather.ring
-        table = visits.table_of_copies(shelf, room, parts, ring.rank, ring.size)
+        table = visits.table_of_copies(shelf, both, parts, here, ring.rank / ring.size)
         if table is None:
             shelf.publish()  # after the call for own keys, which needs nobody
-            _copy_all(room, parts)
+            _copy_all(both, here, parts)
         else:
-            visits.pull(visits.Visit(shelf.to_read(), table), room)
+            visits.pull(visits.Visit(shelf.to_read(), table), both)
         for mask, theirs in zip(masks, parts_of_masks):
-            _copy_all(mask, theirs)
+            _copy_all(mask, here, theirs)
         if table is None or masks:  # what a visit brings it has looked after
-            self.space.board.spoil(room)
-        self._has_come(transfer.block, [*apart(room, self.own), *masks])
+            self.space.board.spoil(both)
+        held = slice(0, self.room.held)
+        self._has_come(transfer.block, [t[:, held] for t in (*apart(both, self.own), *masks)])
 
-    def _held_by(self, owner: int) -> int:
-        return count(self.program.workload.keys[owner])
+    def _form(self, room: Room) -> Form:
+        return self.gather.form(self.own, room.tokens, masks=True)
 
     def _send_home(self, transfer: Transfer) -> Callable[[], None]:
         for total in self.sums.pop(transfer.source):
@@ -168,26 +188,10 @@ class _Call(SymmetricCall):
         self.space.board.spoil(*[total.settle() for total in self.totals])
 
 
-def in_stretches(chunks: Chunks) -> list[tuple[int, slice]]:
-    """List owners, and slices of their keys: of neighbouring chunks that follow one another, one.
-
-    >>> from ring_attention_pytorch.schedule.pieces import Chunk, Segment
-    >>> at = Segment(0, 1, 4)
-    >>> in_stretches((Chunk(1, 0, at), Chunk(1, 4, at), Chunk(0, 0, at)))
-    [(1, slice(0, 8, None)), (0, slice(0, 4, None))]
-    """
-    return [
-        (owner, at)
-        for owner, theirs in groupby(chunks, attrgetter("owner"))
-        for (at,) in joined_places((chunk.cols,) for chunk in theirs)
-    ]
-
-
-def _copy_all(place: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy parts to a place, one behind another, by one kernel: nothing else computes."""
-    here = place.split_with_sizes([part.shape[1] for part in parts], dim=1)
+def _copy_all(place: Tensor, here: Sequence[slice], parts: Sequence[Tensor]) -> None:
+    """Copy parts to their places, by one kernel: nothing else computes."""
     if parts and len(place):
-        torch._foreach_copy_(_by_sample(here), _by_sample(parts))
+        torch._foreach_copy_(_by_sample([place[:, at] for at in here]), _by_sample(parts))
 
 
 def _by_sample(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -12,6 +12,7 @@ class Config(NamedTuple):
     """The cut of one kernel: rows and columns of scores at a time, and the compiler's options.
 
     `tma`: inputs come by the tensor memory accelerator where the GPU has one and they lie right.
+    `pack`: query heads of one key head that share a block's rows, at most.
     """
 
     rows: int
@@ -19,40 +20,87 @@ class Config(NamedTuple):
     warps: int
     stages: int
     tma: bool = False
+    pack: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a block's rows."""
+        return self.rows // self.pack
+
+    def of_group(self, group: int) -> "Config":
+        """Return this config for `group` query heads of a key head."""
+        return self._replace(pack=math.gcd(self.pack, group))
 
 
-# direction -> head size up to -> config, swept on an H200
-_HOPPER = {
-    "forward": {
-        64: Config(128, 64, 4, 3, tma=True),
-        128: Config(128, 128, 8, 3, tma=True),
-        256: Config(128, 64, 8, 2, tma=True),
-    },
-    "keys": {
-        64: Config(64, 64, 4, 3, tma=True),
-        128: Config(64, 64, 4, 2, tma=True),
-        256: Config(64, 64, 8, 2, tma=True),
-    },
-    "queries": {
-        64: Config(128, 64, 4, 3, tma=True),
-        128: Config(128, 64, 8, 3, tma=True),
-        256: Config(64, 32, 4, 3, tma=True),
-    },
-}
-# (most, times) -> direction -> head size up to -> config, for queries that see fewer than `most`
-# keys on average, and are at least `times` as many, as in short documents and windows. The first
-# that has the direction and the size is taken. Smaller blocks waste less at borders
-_HOPPER_FOR_FEW = {
-    (500, 8): {
-        "forward": {64: Config(64, 64, 4, 2, tma=True), 128: Config(64, 32, 4, 2, tma=True)},
-        "queries": {64: Config(64, 32, 4, 2, tma=True), 128: Config(64, 32, 4, 2, tma=True)},
-    },
-    (1280, 4): {
-        "forward": {64: Config(64, 64, 4, 3, tma=True)},
-        "queries": {64: Config(64, 64, 4, 3, tma=True), 128: Config(64, 64, 4, 2, tma=True)},
-    },
-    (3072, 0): {"forward": {128: Config(64, 64, 4, 3, tma=True)}},
-}
+class Rule(NamedTuple):
+    """Configs for calls of a kind, by direction and head size up to.
+
+    A key head has a multiple of `group` query heads. A query sees fewer than `seen` keys on
+    average, and queries are at least `times` as many, as in short documents and windows.
+    """
+
+    configs: dict[str, dict[int, Config]]
+    group: int = 1
+    seen: float = math.inf
+    times: int = 0
+
+    def holds(self, seen: float, rows: int, group: int) -> bool:
+        few = self.seen == math.inf or (seen < self.seen and rows >= self.times * seen)
+        return few and group % self.group == 0
+
+
+def _tma(rows: int, cols: int, warps: int, stages: int, pack: int = 1) -> Config:
+    return Config(rows, cols, warps, stages, True, pack)
+
+
+# swept on H200s; the first rule counts that holds and has the direction and the head size. Blocks
+# of fewer tokens waste less at borders, and packed ones are as fast
+_HOPPER = (
+    Rule({"forward": {64: _tma(64, 32, 4, 3, pack=8)}}, group=4, seen=500, times=8),
+    Rule(
+        {
+            "forward": {128: _tma(64, 32, 4, 3, pack=8)},
+            "keys": {64: _tma(64, 64, 4, 3, pack=8)},
+            "queries": {64: _tma(64, 32, 4, 3, pack=8)},
+        },
+        group=4, seen=1280, times=4,
+    ),
+    Rule({"keys": {128: _tma(64, 64, 4, 2, pack=8)}}, group=4, seen=4096, times=4),
+    Rule({"forward": {128: _tma(64, 64, 4, 3)}}, seen=3072, group=4),
+    Rule(
+        {
+            "forward": {64: _tma(128, 64, 4, 3, pack=4), 128: _tma(128, 128, 8, 3, pack=4)},
+            "queries": {128: _tma(64, 64, 4, 3, pack=8)},
+        },
+        group=4,
+    ),
+    Rule(
+        {
+            "forward": {64: _tma(64, 64, 4, 2), 128: _tma(64, 32, 4, 2)},
+            "queries": {64: _tma(64, 32, 4, 2), 128: _tma(64, 32, 4, 2)},
+        },
+        seen=500, times=8,
+    ),
+    Rule(
+        {
+            "forward": {64: _tma(64, 64, 4, 3)},
+            "queries": {64: _tma(64, 64, 4, 3), 128: _tma(64, 64, 4, 2)},
+        },
+        seen=1280, times=4,
+    ),
+    Rule({"forward": {128: _tma(64, 64, 4, 3)}}, seen=3072),
+    Rule(
+        {
+            "forward": {
+                64: _tma(128, 64, 4, 3), 128: _tma(128, 128, 8, 3), 256: _tma(128, 64, 8, 2),
+            },
+            "keys": {64: _tma(64, 64, 4, 3), 128: _tma(64, 64, 4, 2), 256: _tma(64, 64, 8, 2)},
+            "queries": {
+                64: _tma(128, 64, 4, 3), 128: _tma(128, 64, 8, 3), 256: _tma(64, 32, 4, 3),
+            },
+        },
+    ),
+)  # fmt: skip
 # configs that fit into the shared memory of any GPU since Ampere
 _ELSEWHERE = {
     "forward": {64: Config(128, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
@@ -71,6 +119,7 @@ def config_for(
     capability: tuple[int, int] | None,
     seen: float = math.inf,
     rows: int = 0,
+    group: int = 1,
 ) -> Config:
     """Return the config of a kernel: a pure function of the shape class.
 
@@ -81,23 +130,20 @@ def config_for(
         capability: the GPU's.
         seen: keys that a query sees, on average.
         rows: queries.
+        group: query heads of a key head.
     """
     if direction in _overrides:
-        return _overrides[direction]
-    hopper = capability is not None and capability[0] in (9, 10)
+        return _overrides[direction].of_group(group)
+    size = next(size for size in _FLOAT32 if width <= size)
     if dtype == torch.float32:
-        sizes = _FLOAT32
-    elif hopper:
-        sizes = _HOPPER[direction]
-    else:
-        sizes = _ELSEWHERE[direction]
-    size = next(size for size in sizes if width <= size)
-    if hopper and dtype != torch.float32:
-        for (most, times), configs in _HOPPER_FOR_FEW.items():
-            found = configs.get(direction, {}).get(size)
-            if found is not None and seen < most and rows >= times * seen:
-                return found
-    return sizes[size]
+        return _FLOAT32[size]
+    if capability is None or capability[0] not in (9, 10):
+        return _ELSEWHERE[direction][size]
+    for rule in _HOPPER:
+        config = rule.configs.get(direction, {}).get(size)
+        if config is not None and rule.holds(seen, rows, group):
+            return config.of_group(group)
+    raise AssertionError(f"no rule for {direction}, head size {width}")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Tensors as the Triton kernels read them: as they are, or by the tensor memory accelerator."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,22 +26,30 @@ def tma_fits(tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def in_blocks(length: int, *tensors: Tensor) -> list[tuple[Tensor, int]]:
-    """Pair tensors with how many of their rows a kernel reads at a time."""
-    return [(t, length) for t in tensors]
+class Blocks(NamedTuple):
+    """A tensor, and how many of its rows a kernel reads at a time: as many each of `pack` heads."""
+
+    of: Tensor
+    rows: int
+    pack: int
 
 
-def operands(tma: bool, *blocks: tuple[Tensor, int]) -> list[Any]:
-    """Return tensors as kernels read them, so many rows at a time: with TMA their descriptors."""
+def in_blocks(rows: int, *tensors: Tensor, pack: int = 1) -> list[Blocks]:
+    """Return tensors with the blocks in which a kernel reads them."""
+    return [Blocks(t, rows, pack) for t in tensors]
+
+
+def operands(tma: bool, *blocks: Blocks) -> list[Any]:
+    """Return tensors as kernels read them: with TMA their descriptors."""
     if not tma:
-        return [t for t, _ in blocks]
+        return [block.of for block in blocks]
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    def descriptor(t: Tensor, length: int) -> TensorDescriptor:
+    def descriptor(t: Tensor, rows: int, pack: int) -> TensorDescriptor:
         if t.ndim == 3:  # lse and delta, [b, h, n]
-            return TensorDescriptor.from_tensor(t, [1, 1, length])
+            return TensorDescriptor.from_tensor(t, [1, pack, rows // pack])
         shape, strides = t.shape, t.stride()
         heads_first = [[sizes[i] for i in (0, 2, 1, 3)] for sizes in (shape, strides)]
-        return TensorDescriptor(t, *heads_first, [1, 1, length, padded(shape[3])])
+        return TensorDescriptor(t, *heads_first, [1, pack, rows // pack, padded(shape[3])])
 
     return [descriptor(*block) for block in blocks]

@@ -18,6 +18,7 @@ from ring_attention_pytorch.kernels._triton_parts import (
     marks_of_head,
     marks_of_rows,
     masked_block,
+    packed,
     place,
     probabilities,
     rows_of,
@@ -40,6 +41,7 @@ def _keys_step(
     factor,
     # sizes
     ROWS: tl.constexpr,
+    PACK: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     # forks
@@ -60,12 +62,12 @@ def _keys_step(
     r0, r1, c0, c1, left, right = tile
     k_block, v_block, col, shown = keys
     q, q_strides, dout, do_strides, lse_at, lse_n, delta_at, delta_n, batch, head, d, d_v = queries
-    row = i + tl.arange(0, ROWS)
-    q_block = rows_of(q, q_strides, batch, head, i, r1, d, ROWS, D, EDGE, EVEN, TMA, WIDE)
+    row, _ = packed(i, head, ROWS, PACK)
+    q_block = rows_of(q, q_strides, batch, head, i, r1, d, ROWS, D, EDGE, EVEN, TMA, WIDE, PACK)
     if NEGATE:
         q_block = -q_block
     do_block = rows_of(
-        dout, do_strides, batch, head, i, r1, d_v, ROWS, D_V, EDGE, EVEN_V, TMA, WIDE
+        dout, do_strides, batch, head, i, r1, d_v, ROWS, D_V, EDGE, EVEN_V, TMA, WIDE, PACK
     )
     if EDGE:
         shown = shown & seen(col[:, None], row[None, :], (c0, c1, r0, r1, right, left))
@@ -81,9 +83,9 @@ def _keys_step(
     # a row that sees nothing has lse = -inf, but then all of it is masked
     bias = None
     if ALIBI:
-        alibi, rows_at, col_at = places
+        slope_at, rows_at, col_at = places
         row_at = tl.load(rows_at + row, mask=row < r1, other=0)
-        bias = alibi_of(tl.load(alibi + head), row_at[None, :], col_at[:, None])
+        bias = alibi_of(slope_at[None, :], row_at[None, :], col_at[:, None])
     p, slope = probabilities(
         scores, lse[None, :] * 1.4426950408889634, shown, bias, inner, factor, MASKED, CLAMP, ALIBI
     )
@@ -100,6 +102,26 @@ def _keys_step(
     dv = tl.dot(left.to(do_block.dtype), do_block, dv, input_precision=PRECISION)
     dk = tl.dot(ds.to(q_block.dtype), q_block, dk, input_precision=PRECISION)
     return dk, dv
+
+
+@triton.jit
+def _of_heads(
+    head_of_row,
+    alibi,
+    word,
+    other_word,
+    sample,
+    first_head,
+    ALIBI: tl.constexpr,
+    DROPS: tl.constexpr,
+):
+    """Return each row's slope of ALiBi, and both marks of its head; unread if there are none."""
+    slope, marks = head_of_row, (head_of_row, head_of_row)
+    if ALIBI:
+        slope = tl.load(alibi + head_of_row)
+    if DROPS:
+        marks = marks_of_head(word, other_word, sample, first_head + head_of_row)
+    return slope, marks
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -161,6 +183,7 @@ def keys_kernel(
     # sizes of blocks
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    PACK: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     # forks
@@ -199,16 +222,17 @@ def keys_kernel(
         shown = (tl.load(at, mask=held, other=0) != 0)[:, None]
     keys = k_block, v_block, col, shown
     running = tl.zeros([COLS, D], tl.float32), tl.zeros([COLS, D_V], tl.float32)
-    for g in range(group):
+    for g in range(0, group, PACK):
         head = key_head * group + g
-        marks = head, head
-        if DROPS:
-            marks = marks_of_head(word, other_word, sample + batch, first_head + head)
-        places, draws = (alibi, rows_at, col_at), (marks, row_numbers, col_number, bar, inverse)
+        _, head_of_row = packed(0, head, ROWS, PACK)
+        slope, marks = _of_heads(
+            head_of_row, alibi, word, other_word, sample + batch, first_head, ALIBI, DROPS
+        )
+        places, draws = (slope, rows_at, col_at), (marks, row_numbers, col_number, bar, inverse)
         lse_at, delta_at = lse, delta
         if not TMA:
-            lse_at = place(lse, batch, head, lse_b, lse_h)
-            delta_at = place(delta, batch, head, delta_b, delta_h)
+            lse_at = place(lse, batch, head_of_row, lse_b, lse_h)
+            delta_at = place(delta, batch, head_of_row, delta_b, delta_h)
         queries = (
             q, q_strides, dout, do_strides, lse_at, lse_n, delta_at, delta_n, batch, head, d, d_v,
         )  # fmt: skip
@@ -219,18 +243,21 @@ def keys_kernel(
             stop = tl.minimum(start + COLS, m)
             a, z = tl.maximum(start, c0), tl.minimum(stop, c1)
             whole = (start >= c0) & (stop <= c1)
-            first, early, masked, full, full_end = span(a, z, whole, c0, r0, r1, right, left, ROWS)
+            # lse and delta come by TMA, 16 bytes at a time
+            first, early, masked, full, full_end = span(
+                a, z, whole, c0, r0, r1, right, left, ROWS // PACK, 4
+            )
             for j in range(masked):
-                i = masked_block(j, first, early, full, full_end, ROWS)
+                i = masked_block(j, first, early, full, full_end, ROWS // PACK)
                 running = _keys_step(
                     running, i, tile, keys, queries, places, draws, inner, factor,
-                    ROWS, D, D_V, True, EVEN, EVEN_V, True,
+                    ROWS, PACK, D, D_V, True, EVEN, EVEN_V, True,
                     CLAMP, NEGATE, PRECISION, TMA, WIDE, ALIBI, DROPS,
                 )  # fmt: skip
-            for i in range(full, full_end, ROWS):
+            for i in range(full, full_end, ROWS // PACK):
                 running = _keys_step(
                     running, i, tile, keys, queries, places, draws, inner, factor,
-                    ROWS, D, D_V, False, EVEN, EVEN_V, MASK,
+                    ROWS, PACK, D, D_V, False, EVEN, EVEN_V, MASK,
                     CLAMP, NEGATE, PRECISION, TMA, WIDE, ALIBI, DROPS,
                 )  # fmt: skip
     dk_sum, dv_sum = running

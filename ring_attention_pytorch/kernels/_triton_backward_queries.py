@@ -13,6 +13,7 @@ from ring_attention_pytorch.kernels._triton_parts import (
     kept_of,
     lse_of_rows,
     masked_block,
+    packed,
     place,
     places_of_rows,
     probabilities,
@@ -69,7 +70,7 @@ def _queries_step(
     if ALIBI:
         slope_at, row_at, cols_at = places
         col_at = tl.load(cols_at + col, mask=col < stop, other=0)
-        bias = alibi_of(slope_at, row_at[:, None], col_at[None, :])
+        bias = alibi_of(slope_at[:, None], row_at[:, None], col_at[None, :])
     p, slope = probabilities(scores, lse, shown, bias, inner, factor, EDGE or MASK, CLAMP, ALIBI)
     dp = tl.dot(do_block, tl.trans(v_block), input_precision=PRECISION)
     if DROPS:
@@ -140,6 +141,7 @@ def queries_kernel(
     # sizes of blocks
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    PACK: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     # forks
@@ -155,25 +157,26 @@ def queries_kernel(
     ALIBI: tl.constexpr,
     DROPS: tl.constexpr,
 ):
-    """Compute dq of a block of queries of one head."""
-    block, of, first_tile, last_tile = block_of(blocks, count, beside)
-    start = block * ROWS
-    batch, head = of // heads, of % heads
+    """Compute dq of a block of queries."""
+    TOKENS: tl.constexpr = ROWS // PACK
+    block, pack, first_tile, last_tile = block_of(blocks, count, beside)
+    start = block * TOKENS
+    batch, head = pack * PACK // heads, pack * PACK % heads
     key_head = head // group
-    row = start + tl.arange(0, ROWS)
+    row, head_of_row = packed(start, head, ROWS, PACK)
     held = row < n
-    q_block = rows_of(q, q_strides, batch, head, start, n, d, ROWS, D, True, EVEN, TMA, WIDE)
+    q_block = rows_of(q, q_strides, batch, head, start, n, d, ROWS, D, True, EVEN, TMA, WIDE, PACK)
     if NEGATE:
         q_block = -q_block
     do_block = rows_of(
-        dout, do_strides, batch, head, start, n, d_v, ROWS, D_V, True, EVEN_V, TMA, WIDE
+        dout, do_strides, batch, head, start, n, d_v, ROWS, D_V, True, EVEN_V, TMA, WIDE, PACK
     )
-    lse_at = place(lse, batch, head, lse_b, lse_h)
-    delta_at = place(delta, batch, head, delta_b, delta_h)
+    lse_at = place(lse, batch, head_of_row, lse_b, lse_h)
+    delta_at = place(delta, batch, head_of_row, delta_b, delta_h)
     delta_rows = tl.load(delta_at + row.to(tl.int64) * delta_n, mask=held, other=0.0)[:, None]
-    slope, row_at = places_of_rows(alibi, rows_at, head, row, held, ALIBI)
+    slope, row_at = places_of_rows(alibi, rows_at, head_of_row, row, held, ALIBI)
     marks = draws_of_rows(
-        word, other_word, sample + batch, first_head + head, row_numbers, row, held, DROPS
+        word, other_word, sample + batch, first_head + head_of_row, row_numbers, row, held, DROPS
     )
     places, draws = (slope, row_at, cols_at), (marks, col_numbers, bar, inverse)
     keys = k, k_strides, v, v_strides, mask, mask_b, mask_m, batch, key_head, d, d_v
@@ -184,7 +187,7 @@ def queries_kernel(
         # rows of another tile have p = 0 by their lse, so they never need masking
         lse_rows = lse_of_rows(lse_at, lse_n, row, r0, r1)[:, None]
         queries = q_block, do_block, lse_rows, delta_rows, row
-        a, z = tl.maximum(start, r0), tl.minimum(tl.minimum(start + ROWS, n), r1)
+        a, z = tl.maximum(start, r0), tl.minimum(tl.minimum(start + TOKENS, n), r1)
         first, early, masked, full, full_end = span(a, z, 1, r0, c0, c1, left, right, COLS)
         for j in range(full, full_end, COLS):
             dq_sum = _queries_step(
@@ -197,4 +200,5 @@ def queries_kernel(
                 dq_sum, j, c1, tile, queries, keys, places, draws, inner, factor,
                 COLS, D, D_V, True, EVEN, EVEN_V, MASK, CLAMP, PRECISION, TMA, WIDE, ALIBI, DROPS,
             )  # fmt: skip
-    add_rows(before, dq, dq_strides, batch, head, start, n, d, dq_sum * scale, ROWS, D, WIDE, FRESH)
+    dq_sum = dq_sum * scale
+    add_rows(before, dq, dq_strides, batch, head, start, n, d, dq_sum, ROWS, D, WIDE, FRESH, PACK)

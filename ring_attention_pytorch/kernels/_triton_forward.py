@@ -17,6 +17,7 @@ from ring_attention_pytorch.kernels._triton_parts import (
     masked_block,
     matrix,
     numbers_of,
+    packed,
     place,
     places_of_rows,
     rows_of,
@@ -43,6 +44,7 @@ def _so_far(
     WIDE: tl.constexpr,
     FRESH: tl.constexpr,
     DROPS: tl.constexpr,
+    PACK: tl.constexpr,
 ):
     """Return (acc, top, total) of the keys that these rows have seen before, as `_attend` does."""
     lse = tl.full([ROWS], -float("inf"), tl.float32)
@@ -50,7 +52,7 @@ def _so_far(
     if not FRESH:
         lse = tl.load(lse_at, mask=held, other=-float("inf"))
         if tl.max(lse, 0) > -float("inf"):
-            at = matrix(before, strides, batch, head, start, ROWS, D_V, WIDE)
+            at = matrix(before, strides, batch, head, start, ROWS, D_V, WIDE, PACK)
             acc = tl.load(at, mask=within, other=0.0)
             if DROPS:  # all of acc is multiplied at the end
                 acc = acc / inverse
@@ -145,7 +147,7 @@ def _step(
     if ALIBI:
         slope, row_at, cols_at = places
         col_at = numbers_of(cols_at + col, col < stop, EDGE)
-        bias = alibi_of(slope, row_at[:, None], col_at[None, :])
+        bias = alibi_of(slope[:, None], row_at[:, None], col_at[None, :])
     kept = None
     if DROPS:
         marks, col_numbers, bar = draws
@@ -207,6 +209,7 @@ def forward_kernel(
     # sizes of blocks
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    PACK: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     # forks
@@ -223,29 +226,30 @@ def forward_kernel(
     ALIBI: tl.constexpr,
     DROPS: tl.constexpr,
 ):
-    """Compute out and lse of a block of queries of one head.
+    """Compute out and lse of a block of queries.
 
     MOVES: out is other memory than what was before; lse is in place.
     """
-    block, of, first_tile, last_tile = block_of(blocks, count, beside)
-    start = block * ROWS
-    batch, head = of // heads, of % heads
+    TOKENS: tl.constexpr = ROWS // PACK
+    block, pack, first_tile, last_tile = block_of(blocks, count, beside)
+    start = block * TOKENS
+    batch, head = pack * PACK // heads, pack * PACK % heads
     key_head = head // group
-    row = start + tl.arange(0, ROWS)
+    row, head_of_row = packed(start, head, ROWS, PACK)
     held = row < n
-    q_block = rows_of(q, q_strides, batch, head, start, n, d, ROWS, D, True, EVEN, TMA, WIDE)
+    q_block = rows_of(q, q_strides, batch, head, start, n, d, ROWS, D, True, EVEN, TMA, WIDE, PACK)
     if NEGATE:
         q_block = -q_block
-    slope, row_at = places_of_rows(alibi, rows_at, head, row, held, ALIBI)
+    slope, row_at = places_of_rows(alibi, rows_at, head_of_row, row, held, ALIBI)
     marks = draws_of_rows(
-        word, other_word, sample + batch, first_head + head, row_numbers, row, held, DROPS
+        word, other_word, sample + batch, first_head + head_of_row, row_numbers, row, held, DROPS
     )
     places, draws = (slope, row_at, cols_at), (marks, col_numbers, bar)
-    lse_at = place(lse, batch, head, lse_b, lse_h) + row.to(tl.int64) * lse_n
+    lse_at = place(lse, batch, head_of_row, lse_b, lse_h) + row.to(tl.int64) * lse_n
     within = held[:, None] & (tl.arange(0, D_V) < d_v)[None, :]
     running = _so_far(
         before, out_strides, lse_at, batch, head, start, held, within, inverse,
-        ROWS, D_V, WIDE, FRESH, DROPS,
+        ROWS, D_V, WIDE, FRESH, DROPS, PACK,
     )  # fmt: skip
     _, before_top, before_total = running
     keys = k, k_strides, v, v_strides, mask, mask_b, mask_m, batch, key_head, d, d_v
@@ -253,8 +257,9 @@ def forward_kernel(
     for t in range(first_tile, last_tile):
         tile = tile_at(tiles, t)
         r0, r1, c0, c1, left, right = tile
-        a, z = tl.maximum(start, r0), tl.minimum(tl.minimum(start + ROWS, n), r1)
-        whole = (start >= r0) & (tl.minimum(start + ROWS, n) <= r1)
+        stop = tl.minimum(start + TOKENS, n)
+        a, z = tl.maximum(start, r0), tl.minimum(stop, r1)
+        whole = (start >= r0) & (stop <= r1)
         first, early, masked, full, full_end = span(a, z, whole, r0, c0, c1, left, right, COLS)
         for j in range(full, full_end, COLS):
             running = _step(
@@ -276,5 +281,5 @@ def forward_kernel(
         if not MOVES:
             within = within & held[:, None]
     tl.store(lse_at, (top + tl.log2(total)) * 0.6931471805599453, mask=held)
-    out_at = matrix(out, out_strides, batch, head, start, ROWS, D_V, WIDE)
+    out_at = matrix(out, out_strides, batch, head, start, ROWS, D_V, WIDE, PACK)
     tl.store(out_at, acc / tl.where(total != 0.0, total, 1.0)[:, None], mask=within)

@@ -25,16 +25,28 @@ VARYING = [
 
 @triton.jit
 def block_of(blocks, count, beside):
-    """Return this program's block and head, and from which to which tile of the table it looks.
+    """Return this program's block and pack, and from which to which tile of the table it looks.
 
-    Each head has `count` blocks. Heads take turns `beside` at a time, and of those the same block
-    is next to each other: programs that run at once read the same keys, out of the cache.
+    A pack is a key head, or query heads of one key head that share a block: each has `count`
+    blocks. Packs take turns `beside` at a time, and of those the same block is next to each other:
+    programs that run at once read the same keys, out of the cache.
     """
     turn, place = tl.program_id(0) // (beside * count), tl.program_id(0) % (beside * count)
-    head = turn * beside
-    beside = tl.minimum(tl.num_programs(0) // count - head, beside)
+    pack = turn * beside
+    beside = tl.minimum(tl.num_programs(0) // count - pack, beside)
     at = blocks + 3 * (place // beside)
-    return tl.load(at), head + place % beside, tl.load(at + 1), tl.load(at + 2)
+    return tl.load(at), pack + place % beside, tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def packed(start, head, ROWS: tl.constexpr, PACK: tl.constexpr):
+    """Return the token and the head of each row of a block: `PACK` heads, one after another.
+
+    Query heads that read the same keys share a block, as in flash-attn's `pack_gqa`. So it is as
+    high as tensor cores want and yet of few tokens, of which borders of tiles waste less.
+    """
+    i = tl.arange(0, ROWS)
+    return start + i % (ROWS // PACK), head + i // (ROWS // PACK)
 
 
 @triton.jit
@@ -55,8 +67,8 @@ def alibi_of(slope, a, b):
 
 @triton.jit
 def places_of_rows(alibi, rows_at, head, row, held, ALIBI: tl.constexpr):
-    """Return ALiBi's slope for a head and the positions of its rows; without ALIBI unread."""
-    slope, row_at = 0.0, row
+    """Return each row's slope of ALiBi, by its head, and its position; without ALIBI unread."""
+    slope, row_at = row, row
     if ALIBI:
         slope = tl.load(alibi + head)
         row_at = tl.load(rows_at + row, mask=held, other=0)
@@ -101,7 +113,7 @@ def draws_of_rows(
     held,
     DROPS: tl.constexpr,
 ):
-    """Return both marks of each row of a head; without DROPS they are not read."""
+    """Return both marks of each row, by its head; without DROPS they are not read."""
     marks = row, row
     if DROPS:
         number = tl.load(row_numbers + row, mask=held, other=0)
@@ -119,14 +131,16 @@ def kept_of(first, second, number, bar):
 
 
 @triton.jit
-def span(start, stop, whole, a0, b0, b1, back, ahead, BLOCK: tl.constexpr):
+def span(
+    start, stop, whole, a0, b0, b1, back, ahead, BLOCK: tl.constexpr, ALIGNED: tl.constexpr = 1
+):
     """Find the blocks of the other side, from b0 to b1, seen from start to stop on this side.
 
     Returns where the first block starts, how many lie before the full ones, how many of them all
     need masking, and from where to where blocks are seen by all of this side. Blocks start at
-    multiples of 4: numbers of 4 bytes that lie along them come by TMA 16 bytes at a time.
+    multiples of `ALIGNED`.
     """
-    origin = b0 // 4 * 4
+    origin = b0 // ALIGNED * ALIGNED
     first = origin + ((b0 - origin + tl.maximum(start - a0 - back, 0)) // BLOCK) * BLOCK
     end = tl.minimum(b1, stop + b0 - a0 + ahead)
     full = b0 - origin + tl.maximum(stop - 1 - a0 - back, 0)
@@ -177,18 +191,23 @@ def matrix(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
+    PACK: tl.constexpr = 1,
 ):
-    """Return where rows `start` and on of one head of [batch, row, head, width] lie.
+    """Return where rows of [batch, row, head, width] lie: from `start` on, of `PACK` heads.
 
     WIDE: offsets within a block pass 32 bits too.
     """
     batch_stride, row_stride, head_stride, stride = strides
-    row, col = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    row, head_of_row = packed(0, 0, ROWS, PACK)
+    col = tl.arange(0, WIDTH)
     if WIDE:
-        row, col = row.to(tl.int64), col.to(tl.int64)
+        row, head_of_row, col = row.to(tl.int64), head_of_row.to(tl.int64), col.to(tl.int64)
     at = place(base, batch, head, batch_stride, head_stride)
     at += tl.cast(start, tl.int64) * row_stride
-    return at + (row[:, None] * row_stride + col[None, :] * stride)
+    offset = row * row_stride
+    if PACK > 1:
+        offset += head_of_row * head_stride
+    return at + (offset[:, None] + col[None, :] * stride)
 
 
 @triton.jit
@@ -206,8 +225,9 @@ def rows_of(
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
     WIDE: tl.constexpr,
+    PACK: tl.constexpr = 1,
 ):
-    """Load rows `start` and on of one head of x [batch, row, head, width], zeros beyond its bounds.
+    """Load rows of x [batch, row, head, width], as `matrix` finds them, zeros beyond its bounds.
 
     x is a tensor, or its descriptor with heads before rows if TMA. Rows are only compared to `stop`
     if CHECK.
@@ -215,8 +235,9 @@ def rows_of(
     if TMA:
         block = tl.reshape(x.load([batch, head, start, 0]), [ROWS, WIDTH])
     else:
-        at = matrix(x, strides, batch, head, start, ROWS, WIDTH, WIDE)
-        inside = (start + tl.arange(0, ROWS) < stop)[:, None]
+        at = matrix(x, strides, batch, head, start, ROWS, WIDTH, WIDE, PACK)
+        row, _ = packed(start, head, ROWS, PACK)
+        inside = (row < stop)[:, None]
         within = (tl.arange(0, WIDTH) < width)[None, :]
         if CHECK and EVEN:
             block = tl.load(at, mask=inside, other=0.0)
@@ -293,10 +314,12 @@ def add_rows(
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
     FRESH: tl.constexpr,
+    PACK: tl.constexpr = 1,
 ):
-    """Store rows `start` and on of one head in total, added to `before` unless FRESH."""
-    at = matrix(0, strides, batch, head, start, ROWS, WIDTH, WIDE)
-    inside = (start + tl.arange(0, ROWS) < length)[:, None]
+    """Store rows in total, as `matrix` finds them, added to `before` unless FRESH."""
+    at = matrix(0, strides, batch, head, start, ROWS, WIDTH, WIDE, PACK)
+    row, _ = packed(start, head, ROWS, PACK)
+    inside = (row < length)[:, None]
     inside = inside & (tl.arange(0, WIDTH) < width)[None, :]
     if not FRESH:
         value += tl.load(before + at, mask=inside)

@@ -63,9 +63,13 @@ def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> KernelCall:
     tiles, terms, keys, (before, out, lse) = opened(job, tensors)
     (b, n, h, d), (_, m, h_kv, d_v) = q.shape, keys.v.shape
     config = _config("forward", q, keys, tiles)
-    table = tile_table(tiles, "rows", config.rows, q, every=before is not out)
+    table = tile_table(tiles, "rows", config.tokens, q, every=before is not out)
     options = _options(config, terms, keys, (q, keys.k, keys.v, out))
-    q_, k, v = operands(options["TMA"], (q, config.rows), *in_blocks(config.cols, keys.k, keys.v))
+    q_, k, v = operands(
+        options["TMA"],
+        *in_blocks(config.rows, q, pack=config.pack),
+        *in_blocks(config.cols, keys.k, keys.v),
+    )
     args = [
         q_,
         k,
@@ -79,7 +83,7 @@ def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> KernelCall:
         lse,
         # the table of tiles
         *table,
-        _beside(table.count, h // h_kv),
+        _beside(table.count, h // h_kv // config.pack),
         # sizes and factors
         n,
         m,
@@ -97,7 +101,7 @@ def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> KernelCall:
         *lse.stride(),
     ]
     constants = dict(FRESH=before is None, MOVES=before is not out, **options)
-    return KernelCall(forward_kernel, b * h * table.count, args, constants)
+    return KernelCall(forward_kernel, b * h // config.pack * table.count, args, constants)
 
 
 def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, grads: Grads) -> None:
@@ -131,9 +135,9 @@ def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
     options = _options(config, terms, keys, inputs, (dk, dv))
     q, dout, k, v, lse, delta = operands(
         options["TMA"],
-        *in_blocks(config.rows, saved.q, saved.dout),
+        *in_blocks(config.rows, saved.q, saved.dout, pack=config.pack),
         *in_blocks(config.cols, keys.k, keys.v),
-        *in_blocks(config.rows, saved.lse, saved.delta),
+        *in_blocks(config.rows, saved.lse, saved.delta, pack=config.pack),
     )
     args = [
         q,
@@ -179,11 +183,11 @@ def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
     tiles, terms, keys, (before, dq) = opened(job, tensors)
     (b, n, h, d), (_, m, h_kv, d_v) = saved.q.shape, keys.v.shape
     config = _config("queries", saved.q, keys, tiles)
-    table = tile_table(tiles, "rows", config.rows, saved.q, every=before is not dq)
+    table = tile_table(tiles, "rows", config.tokens, saved.q, every=before is not dq)
     options = _options(config, terms, keys, (saved.q, keys.k, keys.v, saved.dout), (dq,))
     q, dout, k, v = operands(
         options["TMA"],
-        *in_blocks(config.rows, saved.q, saved.dout),
+        *in_blocks(config.rows, saved.q, saved.dout, pack=config.pack),
         *in_blocks(config.cols, keys.k, keys.v),
     )
     args = [
@@ -201,7 +205,7 @@ def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
         dq,
         # the table of tiles
         *table,
-        _beside(table.count, h // h_kv),
+        _beside(table.count, h // h_kv // config.pack),
         # sizes and factors
         n,
         m,
@@ -216,7 +220,7 @@ def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
         dq.stride(),
     ]
     constants = dict(FRESH=before is None, **options)
-    return KernelCall(queries_kernel, b * h * table.count, args, constants)
+    return KernelCall(queries_kernel, b * h // config.pack * table.count, args, constants)
 
 
 def _config(direction: str, q: Tensor, keys: KVBlock, tiles: Tiles) -> Config:
@@ -224,11 +228,13 @@ def _config(direction: str, q: Tensor, keys: KVBlock, tiles: Tiles) -> Config:
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
         rows = max(t.rows.stop for t in tiles) - min(t.rows.start for t in tiles)
         width, seen = max(q.shape[-1], keys.v.shape[-1]), visible_pairs(tiles) / rows
-        return config_for(direction, width, q.dtype, capability, seen, rows)
+        group = q.shape[2] // keys.v.shape[2]
+        return config_for(direction, width, q.dtype, capability, seen, rows, group)
 
     if is_overridden(direction) or not isinstance(tiles, Tiles):
         return make()
-    return tiles.once((direction, q.shape[-1], keys.v.shape[-1], q.dtype, q.device), make)
+    shapes = q.shape[2:], keys.v.shape[2:]
+    return tiles.once((direction, *shapes, q.dtype, q.device), make)
 
 
 def _options(
@@ -241,14 +247,15 @@ def _options(
     """Return the constants that a kernel is compiled with; `moved` is what it moves in blocks."""
     q, d, d_v = moved[0], keys.k.shape[-1], keys.v.shape[-1]
     exact = not q.is_cuda or torch.get_float32_matmul_precision() == "highest"
-    block = max(config.rows, config.cols, _WIDEST)
+    block, packed = max(config.rows, config.cols, _WIDEST), config.pack - 1
     wide = False
     for t in (*moved, *written):
-        if t.ndim == 4 and block * (t.stride(1) + t.stride(3)) >= 2**31:
+        if t.ndim == 4 and block * (t.stride(1) + t.stride(3)) + packed * t.stride(2) >= 2**31:
             wide = True
     return dict(
         ROWS=config.rows,
         COLS=config.cols,
+        PACK=config.pack,
         D=padded(d),
         D_V=padded(d_v),
         EVEN=d == padded(d),

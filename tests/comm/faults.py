@@ -227,7 +227,20 @@ ATTENTION = [
     Mutant(
         "too little room for gradients that come together",
         "comm/gather_serial.py:SerialGather.like",
-        "grads=widest * job.grad_bytes", "grads=1",
+        "grads=held * job.grad_bytes", "grads=1",
+    ),
+    Mutant(
+        "too little room for keys that come together",
+        "comm/gather_serial.py:SerialGather.like",
+        "keys=most * token_bytes", "keys=1",
+    ),
+    Mutant(
+        "own keys that only others see are written nowhere", "schedule/rooms.py:Room.of",
+        "[(slice(end, mine.start), slice(behind, behind + unseen)), (mine, at)]", "[(mine, at)]",
+    ),
+    Mutant(
+        "keys are taken from where their owner was given them",
+        "schedule/rooms.py:Room.find", "shift = at.start - mine.start", "shift = 0",
     ),
     Mutant(
         "gradients pulled from the wrong rank",

@@ -180,7 +180,7 @@ def test_no_mask_of_pairs_is_ever_in_memory():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_random_cases(dtype):
     """With small blocks: several in each tile, and one compilation for many cases."""
-    small = {name: Config(16, 16, 4, 1) for name in ("forward", "keys", "queries")}
+    small = {name: Config(16, 16, 4, 1, pack=4) for name in ("forward", "keys", "queries")}
     for case in random_cases(20, dtype):
         with configured(**(small if dtype == torch.float32 else {})):
             assert not (found := faults(case, "triton", "cuda")), (found, case)

@@ -49,7 +49,7 @@ def brought(board: Board, tables: Tables, memory: Tensor, adds: bool) -> list[Te
     meeting = board.meeting("read")
     if not adds:
         room = torch.zeros_like(memory)
-        table = visits.table_of_copies(tables, room, [memory])
+        table = visits.table_of_copies(tables, room, [memory], [slice(0, ROWS)])
         visits.pull(visits.Visit(meeting, table), room)
         return [room]
     sums = [memory.new_zeros(1, ROWS, HEADS, D) for _ in range(2)]

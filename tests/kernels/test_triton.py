@@ -52,16 +52,17 @@ ON_A_GPU = KernelRequest("cuda", torch.bfloat16, False, capability=(9, 0))
 SMALL = dict(
     forward=Config(32, 16, 4, 1), keys=Config(16, 32, 4, 1), queries=Config(32, 16, 4, 1)
 )  # several blocks in a short sequence
-BY_DESCRIPTOR = {name: config._replace(tma=True) for name, config in SMALL.items()}
+PACKED = {name: config._replace(pack=4) for name, config in SMALL.items()}
+BY_DESCRIPTOR = {name: config._replace(tma=True, pack=2) for name, config in SMALL.items()}
 
-RIGHT = [(case, SMALL) for case in CASES]
+RIGHT = [(case, config) for config in (SMALL, PACKED) for case in CASES]
 RIGHT += [
     (case, (SMALL, BY_DESCRIPTOR)[i % 2]) for i, case in enumerate(random_cases(14, torch.float32))
 ]
 RIGHT += [(case, {}) for case in CASES[2:4]]
-RIGHT += [(case, SMALL) for case in (*FAR_CASES, *STRIDED)]
+RIGHT += [(case, PACKED) for case in (*FAR_CASES, *STRIDED)]
 RIGHT += [
-    (replace(case, dtype=torch.float16), (BY_DESCRIPTOR, SMALL)[i % 2])
+    (replace(case, dtype=torch.float16), (BY_DESCRIPTOR, PACKED)[i % 2])
     for i, case in enumerate(CASES[:5] + random_cases(8, torch.float32)[4:])
 ]
 OTHERS = [(disturbed, case) for case in CASES[4:7]] + [(unrepeated, CASES[6])]
@@ -335,7 +336,7 @@ def test_rows_count_beside_the_keys_they_see(monkeypatch):
     q = torch.zeros(1, 12, 2, 16)
     tiles = [Tile(slice(i, i + 6), slice(i, i + 6), None, None) for i in (0, 6)]
     triton._config("forward", q, SimpleNamespace(v=q), tiles)
-    assert asked == [("forward", 16, torch.float32, None, 6.0, 12)]
+    assert asked == [("forward", 16, torch.float32, None, 6.0, 12, 1)]
 
 
 def test_another_config_holds_while_it_is_asked_for():

@@ -285,7 +285,7 @@ def random_cases(count: int, dtype: torch.dtype, longest: int = 40) -> list[Kern
         cases.append(
             KernelCase(
                 n, m, tiles,
-                heads=draw.choice([(1, 1), (2, 2), (4, 2), (3, 1), (6, 2)]),
+                heads=draw.choice([(1, 1), (2, 2), (4, 2), (3, 1), (6, 2), (4, 1), (8, 2)]),
                 d=draw.choice([(8, 8), (16, 16), (32, 32), (5, 3), (3, 20), (1, 1), (33, 16)]),
                 dtype=dtype,
                 masked=draw.random() < 0.3,

@@ -32,7 +32,7 @@ TYPES |= dict.fromkeys(("inner", "factor", "scale", "inverse"), "fp32")
 def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Every kernel, with and without each of what it forks for, alone and all together."""
     for kernel, chosen in product(KERNELS, [(), *((fork,) for fork in FORKS), FORKS]):
-        on = {fork: fork in chosen for fork in FORKS}
+        on = dict(PACK=4 if chosen == FORKS else 1) | {fork: fork in chosen for fork in FORKS}
         # where nothing was before, what is written is new memory
         yield kernel, SIZES | on | dict(MOVES=on["MOVES"] or on["FRESH"], FRESH_V=on["FRESH"])
 

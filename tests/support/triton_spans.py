@@ -13,9 +13,11 @@ BLOCK = 16
 
 @triton.jit
 def _blocks(  # noqa: PLR0913
-    found, start, stop, whole, a0, b0, b1, back, ahead, SIZE: tl.constexpr
+    found, start, stop, whole, a0, b0, b1, back, ahead, SIZE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    first, early, masked, full, full_end = span(start, stop, whole, a0, b0, b1, back, ahead, SIZE)
+    first, early, masked, full, full_end = span(
+        start, stop, whole, a0, b0, b1, back, ahead, SIZE, ALIGNED
+    )
     tl.store(found, masked)
     tl.store(found + 1, full)
     tl.store(found + 2, full_end)
@@ -34,7 +36,8 @@ def wrong_spans(count: int) -> list[tuple[int, ...]]:
         at, end = max(start, a0), min(start + BLOCK, a1)
         band = at, end, int(start >= a0 and start + BLOCK <= a1), a0, b0, b1, back, ahead
         found = torch.zeros(64, dtype=torch.int32)
-        _blocks[(1,)](found, *band, SIZE=BLOCK)
+        aligned = draw.choice([1, 4])
+        _blocks[(1,)](found, *band, SIZE=BLOCK, ALIGNED=aligned)
         masked, full, full_end, *starts = found.tolist()
         whole = range(full, full_end, BLOCK)
         held = {j for s in (*starts[:masked], *whole) for j in range(s, s + BLOCK)}
@@ -43,7 +46,7 @@ def wrong_spans(count: int) -> list[tuple[int, ...]]:
             for i in range(at, end)
         ]
         shown = all(set(range(s, s + BLOCK)) <= each for s in whole for each in seen)
-        even = all(s % 4 == 0 for s in (*starts[:masked], *whole))
+        even = all(s % aligned == 0 for s in (*starts[:masked], *whole))
         if not (shown and even and all(each <= held for each in seen)):
             wrong.append(band)
     return wrong
