@@ -1,9 +1,7 @@
 """Tables of tiles, in which a block of rows or columns finds the tiles that it is part of."""
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import lru_cache, partial
-from itertools import accumulate
+from functools import lru_cache
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
@@ -48,38 +46,44 @@ def _numbers(tile: Tile) -> tuple[int, ...]:
 def _make_table(
     tiles: Sequence[tuple[int, ...]], side: str, block: int, every: int | None, device: torch.device
 ) -> TileTable:
+    def upload() -> list[Tensor]:
+        # from pageable memory: the copy ends before this returns, so any stream may read the table
+        return [t.to(device, torch.int32) for t in _tables(tiles, side, block, every)]
+
+    of_tiles, of_blocks = lasting(upload, device)
+    return TileTable(of_tiles, of_blocks, len(of_blocks))
+
+
+def _tables(
+    tiles: Sequence[tuple[int, ...]], side: str, block: int, every: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return the tables of tiles and of blocks, on the host: documents have thousands of blocks."""
     start, stop = (0, 1) if side == "rows" else (2, 3)
-    tiles = sorted(tiles, key=itemgetter(start))
-    starts = [tile[start] for tile in tiles]
-    stops = [tile[stop] for tile in tiles]
-    stops = list(accumulate(stops, max))  # the last up to each tile
-    length = stops[-1] if every is None else every
-    by_work = []
-    for number in range(-(-length // block)):
-        at = number * block
-        # where many documents lie, a block looks at the tiles of a few
-        first, last = bisect_right(stops, at), bisect_left(starts, at + block)
-        if first < last or every is not None:
-            work = sum(_seen(tile, at, at + block, side) for tile in tiles[first:last])
-            by_work.append((work, number, first, last))
+    table = torch.tensor(sorted(tiles, key=itemgetter(start)), device="cpu")
+    stops = table[:, stop].cummax(0).values  # the last up to each tile
+    at = torch.arange(0, int(stops[-1]) if every is None else every, block, device="cpu")
+    # where many documents lie, a block looks at the tiles of a few
+    first = torch.searchsorted(stops, at, right=True)
+    last = torch.searchsorted(table[:, start].contiguous(), at + block)
     # those that see the most go first, so that all end together
-    by_work.sort(key=itemgetter(0), reverse=True)
-    blocks = [block for _, *block in by_work]
-    # from pageable memory: the copy ends before this returns, so any stream may read the table
-    upload = partial(torch.tensor, dtype=torch.int32, device=device)
-    of_tiles, of_blocks = lasting(lambda: (upload(tiles), upload(blocks)), device)
-    return TileTable(of_tiles, of_blocks, len(blocks))
+    number = _seen(table, first, last, at, block, side).argsort(descending=True, stable=True)
+    if every is None:
+        number = number[(first < last)[number]]
+    return table, torch.stack([number, first[number], last[number]], dim=1)
 
 
-def _seen(tile: tuple[int, ...], start: int, stop: int, side: str) -> int:
-    """Count how much of the tile's other side is seen by any of these rows, or columns."""
-    a0, a1, b0, b1, back, ahead = tile
+def _seen(tiles: Tensor, first: Tensor, last: Tensor, at: Tensor, block: int, side: str) -> Tensor:
+    """Count how much of the other side blocks see, each of its tiles from `first` to `last`."""
+    each = (last - first).clamp(min=0)
+    of = torch.repeat_interleave(each)  # the block of each tile that one looks at
+    before = (each.cumsum(0) - each)[of]
+    tile = torch.arange(len(of), device="cpu") - before + first[of]
+    a0, a1, b0, b1, back, ahead = tiles[tile].unbind(1)
     if side == "cols":
         a0, a1, b0, b1, back, ahead = b0, b1, a0, a1, ahead, back
-    start, stop = max(start, a0), min(stop, a1)
-    first = max(b0, start - a0 + b0 - back)
-    end = min(b1, stop - a0 + b0 + ahead)
-    return max(0, end - first)
+    start, stop = at[of].maximum(a0), (at[of] + block).minimum(a1)
+    seen = (stop - a0 + b0 + ahead).minimum(b1) - (start - a0 + b0 - back).maximum(b0)
+    return torch.zeros_like(at).index_add_(0, of, seen.clamp(min=0))
 
 
 _table_of = lru_cache(maxsize=4096)(_make_table)

@@ -4,12 +4,14 @@ from tests.faults.mutant import Mutant
 
 ATTENTION = [
     Mutant(
-        "a block forgets the tile that began before it", "kernels/_tile_table.py:_make_table",
-        "bisect_right(stops, at)", "bisect_left(starts, at)",
+        "a block forgets the tile that began before it", "kernels/_tile_table.py:_tables",
+        "searchsorted(stops, at, right=True)",
+        "searchsorted(table[:, start].contiguous(), at)",
     ),
     Mutant(
-        "a block forgets its last tile", "kernels/_tile_table.py:_make_table",
-        "bisect_left(starts, at + block)", "bisect_left(starts, at + block) - 1",
+        "a block forgets its last tile", "kernels/_tile_table.py:_tables",
+        "searchsorted(table[:, start].contiguous(), at + block)",
+        "searchsorted(table[:, start].contiguous(), at + block) - 1",
     ),
     Mutant(
         "ALiBi of the next head", "kernels/eager.py:visible_parts", '"(g r) -> g r 1 1"',

@@ -301,8 +301,8 @@ def test_on_the_cpu_it_is_never_chosen_and_only_interpreted_by_name(monkeypatch)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_head_size_has_a_config(direction, capability, dtype):
     for width in range(1, 257):
-        for seen, rows in product((10, 1000, 2000, 10_000), (0, 8000)):
-            config = config_for(direction, width, dtype, capability, seen, rows)
+        for seen, rows, group in product((10, 1000, 2000, 10_000), (0, 8000), (1, 8)):
+            config = config_for(direction, width, dtype, capability, seen, rows, group)
             assert {config.rows, config.cols} <= {16, 32, 64, 128}
             # keys and values twice over, or queries and theirs, within what every such GPU has
             held = 2 * (config.rows + config.cols) * max(width, 16) * dtype.itemsize
@@ -318,6 +318,16 @@ def test_few_keys_take_smaller_blocks_on_hopper_only():
             areas.append(found.rows * found.cols)
         smaller = areas[0] < areas[1] < areas[2]
         assert smaller == (capability == (9, 0)), (direction, areas)
+
+
+def test_query_heads_of_a_key_head_share_blocks_on_hopper_only():
+    """As many as a block has room for and there are; a multiple of four, for so it was swept."""
+    for group, pack in ((1, 1), (3, 1), (4, 4), (6, 1), (8, 8), (12, 4), (16, 8)):
+        for direction in ("forward", "keys", "queries"):
+            asked = direction, 128, torch.bfloat16
+            assert config_for(*asked, (9, 0), 100, 8000, group).pack == pack
+            assert config_for(*asked, (8, 0), 100, 8000, group).pack == 1
+            assert config_for(direction, 128, torch.float32, (9, 0), 100, 8000, group).pack == 1
 
 
 def test_a_short_sequence_is_not_as_documents_are():
