@@ -67,7 +67,7 @@ def run_direction(block: Block, direction: str, config: Config | None) -> Callab
 def configs(direction: str, d: int) -> list[Config]:
     """List what may be worth trying; what does not fit fails and is left out."""
     sizes = {
-        "forward": [(128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 128, 4)],
+        "forward": [(128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 128, 4), (64, 32, 4)],
         "queries": [(128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 32, 4)],
         "keys": [(64, 128, 8), (64, 64, 4), (32, 128, 8), (32, 64, 4)],
     }[direction]
@@ -77,8 +77,10 @@ def configs(direction: str, d: int) -> list[Config]:
     if d > 128 and direction != "forward":
         sizes += [(64, 64, 8), (32, 32, 4), (64, 32, 8), (64, 32, 4)]
     return [
-        Config(*size, stages, tma)
-        for size, stages, tma in itertools.product(dict.fromkeys(sizes), (1, 2, 3), (True, False))
+        Config(*size, stages, tma, pack)
+        for size, stages, tma, pack in itertools.product(
+            dict.fromkeys(sizes), (1, 2, 3), (True, False), (1, 8)
+        )
         if (tma and stages > 1) or (stages == 2 and not tma) or (d > 128 and stages == 1)
     ]
 

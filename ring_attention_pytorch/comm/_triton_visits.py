@@ -35,29 +35,29 @@ def write_kernel(
 ):
     """Write k and v [b, n, h, d] to `place` [b, m, h, d + d_v], which others read.
 
-    Meet before, if it `MEETS`. A line of the table is: first row of all heads here, first row
-    there, number of rows.
+    Meet before, if it `MEETS`; if that fails, NaN is written. A line of the table is: first row of
+    all heads here, first row there, number of rows.
     """
     number = tl.load(state + MET) + 1
-    gone = False
+    gone = number < 0  # never
     if MEETS:
         gone = meet(state, number, purpose, rank, patience, RANKS, LANES)
         tl.debug_barrier()
-    if not gone:
-        col = tl.arange(0, WIDTH).to(tl.int64)
-        for line in range(tl.program_id(0), lines, tl.num_programs(0)):
-            here, there = tl.load(table + 3 * line), tl.load(table + 3 * line + 1)
-            rows = tl.load(table + 3 * line + 2)
-            for first in range(0, rows, ROWS):
-                at = first + tl.arange(0, ROWS)
-                held, row = (at < rows)[:, None], here + at
-                batch, token, head = row // heads // n, row // heads % n, row % heads
-                to = place + (there + at)[:, None] * (D + D_V) + col[None, :]
-                of_k, of_v = held & (col < D)[None, :], held & (col < D_V)[None, :]
-                found = _rows(k, k_strides, batch, token, head, col, of_k)
-                other = _rows(v, v_strides, batch, token, head, col, of_v)
-                tl.store(to, found, mask=of_k)
-                tl.store(to + D, other, mask=of_v)
+    col = tl.arange(0, WIDTH).to(tl.int64)
+    nothing = tl.full((ROWS, WIDTH), float("nan"), tl.float32).to(place.dtype.element_ty)
+    for line in range(tl.program_id(0), lines, tl.num_programs(0)):
+        here, there = tl.load(table + 3 * line), tl.load(table + 3 * line + 1)
+        rows = tl.load(table + 3 * line + 2)
+        for first in range(0, rows, ROWS):
+            at = first + tl.arange(0, ROWS)
+            held, row = (at < rows)[:, None], here + at
+            batch, token, head = row // heads // n, row // heads % n, row % heads
+            to = place + (there + at)[:, None] * (D + D_V) + col[None, :]
+            of_k, of_v = held & (col < D)[None, :], held & (col < D_V)[None, :]
+            found = _rows(k, k_strides, batch, token, head, col, of_k)
+            other = _rows(v, v_strides, batch, token, head, col, of_v)
+            tl.store(to, tl.where(gone, nothing, found), mask=of_k)
+            tl.store(to + D, tl.where(gone, nothing, other), mask=of_v)
     if MEETS:
         leave(state, number)
 

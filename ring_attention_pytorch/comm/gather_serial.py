@@ -5,8 +5,8 @@ run them. Nothing runs side by side, so no stream waits for another, and launche
 come among the others, in one block, or are computed on by themselves, whichever takes fewer calls
 of the kernel (`policy.own_keys_apart`).
 
-All that a rank computes on comes together in its own memory that others read (`schedule.rooms`), so
-its own keys are written once.
+What a rank computes on in one block comes together in its memory that others read
+(`schedule.arrangement`): own keys are written there once, and the others' pulled between them.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,16 +29,19 @@ from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import wire_dtype
 from ring_attention_pytorch.schedule import steps
+from ring_attention_pytorch.schedule.arrangement import Arrangement, Move, arrangements, moves
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload, schedule
-from ring_attention_pytorch.schedule.rooms import Move, Room, moves, rooms
 from ring_attention_pytorch.schedule.steps import Block, Program, Transfer
 
 
 @dataclass(frozen=True)
 class SerialGather(SymmetricGather):
-    """A `SymmetricGather` of one round, on one stream. It knows the `rooms` of all ranks."""
+    """A `SymmetricGather` of one round, on one stream.
 
-    rooms: tuple[Room, ...] = field(kw_only=True)
+    Keys are `arranged` in the memory of each rank.
+    """
+
+    arranged: tuple[Arrangement, ...] = field(kw_only=True)
 
     @classmethod
     def like(
@@ -58,16 +61,19 @@ class SerialGather(SymmetricGather):
             plan = steps.gather(blocks, [Block.of(each) for each in rounds])
         else:
             plan = steps.gather_first(blocks)
-        found = rooms(plan.forward)
-        most, held = max(room.tokens for room in found), max(room.held for room in found)
+        arranged = arrangements(plan.forward)
+        most, held = max(each.tokens for each in arranged), max(each.held for each in arranged)
         token_bytes = job.token_bytes + job.batch  # with a key mask
         shared.space.make_room(shared.group, keys=most * token_bytes, grads=held * job.grad_bytes)
-        return cls(gather.ring, plan, space=shared.space, ranks=shared.ranks, rooms=found)
+        return cls(gather.ring, plan, space=shared.space, ranks=shared.ranks, arranged=arranged)
 
-    def moves(self, program: Program, transfer: Transfer) -> tuple[Move, ...]:
-        """Return what this rank takes of others' rooms, worked out once."""
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """What this rank pulls, forward and backward; worked out once."""
         if "moves" not in self.known:
-            self.known["moves"] = moves(program, transfer, self.ring.rank, self.rooms)
+            program = self.schedule.forward
+            (transfer,) = program.transfers
+            self.known["moves"] = moves(program, transfer, self.ring.rank, self.arranged)
         return self.known["moves"]
 
     @property
@@ -99,7 +105,7 @@ class _Call(SymmetricCall):
         totals: KVGrads | None = None,
     ) -> None:
         super().__init__(gather, program, own, totals)
-        self.serial, self.room = gather, gather.rooms[gather.ring.rank]
+        self.serial, self.mine = gather, gather.arranged[gather.ring.rank]
 
     def _begin(self, turns: int) -> None:
         self.space.begin(turns, self.totals is not None)
@@ -108,20 +114,20 @@ class _Call(SymmetricCall):
         self.rooms = self._written()
 
     def _written(self) -> list[Tensor]:
-        """Write own keys where this rank computes on them, and others read them."""
-        shelf, own, room = self.space.keys, self.own, self.room
-        table = visits.table_of_writes(shelf, own.k, own.v, room.tokens, room.own)
+        """Write own keys where others read them, and this rank computes on them if not apart."""
+        shelf, own, lies = self.space.keys, self.own, self.mine
+        table = visits.table_of_writes(shelf, own.k, own.v, lies.tokens, lies.own)
         forward = self.totals is None
         if forward and table is None:
             shelf.meet()
-        both, *masks = shelf.own(self._form(room))
+        both, *masks = shelf.own(self._form(lies))
         if table is None:
-            for mine, at in room.own:
+            for mine, at in lies.own:
                 torch.cat((own.k[:, mine], own.v[:, mine]), dim=-1, out=both[:, at])
         else:
             visits.write(visits.Writing(shelf.to_write(), table, forward), own.k, own.v, both)
         if own.key_mask is not None:
-            for mine, at in room.own:
+            for mine, at in lies.own:
                 masks[0][:, at].copy_(own.key_mask[:, mine])
         return [both, *masks]
 
@@ -129,9 +135,9 @@ class _Call(SymmetricCall):
         """Pull others' keys to where they belong among own ones."""
         shelf, (both, *masks) = self.space.keys, self.rooms
         ring, there, here = self.serial.ring, [], []
-        for owner, at, to in self.serial.moves(self.program, transfer):
-            room = shelf.of(self.serial.ranks[owner], self._form(self.serial.rooms[owner]))
-            there.append([t[:, at] for t in room])
+        for owner, at, to in self.serial.moves:
+            theirs = self._form(self.serial.arranged[owner])
+            there.append([t[:, at] for t in shelf.of(self.serial.ranks[owner], theirs)])
             here.append(to)
         parts, *parts_of_masks = [*zip(*there)] or [()] * len(self.rooms)
         table = visits.table_of_copies(shelf, both, parts, here, ring.rank / ring.size)
@@ -140,15 +146,15 @@ class _Call(SymmetricCall):
             _copy_all(both, here, parts)
         else:
             visits.pull(visits.Visit(shelf.to_read(), table), both)
-        for mask, theirs in zip(masks, parts_of_masks):
-            _copy_all(mask, here, theirs)
+        for mask, some in zip(masks, parts_of_masks):
+            _copy_all(mask, here, some)
         if table is None or masks:  # what a visit brings it has looked after
             self.space.board.spoil(both)
-        held = slice(0, self.room.held)
+        held = slice(0, self.mine.held)
         self._has_come(transfer.block, [t[:, held] for t in (*apart(both, self.own), *masks)])
 
-    def _form(self, room: Room) -> Form:
-        return self.gather.form(self.own, room.tokens, masks=True)
+    def _form(self, lies: Arrangement) -> Form:
+        return self.gather.form(self.own, lies.tokens, masks=True)
 
     def _send_home(self, transfer: Transfer) -> Callable[[], None]:
         for total in self.sums.pop(transfer.source):

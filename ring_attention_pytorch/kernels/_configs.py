@@ -28,15 +28,18 @@ class Config(NamedTuple):
         return self.rows // self.pack
 
     def of_group(self, group: int) -> "Config":
-        """Return this config for `group` query heads of a key head."""
-        return self._replace(pack=math.gcd(self.pack, group))
+        """Return this config for `group` query heads of a key head.
+
+        A block has 4 tokens at least: of numbers of 4 bytes TMA brings as many at a time.
+        """
+        return self._replace(pack=math.gcd(self.pack, group, self.rows // 4))
 
 
 class Rule(NamedTuple):
     """Configs for calls of a kind, by direction and head size up to.
 
     A key head has a multiple of `group` query heads. A query sees fewer than `seen` keys on
-    average, and queries are at least `times` as many, as in short documents and windows.
+    average, and there are at least `times` that number of queries, as in short documents.
     """
 
     configs: dict[str, dict[int, Config]]
@@ -45,8 +48,9 @@ class Rule(NamedTuple):
     times: int = 0
 
     def holds(self, seen: float, rows: int, group: int) -> bool:
-        few = self.seen == math.inf or (seen < self.seen and rows >= self.times * seen)
-        return few and group % self.group == 0
+        if group % self.group:
+            return False
+        return self.seen == math.inf or (seen < self.seen and rows >= self.times * seen)
 
 
 def _tma(rows: int, cols: int, warps: int, stages: int, pack: int = 1) -> Config:

@@ -27,7 +27,7 @@ def tma_fits(tensors: Sequence[Tensor]) -> bool:
 
 
 class Blocks(NamedTuple):
-    """A tensor, and how many of its rows a kernel reads at a time: as many each of `pack` heads."""
+    """A tensor, and how many of its rows a kernel reads at a time: of `pack` heads together."""
 
     of: Tensor
     rows: int

@@ -42,8 +42,8 @@ def block_of(blocks, count, beside):
 def packed(start, head, ROWS: tl.constexpr, PACK: tl.constexpr):
     """Return the token and the head of each row of a block: `PACK` heads, one after another.
 
-    Query heads that read the same keys share a block, as in flash-attn's `pack_gqa`. So it is as
-    high as tensor cores want and yet of few tokens, of which borders of tiles waste less.
+    Query heads that read the same keys share a block, as in flash-attn's `pack_gqa`. Then it is
+    as high as tensor cores want, but has few tokens: at borders of tiles less is computed in vain.
     """
     i = tl.arange(0, ROWS)
     return start + i % (ROWS // PACK), head + i // (ROWS // PACK)

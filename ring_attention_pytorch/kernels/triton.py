@@ -114,7 +114,7 @@ def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, gr
         _backward_of_keys(job, *given, *of_keys)
         _backward_of_queries(job, *given, *of_queries)
 
-    kind = saved.q.device, saved.q.dtype, saved.q.shape[-1], keys.v.shape[-1]
+    kind = saved.q.device, saved.q.dtype, saved.q.shape[2:], keys.v.shape[2:]
     if saved.q.is_cuda and kind not in _compiled and compile_ahead(run):
         _compiled.add(kind)
     run()
@@ -247,10 +247,10 @@ def _options(
     """Return the constants that a kernel is compiled with; `moved` is what it moves in blocks."""
     q, d, d_v = moved[0], keys.k.shape[-1], keys.v.shape[-1]
     exact = not q.is_cuda or torch.get_float32_matmul_precision() == "highest"
-    block, packed = max(config.rows, config.cols, _WIDEST), config.pack - 1
+    block, last_head = max(config.rows, config.cols, _WIDEST), config.pack - 1
     wide = False
     for t in (*moved, *written):
-        if t.ndim == 4 and block * (t.stride(1) + t.stride(3)) + packed * t.stride(2) >= 2**31:
+        if t.ndim == 4 and block * (t.stride(1) + t.stride(3)) + last_head * t.stride(2) >= 2**31:
             wide = True
     return dict(
         ROWS=config.rows,

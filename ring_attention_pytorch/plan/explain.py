@@ -208,7 +208,7 @@ def _home(plan: RingPlan) -> str:
 def _of_all_together(plan: RingPlan) -> str:
     chunks = plan.schedule.forward.chunks(1, plan.place)
     return (
-        f"gather: all {tokens(chunks)} keys out of shared memory before any call; "
+        f"gather: all {tokens(chunks)} keys in shared memory before any call; "
         f"{_pairs(plan, joined(chunks))}, then gradients are added where they lie"
     )
 

@@ -90,8 +90,8 @@ def own_keys_apart(workload: Workload, square: bool) -> bool:
     """Tell whether own keys are better a block by themselves, where nothing overlaps.
 
     They are for a kernel that knows `square` causal tiles only, if that takes no more calls: a tile
-    whose diagonal begins further right takes two. Own keys that are apart need no copy, and their
-    gradients go nowhere. Other kernels take one call of all keys.
+    whose diagonal begins further right takes two. Gradients of own keys that are apart go nowhere.
+    Other kernels take one call of all keys.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> two = all_segments("zigzag", 2, 64)  # two calls instead of four on rank 1

@@ -235,12 +235,13 @@ ATTENTION = [
         "keys=most * token_bytes", "keys=1",
     ),
     Mutant(
-        "own keys that only others see are written nowhere", "schedule/rooms.py:Room.of",
+        "own keys that only others see are written nowhere",
+        "schedule/arrangement.py:Arrangement.of",
         "[(slice(end, mine.start), slice(behind, behind + unseen)), (mine, at)]", "[(mine, at)]",
     ),
     Mutant(
         "keys are taken from where their owner was given them",
-        "schedule/rooms.py:Room.find", "shift = at.start - mine.start", "shift = 0",
+        "schedule/arrangement.py:Arrangement.find", "shift = at.start - mine.start", "shift = 0",
     ),
     Mutant(
         "gradients pulled from the wrong rank",

@@ -133,19 +133,23 @@ def test_ranks_write_pull_and_add(dtype, widths, taped, ranks):
 def fail(
     rank: int, boards: list[Tensor], shared: list[Tensor], widths: str, dtype: str
 ) -> dict[str, Any]:
-    """Pull and add after the last rank has failed."""
+    """Write, pull and add after the last rank has failed."""
     without_clock()
     board, of, (d, d_v) = Board(CPU, rank, boards, 20.0), DTYPES[dtype], WIDTHS[widths]
     if rank == RANKS - 1:
         board.fail()
         return {}
+    both = both_of(rank, (d, d_v), of)
+    own, written = (both[..., :d], both[..., d:]), torch.zeros_like(both)
+    table = visits.table_of_writes(Shelf, *own, N, WRITTEN)
+    visits.write(visits.Writing(board.meeting("write"), table, meets=True), *own, written)
     room = torch.zeros(B, N, HEADS, d + d_v, dtype=of)
     table = visits.table_of_copies(Shelf, room, [shared[rank]], [slice(0, N)])
     visits.pull(visits.Visit(board.meeting("read"), table), room)
     sums = [torch.zeros(B, N, HEADS, d, dtype=of) for d in (d, d_v)]
     table = visits.table_of_sums(Shelf, sums[0], [visits.Share(slice(0, 2), [shared[rank][:, :2]])])
     visits.add_up(visits.Visit(board.meeting("read"), table), *sums, of, True)
-    return dict(read=[room, *sums], trouble=board.trouble())
+    return dict(read=[written, room, *sums], trouble=board.trouble())
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
@@ -221,6 +225,20 @@ def test_a_table_is_of_one_dtype_and_of_one_length_of_samples():
             made, anew = make(shelf, *given), make(Shelf, *given)
             assert torch.equal(made.table, anew.table)
             assert made.aligned == anew.aligned
+
+
+def test_a_table_is_of_one_way_to_lie():
+    """Other spans, or a room of another length, are copied and written otherwise."""
+    k, shelf = torch.zeros(2, 8, 2, 4), Keeping()
+    for tokens, first in ((8, 0), (8, 4), (12, 0), (12, 8)):
+        here = slice(first, first + 4)
+        for mine in (slice(0, 4), slice(4, 8)):
+            given = k, k, tokens, [(mine, here)]
+            made = visits.table_of_writes(shelf, *given)
+            assert torch.equal(made.table, visits.table_of_writes(Shelf, *given).table)
+        given = torch.zeros(2, tokens, 2, 8), [k[:, :4]], [here]
+        made = visits.table_of_copies(shelf, *given)
+        assert torch.equal(made.table, visits.table_of_copies(Shelf, *given).table)
 
 
 def test_each_rank_begins_at_another_rank_s_memory():

@@ -85,7 +85,7 @@ def _alone() -> dict[str, float]:
 
 
 def _feature(*names: str) -> dict[str, float]:
-    with configured(**SMALL):
+    with configured(**PACKED):
         return Problem(together(names), torch.float32).errors(1, "contiguous", "triton")
 
 
@@ -347,6 +347,21 @@ def test_rows_count_beside_the_keys_they_see(monkeypatch):
     tiles = [Tile(slice(i, i + 6), slice(i, i + 6), None, None) for i in (0, 6)]
     triton._config("forward", q, SimpleNamespace(v=q), tiles)
     assert asked == [("forward", 16, torch.float32, None, 6.0, 12, 1)]
+
+
+def test_tiles_that_are_used_again_know_how_many_heads_share_their_blocks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    tiles = Tiles([Tile(slice(0, 64), slice(0, 64), None, 0)])
+    v = SimpleNamespace(shape=(1, 64, 2, 128))
+    for heads, pack in ((16, 8), (8, 4), (4, 1)):
+        q = SimpleNamespace(
+            shape=(1, 64, heads, 128), dtype=torch.bfloat16, device="cuda", is_cuda=True
+        )
+        assert triton._config("queries", q, SimpleNamespace(v=v), tiles).pack == pack
+
+
+def test_blocks_have_tokens_for_16_bytes_of_numbers():
+    assert [Config(rows, 16, 4, 1, pack=8).of_group(8).pack for rows in (16, 32, 64)] == [4, 8, 8]
 
 
 def test_another_config_holds_while_it_is_asked_for():

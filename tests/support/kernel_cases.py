@@ -269,7 +269,8 @@ STRIDED = [  # the last dimension by every second number, by heads, by one numbe
 ]
 # what lies where 32 bits don't reach
 FAR_CASES = [
-    KernelCase(37, 45, heads=(2, 2), d=(16, 16), dtype=torch.float16, laid=how) for how in FAR
+    KernelCase(37, 45, heads=heads, d=(16, 16), dtype=torch.float16, laid=how)
+    for how, heads in (*((how, (2, 2)) for how in FAR), ("far heads", (4, 1)))
 ]
 
 

@@ -1,6 +1,6 @@
 """Where tokens lie in the memory of each rank that the others read: arithmetic on ints.
 
-All that a rank computes on comes together there, own tokens among the others', which are pulled:
+What a rank computes on in one block comes together there, own tokens among those that it pulls:
 
     rank 0 of 2, contiguous and causal | own    | own, which only rank 1 sees |
     rank 1                             | pulled | own                         |
@@ -18,10 +18,10 @@ from ring_attention_pytorch.schedule.steps import Program, Transfer
 Span = tuple[slice, slice]  # from somewhere to somewhere else
 
 
-class Room(NamedTuple):
-    """The room of a rank: of so many `tokens` it has computed on those that are `held`.
+class Arrangement(NamedTuple):
+    """How so many `tokens` lie in a rank's memory: first those `held`, on which it computes.
 
-    `own` tells where its own tokens lie. Those that only others see are behind the held ones.
+    `own` tells where its own tokens lie. Those that are not held are behind: others see them.
     """
 
     tokens: int
@@ -29,13 +29,13 @@ class Room(NamedTuple):
     own: tuple[Span, ...]
 
     @classmethod
-    def of(cls, chunks: Chunks, rank: int, length: int) -> "Room":
-        """Return the room of a rank that has `length` tokens, and computes on these chunks.
+    def of(cls, chunks: Chunks, rank: int, length: int) -> "Arrangement":
+        """Return the arrangement of a rank that has `length` tokens, and computes on these chunks.
 
         >>> from ring_attention_pytorch.schedule.pieces import Chunk, Segment
         >>> theirs, mine = Chunk(1, 0, Segment(0, 1, 4)), Chunk(0, 1, Segment(4, 1, 3))
-        >>> room = Room.of((theirs, mine), rank=0, length=4)
-        >>> room.tokens, room.held, *room.own
+        >>> found = Arrangement.of((theirs, mine), rank=0, length=4)
+        >>> found.tokens, found.held, *found.own
         (8, 7, (slice(0, 1, None), slice(7, 8, None)), (slice(1, 4, None), slice(4, 7, None)))
         """
         seen = sorted(_own(chunks, rank), key=lambda span: span[0].start)
@@ -57,30 +57,29 @@ class Room(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Some tokens of an owner's room, and where they go in one's own."""
+    """Some tokens in an owner's memory, and where they go in one's own."""
 
     owner: int
     there: slice
     here: slice
 
 
-def rooms(program: Program) -> tuple[Room, ...]:
-    """Return the rooms of all ranks, for the last block of a program."""
+def arrangements(program: Program) -> tuple[Arrangement, ...]:
+    """Return how the last block of a program lies in the memory of each rank."""
     block, found = len(program.blocks) - 1, []
     for rank, keys in enumerate(program.workload.keys):
-        chunks = program.chunks(block, rank) if block else ()
-        found.append(Room.of(chunks, rank, count(keys)))
+        found.append(Arrangement.of(program.chunks(block, rank), rank, count(keys)))
     return tuple(found)
 
 
 def moves(
-    program: Program, transfer: Transfer, rank: int, rooms: Sequence[Room]
+    program: Program, transfer: Transfer, rank: int, arranged: Sequence[Arrangement]
 ) -> tuple[Move, ...]:
-    """Return what a rank takes of others' rooms, in the order of its own; joined."""
+    """Return what a rank pulls out of others' memory, in the order of its own; joined."""
     found = []
     for owner, start, to, length in program.copies(transfer, rank):
         if owner != rank:
-            for part, there in rooms[owner].find(slice(start, start + length)):
+            for part, there in arranged[owner].find(slice(start, start + length)):
                 here = slice(to + part.start - start, to + part.stop - start)
                 found.append(Move(owner, there, here))
     found.sort(key=lambda move: move.here.start)
