@@ -22,7 +22,7 @@ _PROGRAMS = 128  # that wait, at most
 _LEFT_FREE = 4  # multiprocessors: ranks may wait for what other streams do
 _LINES = 4 * _PROGRAMS  # of a table, if there is much to do: then programs do about as much
 # what a program has under way at a time, at most: much, for memory takes long to answer. With 2048
-# and 4096 documents of 8192 tokens, 64 and 8 heads, took 1446 us on two H200 in place of 1391
+# words and 4096 elements 8192 tokens of short documents took two H200 1446 us in place of 1391
 _BLOCK = 4096  # words that it copies
 _ELEMENTS = 16384  # that it adds, or writes
 

@@ -38,7 +38,8 @@ class Arrangement(NamedTuple):
         >>> found.tokens, found.held, *found.own
         (8, 7, (slice(0, 1, None), slice(7, 8, None)), (slice(1, 4, None), slice(4, 7, None)))
         """
-        seen = sorted(_own(chunks, rank), key=lambda span: span[0].start)
+        seen = [(chunk.cols, at) for chunk, at in places(chunks, rank)]
+        seen.sort(key=lambda span: span[0].start)
         spans, end, behind = [], 0, tokens(chunks)
         for mine, at in (*seen, (slice(length, length), slice(0, 0))):
             unseen = mine.start - end
@@ -88,8 +89,3 @@ def moves(
         for owner, of_owner in groupby(found, attrgetter("owner"))
         for there, here in joined_places(move[1:] for move in of_owner)
     )
-
-
-def _own(chunks: Chunks, rank: int) -> Iterator[Span]:
-    for chunk, at in places(chunks, rank):
-        yield chunk.cols, at
