@@ -11,6 +11,7 @@ import torch.distributed as dist
 from benchmarks.lib.rings import joined
 
 CALLS = 16  # of a graph
+ROUND = 1e5  # microseconds of one
 Call = Callable[[int], object]  # of a layer's number
 
 
@@ -27,10 +28,9 @@ def read_speed(device: torch.device) -> float:
 
 def timed(call: Call, layers: int, device: torch.device) -> float:
     """Return microseconds a call, launched one by one."""
-    times = 100 if device.type == "cuda" else 2
     for i in range(2 * layers):
         call(i % layers)
-    return slowest(lambda: [call(i % layers) for i in range(times)], times, 5, device)
+    return slowest_of_round(lambda calls: [call(i % layers) for i in range(calls)], 100, device)
 
 
 def graphed(call: Call, layers: int, device: torch.device) -> float:
@@ -44,7 +44,21 @@ def graphed(call: Call, layers: int, device: torch.device) -> float:
     with torch.cuda.graph(graph):
         for i in range(CALLS):
             call(i % layers)
-    return slowest(lambda: [graph.replay() for _ in range(10)], 10 * CALLS, 5, device)
+    replays = slowest_of_round(lambda times: [graph.replay() for _ in range(times)], 10, device)
+    return replays / CALLS
+
+
+def slowest_of_round(run: Callable[[int], object], most: int, device: torch.device) -> float:
+    """Return the median of rounds, in microseconds of what is run so many times.
+
+    Args:
+        run: does it so many times, without waiting for the device.
+        most: times of a round; fewer of what takes long, the same number on all ranks.
+        device: what it runs on.
+    """
+    once = slowest(lambda: run(1), 1, 1, device)
+    times = max(1, min(most, round(ROUND / once)))
+    return slowest(lambda: run(times), times, 5, device)
 
 
 def slowest(run: Callable[[], object], calls: int, rounds: int, device: torch.device) -> float:

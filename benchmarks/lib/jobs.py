@@ -1,6 +1,7 @@
-"""Run commands one after the other, each within its own time, so that none takes the others along.
+"""Run commands, each within its own time, so that none takes the others along.
 
-A line of progress each on the screen; what they say goes to a file each.
+One after the other, or some side by side. A line on the screen tells when each begins, and one how
+it ended; what they say goes to a file each.
 """
 
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -97,30 +99,39 @@ def end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def run_all(jobs: Sequence[Job], folder: Path, within: float = float("inf")) -> int:
-    """Run jobs in turn; return the exit status, 1 if any failed or there was no time for it.
+def run_all(
+    jobs: Sequence[Job], folder: Path, within: float = float("inf"), at_once: int = 1
+) -> int:
+    """Run jobs; return the exit status, 1 if any failed or there was no time for it.
 
     Args:
         jobs: what to run.
         folder: where a file of each tells what it said.
         within: seconds for all of them.
+        at_once: how many run side by side.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    began, bad = time.monotonic(), []
-    for number, job in enumerate(jobs, 1):
+    began = time.monotonic()
+
+    def one(number: int, job: Job) -> bool:
         start = time.monotonic()
         limit = min(job.seconds, began + within - start)
-        print(f"{number:2}/{len(jobs)}  {job.name:32} at most {limit:4.0f} s", end="", flush=True)
+        print(f"{number:2}/{len(jobs)}  {job.name}: at most {limit:.0f} s", flush=True)
         file = folder / job.file
         problem = run(job, file, limit) if limit > 0 else "no time left"
         said = file.read_text(errors="replace").splitlines() if limit > 0 else []
         took = time.monotonic() - start
-        print(f"  {took:6.1f} s  {problem or f'ok: {said[-1][:80]}'}", flush=True)
+        ended = [f"       {job.name}: {took:.1f} s, {problem or f'ok: {said[-1][:80]}'}"]
         if problem is not None:
-            bad.append(job.name)
-            print("".join(f"    {line[:160]}\n" for line in telling(said)), end="", flush=True)
+            ended += [f"         {line[:160]}" for line in telling(said)]
+        print("\n".join(ended), flush=True)
+        return problem is None
+
+    with ThreadPoolExecutor(at_once) as pool:
+        fine = [*pool.map(one, range(1, len(jobs) + 1), jobs)]
+    bad = [job.name for job, done in zip(jobs, fine) if not done]
     total = time.monotonic() - began
-    print(f"{len(jobs) - len(bad)} of {len(jobs)} are done, in {total:.0f} s; output in {folder}")
+    print(f"{sum(fine)} of {len(jobs)} are done, in {total:.0f} s; output in {folder}")
     if bad:
         print(f"not done: {', '.join(bad)}")
     return int(bool(bad))

@@ -1,11 +1,13 @@
 """All that several GPUs can get wrong together, by one command: `make check-gpus`.
 
     python -m tests.gpu.check --folder build/gpus
+    python -m tests.gpu.check --at-once 3
 
 Tests of transports, observed calls, decoding, failing ranks, rings and features on as many GPUs as
 there are, to eight; in every call ranks check that they are in step. Then each transport under
 PyTorch's CUDA sanitizer. Two ranks share a GPU where there is one. What they say goes to a file
-each.
+each. They run one after the other; `--at-once` runs some side by side on the same GPUs, which takes
+a CPU for each rank of each: GPUs idle while Python starts and kernels are compiled.
 """
 
 import argparse
@@ -63,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--folder", type=Path, default=Path("build/gpus"))
     options.add_argument("--ranks", type=int, help="with --list, of so many GPUs")
     options.add_argument("--only", nargs="+", metavar="NAME", help="those whose name begins so")
+    options.add_argument("--at-once", type=int, default=1, metavar="N", help="so many side by side")
     options.add_argument("--list", action="store_true", help="print commands, and run nothing")
     asked = options.parse_args(argv)
     if asked.ranks is not None and not asked.list:
@@ -76,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device, so every test would be skipped")
-    return run_all(found, asked.folder)
+    return run_all(found, asked.folder, at_once=asked.at_once)
 
 
 if __name__ == "__main__":
