@@ -148,8 +148,8 @@ def sum_kernel(
     if not gone:
         for line in range(tl.program_id(0), lines, tl.num_programs(0)):
             at = table + line * (3 + MOST)
-            _sum(dk, at, 0, D, D + D_V, TYPE, WIDE, ALIGNED, WIDTH, ROWS, FRESH)
-            _sum(dv, at, D, D_V, D + D_V, TYPE, WIDE, ALIGNED, WIDTH, ROWS, FRESH)
+            _sum(dk, at, 0, D, D + D_V, TYPE, WIDE, ALIGNED, WIDTH, ROWS, MOST, FRESH)
+            _sum(dv, at, D, D_V, D + D_V, TYPE, WIDE, ALIGNED, WIDTH, ROWS, MOST, FRESH)
     tl.debug_barrier()
     if out_of_step(state, rank, RANKS, LANES):
         for line in range(tl.program_id(0), lines, tl.num_programs(0)):
@@ -171,6 +171,7 @@ def _sum(
     ALIGNED: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    MOST: tl.constexpr,
     FRESH: tl.constexpr,
 ):
     """Sum columns of the rows of a line, from the `FIRST` on, in `total`, which has `D` of them."""
@@ -184,10 +185,11 @@ def _sum(
             found = tl.zeros((ROWS, WIDTH), WIDE)
         else:
             found = tl.load(place, mask=within, other=0.0).to(WIDE)
-        for number in range(ranks):
+        for number in tl.static_range(MOST):  # all are under way at once
             address = tl.load(line + 3 + number).to(tl.pointer_type(TYPE))
             source = tl.multiple_of(address, ALIGNED) + FIRST
-            part = tl.load(source + row[:, None] * PITCH + col[None, :], mask=within, other=0.0)
+            there = within & (number < ranks)
+            part = tl.load(source + row[:, None] * PITCH + col[None, :], mask=there, other=0.0)
             found += part.to(WIDE)
         tl.store(place, found.to(total.dtype.element_ty), mask=within)
 

@@ -134,13 +134,13 @@ class _Call(SymmetricCall):
     def _come(self, transfer: Transfer) -> None:
         """Pull others' keys to where they belong among own ones."""
         shelf, (both, *masks) = self.space.keys, self.rooms
-        ring, there, here = self.serial.ring, [], []
+        there, here = [], []
         for owner, at, to in self.serial.moves:
             theirs = self._form(self.serial.arranged[owner])
             there.append([t[:, at] for t in shelf.of(self.serial.ranks[owner], theirs)])
             here.append(to)
         parts, *parts_of_masks = [*zip(*there)] or [()] * len(self.rooms)
-        table = visits.table_of_copies(shelf, both, parts, here, ring.rank / ring.size)
+        table = visits.table_of_copies(shelf, both, parts, here)
         if table is None:
             shelf.publish()  # after the call for own keys, which needs nobody
             _copy_all(both, here, parts)

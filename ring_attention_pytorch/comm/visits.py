@@ -19,6 +19,7 @@ from ring_attention_pytorch.runtime.launches import KernelCall, operation
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 _PROGRAMS = 128  # that wait, at most
+_WARPS = 8
 _LEFT_FREE = 4  # multiprocessors: ranks may wait for what other streams do
 _LINES = 4 * _PROGRAMS  # of a table, if there is much to do: then programs do about as much
 # what a program has under way at a time, at most: much, for memory takes long to answer. With 2048
@@ -43,9 +44,15 @@ class Table:
 
     @classmethod
     def of(cls, lines: Tensor, aligned: int, device: torch.device) -> "Table":
-        """Make a table on a device; the host waits for nothing."""
+        """Make a table on a device; the host waits for nothing.
+
+        Lines that programs go through at the same time are from all over it, or all of them would
+        read the same rank's memory at once.
+        """
         if not len(lines):
             lines = lines.new_zeros(1, lines.shape[1])
+        each = -(-len(lines) // _PROGRAMS)
+        lines = lines[torch.argsort(torch.arange(len(lines)) % each, stable=True)]
         if device.type == "cuda":
             lines = lines.pin_memory().to(device, non_blocking=True)
         return cls(lines, aligned)
@@ -82,15 +89,13 @@ def table_of_copies(
     room: Tensor,
     parts: Sequence[Tensor],
     here: Sequence[slice],
-    begin: float = 0.0,
 ) -> Table | None:
     """Return the table of copies of parts `[b, n, ...]` to their places in a room `[b, n, ...]`.
 
-    Parts are of the shelf's memory. There is none where the shelf says so. Each rank had better
-    `begin` at another share of them, else all ranks would read the same one's memory at once.
+    Parts are of the shelf's memory. There is none where the shelf says so.
     """
-    kind = room.shape, begin, *((at.start, *_place(part)) for at, part in zip(here, parts))
-    return shelf.table(kind, lambda: _copies(room, parts, here, begin))
+    kind = room.shape, *((at.start, *_place(part)) for at, part in zip(here, parts))
+    return shelf.table(kind, lambda: _copies(room, parts, here))
 
 
 def table_of_sums(shelf: SymmetricBuffer, like: Tensor, shares: Sequence[Share]) -> Table | None:
@@ -119,7 +124,7 @@ def _writes(k: Tensor, v: Tensor, tokens: int, spans: Sequence[tuple[slice, slic
     return Table.of(torch.stack([here + at, there + at, rows], dim=1), 1, k.device)
 
 
-def _copies(room: Tensor, parts: Sequence[Tensor], here: Sequence[slice], begin: float) -> Table:
+def _copies(room: Tensor, parts: Sequence[Tensor], here: Sequence[slice]) -> Table:
     token = prod(room.shape[2:]) * room.element_size()
     spans = []
     for sample in range(len(room)):
@@ -131,7 +136,7 @@ def _copies(room: Tensor, parts: Sequence[Tensor], here: Sequence[slice], begin:
     most = _most(sum(span[-1] for span in spans), _BLOCK * word, 16)
     (address, start, _), at, nbytes = _cut(spans, 3, most)
     lines = torch.stack([address + at, (start + at) // word, nbytes // word], dim=1)
-    return Table.of(lines.roll(-int(begin * len(lines)), 0), aligned, room.device)
+    return Table.of(lines, aligned, room.device)
 
 
 def _sums(like: Tensor, shares: Sequence[Share]) -> Table:
@@ -145,7 +150,7 @@ def _sums(like: Tensor, shares: Sequence[Share]) -> Table:
             addresses += [0] * (most - len(parts))  # which nobody reads
             first = (sample * like.shape[1] + here.start) * heads
             spans.append((first, len(parts), *addresses, (here.stop - here.start) * heads))
-    rows = _most(sum(span[-1] for span in spans), _at_once(like.shape[-1]))
+    rows = _most(sum(span[-1] for span in spans), _at_once(like.shape[-1], most))
     (first, ranks, *there, _), at, length = _cut(spans, 3 + most, rows)
     there = [address + at * max(pitches, default=0) for address in there]
     lines = torch.stack([first + at, length, ranks, *there], dim=1)
@@ -239,10 +244,10 @@ def add_up(visit: Visit, dk: Tensor, dv: Tensor, kind: torch.dtype, fresh: bool)
     wide = accumulation_dtype(dk.dtype)
     of, into = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in (kind, wide))
     d, d_v = dk.shape[-1], dv.shape[-1]
-    width = max(d, d_v)
+    width, most = max(d, d_v), table.shape[1] - 3
     sizes = dict(
         TYPE=of, WIDE=into, ALIGNED=aligned, D=d, D_V=d_v, WIDTH=_power(width),
-        ROWS=_at_once(width), MOST=table.shape[1] - 3, FRESH=fresh,
+        ROWS=_at_once(width, most), MOST=most, FRESH=fresh,
     )  # fmt: skip
     args = dk, dv, table, len(table)
     return _call(sum_kernel, visit.meeting, args, len(table), sizes)
@@ -254,7 +259,7 @@ def _call(
     """Return the launch of a kernel that comes to a meeting with so many `blocks` to do."""
     board = meeting.board
     about = board.state, meeting.purpose, board.rank, board.patience
-    constants = {**board.among, **sizes, "num_warps": 8}
+    constants = {**board.among, **sizes, "num_warps": _WARPS}
     programs = max(1, min(_most_programs(board.device), blocks))
     return KernelCall(kernel, programs, (*about, *args), constants)
 
@@ -268,9 +273,13 @@ def _most_programs(device: torch.device) -> int:
     return min(_PROGRAMS, there - _LEFT_FREE)
 
 
-def _at_once(width: int) -> int:
-    """Return how many rows of a width a program has under way."""
-    return max(1, _ELEMENTS // _power(width))
+def _at_once(width: int, ranks: int = 1) -> int:
+    """Return how many rows of a width a program has under way, of so many ranks each.
+
+    >>> _at_once(128), _at_once(128, 3)
+    (128, 32)
+    """
+    return max(1, _ELEMENTS // _power(width) // _power(max(ranks, 1)))
 
 
 def _power(number: int) -> int:
