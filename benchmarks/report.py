@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ KERNELS = {
     "flash-attn-2": "flash-attn 2",
     "sdpa-flash": "PyTorch flash",
 }
+MAGI = "as MagiAttention counts them"
+LONGEST = 32768  # tokens a GPU whose predictions are told
+SAME_AS_GATHER = "ring, Ulysses 2"  # on two GPUs, which then exchange no keys
 Row = dict[str, Any]
 Table = tuple[list[list[str]], list[Row]]  # lines of cells, the head first, and what they quote
 
@@ -94,9 +98,9 @@ def filled(
 
 
 def four_gpus() -> Table:
-    """One row a length and kernel: each way to launch a gather, and the ring."""
+    """One row a length and kernel: each way to launch a gather, its calls alone, and the ring."""
     lines = []
-    for kernel in ("sdpa-cudnn", "flash-attn-4"):
+    for kernel in ("sdpa-cudnn", "flash-attn-4", "triton"):
         for power in range(11, 19):
             base = dict(SHAPE, gpus=4, tokens=1 << power, mask="causal", kernel=kernel, load=None)
             graph = dict(base, mode=GRAPH)
@@ -104,36 +108,39 @@ def four_gpus() -> Table:
             cells = [
                 one("ring", subject=ALONE, **single),
                 one("ring", subject="ring", **single),
+                one("ring", subject="calls alone", **(graph if power < 15 else single)),
                 one("ring", subject="gather", **single),
                 one("ring", subject="gather", **dict(base, mode=REPLAYED)),
                 one("ring", subject="gather", **graph),
                 one("ring", subject="gather", **dict(single, load="lasting")),
             ]
             lines.append(((KERNELS[kernel], thousands(1 << power)), cells))
-    head = ("kernel", "tokens a GPU", "kernel alone", "ring", "gather", "gather, replayed",
-            "gather, in a graph", "gather, under lasting load")  # fmt: skip
+    head = ("kernel", "tokens a GPU", "kernel alone", "ring", "calls alone", "gather",
+            "gather, replayed", "gather, in a graph", "gather, under lasting load")  # fmt: skip
     return filled(head, lines)
 
 
 def other_numbers() -> Table:
-    """Gathers in a graph over two, four and eight GPUs."""
+    """Gathers in a graph over two, four and eight GPUs, which were not measured together."""
     lines = []
-    for kernel in ("sdpa-cudnn", "flash-attn-4"):
+    files = {2: "predicted", 4: "ring", 8: "ring"}
+    for kernel in ("sdpa-cudnn", "flash-attn-4", "triton"):
         for tokens in (2048, 4096, 8192, 16384):
             asked = dict(SHAPE, tokens=tokens, mask="causal", kernel=kernel, mode=GRAPH)
-            cells = [one("ring", gpus=n, subject="gather", **asked) for n in (2, 4, 8)]
+            cells = [one(file, gpus=n, subject="gather", **asked) for n, file in files.items()]
             lines.append(((KERNELS[kernel], thousands(tokens)), cells))
-    return filled(("kernel", "tokens a GPU", "2 GPUs", "4 GPUs", "8 GPUs"), lines)
+    head = "kernel", "tokens a GPU", "2 H100, 2026-11-25", "4 H100", "8 H200, 2026-11-22"
+    return filled(head, lines)
 
 
 def peers() -> Table:
-    """Other libraries beside ours, in one run."""
-    run = dict(SHAPE, gpus=4, revision="601e5cb", mask="causal")
+    """Other libraries beside ours, one after the other on the same machine."""
+    run = dict(SHAPE, gpus=4, mask="causal")
     subjects = {
-        "ours, flash-attn 4": ("gather", "flash-attn-4", ONE_BY_ONE),
-        "ours, flash-attn 4, replayed": ("gather", "flash-attn-4", REPLAYED),
-        "ours, cuDNN": ("gather", "sdpa-cudnn", ONE_BY_ONE),
-        "ours, cuDNN, replayed": ("gather", "sdpa-cudnn", REPLAYED),
+        f"ours, {KERNELS[kernel]}{told}": ("gather", kernel, mode)
+        for kernel in ("flash-attn-4", "sdpa-cudnn", "triton")
+        for told, mode in (("", ONE_BY_ONE), (", replayed", REPLAYED))
+    } | {
         "PyTorch context_parallel, cuDNN": (
             "torch context_parallel, cudnn, allgather", None, ONE_BY_ONE,
         ),
@@ -150,17 +157,34 @@ def peers() -> Table:
 
 def masks() -> Table:
     """Windows and documents, in TF/s of visible pairs, and as a share of the causal mask's."""
-    names = dict.fromkeys(row["mask"] for row in found("masks", gpus=4, tokens=8192))
-    table, quoted = [["mask", "tokens a GPU", "flash-attn 4", "Triton"]], []
-    for mask in names:
-        for tokens in (8192, 32768):
-            cells = []
-            for kernel in ("flash-attn-4", "triton"):
-                asked = dict(gpus=4, tokens=tokens, mask=mask, kernel=kernel, subject="gather")
-                (row,) = found("masks", **asked, **{"pass": "both"})
-                cells.append(f"{row['tflops']:.0f} ({row['share_of_full']:.0%})")
-                quoted.append(row)
-            table.append([mask, thousands(tokens), *cells])
+    names = dict.fromkeys(
+        row["mask"] for row in found("masks", tokens=8192) if "share_of_full" in row
+    )
+    table, quoted = [["mask", "flash-attn 4", "Triton"]], []
+    for mask in [name for name in names if MAGI not in name]:
+        cells = []
+        for kernel in ("flash-attn-4", "triton"):
+            asked = dict(gpus=4, tokens=8192, mask=mask, kernel=kernel, subject="gather")
+            row = found("masks", **asked, **{"pass": "both"})[-1]
+            cells.append(f"{row['tflops']:.0f} ({row['share_of_full']:.0%})")
+            quoted.append(row)
+        table.append([mask, *cells])
+    return table, quoted
+
+
+def magi() -> Table:
+    """MagiAttention's grid, forward / backward, with what nothing but calls of the kernel reach."""
+    table, quoted = [["", "causal", "packed causal"]], []
+    for kernel in ("flash-attn-4", "sdpa-cudnn", "triton"):
+        for subject, told in (("gather", ""), ("calls alone", ", calls alone")):
+            asked = dict(kernel=kernel, subject=subject)
+            cells = [
+                both_ways("masks", **asked, mask=mask) for mask in ("causal", f"documents {MAGI}")
+            ]
+            table.append([KERNELS[kernel] + told, *(words for words, _ in cells)])
+            quoted += [row for _, rows in cells for row in rows]
+    table += [["MagiAttention publishes, 8 H100", "645 / 529", "459 / 361"]]
+    table += [["the best other that it publishes", "602 / 582", ""]]
     return table, quoted
 
 
@@ -193,14 +217,16 @@ def cpu() -> Table:
     return table, quoted
 
 
-def predictions(gpus: int) -> Table:
+def predictions(gpus: int, file: str = "predicted") -> Table:
     """TF/s of each way to launch, beside what the cost model says and how far it is off."""
-    rows = found("predicted", gpus=gpus)
+    rows = [row for row in found(file, gpus=gpus, **{"pass": "both"}) if "predicted" in row]
+    told = (row["tokens"] <= LONGEST and row["subject"] != SAME_AS_GATHER for row in rows)
+    rows = [*compress(rows, told)]
     ways = dict.fromkeys((row["kernel"], row["subject"], row["tokens"]) for row in rows)
     lines = []
     for kernel, subject, tokens in sorted(ways, key=_by_kernel):
         way = dict(gpus=gpus, kernel=kernel, subject=subject, tokens=tokens, **{"pass": "both"})
-        cells = [one("predicted", mode=mode, **way) for mode in (ONE_BY_ONE, REPLAYED, GRAPH)]
+        cells = [one(file, mode=mode, **way) for mode in (ONE_BY_ONE, REPLAYED, GRAPH)]
         lines.append(((KERNELS[kernel], subject if gpus > 1 else "none", thousands(tokens)), cells))
     head = "kernel", "transport", "tokens a GPU", "one by one", "replayed", "in a graph"
     return filled(head, lines, off)
@@ -230,12 +256,14 @@ PAGES: dict[Path, Tables] = {
         "gpus": other_numbers,
         "peers": peers,
         "masks": masks,
+        "magi": magi,
         "kernels": kernels,
         "cpu": cpu,
     },
     DOCS / "predicted.md": {
         "one": partial(predictions, 1),
         "two": partial(predictions, 2),
+        "four": partial(predictions, 4, "ring"),
     },
 }
 

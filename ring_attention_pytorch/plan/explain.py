@@ -80,7 +80,7 @@ def predicted(plan: RingPlan) -> Prediction:
     else:
         copies, host = copy_seconds(here, shape, machine), replay_seconds(machine)
     return Prediction(
-        predict(plan.schedule, plan.place, shape, machine.every(degree)),
+        predict(plan.schedule, plan.place, shape, machine.every(degree).under_load()),
         swap_seconds(own, all_heads, degree, machine),
         copies,
         host + swap_launch_seconds(degree, machine),

@@ -37,7 +37,7 @@ class Panel(NamedTuple):
 
 def picture(plan: RingPlan) -> str:
     """Return the drawing of this rank's step, forward and backward."""
-    both, machine = plan.schedule, plan.machine.every(plan.degree)
+    both, machine = plan.schedule, plan.machine.every(plan.degree).under_load()
     found = {
         name: predicted(program, plan.place, plan.kv_shape, machine, name == "backward")
         for name, program in (("forward", both.forward), ("backward", both.backward))

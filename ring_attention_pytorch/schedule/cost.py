@@ -33,6 +33,7 @@ from ring_attention_pytorch.schedule.steps import (
 # graph with its copies; and all swaps of heads (one and two H100, 2k and 4k tokens each)
 _TAPED, _DECIDED, _AROUND, _REPLAY, _SWAPS = 16, 80, 40, 30, 280
 _BESIDE = 0.4  # share of `call` that stays where other calls fill what one leaves idle
+_ALL_TILES = 0.2  # share that a call of all tiles has: Triton's, four H100, 2k and 4k tokens each
 
 
 class Cost(NamedTuple):
@@ -125,7 +126,7 @@ def part_seconds(
     beside = 1.0
     if len(program.blocks) == 2 and len(program.parts) > 1 and not program.blocks[1].whole:
         beside = _BESIDE  # calls of one round go side by side
-    calls = min(len(visible), 1) if machine.one_call else len(visible)
+    calls = _ALL_TILES * min(len(visible), 1) if machine.one_call else len(visible)
     return kernel + calls * machine.call * beside + rows * shape.row_bytes / machine.memory
 
 

@@ -66,6 +66,33 @@ def test_time_for_all_is_kept(tmp_path, capsys) -> None:
     assert not (tmp_path / "late.txt").exists()
 
 
+WAITS = """
+import pathlib, sys, time
+here, other = map(pathlib.Path, sys.argv[1:])
+here.touch()
+for _ in range(500):
+    if other.exists():
+        print("met"); break
+    time.sleep(0.02)
+else:
+    raise SystemExit("alone")
+"""
+
+
+@pytest.mark.parametrize(("at_once", "status"), [(2, 0), (1, 1)])
+def test_some_run_side_by_side(at_once: int, status: int, tmp_path, capsys) -> None:
+    """Each waits for the other to begin; one after the other the first waits in vain."""
+    places = [str(tmp_path / name) for name in "ab"]
+    jobs = [
+        Job(name, ("-c", WAITS, *places[::order]), 20)
+        for name, order in (("first", 1), ("second", -1))
+    ]
+    assert run_all(jobs, tmp_path / "said", at_once=at_once) == status
+    said = capsys.readouterr().out
+    assert said.index("1/2  first") < said.index("2/2  second")
+    assert f"{2 - status} of 2 are done" in said
+
+
 def test_checks_of_gpus_are_listed_without_any(capsys) -> None:
     assert check.main(["--list", "--ranks", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
