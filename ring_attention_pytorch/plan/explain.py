@@ -219,9 +219,9 @@ def _held(plan: RingPlan) -> int:
     longest = max(map(count, plan.blocks.keys))
     if plan.transport_name == "ring":
         return longest * (2 * shape.token_bytes + 3 * shape.wide_bytes)
-    if program.parts[0].block != 0:  # all keys and their gradients, then the sum of what comes
+    if program.parts[0].block != 0:  # all keys and their gradients, twice, then sums
         here = tokens(program.chunks(1, plan.place))
-        return here * (shape.token_bytes + shape.grad_bytes) + longest * shape.wide_bytes
+        return 2 * here * (shape.token_bytes + shape.grad_bytes) + longest * shape.wide_bytes
     of_owner = 3 * shape.token_bytes + 2 * shape.grad_bytes + 2 * shape.wide_bytes
     return longest * (4 * shape.token_bytes + plan.at_once * of_owner)
 
