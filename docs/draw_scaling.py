@@ -137,8 +137,8 @@ nobody else's.
 ## What it was checked against
 
 Share of the same kernel alone on one GPU over the whole sequence, forward and backward; four H100,
-eight H200 of an earlier day, bf16, 32 query and 8 key heads of 128, causal, zigzag, with cuDNN's kernel, up to 16k tokens
-in a CUDA graph (`benchmarks/results/ring.json`).
+eight H200 of an earlier day, bf16, 32 query and 8 key heads of 128, causal, zigzag, with cuDNN's
+kernel, up to 16k tokens in a CUDA graph (`benchmarks/results/ring.json`).
 """
 
 PREDICTIONS = """\
