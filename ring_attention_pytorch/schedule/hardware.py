@@ -10,8 +10,8 @@ from typing import NamedTuple
 # bytes and seconds of one NCCL send/recv hop between H200s, both ways at once
 _HOPS = ((0, 1.0e-4), (8 << 20, 1.71e-4), (32 << 20, 5.13e-4), (128 << 20, 9.68e-4),
          (512 << 20, 1.68e-3))  # fmt: skip
-# share of a kernel's speed in a burst, under load that lasts: four H100, 8k to 32k tokens each, 0.92
-# to 0.95 with cuDNN, flash-attn 4 and Triton
+# share of a kernel's speed in a burst, under load that lasts: four H100, 8k to 32k tokens each,
+# 0.92 to 0.95 with cuDNN, flash-attn 4 and Triton
 _LASTS = 0.94
 
 
