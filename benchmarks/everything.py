@@ -47,7 +47,7 @@ def training(mask: str, names: Sequence[str]) -> list[Entry]:
     which = f"ring --mask {mask} --kernels {' '.join(names)}"
     long = "gather ring" if mask == "causal" else "gather"
     return [
-        Entry(f"training, {mask}, {told}", "training", f"{which} --tokens {options}", seconds)
+        Entry(f"training, {mask}, {told}", "ring", f"{which} --tokens {options}", seconds)
         for told, options, seconds in (
             ("2k and 4k", "2048 4096 --ulysses 1 2 --graphs", 420),
             ("8k and 16k", "8192 16384 --ulysses 1 2 --graphs --repeats 4", 480),
@@ -71,7 +71,7 @@ def entries(gpus: int, names: Sequence[str]) -> list[Entry]:
         Entry("decoding", "decode", f"{lengths} 1", 240),
         Entry("decoding, batches", "decode", f"{lengths} 8 32", 480),
         causal[2],
-        Entry(f"{million // MILLION}M tokens", "million", f"{longest} {ALONE}", 420),
+        Entry(f"{million // MILLION}M tokens", "ring", f"{longest} {ALONE}", 420),
         Entry("prompt of 1M", "prefill", f"decode --prefill {MILLION} 8192", 300),
         *causal[3:],
         *full,
@@ -83,10 +83,10 @@ def few_entries(names: Sequence[str]) -> list[Entry]:
     which = f"ring --mask causal --kernels {' '.join(names)} --no-peers --repeats 4"
     magi = Entry("MagiAttention's grid", "magi", f"masks --magi --kernels {' '.join(names)}", 180)
     return [
-        Entry("training", "training", f"{which} --tokens 2048 8192 --ulysses 1 2 --graphs", 240),
+        Entry("training", "ring", f"{which} --tokens 2048 8192 --ulysses 1 2 --graphs", 240),
         magi,
         Entry("decoding", "decode", "decode --keys 131072 --batch 1 8", 120),
-        Entry("training, 32k", "training", f"{which} --tokens 32768 --theory-up-to 0", 120),
+        Entry("training, 32k", "ring", f"{which} --tokens 32768 --theory-up-to 0", 120),
         Entry("prompt of 128k", "prefill", "decode --prefill 131072 8192", 60),
     ]
 

@@ -120,19 +120,6 @@ def four_gpus() -> Table:
     return filled(head, lines)
 
 
-def other_numbers() -> Table:
-    """Gathers in a graph over two, four and eight GPUs, which were not measured together."""
-    lines = []
-    files = {2: "predicted", 4: "ring", 8: "ring"}
-    for kernel in ("sdpa-cudnn", "flash-attn-4", "triton"):
-        for tokens in (2048, 4096, 8192, 16384):
-            asked = dict(SHAPE, tokens=tokens, mask="causal", kernel=kernel, mode=GRAPH)
-            cells = [one(file, gpus=n, subject="gather", **asked) for n, file in files.items()]
-            lines.append(((KERNELS[kernel], thousands(tokens)), cells))
-    head = "kernel", "tokens a GPU", "2 H100, 2026-11-25", "4 H100", "8 H200, 2026-11-22"
-    return filled(head, lines)
-
-
 def peers() -> Table:
     """Other libraries beside ours, one after the other on the same machine."""
     run = dict(SHAPE, gpus=4, mask="causal")
@@ -165,7 +152,7 @@ def masks() -> Table:
         cells = []
         for kernel in ("flash-attn-4", "triton"):
             asked = dict(gpus=4, tokens=8192, mask=mask, kernel=kernel, subject="gather")
-            row = found("masks", **asked, **{"pass": "both"})[-1]
+            (row,) = found("masks", **asked, **{"pass": "both"})
             cells.append(f"{row['tflops']:.0f} ({row['share_of_full']:.0%})")
             quoted.append(row)
         table.append([mask, *cells])
@@ -179,7 +166,7 @@ def magi() -> Table:
         for subject, told in (("gather", ""), ("calls alone", ", calls alone")):
             asked = dict(kernel=kernel, subject=subject)
             cells = [
-                both_ways("masks", **asked, mask=mask) for mask in ("causal", f"documents {MAGI}")
+                both_ways("magi", **asked, mask=mask) for mask in ("causal", f"documents {MAGI}")
             ]
             table.append([KERNELS[kernel] + told, *(words for words, _ in cells)])
             quoted += [row for _, rows in cells for row in rows]
@@ -253,7 +240,6 @@ Tables = dict[str, Callable[[], Table]]
 PAGES: dict[Path, Tables] = {
     DOCS / "performance.md": {
         "four": four_gpus,
-        "gpus": other_numbers,
         "peers": peers,
         "masks": masks,
         "magi": magi,

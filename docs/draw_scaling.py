@@ -143,7 +143,7 @@ kernel, up to 16k tokens in a CUDA graph (`benchmarks/results/ring.json`).
 
 PREDICTIONS = """\
 Without a graph 2k tokens a GPU wait for Python to launch, of which this model knows nothing: there
-a gather measures 53 to 57 %, a ring 16 %, by the host.
+a gather measures 53 to 55 %, a ring 16 %, by the host.
 
 ## Predictions
 

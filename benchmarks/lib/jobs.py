@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from subprocess import Popen
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
@@ -61,31 +62,37 @@ def by_torchrun(ranks: int, module: str, *options: str) -> tuple[str, ...]:
     return (*launcher, str(ranks), "-m", module, *options)
 
 
-def run(job: Job, file: Path, seconds: float | None = None) -> str | None:
+def run(
+    job: Job, file: Path, seconds: float | None = None, running: set[Popen] | None = None
+) -> str | None:
     """Run a job, in a session of its own; return what is wrong with it, None if nothing.
 
     Args:
         job: what to run, from the root of the project.
         file: what it says, below its command.
         seconds: its limit, if not its own.
+        running: has its process, while it runs.
     """
     limit = job.seconds if seconds is None else seconds
+    running = set() if running is None else running
     with file.open("w") as said:
         print(job.command, file=said, flush=True)
-        process = subprocess.Popen(
+        process = Popen(
             [sys.executable, *job.argv], cwd=ROOT, stdout=said, stderr=subprocess.STDOUT,
             env={**os.environ, **job.environment}, start_new_session=True,
         )  # fmt: skip
+        running.add(process)
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
             return f"not done after {limit:.0f} s"
         finally:
             end(process)
+            running.discard(process)
     return None if status == 0 else f"exit status {status}"
 
 
-def end(process: subprocess.Popen) -> None:
+def end(process: Popen) -> None:
     """End a process, if it still runs, and what it has left of its session.
 
     It is asked first: torchrun's processes are in sessions of their own, and only it ends them.
@@ -111,14 +118,14 @@ def run_all(
         at_once: how many run side by side.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    began, running = time.monotonic(), set[Popen]()
 
     def one(number: int, job: Job) -> bool:
         start = time.monotonic()
         limit = min(job.seconds, began + within - start)
         print(f"{number:2}/{len(jobs)}  {job.name}: at most {limit:.0f} s", flush=True)
         file = folder / job.file
-        problem = run(job, file, limit) if limit > 0 else "no time left"
+        problem = run(job, file, limit, running) if limit > 0 else "no time left"
         said = file.read_text(errors="replace").splitlines() if limit > 0 else []
         took = time.monotonic() - start
         ended = [f"       {job.name}: {took:.1f} s, {problem or f'ok: {said[-1][:80]}'}"]
@@ -128,7 +135,13 @@ def run_all(
         return problem is None
 
     with ThreadPoolExecutor(at_once) as pool:
-        fine = [*pool.map(one, range(1, len(jobs) + 1), jobs)]
+        try:
+            fine = [*pool.map(one, range(1, len(jobs) + 1), jobs)]
+        except BaseException:  # Ctrl-C, say, which only this thread hears of
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in [*running]:
+                end(process)
+            raise
     bad = [job.name for job, done in zip(jobs, fine) if not done]
     total = time.monotonic() - began
     print(f"{sum(fine)} of {len(jobs)} are done, in {total:.0f} s; output in {folder}")

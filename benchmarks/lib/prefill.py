@@ -30,7 +30,7 @@ def prefill(tokens: int, chunk: int, device: torch.device) -> list[Row]:
         A row each; that of chunks says the share of the speed of one call, and memory in MiB.
     """
     about = {"tokens": tokens, "mask": "causal", "heads": [HEADS, KEY_HEADS], "head_dim": D}
-    about |= {"dtype": "bfloat16", "pass": "both"}
+    about |= {"dtype": "bfloat16", "pass": "forward"}
     names = "prompt at once", f"prompt in chunks of {chunk}"
     once, many = (about | Subject(name).about() for name in names)
     held = tokens * 2 * KEY_HEADS * D * 2

@@ -19,7 +19,6 @@ from ring_attention_pytorch.runtime.launches import KernelCall, operation
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 _PROGRAMS = 128  # that wait, at most
-_WARPS = 8
 _LEFT_FREE = 4  # multiprocessors: ranks may wait for what other streams do
 _LINES = 4 * _PROGRAMS  # of a table, if there is much to do: then programs do about as much
 # what a program has under way at a time, at most: much, for memory takes long to answer. With 2048
@@ -46,13 +45,13 @@ class Table:
     def of(cls, lines: Tensor, aligned: int, device: torch.device) -> "Table":
         """Make a table on a device; the host waits for nothing.
 
-        Lines that programs go through at the same time are from all over it, or all of them would
-        read the same rank's memory at once.
+        Lines are put in another order: those that all programs go through at the same time come
+        from all parts of the table. Else programs would read the same rank's memory at once.
         """
         if not len(lines):
             lines = lines.new_zeros(1, lines.shape[1])
         each = -(-len(lines) // _PROGRAMS)
-        lines = lines[torch.argsort(torch.arange(len(lines)) % each, stable=True)]
+        lines = lines[torch.argsort(torch.arange(len(lines), device="cpu") % each, stable=True)]
         if device.type == "cuda":
             lines = lines.pin_memory().to(device, non_blocking=True)
         return cls(lines, aligned)
@@ -180,11 +179,11 @@ def _cut(
     >>> name.tolist(), at.tolist(), length.tolist()
     ([7, 7, 9], [0, 3, 0], [3, 2, 2])
     """
-    table = torch.tensor(spans, dtype=torch.int64).view(-1, width)
+    table = torch.tensor(spans, dtype=torch.int64, device="cpu").view(-1, width)
     pieces = -(-table[:, -1] // most)
     of = table.repeat_interleave(pieces, dim=0)
     before = (pieces.cumsum(0) - pieces).repeat_interleave(pieces)
-    at = (torch.arange(len(of)) - before) * most
+    at = (torch.arange(len(of), device="cpu") - before) * most
     return of.unbind(dim=1), at, (of[:, -1] - at).clamp(max=most)
 
 
@@ -259,7 +258,7 @@ def _call(
     """Return the launch of a kernel that comes to a meeting with so many `blocks` to do."""
     board = meeting.board
     about = board.state, meeting.purpose, board.rank, board.patience
-    constants = {**board.among, **sizes, "num_warps": _WARPS}
+    constants = {**board.among, **sizes, "num_warps": 8}
     programs = max(1, min(_most_programs(board.device), blocks))
     return KernelCall(kernel, programs, (*about, *args), constants)
 
@@ -276,10 +275,12 @@ def _most_programs(device: torch.device) -> int:
 def _at_once(width: int, ranks: int = 1) -> int:
     """Return how many rows of a width a program has under way, of so many ranks each.
 
-    >>> _at_once(128), _at_once(128, 3)
-    (128, 32)
+    They are not fewer for more than four ranks: most lines have few.
+
+    >>> _at_once(128), _at_once(128, 3), _at_once(128, 7)
+    (128, 32, 32)
     """
-    return max(1, _ELEMENTS // _power(width) // _power(max(ranks, 1)))
+    return max(1, _ELEMENTS // _power(width) // _power(min(max(ranks, 1), 4)))
 
 
 def _power(number: int) -> int:

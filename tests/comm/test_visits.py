@@ -3,7 +3,9 @@
 import math
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -62,11 +64,28 @@ def do(taped: bool, operation: Any, *given: Any) -> None:
     prepared(*given)
 
 
+# one program, whose line has several steps
+IN_STEPS = dict(_PROGRAMS=1, _LINES=1, _ELEMENTS=32, _BLOCK=4)
+
+
 def visit(
-    rank: int, boards: list[Tensor], shared: list[Tensor], widths: str, dtype: str, taped: bool
+    rank: int,
+    boards: list[Tensor],
+    shared: list[Tensor],
+    widths: str,
+    dtype: str,
+    taped: bool,
+    in_steps: bool = False,
 ) -> dict[str, Any]:
     """Write own k and v, pull some of all ranks', and add what others have of own gradients."""
     without_clock()
+    with mock.patch.multiple(visits, **IN_STEPS) if in_steps else nullcontext():
+        return visited(rank, boards, shared, widths, dtype, taped)
+
+
+def visited(
+    rank: int, boards: list[Tensor], shared: list[Tensor], widths: str, dtype: str, taped: bool
+) -> dict[str, Any]:
     board, of, (d, d_v) = Board(CPU, rank, boards, 20.0), DTYPES[dtype], WIDTHS[widths]
     reads = board.meeting("read")
     both = both_of(rank, (d, d_v), of)
@@ -108,10 +127,12 @@ def found(pool: ProcessPoolExecutor, function: Any, *given: Any, dtype: str, wid
     return [future.result(timeout=300.0) for future in futures]
 
 
-@pytest.mark.parametrize("taped", [False, True], ids=["launched", "taped"])
+@pytest.mark.parametrize(
+    "how", [(False,), (True,), (False, True)], ids=["launched", "taped", "in steps"]
+)
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ranks_write_pull_and_add(dtype, widths, taped, ranks):
+def test_ranks_write_pull_and_add(dtype, widths, how, ranks):
     of, (d, d_v) = DTYPES[dtype], WIDTHS[widths]
     all_of = [both_of(rank, (d, d_v), of)[:, ORDER] for rank in range(RANKS)]
     pulled = torch.full((B, 8, HEADS, d + d_v), torch.nan, dtype=of)
@@ -122,7 +143,7 @@ def test_ranks_write_pull_and_add(dtype, widths, taped, ranks):
     added = torch.zeros(B, N, HEADS, d + d_v, dtype=torch.float64)
     added[:, 4:6] = wide[1][:, :2]
     added[:, 0:3] = wide[0][:, 3:] + wide[2][:, 1:4] + wide[1][:, 2:5]
-    for mine in found(ranks, visit, taped, dtype=dtype, widths=widths):
+    for mine in found(ranks, visit, *how, dtype=dtype, widths=widths):
         assert torch.equal(mine["room"].nan_to_num(9.0), pulled.nan_to_num(9.0))
         for fresh, totals in mine["totals"].items():
             want = added if fresh else added + 1
@@ -253,6 +274,18 @@ def test_what_programs_do_at_a_time_is_of_all_ranks_memory():
         assert owners[first : first + 128].bincount().tolist() == [32] * 4
     starts = table[:, 1].sort().values
     assert starts.tolist() == [*range(0, room.nbytes // 8, room.nbytes // 8 // 512)]
+
+
+def test_tables_are_made_on_the_host_whatever_the_default_device():
+    room = torch.zeros(1, 4, 2, 8)
+    share = visits.Share(slice(0, 4), [room])
+    with torch.device("meta"):
+        tables = [
+            visits.table_of_copies(Shelf, room, [room], [slice(0, 4)]),
+            visits.table_of_sums(Shelf, room[..., :4], [share]),
+            visits.table_of_writes(Shelf, room, room, 4, [(slice(0, 4), slice(0, 4))]),
+        ]
+    assert all(made.table.device.type == "cpu" for made in tables)
 
 
 @pytest.mark.parametrize("size", [(0, 4, 2, 8), (1, 0, 2, 8)])

@@ -6,8 +6,8 @@
 Tests of transports, observed calls, decoding, failing ranks, rings and features on as many GPUs as
 there are, to eight; in every call ranks check that they are in step. Then each transport under
 PyTorch's CUDA sanitizer. Two ranks share a GPU where there is one. What they say goes to a file
-each. They run one after the other; `--at-once` runs some side by side on the same GPUs, which takes
-a CPU for each rank of each: GPUs idle while Python starts and kernels are compiled.
+each. They run one after the other; `--at-once` runs some side by side on the same GPUs, which idle
+while Python starts and kernels are compiled. That takes a CPU for each rank of each.
 """
 
 import argparse
@@ -51,11 +51,11 @@ def jobs(ranks: int, workers: int) -> list[Job]:
     ]  # fmt: skip
 
 
-def workers(ranks: int) -> int:
-    """Return how many pools of ranks can be side by side: each rank has a CPU, if it is so."""
+def workers(ranks: int, at_once: int) -> int:
+    """Return how many pools of ranks each of so many jobs may have: each rank has a CPU."""
     if find_spec("xdist") is None:
         return 1
-    return max(1, min(4, len(os.sched_getaffinity(0)) // (ranks + 1)))
+    return max(1, min(4, len(os.sched_getaffinity(0)) // (at_once * (ranks + 1))))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.ranks is not None and not asked.list:
         options.error("--ranks goes with --list; tests run on all GPUs, see CUDA_VISIBLE_DEVICES")
     ranks = asked.ranks or gpu_ranks()
-    found = jobs(ranks, workers(ranks))
+    if asked.at_once < 1:
+        options.error(f"--at-once must be 1 or more, got {asked.at_once}")
+    found = jobs(ranks, workers(ranks, asked.at_once))
     if asked.only:
         found = [job for job in found if job.name.startswith(tuple(asked.only))]
     if asked.list:

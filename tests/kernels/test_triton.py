@@ -68,6 +68,7 @@ RIGHT += [
 OTHERS = [(disturbed, case) for case in CASES[4:7]] + [(unrepeated, CASES[6])]
 
 
+TURNS = ((1, 7), (2, 5), (3, 1))  # samples, and key heads of each
 FEATURES_HERE = (("alibi",), ("cu_seqlens",), ("dropout", "cu_seqlens", "alibi"))
 
 
@@ -111,6 +112,18 @@ def _dropped_in_halves() -> float:
     return relative_error(result.finalize()[0], want)
 
 
+def _in_turns(batch: int, key_heads: int) -> list[float]:
+    """Errors of out and gradients where few heads run side by side, and the last turn has fewer."""
+    tensors = [torch.randn(batch, 37, h, 8) for h in (2 * key_heads, key_heads)]
+    found = []
+    for kernel in ("triton", "eager"):
+        q, k = (t.clone().requires_grad_() for t in tensors)
+        with configured(**SMALL), mock.patch.object(triton, "_FULL", 4):
+            out = ring_attn(q, k, k * 2, causal=True, kernel=kernel)
+            found.append([out, *torch.autograd.grad((out * tensors[0]).sum(), (q, k))])
+    return [relative_error(*pair) for pair in zip(*found)]
+
+
 def _wrong_spans() -> list[tuple[int, ...]]:
     from tests.support.triton_spans import wrong_spans
 
@@ -152,6 +165,7 @@ def found():
     futures["dropped"] = pool.submit(_dropped, "triton")
     futures["spans"] = pool.submit(_wrong_spans)
     futures["taped"] = pool.submit(_taped)
+    futures |= {("in turns", *heads): pool.submit(_in_turns, *heads) for heads in TURNS}
     futures["in halves"] = pool.submit(_dropped_in_halves)
     for i, (case, configs) in enumerate(RIGHT):
         futures["right", i] = pool.submit(_with, configs, faults, case)
@@ -201,6 +215,12 @@ def test_it_drops_what_the_eager_kernel_drops_to_the_bit(found):
 @needs_triton
 def test_tapes_launch_what_was_launched_to_the_bit(found):
     assert found("taped") == [True, True]
+
+
+@needs_triton
+@pytest.mark.parametrize("heads", TURNS)
+def test_heads_take_turns(found, heads):
+    assert max(found("in turns", *heads)) < 1e-5
 
 
 @needs_triton

@@ -13,15 +13,16 @@ from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import choose
-from ring_attention_pytorch.plan import calibrate
+from ring_attention_pytorch.plan import calibrate, picture
 from ring_attention_pytorch.plan.calibrate import (
     hardware_from,
     hardware_of,
     room_left,
     select_transport,
 )
+from ring_attention_pytorch.plan.explain import predicted
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
-from ring_attention_pytorch.schedule.cost import choose_transport
+from ring_attention_pytorch.schedule.cost import choose_transport, predict
 from ring_attention_pytorch.schedule.hardware import H200
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 
@@ -141,3 +142,16 @@ def test_explaining_says_whose_speeds_they_are():
     plan = replace(plan, ring=ring, query_segments=two, blocks=Workload(two, two, plan.visible))
     assert "on H200s" in explain_plan(plan)
     assert "measured here" in explain_plan(replace(plan, machine=hardware_from(NEAR, 2, JOB)))
+
+
+def test_a_prediction_and_its_picture_count_load_that_lasts():
+    """What was measured in a burst takes longer then: 0.1 ms of forward 6 % more, say."""
+    q = torch.empty(1, 4096, 8, 64)
+    plan = RingPlan.make(q, q, q, causal=True, group=Ring.alone())
+    burst = plan.machine._replace(measured=True, call=0.0, memory=1e30)
+    lasting = burst._replace(forward=0.94 * burst.forward, backward=0.94 * burst.backward)
+    plan, want = replace(plan, machine=burst), predict(plan.schedule, 0, plan.kv_shape, lasting)
+    assert predicted(plan).cost == want
+    with mock.patch.object(picture, "predicted", wraps=picture.predicted) as drawn:
+        picture.picture(plan)
+    assert {call.args[3] for call in drawn.call_args_list} == {lasting}

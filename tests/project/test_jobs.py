@@ -1,5 +1,10 @@
 """Commands that are run one after the other: checks and benchmarks of several GPUs."""
 
+import os
+import re
+import signal
+import subprocess
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
@@ -11,6 +16,7 @@ import torch
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import decode, everything, masks
+from benchmarks.lib import calls
 from benchmarks.lib.jobs import Job, run, run_all
 from tests.gpu import check
 
@@ -93,6 +99,61 @@ def test_some_run_side_by_side(at_once: int, status: int, tmp_path, capsys) -> N
     assert f"{2 - status} of 2 are done" in said
 
 
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from benchmarks.lib import calls
+from benchmarks.lib.jobs import Job, run_all
+
+waits = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+run_all([Job(name, ("-c", waits), 60) for name in "abc"], Path(sys.argv[1]), at_once=2)
+"""
+
+
+def test_an_interrupt_ends_what_runs_and_begins_nothing(tmp_path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
+    runs = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    files = [tmp_path / f"{name}.txt" for name in "ab"]
+    while not all(file.exists() and re.search(r"^\d+$", file.read_text(), re.M) for file in files):
+        assert runs.poll() is None
+        time.sleep(0.1)
+    runs.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in runs.communicate(timeout=30)[1]
+    assert not (tmp_path / "c.txt").exists()
+    for file in files:
+        assert not is_running(int(file.read_text().split()[-1]))
+
+
+@pytest.mark.parametrize(("at_once", "pools"), [(1, 3), (3, 1), (9, 1)])
+def test_jobs_side_by_side_share_the_cpus(at_once: int, pools: int, monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(16)})
+    monkeypatch.setattr(check, "find_spec", lambda _: True)
+    assert check.workers(4, at_once) == pools
+
+
+def test_as_many_run_as_were_asked_for(monkeypatch) -> None:
+    ran = mock.Mock(return_value=0)
+    monkeypatch.setattr(check, "run_all", ran)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert check.main(["--at-once", "3"]) == 0
+    assert ran.call_args.kwargs == {"at_once": 3}
+
+
+def test_a_round_has_fewer_calls_of_what_takes_long(monkeypatch) -> None:
+    rounds = []
+
+    def slowest(run, calls: int, number: int, device: torch.device) -> float:
+        run()
+        rounds.append((calls, number))
+        return 3e4  # microseconds a call
+
+    monkeypatch.setattr(calls, "slowest", slowest)
+    ran = []
+    assert calls.slowest_of_round(ran.append, 10, torch.device("cpu")) == 3e4
+    assert ran == [1, 3]
+    assert rounds == [(1, 1), (3, 5)]
+
+
 def test_checks_of_gpus_are_listed_without_any(capsys) -> None:
     assert check.main(["--list", "--ranks", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -136,6 +197,7 @@ def test_names_of_jobs_and_of_what_they_say_differ() -> None:
         (decode, "group", ["--batch", "2"], "--batch goes with --keys"),
         (check, "jobs", ["--ranks", "2"], "--ranks goes with --list"),
         (check, "jobs", ["--ranks", "2", "--only", "rings"], "--ranks goes with --list"),
+        (check, "jobs", ["--at-once", "0"], "--at-once must be 1 or more, got 0"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(

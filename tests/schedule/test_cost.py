@@ -19,6 +19,7 @@ from ring_attention_pytorch.schedule.cost import (
     costs,
     host_seconds,
     likely_gather,
+    part_seconds,
     predict,
     swap_launch_seconds,
     swap_seconds,
@@ -238,3 +239,14 @@ def test_the_host_is_told_of_where_it_takes_longer():
     assert swap_launch_seconds(1) == 0 < swap_launch_seconds(2)
     slow = H200._replace(launch=10 * H200.launch)
     assert host_seconds(found, False, slow) == pytest.approx(10 * host_seconds(found, False))
+
+
+def test_a_call_of_all_tiles_costs_a_fifth_of_one_for_each():
+    program = gather_first(blocks("zigzag", 4, 512, Mask(causal=True))).forward
+    slow = H200._replace(call=1.0)
+    (part,) = program.parts
+    each = [
+        part_seconds(program, part, 1, JOB, slow._replace(one_call=one_call), 0.0)
+        for one_call in (False, True)
+    ]
+    assert each == pytest.approx([2.0, 0.2], abs=1e-3)
