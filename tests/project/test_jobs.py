@@ -100,11 +100,11 @@ def test_some_run_side_by_side(at_once: int, status: int, tmp_path, capsys) -> N
 
 
 INTERRUPTED = """
-import sys
+import signal, sys
 from pathlib import Path
-from benchmarks.lib import calls
 from benchmarks.lib.jobs import Job, run_all
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored
 waits = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 run_all([Job(name, ("-c", waits), 60) for name in "abc"], Path(sys.argv[1]), at_once=2)
 """
