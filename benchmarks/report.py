@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ KERNELS = {
 }
 MAGI = "as MagiAttention counts them"
 LONGEST = 32768  # tokens a GPU whose predictions are told
-SAME_AS_GATHER = "ring, Ulysses 2"  # on two GPUs, which then exchange no keys
 Row = dict[str, Any]
 Table = tuple[list[list[str]], list[Row]]  # lines of cells, the head first, and what they quote
 
@@ -206,9 +204,12 @@ def cpu() -> Table:
 
 def predictions(gpus: int, file: str = "predicted") -> Table:
     """TF/s of each way to launch, beside what the cost model says and how far it is off."""
-    rows = [row for row in found(file, gpus=gpus, **{"pass": "both"}) if "predicted" in row]
-    told = (row["tokens"] <= LONGEST and row["subject"] != SAME_AS_GATHER for row in rows)
-    rows = [*compress(rows, told)]
+    same = f"ring, Ulysses {gpus}"  # as a gather: no keys are exchanged
+    rows = [
+        row
+        for row in found(file, gpus=gpus, **{"pass": "both"})
+        if "predicted" in row and row["tokens"] <= LONGEST and row["subject"] != same
+    ]
     ways = dict.fromkeys((row["kernel"], row["subject"], row["tokens"]) for row in rows)
     lines = []
     for kernel, subject, tokens in sorted(ways, key=_by_kernel):

@@ -277,9 +277,9 @@ def _beside(blocks: int, key_heads: int, packs: int = 1) -> int:
     """Return how many packs run side by side: few, so that what they read stays in the cache.
 
     But they are as many as fill a large GPU twice, for the longest blocks come first among them
-    only. And turns are of as many, or nearly: a last one of few heads would leave long blocks for
-    the end, and the GPU idle. By 3, 3 and 2 heads of 8 dk and dv of 2048 tokens on rank 2 of 4 took
-    491 us, by turns of 4 what the least rank takes, 420.
+    only. And turns have the same number of heads, or nearly: a last one of few would leave long
+    blocks for the end, while most of the GPU idles. By turns of 3, 3 and 2 heads dk and dv of 2048
+    tokens took rank 2 of 4 491 us, and rank 0 420, which computes on as many pairs.
 
     Args:
         blocks: of each pack.
