@@ -15,8 +15,8 @@ rounds of the slowest rank. "floor" is the time in which one GPU reads the keys 
 the speed at which this run read memory; "of_memory" is the share of that speed.
 `--prefill` times a prompt in chunks beside one call of `ring_attn` over all of it. `--brief` does
 what matters most first: ours, then a prompt, then the prototype, then other cuts of the kernel.
-`--bits` does ours only, with keys in 16 and in 8 bits, and says how far results are apart. What
-does not fit into the memory of the GPU that has least is a row that says so.
+`--ours` does ours only; `--bits` too, with keys in 16 and in 8 bits, and says how far results are
+apart. What does not fit into the memory of the GPU that has least is a row that says so.
 """
 
 from argparse import Namespace
@@ -58,11 +58,11 @@ SIZES = ((1, 16384), (1, 131072), (1, 524288), (8, 32768))
 TUNINGS = [
     (page, Tuning(cols, warps, stages, programs, early))
     for page, cols, warps, stages, programs, early in (
-        (64, 64, 4, 3, 2, False), (64, 64, 4, 3, 2, True), (64, 64, 4, 4, 2, True),
-        (64, 64, 4, 3, 3, True), (64, 64, 8, 4, 2, True), (64, 64, 4, 5, 1, True),
-        (64, 64, 2, 4, 2, True), (64, 32, 2, 5, 4, True), (64, 32, 4, 6, 2, True),
-        (64, 32, 1, 5, 4, True), (256, 64, 4, 4, 2, True), (256, 128, 4, 3, 1, True),
-        (256, 128, 8, 3, 1, True), (256, 256, 8, 2, 1, True),
+        (64, 64, 4, 3, 1, False), (64, 64, 4, 3, 2, False), (64, 64, 4, 3, 1, True),
+        (64, 64, 4, 4, 1, True), (64, 64, 4, 3, 3, True), (64, 64, 8, 4, 1, True),
+        (64, 64, 4, 5, 1, True), (64, 64, 2, 4, 1, True), (64, 32, 2, 5, 2, True),
+        (64, 32, 4, 6, 1, True), (64, 32, 1, 5, 2, True), (256, 64, 4, 4, 1, True),
+        (256, 128, 4, 3, 1, True), (256, 128, 8, 3, 1, True), (256, 256, 8, 2, 1, True),
     )
 ]  # fmt: skip
 
@@ -280,6 +280,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about.add_argument("--tune", action="store_true", help="cut the kernel in other ways, too")
     about.add_argument("--prefill", type=int, nargs=2, metavar=("TOKENS", "CHUNK"))
     about.add_argument("--brief", action="store_true")
+    about.add_argument("--ours", action="store_true", help="ours only")
     about.add_argument("--bits", action="store_true", help="ours only, in 16 and in 8 bits")
     about.add_argument("--messages", action="store_true", help="merge what ranks send")
     asked = about.parse_args(argv)
@@ -309,9 +310,19 @@ def decode(asked: Namespace, run: Run, device: torch.device) -> None:
         brief(run, speed, device)
     else:
         for b, keys in sizes:
-            for name in subjects(b, keys, device):
-                if name.startswith("ours") if asked.bits else "bits" not in name:
-                    run.add(rows(name, b, keys, speed, device))
+            for name in filter(partial(is_asked, asked), subjects(b, keys, device)):
+                run.add(rows(name, b, keys, speed, device))
+
+
+def is_asked(asked: Namespace, name: str) -> bool:
+    """Tell whether a subject is to be measured.
+
+    >>> asked = Namespace(ours=True, bits=False)
+    >>> [is_asked(asked, name) for name in ("ours", "ours, one GPU", "ours, 8 bits", "cuDNN")]
+    [True, True, False, False]
+    """
+    ours = name.startswith("ours") or not (asked.ours or asked.bits)
+    return ours and (asked.bits or "8 bits" not in name)
 
 
 def brief(run: Run, speed: float, device: torch.device) -> None:

@@ -21,6 +21,9 @@ _PURPOSES = 1 << 31  # that memory tells apart
 _MERGERS = 1024  # programs of one warp, that wait for other ranks: all run at once on any GPU
 _UNIT = 32  # columns of one program
 _CPU_PROGRAMS = 4
+_FULL = 0.7  # share of the programs that run at once which keeps a GPU's memory busy
+_TURNS = 8  # of as many programs, where fewer would run at once: the last ones matter little then
+_BLOCK = 1 << 15  # bytes of keys and values at a time, of a program that has a multiprocessor
 _RESERVED = 1 << 14  # bytes of shared memory for queries and probabilities
 
 
@@ -41,13 +44,31 @@ class Asked(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """How the kernel is cut: keys at a time, warps, stages, programs for each multiprocessor."""
+    """How the kernel is cut: keys at a time, warps, stages, programs for each multiprocessor.
+
+    Programs are that many times more whose keys at a time are fewer bytes.
+    """
 
     cols: int = 64
     warps: int = 4
     stages: int = 3
-    programs: int = 2
+    programs: int = 1
     early: bool = False  # a kernel is launched while the one before runs, and waits for it
+
+
+def splits_of(heads: int, at_once: int) -> int:
+    """Return in how many parts the keys of each head are attended to, a program for each.
+
+    All programs run at once, if so they fill the GPU. Else they are many more, and run in turns: if
+    a few were left to run at the end, most of the GPU would wait for them.
+
+    >>> [splits_of(heads, at_once=132) for heads in (8, 128, 72, 256, 2000)]
+    [16, 1, 14, 4, 1]
+    """
+    each = at_once // heads
+    if each * heads >= _FULL * at_once:
+        return each
+    return max(1, _TURNS * at_once // heads)
 
 
 class HeldKeys(Protocol):
@@ -229,11 +250,11 @@ class DecodePlan:
     def splits(self) -> int:
         """How many parts a head's keys are in: of the cache, and one of new tokens."""
         b, device = self.asked.shape[0], self.cache.device
-        programs = _CPU_PROGRAMS
+        at_once = _CPU_PROGRAMS
         if device.type == "cuda":
             count = torch.cuda.get_device_properties(device).multi_processor_count
-            programs = count * self.tuning.programs
-        return max(1 + self.asked.new, programs // (b * self.cache.key_heads * self.blocks))
+            at_once = count * self.tuning.programs * max(1, _BLOCK // self.block_bytes)
+        return splits_of(b * self.cache.key_heads * self.blocks, at_once) + self.asked.new
 
     @property
     def cols(self) -> int:
@@ -242,16 +263,20 @@ class DecodePlan:
         return max(16, min(self.tuning.cols, self.tuning.cols * 128 // widest))
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of the keys at a time, and of their values."""
+        widths = _power_of_2(self.asked.shape[3]) + _power_of_2(self.width)
+        return self.cols * widths * self.cache.dtype.itemsize
+
+    @property
     def stages(self) -> int:
         """Blocks of keys on their way, and one more; as many as a multiprocessor has memory for."""
         device = self.cache.device
         if device.type != "cuda":
             return self.tuning.stages
-        widths = _power_of_2(self.asked.shape[3]) + _power_of_2(self.width)
         properties = torch.cuda.get_device_properties(device)
         room = getattr(properties, "shared_memory_per_block_optin", 1 << 16) - _RESERVED
-        blocks = room // (self.cols * widths * self.cache.dtype.itemsize)
-        return max(2, min(self.tuning.stages, 1 + blocks))
+        return max(2, min(self.tuning.stages, 1 + room // self.block_bytes))
 
     @property
     def block_rows(self) -> int:

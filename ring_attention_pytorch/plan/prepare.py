@@ -24,7 +24,7 @@ from ring_attention_pytorch.runtime.interfaces import ScoreMods, Transport
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.schedule.hardware import Hardware, with_another
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
-from ring_attention_pytorch.schedule.policy import is_small, launches_decide
+from ring_attention_pytorch.schedule.policy import few_keys_are_seen, is_small, launches_decide
 
 
 def place_tokens(
@@ -107,7 +107,7 @@ def settle_transport(
 ) -> TransportChoice:
     """Choose and make the transport; `alike` tells whether all samples see alike.
 
-    Few tokens may get another kernel: the one that is launched least.
+    Short documents get our own kernel, and few tokens may: it is launched least.
     """
     options, kernel, blocks, ulysses = mine.options, mine.kernel, heads.blocks, heads.ulysses
     q, k, v = mine.shaped
@@ -120,13 +120,16 @@ def settle_transport(
     name, machine = select_transport(named, ring, kernel, blocks, shape, at_once, q, known)
     if machine.measured:
         remember(ring, mine.subject, machine)
+    light = mine.lightest
+    if light is not None and few_keys_are_seen(blocks, shape):
+        machine = with_another(machine, kernel.name, light.name)
+        kernel, light = light, None
     near = machine.every(ring.size // len(blocks.keys))
     if ulysses is not None:
         ring = ulysses.ring
     small = is_small(blocks, shape, near)
     overtaken = alike and kernel.preemptible and is_small(blocks, shape, near, undivided=True)
     overlapping = make_transport(name, ring, blocks, at_once, shape, q.device, near, overtaken)
-    light = mine.lightest
     if light is not None and not launches_decide(blocks, shape, near):
         light = None
     together = make_together(overlapping, blocks, shape, near, (light or kernel).square)

@@ -40,7 +40,7 @@ class Proposal(NamedTuple):
     options: Options = Options()
     scale: float = 1.0
     kernel: SelectedKernel | Any = None  # None beside a problem
-    lightest: SelectedKernel | None = None  # for few tokens, where none is named
+    lightest: SelectedKernel | None = None  # for few tokens or keys, where none is named
     shaped: tuple[Tensor, ...] = ()
     subject: Hashable = None  # what speeds are measured of
 
@@ -77,7 +77,8 @@ class Proposal(NamedTuple):
             q, k = widened(q, more), widened(k, more)
         request = KernelRequest.of(q, v, **options.features(), packed=options.packed)
         kernel = choose(options.kernel, request)
-        light = lightest(request) if options.kernel is None and size > 1 else None
+        may_be_few = options.kernel is None and (size > 1 or options.packed)
+        light = lightest(request) if may_be_few else None
         chooses = options.transport is None
         same = {
             **agreed_shapes(q, k, v),

@@ -183,6 +183,18 @@ ATTENTION = [
         "kernel = light", "pass",
     ),
     Mutant(
+        "short documents get the kernel that computes fastest", "plan/prepare.py:settle_transport",
+        "kernel, light = light, None", "light = None",
+    ),
+    Mutant(
+        "one rank alone knows no kernel of few keys", "plan/proposal.py:Proposal._right",
+        "(size > 1 or options.packed)", "size > 1",
+    ),
+    Mutant(
+        "documents of query heads that share nothing count as short",
+        "schedule/policy.py:few_keys_are_seen", "return shared and", "return",
+    ),
+    Mutant(
         "documents of a batch count as few", "schedule/policy.py:launches_decide",
         "masks = workload.visible, *workload.apart", "masks = (workload.visible,)",
     ),

@@ -184,12 +184,12 @@ def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, h
 
     def late(shelf: threads.ThreadShelf, rank: int, *what: object) -> list[Tensor]:
         if shelf.rank == 2 and rank != 2:
-            time.sleep(0.005)
+            time.sleep(0.015)
         return read(shelf, rank, *what)
 
     def join_late(shelf: threads.ThreadShelf, end: int) -> None:
         if shelf.rank == 2:
-            time.sleep(0.005)
+            time.sleep(0.015)
         join(shelf, end)
 
     def main(ring: Ring) -> bool:
@@ -772,6 +772,31 @@ def few_tokens_get_the_kernel_that_is_launched_least(patch: pytest.MonkeyPatch) 
 
 def test_few_tokens_get_the_kernel_that_is_launched_least(monkeypatch):
     few_tokens_get_the_kernel_that_is_launched_least(monkeypatch)
+
+
+def short_documents_get_the_kernel_of_few_keys(patch: pytest.MonkeyPatch) -> None:
+    """Unless it is named, documents are long, or query heads share no keys; on one rank, too."""
+    patch.setattr(proposal, "lightest", lambda case: choose("eager", case))
+
+    def main(ring: threads.ThreadRing) -> list[str]:
+        q, kv = torch.empty(1, 1024, 4, 8), torch.empty(1, 1024, 2, 8)
+        total, how = 1024 * ring.size, dict(causal=True, group=ring)
+        cuts = [list(range(0, total + 1, length)) for length in (512, 1024)]
+        patch.setattr(policy, "_FEW_SEEN", 300)
+        shown = (
+            (kv, cuts[0], None), (kv, cuts[1], None), (kv, cuts[0], "sdpa"), (q, cuts[0], None)
+        )  # fmt: skip
+        plans = [
+            RingPlan.make(q, t, t, cu_seqlens=cut, kernel=name, **how) for t, cut, name in shown
+        ]
+        return [plan.kernel.name for plan in plans]
+
+    for size in (1, 2):
+        assert threads.run(size, main)[0] == [["eager", "sdpa", "sdpa", "sdpa"]] * size
+
+
+def test_short_documents_get_the_kernel_of_few_keys(monkeypatch):
+    short_documents_get_the_kernel_of_few_keys(monkeypatch)
 
 
 @pytest.mark.parametrize(("launch", "few"), [(1.0, 120), (2.0, 240), (9.0, 240)])
