@@ -184,12 +184,12 @@ def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, h
 
     def late(shelf: threads.ThreadShelf, rank: int, *what: object) -> list[Tensor]:
         if shelf.rank == 2 and rank != 2:
-            time.sleep(0.015)
+            time.sleep(0.03)
         return read(shelf, rank, *what)
 
     def join_late(shelf: threads.ThreadShelf, end: int) -> None:
         if shelf.rank == 2:
-            time.sleep(0.015)
+            time.sleep(0.03)
         join(shelf, end)
 
     def main(ring: Ring) -> bool:
