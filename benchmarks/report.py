@@ -33,7 +33,7 @@ KERNELS = {
     "sdpa-flash": "PyTorch flash",
 }
 MAGI = "as MagiAttention counts them"
-LONGEST = 32768  # tokens a GPU whose predictions are told
+LONGEST = 131072  # tokens a GPU whose predictions are told
 Row = dict[str, Any]
 Table = tuple[list[list[str]], list[Row]]  # lines of cells, the head first, and what they quote
 
@@ -207,13 +207,13 @@ def predictions(gpus: int, file: str = "predicted") -> Table:
     same = f"ring, Ulysses {gpus}"  # as a gather: no keys are exchanged
     rows = [
         row
-        for row in found(file, gpus=gpus, **{"pass": "both"})
+        for row in found(file, gpus=gpus, mask="causal", **{"pass": "both"})
         if "predicted" in row and row["tokens"] <= LONGEST and row["subject"] != same
     ]
     ways = dict.fromkeys((row["kernel"], row["subject"], row["tokens"]) for row in rows)
     lines = []
     for kernel, subject, tokens in sorted(ways, key=_by_kernel):
-        way = dict(gpus=gpus, kernel=kernel, subject=subject, tokens=tokens, **{"pass": "both"})
+        way = dict(SHAPE, gpus=gpus, mask="causal", kernel=kernel, subject=subject, tokens=tokens)
         cells = [one(file, mode=mode, **way) for mode in (ONE_BY_ONE, REPLAYED, GRAPH)]
         lines.append(((KERNELS[kernel], subject if gpus > 1 else "none", thousands(tokens)), cells))
     head = "kernel", "transport", "tokens a GPU", "one by one", "replayed", "in a graph"

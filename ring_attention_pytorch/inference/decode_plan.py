@@ -21,9 +21,9 @@ _PURPOSES = 1 << 31  # that memory tells apart
 _MERGERS = 1024  # programs of one warp, that wait for other ranks: all run at once on any GPU
 _UNIT = 32  # columns of one program
 _CPU_PROGRAMS = 4
-_FULL = 0.7  # share of the programs that run at once which keeps a GPU's memory busy
-_TURNS = 8  # of as many programs, where fewer would run at once: the last ones matter little then
-_BLOCK = 1 << 15  # bytes of keys and values at a time, of a program that has a multiprocessor
+_FULL = 0.7  # share of multiprocessors that keep a GPU's memory busy
+_TURNS = 8  # programs for each, where those of new tokens come between the others; else 2
+_BLOCK = 1 << 15  # bytes of keys and values at a time, of a program that has one to itself
 _RESERVED = 1 << 14  # bytes of shared memory for queries and probabilities
 
 
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 class Tuning(NamedTuple):
     """How the kernel is cut: keys at a time, warps, stages, programs for each multiprocessor.
 
-    Programs are that many times more whose keys at a time are fewer bytes.
+    Programs are twice as many whose keys at a time are fewer bytes.
     """
 
     cols: int = 64
@@ -56,19 +56,22 @@ class Tuning(NamedTuple):
     early: bool = False  # a kernel is launched while the one before runs, and waits for it
 
 
-def splits_of(heads: int, at_once: int) -> int:
+def splits_of(heads: int, at_once: int, new: bool) -> int:
     """Return in how many parts the keys of each head are attended to, a program for each.
 
-    All programs run at once, if so they fill the GPU. Else they are many more, and run in turns: if
-    a few were left to run at the end, most of the GPU would wait for them.
+    All programs run at once, if so they fill the GPU. Else they are more. With `new` tokens, which
+    come in programs of their own, they are many and run in turns: otherwise a few would be left at
+    the end, and most of the GPU would wait for them.
 
-    >>> [splits_of(heads, at_once=132) for heads in (8, 128, 72, 256, 2000)]
+    >>> [splits_of(heads, at_once=132, new=True) for heads in (8, 128, 72, 256, 2000)]
     [16, 1, 14, 4, 1]
+    >>> [splits_of(heads, at_once=132, new=False) for heads in (8, 128, 72, 256, 2000)]
+    [16, 1, 3, 1, 1]
     """
     each = at_once // heads
     if each * heads >= _FULL * at_once:
         return each
-    return max(1, _TURNS * at_once // heads)
+    return max(1, (_TURNS if new else 2) * at_once // heads)
 
 
 class HeldKeys(Protocol):
@@ -249,12 +252,12 @@ class DecodePlan:
     @cached_property
     def splits(self) -> int:
         """How many parts a head's keys are in: of the cache, and one of new tokens."""
-        b, device = self.asked.shape[0], self.cache.device
+        b, new, device = self.asked.shape[0], self.asked.new, self.cache.device
         at_once = _CPU_PROGRAMS
         if device.type == "cuda":
             count = torch.cuda.get_device_properties(device).multi_processor_count
-            at_once = count * self.tuning.programs * max(1, _BLOCK // self.block_bytes)
-        return splits_of(b * self.cache.key_heads * self.blocks, at_once) + self.asked.new
+            at_once = count * self.tuning.programs * (1 if self.block_bytes >= _BLOCK else 2)
+        return splits_of(b * self.cache.key_heads * self.blocks, at_once, new) + new
 
     @property
     def cols(self) -> int:
