@@ -49,8 +49,9 @@ from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.attention import plan_decoding, ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.inference.decode_plan import DecodePlan, Tuning
+from ring_attention_pytorch.inference.decode_plan import DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
+from ring_attention_pytorch.inference.programs import Tuning
 
 HEADS, KEY_HEADS, D = 32, 8, 128
 ROOM = 2048  # tokens that are appended while one is timed, at most

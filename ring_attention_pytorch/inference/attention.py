@@ -21,9 +21,10 @@ from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_gro
 from ring_attention_pytorch.geometry.layouts import Layout, all_segments, layout_problem
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan, Tuning
+from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.prefill import Chunk, plan_chunk, prefill
+from ring_attention_pytorch.inference.programs import Tuning
 from ring_attention_pytorch.plan.kept import settings
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.ring_plan import RingPlan

@@ -13,6 +13,7 @@ from ring_attention_pytorch.inference.exchange import PushedRows, gathered, push
 from ring_attention_pytorch.inference.held import HeldTokens
 from ring_attention_pytorch.inference.pages import Pages
 from ring_attention_pytorch.inference.partial import Scores, attend_in_blocks, merged
+from ring_attention_pytorch.inference.programs import Cut, Processors, Tuning, power_of_2
 from ring_attention_pytorch.runtime.launches import Launch
 
 PUSH = True  # whether ranks that share memory merge in one kernel; tests compare both
@@ -20,11 +21,6 @@ _LOG2_E = 1.4426950408889634
 _PURPOSES = 1 << 31  # that memory tells apart
 _MERGERS = 1024  # programs of one warp, that wait for other ranks: all run at once on any GPU
 _UNIT = 32  # columns of one program
-_CPU_PROGRAMS = 4
-_FULL = 0.7  # share of multiprocessors that keep a GPU's memory busy
-_TURNS = 8  # programs for each, where those of new tokens come between the others; else 2
-_BLOCK = 1 << 15  # bytes of keys and values at a time, of a program that has one to itself
-_RESERVED = 1 << 14  # bytes of shared memory for queries and probabilities
 
 
 Terms = tuple[Tensor | None, Tensor | None]  # sinks and slopes, `[h]` each
@@ -41,37 +37,6 @@ class Asked(NamedTuple):
     slopes: bool
     kernel: str  # "triton" or "eager"
     causal: bool = True
-
-
-class Tuning(NamedTuple):
-    """How the kernel is cut: keys at a time, warps, stages, programs for each multiprocessor.
-
-    Programs are twice as many whose keys at a time are fewer bytes.
-    """
-
-    cols: int = 64
-    warps: int = 4
-    stages: int = 3
-    programs: int = 1
-    early: bool = False  # a kernel is launched while the one before runs, and waits for it
-
-
-def splits_of(heads: int, at_once: int, new: bool) -> int:
-    """Return in how many parts the keys of each head are attended to, a program for each.
-
-    All programs run at once, if so they fill the GPU. Else they are more. With `new` tokens, which
-    come in programs of their own, they are many and run in turns: otherwise a few would be left at
-    the end, and most of the GPU would wait for them.
-
-    >>> [splits_of(heads, at_once=132, new=True) for heads in (8, 128, 72, 256, 2000)]
-    [16, 1, 14, 4, 1]
-    >>> [splits_of(heads, at_once=132, new=False) for heads in (8, 128, 72, 256, 2000)]
-    [16, 1, 3, 1, 1]
-    """
-    each = at_once // heads
-    if each * heads >= _FULL * at_once:
-        return each
-    return max(1, (_TURNS if new else 2) * at_once // heads)
 
 
 class HeldKeys(Protocol):
@@ -250,47 +215,11 @@ class DecodePlan:
         return self.rows * -(-self.width // _UNIT)
 
     @cached_property
-    def splits(self) -> int:
-        """How many parts a head's keys are in: of the cache, and one of new tokens."""
-        b, new, device = self.asked.shape[0], self.asked.new, self.cache.device
-        at_once = _CPU_PROGRAMS
-        if device.type == "cuda":
-            count = torch.cuda.get_device_properties(device).multi_processor_count
-            at_once = count * self.tuning.programs * (1 if self.block_bytes >= _BLOCK else 2)
-        return splits_of(b * self.cache.key_heads * self.blocks, at_once, new) + new
-
-    @property
-    def cols(self) -> int:
-        """Keys at a time, fewer where heads are large: several blocks of them are on their way."""
-        widest = max(_power_of_2(self.asked.shape[3]), _power_of_2(self.width))
-        return max(16, min(self.tuning.cols, self.tuning.cols * 128 // widest))
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the keys at a time, and of their values."""
-        widths = _power_of_2(self.asked.shape[3]) + _power_of_2(self.width)
-        return self.cols * widths * self.cache.dtype.itemsize
-
-    @property
-    def stages(self) -> int:
-        """Blocks of keys on their way, and one more; as many as a multiprocessor has memory for."""
-        device = self.cache.device
-        if device.type != "cuda":
-            return self.tuning.stages
-        properties = torch.cuda.get_device_properties(device)
-        room = getattr(properties, "shared_memory_per_block_optin", 1 << 16) - _RESERVED
-        return max(2, min(self.tuning.stages, 1 + room // self.block_bytes))
-
-    @property
-    def block_rows(self) -> int:
-        """Rows of a program's matrix of queries: tokens, times heads of a group."""
-        _, n, h, _ = self.asked.shape
-        return min(64, max(16, 1 << (n * h // self.cache.key_heads - 1).bit_length()))
-
-    @property
-    def blocks(self) -> int:
-        _, n, h, _ = self.asked.shape
-        return -(-n * h // self.cache.key_heads // self.block_rows)
+    def cut(self) -> Cut:
+        """How the keys and queries are cut into programs."""
+        keys = self.cache.key_heads, self.width, self.cache.dtype.itemsize
+        processors = Processors.of(self.cache.device)
+        return Cut.of(self.asked.shape, keys, self.asked.new, processors, self.tuning)
 
     @cached_property
     def memory(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -298,7 +227,8 @@ class DecodePlan:
 
         It stays, because CUDA graphs point to it.
         """
-        shapes = (self.splits, self.rows, self.width), (self.splits, self.rows), (self.rows,)
+        splits = self.cut.splits
+        shapes = (splits, self.rows, self.width), (splits, self.rows), (self.rows,)
         with torch.inference_mode(False):
             acc, lse, spare = (
                 torch.empty(shape, dtype=torch.float32, device=self.cache.device)
@@ -337,19 +267,19 @@ class DecodePlan:
     def _attender(self, masked: bool) -> Launch:
         from ring_attention_pytorch.inference._triton_attend import attend_kernel
 
-        cache, asked, (b, n, h, d) = self.cache, self.asked, self.asked.shape
+        cache, asked, cut, (b, n, h, d) = self.cache, self.asked, self.cut, self.asked.shape
         fixed = (
             cache.starts, cache.rooms, *self.memory[:2], self.next_lengths, self.state,
             *self.factors, asked.scores.window or 0,
         )  # fmt: skip
         return Launch(
-            attend_kernel, self.splits * self.blocks * cache.key_heads * b, fixed,
-            num_warps=self.tuning.warps, num_stages=self.stages,
+            attend_kernel, cut.splits * cut.blocks * cache.key_heads * b, fixed,
+            num_warps=self.tuning.warps, num_stages=cut.stages,
             launch_pdl=self.early,
-            N=n, ROWS_IN_ALL=self.rows, SPLITS=self.splits, BLOCKS=self.blocks,
+            N=n, ROWS_IN_ALL=self.rows, SPLITS=cut.splits, BLOCKS=cut.blocks,
             KV=cache.key_heads, GROUP=h // cache.key_heads, D=d, D_V=self.width,
-            WIDTH=_power_of_2(d), WIDTH_V=_power_of_2(self.width), ROWS=self.block_rows,
-            COLS=self.cols, NEW_COLS=min(64, max(16, _power_of_2(n))),
+            WIDTH=power_of_2(d), WIDTH_V=power_of_2(self.width), ROWS=cut.rows,
+            COLS=cut.cols, NEW_COLS=min(64, power_of_2(n)),
             STEP=cache.step, PAGE=cache.pages.page, RANKS=cache.pages.ranks,
             RANK=self.ring.rank % cache.pages.ranks, NEW=asked.new, CAUSAL=asked.causal,
             SCALED=cache.scales > 0, MASKED=masked,
@@ -365,12 +295,12 @@ class DecodePlan:
         shared = self.pushed is not None
         programs = min(self.units, _MERGERS) if shared else self.units
         ranks = self.ring.size if shared else 1
-        return self._merger(programs, self.splits, self._strides, ranks, True)
+        return self._merger(programs, self.cut.splits, self._strides, ranks, True)
 
     @cached_property
     def merge_splits(self) -> Launch:
         """From splits to this rank's message."""
-        return self._merger(self.units, self.splits, self._strides, 1, True, sinks=False)
+        return self._merger(self.units, self.cut.splits, self._strides, 1, True, sinks=False)
 
     @cached_property
     def merge_ranks(self) -> Launch:
@@ -403,19 +333,10 @@ class DecodePlan:
         return Launch(
             merge_kernel, programs, fixed, num_warps=1, launch_pdl=self.early,
             ROWS_EACH=n * h, HEADS=h, D=self.width, COLS=_UNIT,
-            PARTS=min(64, _power_of_2(parts)), RANKS=ranks, RANK=self.ring.rank,
+            PARTS=min(64, power_of_2(parts)), RANKS=ranks, RANK=self.ring.rank,
             ADVANCE=advance and self.asked.new, SINKS=sinks and self.asked.sinks,
             PDL=self.early,
         )  # fmt: skip
-
-
-def _power_of_2(n: int) -> int:
-    """Return the least power of two from 16 that is at least n.
-
-    >>> [_power_of_2(n) for n in (1, 16, 17)]
-    [16, 16, 32]
-    """
-    return max(16, 1 << (n - 1).bit_length())
 
 
 def _plain(t: Tensor) -> Tensor:

@@ -1,0 +1,123 @@
+"""How attention to a cache is cut into programs of a GPU: ints only.
+
+A program of `attend_kernel` takes a part of one key head's keys, and a block of the rows of queries
+that use them: tokens, times the query heads of a group.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+_FULL = 0.7  # share of multiprocessors that keep a GPU's memory busy
+_TURNS = 8  # programs for each, where those of new tokens come between the others; else 2
+_BLOCK = 1 << 15  # bytes of keys and values at a time, of a program that has one to itself
+_RESERVED = 1 << 14  # bytes of shared memory for queries and probabilities
+_MOST = 64  # rows of a program, at most
+
+
+class Tuning(NamedTuple):
+    """How the kernel is cut: keys at a time, warps, stages, programs for each multiprocessor.
+
+    Programs are twice as many whose keys at a time are fewer bytes.
+    """
+
+    cols: int = 64
+    warps: int = 4
+    stages: int = 3
+    programs: int = 1
+    early: bool = False  # a kernel is launched while the one before runs, and waits for it
+
+
+class Processors(NamedTuple):
+    """The multiprocessors of a GPU, and the bytes of shared memory that a program may have."""
+
+    number: int
+    shared: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Processors":
+        """Return those of a device: of a CPU a few, for Triton's interpreter."""
+        if device.type != "cuda":
+            return cls(2, 1 << 20)
+        found = torch.cuda.get_device_properties(device)
+        return cls(
+            found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", 1 << 16)
+        )
+
+
+class Cut(NamedTuple):
+    """The cut of a call: `splits` times `blocks` programs for each key head of a sequence."""
+
+    cols: int  # keys at a time
+    stages: int  # blocks of so many keys on their way, and one more
+    rows: int  # of a program's queries
+    blocks: int  # of rows
+    splits: int  # parts that a head's keys are in: of the cache, and one of new tokens
+
+    @classmethod
+    def of(
+        cls,
+        q: tuple[int, ...],
+        keys: tuple[int, int, int],
+        new: bool,
+        processors: Processors,
+        tuning: Tuning,
+    ) -> "Cut":
+        """Return the cut for queries of shape `[b, n, h, d]`.
+
+        Args:
+            q: their shape.
+            keys: the key heads, the head size of values, and the bytes of a number.
+            new: whether the queries' own keys come beside the cache.
+            processors: those of the GPU.
+            tuning: what was measured to be fast.
+
+        >>> h100 = Processors(132, 232448)
+        >>> Cut.of((1, 1, 32, 128), (8, 128, 2), True, h100, Tuning())
+        Cut(cols=64, stages=3, rows=16, blocks=1, splits=17)
+        >>> Cut.of((1, 64, 32, 256), (8, 256, 1), True, h100, Tuning())  # 8 bits: twice as many
+        Cut(cols=32, stages=3, rows=64, blocks=4, splits=9)
+        """
+        b, n, h, d = q
+        heads, d_v, itemsize = keys
+        widths = power_of_2(d), power_of_2(d_v)
+        cols = max(16, min(tuning.cols, tuning.cols * 128 // max(widths)))
+        block = cols * sum(widths) * itemsize
+        in_all = n * h // heads
+        rows = min(_MOST, power_of_2(in_all))
+        blocks = -(-in_all // rows)
+        at_once = processors.number * tuning.programs * (1 if block >= _BLOCK else 2)
+        return cls(
+            cols=cols,
+            stages=max(2, min(tuning.stages, 1 + (processors.shared - _RESERVED) // block)),
+            rows=rows,
+            blocks=blocks,
+            splits=splits_of(b * heads * blocks, at_once, new) + new,
+        )
+
+
+def splits_of(heads: int, at_once: int, new: bool) -> int:
+    """Return in how many parts the keys of each head are attended to, a program for each.
+
+    All programs run at once, if so they fill the GPU. Else they are more. With `new` tokens, which
+    come in programs of their own, they are many and run in turns: otherwise a few would be left at
+    the end, and most of the GPU would wait for them.
+
+    >>> [splits_of(heads, at_once=132, new=True) for heads in (8, 128, 72, 256, 2000)]
+    [16, 1, 14, 4, 1]
+    >>> [splits_of(heads, at_once=132, new=False) for heads in (8, 128, 72, 256, 2000)]
+    [16, 1, 3, 1, 1]
+    """
+    each = at_once // heads
+    if each * heads >= _FULL * at_once:
+        return each
+    return max(1, (_TURNS if new else 2) * at_once // heads)
+
+
+def power_of_2(n: int) -> int:
+    """Return the least power of two from 16 that is at least n.
+
+    >>> [power_of_2(n) for n in (1, 16, 17)]
+    [16, 16, 32]
+    """
+    return max(16, 1 << (n - 1).bit_length())
