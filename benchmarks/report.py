@@ -204,16 +204,17 @@ def cpu() -> Table:
 
 def predictions(gpus: int, file: str = "predicted") -> Table:
     """TF/s of each way to launch, beside what the cost model says and how far it is off."""
+    run = dict(SHAPE, gpus=gpus, mask="causal", load=None)
     same = f"ring, Ulysses {gpus}"  # as a gather: no keys are exchanged
     rows = [
         row
-        for row in found(file, gpus=gpus, mask="causal", **{"pass": "both"})
+        for row in found(file, **run)
         if "predicted" in row and row["tokens"] <= LONGEST and row["subject"] != same
     ]
     ways = dict.fromkeys((row["kernel"], row["subject"], row["tokens"]) for row in rows)
     lines = []
     for kernel, subject, tokens in sorted(ways, key=_by_kernel):
-        way = dict(SHAPE, gpus=gpus, mask="causal", kernel=kernel, subject=subject, tokens=tokens)
+        way = dict(run, kernel=kernel, subject=subject, tokens=tokens)
         cells = [one(file, mode=mode, **way) for mode in (ONE_BY_ONE, REPLAYED, GRAPH)]
         lines.append(((KERNELS[kernel], subject if gpus > 1 else "none", thousands(tokens)), cells))
     head = "kernel", "transport", "tokens a GPU", "one by one", "replayed", "in a graph"

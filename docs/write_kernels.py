@@ -69,14 +69,22 @@ a GPU to compute them, a causal plan that names no kernel takes `triton`, which 
 all keys. GPUs share memory then, are of Hopper or later, gather keys, and there are no documents.
 That is up to 2k or 3k tokens a GPU on two H100, with 32 heads of size 128
 ([host time](host-time.md)). In a graph of a whole training step nothing is launched: there 2k
-tokens are 355 TF/s with `triton`, 343 with `sdpa-cudnn`, 372 with `flash-attn-4`.
+tokens are 355 TF/s with `triton`, 342 with `sdpa-cudnn`, 372 with `flash-attn-4`.
 
-**Short documents** take `triton`, too, where a query sees at most 500 keys on average, two or more
-query heads share a key head, and no kernel is named. There `flash-attn-4` is slower. 8k tokens a
-GPU of documents of 256 to 768, on two H100, with 32 query and 8 key heads, take it 934 us, and
-`triton` 729; twice as long ones 1097 and 965, four times as long ones 1502 and 1577.
+**Short documents** take `triton` on Hopper, too, where a query sees at most 500 keys of its
+document on average, two or more query heads share a key head, and no kernel is named. There
+`flash-attn-4` is slower. Two H100, 8k tokens a GPU, one sample, 32 query and 8 key heads, in a
+graph, forward and backward, by turns (2026-11-26, 79d2b72, a script of that day):
 
-`explain_plan` says which kernel it is of the two; such a choice is not logged.
+| lengths of documents | `flash-attn-4`, us | `triton`, us |
+| --- | ---: | ---: |
+| 128 to 384 | 906 | 614 |
+| 256 to 768 | 934 | 729 |
+| 512 to 1536 | 1097 | 965 |
+| 1024 to 3072 | 1502 | 1577 |
+
+`explain_plan` says which kernel it is of the two; such a choice is not logged. A plan decides for
+its own batch: name the kernel if batches differ and should all be computed by one.
 
 A `mask_mod` on CUDA is compiled into `flex`: it may compare, compute and look up in tensors, token
 by token, and not go by values in Python (`if`, `.item()`); `kernel="eager"` takes any. An int that

@@ -163,8 +163,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         kernel: a kernel of docs/kernels.md, such as "sdpa" (PyTorch's own), "triton" (ours),
             "flash-attn" or "eager"; "triton+flash-attn" runs the first forward and the second
             backward. None takes the fastest that supports the call (`explain_kernel` tells which);
-            for few tokens over several GPUs it may be the one that is launched least
-            (`explain_plan` tells). A named one never falls back to another.
+            for few tokens over several GPUs it may be the one that is launched least, and for
+            short documents another (`explain_plan` tells). A named one never falls back to another.
         transport: "ring" passes keys from neighbour to neighbour, "gather" brings all needed keys
             at once. None chooses; on GPUs by speeds that the group's first plan measures, or by
             those of H200s under torch.use_deterministic_algorithms.
@@ -305,7 +305,8 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
 ) -> str:
     """Say which kernel `ring_attn` would run for tensors and options like these, and why.
 
-    A plan for few tokens over several GPUs may take another: `explain_plan` says which.
+    A plan for few tokens over several GPUs, or for short documents, may take another:
+    `explain_plan` says which.
 
     Args:
         packed: whether there are documents.

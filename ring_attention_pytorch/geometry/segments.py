@@ -121,6 +121,14 @@ class Documents:
         return [run.start for run in self.runs]
 
     @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each document."""
+        found: dict[int, int] = {}
+        for document, start, stop in self.runs:
+            found[document] = found.get(document, 0) + stop - start
+        return [*found.values()]
+
+    @cached_property
     def offsets(self) -> list[int]:
         """Positions in the sequence less those in the document, one number for each run."""
         lengths: dict[int, int] = {}  # of each document so far

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-_FULL = 0.7  # share of multiprocessors that keep a GPU's memory busy
-_TURNS = 8  # programs for each, where those of new tokens come between the others; else 2
+_FULL = 0.7  # share of the programs that run at once which keeps a GPU's memory busy
+_TURNS = 8  # programs for each multiprocessor where those of new tokens come between; else 2
 _BLOCK = 1 << 15  # bytes of keys and values at a time, of a program that has one to itself
 _RESERVED = 1 << 14  # bytes of shared memory for queries and probabilities
 _MOST = 64  # rows of a program, at most
@@ -18,7 +18,7 @@ _MOST = 64  # rows of a program, at most
 class Tuning(NamedTuple):
     """How the kernel is cut: keys at a time, warps, stages, programs for each multiprocessor.
 
-    Programs are twice as many whose keys at a time are fewer bytes.
+    Programs are twice as many where keys at a time, with their values, are less than 32 KiB.
     """
 
     cols: int = 64
@@ -86,32 +86,32 @@ class Cut(NamedTuple):
         in_all = n * h // heads
         rows = min(_MOST, power_of_2(in_all))
         blocks = -(-in_all // rows)
-        at_once = processors.number * tuning.programs * (1 if block >= _BLOCK else 2)
+        programs = processors.number * tuning.programs
+        at_once = programs if block >= _BLOCK else 2 * programs
         return cls(
             cols=cols,
             stages=max(2, min(tuning.stages, 1 + (processors.shared - _RESERVED) // block)),
             rows=rows,
             blocks=blocks,
-            splits=splits_of(b * heads * blocks, at_once, new) + new,
+            splits=splits_of(b * heads * blocks, at_once, programs * (_TURNS if new else 2)) + new,
         )
 
 
-def splits_of(heads: int, at_once: int, new: bool) -> int:
-    """Return in how many parts the keys of each head are attended to, a program for each.
+def splits_of(heads: int, at_once: int, most: int) -> int:
+    """Return in how many parts the keys of each head are, a program for each part.
 
-    All programs run at once, if so they fill the GPU. Else they are more. With `new` tokens, which
-    come in programs of their own, they are many and run in turns: otherwise a few would be left at
-    the end, and most of the GPU would wait for them.
+    There are as many programs as run `at_once`, if that fills the GPU, and else about as many as
+    `most`. `heads` are those of all sequences, times blocks of rows.
 
-    >>> [splits_of(heads, at_once=132, new=True) for heads in (8, 128, 72, 256, 2000)]
+    >>> [splits_of(heads, 132, most=1056) for heads in (8, 128, 72, 256, 2000)]
     [16, 1, 14, 4, 1]
-    >>> [splits_of(heads, at_once=132, new=False) for heads in (8, 128, 72, 256, 2000)]
+    >>> [splits_of(heads, 132, most=264) for heads in (8, 128, 72, 256, 2000)]
     [16, 1, 3, 1, 1]
     """
     each = at_once // heads
     if each * heads >= _FULL * at_once:
         return each
-    return max(1, (_TURNS if new else 2) * at_once // heads)
+    return max(1, most // heads)
 
 
 def power_of_2(n: int) -> int:

@@ -48,6 +48,7 @@ KERNELS: dict[str, Kernel] = {
 }
 # our Triton kernels are made for Hopper; flash attention 2 is best on the GPUs it is made for
 _BEFORE_HOPPER = ("flash-attn-2", "sdpa-flash", "triton", "flex", "sdpa", "eager")
+_HOPPER = 9  # the first number of the compute capability
 _WORDS = {
     "key_mask": "key mask",
     "alibi": "ALiBi",
@@ -122,6 +123,15 @@ def lightest(case: KernelRequest) -> SelectedKernel | None:
         return None
     able = (n for n in KERNELS if KERNELS[n].CAN.fuses_merge and problem(n, case) is None)
     return next(map(_selected, able), None)
+
+
+def for_short_documents(case: KernelRequest) -> SelectedKernel | None:
+    """Return the kernel that takes documents if they are short, if one can do the case.
+
+    None but on Hopper: nothing else was measured.
+    """
+    hopper = case.capability is not None and case.capability[0] == _HOPPER
+    return lightest(case) if case.packed and hopper else None
 
 
 def explain(case: KernelRequest, name: str | None = None) -> str:

@@ -24,7 +24,7 @@ from ring_attention_pytorch.runtime.interfaces import ScoreMods, Transport
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.schedule.hardware import Hardware, with_another
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
-from ring_attention_pytorch.schedule.policy import few_keys_are_seen, is_small, launches_decide
+from ring_attention_pytorch.schedule.policy import documents_are_short, is_small, launches_decide
 
 
 def place_tokens(
@@ -107,7 +107,8 @@ def settle_transport(
 ) -> TransportChoice:
     """Choose and make the transport; `alike` tells whether all samples see alike.
 
-    Short documents get our own kernel, and few tokens may: it is launched least.
+    Where no kernel is named, short documents may get another, and few tokens the one that is
+    launched least.
     """
     options, kernel, blocks, ulysses = mine.options, mine.kernel, heads.blocks, heads.ulysses
     q, k, v = mine.shaped
@@ -120,10 +121,10 @@ def settle_transport(
     name, machine = select_transport(named, ring, kernel, blocks, shape, at_once, q, known)
     if machine.measured:
         remember(ring, mine.subject, machine)
-    light = mine.lightest
-    if light is not None and few_keys_are_seen(blocks, shape):
-        machine = with_another(machine, kernel.name, light.name)
-        kernel, light = light, None
+    light, short = mine.lightest, mine.for_short
+    if short is not None and documents_are_short(blocks, shape):
+        kernel, light = short, None
+        machine = machine._replace(one_call=short.fuses_merge)
     near = machine.every(ring.size // len(blocks.keys))
     if ulysses is not None:
         ring = ulysses.ring

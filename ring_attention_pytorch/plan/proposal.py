@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import problem_of
 from ring_attention_pytorch.comm.claims import Claim
-from ring_attention_pytorch.kernels import SelectedKernel, choose, lightest
+from ring_attention_pytorch.kernels import SelectedKernel, choose, for_short_documents, lightest
 from ring_attention_pytorch.plan.calibrate import measures, room_left
 from ring_attention_pytorch.plan.checks import (
     agreed_shapes,
@@ -40,7 +40,8 @@ class Proposal(NamedTuple):
     options: Options = Options()
     scale: float = 1.0
     kernel: SelectedKernel | Any = None  # None beside a problem
-    lightest: SelectedKernel | None = None  # for few tokens or keys, where none is named
+    lightest: SelectedKernel | None = None  # for few tokens, where none is named
+    for_short: SelectedKernel | None = None  # for short documents, likewise
     shaped: tuple[Tensor, ...] = ()
     subject: Hashable = None  # what speeds are measured of
 
@@ -77,17 +78,16 @@ class Proposal(NamedTuple):
             q, k = widened(q, more), widened(k, more)
         request = KernelRequest.of(q, v, **options.features(), packed=options.packed)
         kernel = choose(options.kernel, request)
-        may_be_few = options.kernel is None and (size > 1 or options.packed)
-        light = lightest(request) if may_be_few else None
+        light = lightest(request) if options.kernel is None and size > 1 else None
+        short = for_short_documents(request) if options.kernel is None else None
         chooses = options.transport is None
         same = {
             **agreed_shapes(q, k, v),
             **also,
             **options.agreed(),
             "kernel chosen": kernel.name,
-            "kernel for few tokens (none if kernel= is named)": None
-            if light is None
-            else light.name,
+            "kernel for few tokens (none if kernel= is named)": light and light.name,
+            "kernel for short documents (likewise)": short and short.name,
         }
         everywhere = {
             "device": q.device.type,
@@ -107,6 +107,7 @@ class Proposal(NamedTuple):
             scale=scale,
             kernel=kernel,
             lightest=light,
+            for_short=short,
             shaped=(q, k, v),
             subject=(kernel.name, q.shape[2:], v.shape[2:], q.dtype, options.ulysses),
         )

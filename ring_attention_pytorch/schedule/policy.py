@@ -4,7 +4,6 @@ Each is a pure function of the work and of a machine's speeds, so all ranks deci
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count, slice_segments
 from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
@@ -30,9 +29,9 @@ _CUT_COSTS = 0.01
 # and Triton's of one call each way 0.78; at 3k they are alike
 _CALLS = 120
 _SLOWEST = 2  # a launch counts as at most so many times that of an H200's host
-# keys that a query sees of short documents, at most, where query heads that share them make our
-# Triton kernel faster than flash-attn 4: on H100s the two are alike at 550 to 800, with 2 to 8
-# query heads for a key head
+# keys that a query sees of its document, on average, where our Triton kernel is faster than
+# flash-attn 4 on H100s, with heads of 128: the two are alike at some 560 where eight query heads
+# read a key head, at some 900 where four do. With a key head for each it was slower
 _FEW_SEEN, _SHARED = 500, 2
 _SOON_COPIED = 1.6e-5  # seconds to read own keys: copying them and their gradients takes 0.1 ms
 
@@ -75,37 +74,39 @@ def launches_decide(workload: Workload, shape: KVShape, machine: Hardware) -> bo
     return _seconds(workload, shape, machine) <= _CALLS * launch
 
 
-def few_keys_are_seen(workload: Workload, shape: KVShape) -> bool:
-    """Tell whether documents are so short that a kernel whose query heads share blocks is faster.
+def documents_are_short(workload: Workload, shape: KVShape) -> bool:
+    """Tell whether a kernel is faster that loses less at the ends of documents.
+
+    A window has no part in that. Of samples that differ all documents count.
 
     >>> from ring_attention_pytorch.geometry.documents import of_borders
     >>> one, shape = ((Segment(0, 1, 8000),),), KVShape(1, 32, 8, 128, 128, itemsize=2)
     >>> cut = [Mask(causal=True, documents=of_borders(range(0, 8001, n))) for n in (800, 1600)]
-    >>> [few_keys_are_seen(Workload(one, one, mask), shape) for mask in cut]
+    >>> [documents_are_short(Workload(one, one, mask), shape) for mask in cut]
     [True, False]
     """
-    shared = shape.heads >= _SHARED * shape.key_heads
-    return shared and workload.visible.documents is not None and _keys_seen(workload) <= _FEW_SEEN
+    lengths: list[int] = []
+    for mask in workload.apart or (workload.visible,):
+        if mask.documents is None or shape.heads < _SHARED * shape.key_heads:
+            return False
+        lengths += mask.documents.lengths
+    pairs = sum(n * n for n in lengths) / (1 + workload.visible.causal)
+    return pairs <= _FEW_SEEN * sum(lengths)
 
 
 def _seconds(workload: Workload, shape: KVShape, machine: Hardware) -> float:
     """Return the seconds that the kernel computes for a rank, forward and backward."""
-    pairs = max(map(count, workload.queries)) * _keys_seen(workload)
-    both = 1 / machine.forward + 2.5 / machine.backward
-    return pairs * shape.pair_flops * both
-
-
-@lru_cache(maxsize=16)  # of documents, too: two decisions ask for one batch
-def _keys_seen(workload: Workload) -> float:
-    """Return how many keys a query sees, on average."""
     queries, keys, mask, _ = workload
     if mask.documents is not None:
         whole = (Segment(0, 1, sum(map(count, queries))),)  # whichever rank holds what of it
-        return visible_pairs(tiles(whole, whole, mask)) / max(1, count(whole))
-    seen = sum(map(count, keys)) / (1 + mask.causal)
-    if mask.window is not None:
-        seen = min(seen, (2 - mask.causal) * mask.window + 1)
-    return seen
+        pairs = visible_pairs(tiles(whole, whole, mask)) / len(queries)
+    else:
+        keys_seen = sum(map(count, keys)) / (1 + mask.causal)
+        if mask.window is not None:
+            keys_seen = min(keys_seen, (2 - mask.causal) * mask.window + 1)
+        pairs = max(map(count, queries)) * keys_seen
+    both = 1 / machine.forward + 2.5 / machine.backward
+    return pairs * shape.pair_flops * both
 
 
 @cached

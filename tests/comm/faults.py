@@ -183,16 +183,30 @@ ATTENTION = [
         "kernel = light", "pass",
     ),
     Mutant(
-        "short documents get the kernel that computes fastest", "plan/prepare.py:settle_transport",
-        "kernel, light = light, None", "light = None",
+        "short documents get the kernel of long ones", "plan/prepare.py:settle_transport",
+        "kernel, light = short, None", "light = None",
     ),
     Mutant(
-        "one rank alone knows no kernel of few keys", "plan/proposal.py:Proposal._right",
-        "(size > 1 or options.packed)", "size > 1",
+        "a kernel of one call is predicted as one of many", "plan/prepare.py:settle_transport",
+        "machine._replace(one_call=short.fuses_merge)", "machine",
     ),
     Mutant(
-        "documents of query heads that share nothing count as short",
-        "schedule/policy.py:few_keys_are_seen", "return shared and", "return",
+        "a named kernel is not that of short documents", "plan/proposal.py:Proposal._right",
+        "for_short_documents(request) if options.kernel is None else None",
+        "for_short_documents(request)",
+    ),
+    Mutant(
+        "documents whose query heads share nothing are short",
+        "schedule/policy.py:documents_are_short",
+        "or shape.heads < _SHARED * shape.key_heads", "",
+    ),
+    Mutant(
+        "only the first sample's documents are short", "schedule/policy.py:documents_are_short",
+        "workload.apart or (workload.visible,)", "(workload.visible,)",
+    ),
+    Mutant(
+        "documents without a causal mask are half as long",
+        "schedule/policy.py:documents_are_short", "(1 + workload.visible.causal)", "2",
     ),
     Mutant(
         "documents of a batch count as few", "schedule/policy.py:launches_decide",

@@ -42,12 +42,12 @@ from ring_attention_pytorch.geometry.layouts import (
 )
 from ring_attention_pytorch.geometry.segments import slice_segments
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
-from ring_attention_pytorch.kernels import choose
+from ring_attention_pytorch.kernels import SelectedKernel, choose
 from ring_attention_pytorch.plan import kept, prepare, proposal
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime import streams
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
-from ring_attention_pytorch.runtime.interfaces import KVBlock
+from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock
 from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.hardware import H200
 from ring_attention_pytorch.schedule.pieces import (
@@ -774,29 +774,36 @@ def test_few_tokens_get_the_kernel_that_is_launched_least(monkeypatch):
     few_tokens_get_the_kernel_that_is_launched_least(monkeypatch)
 
 
-def short_documents_get_the_kernel_of_few_keys(patch: pytest.MonkeyPatch) -> None:
-    """Unless it is named, documents are long, or query heads share no keys; on one rank, too."""
-    patch.setattr(proposal, "lightest", lambda case: choose("eager", case))
+def short_documents_get_a_kernel_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    """Unless one is named, documents are long, or query heads share no keys; on one rank, too."""
 
-    def main(ring: threads.ThreadRing) -> list[str]:
-        q, kv = torch.empty(1, 1024, 4, 8), torch.empty(1, 1024, 2, 8)
-        total, how = 1024 * ring.size, dict(causal=True, group=ring)
-        cuts = [list(range(0, total + 1, length)) for length in (512, 1024)]
-        patch.setattr(policy, "_FEW_SEEN", 300)
+    def short(case: KernelRequest) -> SelectedKernel:
+        return choose("eager", case)._replace(name="short", fuses_merge=True)
+
+    def main(ring: threads.ThreadRing) -> list[tuple[str, bool]]:
+        q, k = torch.empty(2, 1024, 4, 8), torch.empty(2, 1024, 2, 8)
+        total, place = 1024 * ring.size, slice(1024 * ring.rank, 1024 * (ring.rank + 1))
+        few, many = (dict(cu_seqlens=range(0, total + 1, n)) for n in (512, 1024))
+        halves, thirds = (torch.arange(total) // n for n in (512, 400))
+        differ = dict(documents=torch.stack((halves, thirds))[:, place])
         shown = (
-            (kv, cuts[0], None), (kv, cuts[1], None), (kv, cuts[0], "sdpa"), (q, cuts[0], None)
+            (k, few), (k, differ), (k, few | dict(kernel="sdpa")),
+            (k, few | dict(causal=False)), (k, many), (k, many | dict(window=10)), (q, few),
         )  # fmt: skip
         plans = [
-            RingPlan.make(q, t, t, cu_seqlens=cut, kernel=name, **how) for t, cut, name in shown
+            RingPlan.make(q, t, t, group=ring, **dict(causal=True) | options)
+            for t, options in shown
         ]
-        return [plan.kernel.name for plan in plans]
+        return [(plan.kernel.name, plan.machine.one_call) for plan in plans]
 
+    patch.setattr(proposal, "for_short_documents", short)
+    found = [("short", True)] * 2 + [("sdpa", False)] * 5
     for size in (1, 2):
-        assert threads.run(size, main)[0] == [["eager", "sdpa", "sdpa", "sdpa"]] * size
+        assert threads.run(size, main)[0] == [found] * size
 
 
-def test_short_documents_get_the_kernel_of_few_keys(monkeypatch):
-    short_documents_get_the_kernel_of_few_keys(monkeypatch)
+def test_short_documents_get_a_kernel_of_their_own(monkeypatch):
+    short_documents_get_a_kernel_of_their_own(monkeypatch)
 
 
 @pytest.mark.parametrize(("launch", "few"), [(1.0, 120), (2.0, 240), (9.0, 240)])

@@ -149,7 +149,7 @@ def keys_come_together_where_they_are_few() -> Iterator[Case]:
     yield test_running.lent_parts_are_only_read
     yield patched(test_transports.few_may_be_short)
     yield patched(test_transports.few_tokens_get_the_kernel_that_is_launched_least)
-    yield patched(test_transports.short_documents_get_the_kernel_of_few_keys)
+    yield patched(test_transports.short_documents_get_a_kernel_of_their_own)
     for few in test_transports.FEW:
         yield patched(test_transports.test_few_tokens_come_together, *few)
     yield patched(test_transports.test_keys_and_values_of_a_piece_come_by_one_copy, False, 18)

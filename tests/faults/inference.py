@@ -22,6 +22,7 @@ def battery() -> Iterable[Callable[[], object]]:
     from tests.inference import test_page_table as tables
     from tests.inference import test_pages as pages
     from tests.inference import test_prefill as prefill
+    from tests.inference import test_programs as programs
     from tests.inference import test_refusals as refusals
     from tests.inference.stories import Story, Teller
     from tests.nn import test_generation
@@ -32,8 +33,12 @@ def battery() -> Iterable[Callable[[], object]]:
     threads.PATIENCE = 10.0
     yield partial(pages.test_owners_and_places_are_the_same_said_otherwise, 2, 3)
     yield partial(pages.test_ranks_hold_what_they_own_and_all_of_it, 2, 3)
-    yield refusals.test_calls_are_refused_after_others_were_right
-    yield tables.test_full_pages_are_shared_and_others_copied
+    yield from (
+        programs.test_programs_at_once_fill_a_gpu_or_there_are_many,
+        programs.test_small_blocks_of_keys_have_twice_the_programs,
+        refusals.test_calls_are_refused_after_others_were_right,
+        tables.test_full_pages_are_shared_and_others_copied,
+    )
     for seed in range(4):
         yield partial(tables.test_every_sequence_reads_what_was_appended_to_it, seed)
 

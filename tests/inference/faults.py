@@ -14,6 +14,18 @@ INFERENCE = [
         "a chunk's plan takes the kernel of few tokens for the cache",
         "inference/prefill.py:plan_chunk", "kernel=cast(KernelOption, fastest.name)", "kernel=None",
     ),
+    Mutant(
+        "few heads leave a GPU idle", "inference/programs.py:splits_of",
+        "each * heads >= _FULL * at_once", "True",
+    ),
+    Mutant(
+        "small blocks of keys keep little under way", "inference/programs.py:Cut.of",
+        "programs if block >= _BLOCK else 2 * programs", "programs",
+    ),
+    Mutant(
+        "new tokens come between programs that run at once", "inference/programs.py:Cut.of",
+        "programs * (_TURNS if new else 2)", "2 * programs",
+    ),
     Mutant("a page too far", PAGES + "owner", "token // self.page", "(token + 1) // self.page"),
     Mutant(
         "a rank's last page counts as full", PAGES + "held",

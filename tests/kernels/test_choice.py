@@ -19,6 +19,7 @@ from ring_attention_pytorch.kernels import (
     explain,
     flash_attn_2,
     flash_attn_4,
+    for_short_documents,
     lightest,
     problem,
     triton,
@@ -189,6 +190,19 @@ def test_every_case_has_a_kernel_and_the_explanation_agrees(installed):
 def test_few_tokens_have_a_kernel_of_their_own_from_hopper_on(capability, name, installed):
     installed(**ALL)
     found = lightest(KernelRequest("cuda", torch.bfloat16, capability=capability))
+    assert (found and found.name) == name
+
+
+@pytest.mark.parametrize(
+    ("capability", "packed", "name"),
+    [(None, True, None), ((8, 0), True, None), ((9, 0), True, "triton"), ((9, 0), False, None),
+     ((10, 0), True, None)],
+)  # fmt: skip
+def test_short_documents_have_a_kernel_of_their_own_on_hopper(capability, packed, name, installed):
+    """Nothing else was measured."""
+    installed(**ALL)
+    case = KernelRequest("cuda", torch.bfloat16, capability=capability, packed=packed)
+    found = for_short_documents(case)
     assert (found and found.name) == name
 
 

@@ -58,15 +58,15 @@ ATTENTION = [
         "return copied and", "return",
     ),
     Mutant(
-        "few are counted without their mask", "schedule/policy.py:_keys_seen",
+        "few are counted without their mask", "schedule/policy.py:_seconds",
         "/ (1 + mask.causal)", "/ 1",
     ),
     Mutant(
-        "few are counted without their window", "schedule/policy.py:_keys_seen",
-        "seen = min(seen, (2 - mask.causal) * mask.window + 1)", "pass",
+        "few are counted without their window", "schedule/policy.py:_seconds",
+        "keys_seen = min(keys_seen, (2 - mask.causal) * mask.window + 1)", "pass",
     ),
     Mutant(
-        "few are counted without their documents", "schedule/policy.py:_keys_seen",
+        "few are counted without their documents", "schedule/policy.py:_seconds",
         "if mask.documents is not None: whole", "if False: whole",
     ),
     Mutant(
