@@ -121,14 +121,6 @@ class Documents:
         return [run.start for run in self.runs]
 
     @cached_property
-    def lengths(self) -> list[int]:
-        """Tokens of each document."""
-        found: dict[int, int] = {}
-        for document, start, stop in self.runs:
-            found[document] = found.get(document, 0) + stop - start
-        return [*found.values()]
-
-    @cached_property
     def offsets(self) -> list[int]:
         """Positions in the sequence less those in the document, one number for each run."""
         lengths: dict[int, int] = {}  # of each document so far
@@ -138,6 +130,16 @@ class Documents:
             lengths[document] = before + stop - start
             offsets.append(start - before)
         return offsets
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each document.
+
+        >>> Documents((Run(0, 0, 3), Run(1, 3, 4), Run(0, 4, 9))).lengths
+        [8, 1]
+        """
+        ends = {run.document: run.stop - offset for run, offset in zip(self.runs, self.offsets)}
+        return [*ends.values()]  # of several runs the last one's
 
     def pieces(self, segments: Segments) -> Pieces:
         """Return the pieces of a rank's segments by document, made once."""

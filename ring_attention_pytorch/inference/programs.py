@@ -46,7 +46,7 @@ class Processors(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The cut of a call: `splits` times `blocks` programs for each key head of a sequence."""
+    """How a call is cut into programs: `splits` times `blocks` for each key head of a sequence."""
 
     cols: int  # keys at a time
     stages: int  # blocks of so many keys on their way, and one more

@@ -31,7 +31,7 @@ _CALLS = 120
 _SLOWEST = 2  # a launch counts as at most so many times that of an H200's host
 # keys that a query sees of its document, on average, where our Triton kernel is faster than
 # flash-attn 4 on H100s, with heads of 128: the two are alike at some 560 where eight query heads
-# read a key head, at some 900 where four do. With a key head for each it was slower
+# read a key head, at some 900 where four do; with a key head for each it was slower on two GPUs
 _FEW_SEEN, _SHARED = 500, 2
 _SOON_COPIED = 1.6e-5  # seconds to read own keys: copying them and their gradients takes 0.1 ms
 
@@ -75,9 +75,10 @@ def launches_decide(workload: Workload, shape: KVShape, machine: Hardware) -> bo
 
 
 def documents_are_short(workload: Workload, shape: KVShape) -> bool:
-    """Tell whether a kernel is faster that loses less at the ends of documents.
+    """Tell whether documents are so short that our Triton kernel is faster than flash-attn 4.
 
-    A window has no part in that. Of samples that differ all documents count.
+    What counts is how many keys a query sees of its document, on average over all samples, and
+    without regard to a window.
 
     >>> from ring_attention_pytorch.geometry.documents import of_borders
     >>> one, shape = ((Segment(0, 1, 8000),),), KVShape(1, 32, 8, 128, 128, itemsize=2)
