@@ -195,6 +195,8 @@ def test_names_of_jobs_and_of_what_they_say_differ() -> None:
     ("module", "work", "argv", "said"),
     [
         (decode, "group", ["--batch", "2"], "--batch goes with --keys"),
+        (decode, "group", ["--tune", "--ours"], "--ours: not allowed with argument --tune"),
+        (decode, "group", ["--ours", "--bits"], "--bits: not allowed with argument --ours"),
         (check, "jobs", ["--ranks", "2"], "--ranks goes with --list"),
         (check, "jobs", ["--ranks", "2", "--only", "rings"], "--ranks goes with --list"),
         (check, "jobs", ["--at-once", "0"], "--at-once must be 1 or more, got 0"),
