@@ -36,6 +36,7 @@ from torch import Tensor
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
+from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.streams import reset_side_streams
 from ring_attention_pytorch.runtime.torch_func import (
     Function,
@@ -73,14 +74,14 @@ def backward(plan: RingPlan, *given: *Saved) -> Gradients:
     """Compute (dq, dk, dv, dsinks) of this rank's (q, k, v, sinks, out, lse, dout, dlse)."""
     q, k, v, sinks, out, lse, dout, dlse = given
     reset_side_streams(q.device)
-    calls = plan.calls(back=True)
+    calls, later = plan.calls(back=True), Later()
     own = Grads(
-        GradAccumulator(q, calls),
+        GradAccumulator(q, calls, later=later),
         *(GradAccumulator(t, calls if plan.alone else None) for t in (k, v)),
     )
     with torch.autocast(q.device.type, enabled=False):
         saved = Residuals(q, out, lse, dout, dlse)
-        for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:]):
+        for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:], later):
             for samples, tiles in plan.tiles(keys.segments):
                 rows, kv = saved.samples(samples), keys.samples(samples)
                 grads = Grads(own.dq, *of_keys).samples(samples)

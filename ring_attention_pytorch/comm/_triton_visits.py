@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ring_attention_pytorch.comm._triton_guard import MET, leave, meet, out_of_step
+from ring_attention_pytorch.runtime._triton_early import let_next_begin
 
 
 @triton.jit(do_not_specialize=["purpose", "rank", "patience", "n", "heads", "lines"])
@@ -135,13 +136,15 @@ def sum_kernel(
     ROWS: tl.constexpr,
     MOST: tl.constexpr,
     FRESH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Meet, then add to dk and dv [b, n, h, d] what ranks hold of them, or write it if `FRESH`.
 
     A line is: first row, number of rows, number of ranks, and `MOST` addresses. At each of these
     lie as many rows of d + d_v numbers, and addresses are multiples of `ALIGNED`. Sums are rounded
-    once.
+    once. If `EARLY`, the next kernel may begin meanwhile.
     """
+    let_next_begin(EARLY)
     number = tl.load(state + MET) + 1
     gone = meet(state, number, purpose, rank, patience, RANKS, LANES)
     tl.debug_barrier()

@@ -11,6 +11,7 @@ from typing import Protocol
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
+from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.observe import recorded
 from ring_attention_pytorch.schedule.steps import Part, Program, Schedule
 
@@ -69,23 +70,26 @@ class Carrier:
 
     def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
         """Yield the keys of each part: own ones, then all others that anyone needs."""
-        program = self.schedule.forward
-        call = recorded(self.call(program, own_keys))
-        for part in _parts(program, call):
+        program, later = self.schedule.forward, Later()  # nothing
+        call = recorded(self.call(program, own_keys), later)
+        for part in _parts(program, call, later):
             keys = call.keys(part)
             if program.counts(part, keys.segments):
                 yield keys
             del keys  # else they would stay while more come
             call.computed(part)
 
-    def stream_back(self, own_keys: KVBlock, own: KVGrads) -> Iterator[tuple[KVBlock, KVGrads]]:
+    def stream_back(
+        self, own_keys: KVBlock, own: KVGrads, later: Later | None = None
+    ) -> Iterator[tuple[KVBlock, KVGrads]]:
         """Yield the keys of each part, with accumulators (dk, dv) for their gradients.
 
-        When the stream ends, `own`, those of own keys, have what every rank added.
+        When the stream ends, `own`, those of own keys, have what every rank added. What kernels
+        leave for `later` is done while gradients travel.
         """
-        program = self.schedule.backward
-        call = recorded(self.call(program, own_keys, own))
-        for part in _parts(program, call):
+        program, later = self.schedule.backward, Later() if later is None else later
+        call = recorded(self.call(program, own_keys, own), later)
+        for part in _parts(program, call, later):
             keys = call.keys(part)
             grads = call.grads(part, keys)
             if program.counts(part, keys.segments):
@@ -94,8 +98,14 @@ class Carrier:
             call.computed(part)
 
 
-def _parts(program: Program, call: Call) -> Iterator[Part]:
+def _parts(program: Program, call: Call, later: Later) -> Iterator[Part]:
+    """Yield the parts; do what kernels left for `later` before anything is waited for.
+
+    Their gradients have started by then, if there is nothing else to wait for before that.
+    """
     for wait, start, part in program.steps:
+        if wait:
+            later.do()
         for number in wait:
             call.wait(number)
         for number in start:

@@ -38,10 +38,12 @@ from ring_attention_pytorch.schedule.steps import Block, Program, Transfer
 class SerialGather(SymmetricGather):
     """A `SymmetricGather` of one round, on one stream.
 
-    Keys are `arranged` in the memory of each rank.
+    Keys are `arranged` in the memory of each rank. Gradients come home `beside` what the kernel
+    leaves for later, if it makes those of keys first.
     """
 
     arranged: tuple[Arrangement, ...] = field(kw_only=True)
+    beside: bool = False
 
     @classmethod
     def like(
@@ -51,10 +53,11 @@ class SerialGather(SymmetricGather):
         job: KVShape,
         shared: PeerGroup,
         own_apart: bool = False,
+        keys_first: bool = False,
     ) -> "SerialGather":
         """Make one like a gather, in the same memory; own keys are a block `own_apart`, or not.
 
-        All ranks of the ring call this together.
+        The kernel makes gradients of keys first, or not. All ranks of the ring call this together.
         """
         if own_apart:
             rounds = schedule(blocks, at_once=len(blocks.keys))
@@ -65,7 +68,10 @@ class SerialGather(SymmetricGather):
         most, held = max(each.tokens for each in arranged), max(each.held for each in arranged)
         token_bytes = job.token_bytes + job.batch  # with a key mask
         shared.space.make_room(shared.group, keys=most * token_bytes, grads=held * job.grad_bytes)
-        return cls(gather.ring, plan, space=shared.space, ranks=shared.ranks, arranged=arranged)
+        return cls(
+            gather.ring, plan, space=shared.space, ranks=shared.ranks, arranged=arranged,
+            beside=keys_first,
+        )  # fmt: skip
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -160,13 +166,10 @@ class _Call(SymmetricCall):
         for total in self.sums.pop(transfer.source):
             total.finalize()
         del self.blocks[transfer.source]
-
-        def wait() -> None:
-            shares = [visits.Share(*at) for at in self._coming(transfer)]
-            if not self._add_up(shares):
-                self._add_plainly(shares)
-
-        return wait
+        shares = [visits.Share(*at) for at in self._coming(transfer)]
+        if not self._add_up(shares):
+            self._add_plainly(shares)
+        return lambda: None  # what follows on this stream waits by itself
 
     def _add_up(self, shares: list[visits.Share]) -> bool:
         """Publish, and add what others have of own gradients, in one launch; tell if it can be."""
@@ -180,7 +183,8 @@ class _Call(SymmetricCall):
         table = visits.table_of_sums(shelf, k, shares)
         if table is None:
             return False
-        visits.add_up(visits.Visit(shelf.to_read(), table), dk, dv, wire_dtype(k.dtype), fresh)
+        how = visits.Adding(shelf.to_read(), table, fresh, self.serial.beside)
+        visits.add_up(how, dk, dv, wire_dtype(k.dtype))
         for total, t in zip(self.totals, (dk, dv)) if fresh else ():
             total.add(slice(0, k.shape[1]), t)
         return True

@@ -24,6 +24,7 @@ from ring_attention_pytorch.comm.symmetric_memory import Mark, PeerGroup, Symmet
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, disjoint_spans
 from ring_attention_pytorch.runtime.interfaces import KVBlock
+from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, wire_dtype
 from ring_attention_pytorch.runtime.streams import side_stream_after_others
 from ring_attention_pytorch.schedule import steps
@@ -126,8 +127,10 @@ class SymmetricGather(Gather):
     def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
         return self._awaiting_copies(super().stream(own_keys))
 
-    def stream_back(self, own_keys: KVBlock, own: KVGrads) -> Iterator[tuple[KVBlock, KVGrads]]:
-        return self._awaiting_copies(super().stream_back(own_keys, own))
+    def stream_back(
+        self, own_keys: KVBlock, own: KVGrads, later: Later | None = None
+    ) -> Iterator[tuple[KVBlock, KVGrads]]:
+        return self._awaiting_copies(super().stream_back(own_keys, own, later))
 
     def _awaiting_copies(self, blocks: Iterator[Yielded]) -> Iterator[Yielded]:
         """Yield all blocks; if a call fails, nothing else uses memory that copies still write."""

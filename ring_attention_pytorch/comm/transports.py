@@ -82,16 +82,18 @@ def make_together(
     job: KVShape,
     machine: Hardware = H200,
     square: bool = False,
+    keys_first: bool = False,
 ) -> SerialGather | None:
     """Make a gather that spares the host, if tokens are few; else return None.
 
     With few tokens the host takes longer to launch a gather's calls than a GPU to run them. The
-    kernel may know causal tiles only if they are `square`. All ranks of the ring call this
-    together.
+    kernel may know causal tiles only if they are `square`, or make dk and dv first. All ranks of
+    the ring call this together.
     """
     if not (isinstance(gather, SymmetricGather) and gather.keeps and is_few(blocks, job, machine)):
         return None
     shared = shared_by(gather.ring, gather.space.device)
     if shared is None:
         return None
-    return SerialGather.like(gather, blocks, job, shared, own_keys_apart(blocks, square))
+    apart = own_keys_apart(blocks, square)
+    return SerialGather.like(gather, blocks, job, shared, apart, keys_first)

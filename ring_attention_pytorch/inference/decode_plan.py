@@ -14,7 +14,7 @@ from ring_attention_pytorch.inference.held import HeldTokens
 from ring_attention_pytorch.inference.pages import Pages
 from ring_attention_pytorch.inference.partial import Scores, attend_in_blocks, merged
 from ring_attention_pytorch.inference.programs import Cut, Processors, Tuning, power_of_2
-from ring_attention_pytorch.runtime.launches import Launch
+from ring_attention_pytorch.runtime.launches import Launch, can_begin_early
 
 PUSH = True  # whether ranks that share memory merge in one kernel; tests compare both
 _LOG2_E = 1.4426950408889634
@@ -205,9 +205,7 @@ class DecodePlan:
 
     @cached_property
     def early(self) -> bool:
-        device = self.cache.device
-        able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        return able and self.tuning.early
+        return self.tuning.early and can_begin_early(self.cache.device)
 
     @property
     def units(self) -> int:

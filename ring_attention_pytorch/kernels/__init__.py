@@ -60,7 +60,8 @@ _WORDS = {
 class SelectedKernel(NamedTuple):
     """A kernel under its name, or the forward of one with the backward of another.
 
-    `preemptible` is that of the backward; the others are true if they are of both.
+    `preemptible` and `keys_first` are those of the backward; the others are true if they are of
+    both.
     """
 
     name: str
@@ -70,6 +71,7 @@ class SelectedKernel(NamedTuple):
     fuses_merge: bool
     taped: bool
     square: bool
+    keys_first: bool
 
 
 def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
@@ -87,7 +89,8 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
         merges, taped = first.fuses_merge and second.fuses_merge, first.taped and second.taped
         square = first.square and second.square
         calls = first.forward, second.backward
-        return SelectedKernel(both, *calls, second.preemptible, merges, taped, square)
+        also = second.preemptible, merges, taped, square, second.keys_first
+        return SelectedKernel(both, *calls, *also)
     if name is None:
         return _selected(_fastest(case._replace(named=False)))
     problems = {}
@@ -168,7 +171,7 @@ def problem(name: str, case: KernelRequest) -> str | None:
 
 def _selected(name: str) -> SelectedKernel:
     found, can = KERNELS[name], KERNELS[name].CAN
-    also = can.preemptible, can.fuses_merge, can.taped, can.square
+    also = can.preemptible, can.fuses_merge, can.taped, can.square, can.keys_first
     return SelectedKernel(name, found.forward, found.backward, *also)
 
 

@@ -26,6 +26,7 @@ from ring_attention_pytorch.kernels._triton_parts import (
     span,
     tile_at,
 )
+from ring_attention_pytorch.runtime._triton_early import let_next_begin
 
 
 @triton.jit
@@ -199,8 +200,10 @@ def keys_kernel(
     FRESH_V: tl.constexpr,
     ALIBI: tl.constexpr,
     DROPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Compute dk and dv of a block of keys, from every query head that uses it."""
+    let_next_begin(EARLY)
     block, of, first_tile, last_tile = block_of(blocks, count, beside)
     start = block * COLS
     batch, key_head = of // key_heads, of % key_heads

@@ -22,6 +22,7 @@ from ring_attention_pytorch.kernels._triton_parts import (
     span,
     tile_at,
 )
+from ring_attention_pytorch.runtime._triton_early import end_after_the_last
 
 
 @triton.jit
@@ -156,6 +157,7 @@ def queries_kernel(
     FRESH: tl.constexpr,
     ALIBI: tl.constexpr,
     DROPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Compute dq of a block of queries."""
     TOKENS: tl.constexpr = ROWS // PACK
@@ -202,3 +204,4 @@ def queries_kernel(
             )  # fmt: skip
     dq_sum = dq_sum * scale
     add_rows(before, dq, dq_strides, batch, head, start, n, d, dq_sum, ROWS, D, WIDE, FRESH, PACK)
+    end_after_the_last(EARLY)

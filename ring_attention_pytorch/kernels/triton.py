@@ -1,7 +1,8 @@
 """Flash attention of our own in Triton: NVIDIA GPUs from Ampere on, nothing to compile or install.
 
 A block takes one launch forward, however many tiles it has, and merges into the running out
-and lse on the way; backward takes two. The kernels are in `_triton_*.py`, which only the functions
+and lse on the way; backward takes two, of which the second begins where the first has nothing to
+do any more. The kernels are in `_triton_*.py`, which only the functions
 here import: Triton is optional. With TRITON_INTERPRET=1 they run on the CPU, slowly, for tests.
 """
 
@@ -28,7 +29,13 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Tiles,
 )
-from ring_attention_pytorch.runtime.launches import KernelCall, compile_ahead, compiled_ahead
+from ring_attention_pytorch.runtime.later import Later
+from ring_attention_pytorch.runtime.launches import (
+    KernelCall,
+    can_begin_early,
+    compile_ahead,
+    compiled_ahead,
+)
 
 _WIDEST = 256
 CAN = Capabilities(
@@ -38,6 +45,7 @@ CAN = Capabilities(
     max_head_dim=_WIDEST,
     varlen=True,
     fuses_merge=True,
+    keys_first=True,
     taped=True,
     features=FEATURES - {"mask_mod"},
     package=Dependency("triton", "triton", "3.4"),
@@ -110,14 +118,20 @@ def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, gr
     job, given = Job(tiles, terms), (*Rows.of(saved), keys.k, keys.v, _mask(keys))
     of_keys, of_queries = (*grads.dk.room(), *grads.dv.room()), grads.dq.room()
 
-    def run() -> None:
-        _backward_of_keys(job, *given, *of_keys)
+    def make_dq() -> None:
         _backward_of_queries(job, *given, *of_queries)
+
+    def run(later: Later | None = None) -> None:
+        _backward_of_keys(job, *given, *of_keys)
+        if later is None:
+            make_dq()
+        else:
+            later.append(make_dq)
 
     kind = saved.q.device, saved.q.dtype, saved.q.shape[2:], keys.v.shape[2:]
     if saved.q.is_cuda and kind not in _compiled and compile_ahead(run):
         _compiled.add(kind)
-    run()
+    run(grads.dq.later)
 
 
 @compiled_ahead
@@ -170,7 +184,8 @@ def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
         dk.stride(),
         dv.stride(),
     ]
-    constants = dict(FRESH=before is None, FRESH_V=before_v is None, **options)
+    early = can_begin_early(saved.q.device)
+    constants = dict(FRESH=before is None, FRESH_V=before_v is None, EARLY=early, **options)
     return KernelCall(keys_kernel, b * h_kv * table.count, args, constants)
 
 
@@ -219,7 +234,10 @@ def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
         *_strides_read(saved, keys),
         dq.stride(),
     ]
-    constants = dict(FRESH=before is None, **options)
+    early = can_begin_early(saved.q.device)
+    constants = dict(FRESH=before is None, EARLY=early, **options)
+    if early:  # all that it reads was there before the keys' kernel began, or it writes it itself
+        constants["launch_pdl"] = True
     return KernelCall(queries_kernel, b * h // config.pack * table.count, args, constants)
 
 

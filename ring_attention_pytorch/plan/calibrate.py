@@ -86,11 +86,16 @@ def select_transport(
     degree = ring.size // len(blocks.keys)  # of Ulysses
     if measures(like, named) and ring.group is not None and ring.size > 1:
         machine = known or hardware_of(ring, degree, kernel, shape, like)
-        machine = machine._replace(one_call=kernel.fuses_merge)
+        machine = with_calls_of(kernel, machine)
     if named is None:
         near = machine.every(degree) if like.is_cuda else None
         named = choose_transport(blocks, shape, at_once, near)
     return named, machine
+
+
+def with_calls_of(kernel: SelectedKernel, machine: Hardware) -> Hardware:
+    """Return a machine whose calls are a kernel's, at the speed that it has."""
+    return machine._replace(one_call=kernel.fuses_merge, keys_first=kernel.keys_first)
 
 
 def recall(ring: Ring, subject: Hashable) -> Hardware | None:

@@ -202,7 +202,11 @@ def _home(plan: RingPlan) -> str:
         words += ", while own keys are computed on"
     elif last.block == 0:
         words += ", those of the last while half of own keys are computed on"
-    return words
+    return words + _meanwhile(plan)
+
+
+def _meanwhile(plan: RingPlan) -> str:
+    return ", while those of queries are computed" if plan.kernel.keys_first else ""
 
 
 def _of_all_together(plan: RingPlan) -> str:
@@ -210,6 +214,7 @@ def _of_all_together(plan: RingPlan) -> str:
     return (
         f"gather: all {tokens(chunks)} keys in shared memory before any call; "
         f"{_pairs(plan, joined(chunks))}, then gradients are added where they lie"
+        f"{_meanwhile(plan)}"
     )
 
 

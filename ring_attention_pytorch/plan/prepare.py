@@ -14,7 +14,7 @@ from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import SelectedKernel
-from ring_attention_pytorch.plan.calibrate import recall, remember, select_transport
+from ring_attention_pytorch.plan.calibrate import recall, remember, select_transport, with_calls_of
 from ring_attention_pytorch.plan.checks import lengths_problem, segments_of_two
 from ring_attention_pytorch.plan.masks import copied, gather_positions, repeats_problem
 from ring_attention_pytorch.plan.options import Options
@@ -124,7 +124,7 @@ def settle_transport(
     light, short = mine.lightest, mine.for_short
     if short is not None and documents_are_short(blocks, shape):
         kernel, light = short, None
-        machine = machine._replace(one_call=short.fuses_merge)
+        machine = with_calls_of(kernel, machine)
     near = machine.every(ring.size // len(blocks.keys))
     if ulysses is not None:
         ring = ulysses.ring
@@ -133,7 +133,8 @@ def settle_transport(
     overlapping = make_transport(name, ring, blocks, at_once, shape, q.device, near, overtaken)
     if light is not None and not launches_decide(blocks, shape, near):
         light = None
-    together = make_together(overlapping, blocks, shape, near, (light or kernel).square)
+    few = light or kernel
+    together = make_together(overlapping, blocks, shape, near, few.square, few.keys_first)
     if light is not None and together is not None:
         machine = with_another(machine, kernel.name, light.name)
         kernel = light

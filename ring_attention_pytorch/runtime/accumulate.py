@@ -15,6 +15,7 @@ from itertools import accumulate, chain, pairwise
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, merge_
 from ring_attention_pytorch.runtime.streams import record_use, wait_side_streams
 
@@ -264,7 +265,8 @@ class GradAccumulator(_Accumulator):
     `calls` is how many calls of a kernel bring the whole sum, None if that is not known. `into` is
     memory of the accumulator's dtype in which the sum has to be kept. Parts have the dtype of
     `like`; the sum is of `dtype` at the end, which is like's unless given. `place` is memory of
-    that dtype, like `like`, in which the sum has to be at the end.
+    that dtype, like `like`, in which the sum has to be at the end. What adds to it may be left for
+    `later`, if that is given.
     """
 
     _dims = (1,)
@@ -276,6 +278,7 @@ class GradAccumulator(_Accumulator):
         into: Tensor | None = None,
         place: Tensor | None = None,
         dtype: torch.dtype | None = None,
+        later: Later | None = None,
     ) -> None:
         super().__init__(
             like,
@@ -285,6 +288,7 @@ class GradAccumulator(_Accumulator):
             None if place is None else (place,),
         )
         self._waits: list[Callable[[], None]] = []
+        self.later = later
 
     def after(self, wait: Callable[[], None]) -> None:
         """Register `wait`, to be called before any part that is added next is read."""
@@ -374,14 +378,19 @@ class GradAccumulator(_Accumulator):
         """Return an accumulator of some samples, in the same memory."""
         if which == slice(None):
             return self
-        part = GradAccumulator(self._like[which])
+        part = GradAccumulator(self._like[which], later=self.later)
         part._wide = (self.begin_update()[which],)
         return part
 
     def finalize(self) -> Tensor:
         """Return the sum in the dtype that it has to have at the end."""
+        if self.later:
+            self.later.do()
         self._join()
         if self._crowded:
+            if self._wide is not None and self._parts and self._ends_elsewhere:
+                self._parts.insert(0, (self._whole, self._wide))
+                return self._written(self._anew(self._whole, self._end))
             wide = self.begin_update()  # it stays here: another stream may be reading it
             if self._place is None:
                 return wide.to(self._end)
@@ -393,6 +402,11 @@ class GradAccumulator(_Accumulator):
         if adopts and self._parts[0][1][0].dtype == self._end:
             return self._fold_into_first()[0]
         return self._written(self._blank(self._end))
+
+    @property
+    def _ends_elsewhere(self) -> bool:
+        """Tell whether the sum ends in other memory than where it runs, and none is given."""
+        return self._end != self._dtype and self._place is None and self._into is None
 
     def _written(self, totals: Tensors) -> Tensor:
         """Sum all parts in `totals` in one pass, except one that lies there already; return it."""

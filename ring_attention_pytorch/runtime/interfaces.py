@@ -21,6 +21,7 @@ from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
+from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.rowwise import sum_of_products
 from ring_attention_pytorch.schedule.steps import Schedule
 
@@ -104,7 +105,11 @@ class Residuals:
 
 
 class Grads(NamedTuple):
-    """Accumulators of the gradients of this rank's queries, and of these keys and values."""
+    """Accumulators of the gradients of this rank's queries, and of these keys and values.
+
+    A kernel that has dk and dv complete may leave dq for `dq.later`, if that is there: what is left
+    is done while dk and dv travel.
+    """
 
     dq: GradAccumulator
     dk: GradAccumulator
@@ -245,6 +250,7 @@ class Capabilities(NamedTuple):
     square: bool = False  # of causal tiles it knows those whose diagonal begins at the top left
     # merges by itself: for few tokens one call of all keys is faster than several
     fuses_merge: bool = False
+    keys_first: bool = False  # backward makes dk and dv first, and leaves dq for `dq.later`
     # all that it does are PyTorch's operations and `opaque` functions, so a tape can hold its calls
     taped: bool = False
     features: frozenset[str] = FEATURES
@@ -323,12 +329,15 @@ class Transport(Protocol):
         ...
 
     def stream_back(
-        self, own_keys: KVBlock, own: tuple[GradAccumulator, GradAccumulator]
+        self,
+        own_keys: KVBlock,
+        own: tuple[GradAccumulator, GradAccumulator],
+        later: Later | None = None,
     ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
         """Yield the blocks of `stream`, each with accumulators (dk, dv) to add its gradients to.
 
         `own` are the accumulators of own keys. They get what every rank added, and are complete
-        when the stream has ended.
+        when the stream has ended. What kernels leave for `later` is done while gradients travel.
         """
         ...
 

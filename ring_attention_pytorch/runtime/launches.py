@@ -86,6 +86,14 @@ def _launcher(made: Any, programs: int) -> Callable[..., None]:
     return launch
 
 
+def can_begin_early(device: torch.device) -> bool:
+    """Tell whether kernels of a device can begin before the one before has ended.
+
+    Such a kernel has the option `launch_pdl`, and ends as `_triton_early` says.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 class KernelCall(NamedTuple):
     """A launch of a Triton kernel, with all it is given."""
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.streams import capturing, wait_side_streams
 from ring_attention_pytorch.schedule.pieces import KVShape
 from ring_attention_pytorch.schedule.steps import KEYS, Part, Program, Transfer
@@ -186,10 +187,10 @@ class Record:
 
 
 class _RecordedCall:
-    """A transport's call whose steps are recorded."""
+    """A transport's call whose steps are recorded, with nothing of a part left for later."""
 
-    def __init__(self, record: Record, call: Any) -> None:
-        self._record, self._call = record, call
+    def __init__(self, record: Record, call: Any, later: Later) -> None:
+        self._record, self._call, self._later = record, call, later
         self.grads = call.grads
 
     def start(self, number: int) -> None:
@@ -203,14 +204,15 @@ class _RecordedCall:
         return self._call.keys(part)
 
     def computed(self, part: Part) -> None:
+        self._later.do()
         self._record.end(part)
         self._call.computed(part)
 
 
-def recorded(call: Any) -> Any:
+def recorded(call: Any, later: Later) -> Any:
     """Return a transport's call, in such a form that this thread's record hears of its steps."""
     record = _thread.record
-    return call if record is None else _RecordedCall(record, call)
+    return call if record is None else _RecordedCall(record, call, later)
 
 
 class _WatchedPlan:

@@ -16,7 +16,7 @@ from ring_attention_pytorch.schedule.pieces import (
     tokens,
 )
 from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
-from ring_attention_pytorch.schedule.policy import keys_come_late, own_keys_are_cut
+from ring_attention_pytorch.schedule.policy import OF_QUERIES, keys_come_late, own_keys_are_cut
 from ring_attention_pytorch.schedule.steps import (
     KEYS,
     Block,
@@ -73,7 +73,7 @@ def predict(schedule: Schedule, rank: int, shape: KVShape, machine: Hardware = H
             one = bytes_of(transfer, shape)
             clock.transfers.append(transfer_seconds(transfer, near * one, far * one, machine))
             received += (near + far) * one
-        seconds.append(_elapsed(program, clock))
+        seconds.append(_elapsed(program, clock, left_for_later(machine)))
     visible = [_visible(schedule.forward, part, rank) for part in schedule.forward.parts]
     flops = shape.pair_flops * sum(map(visible_pairs, visible))
     return Cost(
@@ -85,12 +85,18 @@ def predict(schedule: Schedule, rank: int, shape: KVShape, machine: Hardware = H
     )
 
 
-def _elapsed(program: Program, clock: Clock) -> float:
+def left_for_later(machine: Hardware) -> float:
+    """Return the share of a part backward that is computed while its gradients travel."""
+    return OF_QUERIES if machine.keys_first else 0.0
+
+
+def _elapsed(program: Program, clock: Clock, later: float) -> float:
     """Return the seconds of a program: one stream computes, transfers follow one another.
 
-    What gives way is computed while nothing else can be, and what is left of it at the end.
+    What gives way is computed while nothing else can be, and what is left of it at the end. A share
+    of each part may be computed later, while its gradients travel, if nothing is waited for first.
     """
-    now = link = left = 0.0
+    now = link = left = last = 0.0
     arrived: dict[int, float] = {}
     for wait, start, part in program.steps:
         for number in wait:
@@ -98,12 +104,14 @@ def _elapsed(program: Program, clock: Clock) -> float:
             left = max(0.0, left - idle)
             now += idle
         for number in start:
-            link = max(now, link) + clock.transfers[number]
+            ahead = 0.0 if wait or program.transfers[number].kind == KEYS else later * last
+            link = max(now - ahead, link) + clock.transfers[number]
             arrived[number] = link
+        last = 0.0 if part is None else clock.parts[part]
         if part is not None and part.gives_way:
-            left += clock.parts[part]
-        elif part is not None:
-            now += clock.parts[part]
+            left += last
+        else:
+            now += last
     return now + left
 
 

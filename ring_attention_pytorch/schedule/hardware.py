@@ -33,6 +33,7 @@ class Hardware(NamedTuple):
     hops: tuple[tuple[int, float], ...] = _HOPS  # bytes and seconds between its neighbours
     measured: bool = False  # whether on the group at hand
     one_call: bool = False  # whether the kernel takes a single call for all tiles of a block
+    keys_first: bool = False  # and whether it leaves dq for while dk and dv go home
 
     def every(self, degree: int) -> "Hardware":
         """Return the machine of ranks that are `degree` places apart."""
@@ -83,6 +84,7 @@ def h200_with(kernel: str) -> Hardware:
         forward=_KERNELS.get(forward, usual)[0],
         backward=_KERNELS.get(backward or forward, usual)[1],
         one_call=kernel == "triton",
+        keys_first=(backward or forward) == "triton",
     )
 
 
@@ -97,4 +99,5 @@ def with_another(machine: Hardware, kernel: str, other: str) -> Hardware:
         forward=machine.forward * new.forward / old.forward,
         backward=machine.backward * new.backward / old.backward,
         one_call=new.one_call,
+        keys_first=new.keys_first,
     )

@@ -33,6 +33,7 @@ _SLOWEST = 2  # a launch counts as at most so many times that of an H200's host
 # flash-attn 4 on H100s, with heads of 128: the two are alike at some 560 where eight query heads
 # read a key head, at some 900 where four do; with a key head for each it was slower on two GPUs
 _FEW_SEEN, _SHARED = 500, 2
+OF_QUERIES = 0.4  # share of a backward call that makes dq: our Triton kernels, two H100
 _SOON_COPIED = 1.6e-5  # seconds to read own keys: copying them and their gradients takes 0.1 ms
 
 
@@ -179,16 +180,21 @@ def come_home_aside(
     They compute on own keys from these `cuts` on, kept for the end. Or they compute on what is left
     of own keys where their call is `overtaken`: it has gone on while the others' keys came, and
     about as much in the gaps of their calls. With several rounds, the gradients of each but the
-    last come home while the next computes.
+    last come home while the next computes. And a kernel may make dk and dv first: then what it does
+    for the others' keys is not over.
     """
     if len(rounds) != 1:
         return True
     coming = max(coming_home(rounds[0]).values(), default=0)
     brought = max(map(tokens, rounds[0].pieces)) if overtaken else 0
     pairs_left = []
-    for queries, keys, cut in zip(workload.queries, workload.keys, cuts):
+    for queries, keys, cut, chunks in zip(*workload[:2], cuts, rounds[0].pieces):
         kept = slice_segments(keys, slice(cut, count(keys)))
-        pairs_left.append(visible_pairs(tiles(queries, kept, workload.visible)))
+        pairs = float(visible_pairs(tiles(queries, kept, workload.visible)))
+        if machine.keys_first:
+            others = tiles(queries, joined(chunks), workload.visible)
+            pairs += OF_QUERIES * visible_pairs(others)
+        pairs_left.append(pairs)
     moved = machine.beside_backward * shape.grad_bytes * (2 * brought + coming / 2)
     return 2.5 * shape.pair_flops * min(pairs_left) >= moved
 
@@ -199,8 +205,11 @@ def own_keys_are_cut(
     """Tell whether half of own keys are kept for backward's end, while gradients come home.
 
     It pays where they take longer to come home, on some rank, than a further call takes. All ranks
-    go by that one: any that did otherwise would keep it waiting.
+    go by that one: any that did otherwise would keep it waiting. A kernel that makes dk and dv
+    first computes on dq meanwhile.
     """
+    if machine.keys_first:
+        return False
     coming = coming_home(rounds[-1]) if rounds else {}
     pays = False
     for owner, (queries, keys) in enumerate(zip(workload.queries, workload.keys)):

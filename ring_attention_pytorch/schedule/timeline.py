@@ -2,7 +2,13 @@
 
 from typing import NamedTuple
 
-from ring_attention_pytorch.schedule.cost import bytes_of, moved, part_seconds, transfer_seconds
+from ring_attention_pytorch.schedule.cost import (
+    bytes_of,
+    left_for_later,
+    moved,
+    part_seconds,
+    transfer_seconds,
+)
 from ring_attention_pytorch.schedule.hardware import Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape
 from ring_attention_pytorch.schedule.steps import KEYS, Part, Program, Transfer
@@ -42,7 +48,7 @@ def predicted(
     a_flop = 2.5 / machine.backward if back else 1 / machine.forward
     computed, under_way = [], []
     arrived: dict[int, float] = {}
-    now = link = left = 0.0
+    now = link = left = last = 0.0
     aside = Bar(0.0, 0.0, OWN, "")  # what gives way
     for wait, start, part in program.steps:
         ready = max([now, *(arrived[number] for number in wait)])
@@ -52,15 +58,18 @@ def predicted(
             left -= spent
         now = ready
         for number in start:
-            transfer, begin = program.transfers[number], max(now, link)
+            transfer = program.transfers[number]
+            ahead = 0.0 if wait or transfer.kind == KEYS else left_for_later(machine) * last
+            begin = max(now - ahead, link)
             near, far = moved(program, transfer, rank, machine.domain)
             one = bytes_of(transfer, shape)
             link = begin + transfer_seconds(transfer, near * one, far * one, machine)
             arrived[number] = link
             under_way.append(Bar(begin, link, *of_transfer(program, transfer)))
+        last = 0.0
         if part is None:
             continue
-        seconds = part_seconds(program, part, rank, shape, machine, a_flop)
+        seconds = last = part_seconds(program, part, rank, shape, machine, a_flop)
         bar = Bar(now, now + seconds, *of_part(program, part))
         if part.gives_way:
             aside, left = bar, left + seconds

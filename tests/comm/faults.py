@@ -4,6 +4,26 @@ from tests.faults.mutant import Mutant
 
 ATTENTION = [
     Mutant(
+        "what is left is done before gradients start", "comm/carry_out.py:_parts",
+        "if wait:", "if True:",
+    ),
+    Mutant(
+        "what is left waits for what comes", "comm/carry_out.py:_parts",
+        "if wait: later.do()", "",
+    ),
+    Mutant(
+        "few programs add, though nothing runs beside them", "comm/visits.py:add_up",
+        "how.beside and can_begin_early(dk.device)", "can_begin_early(dk.device)",
+    ),
+    Mutant(
+        "many programs add beside a kernel", "comm/visits.py:add_up",
+        "blocks = min(blocks, _PROGRAMS_BESIDE)", "pass",
+    ),
+    Mutant(
+        "a gather of few tokens adds beside nothing", "comm/transports.py:make_together",
+        "apart, keys_first", "apart",
+    ),
+    Mutant(
         "own keys kept for the end land first", "comm/gather.py:GatherCall.computed",
         "of_part.move_to(total, self._span(part).start)",
         "of_part.move_to(total, 0)",
@@ -188,7 +208,7 @@ ATTENTION = [
     ),
     Mutant(
         "a kernel of one call is predicted as one of many", "plan/prepare.py:settle_transport",
-        "machine._replace(one_call=short.fuses_merge)", "machine",
+        "with_calls_of(kernel, machine)", "machine",
     ),
     Mutant(
         "a named kernel is not that of short documents", "plan/proposal.py:Proposal._right",

@@ -110,7 +110,7 @@ def visited(
             torch.full((B, N, HEADS, d), torch.nan if fresh else 1.0, dtype=of) for d in (d, d_v)
         ]
         table = visits.table_of_sums(Shelf, sums[0], shares)
-        do(taped, visits.add_up, visits.Visit(reads, table), *sums, of, fresh)
+        do(taped, visits.add_up, visits.Adding(reads, table, fresh, False), *sums, of)
         totals[fresh] = sums
     assert board.trouble() is None
     assert board.state[:3].tolist() == [0, 4, 0]  # nothing wrong, four meetings, all have left
@@ -169,7 +169,7 @@ def fail(
     visits.pull(visits.Visit(board.meeting("read"), table), room)
     sums = [torch.zeros(B, N, HEADS, d, dtype=of) for d in (d, d_v)]
     table = visits.table_of_sums(Shelf, sums[0], [visits.Share(slice(0, 2), [shared[rank][:, :2]])])
-    visits.add_up(visits.Visit(board.meeting("read"), table), *sums, of, True)
+    visits.add_up(visits.Adding(board.meeting("read"), table, True, False), *sums, of)
     return dict(read=[written, room, *sums], trouble=board.trouble())
 
 
@@ -197,7 +197,7 @@ COMPILED = {
     ),
     "sum_kernel": (
         dict(dk="*bf16", dv="*bf16", table="*i64", lines="i32"),
-        dict(TILES, TYPE="bfloat16", WIDE="float32", ALIGNED=16, MOST=3, FRESH=False),
+        dict(TILES, TYPE="bfloat16", WIDE="float32", ALIGNED=16, MOST=3, FRESH=False, EARLY=True),
     ),
 }  # fmt: skip
 
@@ -219,6 +219,8 @@ def test_kernels_are_code_for_a_gpu(name):
     source = ASTSource(kernel, {arg: types[arg] for arg in kernel.arg_names}, sizes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8))
     assert ".entry" in made.asm["ptx"]
+    early = "griddepcontrol.launch_dependents" in made.asm["ptx"]  # the next one may begin
+    assert early == ("EARLY" in sizes)
 
 
 class Keeping:

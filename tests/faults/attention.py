@@ -82,6 +82,7 @@ def battery() -> Iterator[Case]:
     yield from other_kernels_calls_cover_the_tiles()
     yield sums_of_16_bits_are_kept_in_32
     yield from shared_memory_is_read_before_it_is_written()
+    yield from kernels_may_leave_dq_for_later()
 
 
 def patched(check: Callable[..., None], *given: Any, **named: Any) -> Case:
@@ -92,6 +93,21 @@ def patched(check: Callable[..., None], *given: Any, **named: Any) -> Case:
             check(*given, patch, **named)
 
     return run
+
+
+def kernels_may_leave_dq_for_later() -> Iterator[Case]:
+    from tests.comm import test_later
+    from tests.runtime import test_running
+
+    yield test_running.a_wide_sum_ends_with_its_parts
+    yield patched(test_later.what_is_left_is_in_the_gradients)
+    yield test_later.what_is_left_is_done_in_time
+    yield test_later.a_sum_has_what_is_left
+    yield patched(test_later.nothing_is_left_where_parts_have_their_times)
+    yield test_later.gradients_are_hidden_behind_dq
+    yield test_later.the_model_knows_what_is_left
+    yield patched(test_later.plans_tell_transports)
+    yield patched(test_later.few_programs_add_beside_a_kernel)
 
 
 def shared_memory_is_read_before_it_is_written() -> Iterator[Case]:

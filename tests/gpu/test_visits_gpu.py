@@ -44,21 +44,21 @@ def fails_at_a_random_moment(board: Board, memory: Tensor) -> None:
     memory.fill_(GARBAGE)
 
 
-def brought(board: Board, tables: Tables, memory: Tensor, adds: bool) -> list[Tensor]:
-    """Copy, or add, what the other rank has."""
+def brought(board: Board, tables: Tables, memory: Tensor, how: str) -> list[Tensor]:
+    """Copy, or add, what the other rank has; by few programs, if beside a kernel."""
     meeting = board.meeting("read")
-    if not adds:
+    if how == "copied":
         room = torch.zeros_like(memory)
         table = visits.table_of_copies(tables, room, [memory], [slice(0, ROWS)])
         visits.pull(visits.Visit(meeting, table), room)
         return [room]
     sums = [memory.new_zeros(1, ROWS, HEADS, D) for _ in range(2)]
     table = visits.table_of_sums(tables, sums[0], [visits.Share(slice(0, ROWS), [memory])])
-    visits.add_up(visits.Visit(meeting, table), *sums, memory.dtype, True)
+    visits.add_up(visits.Adding(meeting, table, True, how == "added beside"), *sums, memory.dtype)
     return sums
 
 
-def what_is_kept(adds: bool) -> dict[str, int]:
+def what_is_kept(how: str) -> dict[str, int]:
     """For a pool: how many turns brought garbage, and how many all, some or no numbers."""
     ring, device = Ring(), torch.device("cuda", torch.cuda.current_device())
     random.seed(0)
@@ -75,7 +75,7 @@ def what_is_kept(adds: bool) -> dict[str, int]:
         if ring.rank == LAST and turn:
             fails_at_a_random_moment(board, own)
         else:
-            got = torch.cat([t.flatten() for t in brought(board, tables, memories[LAST], adds)])
+            got = torch.cat([t.flatten() for t in brought(board, tables, memories[LAST], how)])
             lost, right = got.isnan(), got == RIGHT
             found["garbage"] += not (lost | right).all().item()
             share = lost.float().mean().item()
@@ -87,9 +87,9 @@ def what_is_kept(adds: bool) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("adds", [False, True], ids=["copied", "added"])
-def test_what_was_read_while_a_rank_failed_is_right_or_nan(adds, nccl):
-    found, _ = nccl(SIZE).run(what_is_kept, adds)
+@pytest.mark.parametrize("how", ["copied", "added", "added beside"])
+def test_what_was_read_while_a_rank_failed_is_right_or_nan(how, nccl):
+    found, _ = nccl(SIZE).run(what_is_kept, how)
     assert found["garbage"] == found["unsaid"] == 0, found
     assert found["all"] > 1 or torch.cuda.device_count() < SIZE, found
     assert found["some"] + found["none"] > TURNS // 10, found

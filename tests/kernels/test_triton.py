@@ -177,11 +177,20 @@ def found():
 
 @needs_triton
 def test_they_are_code_for_a_gpu():
-    """Of which the interpreter knows nothing: types that stay, what is left out."""
+    """Of which the interpreter knows nothing: types that stay, what is left out.
+
+    Nor does it know of kernels that begin early: those of keys let the next begin, those of queries
+    wait for the one before.
+    """
     from tests.support.triton_ir import module_of, variants
 
+    early = dict(forward_kernel=(), keys_kernel=("launch_dependents",), queries_kernel=("wait",))
     for kernel, constants in variants():
-        assert "tt.func public" in module_of(kernel, constants)
+        code = module_of(kernel, constants)
+        assert "tt.func public" in code
+        for word in ("launch_dependents", "wait"):
+            expected = constants["EARLY"] and word in early[kernel.fn.__name__]
+            assert (f"griddepcontrol.{word}" in code) == expected
 
 
 @needs_triton

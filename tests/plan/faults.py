@@ -4,6 +4,14 @@ from tests.faults.mutant import Mutant
 
 ATTENTION = [
     Mutant(
+        "few tokens' kernel has nothing to leave", "plan/prepare.py:settle_transport",
+        "few.square, few.keys_first", "few.square",
+    ),
+    Mutant(
+        "all kernels are said to leave dq for later", "plan/explain.py:_meanwhile",
+        'if plan.kernel.keys_first else ""', "",
+    ),
+    Mutant(
         "all samples have the first one's documents", "plan/masks.py:by_sample",
         "visible._replace(documents=documents)", "visible._replace(documents=packing[0])",
     ),

@@ -4,6 +4,22 @@ from tests.faults.mutant import Mutant
 
 ATTENTION = [
     Mutant(
+        "what is left is in no sum", "runtime/accumulate.py:GradAccumulator.finalize",
+        "self.later.do()", "pass",
+    ),
+    Mutant(
+        "what is left of samples is done at once", "runtime/accumulate.py:GradAccumulator.samples",
+        ", later=self.later)", ")",
+    ),
+    Mutant(
+        "parts have times without what they left", "runtime/observe.py:_RecordedCall.computed",
+        "self._later.do()", "",
+    ),
+    Mutant(
+        "a sum forgets what it runs in", "runtime/accumulate.py:GradAccumulator.finalize",
+        "self._parts.insert(0, (self._whole, self._wide))", "pass",
+    ),
+    Mutant(
         "every call of a kernel rounds as the last", "runtime/accumulate.py:_Accumulator._room",
         "self._end if self._calls == 1 else", "self._end if self._calls else",
     ),

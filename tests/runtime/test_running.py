@@ -276,6 +276,21 @@ def test_running_tensors_are_wide_and_the_same_from_then_on():
     assert not total.finalize().any()
 
 
+def a_wide_sum_ends_with_its_parts() -> None:
+    """Those that wait, too; in one pass, in which it is read only."""
+    total = GradAccumulator(torch.zeros(1, 2, 1, dtype=torch.bfloat16))
+    wide = total.begin_update()
+    wide.fill_(1 + 2**-8)  # half way to the next number of 16 bits
+    total.after(lambda: None)
+    total.add_all([(slice(0, 1), torch.full((1, 1, 1), 2**-8, dtype=torch.bfloat16))])
+    assert total.finalize().flatten().tolist() == [1 + 2**-7, 1.0]
+    assert (wide == 1 + 2**-8).all()
+
+
+def test_a_wide_sum_ends_with_its_parts():
+    a_wide_sum_ends_with_its_parts()
+
+
 def lent_parts_are_only_read() -> None:
     """They are summed wide and rounded once, and stay as they were, however many there are."""
     whole, like = slice(0, 4), torch.zeros(1, 4, 1, 2)

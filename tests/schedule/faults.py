@@ -6,6 +6,26 @@ STEPS = "schedule/steps.py:"
 
 ATTENTION = [
     Mutant(
+        "own keys are cut for what dq hides", "schedule/policy.py:own_keys_are_cut",
+        "if machine.keys_first: return False", "",
+    ),
+    Mutant(
+        "dq hides no gradients", "schedule/policy.py:come_home_aside",
+        "if machine.keys_first:", "if False:",
+    ),
+    Mutant(
+        "all of a call hides its gradients", "schedule/policy.py:come_home_aside",
+        "OF_QUERIES * visible_pairs(others)", "1e9 * visible_pairs(others)",
+    ),
+    Mutant(
+        "gradients are predicted to wait for dq", "schedule/cost.py:left_for_later",
+        "OF_QUERIES if machine.keys_first else", "",
+    ),
+    Mutant(
+        "bars of gradients wait for dq", "schedule/timeline.py:predicted",
+        "left_for_later(machine) * last", "0.0",
+    ),
+    Mutant(
         "what only a later sample needs is not sent", "schedule/pieces.py:Workload.distances",
         "self.apart or (self.visible,)", "self.apart[:1] or (self.visible,)",
     ),

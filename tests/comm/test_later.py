@@ -1,0 +1,282 @@
+"""What a kernel leaves for later, dq, is done while gradients of keys travel, on every way."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from ring_attention_pytorch import RingPlan, explain_plan, observe, ring_attn
+from ring_attention_pytorch.comm import transports, visits
+from ring_attention_pytorch.comm.carry_out import Carrier
+from ring_attention_pytorch.comm.gather_serial import SerialGather
+from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
+from ring_attention_pytorch.geometry.layouts import all_segments
+from ring_attention_pytorch.geometry.tiles import Mask
+from ring_attention_pytorch.kernels import choose, eager
+from ring_attention_pytorch.plan import prepare
+from ring_attention_pytorch.plan.calibrate import with_calls_of
+from ring_attention_pytorch.runtime import observe as observing
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+from ring_attention_pytorch.runtime.interfaces import Grads, KernelRequest, KVBlock
+from ring_attention_pytorch.runtime.later import Later
+from ring_attention_pytorch.schedule import policy
+from ring_attention_pytorch.schedule.cost import OF_QUERIES, predict
+from ring_attention_pytorch.schedule.hardware import H200
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload
+from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
+from ring_attention_pytorch.schedule.steps import (
+    GRADS,
+    Block,
+    Part,
+    Program,
+    Schedule,
+    gather,
+    ring,
+)
+from ring_attention_pytorch.schedule.timeline import predicted
+from tests.support import threads
+from tests.support.cases import Attention, check_in_threads, check_symmetric
+from tests.support.interpreter import needs_triton
+
+JOB = KVShape(1, 32, 8, 128, 128, itemsize=2)
+FIRST = H200._replace(keys_first=True)
+
+
+def leave_dq(patch: pytest.MonkeyPatch) -> None:
+    """Let the kernel "eager" make dk and dv first, and leave dq for later if it may."""
+    whole = eager.backward
+
+    def backward(saved: Any, keys: KVBlock, tiles: Any, terms: Any, grads: Grads) -> None:
+        dq = GradAccumulator(saved.q)
+        whole(saved, keys, tiles, terms, grads._replace(dq=dq))
+
+        def rest() -> None:
+            grads.dq.begin_update().add_(dq.begin_update())
+
+        rest() if grads.dq.later is None else grads.dq.later.append(rest)
+
+    patch.setattr(eager, "backward", backward)
+    patch.setattr(eager, "CAN", eager.CAN._replace(keys_first=True))
+
+
+def what_is_left_is_in_the_gradients(patch: pytest.MonkeyPatch) -> None:
+    """Over messages and shared memory, of one rank or several, of samples that differ."""
+    leave_dq(patch)
+    case = Attention(29, "zigzag", causal=True, masked=True, d_v=5, kernel="eager")
+    differ = Attention(12, kernel="eager", ids=((0,) * 12, (3, 3, 0, 0) * 3))
+    for how in (dict(), dict(transport="gather"), dict(transport="gather", memory=0)):
+        for size in (1, 3):
+            check_in_threads(replace(case, **how), size)
+            check_in_threads(replace(differ, **how), size)
+    for at_once, ways in ((9, {}), (1, {}), (9, dict(together=True)), (9, dict(own_apart=True))):
+        check_symmetric(case, 3, at_once, **ways)
+
+
+def test_what_is_left_is_in_the_gradients(monkeypatch):
+    what_is_left_is_in_the_gradients(monkeypatch)
+
+
+@dataclass
+class _Told:
+    """A call that keeps a diary."""
+
+    program: Program
+    diary: list[str] = field(default_factory=list)
+
+    def start(self, number: int) -> None:
+        if self.program.transfers[number].kind == GRADS:
+            self.diary.append("gradients start")
+
+    def wait(self, number: int) -> None:
+        self.diary.append("wait")
+
+    def keys(self, part: Part) -> Any:
+        return KVBlock(*[torch.empty(0)] * 2, None, self.program.segments(part, 1))
+
+    def grads(self, part: Part, keys: KVBlock) -> tuple[()]:
+        return ()
+
+    def computed(self, part: Part) -> None:
+        self.diary.append("dk, dv")
+
+
+class _Telling(Carrier):
+    def call(self, program: Program, own: Any, totals: Any = None) -> Any:
+        self.known.append(_Told(program))
+        return self.known[-1]
+
+    known: Any = ()
+
+
+def diary(schedule: Schedule) -> list[str]:
+    """What a rank does in backward, in order."""
+    carrier, later = _Telling(None, schedule), Later()
+    object.__setattr__(carrier, "known", [])
+    for _ in carrier.stream_back(None, (), later):
+        later.append(lambda: carrier.known[0].diary.append("dq"))
+    assert not later
+    return carrier.known[0].diary
+
+
+def what_is_left_is_done_in_time() -> None:
+    """When gradients have started, and before anything is waited for."""
+    three = all_segments("zigzag", 3, 24)
+    work = Workload(three, three, Mask(causal=True))
+    one_round = gather(work, [Block.of(each) for each in rounds_of(work, 2)])
+    assert diary(one_round) == [
+        "dk, dv", "dq", "wait", "dk, dv", "gradients start", "dq", "wait",
+    ]  # fmt: skip
+    assert diary(ring(work)) == [
+        "dk, dv", "dq", "wait", "dk, dv", "gradients start", "dq", "wait", "dk, dv", "dq", "wait",
+        "gradients start", "wait",
+    ]  # fmt: skip
+
+
+def test_what_is_left_is_done_in_time():
+    what_is_left_is_done_in_time()
+
+
+def a_sum_has_what_is_left() -> None:
+    """Whoever reads it, and for whichever samples it was left."""
+    for which in (slice(None), slice(1, 2)):
+        later = Later()
+        total = GradAccumulator(torch.zeros(2, 3, 1), later=later)
+        of_some = total.samples(which)
+        of_some.later.append(lambda part=of_some: part.begin_update().add_(1))
+        assert total.finalize().sum() == 3 * len(range(2)[which])
+        assert not later
+
+
+def test_a_sum_has_what_is_left():
+    a_sum_has_what_is_left()
+
+
+def nothing_is_left_where_parts_have_their_times(patch: pytest.MonkeyPatch) -> None:
+    """Of an observed call."""
+    leave_dq(patch)
+    left: list[int] = []
+    end = observing.Record.end
+
+    def ended(record: observing.Record, part: Part) -> None:
+        left.extend(map(len, seen))
+        end(record, part)
+
+    class Seen(Later):
+        def __init__(self) -> None:
+            seen.append(self)
+
+    seen: list[Later] = []
+    patch.setattr(observing.Record, "end", ended)
+    patch.setattr("ring_attention_pytorch.attention.Later", Seen)
+    q = torch.randn(1, 6, 2, 4, requires_grad=True)
+    with observe():
+        ring_attn(q, q, q, kernel="eager").sum().backward()
+    assert left == [0]
+
+
+def test_nothing_is_left_where_parts_have_their_times(monkeypatch):
+    nothing_is_left_where_parts_have_their_times(monkeypatch)
+
+
+def gradients_are_hidden_behind_dq() -> None:
+    """So no part of own keys is kept for that, and copy engines bring them."""
+    four = all_segments("zigzag", 4, 4 * 8192)
+    work = Workload(four, four, Mask(causal=True))
+    rounds, lengths = rounds_of(work, 4), [8192] * 4
+    for machine, cut in ((H200, True), (FIRST, False)):
+        assert policy.own_keys_are_cut(work, rounds, JOB, machine) == cut
+        assert policy.come_home_aside(work, rounds, lengths, JOB, machine, False) != cut
+    few = all_segments("zigzag", 4, 4 * 128)
+    work = Workload(few, few, Mask(causal=True))
+    assert not policy.come_home_aside(work, rounds_of(work, 4), [128] * 4, JOB, FIRST, False)
+
+
+def test_gradients_are_hidden_behind_dq():
+    gradients_are_hidden_behind_dq()
+
+
+def the_model_knows_what_is_left() -> None:
+    """It counts what of the way home dq does not hide; bars of a drawing end when it says."""
+    two = all_segments("zigzag", 2, 2 * 4096)
+    work = Workload(two, two, Mask(causal=True))
+    both = gather(work, [Block.of(each) for each in rounds_of(work, 2)])
+    for slow, hidden in ((1, True), (40, False)):
+        machines = [each._replace(pull=H200.pull / slow) for each in (H200, FIRST)]
+        plain, first = (predict(both, 1, JOB, machine) for machine in machines)
+        bars = [predicted(both.backward, 1, JOB, machine, back=True) for machine in machines]
+        (home,) = (bar for bar in bars[0].under_way if bar.kind == "gradients travel")
+        part = bars[0].computed[-1]
+        dq = OF_QUERIES * (part.stop - part.start)
+        gained = min(dq, home.stop - home.start)
+        assert (gained < dq) == hidden
+        assert plain.backward - first.backward == pytest.approx(gained)
+        assert [bar.end for bar in bars] == pytest.approx([plain.backward, first.backward])
+        assert plain.forward == first.forward
+
+
+def test_the_model_knows_what_is_left():
+    the_model_knows_what_is_left()
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("triton", True), ("eager", False), ("triton+eager", False), ("eager+triton", True)],
+)
+def test_a_kernel_makes_keys_first_if_its_backward_does(name, first, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q = torch.randn(1, 6, 2, 8)
+    kernel = choose(name, KernelRequest.of(q, q))
+    assert kernel.keys_first == with_calls_of(kernel, H200).keys_first == first
+
+
+def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
+    """Of few tokens' own kernel, too; and say so."""
+
+    def shared_by(ring: threads.ThreadRing, _: torch.device) -> PeerGroup:
+        return PeerGroup(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
+
+    def main(ring: threads.ThreadRing) -> list[tuple[bool, bool]]:
+        q, found = torch.empty(1, 16, 2, 4), []
+        for kernel in ("eager", "sdpa"):
+            plan = RingPlan.make(
+                q, q, q, causal=True, layout="zigzag", group=ring, kernel=kernel, transport="gather"
+            )
+            assert isinstance(plan.transport, SerialGather)
+            said = "while those of queries are computed" in explain_plan(plan)
+            overlapping = explain_plan(plan.by(plan.overlapped))
+            said &= "while those of queries are computed" in overlapping
+            found.append((plan.transport.beside, said))
+        return found
+
+    leave_dq(patch)
+    patch.setattr(transports, "shared_by", shared_by)
+    patch.setattr(prepare, "launches_decide", lambda *_: False)
+    assert threads.run(2, main)[0] == [[(True, True), (False, False)]] * 2
+
+
+def test_plans_tell_transports(monkeypatch):
+    plans_tell_transports(monkeypatch)
+
+
+def few_programs_add_beside_a_kernel(patch: pytest.MonkeyPatch) -> None:
+    """On GPUs whose kernels can begin early; elsewhere nothing runs beside them."""
+    table = visits.Table(torch.zeros(100, 4, dtype=torch.int64), aligned=16)
+    dk = torch.zeros(1, 4, 1, 8)
+    calls: list[Any] = []
+
+    def noted(kernel: Any, meeting: Any, args: Any, blocks: int, sizes: dict[str, Any]) -> None:
+        calls.append((blocks, sizes["EARLY"]))
+
+    patch.setattr(visits, "_call", noted)
+    make = visits.add_up.__wrapped__.__wrapped__
+    for able in (False, True):
+        patch.setattr(visits, "can_begin_early", lambda device, able=able: able)
+        for beside in (False, True):
+            make(visits.Adding(Any, table, True, beside), dk, dk, dk.dtype)
+    assert calls == [(100, False), (100, False), (100, False), (visits._PROGRAMS_BESIDE, True)]
+
+
+@needs_triton
+def test_few_programs_add_beside_a_kernel(monkeypatch):
+    few_programs_add_beside_a_kernel(monkeypatch)
