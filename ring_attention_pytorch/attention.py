@@ -86,6 +86,7 @@ def backward(plan: RingPlan, *given: *Saved) -> Gradients:
                 rows, kv = saved.samples(samples), keys.samples(samples)
                 grads = Grads(own.dq, *of_keys).samples(samples)
                 plan.kernel.backward(rows, kv, tiles, plan.terms, grads)
+        later.do()
         dsinks = None if sinks is None else grad_of_sinks(sinks, saved)
     return *(total.finalize() for total in own), dsinks
 

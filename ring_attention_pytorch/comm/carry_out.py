@@ -6,7 +6,7 @@ how shared memory is read. The order is the program's alone.
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
@@ -64,15 +64,19 @@ class Carrier:
         """Tell whether a tape can hold the calls: only if nothing is sent."""
         return not self.schedule.forward.transfers
 
+    def in_turn(self) -> Self:
+        """Return this transport for calls of which each part has its time: nothing runs beside."""
+        return self
+
     def follow_stream(self) -> Hashable:
         """Return None: no memory is shared, so no stream waits."""
         return None
 
     def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
         """Yield the keys of each part: own ones, then all others that anyone needs."""
-        program, later = self.schedule.forward, Later()  # nothing
-        call = recorded(self.call(program, own_keys), later)
-        for part in _parts(program, call, later):
+        program, nothing = self.schedule.forward, Later()
+        call = recorded(self.call(program, own_keys), nothing)
+        for part in _parts(program, call, nothing):
             keys = call.keys(part)
             if program.counts(part, keys.segments):
                 yield keys
@@ -84,8 +88,8 @@ class Carrier:
     ) -> Iterator[tuple[KVBlock, KVGrads]]:
         """Yield the keys of each part, with accumulators (dk, dv) for their gradients.
 
-        When the stream ends, `own`, those of own keys, have what every rank added. What kernels
-        leave for `later` is done while gradients travel.
+        When the stream ends, `own`, those of own keys, have what every rank added. What a kernel
+        leaves for `later` is done while its gradients travel, or left for whoever asked.
         """
         program, later = self.schedule.backward, Later() if later is None else later
         call = recorded(self.call(program, own_keys, own), later)
@@ -99,9 +103,10 @@ class Carrier:
 
 
 def _parts(program: Program, call: Call, later: Later) -> Iterator[Part]:
-    """Yield the parts; do what kernels left for `later` before anything is waited for.
+    """Yield the parts; do what a kernel left for `later` before anything is waited for.
 
-    Their gradients have started by then, if there is nothing else to wait for before that.
+    Its gradients have started by then, if there is nothing else to wait for before that. It is done
+    before the next part, too: no two parts have something left for the same queries.
     """
     for wait, start, part in program.steps:
         if wait:
@@ -111,4 +116,5 @@ def _parts(program: Program, call: Call, later: Later) -> Iterator[Part]:
         for number in start:
             call.start(number)
         if part is not None:
+            later.do()
             yield part

@@ -10,7 +10,8 @@ What a rank computes on in one block comes together in its memory that others re
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -92,6 +93,9 @@ class SerialGather(SymmetricGather):
         """True: all is on the current stream, and meetings are `opaque`."""
         return True
 
+    def in_turn(self) -> Self:
+        return replace(self, beside=False)
+
     def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> GatherCall:
         return _Call(self, program, own, totals)
 
@@ -166,9 +170,15 @@ class _Call(SymmetricCall):
         for total in self.sums.pop(transfer.source):
             total.finalize()
         del self.blocks[transfer.source]
-        shares = [visits.Share(*at) for at in self._coming(transfer)]
-        if not self._add_up(shares):
-            self._add_plainly(shares)
+
+        def add() -> None:
+            shares = [visits.Share(*at) for at in self._coming(transfer)]
+            if not self._add_up(shares):
+                self._add_plainly(shares)
+
+        if not self.serial.beside:
+            return add
+        add()
         return lambda: None  # what follows on this stream waits by itself
 
     def _add_up(self, shares: list[visits.Share]) -> bool:

@@ -2,7 +2,7 @@
 
 A block takes one launch forward, however many tiles it has, and merges into the running out
 and lse on the way; backward takes two, of which the second begins where the first has nothing to
-do any more. The kernels are in `_triton_*.py`, which only the functions
+do any more, if nothing comes between. The kernels are in `_triton_*.py`, which only the functions
 here import: Triton is optional. With TRITON_INTERPRET=1 they run on the CPU, slowly, for tests.
 """
 
@@ -236,7 +236,7 @@ def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
     ]
     early = can_begin_early(saved.q.device)
     constants = dict(FRESH=before is None, EARLY=early, **options)
-    if early:  # all that it reads was there before the keys' kernel began, or it writes it itself
+    if early:  # the keys' kernel lies between this and all that writes what it reads
         constants["launch_pdl"] = True
     return KernelCall(queries_kernel, b * h // config.pack * table.count, args, constants)
 

@@ -202,11 +202,15 @@ def _home(plan: RingPlan) -> str:
         words += ", while own keys are computed on"
     elif last.block == 0:
         words += ", those of the last while half of own keys are computed on"
-    return words + _meanwhile(plan)
+    else:
+        words += _meanwhile(plan)
+    return words
 
 
 def _meanwhile(plan: RingPlan) -> str:
-    return ", while those of queries are computed" if plan.kernel.keys_first else ""
+    """Say what a kernel leaves for when gradients go home, if all go at once."""
+    leaves = plan.kernel.keys_first and len(plan.schedule.backward.blocks) == 2
+    return ", while those of queries are computed" if leaves else ""
 
 
 def _of_all_together(plan: RingPlan) -> str:

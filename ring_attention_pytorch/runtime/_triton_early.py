@@ -4,8 +4,9 @@
     queries_kernel            |_______####### where the first has nothing to do any more
 
 That is programmatic dependent launch, from Hopper on: the first kernel lets the next one begin, and
-that one is launched with `launch_pdl`. What comes after is launched as ever, and waits for the
-second kernel to end. So the second must not end before the first.
+that one is launched with `launch_pdl`. It must read nothing that the launch directly before it
+writes, whichever that is. What comes after is launched as ever, and waits for the second kernel to
+end. So the second must not end before the first.
 
 Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide, "Programmatic Dependent Launch"
 """

@@ -266,7 +266,7 @@ class GradAccumulator(_Accumulator):
     memory of the accumulator's dtype in which the sum has to be kept. Parts have the dtype of
     `like`; the sum is of `dtype` at the end, which is like's unless given. `place` is memory of
     that dtype, like `like`, in which the sum has to be at the end. What adds to it may be left for
-    `later`, if that is given.
+    `later`, if that is given; whoever gives it does what is left before the sum is read.
     """
 
     _dims = (1,)
@@ -384,12 +384,11 @@ class GradAccumulator(_Accumulator):
 
     def finalize(self) -> Tensor:
         """Return the sum in the dtype that it has to have at the end."""
-        if self.later:
-            self.later.do()
         self._join()
         if self._crowded:
-            if self._wide is not None and self._parts and self._ends_elsewhere:
+            if self._wide is not None and 0 < len(self._parts) <= _MOST and self._ends_elsewhere:
                 self._parts.insert(0, (self._whole, self._wide))
+                self._wide = None
                 return self._written(self._anew(self._whole, self._end))
             wide = self.begin_update()  # it stays here: another stream may be reading it
             if self._place is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -107,8 +107,8 @@ class Residuals:
 class Grads(NamedTuple):
     """Accumulators of the gradients of this rank's queries, and of these keys and values.
 
-    A kernel that has dk and dv complete may leave dq for `dq.later`, if that is there: what is left
-    is done while dk and dv travel.
+    A kernel that has dk and dv complete may leave dq for `dq.later`, if that is there: so dk and dv
+    travel meanwhile, if nothing else has to come before that.
     """
 
     dq: GradAccumulator
@@ -312,6 +312,10 @@ class Transport(Protocol):
         """Tell whether a tape can: all of it is on the current stream, and it waits for no host."""
         ...
 
+    def in_turn(self) -> Self:
+        """Return the transport for calls whose parts are timed: nothing runs beside them."""
+        ...
+
     def follow_stream(self) -> Hashable:
         """Let the current stream wait for calls on other streams that used shared memory.
 
@@ -337,7 +341,8 @@ class Transport(Protocol):
         """Yield the blocks of `stream`, each with accumulators (dk, dv) to add its gradients to.
 
         `own` are the accumulators of own keys. They get what every rank added, and are complete
-        when the stream has ended. What kernels leave for `later` is done while gradients travel.
+        when the stream has ended. What a kernel leaves for `later` is done before anything is
+        waited for; of the last block it may still be left then.
         """
         ...
 

@@ -87,11 +87,9 @@ def _launcher(made: Any, programs: int) -> Callable[..., None]:
 
 
 def can_begin_early(device: torch.device) -> bool:
-    """Tell whether kernels of a device can begin before the one before has ended.
-
-    Such a kernel has the option `launch_pdl`, and ends as `_triton_early` says.
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Tell whether kernels of a device can begin before the one before has ended: `launch_pdl`."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class KernelCall(NamedTuple):

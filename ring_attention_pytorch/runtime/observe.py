@@ -216,11 +216,11 @@ def recorded(call: Any, later: Later) -> Any:
 
 
 class _WatchedPlan:
-    """A plan whose kernel has ranges."""
+    """A plan whose kernel has ranges, and whose transport lets nothing run beside what it times."""
 
     def __init__(self, plan: Any) -> None:
         name, kernel = plan.kernel.name, plan.kernel
-        self._plan = plan
+        self._plan, self.transport = plan, plan.transport.in_turn()
         self.kernel = kernel._replace(
             forward=_ranged(kernel.forward, f"ring attention, kernel {name}", plan.device),
             backward=_ranged(kernel.backward, f"ring attention, kernel {name}", plan.device),

@@ -109,9 +109,8 @@ def _elapsed(program: Program, clock: Clock, later: float) -> float:
             arrived[number] = link
         last = 0.0 if part is None else clock.parts[part]
         if part is not None and part.gives_way:
-            left += last
-        else:
-            now += last
+            left, last = left + last, 0.0
+        now += last
     return now + left
 
 

@@ -205,10 +205,10 @@ def own_keys_are_cut(
     """Tell whether half of own keys are kept for backward's end, while gradients come home.
 
     It pays where they take longer to come home, on some rank, than a further call takes. All ranks
-    go by that one: any that did otherwise would keep it waiting. A kernel that makes dk and dv
-    first computes on dq meanwhile.
+    go by that one: any that did otherwise would keep it waiting. If all come in
+    one round, a kernel that makes dk and dv first computes on dq meanwhile.
     """
-    if machine.keys_first:
+    if machine.keys_first and len(rounds) == 1:
         return False
     coming = coming_home(rounds[-1]) if rounds else {}
     pays = False

@@ -72,7 +72,7 @@ def predicted(
         seconds = last = part_seconds(program, part, rank, shape, machine, a_flop)
         bar = Bar(now, now + seconds, *of_part(program, part))
         if part.gives_way:
-            aside, left = bar, left + seconds
+            aside, left, last = bar, left + seconds, 0.0
         else:
             computed.append(bar)
             now = bar.stop

@@ -4,6 +4,14 @@ from tests.faults.mutant import Mutant
 
 ATTENTION = [
     Mutant(
+        "two parts leave something for the same queries", "comm/carry_out.py:_parts",
+        "later.do() yield part", "yield part",
+    ),
+    Mutant(
+        "parts that have times run beside others", "comm/gather_serial.py:SerialGather.in_turn",
+        "replace(self, beside=False)", "self",
+    ),
+    Mutant(
         "what is left is done before gradients start", "comm/carry_out.py:_parts",
         "if wait:", "if True:",
     ),

@@ -18,8 +18,9 @@ from ring_attention_pytorch.plan import prepare
 from ring_attention_pytorch.plan.calibrate import with_calls_of
 from ring_attention_pytorch.runtime import observe as observing
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
-from ring_attention_pytorch.runtime.interfaces import Grads, KernelRequest, KVBlock
+from ring_attention_pytorch.runtime.interfaces import Grads, KernelRequest, KVBlock, Residuals
 from ring_attention_pytorch.runtime.later import Later
+from ring_attention_pytorch.runtime.launches import held_back
 from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.cost import OF_QUERIES, predict
 from ring_attention_pytorch.schedule.hardware import H200
@@ -115,7 +116,7 @@ def diary(schedule: Schedule) -> list[str]:
     object.__setattr__(carrier, "known", [])
     for _ in carrier.stream_back(None, (), later):
         later.append(lambda: carrier.known[0].diary.append("dq"))
-    assert not later
+    later.do()
     return carrier.known[0].diary
 
 
@@ -127,29 +128,20 @@ def what_is_left_is_done_in_time() -> None:
     assert diary(one_round) == [
         "dk, dv", "dq", "wait", "dk, dv", "gradients start", "dq", "wait",
     ]  # fmt: skip
+    cut = gather(work, [Block.of(each) for each in rounds_of(work, 2)], cut=True)
+    assert diary(cut) == [
+        "dk, dv", "dq", "wait", "dk, dv", "gradients start", "dq", "dk, dv", "dq", "wait",
+    ]  # fmt: skip
     assert diary(ring(work)) == [
         "dk, dv", "dq", "wait", "dk, dv", "gradients start", "dq", "wait", "dk, dv", "dq", "wait",
         "gradients start", "wait",
     ]  # fmt: skip
+    later, some = Later(), slice(1, 2)
+    assert GradAccumulator(torch.zeros(2, 3, 1), later=later).samples(some).later is later
 
 
 def test_what_is_left_is_done_in_time():
     what_is_left_is_done_in_time()
-
-
-def a_sum_has_what_is_left() -> None:
-    """Whoever reads it, and for whichever samples it was left."""
-    for which in (slice(None), slice(1, 2)):
-        later = Later()
-        total = GradAccumulator(torch.zeros(2, 3, 1), later=later)
-        of_some = total.samples(which)
-        of_some.later.append(lambda part=of_some: part.begin_update().add_(1))
-        assert total.finalize().sum() == 3 * len(range(2)[which])
-        assert not later
-
-
-def test_a_sum_has_what_is_left():
-    a_sum_has_what_is_left()
 
 
 def nothing_is_left_where_parts_have_their_times(patch: pytest.MonkeyPatch) -> None:
@@ -167,6 +159,8 @@ def nothing_is_left_where_parts_have_their_times(patch: pytest.MonkeyPatch) -> N
             seen.append(self)
 
     seen: list[Later] = []
+    serial = SerialGather(None, None, space=None, ranks=(), arranged=(), beside=True)
+    assert not serial.in_turn().beside
     patch.setattr(observing.Record, "end", ended)
     patch.setattr("ring_attention_pytorch.attention.Later", Seen)
     q = torch.randn(1, 6, 2, 4, requires_grad=True)
@@ -187,6 +181,8 @@ def gradients_are_hidden_behind_dq() -> None:
     for machine, cut in ((H200, True), (FIRST, False)):
         assert policy.own_keys_are_cut(work, rounds, JOB, machine) == cut
         assert policy.come_home_aside(work, rounds, lengths, JOB, machine, False) != cut
+    one_by_one, slow = rounds_of(work, 1), FIRST._replace(pull=H200.pull / 10)
+    assert policy.own_keys_are_cut(work, one_by_one, JOB, slow)  # of the last nothing is left
     few = all_segments("zigzag", 4, 4 * 128)
     work = Workload(few, few, Mask(causal=True))
     assert not policy.come_home_aside(work, rounds_of(work, 4), [128] * 4, JOB, FIRST, False)
@@ -236,23 +232,22 @@ def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
     def shared_by(ring: threads.ThreadRing, _: torch.device) -> PeerGroup:
         return PeerGroup(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
 
-    def main(ring: threads.ThreadRing) -> list[tuple[bool, bool]]:
+    def main(ring: threads.ThreadRing) -> list[tuple[bool, set[bool]]]:
         q, found = torch.empty(1, 16, 2, 4), []
         for kernel in ("eager", "sdpa"):
             plan = RingPlan.make(
                 q, q, q, causal=True, layout="zigzag", group=ring, kernel=kernel, transport="gather"
             )
             assert isinstance(plan.transport, SerialGather)
-            said = "while those of queries are computed" in explain_plan(plan)
-            overlapping = explain_plan(plan.by(plan.overlapped))
-            said &= "while those of queries are computed" in overlapping
+            ways = (plan, plan.by(plan.overlapped))
+            said = {"while those of queries are computed" in explain_plan(way) for way in ways}
             found.append((plan.transport.beside, said))
         return found
 
     leave_dq(patch)
     patch.setattr(transports, "shared_by", shared_by)
     patch.setattr(prepare, "launches_decide", lambda *_: False)
-    assert threads.run(2, main)[0] == [[(True, True), (False, False)]] * 2
+    assert threads.run(2, main)[0] == [[(True, {True}), (False, {False})]] * 2
 
 
 def test_plans_tell_transports(monkeypatch):
@@ -280,3 +275,28 @@ def few_programs_add_beside_a_kernel(patch: pytest.MonkeyPatch) -> None:
 @needs_triton
 def test_few_programs_add_beside_a_kernel(monkeypatch):
     few_programs_add_beside_a_kernel(monkeypatch)
+
+
+def dq_is_launched_early(patch: pytest.MonkeyPatch) -> None:
+    """Where GPUs can, after a kernel that lets it begin."""
+    from ring_attention_pytorch.kernels import triton
+
+    q = torch.randn(1, 4, 2, 8)
+    plan, lse = RingPlan.make(q, q, q, kernel="eager"), torch.zeros(1, 2, 4)
+    keys = plan.keys(q, q)
+    ((_, tiles),) = plan.tiles(keys.segments)
+    for able in (False, True):
+        patch.setattr(triton, "can_begin_early", lambda device, able=able: able)
+        grads = Grads(*(GradAccumulator(q) for _ in range(3)))
+        with held_back() as calls:
+            saved = Residuals(q, q, lse, q, None)
+            triton.backward(saved, keys, tiles, plan.terms, grads)
+        dk, dq = calls.values()
+        assert (dk.constants["EARLY"], dq.constants["EARLY"]) == (able, able)
+        assert dq.constants.get("launch_pdl", False) == able
+        assert "launch_pdl" not in dk.constants
+
+
+@needs_triton
+def test_dq_is_launched_early(monkeypatch):
+    dq_is_launched_early(monkeypatch)

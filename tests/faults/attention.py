@@ -102,12 +102,12 @@ def kernels_may_leave_dq_for_later() -> Iterator[Case]:
     yield test_running.a_wide_sum_ends_with_its_parts
     yield patched(test_later.what_is_left_is_in_the_gradients)
     yield test_later.what_is_left_is_done_in_time
-    yield test_later.a_sum_has_what_is_left
     yield patched(test_later.nothing_is_left_where_parts_have_their_times)
     yield test_later.gradients_are_hidden_behind_dq
     yield test_later.the_model_knows_what_is_left
     yield patched(test_later.plans_tell_transports)
     yield patched(test_later.few_programs_add_beside_a_kernel)
+    yield patched(test_later.dq_is_launched_early)
 
 
 def shared_memory_is_read_before_it_is_written() -> Iterator[Case]:

@@ -4,6 +4,10 @@ from tests.faults.mutant import Mutant
 
 ATTENTION = [
     Mutant(
+        "dq waits for the end of dk and dv", "kernels/triton.py:_backward_of_queries",
+        'constants["launch_pdl"] = True', "pass",
+    ),
+    Mutant(
         "a block forgets the tile that began before it", "kernels/_tile_table.py:_tables",
         "searchsorted(stops, at, right=True)",
         "searchsorted(table[:, start].contiguous(), at)",

@@ -163,11 +163,13 @@ def test_one_forward_and_anothers_backward(installed):
     installed(**ALL)
     pair = choose("triton+flash-attn", HOPPER)
     assert pair == (
-        "triton+flash-attn-4", triton.forward, flash_attn_4.backward, True, False, True, False
+        "triton+flash-attn-4", triton.forward, flash_attn_4.backward, True, False, True, False,
+        False,
     )  # fmt: skip
     pair = choose("triton+flash-attn", AMPERE)
     assert pair == (
-        "triton+flash-attn-2", triton.forward, flash_attn_2.backward, False, False, False, False
+        "triton+flash-attn-2", triton.forward, flash_attn_2.backward, False, False, False, False,
+        False,
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"got 'triton[+]flash-attn[+]eager'"):
         choose("triton+flash-attn+eager", HOPPER)

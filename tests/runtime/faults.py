@@ -3,9 +3,10 @@
 from tests.faults.mutant import Mutant
 
 ATTENTION = [
+    Mutant("what is left is in no sum", "attention.py:backward", "later.do()", ""),
     Mutant(
-        "what is left is in no sum", "runtime/accumulate.py:GradAccumulator.finalize",
-        "self.later.do()", "pass",
+        "a sum that is asked for again is twice as much",
+        "runtime/accumulate.py:GradAccumulator.finalize", "self._wide = None", "pass",
     ),
     Mutant(
         "what is left of samples is done at once", "runtime/accumulate.py:GradAccumulator.samples",

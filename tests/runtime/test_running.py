@@ -283,7 +283,8 @@ def a_wide_sum_ends_with_its_parts() -> None:
     wide.fill_(1 + 2**-8)  # half way to the next number of 16 bits
     total.after(lambda: None)
     total.add_all([(slice(0, 1), torch.full((1, 1, 1), 2**-8, dtype=torch.bfloat16))])
-    assert total.finalize().flatten().tolist() == [1 + 2**-7, 1.0]
+    for _ in range(2):  # whoever asks again gets the same
+        assert total.finalize().flatten().tolist() == [1 + 2**-7, 1.0]
     assert (wide == 1 + 2**-8).all()
 
 

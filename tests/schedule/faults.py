@@ -7,7 +7,11 @@ STEPS = "schedule/steps.py:"
 ATTENTION = [
     Mutant(
         "own keys are cut for what dq hides", "schedule/policy.py:own_keys_are_cut",
-        "if machine.keys_first: return False", "",
+        "if machine.keys_first and len(rounds) == 1: return False", "",
+    ),
+    Mutant(
+        "dq is thought to hide gradients of several rounds",
+        "schedule/policy.py:own_keys_are_cut", "and len(rounds) == 1", "",
     ),
     Mutant(
         "dq hides no gradients", "schedule/policy.py:come_home_aside",
