@@ -3,6 +3,7 @@
 It is for choosing, explaining and extrapolating. docs/scaling.md says what it was compared with.
 """
 
+from collections.abc import Iterator
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from ring_attention_pytorch.schedule.pieces import (
     tokens,
 )
 from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
-from ring_attention_pytorch.schedule.policy import OF_QUERIES, keys_come_late, own_keys_are_cut
+from ring_attention_pytorch.schedule.policy import keys_come_late, own_keys_are_cut
 from ring_attention_pytorch.schedule.steps import (
     KEYS,
     Block,
@@ -52,66 +53,84 @@ class Cost(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """Seconds that parts and transfers of one direction take on one rank."""
+    """Seconds that parts and transfers of one direction take on one rank, and bytes that come."""
 
     parts: dict[Part, float]
     transfers: list[float]
+    received: int
+    later: float  # share of a part that may be computed while its gradients travel
+
+    @classmethod
+    def of(
+        cls, program: Program, rank: int, shape: KVShape, machine: Hardware, back: bool
+    ) -> "Clock":
+        """Return what a rank's parts and transfers take; a pass `back` has 2.5 times the FLOPs."""
+        a_flop = 2.5 / machine.backward if back else 1 / machine.forward
+        parts, transfers, received = {}, [], 0
+        for part in program.parts:
+            parts[part] = part_seconds(program, part, rank, shape, machine, a_flop)
+        for transfer in program.transfers:
+            near, far = moved(program, transfer, rank, machine.domain)
+            one = bytes_of(transfer, shape)
+            transfers.append(transfer_seconds(transfer, near * one, far * one, machine))
+            received += (near + far) * one
+        return cls(parts, transfers, received, machine.left_for_later)
+
+
+class Spent(NamedTuple):
+    """What a rank computes, or what is under way to it, from one second to another."""
+
+    what: Part | Transfer
+    start: float
+    stop: float
 
 
 def predict(schedule: Schedule, rank: int, shape: KVShape, machine: Hardware = H200) -> Cost:
     """Predict the cost of a rank's part in a schedule."""
-    seconds, received = [], 0
-    for program, a_flop in (
-        (schedule.forward, 1.0 / machine.forward),
-        (schedule.backward, 2.5 / machine.backward),
-    ):
-        clock = Clock({}, [])
-        for part in program.parts:
-            clock.parts[part] = part_seconds(program, part, rank, shape, machine, a_flop)
-        for transfer in program.transfers:
-            near, far = moved(program, transfer, rank, machine.domain)
-            one = bytes_of(transfer, shape)
-            clock.transfers.append(transfer_seconds(transfer, near * one, far * one, machine))
-            received += (near + far) * one
-        seconds.append(_elapsed(program, clock, left_for_later(machine)))
+    forward = Clock.of(schedule.forward, rank, shape, machine, back=False)
+    backward = Clock.of(schedule.backward, rank, shape, machine, back=True)
     visible = [_visible(schedule.forward, part, rank) for part in schedule.forward.parts]
     flops = shape.pair_flops * sum(map(visible_pairs, visible))
     return Cost(
-        forward=seconds[0],
-        backward=seconds[1],
+        forward=max(each.stop for each in walked(schedule.forward, forward)),
+        backward=max(each.stop for each in walked(schedule.backward, backward)),
         ideal=flops / machine.forward + 2.5 * flops / machine.backward,
-        received=received,
+        received=forward.received + backward.received,
         calls=sum(map(len, visible)),
     )
 
 
-def left_for_later(machine: Hardware) -> float:
-    """Return the share of a part backward that is computed while its gradients travel."""
-    return OF_QUERIES if machine.keys_first else 0.0
-
-
-def _elapsed(program: Program, clock: Clock, later: float) -> float:
-    """Return the seconds of a program: one stream computes, transfers follow one another.
+def walked(program: Program, clock: Clock) -> Iterator[Spent]:
+    """Yield what the steps of a program take: one stream computes, transfers follow one another.
 
     What gives way is computed while nothing else can be, and what is left of it at the end. A share
     of each part may be computed later, while its gradients travel, if nothing is waited for first.
     """
-    now = link = left = last = 0.0
     arrived: dict[int, float] = {}
+    now = link = left = last = 0.0
+    aside = Part(0)  # what gives way
     for wait, start, part in program.steps:
-        for number in wait:
-            idle = max(0.0, arrived[number] - now)
-            left = max(0.0, left - idle)
-            now += idle
+        ready = max([now, *(arrived[number] for number in wait)])
+        if left and ready > now:
+            spent = min(left, ready - now)
+            yield Spent(aside, now, now + spent)
+            left -= spent
+        now = ready
         for number in start:
-            ahead = 0.0 if wait or program.transfers[number].kind == KEYS else later * last
-            link = max(now - ahead, link) + clock.transfers[number]
-            arrived[number] = link
-        last = 0.0 if part is None else clock.parts[part]
+            transfer = program.transfers[number]
+            ahead = 0.0 if wait or transfer.kind == KEYS else clock.later * last
+            begin = max(now - ahead, link)
+            link = arrived[number] = begin + clock.transfers[number]
+            yield Spent(transfer, begin, link)
+        last = 0.0
         if part is not None and part.gives_way:
-            left, last = left + last, 0.0
-        now += last
-    return now + left
+            aside, left = part, left + clock.parts[part]
+        elif part is not None:
+            last = clock.parts[part]
+            yield Spent(part, now, now + last)
+            now += last
+    if left:
+        yield Spent(aside, now, now + left)
 
 
 def _visible(program: Program, part: Part, rank: int) -> tuple[Tile, ...]:

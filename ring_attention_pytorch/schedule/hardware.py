@@ -14,6 +14,8 @@ _HOPS = ((0, 1.0e-4), (8 << 20, 1.71e-4), (32 << 20, 5.13e-4), (128 << 20, 9.68e
 # 0.92 to 0.95 with cuDNN, flash-attn 4 and Triton
 _LASTS = 0.94
 
+_OF_QUERIES = 0.4  # share of a backward call that makes dq: our Triton kernels, two H100
+
 
 class Hardware(NamedTuple):
     """Speeds of a device and its links: FLOP/s and bytes/s each way, seconds."""
@@ -33,7 +35,7 @@ class Hardware(NamedTuple):
     hops: tuple[tuple[int, float], ...] = _HOPS  # bytes and seconds between its neighbours
     measured: bool = False  # whether on the group at hand
     one_call: bool = False  # whether the kernel takes a single call for all tiles of a block
-    keys_first: bool = False  # and whether it leaves dq for while dk and dv go home
+    keys_first: bool = False  # whether the kernel makes dk and dv first, and dq later
 
     def every(self, degree: int) -> "Hardware":
         """Return the machine of ranks that are `degree` places apart."""
@@ -50,6 +52,11 @@ class Hardware(NamedTuple):
         if not self.measured:
             return self
         return self._replace(forward=_LASTS * self.forward, backward=_LASTS * self.backward)
+
+    @property
+    def left_for_later(self) -> float:
+        """Share of a call backward that the kernel may compute while dk and dv go home."""
+        return _OF_QUERIES if self.keys_first else 0.0
 
     @property
     def beside_forward(self) -> float:

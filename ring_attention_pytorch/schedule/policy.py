@@ -33,7 +33,6 @@ _SLOWEST = 2  # a launch counts as at most so many times that of an H200's host
 # flash-attn 4 on H100s, with heads of 128: the two are alike at some 560 where eight query heads
 # read a key head, at some 900 where four do; with a key head for each it was slower on two GPUs
 _FEW_SEEN, _SHARED = 500, 2
-OF_QUERIES = 0.4  # share of a backward call that makes dq: our Triton kernels, two H100
 _SOON_COPIED = 1.6e-5  # seconds to read own keys: copying them and their gradients takes 0.1 ms
 
 
@@ -180,8 +179,8 @@ def come_home_aside(
     They compute on own keys from these `cuts` on, kept for the end. Or they compute on what is left
     of own keys where their call is `overtaken`: it has gone on while the others' keys came, and
     about as much in the gaps of their calls. With several rounds, the gradients of each but the
-    last come home while the next computes. And a kernel may make dk and dv first: then what it does
-    for the others' keys is not over.
+    last come home while the next computes. And a kernel that makes dk and dv of the others' keys
+    first computes dq meanwhile.
     """
     if len(rounds) != 1:
         return True
@@ -193,7 +192,7 @@ def come_home_aside(
         pairs = float(visible_pairs(tiles(queries, kept, workload.visible)))
         if machine.keys_first:
             others = tiles(queries, joined(chunks), workload.visible)
-            pairs += OF_QUERIES * visible_pairs(others)
+            pairs += machine.left_for_later * visible_pairs(others)
         pairs_left.append(pairs)
     moved = machine.beside_backward * shape.grad_bytes * (2 * brought + coming / 2)
     return 2.5 * shape.pair_flops * min(pairs_left) >= moved
@@ -205,8 +204,8 @@ def own_keys_are_cut(
     """Tell whether half of own keys are kept for backward's end, while gradients come home.
 
     It pays where they take longer to come home, on some rank, than a further call takes. All ranks
-    go by that one: any that did otherwise would keep it waiting. If all come in
-    one round, a kernel that makes dk and dv first computes on dq meanwhile.
+    go by that one: any that did otherwise would keep it waiting. If all come in one round, a kernel
+    that makes dk and dv first computes dq meanwhile.
     """
     if machine.keys_first and len(rounds) == 1:
         return False

@@ -2,13 +2,7 @@
 
 from typing import NamedTuple
 
-from ring_attention_pytorch.schedule.cost import (
-    bytes_of,
-    left_for_later,
-    moved,
-    part_seconds,
-    transfer_seconds,
-)
+from ring_attention_pytorch.schedule.cost import Clock, walked
 from ring_attention_pytorch.schedule.hardware import Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape
 from ring_attention_pytorch.schedule.steps import KEYS, Part, Program, Transfer
@@ -41,43 +35,13 @@ class Timeline(NamedTuple):
 def predicted(
     program: Program, rank: int, shape: KVShape, machine: Hardware, back: bool
 ) -> Timeline:
-    """Return the bars of a rank as `cost.predict` times them.
-
-    What gives way is computed while nothing else can be, and what is left of it at the end.
-    """
-    a_flop = 2.5 / machine.backward if back else 1 / machine.forward
+    """Return the bars of a rank, as the cost model times them."""
     computed, under_way = [], []
-    arrived: dict[int, float] = {}
-    now = link = left = last = 0.0
-    aside = Bar(0.0, 0.0, OWN, "")  # what gives way
-    for wait, start, part in program.steps:
-        ready = max([now, *(arrived[number] for number in wait)])
-        if left and ready > now:
-            spent = min(left, ready - now)
-            computed.append(aside._replace(start=now, stop=now + spent))
-            left -= spent
-        now = ready
-        for number in start:
-            transfer = program.transfers[number]
-            ahead = 0.0 if wait or transfer.kind == KEYS else left_for_later(machine) * last
-            begin = max(now - ahead, link)
-            near, far = moved(program, transfer, rank, machine.domain)
-            one = bytes_of(transfer, shape)
-            link = begin + transfer_seconds(transfer, near * one, far * one, machine)
-            arrived[number] = link
-            under_way.append(Bar(begin, link, *of_transfer(program, transfer)))
-        last = 0.0
-        if part is None:
-            continue
-        seconds = last = part_seconds(program, part, rank, shape, machine, a_flop)
-        bar = Bar(now, now + seconds, *of_part(program, part))
-        if part.gives_way:
-            aside, left, last = bar, left + seconds, 0.0
+    for what, start, stop in walked(program, Clock.of(program, rank, shape, machine, back)):
+        if isinstance(what, Part):
+            computed.append(Bar(start, stop, *of_part(program, what)))
         else:
-            computed.append(bar)
-            now = bar.stop
-    if left:
-        computed.append(aside._replace(start=now, stop=now + left))
+            under_way.append(Bar(start, stop, *of_transfer(program, what)))
     return Timeline(computed, under_way)
 
 

@@ -22,7 +22,7 @@ from ring_attention_pytorch.runtime.interfaces import Grads, KernelRequest, KVBl
 from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.launches import held_back
 from ring_attention_pytorch.schedule import policy
-from ring_attention_pytorch.schedule.cost import OF_QUERIES, predict
+from ring_attention_pytorch.schedule.cost import predict
 from ring_attention_pytorch.schedule.hardware import H200
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
@@ -203,7 +203,7 @@ def the_model_knows_what_is_left() -> None:
         bars = [predicted(both.backward, 1, JOB, machine, back=True) for machine in machines]
         (home,) = (bar for bar in bars[0].under_way if bar.kind == "gradients travel")
         part = bars[0].computed[-1]
-        dq = OF_QUERIES * (part.stop - part.start)
+        dq = FIRST.left_for_later * (part.stop - part.start)
         gained = min(dq, home.stop - home.start)
         assert (gained < dq) == hidden
         assert plain.backward - first.backward == pytest.approx(gained)

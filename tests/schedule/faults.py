@@ -19,15 +19,15 @@ ATTENTION = [
     ),
     Mutant(
         "all of a call hides its gradients", "schedule/policy.py:come_home_aside",
-        "OF_QUERIES * visible_pairs(others)", "1e9 * visible_pairs(others)",
+        "machine.left_for_later * visible_pairs(others)", "1e9 * visible_pairs(others)",
     ),
     Mutant(
-        "gradients are predicted to wait for dq", "schedule/cost.py:left_for_later",
-        "OF_QUERIES if machine.keys_first else", "",
+        "gradients are predicted to wait for dq", "schedule/hardware.py:Hardware.left_for_later",
+        "_OF_QUERIES if self.keys_first else", "",
     ),
     Mutant(
-        "bars of gradients wait for dq", "schedule/timeline.py:predicted",
-        "left_for_later(machine) * last", "0.0",
+        "keys are predicted to come while dq is computed", "schedule/cost.py:walked",
+        "wait or transfer.kind == KEYS", "False",
     ),
     Mutant(
         "what only a later sample needs is not sent", "schedule/pieces.py:Workload.distances",
