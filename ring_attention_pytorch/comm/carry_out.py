@@ -65,7 +65,7 @@ class Carrier:
         return not self.schedule.forward.transfers
 
     def in_turn(self) -> Self:
-        """Return this transport for calls of which each part has its time: nothing runs beside."""
+        """Return this transport, letting nothing run beside a part: each is to be timed alone."""
         return self
 
     def follow_stream(self) -> Hashable:

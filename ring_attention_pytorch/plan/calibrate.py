@@ -94,7 +94,7 @@ def select_transport(
 
 
 def with_calls_of(kernel: SelectedKernel, machine: Hardware) -> Hardware:
-    """Return a machine whose calls are a kernel's, at the speed that it has."""
+    """Return a machine with what a kernel's calls are like; its speeds stay."""
     return machine._replace(one_call=kernel.fuses_merge, keys_first=kernel.keys_first)
 
 

@@ -313,7 +313,7 @@ class Transport(Protocol):
         ...
 
     def in_turn(self) -> Self:
-        """Return the transport for calls whose parts are timed: nothing runs beside them."""
+        """Return the transport, letting nothing run beside a part: each is to be timed alone."""
         ...
 
     def follow_stream(self) -> Hashable:

@@ -10,15 +10,13 @@ from ring_attention_pytorch import RingPlan, explain_plan, observe, ring_attn
 from ring_attention_pytorch.comm import transports, visits
 from ring_attention_pytorch.comm.carry_out import Carrier
 from ring_attention_pytorch.comm.gather_serial import SerialGather
-from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
-from ring_attention_pytorch.kernels import choose, eager
+from ring_attention_pytorch.kernels import eager
 from ring_attention_pytorch.plan import prepare
-from ring_attention_pytorch.plan.calibrate import with_calls_of
 from ring_attention_pytorch.runtime import observe as observing
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
-from ring_attention_pytorch.runtime.interfaces import Grads, KernelRequest, KVBlock, Residuals
+from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals
 from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.launches import held_back
 from ring_attention_pytorch.schedule import policy
@@ -215,22 +213,8 @@ def test_the_model_knows_what_is_left():
     the_model_knows_what_is_left()
 
 
-@pytest.mark.parametrize(
-    ("name", "first"),
-    [("triton", True), ("eager", False), ("triton+eager", False), ("eager+triton", True)],
-)
-def test_a_kernel_makes_keys_first_if_its_backward_does(name, first, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    q = torch.randn(1, 6, 2, 8)
-    kernel = choose(name, KernelRequest.of(q, q))
-    assert kernel.keys_first == with_calls_of(kernel, H200).keys_first == first
-
-
 def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
     """Of few tokens' own kernel, too; and say so."""
-
-    def shared_by(ring: threads.ThreadRing, _: torch.device) -> PeerGroup:
-        return PeerGroup(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
 
     def main(ring: threads.ThreadRing) -> list[tuple[bool, set[bool]]]:
         q, found = torch.empty(1, 16, 2, 4), []
@@ -245,7 +229,7 @@ def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
         return found
 
     leave_dq(patch)
-    patch.setattr(transports, "shared_by", shared_by)
+    patch.setattr(transports, "shared_by", threads.shared_by)
     patch.setattr(prepare, "launches_decide", lambda *_: False)
     assert threads.run(2, main)[0] == [[(True, {True}), (False, {False})]] * 2
 

@@ -28,7 +28,6 @@ from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricCall, SymmetricGather
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.comm.transports import TRANSPORTS, make_transport, owners_at_once
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.documents import of_borders
@@ -722,10 +721,7 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
         few = (transports.make_together(each, plan.blocks, plan.kv_shape, machine) for each in made)
         return [(type(spares), type(each)) for spares, each in zip(few, made)]
 
-    def shared_by(ring: threads.ThreadRing, _: torch.device) -> PeerGroup:
-        return PeerGroup(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
-
-    monkeypatch.setattr(transports, "shared_by", shared_by)
+    monkeypatch.setattr(transports, "shared_by", threads.shared_by)
     job = KVShape(1, 2, 2, 4, 4, itemsize=4)
     flops, copied = 16 * most * job.pair_flops, 16 * job.token_bytes
     of_both = 1 / H200.forward + 2.5 / H200.backward
@@ -758,10 +754,7 @@ def few_tokens_get_the_kernel_that_is_launched_least(patch: pytest.MonkeyPatch) 
         assert {type(plan.transport) for plan in plans} == {SerialGather}
         return [plan.kernel.name for plan in plans]
 
-    def shared_by(ring: threads.ThreadRing, _: torch.device) -> PeerGroup:
-        return PeerGroup(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
-
-    patch.setattr(transports, "shared_by", shared_by)
+    patch.setattr(transports, "shared_by", threads.shared_by)
     patch.setattr(proposal, "lightest", lambda case: choose("eager", case))
     job = KVShape(2, 2, 2, 4, 4, itemsize=4)
     seconds = 16 * 32 * job.pair_flops * (1 / H200.forward + 2.5 / H200.backward)

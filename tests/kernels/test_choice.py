@@ -24,7 +24,9 @@ from ring_attention_pytorch.kernels import (
     problem,
     triton,
 )
+from ring_attention_pytorch.plan.calibrate import with_calls_of
 from ring_attention_pytorch.runtime.interfaces import FEATURES, KernelRequest
+from ring_attention_pytorch.schedule.hardware import H200
 
 HOPPER = KernelRequest("cuda", torch.bfloat16, d=128, d_v=128, capability=(9, 0))
 AMPERE = HOPPER._replace(capability=(8, 0))
@@ -235,13 +237,21 @@ def test_the_public_explanation():
 
 
 @pytest.mark.parametrize(
-    ("name", "merges"),
-    [("triton", True), ("eager", False), ("triton+eager", False), ("eager+triton", False)],
-)
-def test_kernels_merge_by_themselves_if_both_ways_do(name, merges, monkeypatch):
+    ("name", "merges", "keys_first"),
+    [
+        ("triton", True, True), ("eager", False, False), ("triton+eager", False, False),
+        ("eager+triton", False, True),
+    ],
+)  # fmt: skip
+def test_kernels_merge_if_both_ways_do_and_make_keys_first_if_backward_does(
+    name, merges, keys_first, monkeypatch
+):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q = torch.randn(1, 6, 2, 8)
-    assert choose(name, KernelRequest.of(q, q)).fuses_merge == merges
+    kernel = choose(name, KernelRequest.of(q, q))
+    assert (kernel.fuses_merge, kernel.keys_first) == (merges, keys_first)
+    machine = with_calls_of(kernel, H200)
+    assert (machine.one_call, machine.keys_first) == (merges, keys_first)
 
 
 def test_deterministic_algorithms_are_a_part_of_the_case():

@@ -12,7 +12,6 @@ from ring_attention_pytorch.comm.all_to_all import SharedSwap
 from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.comm.ulysses import most_bytes
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import positions
@@ -250,7 +249,7 @@ def over_shared_memory(
     **overlapping: bool,
 ) -> RingPlan:
     """A gather's plan for q, k and v of ranks that share memory; all of them make it together."""
-    shared = PeerGroup(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
+    shared = threads.shared_by(ring)
     swap, over = plan.ulysses, ring
     if swap is not None:
         most = most_bytes((swap.queries, swap.keys), *tensors)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ring_attention_pytorch.comm import gather_symmetric
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring, SubRing
-from ring_attention_pytorch.comm.symmetric_memory import SymmetricWorkspace, rounded
+from ring_attention_pytorch.comm.symmetric_memory import PeerGroup, SymmetricWorkspace, rounded
 from ring_attention_pytorch.runtime.tape import opaque
 
 PATIENCE = 30.0  # seconds
@@ -264,6 +264,11 @@ class ThreadSpace(SymmetricWorkspace):
             sizes = {self.hub.shelves[name, rank].shape for rank in range(self.hub.size)}
             assert len(sizes) == 1, "not the same on all ranks"
         self.hub.barrier.wait()
+
+
+def shared_by(ring: ThreadRing, _: torch.device | None = None) -> PeerGroup:
+    """What the ranks of a ring share; all of them ask together."""
+    return PeerGroup(ThreadSpace(ring), None, tuple(range(ring.size)))
 
 
 def run(size: int, rank_main: Callable[[ThreadRing], Any]) -> tuple[list[Any], Hub]:
