@@ -117,11 +117,10 @@ def walked(program: Program, clock: Clock) -> Iterator[Spent]:
             left -= spent
         now = ready
         for number in start:
-            transfer = program.transfers[number]
-            ahead = 0.0 if wait or transfer.kind == KEYS else clock.later * last
+            ahead = 0.0 if wait else clock.later * last
             begin = max(now - ahead, link)
             link = arrived[number] = begin + clock.transfers[number]
-            yield Spent(transfer, begin, link)
+            yield Spent(program.transfers[number], begin, link)
         last = 0.0
         if part is not None and part.gives_way:
             aside, left = part, left + clock.parts[part]

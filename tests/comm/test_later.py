@@ -20,7 +20,7 @@ from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals
 from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.launches import held_back
 from ring_attention_pytorch.schedule import policy
-from ring_attention_pytorch.schedule.cost import predict
+from ring_attention_pytorch.schedule.cost import Clock, predict, walked
 from ring_attention_pytorch.schedule.hardware import H200
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
@@ -207,6 +207,14 @@ def the_model_knows_what_is_left() -> None:
         assert plain.backward - first.backward == pytest.approx(gained)
         assert [bar.end for bar in bars] == pytest.approx([plain.backward, first.backward])
         assert plain.forward == first.forward
+    program = ring(Workload(*[all_segments("zigzag", 3, 24576)] * 2, Mask(causal=True))).backward
+    waits = {program.transfers[n] for step in program.steps if step.wait for n in step.start}
+    end = 0.0
+    for what, start, stop in walked(program, Clock.of(program, 1, JOB, FIRST, back=True)):
+        if isinstance(what, Part):
+            end = stop
+        else:
+            assert what not in waits or start >= end
 
 
 def test_the_model_knows_what_is_left():

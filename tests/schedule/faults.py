@@ -26,8 +26,8 @@ ATTENTION = [
         "_OF_QUERIES if self.keys_first else", "",
     ),
     Mutant(
-        "keys are predicted to come while dq is computed", "schedule/cost.py:walked",
-        "wait or transfer.kind == KEYS", "False",
+        "dq is predicted to be left though something is waited for", "schedule/cost.py:walked",
+        "0.0 if wait else", "",
     ),
     Mutant(
         "what only a later sample needs is not sent", "schedule/pieces.py:Workload.distances",
