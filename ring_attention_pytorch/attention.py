@@ -51,15 +51,17 @@ Saved = tuple[*Given, Tensor, Tensor, Tensor, Tensor | None]  # and out, lse, do
 Gradients = tuple[Tensor | Any, ...]  # None for what was None
 
 
-def forward(plan: RingPlan, *given: *Given) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of this rank's (q, k, v, sinks).
+def forward(
+    plan: RingPlan, *given: *Given, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) of this rank's (q, k, v, sinks), in memory like them if that is given.
 
     q `[b, n, h, d]`, k `[b, m, h_kv, d]`, v `[b, m, h_kv, d_v]`, sinks `[h]` or None -> out
     `[b, n, h, d_v]`, lse `[b, h, n]`.
     """
     q, k, v, sinks = given
     reset_side_streams(q.device)
-    result = OutputAccumulator(q, v, plan.calls(back=False) if sinks is None else None)
+    result = OutputAccumulator(q, v, plan.calls(back=False) if sinks is None else None, into)
     with torch.autocast(q.device.type, enabled=False):
         for keys in plan.transport.stream(plan.keys(k, v)):
             for samples, tiles in plan.tiles(keys.segments):  # samples that see alike
@@ -70,14 +72,21 @@ def forward(plan: RingPlan, *given: *Given) -> tuple[Tensor, Tensor]:
     return result.finalize()
 
 
-def backward(plan: RingPlan, *given: *Saved) -> Gradients:
-    """Compute (dq, dk, dv, dsinks) of this rank's (q, k, v, sinks, out, lse, dout, dlse)."""
+def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> Gradients:
+    """Compute (dq, dk, dv, dsinks) of this rank's (q, k, v, sinks, out, lse, dout, dlse).
+
+    They are in memory like them if that is given.
+    """
     q, k, v, sinks, out, lse, dout, dlse = given
+    dq, dk, dv, dsinks = into or (None, None, None, None)
     reset_side_streams(q.device)
     calls, later = plan.calls(back=True), Later()
     own = Grads(
-        GradAccumulator(q, calls, later=later),
-        *(GradAccumulator(t, calls if plan.alone else None) for t in (k, v)),
+        GradAccumulator(q, calls, place=dq, later=later),
+        *(
+            GradAccumulator(t, calls if plan.alone else None, place=place)
+            for t, place in ((k, dk), (v, dv))
+        ),
     )
     with torch.autocast(q.device.type, enabled=False):
         saved = Residuals(q, out, lse, dout, dlse)
@@ -87,7 +96,7 @@ def backward(plan: RingPlan, *given: *Saved) -> Gradients:
                 grads = Grads(own.dq, *of_keys).samples(samples)
                 plan.kernel.backward(rows, kv, tiles, plan.terms, grads)
         later.do()
-        dsinks = None if sinks is None else grad_of_sinks(sinks, saved)
+        dsinks = None if sinks is None else grad_of_sinks(sinks, saved, dsinks)
     return *(total.finalize() for total in own), dsinks
 
 

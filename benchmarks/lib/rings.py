@@ -156,9 +156,7 @@ def predicted_seconds(plan: RingPlan, mode: str) -> float | None:
     if plan.device.type != "cuda":
         return None
     found = predicted(plan)
-    seconds = max(found.gpu, found.host)
-    if mode == GRAPH:  # in which a plan's own graphs step aside, and nothing is launched
-        seconds = found.gpu - found.copies
+    seconds = found.gpu if mode == GRAPH else max(found.gpu, found.host)
     return _slowest([seconds], plan.device)[0]
 
 

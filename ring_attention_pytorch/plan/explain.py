@@ -13,7 +13,6 @@ from ring_attention_pytorch.plan.picture import picture as drawn
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.schedule.cost import (
     Cost,
-    copy_seconds,
     host_seconds,
     predict,
     replay_seconds,
@@ -61,28 +60,26 @@ class Prediction(NamedTuple):
 
     cost: Cost  # of this rank's part in the transport
     swaps: float  # of the all-to-all
-    copies: float  # to and from graphs
     host: float  # to launch it all
 
     @property
     def gpu(self) -> float:
         """Seconds that the GPU takes."""
-        return self.cost.forward + self.cost.backward + self.swaps + self.copies
+        return self.cost.forward + self.cost.backward + self.swaps
 
 
 def predicted(plan: RingPlan) -> Prediction:
     """Predict what a call takes as the plan launches it: one by one, or by graphs of its own."""
     degree, shape, machine = plan.degree, plan.kv_shape, plan.machine
     all_heads = shape._replace(heads=shape.heads * degree, key_heads=shape.key_heads * degree)
-    own, here = count(plan.query_segments[plan.ring.rank]), count(plan.blocks.queries[plan.place])
+    own = count(plan.query_segments[plan.ring.rank])
     if plan.graphs is None:
-        copies, host = 0.0, host_seconds(plan.schedule, plan.can_be_taped, machine)
+        host = host_seconds(plan.schedule, plan.can_be_taped, machine)
     else:
-        copies, host = copy_seconds(here, shape, machine), replay_seconds(machine)
+        host = replay_seconds(machine)
     return Prediction(
         predict(plan.schedule, plan.place, shape, machine.every(degree).under_load()),
         swap_seconds(own, all_heads, degree, machine),
-        copies,
         host + swap_launch_seconds(degree, machine),
     )
 
@@ -102,8 +99,6 @@ def _prediction(plan: RingPlan, found: Prediction) -> str:
     line = f"predicted {where}: forward {forward}, backward {backward}"
     if found.swaps:
         line += f", heads swapped {1e3 * found.swaps:.3g} ms"
-    if found.copies:
-        line += f", copies {1e3 * found.copies:.3g} ms"
     if found.gpu:
         line += f"; {100 * cost.ideal / found.gpu:.0f} % of the kernel alone"
     return line

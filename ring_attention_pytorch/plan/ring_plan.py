@@ -49,7 +49,12 @@ from ring_attention_pytorch.plan.packing import whole_packing
 from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
 from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.plan.rehearsal import warm_up
-from ring_attention_pytorch.runtime.graphs import Graphs, can_be_captured, with_graphs
+from ring_attention_pytorch.runtime.graphs import (
+    Graphs,
+    can_be_captured,
+    problem_of_graphs,
+    with_graphs,
+)
 from ring_attention_pytorch.runtime.handles import handle_of_layer, new_handle
 from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles, Transport
 from ring_attention_pytorch.runtime.observe import Record, spanned, switch, watched
@@ -249,17 +254,15 @@ class RingPlan:
         """Return this plan, but calls are captured as CUDA graphs by the second, and replayed.
 
         It is for few tokens a GPU, where Python takes longer than the kernels. Layers may share it:
-        what a call is given is copied to where a graph has it. That memory stays. Nothing is
-        exchanged.
+        before a graph is launched it is told where the call's tensors are. Nothing is copied, but
+        tensors that are not contiguous; nothing is exchanged.
 
         Raises:
-            ValueError: tensors are not on CUDA, or keys travel in messages.
+            ValueError: tensors are not on CUDA, keys travel in messages, or the driver is older
+                than CUDA 12.4.
         """
-        if not self.capturable:
-            raise ValueError(
-                "CUDA graphs need tensors on CUDA, keys in memory that GPUs share, no messages; "
-                f"got {self.device.type}, {type(self.transport).__name__}; leave in_graphs() out"
-            )
+        if problem := problem_of_graphs(self):
+            raise ValueError(problem)
         return with_graphs(self)
 
     def warm_up(self, *qkv: Tensor, sinks: Tensor | None = None) -> None:
@@ -294,7 +297,7 @@ class RingPlan:
             if switch.on:
                 return watched(self, direction, function, given)
             if self.graphs is not None:
-                return self.graphs.run(function, self, *given, saved=direction == "backward")
+                return self.graphs.run(function, self, *given)
             if self.can_be_taped:
                 memory = self.transport.follow_stream()
                 return self.tapes.run(function, self, *given, memory=memory)

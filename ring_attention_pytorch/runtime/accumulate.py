@@ -10,13 +10,14 @@ counts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, merge_
+from ring_attention_pytorch.runtime.spans import deepest, disjoint_spans, is_free
 from ring_attention_pytorch.runtime.streams import record_use, wait_side_streams
 
 _MOST = 4  # parts that wait to be combined together
@@ -84,7 +85,7 @@ class _Accumulator:
         if self._place is None and self._into is None and self.is_empty:
             self._place = self._anew(self._whole, self._end)
         apart = flat and len(self._like) > 1 and at != self._whole
-        if self._place is None or apart or not _free(at, self._taken):
+        if self._place is None or apart or not is_free(at, self._taken):
             return self._anew(at, self._end)
         self._taken.append(at)
         return _held(self._place, self._dims, self._whole, at)
@@ -150,7 +151,7 @@ class _Accumulator:
 
     def _join_in_place(self, place: Tensors) -> None:
         """Take parts that fill their place for one part."""
-        if _fill(place[0], self._taken, self._parts):
+        if _fill(place, self._dims, self._taken, self._parts):
             self._parts[: len(self._taken)] = [(self._whole, place)]
 
     def _widened(self, part: Tensors) -> Tensors:
@@ -176,12 +177,15 @@ class OutputAccumulator(_Accumulator):
     """An accumulator of (out, lse) for queries like q and values like v; empty at first.
 
     `calls` is how many calls of a kernel bring the whole result, None if that is not known.
+    `place` is memory in which out and lse have to be at the end, if that is given.
     """
 
     _dims = (1, 2)
 
-    def __init__(self, q: Tensor, v: Tensor, calls: int | None = None) -> None:
-        super().__init__(q, q.dtype, calls)
+    def __init__(
+        self, q: Tensor, v: Tensor, calls: int | None = None, place: Tensors | None = None
+    ) -> None:
+        super().__init__(q, q.dtype, calls, place=place)
         self._d_v = v.shape[-1]
 
     def alloc(self, rows: slice) -> Tensors:
@@ -232,11 +236,14 @@ class OutputAccumulator(_Accumulator):
         self._join()
         if self._place is not None:
             self._join_in_place(self._place)
-        if self._wide is None and self._begins_whole:
-            out, lse = self._fold_into_first()
-            return out, lse
-        out, lse = self._update()
-        return out.to(self._end), lse
+        whole = self._wide is None and self._begins_whole
+        out, lse = self._fold_into_first() if whole else self._update()
+        if self._place is None or not self._given:
+            return out.to(self._end), lse
+        for there, t in zip(self._place, (out, lse)):
+            if there is not t:
+                there.copy_(t)
+        return self._place[0], self._place[1]
 
     def _anew(self, at: slice, dtype: torch.dtype) -> Tensors:
         b, _, h, _ = self._like.shape
@@ -245,10 +252,12 @@ class OutputAccumulator(_Accumulator):
         return out, self._like.new_empty((b, h, n), dtype=self._dtype)
 
     def _blank(self, dtype: torch.dtype) -> Tensors:
+        ends = self._given and dtype == self._end
         if self._wide is None:
-            return self._anew(self._whole, dtype)
+            return self._alloc(self._whole) if ends else self._anew(self._whole, dtype)
         out, lse = self._wide  # lse stays where it is
-        return torch.empty_like(out, dtype=dtype), lse
+        out = self._alloc(self._whole)[0] if ends else torch.empty_like(out, dtype=dtype)
+        return out, lse
 
     def _clear(self, totals: Tensors) -> None:
         out, lse = totals
@@ -389,7 +398,7 @@ class GradAccumulator(_Accumulator):
             if self._wide is not None and 0 < len(self._parts) <= _MOST and self._ends_elsewhere:
                 self._parts.insert(0, (self._whole, self._wide))
                 self._wide = None
-                return self._written(self._anew(self._whole, self._end))
+                return self._written(self._place or self._anew(self._whole, self._end))
             wide = self.begin_update()  # it stays here: another stream may be reading it
             if self._place is None:
                 return wide.to(self._end)
@@ -404,8 +413,8 @@ class GradAccumulator(_Accumulator):
 
     @property
     def _ends_elsewhere(self) -> bool:
-        """Tell whether the sum ends in other memory than where it runs, and none is given."""
-        return self._end != self._dtype and self._place is None and self._into is None
+        """Tell whether the sum ends in other memory than where it runs."""
+        return self._end != self._dtype and self._into is None
 
     def _written(self, totals: Tensors) -> Tensor:
         """Sum all parts in `totals` in one pass, except one that lies there already; return it."""
@@ -421,7 +430,7 @@ class GradAccumulator(_Accumulator):
     @property
     def _crowded(self) -> bool:
         """Tell whether parts must be summed in a wide dtype: some are already, or many overlap."""
-        many = len(self._parts) > _MOST and _deepest(self._parts) > _MOST
+        many = len(self._parts) > _MOST and deepest([at for at, _ in self._parts]) > _MOST
         return self._wide is not None or many
 
     def _join(self) -> None:
@@ -440,29 +449,13 @@ class GradAccumulator(_Accumulator):
         add_(totals[0], *[part for (part,) in parts])
 
 
-def _free(at: slice, taken: Sequence[slice]) -> bool:
-    """Tell whether these tokens overlap none of those that are taken."""
-    return all(at.stop <= other.start or other.stop <= at.start for other in taken)
-
-
-def _fill(place: Tensor, taken: list[slice], parts: Sequence[Part]) -> bool:
+def _fill(place: Tensors, dims: Sequence[int], taken: list[slice], parts: Sequence[Part]) -> bool:
     """Tell whether the first parts are those that took a place, and together fill it."""
-    if not taken or sum(at.stop - at.start for at in taken) < place.shape[1]:
+    if not taken or sum(at.stop - at.start for at in taken) < place[0].shape[dims[0]]:
         return False
-    first = place.data_ptr()
-    step = place.stride(1) * place.element_size()
-    found = [(at, part[0].data_ptr()) for at, part in parts[: len(taken)]]
-    return found == [(at, first + at.start * step) for at in taken]
-
-
-def _deepest(parts: Sequence[Part]) -> int:
-    """Return the largest number of parts that cover one token."""
-    ends = []
-    for at, _ in parts:
-        ends.append((at.start, 1))
-        ends.append((at.stop, -1))
-    ends.sort()
-    return max(accumulate((by for _, by in ends), initial=0))
+    where = [(t.data_ptr(), t.stride(dim) * t.element_size()) for t, dim in zip(place, dims)]
+    there = [(at, [first + at.start * step for first, step in where]) for at in taken]
+    return there == [(at, [t.data_ptr() for t in part]) for at, part in parts[: len(taken)]]
 
 
 def _held(tensors: Tensors, dims: Sequence[int], tokens: slice, at: slice) -> Tensors:
@@ -484,21 +477,3 @@ def overlaps(parts: Sequence[Part], dims: Sequence[int]) -> Iterator[tuple[slice
             tokens, tensors = parts[i]
             found.append(_held(tensors, dims, tokens, at))
         yield at, found
-
-
-def disjoint_spans(spans: Sequence[slice]) -> Iterator[tuple[slice, list[int]]]:
-    """Yield disjoint stretches that spans cover, and which of the spans cover each.
-
-    Stretches are cut where any span begins or ends.
-
-    >>> list(disjoint_spans([slice(0, 4), slice(2, 4)]))
-    [(slice(0, 2, None), [0]), (slice(2, 4, None), [0, 1])]
-    """
-    cuts = set()
-    for at in spans:
-        cuts.add(at.start)
-        cuts.add(at.stop)
-    for start, stop in pairwise(sorted(cuts)):
-        which = [i for i, at in enumerate(spans) if at.start <= start and stop <= at.stop]
-        if which:
-            yield slice(start, stop), which

@@ -357,12 +357,13 @@ def sink_weights(sinks: Tensor, lse: Tensor) -> Tensor:
     return p.masked_fill_(lse == -torch.inf, 0.0)
 
 
-def grad_of_sinks(sinks: Tensor, saved: Residuals) -> Tensor:
-    """Return the gradient [h] of sinks, from the queries here.
+def grad_of_sinks(sinks: Tensor, saved: Residuals, into: Tensor | None = None) -> Tensor:
+    """Return the gradient [h] of sinks, from the queries here, `into` that memory if it is given.
 
     A sink has no value, so its d(score) is -p * delta.
     """
-    return -(sink_weights(sinks, saved.lse) * saved.delta).sum(dim=(0, 2)).to(sinks.dtype)
+    total = (sink_weights(sinks, saved.lse) * saved.delta).sum(dim=(0, 2))
+    return torch.neg(total.to(sinks.dtype), out=into)
 
 
 def tangent_of_delta(saved: Residuals, along: Residuals) -> Tensor:

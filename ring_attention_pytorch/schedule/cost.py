@@ -31,8 +31,9 @@ from ring_attention_pytorch.schedule.steps import (
 
 # launches of small operations that take the host as long as a part or a transfer: by a tape, or by
 # the Python that decides on its operations; what is around a call, with autograd's thread; a CUDA
-# graph with its copies; and all swaps of heads (one and two H100, 2k and 4k tokens each)
-_TAPED, _DECIDED, _AROUND, _REPLAY, _SWAPS = 16, 80, 40, 30, 280
+# graph that is told of other tensors; and all swaps of heads (one and two H100, 2k and 4k tokens
+# each)
+_TAPED, _DECIDED, _AROUND, _REPLAY, _SWAPS = 16, 80, 40, 15, 280
 _BESIDE = 0.4  # share of `call` that stays where other calls fill what one leaves idle
 _ALL_TILES = 0.2  # share that a call of all tiles has: Triton's, four H100, 2k and 4k tokens each
 
@@ -234,16 +235,6 @@ def replay_seconds(machine: Hardware = H200) -> float:
 def swap_launch_seconds(degree: int, machine: Hardware = H200) -> float:
     """Return the seconds the host takes to swap heads for sequence, forward and backward."""
     return 0.0 if degree == 1 else _SWAPS * machine.launch
-
-
-def copy_seconds(tokens: int, shape: KVShape, machine: Hardware = H200) -> float:
-    """Return the seconds to copy to and from a call's graphs, forward and backward.
-
-    q, k, v and the gradient of out go there; out and three gradients come back. Where another
-    forward comes before the backward, q, k, v and out go there once more.
-    """
-    rows = shape.batch * shape.heads * (shape.d + shape.d_v) * shape.itemsize
-    return 2 * 2 * tokens * (rows + shape.token_bytes) / machine.memory
 
 
 def swap_seconds(tokens: int, shape: KVShape, degree: int, machine: Hardware = H200) -> float:

@@ -73,6 +73,7 @@ def battery() -> Iterator[Case]:
     yield from streams_wait_for_one_another()
     yield from calls_go_side_by_side_where_they_may()
     yield from graphs_are_replayed_with_what_is_given()
+    yield from graphs_are_told_of_tensors()
     yield mismatches_are_errors
     yield plans_are_checked
     yield from keys_come_in_stages_where_they_are_late()
@@ -210,30 +211,40 @@ def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     def on_cpu(check: Callable[[pytest.MonkeyPatch], None]) -> Case:
         return patched(lambda patch: (test_graphs.stand_in(patch), check(patch)))
 
+    def with_driver(check: Callable[[None], None]) -> Case:
+        return on_cpu(lambda _: check(None))
+
     shared = test_graphs.test_layers_that_share_graphs_get_what_is_theirs
     second = test_graphs.test_the_first_call_goes_as_ever_and_the_second_is_captured
     other = test_graphs.test_graphs_of_other_memory_or_other_kernels_are_not_replayed
     yield test_graphs.test_what_travels_in_messages_is_refused
-    yield test_graphs.test_what_a_graph_holds_overlaps
-    yield patched(test_graphs.test_what_graphs_of_ours_read_need_not_stay)
-    yield test_graphs.test_layers_that_drop_otherwise_have_graphs_of_their_own
+    yield with_driver(test_graphs.test_what_a_graph_holds_overlaps)
+    yield patched(test_graphs.a_call_is_captured_twice_and_its_graph_told_of_tensors)
+    yield with_driver(test_graphs.test_layers_that_drop_otherwise_have_graphs_of_their_own)
     yield on_cpu(lambda _: shared(None, overtaken=True))
     yield on_cpu(lambda patch: second(None, patch))
-    yield on_cpu(test_graphs.test_the_first_call_makes_what_is_made_for_the_graph)
+    yield patched(test_graphs.tensors_are_read_where_they_are)
+    yield patched(test_graphs.older_drivers_are_refused)
     yield on_cpu(lambda _: test_graphs.another_plan_has_no_graphs_of_this_one())
     yield test_graphs.test_a_gathers_graphs_are_of_the_shelves_at_hand
-    yield patched(test_graphs.what_is_there_already_is_not_copied_again)
-    yield patched(test_graphs.what_has_become_another_is_copied)
-    yield patched(test_graphs.in_inference_mode_all_is_copied)
-    yield patched(test_graphs.a_result_may_be_given_twice)
-    yield patched(test_graphs.layers_leave_in_place_what_their_backward_reads)
-    otherwise = test_graphs.test_results_that_lie_otherwise_are_read_where_they_are_copied_to
-    yield on_cpu(lambda _: otherwise(None))
     yield patched(test_graphs.batches_alike_share_graphs)
     yield patched(test_graphs.what_is_changed_on_a_module_counts)
     yield patched(test_graphs.others_lengths_make_another_kind)
     yield on_cpu(lambda patch: other(None, patch, "memory"))
     yield patched(lambda patch: test_graphs.replays_wait_for_those_before(stood_in(patch), patch))
+
+
+def graphs_are_told_of_tensors() -> Iterator[Case]:
+    """By addresses in their nodes; and what they make is in memory that is given."""
+    from tests.runtime import test_graph_nodes, test_running
+
+    yield patched(test_graph_nodes.all_that_is_an_address_is_set)
+    yield patched(test_graph_nodes.nodes_of_what_stays_are_left_alone)
+    yield patched(test_graph_nodes.what_can_not_be_read_is_refused)
+    yield patched(test_graph_nodes.what_the_driver_refuses_is_said)
+    merges = test_running.test_a_kernel_that_merges_writes_wide_but_in_its_last_call
+    for calls in (None, 3):
+        yield partial(merges, calls, placed=True)
 
 
 def zigzag_is_balanced() -> None:

@@ -95,7 +95,7 @@ ATTENTION = [
         "return capturing(device) and not _captures.passing", "return capturing(device)",
     ),
     Mutant(
-        "graphs of ours are taken for others'", "runtime/graphs.py:captured",
+        "graphs of ours are taken for others'", "runtime/graphs.py:_capture",
         "with passing_capture(), torch", "with torch",
     ),
     Mutant(
@@ -108,16 +108,17 @@ ATTENTION = [
     ),
     Mutant(
         "two parts in one place", "runtime/accumulate.py:_Accumulator._alloc",
-        "or apart or not _free(at, self._taken)",
+        "or apart or not is_free(at, self._taken)",
         "or apart",
     ),
     Mutant(
         "parts that lie elsewhere are taken to be in their place", "runtime/accumulate.py:_fill",
-        "return found == [(at, first + at.start * step) for at in taken]", "return True",
+        "return there == [(at, [t.data_ptr() for t in part]) for at, part in parts[:len(taken)]]",
+        "return True",
     ),
     Mutant(
         "a place that is half full is taken to be full", "runtime/accumulate.py:_fill",
-        "if not taken or sum(at.stop - at.start for at in taken) < place.shape[1]:",
+        "if not taken or sum(at.stop - at.start for at in taken) < place[0].shape[dims[0]]:",
         "if not taken:",
     ),
     Mutant(
@@ -135,56 +136,83 @@ ATTENTION = [
         "self._waits.pop()",
     ),
     Mutant(
-        "a graph reads what it was captured with", "runtime/graphs.py:_Place.put",
-        "self.memory.copy_(t)", "pass",
+        "a graph reads what it was captured with", "runtime/graphs.py:captured",
+        "addresses.set(tensors)", "pass",
     ),
     Mutant(
-        "a layer's results become the next one's", "runtime/graphs.py:_Place.take",
-        "self.memory.clone()", "self.memory",
+        "what is captured is made for tensors of before", "runtime/graphs.py:_capture",
+        "into=results)", "into=None)",
     ),
     Mutant(
-        "what is saved is copied again and again", "runtime/graphs.py:_Graph.run",
-        "saved and place.claim(t)", "False",
+        "a layer's results become the next one's", "runtime/graphs.py:_Graph.run",
+        "_like(self._results)", "self.__dict__.setdefault('made', _like(self._results))",
     ),
     Mutant(
-        "results are copied to another place", "runtime/graphs.py:Graphs.run",
-        "is_new and not saved", "False",
+        "tensors are read as they lie", "runtime/graphs.py:_readable", "t.contiguous()", "t",
     ),
     Mutant(
-        "what is not saved may be there already", "runtime/graphs.py:_Graph.run",
-        "saved and place.claim(t)", "place.claim(t)",
+        "tensors are read as if they were aligned", "runtime/graphs.py:_readable",
+        "t.data_ptr() % _ALIGNMENT == 0", "True",
     ),
     Mutant(
-        "what was copied is known by its address", "runtime/graphs.py:_identity",
-        "StorageWeakRef(t.untyped_storage())", "t.data_ptr()",
+        "drivers need tell nothing", "runtime/graphs.py:problem_of_graphs",
+        "if can_be_set():", "if True:",
     ),
     Mutant(
-        "what was copied is known whatever has changed", "runtime/graphs.py:_identity",
-        "t._version", "0",
+        "numbers that look like an address are one", "runtime/graph_nodes.py:_Node.__init__",
+        "and other == word + span.apart", "",
     ),
     Mutant(
-        "what was copied is known by its whole memory", "runtime/graphs.py:_identity",
-        "t.storage_offset()", "0",
+        "all addresses are where a tensor begins", "runtime/graph_nodes.py:_Node.set",
+        "now[number] + beyond", "now[number]",
     ),
     Mutant(
-        "what was copied is known in any order", "runtime/graphs.py:_identity",
-        "t.shape, t.stride()", "0",
+        "nodes are told of what stays", "runtime/graph_nodes.py:Addresses.set",
+        "if not moved.isdisjoint(node.numbers):", "if True:",
     ),
     Mutant(
-        "what was copied is known for ever", "runtime/graphs.py:_Place.claim",
-        "self._holds, None", "self._holds, self._holds",
+        "nodes are told of tensors once", "runtime/graph_nodes.py:Addresses.set",
+        "self._now = now", "pass",
     ),
     Mutant(
-        "results are read as they lie", "runtime/graphs.py:Graphs._share",
-        "and place.memory.is_contiguous()", "",
+        "nobody listens to the driver", "runtime/graph_nodes.py:_call",
+        'raise RuntimeError(f"{name}: CUDA error {code}")', "pass",
     ),
     Mutant(
-        "a cotangent is where a result is", "runtime/graphs.py:Graphs.run",
-        "self._share(graph.results, len(given))", "self._share(graph.results, len(given) + 1)",
+        "nodes of unknown kinds have no memory", "runtime/graph_nodes.py:_given",
+        "if kind.value in _NO_MEMORY:", "if kind.value not in _READ:",
     ),
     Mutant(
-        "changes that nobody counts", "runtime/graphs.py:_identity",
-        "if t.is_inference():", "if False:",
+        "kernels that hide what they are given have no memory",
+        "runtime/graph_nodes.py:_of_kernel",
+        "if sizes and not params.params:", "if False:",
+    ),
+    Mutant(
+        "parameters end where the driver fails", "runtime/graph_nodes.py:_sizes",
+        "if code != _INVALID_VALUE:", "if False:",
+    ),
+    Mutant(
+        "two captures need not be the same", "runtime/graph_nodes.py:_alike",
+        "if len(these) != len(those):", "if False:",
+    ),
+    Mutant(
+        "a result is left where it was made", "runtime/accumulate.py:OutputAccumulator.finalize",
+        "there.copy_(t)", "pass",
+    ),
+    Mutant(
+        "out is not where a graph has it", "attention.py:forward",
+        "else None, into)", "else None)",
+    ),
+    Mutant(
+        "dq is not where a graph has it", "attention.py:backward", "place=dq, later", "later",
+    ),
+    Mutant(
+        "dk and dv are not where a graph has them", "attention.py:backward",
+        "else None, place=place)", "else None)",
+    ),
+    Mutant(
+        "the sink's gradient is not where a graph has it", "runtime/interfaces.py:grad_of_sinks",
+        ", out=into)", ")",
     ),
     Mutant(
         "a replay does not wait for those before", "runtime/graphs.py:Graphs._follow_streams",
@@ -201,12 +229,7 @@ ATTENTION = [
     ),
     Mutant(
         "what is made once is made in a graph", "runtime/graphs.py:_Graph.run",
-        "if not self._warm:",
-        "if False:",
-    ),
-    Mutant(
-        "the first call is of tensors that lie otherwise", "runtime/graphs.py:_Graph.run",
-        "found = function(*read)", "found = function(*given)",
+        "found = function(*given)", "found = _like(given)",
     ),
     Mutant(
         "a plan that was replaced keeps graphs", "runtime/graphs.py:with_graphs",

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -32,16 +31,13 @@ from tests.support.reference import dense_attention, relative_error
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def again(run: Callable, device: torch.device) -> tuple[Callable[[], None], tuple]:
-    """A graph that computes anew from what lies in the same places."""
-    results = run()
+def again(function: Callable, given: tuple, results: tuple, device: torch.device) -> Callable:
+    """A graph that computes anew with whatever it is given."""
 
-    def replay() -> None:
-        for place, new in zip(results, run()):
-            if place is not None:
-                place.copy_(new)
+    def replay(tensors: tuple) -> None:
+        function(*tensors[: len(given)], into=tensors[len(given) :])
 
-    return replay, results
+    return replay
 
 
 def stand_in(patch: pytest.MonkeyPatch) -> None:
@@ -49,16 +45,75 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(graphs, "captured", again)
     patch.setattr(graphs, "capturing", lambda device: False)
     patch.setattr(graphs, "current_stream", lambda device: None)
+    patch.setattr(graphs, "can_be_set", lambda: True)
 
 
-def test_what_graphs_of_ours_read_need_not_stay(monkeypatch):
-    """They are dropped when another memory is shared."""
-    for name in ("CUDAGraph", "Stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: SimpleNamespace(replay=None))
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(streams, "capturing", lambda device: True)
-    assert graphs.captured(lambda: streams.captures_for_good(CPU), CPU) == (None, False)
+def in_place(function: Callable) -> Callable:
+    """The same, for graphs: its results are in memory that is given."""
+
+    def found(plan: object, *given: Tensor | None, into: tuple | None = None) -> tuple:
+        results = function(plan, *given)
+        for place, t in zip(into or (), results):
+            if place is not None:
+                place.copy_(t)
+        return results if into is None else into
+
+    return found
+
+
+class Recorded:
+    """A CUDA graph that nobody launches."""
+
+    def __init__(self, keep_graph: bool) -> None:
+        assert keep_graph  # or nobody could read its nodes
+        self.told: list[str] = []
+
+    def instantiate(self) -> None:
+        self.told.append("instantiated")
+
+    def replay(self) -> None:
+        self.told.append("replayed")
+
+
+def a_call_is_captured_twice_and_its_graph_told_of_tensors(patch: pytest.MonkeyPatch) -> None:
+    """In memory that both captures have at the same time; what they read need not stay."""
+    patch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    patch.setattr(torch.cuda, "Stream", lambda device: None)
+    patch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    patch.setattr(streams, "capturing", lambda device: True)
+    captures, told = [], []
+
+    class Addresses:
+        def __init__(self, *both: graphs.Capture) -> None:
+            captures.extend(both)
+
+        def set(self, tensors: tuple) -> None:
+            told.append(tensors)
+
+    patch.setattr(graphs, "Addresses", Addresses)
+    for_good, made = [], []
+
+    def function(*given: Tensor | None, into: tuple) -> None:
+        for_good.append(streams.captures_for_good(CPU))
+        made.append((*given, *into))
+
+    x, y = torch.ones(2, 3), torch.ones(4, dtype=torch.int32)
+    replay = graphs.captured(function, (x, None), (y, None), CPU)
+    assert for_good == [False, False]
     assert streams.captures_for_good(CPU)
+    assert len({t.data_ptr() for c in captures for t in c.tensors if t is not None}) == 4
+    for capture, of in zip(captures, reversed(made)):
+        assert all(a is b for a, b in zip(capture.tensors, of, strict=True))
+        kinds = [None if t is None else (t.shape, t.dtype) for t in capture.tensors]
+        assert kinds == [(x.shape, x.dtype), None, (y.shape, y.dtype), None]
+    replay((x, None, y, None))
+    assert [t is x for t in told[0]] == [True, False, False, False]
+    assert captures[0].graph.told == ["instantiated", "replayed"]
+    assert captures[1].graph.told == []
+
+
+def test_a_call_is_captured_twice_and_its_graph_told_of_tensors(monkeypatch):
+    a_call_is_captured_twice_and_its_graph_told_of_tensors(monkeypatch)
 
 
 @pytest.fixture
@@ -66,6 +121,12 @@ def on_cpu(monkeypatch):
     stand_in(monkeypatch)
 
 
+@pytest.fixture
+def new_driver(monkeypatch):
+    monkeypatch.setattr(graphs, "can_be_set", lambda: True)
+
+
+@in_place
 def more(plan: None, x: Tensor) -> tuple[Tensor]:
     return (x + 1,)
 
@@ -123,6 +184,7 @@ def test_the_first_call_goes_as_ever_and_the_second_is_captured(on_cpu, monkeypa
     told = []
     monkeypatch.setattr(graphs, "captured", lambda *a: told.append("captured") or again(*a))
 
+    @in_place
     def twice(plan: int, x: Tensor, nothing: None) -> tuple[Tensor, None]:
         told.append("run")
         return plan * x, nothing
@@ -133,24 +195,38 @@ def test_the_first_call_goes_as_ever_and_the_second_is_captured(on_cpu, monkeypa
         result, nothing = kept.run(twice, 2, x.detach(), None)
         assert (result.tolist(), nothing) == ([2.0 * i] * 2, None)
     assert told == [
-        "followed", "run", "followed", "captured", "run", "run", "followed", "run", "followed",
-        "run",
+        "followed", "run", "followed", "captured", "run", "followed", "run", "followed", "run",
     ]  # fmt: skip
 
 
-def test_the_first_call_makes_what_is_made_for_the_graph(on_cpu):
-    """For tensors as they lie there, however they were given."""
-    strides = []
+def tensors_are_read_where_they_are(patch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied, but tensors that lie otherwise than those that were captured; results
+    are new ones each time, and stay."""
+    stand_in(patch)
+    read = []
 
+    @in_place
     def noted(plan: None, x: Tensor) -> tuple[Tensor]:
-        strides.append((x.stride(), x.data_ptr()))
+        read.append((x.stride(), x.data_ptr()))
         return (x + 1,)
 
-    kept, x = Graphs(CPU, lambda: None), torch.arange(12.0).view(3, 4).t()
-    for _ in range(3):
-        assert torch.equal(kept.run(noted, None, x)[0], x + 1)
-    assert len(set(strides)) == 1
-    assert strides[0][0] == (3, 1)
+    kept, buffer, results = Graphs(CPU, lambda: None), torch.arange(26.0), []
+    aligned, apart = (buffer[-buffer.data_ptr() // 4 % 4 + at :][:12].view(3, 4) for at in (0, 1))
+    for x, as_it_is in ((aligned, True), (aligned.t().contiguous().t(), False), (apart, False)):
+        for _ in range(2):
+            (result,) = kept.run(noted, None, x)
+            assert torch.equal(result, x + 1)
+            assert read[-1][0] == (4, 1)
+            assert (read[-1][1] == x.data_ptr()) == as_it_is
+            assert read[-1][1] % 16 == 0
+            results.append((result, x + 1))
+    for result, want in results:
+        assert torch.equal(result, want)
+    assert len({result.data_ptr() for result, _ in results}) == len(results)
+
+
+def test_tensors_are_read_where_they_are(monkeypatch):
+    tensors_are_read_where_they_are(monkeypatch)
 
 
 def another_plan_has_no_graphs_of_this_one() -> None:
@@ -181,165 +257,23 @@ def test_graphs_of_other_memory_or_other_kernels_are_not_replayed(on_cpu, monkey
     assert len(kept._kept) == (1 if what == "memory" else 2)
 
 
-def twofold(plan: None, x: Tensor) -> tuple[Tensor]:
-    return (2 * x,)
-
-
-def add(plan: None, x: Tensor, result: Tensor, y: Tensor) -> tuple[Tensor]:
-    return (x + result + y,)
-
-
-def copied(patch: pytest.MonkeyPatch) -> list[Tensor]:
-    """All tensors that are copied to where graphs read, from now on."""
-    found: list[Tensor] = []
-    put = graphs._Place.put
-    patch.setattr(
-        graphs._Place,
-        "put",
-        lambda place, t, *a, **how: found.append(t) or put(place, t, *a, **how),
-    )
-    return found
-
-
-def what_is_there_already_is_not_copied_again(patch: pytest.MonkeyPatch) -> None:
-    """What a function was given, and what it returned, where another is given it next."""
-    stand_in(patch)
-    found, kept = copied(patch), Graphs(CPU, lambda: None)
-    for turn in range(5):
-        x, y = torch.full((2,), 1.0 + turn), torch.ones(2)
-        (result,) = kept.run(twofold, None, x)
-        found.clear()
-        (total,) = kept.run(add, None, x, result, y, saved=True)
-        assert total.tolist() == [3 * (1.0 + turn) + 1] * 2
-        names = {id(x): "x", id(result): "result", id(y): "y"}
-        new = [names[id(t)] for t in found]
-        assert new == (["result", "y"] if turn == 0 else ["y"]), turn
-
-
-def test_what_is_there_already_is_not_copied_again(monkeypatch):
-    what_is_there_already_is_not_copied_again(monkeypatch)
-
-
-def what_has_become_another_is_copied(patch: pytest.MonkeyPatch) -> None:
-    """Be it changed in place, or another tensor at the same address, or others of its numbers."""
-    stand_in(patch)
-    kept, memory = Graphs(CPU, lambda: None), numpy.arange(8.0)
-    nothing = torch.zeros(2, 2, dtype=torch.float64)
-
-    def told(x: Tensor) -> Tensor:
-        return kept.run(add, None, x, nothing, nothing, saved=True)[0]
-
-    for _ in range(5):
-        x = torch.from_numpy(memory)
-        square = x[:4].view(2, 2)
-        kept.run(twofold, None, square)
-        x[:4] += 1
-        assert torch.equal(told(square), square), "changed in place"
-        kept.run(twofold, None, square)
-        assert torch.equal(told(x[4:].view(2, 2)), x[4:].view(2, 2)), "others of its numbers"
-        kept.run(twofold, None, square)
-        assert torch.equal(told(square.t()), square.t()), "in another order"
-        kept.run(twofold, None, torch.from_numpy(memory)[:4].view(2, 2))
-        memory[:] += 1
-        square = torch.from_numpy(memory)[:4].view(2, 2)
-        assert torch.equal(told(square), square), "another at the same address"
-        kept.run(twofold, None, square)
-        memory[:] += 1  # nobody counts this change
-        (result,) = kept.run(twofold, None, square)
-        assert torch.equal(result, 2 * square), "not saved"
-        assert torch.equal(told(square), square)
-        memory[:] += 1
-        assert torch.equal(told(square), square), "known only once"
-
-
-def test_what_has_become_another_is_copied(monkeypatch):
-    what_has_become_another_is_copied(monkeypatch)
-
-
-def a_result_may_be_given_twice(patch: pytest.MonkeyPatch) -> None:
-    """As a cotangent, too: it is in two places, whichever call is captured."""
-    stand_in(patch)
-    kept = Graphs(CPU, lambda: None)
-    for turn in range(6):
-        x, y = torch.full((2,), 1.0 + turn), torch.ones(2)
-        (result,) = kept.run(twofold, None, x)
-        y = result if turn < 3 else y
-        (total,) = kept.run(add, None, x, result, y, saved=True)
-        assert torch.equal(total, x + result + y), turn
-
-
-def test_a_result_may_be_given_twice(monkeypatch):
-    a_result_may_be_given_twice(monkeypatch)
-
-
-def test_results_that_lie_otherwise_are_read_where_they_are_copied_to(on_cpu):
-    """A graph that is captured reads tensors that lie as those of the first call did."""
-
-    def turned(plan: None, x: Tensor) -> tuple[Tensor]:
-        return ((2 * x).t(),)
-
-    strides, kept = [], Graphs(CPU, lambda: None)
-
-    def noted(plan: None, x: Tensor, result: Tensor) -> tuple[Tensor]:
-        strides.append(result.stride())
-        return (x + result.t(),)
-
-    for turn in range(4):
-        x = torch.arange(6.0).view(2, 3) + turn
-        (result,) = kept.run(turned, None, x)
-        (total,) = kept.run(noted, None, x, result, saved=True)
-        assert torch.equal(total, 3 * x)
-    assert set(strides) == {(2, 1)}
-
-
-def layers_leave_in_place_what_their_backward_reads(patch: pytest.MonkeyPatch) -> None:
-    """The last layer's backward copies one cotangent, whichever layer's call was captured."""
-    stand_in(patch)
-    found = copied(patch)
-    q = torch.randn(1, 6, 2, 8)
-    plan = with_graphs(RingPlan.make(q, q, q, kernel="eager"))
-    for turn in range(4):
-        layers = [[torch.randn(1, 6, 2, 8).requires_grad_() for _ in "qkv"] for _ in range(3)]
-        outs = [ring_attn(*qkv, plan=plan) for qkv in layers]
-        numbers = []
-        for qkv, out in zip(reversed(layers), reversed(outs)):
-            found.clear()
-            torch.autograd.grad(out, qkv, torch.ones_like(out))
-            numbers.append(len(found))
-        if turn:
-            assert numbers == [1, 6, 6], numbers  # dout; and q, k, v, out, lse
-
-
-def test_layers_leave_in_place_what_their_backward_reads(monkeypatch):
-    layers_leave_in_place_what_their_backward_reads(monkeypatch)
-
-
-def test_copies_of_graphs_know_nothing_of_tensors(on_cpu):
-    """Be it a deep copy, as of a module, or a pickle."""
+def test_copies_of_graphs_are_none(on_cpu):
+    """Be it a deep copy, as of a module, or a pickle: a graph is of this process's memory."""
     kept, x = Graphs(CPU, list), torch.ones(2)
-    (result,) = kept.run(twofold, None, x)
-    for other in (copy.deepcopy(kept), copy.deepcopy(kept)):
-        assert all(place._holds is None for place in other._places.values())
-        assert torch.equal(other.run(add, None, x, result, x, saved=True)[0], 4 * x)
-    place = pickle.loads(pickle.dumps(next(iter(kept._places.values()))))
-    assert place._holds is None
-    assert torch.equal(place.memory, x)
+    for _ in range(2):
+        kept.run(more, None, x)
+    for other in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
+        assert not other._kept
+        assert other.run(more, None, x)[0].tolist() == [2.0, 2.0]
 
 
-def in_inference_mode_all_is_copied(patch: pytest.MonkeyPatch) -> None:
-    """There nobody counts changes."""
-    stand_in(patch)
+def test_in_inference_mode_there_are_graphs_too(on_cpu):
     kept = Graphs(CPU, lambda: None)
     with torch.inference_mode():
-        x, y = torch.zeros(2), torch.zeros(2)
+        x = torch.zeros(2)
         for turn in range(4):
-            (result,) = kept.run(twofold, None, x)
+            assert kept.run(more, None, x)[0].tolist() == [turn + 1.0] * 2
             x.add_(1)
-            assert kept.run(add, None, x, result, y, saved=True)[0].tolist() == [3 * turn + 1.0] * 2
-
-
-def test_in_inference_mode_all_is_copied(monkeypatch):
-    in_inference_mode_all_is_copied(monkeypatch)
 
 
 def test_a_gathers_graphs_are_of_the_shelves_at_hand():
@@ -351,6 +285,7 @@ def test_a_gathers_graphs_are_of_the_shelves_at_hand():
 
 
 def test_what_fails_is_not_taken_for_captured(on_cpu):
+    @in_place
     def fails(plan: None, x: Tensor) -> tuple[Tensor]:
         if x.sum() < 0:
             raise ValueError("no")
@@ -371,12 +306,10 @@ def test_while_a_graph_is_captured_there_is_no_replay(on_cpu, monkeypatch):
 
 
 def replays_wait_for_those_before(machine: Machine, patch: pytest.MonkeyPatch) -> None:
-    """On whatever stream those are, for they read and write in the same places."""
+    """On whatever stream those are, for they have the same memory for what is between."""
     patch.setattr(graphs, "captured", again)
     patch.setattr(Stream, "wait_stream", lambda self, other: self.before.update(other.before),
                   raising=False)  # fmt: skip
-    used = []
-    patch.setattr(Tensor, "record_stream", lambda t, stream: used.append(stream))
     patch.setattr(graphs, "capturing", lambda device: False)
     here, there = machine.stream, Stream(GPU)
     kept = Graphs(GPU, lambda: None)
@@ -386,14 +319,13 @@ def replays_wait_for_those_before(machine: Machine, patch: pytest.MonkeyPatch) -
         machine.does(name)
     assert there.before == {"a", "b", "c"}
     assert here.before == {"a", "b", "c", "d"}
-    assert used == [there, here]  # where the next ones are, whatever becomes of the plan
 
 
 def test_replays_wait_for_those_before(monkeypatch):
     replays_wait_for_those_before(stood_in(monkeypatch), monkeypatch)
 
 
-def test_layers_that_drop_otherwise_have_graphs_of_their_own():
+def test_layers_that_drop_otherwise_have_graphs_of_their_own(new_driver):
     q = torch.zeros(1, 4, 2, 8)
     plan = RingPlan.make(q, q, q, kernel="eager", dropout=0.5, dropout_seed=1)
     plan = replace(plan, device=GPU).in_graphs()
@@ -404,14 +336,14 @@ def test_layers_that_drop_otherwise_have_graphs_of_their_own():
     assert plan.for_layer(1) is layer  # or it would never be replayed
 
 
-def test_layers_that_drop_nothing_share_theirs():
+def test_layers_that_drop_nothing_share_theirs(new_driver):
     q = torch.zeros(1, 4, 2, 8)
     plan = replace(RingPlan.make(q, q, q, kernel="eager"), device=GPU).in_graphs()
     assert plan.for_layer(1).graphs is plan.graphs
     assert explain_plan(plan).splitlines()[0].endswith("kernel eager, in CUDA graphs")
 
 
-def test_what_a_graph_holds_overlaps():
+def test_what_a_graph_holds_overlaps(new_driver):
     """Whatever fewer calls would spare the host; but of a kernel that merges by itself."""
     q = torch.zeros(1, 4, 2, 8)
     plan = replace(RingPlan.make(q, q, q, kernel="eager"), device=GPU)
@@ -436,6 +368,24 @@ def test_what_travels_in_messages_is_refused():
     threads.run(2, main)
 
 
+def older_drivers_are_refused(patch: pytest.MonkeyPatch) -> None:
+    """As soon as graphs are asked for; modules go as ever."""
+    q = torch.zeros(1, 4, 2, 8)
+    plan = replace(RingPlan.make(q, q, q, kernel="eager"), device=GPU)
+    patch.setattr(graphs, "can_be_set", lambda: True)
+    assert plan.in_graphs().graphs is not None
+    patch.setattr(graphs, "can_be_set", lambda: False)
+    with pytest.raises(ValueError, match=r"need a driver of CUDA 12\.4"):
+        plan.in_graphs()
+    kept = graphs.GraphCache()
+    assert all(kept.of(plan) is plan for _ in range(3))
+    assert plan.capturable  # as a whole, by whoever does
+
+
+def test_older_drivers_are_refused(monkeypatch):
+    older_drivers_are_refused(monkeypatch)
+
+
 def test_what_a_cpu_does_is_refused():
     q = torch.zeros(1, 4, 2, 8)
     with pytest.raises(ValueError, match="need tensors on CUDA"):
@@ -450,7 +400,8 @@ def modules_graphs_on_cpu(patch: pytest.MonkeyPatch) -> list[None]:
     captures: list[None] = []
     stand_in(patch)
     patch.setattr(RingPlan, "in_graphs", with_graphs)
-    patch.setattr(graphs, "can_be_captured", lambda plan: plan.transport.capturable)
+    no_messages = lambda plan: None if plan.transport.capturable else "messages"  # noqa: E731
+    patch.setattr(graphs, "problem_of_graphs", no_messages)
     patch.setattr(graphs, "captured", lambda *a: captures.append(None) or again(*a))
     return captures
 

@@ -1,0 +1,262 @@
+"""Addresses within a CUDA graph: found in what its nodes are given, and set anew before a launch.
+
+    a capture   copy(q', x)   kernel(x, k', out')    over memory of its own: q', k', out'
+    another     copy(q", x)   kernel(x, k", out")    over other memory
+    now         copy(q, x)    kernel(x, k, out)      over what a call has: q, k, out
+
+A node of a graph holds the arguments of its kernel by value. Each 8 bytes of them are an address
+within a tensor if in both captures they are as far from where that tensor begins. Numbers that
+happen to look like an address do not move with it. A tensor elsewhere is another address there.
+That goes for descriptors of blocks (TMA), too, which begin with an address. Launches that are under
+way are not affected. All of this is "Graph Management" of CUDA's driver interface, and needs a
+driver of CUDA 12.4 or newer.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import (
+    POINTER,
+    Structure,
+    addressof,
+    byref,
+    c_char,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_uint,
+    c_uint64,
+    c_void_p,
+)
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+_T = TypeVar("_T")
+_OLDEST = 12040  # a driver that tells how large a kernel's parameters are
+_ALIGNMENT = 64  # bytes, of a descriptor
+_INVALID_VALUE = 1  # an error: there is no such parameter
+_NO_MEMORY = (5, 6, 7)  # kinds of nodes: empty ones, events that are waited for or recorded
+
+
+@cache
+def can_be_set() -> bool:
+    """Tell whether addresses in CUDA graphs can be set here, as far as the driver goes."""
+    version = c_int()
+    try:
+        _call("cuDriverGetVersion", byref(version))
+    except OSError:  # no NVIDIA driver
+        return False
+    return version.value >= _OLDEST
+
+
+class Capture(NamedTuple):
+    """A graph that was captured with `keep_graph=True`, and tensors that it reads or writes.
+
+    Their memory is that of nothing else in it.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    tensors: Sequence[Tensor | None]
+
+
+class Addresses:
+    """The addresses of a capture's tensors, in its graph.
+
+    `other` is a capture of the same, at the same time, so that no memory is that of both.
+
+    Raises:
+        RuntimeError: what a node is given can't be read, or the two captures are not the same.
+    """
+
+    def __init__(self, of: Capture, other: Capture) -> None:
+        self._now = _addresses(of.tensors)
+        spans = [
+            _Span(number, first, first + t.numel() * t.element_size(), elsewhere - first)
+            for number, (t, first, elsewhere) in enumerate(
+                zip(of.tensors, self._now, _addresses(other.tensors))
+            )
+            if t is not None
+        ]
+        executable = c_void_p(of.graph.raw_cuda_graph_exec())
+        self._nodes = []
+        for node, twin in _alike(*(_nodes(each.graph.raw_cuda_graph()) for each in (of, other))):
+            found = _Node(_given(executable, node), _given(None, twin).words, spans)
+            if found.numbers:
+                self._nodes.append(found)
+
+    def set(self, tensors: Sequence[Tensor | None]) -> None:
+        """Let launches from now on read and write these tensors, contiguous ones like the first."""
+        now = _addresses(tensors)
+        moved = {number for number, at in enumerate(now) if at != self._now[number]}
+        for node in self._nodes:
+            if not moved.isdisjoint(node.numbers):
+                node.set(now)
+        self._now = now
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+def _alike(these: Sequence[_T], those: Sequence[_T]) -> Iterable[tuple[_T, _T]]:
+    """Pair what two captures have."""
+    if len(these) != len(those):
+        raise RuntimeError("two captures of the same call as a CUDA graph are not the same")
+    return zip(these, those)
+
+
+class _Span(NamedTuple):
+    """Where a tensor is, and how far from there in the other capture."""
+
+    number: int
+    first: int
+    end: int
+    apart: int
+
+
+class _Given(NamedTuple):
+    """What a node is given: its words, and what gives it these as they are now."""
+
+    words: Sequence[Any]  # arrays of 8 bytes each
+    give: Callable[[], None]
+
+
+class _Node:
+    """A node, and which of its words are how far within which tensor."""
+
+    def __init__(self, given: _Given, twins: Sequence[Any], spans: Sequence[_Span]) -> None:
+        self._found = [
+            (words, at, span.number, word - span.first)
+            for words, others in _alike(given.words, twins)
+            for at, (word, other) in enumerate(_alike(words, others))
+            for span in spans
+            if span.first <= word < span.end and other == word + span.apart
+        ]
+        self._give = given.give
+        self.numbers = {number for _, _, number, _ in self._found}
+
+    def set(self, now: Sequence[int]) -> None:
+        """Let it read and write tensors at these addresses."""
+        for words, at, number, beyond in self._found:
+            words[at] = now[number] + beyond
+        self._give()
+
+
+def _nodes(graph: int) -> list[c_void_p]:
+    """Return the nodes of a graph."""
+    number = c_size_t()
+    _call("cuGraphGetNodes", c_void_p(graph), None, byref(number))
+    nodes = (c_void_p * number.value)()
+    _call("cuGraphGetNodes", c_void_p(graph), nodes, byref(number))
+    return [c_void_p(node) for node in nodes]
+
+
+def _given(executable: c_void_p | None, node: c_void_p) -> _Given:
+    """Return what a node is given, in memory of ours, and what gives it to an executable graph."""
+    kind = c_int()
+    _call("cuGraphNodeGetType", node, byref(kind))
+    if kind.value in _NO_MEMORY:
+        return _Given((), lambda: None)
+    if kind.value not in _READ:
+        raise RuntimeError(f"a node of kind {kind.value} in a CUDA graph, whose memory is unknown")
+    return _READ[kind.value](executable, node)
+
+
+class _KernelParams(Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = [
+        ("function", c_void_p),
+        ("launch", c_uint * 7),  # grid, block, bytes of shared memory
+        ("params", POINTER(c_void_p)),
+        ("extra", c_void_p),
+        ("kernel", c_void_p),
+        ("context", c_void_p),
+    ]
+
+
+def _of_kernel(executable: c_void_p | None, node: c_void_p) -> _Given:
+    params = _KernelParams()
+    _call("cuGraphKernelNodeGetParams_v2", node, byref(params))
+    sizes = _sizes(params)
+    if sizes and not params.params:
+        raise RuntimeError(f"kernel {_name(params)} in a CUDA graph hides what it is given")
+    places = [*accumulate([-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes], initial=0)]
+    memory = (c_char * (places[-1] + _ALIGNMENT))()
+    first = -addressof(memory) % _ALIGNMENT
+    pointers = (c_void_p * len(sizes))()
+    words = []
+    for i, size in enumerate(sizes):
+        at = addressof(memory) + first + places[i]
+        ctypes.memmove(at, params.params[i] or 0, size)
+        pointers[i] = at
+        words.append((c_uint64 * (size // 8)).from_buffer(memory, first + places[i]))
+    params.params, params.extra = pointers, None
+    return _Given(
+        words, partial(_call, "cuGraphExecKernelNodeSetParams_v2", executable, node, byref(params))
+    )
+
+
+def _sizes(params: _KernelParams) -> list[int]:
+    """Return how many bytes each parameter of a kernel has."""
+    name, of = "cuFuncGetParamInfo", params.function
+    if not of:
+        name, of = "cuKernelGetParamInfo", params.kernel
+    ask, offset, size = getattr(_driver(), name), c_size_t(), c_size_t()
+    sizes: list[int] = []
+    while (code := ask(c_void_p(of), c_size_t(len(sizes)), byref(offset), byref(size))) == 0:
+        sizes.append(size.value)
+    if code != _INVALID_VALUE:
+        raise RuntimeError(f"{name}: CUDA error {code}")
+    return sizes
+
+
+def _name(params: _KernelParams) -> str:
+    found = c_char_p()
+    name, of = "cuFuncGetName", params.function
+    if not of:
+        name, of = "cuKernelGetName", params.kernel
+    _call(name, byref(found), c_void_p(of))
+    return (found.value or b"").decode()
+
+
+def _of_copy(executable: c_void_p | None, node: c_void_p) -> _Given:
+    words = (c_uint64 * 25)()  # CUDA_MEMCPY3D
+    _call("cuGraphMemcpyNodeGetParams", node, words)
+    give = partial(_call, "cuGraphExecMemcpyNodeSetParams", executable, node, words, _context())
+    return _Given([words], give)
+
+
+def _of_fill(executable: c_void_p | None, node: c_void_p) -> _Given:
+    words = (c_uint64 * 5)()  # CUDA_MEMSET_NODE_PARAMS
+    _call("cuGraphMemsetNodeGetParams", node, words)
+    give = partial(_call, "cuGraphExecMemsetNodeSetParams", executable, node, words, _context())
+    return _Given([words], give)
+
+
+_READ = {0: _of_kernel, 1: _of_copy, 2: _of_fill}  # by CUgraphNodeType
+
+
+def _context() -> c_void_p:
+    found = c_void_p()
+    _call("cuCtxGetCurrent", byref(found))
+    return found
+
+
+def _call(name: str, *args: Any) -> None:
+    """Call a function of the driver.
+
+    Raises:
+        RuntimeError: it has failed.
+        OSError: there is no driver.
+    """
+    if code := getattr(_driver(), name)(*args):
+        raise RuntimeError(f"{name}: CUDA error {code}")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
