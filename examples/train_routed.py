@@ -7,7 +7,6 @@ spread over all processes. The routed one saves FLOPs in attention and in the fe
 tokens, and spends them on a heavy feed-forward of the others: as wide as makes both models equal.
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -144,8 +143,6 @@ def main(window: int, timeout: float, **options: int | str) -> None:
     config = Config(**options, device="cuda" if train_text.on_gpus() else "cpu")
     share = dict(queries=window // 8, keys=window // 8, feed_forward=window // 4)
     routed = Routed(light_window=window, heavy_window=window, **share)
-    if config.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     with torchrun_group("nccl" if config.device == "cuda" else "gloo", timeout):
         follow(replace(config, data_parallel="ddp"), routed)
 

@@ -17,7 +17,6 @@ where all models have spent the same:
 """
 
 import json
-import os
 import sys
 import sysconfig
 import time
@@ -236,8 +235,6 @@ def main(
 ) -> None:  # fmt: skip
     """Train models that see the far past exactly, not at all and in summary; draw their losses."""
     config = Config(**options, device="cuda" if train_text.on_gpus() else "cpu")
-    if config.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     given = Summaries(window, stride, block)
     with torchrun_group("nccl" if config.device == "cuda" else "gloo", timeout):
         follow(config, given, names, equal_flops, history)

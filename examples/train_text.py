@@ -300,8 +300,6 @@ def main(
 ) -> None:  # fmt: skip
     """Train a byte-level transformer on Python's standard library."""
     config = Config(**options, device="cuda" if on_gpus() else "cpu")
-    if config.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     checkpoints = None if checkpoint is None else Checkpoints(checkpoint, checkpoint_every)
     with torchrun_group("nccl" if config.device == "cuda" else "gloo", timeout):
         if checked and not check(replace(config, dtype="float64"), say=is_first()):

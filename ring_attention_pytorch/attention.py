@@ -47,14 +47,13 @@ from ring_attention_pytorch.runtime.torch_func import (
 from ring_attention_pytorch.second_order import gradient_tangents, tangents
 
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None]  # q, k, v, sinks
+Result = tuple[Tensor, Tensor]  # out, lse
 Saved = tuple[*Given, Tensor, Tensor, Tensor, Tensor | None]  # and out, lse, dout, dlse
 Gradients = tuple[Tensor | Any, ...]  # None for what was None
 
 
-def forward(
-    plan: RingPlan, *given: *Given, into: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of this rank's (q, k, v, sinks), in memory like them if that is given.
+def forward(plan: RingPlan, *given: *Given, into: Result | None = None) -> Result:
+    """Compute (out, lse) of this rank's (q, k, v, sinks); `into` is memory for them, if given.
 
     q `[b, n, h, d]`, k `[b, m, h_kv, d]`, v `[b, m, h_kv, d_v]`, sinks `[h]` or None -> out
     `[b, n, h, d_v]`, lse `[b, h, n]`.
@@ -75,7 +74,7 @@ def forward(
 def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> Gradients:
     """Compute (dq, dk, dv, dsinks) of this rank's (q, k, v, sinks, out, lse, dout, dlse).
 
-    They are in memory like them if that is given.
+    `into` is memory for them, if given.
     """
     q, k, v, sinks, out, lse, dout, dlse = given
     dq, dk, dv, dsinks = into or (None, None, None, None)
@@ -100,7 +99,7 @@ def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> G
     return *(total.finalize() for total in own), dsinks
 
 
-def attention(plan: RingPlan, *given: *Given) -> tuple[Tensor, Tensor]:
+def attention(plan: RingPlan, *given: *Given) -> Result:
     """Compute (out, lse) of (q, k, v, sinks), differentiable where anybody asks for it."""
     if needs_derivatives(given):
         return RingAttentionFunction.apply(plan, *given)
@@ -111,11 +110,11 @@ class RingAttentionFunction(Function):
     """(plan, q, k, v, sinks) -> (out, lse)."""
 
     @staticmethod
-    def forward(plan: RingPlan, *given: *Given) -> tuple[Tensor, Tensor]:
+    def forward(plan: RingPlan, *given: *Given) -> Result:
         return plan.run("forward", forward, *given)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Result) -> None:
         keep(ctx, *inputs, *output)
         ctx.block = ctx.plan.block()
 
@@ -130,7 +129,7 @@ class RingAttentionFunction(Function):
         return None, *RingGradients.apply(ctx.plan, *given, out.detach(), lse.detach(), dout, dlse)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *along: Tensor | None) -> tuple[Tensor, Tensor]:
+    def jvp(ctx: Any, _: None, *along: Tensor | None) -> Result:
         *given, out, lse = ctx.saved_tensors
         return tangents(ctx.plan, given, along, (out, lse))
 

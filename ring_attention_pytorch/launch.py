@@ -305,6 +305,9 @@ def torchrun_group(backend: str = "gloo", timeout: float = TIMEOUT) -> Iterator[
     gone. Restarted workers on one machine find one another, though torchrun keeps its store.
 
     Args:
+        backend: gloo, nccl, or both as "cpu:gloo,cuda:nccl". With nccl each process of a machine
+            takes a GPU of its own, which is the current device from then on; with fewer GPUs
+            than processes that is an error.
         timeout: seconds that ranks wait for one another in the default group.
     """
     if not dist.is_torchelastic_launched():
@@ -316,12 +319,32 @@ def torchrun_group(backend: str = "gloo", timeout: float = TIMEOUT) -> Iterator[
         # the store still has what workers that died have written
         store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     try:
+        if "nccl" in backend:  # whose messages would hang if all ranks had the same current device
+            local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+            torch.cuda.set_device(_gpu_of(local, gpus))
         with _group(backend, timeout, store, rank, size):
             yield
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         if not isinstance(error, SystemExit):
             sys.excepthook(type(error), error, error.__traceback__)
         _exit(error)
+
+
+def _gpu_of(local: int, gpus: int) -> int:
+    """Return which GPU process `local` of a machine takes, of those that it sees.
+
+    Raises:
+        ValueError: there is none for it.
+
+    >>> _gpu_of(1, gpus=4), _gpu_of(1, gpus=1)  # where each process is shown but one
+    (1, 0)
+    """
+    if gpus == 1 or local < gpus:
+        return local % gpus
+    raise ValueError(
+        f"nccl needs a GPU for each process of a machine; this is process {local} of those that "
+        f"see {gpus} GPUs; start as many as there are GPUs, or take gloo"
+    )
 
 
 def _exit(error: BaseException) -> None:

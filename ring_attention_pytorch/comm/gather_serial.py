@@ -23,7 +23,6 @@ from ring_attention_pytorch.comm.gather_symmetric import (
     SymmetricCall,
     SymmetricGather,
     apart,
-    room_for,
 )
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
@@ -183,20 +182,20 @@ class _Call(SymmetricCall):
 
     def _add_up(self, shares: list[visits.Share]) -> bool:
         """Publish, and add what others have of own gradients, in one launch; tell if it can be."""
-        k, v, shelf = self.own.k, self.own.v, self.space.grads
-        fresh = all(total.is_empty for total in self.totals)
+        k, shelf = self.own.k, self.space.grads
+        fresh, tokens = all(total.is_empty for total in self.totals), slice(0, k.shape[1])
         dk, dv = (total.whole() for total in self.totals)
-        if fresh:
-            dk, dv = room_for(k), room_for(v)
-        if dk is None or dv is None or not k.numel():
+        if not k.numel() or (not fresh and (dk is None or dv is None)):
             return False
         table = visits.table_of_sums(shelf, k, shares)
         if table is None:
             return False
+        if fresh:
+            dk, dv = (total.alloc(tokens) for total in self.totals)
         how = visits.Adding(shelf.to_read(), table, fresh, self.serial.beside)
         visits.add_up(how, dk, dv, wire_dtype(k.dtype))
         for total, t in zip(self.totals, (dk, dv)) if fresh else ():
-            total.add(slice(0, k.shape[1]), t)
+            total.add(tokens, t)
         return True
 
     def _add_plainly(self, shares: list[visits.Share]) -> None:

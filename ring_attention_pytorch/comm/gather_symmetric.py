@@ -22,10 +22,11 @@ from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import Mark, PeerGroup, SymmetricWorkspace
 from ring_attention_pytorch.geometry.segments import count
-from ring_attention_pytorch.runtime.accumulate import GradAccumulator, disjoint_spans
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, wire_dtype
+from ring_attention_pytorch.runtime.spans import disjoint_spans
 from ring_attention_pytorch.runtime.streams import side_stream_after_others
 from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.hardware import H200, Hardware

@@ -360,6 +360,7 @@ class GradAccumulator(_Accumulator):
         """
         total = self.finalize()
         self._wide, self._parts, self._first_is_lent = None, [(self._whole, (total,))], False
+        self._taken = [self._whole]
         return total
 
     def begin_update(self) -> Tensor:

@@ -38,7 +38,8 @@ _T = TypeVar("_T")
 _OLDEST = 12040  # a driver that tells how large a kernel's parameters are
 _ALIGNMENT = 64  # bytes, of a descriptor
 _INVALID_VALUE = 1  # an error: there is no such parameter
-_NO_MEMORY = (5, 6, 7)  # kinds of nodes: empty ones, events that are waited for or recorded
+# kinds of nodes without tensors: empty ones, events awaited or recorded, memory taken or returned
+_NO_TENSORS = (5, 6, 7, 10, 11)
 
 
 @cache
@@ -53,44 +54,50 @@ def can_be_set() -> bool:
 
 
 class Capture(NamedTuple):
-    """A graph that was captured with `keep_graph=True`, and tensors that it reads or writes.
+    """A graph that was captured with `keep_graph=True`, and tensors that it reads and writes.
 
     Their memory is that of nothing else in it.
     """
 
     graph: torch.cuda.CUDAGraph
-    tensors: Sequence[Tensor | None]
+    given: Sequence[Tensor | None]
+    results: Sequence[Tensor | None]
 
 
 class Addresses:
-    """The addresses of a capture's tensors, in its graph.
+    """The addresses of a capture's tensors, what is given and then the results, in its graph.
 
     `other` is a capture of the same, at the same time, so that no memory is that of both.
 
     Raises:
-        RuntimeError: what a node is given can't be read, or the two captures are not the same.
+        RuntimeError: what a node is given can't be read, the two captures are not the same, or
+            no node writes a result.
     """
 
     def __init__(self, of: Capture, other: Capture) -> None:
-        self._now = _addresses(of.tensors)
+        tensors = [*of.given, *of.results]
+        self._now = _addresses(tensors)
         spans = [
             _Span(number, first, first + t.numel() * t.element_size(), elsewhere - first)
             for number, (t, first, elsewhere) in enumerate(
-                zip(of.tensors, self._now, _addresses(other.tensors))
+                zip(tensors, self._now, _addresses([*other.given, *other.results]))
             )
             if t is not None
         ]
         executable = c_void_p(of.graph.raw_cuda_graph_exec())
-        self._nodes = []
-        for node, twin in _alike(*(_nodes(each.graph.raw_cuda_graph()) for each in (of, other))):
-            found = _Node(_given(executable, node), _given(None, twin).words, spans)
-            if found.numbers:
-                self._nodes.append(found)
+        pairs = _alike(*(_nodes(each.graph.raw_cuda_graph()) for each in (of, other)))
+        nodes = [_Node(_given(executable, node), _given(None, twin), spans) for node, twin in pairs]
+        self._nodes = [node for node in nodes if node.numbers]
+        found = set().union(*(node.numbers for node in self._nodes))
+        for span in spans:
+            if span.number >= len(of.given) and span.end > span.first and span.number not in found:
+                raise _error(f"no node writes result {span.number - len(of.given)}")
 
     def set(self, tensors: Sequence[Tensor | None]) -> None:
         """Let launches from now on read and write these tensors, contiguous ones like the first."""
-        now = _addresses(tensors)
-        moved = {number for number, at in enumerate(now) if at != self._now[number]}
+        now, was = _addresses(tensors), self._now
+        moved = {number for number, at in enumerate(now) if at != was[number]}
+        self._now = [-1] * len(now)  # all are told again if the driver refuses one
         for node in self._nodes:
             if not moved.isdisjoint(node.numbers):
                 node.set(now)
@@ -101,10 +108,14 @@ def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
     return [0 if t is None else t.data_ptr() for t in tensors]
 
 
+def _error(what: str) -> RuntimeError:
+    return RuntimeError(f"a call can't be replayed as a CUDA graph: {what}; leave in_graphs() out")
+
+
 def _alike(these: Sequence[_T], those: Sequence[_T]) -> Iterable[tuple[_T, _T]]:
     """Pair what two captures have."""
     if len(these) != len(those):
-        raise RuntimeError("two captures of the same call as a CUDA graph are not the same")
+        raise _error("two captures of it are not the same")
     return zip(these, those)
 
 
@@ -120,6 +131,7 @@ class _Span(NamedTuple):
 class _Given(NamedTuple):
     """What a node is given: its words, and what gives it these as they are now."""
 
+    what: Sequence[int | None]  # the node does
     words: Sequence[Any]  # arrays of 8 bytes each
     give: Callable[[], None]
 
@@ -127,10 +139,12 @@ class _Given(NamedTuple):
 class _Node:
     """A node, and which of its words are how far within which tensor."""
 
-    def __init__(self, given: _Given, twins: Sequence[Any], spans: Sequence[_Span]) -> None:
+    def __init__(self, given: _Given, twin: _Given, spans: Sequence[_Span]) -> None:
+        if given.what != twin.what:
+            raise _error("two captures of it do not do the same")
         self._found = [
             (words, at, span.number, word - span.first)
-            for words, others in _alike(given.words, twins)
+            for words, others in _alike(given.words, twin.words)
             for at, (word, other) in enumerate(_alike(words, others))
             for span in spans
             if span.first <= word < span.end and other == word + span.apart
@@ -158,10 +172,10 @@ def _given(executable: c_void_p | None, node: c_void_p) -> _Given:
     """Return what a node is given, in memory of ours, and what gives it to an executable graph."""
     kind = c_int()
     _call("cuGraphNodeGetType", node, byref(kind))
-    if kind.value in _NO_MEMORY:
-        return _Given((), lambda: None)
+    if kind.value in _NO_TENSORS:
+        return _Given([kind.value], (), lambda: None)
     if kind.value not in _READ:
-        raise RuntimeError(f"a node of kind {kind.value} in a CUDA graph, whose memory is unknown")
+        raise _error(f"a node of kind {kind.value}, whose memory is unknown")
     return _READ[kind.value](executable, node)
 
 
@@ -183,7 +197,7 @@ def _of_kernel(executable: c_void_p | None, node: c_void_p) -> _Given:
     _call("cuGraphKernelNodeGetParams_v2", node, byref(params))
     sizes = _sizes(params)
     if sizes and not params.params:
-        raise RuntimeError(f"kernel {_name(params)} in a CUDA graph hides what it is given")
+        raise _error(f"kernel {_name(params)} hides what it is given")
     places = [*accumulate([-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes], initial=0)]
     memory = (c_char * (places[-1] + _ALIGNMENT))()
     first = -addressof(memory) % _ALIGNMENT
@@ -196,7 +210,9 @@ def _of_kernel(executable: c_void_p | None, node: c_void_p) -> _Given:
         words.append((c_uint64 * (size // 8)).from_buffer(memory, first + places[i]))
     params.params, params.extra = pointers, None
     return _Given(
-        words, partial(_call, "cuGraphExecKernelNodeSetParams_v2", executable, node, byref(params))
+        [params.function, params.kernel, *params.launch],
+        words,
+        partial(_call, "cuGraphExecKernelNodeSetParams_v2", executable, node, byref(params)),
     )
 
 
@@ -227,14 +243,14 @@ def _of_copy(executable: c_void_p | None, node: c_void_p) -> _Given:
     words = (c_uint64 * 25)()  # CUDA_MEMCPY3D
     _call("cuGraphMemcpyNodeGetParams", node, words)
     give = partial(_call, "cuGraphExecMemcpyNodeSetParams", executable, node, words, _context())
-    return _Given([words], give)
+    return _Given([1], [words], give)
 
 
 def _of_fill(executable: c_void_p | None, node: c_void_p) -> _Given:
     words = (c_uint64 * 5)()  # CUDA_MEMSET_NODE_PARAMS
     _call("cuGraphMemsetNodeGetParams", node, words)
     give = partial(_call, "cuGraphExecMemsetNodeSetParams", executable, node, words, _context())
-    return _Given([words], give)
+    return _Given([2], [words], give)
 
 
 _READ = {0: _of_kernel, 1: _of_copy, 2: _of_fill}  # by CUgraphNodeType

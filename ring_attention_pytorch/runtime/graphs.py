@@ -19,7 +19,7 @@ from ring_attention_pytorch.runtime.streams import capturing, current_stream, pa
 
 Tensors = tuple[Tensor | Any, ...]  # or None
 Function = Callable[..., Tensors]
-_ALIGNMENT = 16  # bytes: what kernels make of addresses that are multiples of it
+_ALIGNMENT = 32  # bytes: kernels read as many at once where addresses are multiples of it
 _KINDS = 4  # kinds of batches whose graphs a module keeps
 
 
@@ -55,6 +55,7 @@ class Graphs:
         self._follow_streams()
         kind = (
             function, torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
             *(None if t is None else t.dtype for t in given),
         )  # fmt: skip
         if kind not in self._kept:
@@ -151,7 +152,7 @@ class _Graph:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._results: Tensors = ()  # what they are like, without their memory
+        self._results: Tensors = ()  # what they are like, of one element each
         self._replay: Callable[[Tensors], None] | None = None
 
     def run(self, function: Function, given: Tensors) -> Tensors:
@@ -184,14 +185,16 @@ def captured(
     function: Function, given: Tensors, results: Tensors, device: torch.device
 ) -> Callable[[Tensors], None]:
     """Capture what a function does with tensors like these; return what replays it with others."""
-    # two at a time, so that they have no memory in common
-    other, capture = (_capture(function, given, results, device) for _ in range(2))
-    capture.graph.instantiate()
-    addresses = Addresses(capture, other)
+    with torch.cuda.device(device):  # to which what is read of the graph belongs
+        # two at a time, so that they have no memory in common
+        other, capture = (_capture(function, given, results, device) for _ in range(2))
+        graph = capture.graph
+        graph.instantiate()
+        addresses = Addresses(capture, other)
 
     def replay(tensors: Tensors) -> None:
         addresses.set(tensors)
-        capture.graph.replay()
+        graph.replay()
 
     return replay
 
@@ -203,4 +206,4 @@ def _capture(function: Function, given: Tensors, results: Tensors, device: torch
     mode: dict[str, Any] = dict(stream=stream, capture_error_mode="thread_local")
     with passing_capture(), torch.cuda.graph(graph, **mode):
         function(*given, into=results)
-    return Capture(graph, (*given, *results))
+    return Capture(graph, given, results)

@@ -246,7 +246,7 @@ def watched(
     plan.records.pop(direction, None)
     with _Range(f"ring attention, {direction}", plan.device):
         if plan.graphs is not None:
-            return plan.graphs.run(function, plan, *given, saved=direction == "backward")
+            return plan.graphs.run(function, plan, *given)
         if plan.device.type == "cuda" and capturing(plan.device):
             return function(plan, *given)
         with Record(plan, direction) as record:

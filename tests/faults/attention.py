@@ -224,6 +224,7 @@ def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     yield on_cpu(lambda _: shared(None, overtaken=True))
     yield on_cpu(lambda patch: second(None, patch))
     yield patched(test_graphs.tensors_are_read_where_they_are)
+    yield patched(test_graphs.observed_calls_are_replayed_too)
     yield patched(test_graphs.older_drivers_are_refused)
     yield on_cpu(lambda _: test_graphs.another_plan_has_no_graphs_of_this_one())
     yield test_graphs.test_a_gathers_graphs_are_of_the_shelves_at_hand
@@ -245,6 +246,8 @@ def graphs_are_told_of_tensors() -> Iterator[Case]:
     merges = test_running.test_a_kernel_that_merges_writes_wide_but_in_its_last_call
     for calls in (None, 3):
         yield partial(merges, calls, placed=True)
+    settled = test_running.test_what_is_made_after_a_sum_is_settled_is_elsewhere
+    yield partial(settled, placed=True)
 
 
 def zigzag_is_balanced() -> None:

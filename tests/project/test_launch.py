@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from ring_attention_pytorch import RingPlan, ring_attn
+from ring_attention_pytorch import RingPlan, launch, ring_attn
 from ring_attention_pytorch.launch import spawn
 from tests.support import (
     ranks,  # what its server of processes has imported, none has to import here
@@ -281,6 +281,31 @@ def test_a_generator_that_nobody_closes_does_not_keep_a_script_alive(tmp_path):
 
 
 # --- under torchrun ---
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "gloo"])
+def test_with_nccl_each_process_takes_a_gpu_before_there_is_a_group(monkeypatch, backend):
+    """By its number on its machine: with one for all, NCCL's first message would wait for ever."""
+    told = []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(launch, "Thread", mock.Mock())
+    monkeypatch.setattr(launch, "fail_together", nullcontext)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(None, 7, 8)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **how: told.append(how["rank"]))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: told.append("gone"))
+    with launch.torchrun_group(backend):
+        told.append("block")
+    assert told == [*[3] * ("nccl" in backend), 7, "block", "gone"]
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_fewer_gpus_than_processes_are_refused(gpus):
+    with pytest.raises(ValueError, match=f"process 2 of those that see {gpus} GPUs"):
+        launch._gpu_of(2, gpus)
+
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 GROUP = """

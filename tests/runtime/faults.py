@@ -171,8 +171,24 @@ ATTENTION = [
         "if not moved.isdisjoint(node.numbers):", "if True:",
     ),
     Mutant(
-        "nodes are told of tensors once", "runtime/graph_nodes.py:Addresses.set",
-        "self._now = now", "pass",
+        "nodes that were told before one refused are not told again",
+        "runtime/graph_nodes.py:Addresses.set", "self._now = [-1] * len(now)", "pass",
+    ),
+    Mutant(
+        "a result that no node writes", "runtime/graph_nodes.py:Addresses.__init__",
+        "and span.number not in found", "and False",
+    ),
+    Mutant(
+        "two captures may do anything", "runtime/graph_nodes.py:_Node.__init__",
+        "if given.what != twin.what:", "if False:",
+    ),
+    Mutant(
+        "a graph is of whatever device is current", "runtime/graphs.py:captured",
+        "with torch.cuda.device(device):", "if True:",
+    ),
+    Mutant(
+        "a settled sum's place is free", "runtime/accumulate.py:GradAccumulator.settle",
+        "self._taken = [self._whole]", "pass",
     ),
     Mutant(
         "nobody listens to the driver", "runtime/graph_nodes.py:_call",
@@ -180,7 +196,7 @@ ATTENTION = [
     ),
     Mutant(
         "nodes of unknown kinds have no memory", "runtime/graph_nodes.py:_given",
-        "if kind.value in _NO_MEMORY:", "if kind.value not in _READ:",
+        "if kind.value in _NO_TENSORS:", "if kind.value not in _READ:",
     ),
     Mutant(
         "kernels that hide what they are given have no memory",

@@ -2,7 +2,8 @@
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ class Driver:
         self.graphs: dict[int, list[int]] = {}
         self.told: list[int] = []
         self.hidden, self.refuses, self.version = False, 0, 13000
+        self.launch: Iterator[int] = repeat(3)
         self._kept: list[Any] = []
 
     def graph(self, *nodes: tuple[int, list[bytes]]) -> SimpleNamespace:
@@ -53,14 +55,17 @@ class Driver:
         blobs = [ctypes.create_string_buffer(each, len(each)) for each in self.nodes[node.value][1]]
         pointers = (ctypes.c_void_p * len(blobs))(*map(ctypes.addressof, blobs))
         self._kept += [blobs, pointers]
-        which = params._obj
-        which.function, which.kernel = (node.value, None) if node.value % 2 else (None, node.value)
+        which, number = params._obj, node.value % 1000
+        which.launch[0] = next(self.launch)
+        which.function, which.kernel = (number, None) if number % 2 else (None, number)
+        self.last = node.value
         if not self.hidden:
             which.params = pointers
         return 0
 
     def cuFuncGetParamInfo(self, of: Any, at: Any, offset: Any, size: Any) -> int:
-        sizes = [len(each) for each in self.nodes[of.value][1]]
+        assert of.value == self.last % 1000  # the same in all graphs
+        sizes = [len(each) for each in self.nodes[self.last][1]]
         if at.value == len(sizes):
             return 1
         offset._obj.value, size._obj.value = sum(sizes[: at.value]), sizes[at.value]
@@ -136,11 +141,11 @@ def of(given: Sequence[Tensor | None]) -> list[int]:
 def captures(driver: Driver, *, looks_like: int = 0) -> tuple[Capture, Capture]:
     """Two captures of one call, and a number in both that looks like an address in the first."""
     both = []
-    for given in (tensors(), tensors()):
-        nodes = call(*of(given))
-        first = both[0].tensors if both else given
+    for made in (tensors(), tensors()):
+        nodes = call(*of(made))
+        first = both[0].given if both else made
         nodes[3] = (KERNEL, [words(first[0].data_ptr() + looks_like)])
-        both.append(Capture(driver.graph(*nodes), given))
+        both.append(Capture(driver.graph(*nodes), made[:3], made[3:]))
     return both[0], both[1]
 
 
@@ -165,7 +170,7 @@ def all_that_is_an_address_is_set(patch: pytest.MonkeyPatch) -> None:
         assert [driver.nodes[node] for node in driver.graphs[1000]] == want
         assert sorted(driver.told) == [1001, 1003, 1005, 1006]
         driver.told.clear()
-    assert driver.nodes[2003] == call(*of(other.tensors))[2]
+    assert driver.nodes[2003] == call(*of([*other.given, *other.results]))[2]
 
 
 def test_all_that_is_an_address_is_set(monkeypatch):
@@ -197,19 +202,25 @@ def what_can_not_be_read_is_refused(patch: pytest.MonkeyPatch) -> None:
     """Never left at the address that it had."""
     driver = with_driver(patch)
     this, other = captures(driver)
-    with pytest.raises(RuntimeError, match="not the same"):
-        Addresses(this, Capture(driver.graph(*call(1, 2, 3)[:-1]), other.tensors))
-    nodes = call(1, 2, 3)
-    nodes[4] = (KERNEL, [words(2)])
-    with pytest.raises(RuntimeError, match="not the same"):
-        Addresses(this, Capture(driver.graph(*nodes), other.tensors))
+    for nodes, wrong in (
+        (call(1, 2, 3)[:-1], "not the same"),
+        ([*call(1, 2, 3)[:4], (KERNEL, [words(2)]), call(1, 2, 3)[5]], "not the same"),
+        (call(1, 2, 3)[::-1], "do not do the same"),
+    ):
+        with pytest.raises(RuntimeError, match=f"{wrong}; leave in_graphs"):
+            Addresses(this, other._replace(graph=driver.graph(*nodes)))
+    driver.launch = iter(range(99))
+    with pytest.raises(RuntimeError, match="do not do the same"):
+        Addresses(this, other)
+    driver.launch = repeat(3)
     driver.hidden = True
-    with pytest.raises(RuntimeError, match="forward_kernel in a CUDA graph hides"):
+    with pytest.raises(RuntimeError, match="kernel forward_kernel hides"):
         Addresses(this, other)
     driver.hidden = False
-    both = [Capture(driver.graph((HOST, [])), each.tensors) for each in (this, other)]
-    with pytest.raises(RuntimeError, match="a node of kind 3"):
-        Addresses(*both)
+    for nodes, wrong in (([(HOST, [])], "a node of kind 3"), ([], "no node writes result 0")):
+        both = [each._replace(graph=driver.graph(*nodes)) for each in (this, other)]
+        with pytest.raises(RuntimeError, match=wrong):
+            Addresses(*both)
     patch.setattr(driver, "cuFuncGetParamInfo", lambda *_: 400)
     with pytest.raises(RuntimeError, match="cuFuncGetParamInfo: CUDA error 400"):
         Addresses(this, other)
@@ -220,16 +231,19 @@ def test_what_can_not_be_read_is_refused(monkeypatch):
 
 
 def what_the_driver_refuses_is_said(patch: pytest.MonkeyPatch) -> None:
-    """And is told again next time."""
+    """And then all nodes are told again, whichever were told already."""
     driver = with_driver(patch)
     both = captures(driver)
-    addresses, given = Addresses(*both), tensors()
-    for driver.refuses in (1, 1):
-        with pytest.raises(RuntimeError, match="CUDA error 1"):
-            addresses.set(given)
-    driver.refuses = 0
+    addresses, given, others = Addresses(*both), tensors(), tensors()
     addresses.set(given)
-    assert driver.nodes[1005] == call(*of(given))[4]
+    for refused in (others, others, given):
+        driver.refuses = 1
+        with pytest.raises(RuntimeError, match="CUDA error 1"):
+            addresses.set(refused)
+        driver.refuses = 0
+    addresses.set(given)
+    want = call(*of(given))
+    assert [driver.nodes[1000 + at] for at in (1, 3, 5, 6)] == [want[at] for at in (0, 2, 4, 5)]
 
 
 def test_what_the_driver_refuses_is_said(monkeypatch):

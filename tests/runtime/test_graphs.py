@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,6 +17,7 @@ from ring_attention_pytorch import (
     RingPlan,
     RingTransformer,
     explain_plan,
+    observe,
     ring_attn,
 )
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
@@ -80,6 +82,8 @@ def a_call_is_captured_twice_and_its_graph_told_of_tensors(patch: pytest.MonkeyP
     patch.setattr(torch.cuda, "CUDAGraph", Recorded)
     patch.setattr(torch.cuda, "Stream", lambda device: None)
     patch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    at = []
+    patch.setattr(torch.cuda, "device", lambda device: at.append(device) or nullcontext())
     patch.setattr(streams, "capturing", lambda device: True)
     captures, told = [], []
 
@@ -98,18 +102,25 @@ def a_call_is_captured_twice_and_its_graph_told_of_tensors(patch: pytest.MonkeyP
         made.append((*given, *into))
 
     x, y = torch.ones(2, 3), torch.ones(4, dtype=torch.int32)
-    replay = graphs.captured(function, (x, None), (y, None), CPU)
+    replay = graphs.captured(function, (x, None), (y, None), GPU)
+    assert at == [GPU]
     assert for_good == [False, False]
     assert streams.captures_for_good(CPU)
-    assert len({t.data_ptr() for c in captures for t in c.tensors if t is not None}) == 4
+    assert len({t.data_ptr() for c in captures for t in (c.given[0], c.results[0])}) == 4
     for capture, of in zip(captures, reversed(made)):
-        assert all(a is b for a, b in zip(capture.tensors, of, strict=True))
-        kinds = [None if t is None else (t.shape, t.dtype) for t in capture.tensors]
+        tensors = [*capture.given, *capture.results]
+        assert all(a is b for a, b in zip(tensors, of, strict=True))
+        kinds = [None if t is None else (t.shape, t.dtype) for t in tensors]
         assert kinds == [(x.shape, x.dtype), None, (y.shape, y.dtype), None]
     replay((x, None, y, None))
     assert [t is x for t in told[0]] == [True, False, False, False]
     assert captures[0].graph.told == ["instantiated", "replayed"]
     assert captures[1].graph.told == []
+    gone = [weakref.ref(t) for of in made for t in of if t is not None]
+    del capture, tensors, of
+    captures.clear()
+    made.clear()
+    assert [t() for t in gone] == [None] * 4  # a graph that is replayed keeps none of these
 
 
 def test_a_call_is_captured_twice_and_its_graph_told_of_tensors(monkeypatch):
@@ -210,15 +221,15 @@ def tensors_are_read_where_they_are(patch: pytest.MonkeyPatch) -> None:
         read.append((x.stride(), x.data_ptr()))
         return (x + 1,)
 
-    kept, buffer, results = Graphs(CPU, lambda: None), torch.arange(26.0), []
-    aligned, apart = (buffer[-buffer.data_ptr() // 4 % 4 + at :][:12].view(3, 4) for at in (0, 1))
+    kept, buffer, results = Graphs(CPU, lambda: None), torch.arange(32.0), []
+    aligned, apart = (buffer[-buffer.data_ptr() // 4 % 8 + at :][:12].view(3, 4) for at in (0, 4))
     for x, as_it_is in ((aligned, True), (aligned.t().contiguous().t(), False), (apart, False)):
         for _ in range(2):
             (result,) = kept.run(noted, None, x)
             assert torch.equal(result, x + 1)
             assert read[-1][0] == (4, 1)
             assert (read[-1][1] == x.data_ptr()) == as_it_is
-            assert read[-1][1] % 16 == 0
+            assert read[-1][1] % 32 == 0 or not as_it_is
             results.append((result, x + 1))
     for result, want in results:
         assert torch.equal(result, want)
@@ -243,15 +254,16 @@ def test_another_plan_has_no_graphs_of_this_one(on_cpu):
     another_plan_has_no_graphs_of_this_one()
 
 
-@pytest.mark.parametrize("what", ["memory", "determinism"])
+@pytest.mark.parametrize("what", ["memory", "determinism", "precision"])
 def test_graphs_of_other_memory_or_other_kernels_are_not_replayed(on_cpu, monkeypatch, what):
-    shared, deterministic, turns = [1], [False], []
+    shared, deterministic, precision, turns = [1], [False], ["highest"], []
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic[0])
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision[0])
     monkeypatch.setattr(graphs, "captured", lambda *a: turns.append(turn) or again(*a))
     kept = Graphs(CPU, lambda: tuple(shared))
     for turn in range(6):
         if turn == 3:
-            (shared if what == "memory" else deterministic)[0] = 2
+            dict(memory=shared, determinism=deterministic, precision=precision)[what][0] = 2
         assert kept.run(more, None, torch.full((2,), float(turn)))[0].tolist() == [turn + 1.0] * 2
     assert turns == [1, 4]
     assert len(kept._kept) == (1 if what == "memory" else 2)
@@ -296,6 +308,26 @@ def test_what_fails_is_not_taken_for_captured(on_cpu):
         kept.run(fails, None, torch.full((2,), -1.0))
     for i in range(3):
         assert kept.run(fails, None, torch.full((2,), float(i)))[0].tolist() == [i + 1.0] * 2
+
+
+def observed_calls_are_replayed_too(patch: pytest.MonkeyPatch) -> None:
+    """Forward and backward; nothing of what is within is known then."""
+    stand_in(patch)
+    given = [torch.randn(1, 6, 2, 8).requires_grad_() for _ in "qkv"]
+    plan = RingPlan.make(*given, kernel="eager")
+    captured, found = with_graphs(plan), []
+    for each, watches in ((plan, False), *[(captured, False), (captured, True)] * 3):
+        with observe() if watches else nullcontext():
+            out = ring_attn(*given, plan=each)
+            found.append([out, *torch.autograd.grad(out, given, torch.ones_like(out))])
+    for results in found:
+        assert all(torch.equal(a, b) for a, b in zip(results, found[0]))
+    with pytest.raises(ValueError, match="without in_graphs"):
+        captured.statistics()
+
+
+def test_observed_calls_are_replayed_too(monkeypatch):
+    observed_calls_are_replayed_too(monkeypatch)
 
 
 def test_while_a_graph_is_captured_there_is_no_replay(on_cpu, monkeypatch):

@@ -298,6 +298,19 @@ def test_running_tensors_are_wide_and_the_same_from_then_on():
     assert not total.finalize().any()
 
 
+@pytest.mark.parametrize("placed", [False, True])
+def test_what_is_made_after_a_sum_is_settled_is_elsewhere(placed):
+    """It would be in the sum's place otherwise."""
+    place = torch.full((1, N, 2), torch.nan) if placed else None
+    total = GradAccumulator(torch.empty(1, N, 2), place=place)
+    first = slice(0, 2)
+    total.add(first, total.alloc(first).fill_(1))
+    total.add_lent(WHOLE, torch.ones(1, N, 2))
+    assert total.settle()[0, :, 0].tolist() == [2, 2, 1, 1, 1, 1]
+    total.add(last := slice(1, N), total.alloc(last).fill_(3))
+    assert total.finalize()[0, :, 0].tolist() == [2, 5, 4, 4, 4, 4]
+
+
 def a_wide_sum_ends_with_its_parts() -> None:
     """Those that wait, too; in one pass, in which it is read only."""
     total = GradAccumulator(torch.zeros(1, 2, 1, dtype=torch.bfloat16))
