@@ -254,8 +254,8 @@ class RingPlan:
         """Return this plan, but calls are captured as CUDA graphs by the second, and replayed.
 
         It is for few tokens a GPU, where Python takes longer than the kernels. Layers may share it:
-        before a graph is launched it is told where the call's tensors are. Nothing is copied, but
-        tensors that are not contiguous; nothing is exchanged.
+        before a graph is launched it is told where the call's tensors are. These are copied only
+        if they are not contiguous, or not aligned. Nothing is exchanged.
 
         Raises:
             ValueError: tensors are not on CUDA, keys travel in messages, or the driver is older
