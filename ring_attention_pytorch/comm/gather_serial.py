@@ -184,14 +184,13 @@ class _Call(SymmetricCall):
         """Publish, and add what others have of own gradients, in one launch; tell if it can be."""
         k, shelf = self.own.k, self.space.grads
         fresh, tokens = all(total.is_empty for total in self.totals), slice(0, k.shape[1])
-        dk, dv = (total.whole() for total in self.totals)
-        if not k.numel() or (not fresh and (dk is None or dv is None)):
+        wholes = [total.whole() for total in self.totals]
+        dk, dv = [total.alloc(tokens) for total in self.totals] if fresh else wholes
+        if dk is None or dv is None or not k.numel():
             return False
         table = visits.table_of_sums(shelf, k, shares)
         if table is None:
             return False
-        if fresh:
-            dk, dv = (total.alloc(tokens) for total in self.totals)
         how = visits.Adding(shelf.to_read(), table, fresh, self.serial.beside)
         visits.add_up(how, dk, dv, wire_dtype(k.dtype))
         for total, t in zip(self.totals, (dk, dv)) if fresh else ():

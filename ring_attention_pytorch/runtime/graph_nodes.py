@@ -4,12 +4,12 @@
     another     copy(q", x)   kernel(x, k", out")    over other memory
     now         copy(q, x)    kernel(x, k, out)      over what a call has: q, k, out
 
-A node of a graph holds the arguments of its kernel by value. Each 8 bytes of them are an address
-within a tensor if in both captures they are as far from where that tensor begins. Numbers that
-happen to look like an address do not move with it. A tensor elsewhere is another address there.
-That goes for descriptors of blocks (TMA), too, which begin with an address. Launches that are under
-way are not affected. All of this is "Graph Management" of CUDA's driver interface, and needs a
-driver of CUDA 12.4 or newer.
+A node of a graph holds the arguments of its kernel by value. Eight bytes of them are an address
+within a tensor if in both captures they are as far from where that tensor begins. A number that
+happens to look like an address does not move with it: sizes and what divides by them do look so.
+Where a call has a tensor elsewhere, its address is put there. That goes for descriptors of blocks
+(TMA), too, which begin with an address. Launches that are under way are not affected. All of this
+is "Graph Management" of CUDA's driver interface, and needs a driver of CUDA 12.4 or newer.
 """
 
 import ctypes

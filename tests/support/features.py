@@ -205,14 +205,22 @@ class Problem:
         out, lse = ring_attn(**leaves, **options, kernel=kernel, **how)
         return self.results(list(leaves.values()), out, lse, self.dout[:, at], self.dlse[..., at])
 
-    def shard_replayed(self, ring: Ring, layout: str, kernel: str, **how: Any) -> list[Tensor]:
+    def shard_replayed(
+        self,
+        ring: Ring,
+        layout: str,
+        kernel: str,
+        between: Callable[[], None] = lambda: None,
+        **how: Any,
+    ) -> list[Tensor]:
         """The same of a plan in graphs: those of its third call, which has other tensors than the
-        second, that was captured."""
+        second, that was captured; `between` is called before each."""
         at, leaves, options = self.part(ring, layout)
         del options["return_lse"]
         plan = RingPlan.make(**leaves, **options, kernel=kernel, **how).in_graphs()
         for scale in (0.5, 2.0, 1.0):
             given = {name: (scale * t).detach().requires_grad_() for name, t in leaves.items()}
+            between()
             out, lse = ring_attn(**given, plan=plan, return_lse=True)
             found = self.results(
                 list(given.values()), out, lse, self.dout[:, at], self.dlse[..., at]
