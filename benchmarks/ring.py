@@ -11,8 +11,8 @@ FLOPs are those of the visible half under a causal mask, backward 2.5 times forw
 errors are as `lib/rings.py` says. "theory" is the same kernel on one GPU over the whole sequence,
 divided by the ranks; shares are of it. "calls alone" are the kernel's calls of a gather that
 overlaps, where nothing travels. Those of mode "graph" are captured once and replayed as a CUDA
-graph; "replayed" are those of a plan `in_graphs()`, which copy what they are given, and are
-compared with theory in a graph. Launched one by one, few tokens come together, in other calls.
+graph; "replayed" are those of a plan `in_graphs()`, and are compared with theory in a graph.
+Launched one by one, few tokens come together, in other calls.
 "predicted" is the TF/s that the cost model of the plan says, on GPUs.
 """
 

@@ -306,8 +306,9 @@ def torchrun_group(backend: str = "gloo", timeout: float = TIMEOUT) -> Iterator[
 
     Args:
         backend: gloo, nccl, or both as "cpu:gloo,cuda:nccl". With nccl each process of a machine
-            takes a GPU of its own, which is the current device from then on; with fewer GPUs
-            than processes that is an error.
+            takes the GPU of its number, or the only one that it sees. That is the current device
+            from then on, whichever was before; for another call `torch.cuda.set_device` after it.
+            With fewer GPUs than processes it is an error.
         timeout: seconds that ranks wait for one another in the default group.
     """
     if not dist.is_torchelastic_launched():

@@ -184,7 +184,7 @@ class _Call(SymmetricCall):
         """Publish, and add what others have of own gradients, in one launch; tell if it can be."""
         k, shelf = self.own.k, self.space.grads
         fresh, tokens = all(total.is_empty for total in self.totals), slice(0, k.shape[1])
-        wholes = [total.whole() for total in self.totals]
+        wholes = [total.whole() for total in self.totals]  # what they wait for has come then
         dk, dv = [total.alloc(tokens) for total in self.totals] if fresh else wholes
         if dk is None or dv is None or not k.numel():
             return False

@@ -238,12 +238,13 @@ class OutputAccumulator(_Accumulator):
             self._join_in_place(self._place)
         whole = self._wide is None and self._begins_whole
         out, lse = self._fold_into_first() if whole else self._update()
-        if self._place is None or not self._given:
+        place = self._place if self._given else None
+        if place is None:
             return out.to(self._end), lse
-        for there, t in zip(self._place, (out, lse)):
+        for there, t in zip(place, (out, lse)):
             if there is not t:
                 there.copy_(t)
-        return self._place[0], self._place[1]
+        return place[0], place[1]
 
     def _anew(self, at: slice, dtype: torch.dtype) -> Tensors:
         b, _, h, _ = self._like.shape

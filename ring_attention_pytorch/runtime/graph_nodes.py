@@ -6,7 +6,9 @@
 
 A node of a graph holds the arguments of its kernel by value. Eight bytes of them are an address
 within a tensor if in both captures they are as far from where that tensor begins. A number that
-happens to look like an address does not move with it: sizes and what divides by them do look so.
+happens to look like an address does not move with it: factors by which kernels divide do look so.
+Both captures list their nodes in the order in which these were captured.
+
 Where a call has a tensor elsewhere, its address is put there. That goes for descriptors of blocks
 (TMA), too, which begin with an address. Launches that are under way are not affected. All of this
 is "Graph Management" of CUDA's driver interface, and needs a driver of CUDA 12.4 or newer.
@@ -109,7 +111,7 @@ def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def _error(what: str) -> RuntimeError:
-    return RuntimeError(f"a call can't be replayed as a CUDA graph: {what}; leave in_graphs() out")
+    return RuntimeError(f"a call can't be replayed as a CUDA graph: {what}; go without in_graphs")
 
 
 def _alike(these: Sequence[_T], those: Sequence[_T]) -> Iterable[tuple[_T, _T]]:
@@ -131,7 +133,7 @@ class _Span(NamedTuple):
 class _Given(NamedTuple):
     """What a node is given: its words, and what gives it these as they are now."""
 
-    what: Sequence[int | None]  # the node does
+    what: Sequence[int | None]  # tells what the node does: kind, or kernel and grid
     words: Sequence[Any]  # arrays of 8 bytes each
     give: Callable[[], None]
 
@@ -196,8 +198,6 @@ def _of_kernel(executable: c_void_p | None, node: c_void_p) -> _Given:
     params = _KernelParams()
     _call("cuGraphKernelNodeGetParams_v2", node, byref(params))
     sizes = _sizes(params)
-    if sizes and not params.params:
-        raise _error(f"kernel {_name(params)} hides what it is given")
     places = [*accumulate([-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes], initial=0)]
     memory = (c_char * (places[-1] + _ALIGNMENT))()
     first = -addressof(memory) % _ALIGNMENT
@@ -205,7 +205,7 @@ def _of_kernel(executable: c_void_p | None, node: c_void_p) -> _Given:
     words = []
     for i, size in enumerate(sizes):
         at = addressof(memory) + first + places[i]
-        ctypes.memmove(at, params.params[i] or 0, size)
+        ctypes.memmove(at, _there(params, i), size)
         pointers[i] = at
         words.append((c_uint64 * (size // 8)).from_buffer(memory, first + places[i]))
     params.params, params.extra = pointers, None
@@ -214,6 +214,13 @@ def _of_kernel(executable: c_void_p | None, node: c_void_p) -> _Given:
         words,
         partial(_call, "cuGraphExecKernelNodeSetParams_v2", executable, node, byref(params)),
     )
+
+
+def _there(params: _KernelParams, number: int) -> int:
+    """Return where a parameter is."""
+    if not params.params or (at := params.params[number]) is None:
+        raise _error(f"kernel {_name(params)} hides what it is given")
+    return at
 
 
 def _sizes(params: _KernelParams) -> list[int]:
@@ -226,7 +233,7 @@ def _sizes(params: _KernelParams) -> list[int]:
     while (code := ask(c_void_p(of), c_size_t(len(sizes)), byref(offset), byref(size))) == 0:
         sizes.append(size.value)
     if code != _INVALID_VALUE:
-        raise RuntimeError(f"{name}: CUDA error {code}")
+        raise _error(f"{name}: CUDA error {code}")
     return sizes
 
 
@@ -239,27 +246,20 @@ def _name(params: _KernelParams) -> str:
     return (found.value or b"").decode()
 
 
-def _of_copy(executable: c_void_p | None, node: c_void_p) -> _Given:
-    words = (c_uint64 * 25)()  # CUDA_MEMCPY3D
-    _call("cuGraphMemcpyNodeGetParams", node, words)
-    give = partial(_call, "cuGraphExecMemcpyNodeSetParams", executable, node, words, _context())
-    return _Given([1], [words], give)
+def _of_words(which: str, number: int, executable: c_void_p | None, node: c_void_p) -> _Given:
+    """Return what a node is given that copies or fills memory: so many words."""
+    words, context = (c_uint64 * number)(), c_void_p()
+    _call(f"cuGraph{which}NodeGetParams", node, words)
+    _call("cuCtxGetCurrent", byref(context))
+    give = partial(_call, f"cuGraphExec{which}NodeSetParams", executable, node, words, context)
+    return _Given([number], [words], give)
 
 
-def _of_fill(executable: c_void_p | None, node: c_void_p) -> _Given:
-    words = (c_uint64 * 5)()  # CUDA_MEMSET_NODE_PARAMS
-    _call("cuGraphMemsetNodeGetParams", node, words)
-    give = partial(_call, "cuGraphExecMemsetNodeSetParams", executable, node, words, _context())
-    return _Given([2], [words], give)
-
-
-_READ = {0: _of_kernel, 1: _of_copy, 2: _of_fill}  # by CUgraphNodeType
-
-
-def _context() -> c_void_p:
-    found = c_void_p()
-    _call("cuCtxGetCurrent", byref(found))
-    return found
+_READ: dict[int, Callable[..., _Given]] = {  # by CUgraphNodeType
+    0: _of_kernel,
+    1: partial(_of_words, "Memcpy", 25),  # CUDA_MEMCPY3D
+    2: partial(_of_words, "Memset", 5),  # CUDA_MEMSET_NODE_PARAMS
+}
 
 
 def _call(name: str, *args: Any) -> None:
@@ -270,7 +270,7 @@ def _call(name: str, *args: Any) -> None:
         OSError: there is no driver.
     """
     if code := getattr(_driver(), name)(*args):
-        raise RuntimeError(f"{name}: CUDA error {code}")
+        raise _error(f"{name}: CUDA error {code}")
 
 
 @cache

@@ -2,8 +2,8 @@
 
 Where tokens are few, Python takes longer to launch the kernels of a ring attention than a GPU takes
 to run them. A graph reads and writes the memory with which it was captured. So before it is
-launched its nodes are told where a call's tensors are: nothing is copied, and results are like any
-others.
+launched its nodes are told where a call's tensors are. So these are not copied there, and results
+are like any others.
 """
 
 from collections.abc import Callable, Hashable

@@ -246,6 +246,7 @@ def graphs_are_told_of_tensors() -> Iterator[Case]:
     merges = test_running.test_a_kernel_that_merges_writes_wide_but_in_its_last_call
     for calls in (None, 3):
         yield partial(merges, calls, placed=True)
+    yield partial(test_running.a_wide_sum_ends_with_its_parts, placed=True)
     settled = test_running.test_what_is_made_after_a_sum_is_settled_is_elsewhere
     yield partial(settled, placed=True)
 

@@ -305,6 +305,7 @@ def test_with_nccl_each_process_takes_a_gpu_before_there_is_a_group(monkeypatch,
 def test_fewer_gpus_than_processes_are_refused(gpus):
     with pytest.raises(ValueError, match=f"process 2 of those that see {gpus} GPUs"):
         launch._gpu_of(2, gpus)
+    assert launch._gpu_of(2, gpus=1) == 0  # where each process is shown one
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -192,7 +192,7 @@ ATTENTION = [
     ),
     Mutant(
         "nobody listens to the driver", "runtime/graph_nodes.py:_call",
-        'raise RuntimeError(f"{name}: CUDA error {code}")', "pass",
+        'raise _error(f"{name}: CUDA error {code}")', "pass",
     ),
     Mutant(
         "nodes of unknown kinds have no memory", "runtime/graph_nodes.py:_given",
@@ -200,8 +200,8 @@ ATTENTION = [
     ),
     Mutant(
         "kernels that hide what they are given have no memory",
-        "runtime/graph_nodes.py:_of_kernel",
-        "if sizes and not params.params:", "if False:",
+        "runtime/graph_nodes.py:_there",
+        "raise _error(f\"kernel {_name(params)} hides what it is given\")", "return 0",
     ),
     Mutant(
         "parameters end where the driver fails", "runtime/graph_nodes.py:_sizes",
@@ -210,6 +210,11 @@ ATTENTION = [
     Mutant(
         "two captures need not be the same", "runtime/graph_nodes.py:_alike",
         "if len(these) != len(those):", "if False:",
+    ),
+    Mutant(
+        "a sum ends elsewhere than it has to", "runtime/accumulate.py:GradAccumulator.finalize",
+        "self._place or self._anew(self._whole, self._end)",
+        "self._anew(self._whole, self._end)",
     ),
     Mutant(
         "a result is left where it was made", "runtime/accumulate.py:OutputAccumulator.finalize",

@@ -311,20 +311,24 @@ def test_what_is_made_after_a_sum_is_settled_is_elsewhere(placed):
     assert total.finalize()[0, :, 0].tolist() == [2, 5, 4, 4, 4, 4]
 
 
-def a_wide_sum_ends_with_its_parts() -> None:
+def a_wide_sum_ends_with_its_parts(placed: bool = False) -> None:
     """Those that wait, too; in one pass, in which it is read only."""
-    total = GradAccumulator(torch.zeros(1, 2, 1, dtype=torch.bfloat16))
+    like = torch.zeros(1, 2, 1, dtype=torch.bfloat16)
+    place = torch.full_like(like, torch.nan) if placed else None
+    total = GradAccumulator(like, place=place)
     wide = total.begin_update()
     wide.fill_(1 + 2**-8)  # half way to the next number of 16 bits
     total.after(lambda: None)
     total.add_all([(slice(0, 1), torch.full((1, 1, 1), 2**-8, dtype=torch.bfloat16))])
     for _ in range(2):  # whoever asks again gets the same
-        assert total.finalize().flatten().tolist() == [1 + 2**-7, 1.0]
+        assert (ended := total.finalize()).flatten().tolist() == [1 + 2**-7, 1.0]
+        assert place is None or ended is place
     assert (wide == 1 + 2**-8).all()
 
 
-def test_a_wide_sum_ends_with_its_parts():
-    a_wide_sum_ends_with_its_parts()
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_wide_sum_ends_with_its_parts(placed):
+    a_wide_sum_ends_with_its_parts(placed)
 
 
 def lent_parts_are_only_read() -> None:
