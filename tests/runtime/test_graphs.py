@@ -23,8 +23,10 @@ from ring_attention_pytorch import (
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.plan import explain
 from ring_attention_pytorch.runtime import graphs, streams
 from ring_attention_pytorch.runtime.graphs import Graphs, with_graphs
+from ring_attention_pytorch.schedule.cost import Cost
 from tests.runtime.test_streams import Machine, Stream, stood_in
 from tests.support import threads
 from tests.support.cases import Attention, over_shared_memory
@@ -401,12 +403,15 @@ def test_what_travels_in_messages_is_refused():
 
 
 def older_drivers_are_refused(patch: pytest.MonkeyPatch) -> None:
-    """As soon as graphs are asked for; modules go as ever."""
+    """As soon as graphs are asked for, which nobody is advised to do; modules go as ever."""
     q = torch.zeros(1, 4, 2, 8)
     plan = replace(RingPlan.make(q, q, q, kernel="eager"), device=GPU)
+    slow = explain.Prediction(Cost(1e-6, 1e-6, 1e-6, received=0, calls=1), swaps=0.0, host=1.0)
     patch.setattr(graphs, "can_be_set", lambda: True)
     assert plan.in_graphs().graphs is not None
+    assert explain._of_host(plan, slow)[0].endswith("; in_graphs() spares that")
     patch.setattr(graphs, "can_be_set", lambda: False)
+    assert "in_graphs" not in explain._of_host(plan, slow)[0]
     with pytest.raises(ValueError, match=r"need a driver of CUDA 12\.4"):
         plan.in_graphs()
     kept = graphs.GraphCache()
