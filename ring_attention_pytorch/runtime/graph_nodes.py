@@ -178,7 +178,8 @@ def _given(executable: c_void_p | None, node: c_void_p) -> _Given:
         return _Given([kind.value], (), lambda: None)
     if kind.value not in _READ:
         raise _error(f"a node of kind {kind.value}, whose memory is unknown")
-    return _READ[kind.value](executable, node)
+    found = _READ[kind.value](executable, node)
+    return found._replace(what=[kind.value, *found.what])
 
 
 class _KernelParams(Structure):
@@ -192,6 +193,12 @@ class _KernelParams(Structure):
         ("kernel", c_void_p),
         ("context", c_void_p),
     ]
+
+    def asked(self) -> tuple[str, c_void_p]:
+        """Return how functions of the driver that tell of this kernel begin, and by what."""
+        if self.function:
+            return "cuFunc", c_void_p(self.function)
+        return "cuKernel", c_void_p(self.kernel)
 
 
 def _of_kernel(executable: c_void_p | None, node: c_void_p) -> _Given:
@@ -225,24 +232,20 @@ def _there(params: _KernelParams, number: int) -> int:
 
 def _sizes(params: _KernelParams) -> list[int]:
     """Return how many bytes each parameter of a kernel has."""
-    name, of = "cuFuncGetParamInfo", params.function
-    if not of:
-        name, of = "cuKernelGetParamInfo", params.kernel
-    ask, offset, size = getattr(_driver(), name), c_size_t(), c_size_t()
+    begin, kernel = params.asked()
+    ask, offset, size = getattr(_driver(), f"{begin}GetParamInfo"), c_size_t(), c_size_t()
     sizes: list[int] = []
-    while (code := ask(c_void_p(of), c_size_t(len(sizes)), byref(offset), byref(size))) == 0:
+    while (code := ask(kernel, c_size_t(len(sizes)), byref(offset), byref(size))) == 0:
         sizes.append(size.value)
     if code != _INVALID_VALUE:
-        raise _error(f"{name}: CUDA error {code}")
+        raise _error(f"{begin}GetParamInfo: CUDA error {code}")
     return sizes
 
 
 def _name(params: _KernelParams) -> str:
+    begin, kernel = params.asked()
     found = c_char_p()
-    name, of = "cuFuncGetName", params.function
-    if not of:
-        name, of = "cuKernelGetName", params.kernel
-    _call(name, byref(found), c_void_p(of))
+    _call(f"{begin}GetName", byref(found), kernel)
     return (found.value or b"").decode()
 
 
@@ -252,7 +255,7 @@ def _of_words(which: str, number: int, executable: c_void_p | None, node: c_void
     _call(f"cuGraph{which}NodeGetParams", node, words)
     _call("cuCtxGetCurrent", byref(context))
     give = partial(_call, f"cuGraphExec{which}NodeSetParams", executable, node, words, context)
-    return _Given([number], [words], give)
+    return _Given((), [words], give)
 
 
 _READ: dict[int, Callable[..., _Given]] = {  # by CUgraphNodeType

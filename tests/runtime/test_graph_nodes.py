@@ -18,10 +18,8 @@ KERNEL, COPY, FILL, HOST, EVENT = 0, 1, 2, 3, 7
 
 
 class Driver:
-    """Graphs are numbers, of lists of nodes; a node is its kind, and the bytes of what it is given.
-
-    A kernel has several parameters, `functions[number]` being the names and sizes.
-    """
+    """Graphs are numbers, of lists of nodes; a node is its kind, and the bytes of what it is given:
+    of each parameter, if it is a kernel."""
 
     def __init__(self) -> None:
         self.nodes: dict[int, tuple[int, list[bytes]]] = {}
