@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 
 from ring_attention_pytorch.attention import Gradients, backward, forward
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.comm.ulysses import Ulysses
+from ring_attention_pytorch.comm.ulysses import QKV_TO_HEADS, QKV_TO_SEQUENCE, Ulysses
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.handles import object_of
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
@@ -96,7 +96,7 @@ def _forward(
         out, lse = plan.run("forward", forward, q, k, v, sinks)
         return out.contiguous(), lse.contiguous()
     sinks = None if sinks is None else sinks[swap.heads]
-    qkv = swap.spread((q, k, v), (swap.queries, swap.keys, swap.keys))
+    qkv = swap.swap(QKV_TO_HEADS, q, k, v)
     out, lse = plan.run("forward", forward, *qkv, sinks)
     out, lse = swap.rows_to_sequence(out, lse)
     return out.contiguous(), lse.contiguous()
@@ -123,8 +123,7 @@ def _swapped(plan: RingPlan, swap: Ulysses, given: Sequence[Tensor | Any]) -> Gr
     A graph may keep only what has the shapes of this rank's shards.
     """
     q, k, v, sinks, dout, dlse, out, lse = given
-    spreads = swap.queries, swap.keys, swap.keys
-    qkv = swap.spread((q, k, v), spreads)
+    qkv = swap.swap(QKV_TO_HEADS, q, k, v)
     dout, dlse = swap.rows_to_heads(dout, dlse)
     out, lse = swap.rows_to_heads(out, lse)
     of_heads = None if sinks is None else sinks[swap.heads]
@@ -133,7 +132,7 @@ def _swapped(plan: RingPlan, swap: Ulysses, given: Sequence[Tensor | Any]) -> Gr
     if sinks is not None:
         dsinks = torch.zeros_like(sinks)
         dsinks[swap.heads] = dof_heads
-    return *swap.unspread(grads, spreads), dsinks
+    return *swap.swap(QKV_TO_SEQUENCE, *grads), dsinks
 
 
 def _total(x: Tensor, handle: int) -> Tensor:

@@ -116,6 +116,70 @@ def pull_kernel(
 
 
 @triton.jit(do_not_specialize=["purpose", "rank", "patience", "lines"])
+def take_kernel(
+    state,
+    purpose: tl.int32,
+    rank: tl.int32,
+    patience: tl.int64,
+    rooms,
+    table,
+    lines: tl.int32,
+    RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    WORD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROOMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Meet, then copy to `ROOMS` rooms what lies where a table says.
+
+    A line is: number of the room, address, offset in the room, from row to row there and here,
+    width of a row, rows; all but the last two in words. Widths are `WIDTH` at most. All are
+    multiples of `ALIGNED` bytes.
+    """
+    STEP: tl.constexpr = ALIGNED * 8 // WORD.primitive_bitwidth
+    number = tl.load(state + MET) + 1
+    gone = meet(state, number, purpose, rank, patience, RANKS, LANES)
+    tl.debug_barrier()
+    row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    if not gone:
+        for line in range(tl.program_id(0), lines, tl.num_programs(0)):
+            at = table + 7 * line
+            address = tl.load(at + 1).to(tl.pointer_type(WORD))
+            source = tl.multiple_of(address, ALIGNED) + col
+            place = _place(rooms, at, WORD, STEP, ROOMS) + col
+            there = tl.multiple_of(tl.load(at + 3), STEP)
+            here = tl.multiple_of(tl.load(at + 4), STEP)
+            width, rows = tl.multiple_of(tl.load(at + 5), STEP), tl.load(at + 6)
+            for first in range(0, rows, ROWS):
+                within = (first + row < rows) & (col < width)
+                found = tl.load(source + (first + row) * there, mask=within)
+                tl.store(place + (first + row) * here, found, mask=within)
+    tl.debug_barrier()
+    if out_of_step(state, rank, RANKS, LANES):
+        nothing = tl.full((ROWS, WIDTH), -1, WORD)
+        for line in range(tl.program_id(0), lines, tl.num_programs(0)):
+            at = table + 7 * line
+            place, here = _place(rooms, at, WORD, STEP, ROOMS) + col, tl.load(at + 4)
+            width, rows = tl.load(at + 5), tl.load(at + 6)
+            for first in range(0, rows, ROWS):
+                within = (first + row < rows) & (col < width)
+                tl.store(place + (first + row) * here, nothing, mask=within)
+    leave(state, number)
+
+
+@triton.jit
+def _place(rooms, line, WORD: tl.constexpr, STEP: tl.constexpr, ROOMS: tl.constexpr):
+    """Return where the piece of a line goes."""
+    which, start = tl.load(line), rooms[0].to(tl.int64)
+    for other in tl.static_range(1, ROOMS):
+        start = tl.where(which == other, rooms[other].to(tl.int64), start)
+    room = tl.multiple_of(start.to(tl.pointer_type(WORD)), STEP * (WORD.primitive_bitwidth // 8))
+    return room + tl.multiple_of(tl.load(line + 2), STEP)
+
+
+@triton.jit(do_not_specialize=["purpose", "rank", "patience", "lines"])
 def sum_kernel(
     state,
     purpose: tl.int32,

@@ -5,13 +5,14 @@ memory (`SharedSwap`): there a rank writes all that it has, and the others read 
 put it in place, at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.comm import visits
 from ring_attention_pytorch.comm.messages import Form, Part
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import (
@@ -19,10 +20,6 @@ from ring_attention_pytorch.comm.symmetric_memory import (
     SymmetricWorkspace,
     shared_by,
 )
-from ring_attention_pytorch.runtime.rowwise import has_triton
-
-if TYPE_CHECKING:
-    from ring_attention_pytorch.comm._triton_copies import Moves
 
 
 class Move(NamedTuple):
@@ -63,8 +60,23 @@ class Swap(Protocol):
         """The name of what things go through; "" is plain messages."""
         ...
 
-    def swap(self, me: int, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
-        """Exchange tensors by their plans; return what arrives at place `me`."""
+    @property
+    def taped(self) -> bool:
+        """Whether it does nothing but operations that tapes see, and CUDA graphs hold."""
+        ...
+
+    def follow_stream(self) -> Hashable:
+        """Let the current stream wait for calls on others; return what memory is shared now."""
+        ...
+
+    def swap(
+        self,
+        me: int,
+        tensors: Sequence[Tensor],
+        ways: Sequence[CopyPlan],
+        rooms: Sequence[Tensor],
+    ) -> None:
+        """Exchange tensors by their plans; write to rooms what arrives at place `me`."""
         ...
 
 
@@ -82,8 +94,19 @@ class MessageSwap(NamedTuple):
 
     ring: Ring
     name: str = ""
+    taped: bool = False
 
-    def swap(self, me: int, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
+    def follow_stream(self) -> Hashable:
+        """Return None: no memory is shared, so no stream waits."""
+        return None
+
+    def swap(
+        self,
+        me: int,
+        tensors: Sequence[Tensor],
+        ways: Sequence[CopyPlan],
+        rooms: Sequence[Tensor],
+    ) -> None:
         device = tensors[0].device
         sends, receives, forms = [], [], {}
         for rank in range(self.ring.size):
@@ -96,11 +119,9 @@ class MessageSwap(NamedTuple):
         parts = {me: _given(tensors, ways, me, me)}
         for message, (rank, form) in zip(messages, forms.items()):
             parts[rank] = form.open(message)
-        arrived = [way.room(t, me) for t, way in zip(tensors, ways)]
         for rank, theirs in parts.items():
-            for place, part in zip(_taken(arrived, ways, rank, me), theirs):
+            for place, part in zip(_taken(rooms, ways, rank, me), theirs):
                 place.copy_(part)
-        return arrived
 
 
 def _between(ways: Sequence[CopyPlan], sender: int, receiver: int) -> Iterator[tuple[int, Move]]:
@@ -136,9 +157,6 @@ def _taken(
 
 # --- shared memory ---
 
-# ranks, all tensors' plans, the index of one, what is written
-Key = tuple[tuple[int, ...], tuple[CopyPlan, ...], int, Form]
-
 
 @dataclass(frozen=True, eq=False)
 class SharedSwap:
@@ -147,6 +165,7 @@ class SharedSwap:
     space: SymmetricWorkspace
     ranks: tuple[int, ...]  # of the neighbours, in the workspace's group
     name: str = "shared memory"
+    taped: bool = True
 
     @classmethod
     def over(cls, shared: PeerGroup, most: int) -> "SharedSwap":
@@ -155,40 +174,34 @@ class SharedSwap:
         space.make_room(group, swaps=most)
         return cls(space, ranks)
 
-    def swap(self, me: int, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
+    def follow_stream(self) -> Hashable:
+        """Wait for earlier calls on other streams; return the buffer in use now."""
+        self.space.follow_stream()
+        return self.space.swaps
+
+    def swap(
+        self,
+        me: int,
+        tensors: Sequence[Tensor],
+        ways: Sequence[CopyPlan],
+        rooms: Sequence[Tensor],
+    ) -> None:
         shelf = self.space.swaps
         forms = [
             Form.of_parts(tuple(way.part(t, place) for t, way in zip(tensors, ways)))
             for place in range(len(self.ranks))
         ]
-        self.space.follow_stream()
         shelf.meet()
-        for place, t in zip(shelf.mine(forms[me]), tensors):
-            place.copy_(t)
-        shelf.publish()
+        torch._foreach_copy_(shelf.mine(forms[me]), [*tensors])
         theirs = [shelf.of(rank, form) for rank, form in zip(self.ranks, forms)]
-        found = []
-        for i, (t, way) in enumerate(zip(tensors, ways)):
-            into, sources, moves = way.room(t, me), [each[i] for each in theirs], way.moves[me]
-            if into.is_cuda and has_triton():
-                self._moves((self.ranks, tuple(ways), i, forms[me]), sources, moves, into).run(into)
-            else:
-                for m in moves:
-                    into[:, m.to_rows, m.to_heads] = sources[m.place][:, m.rows, m.heads]
-            found.append(into)
-        self.space.board.spoil(*found)
-        return found
-
-    def _moves(
-        self, key: Key, sources: Sequence[Tensor], moves: Sequence[Move], into: Tensor
-    ) -> "Moves":
-        """Return the copies from the buffer in use."""
-        from ring_attention_pytorch.comm._triton_copies import Moves
-
-        found = self.space.swaps.table(key, lambda: Moves.of(sources, moves, into))
-        if found is None:
-            raise ValueError(
-                "ulysses: before a CUDA graph is captured its plan must have run once, forward "
-                "and backward, and no other plan been made after that; run it, then capture"
-            )
-        return found
+        sources, moves = [*zip(*theirs)], [way.moves[me] for way in ways]
+        kind = self.ranks, tuple(ways), forms[me]
+        table = visits.table_of_pieces(shelf, kind, rooms, sources, moves)
+        if table is not None:
+            visits.take(visits.Visit(shelf.to_read(), table), *rooms)
+            return
+        shelf.publish()
+        for room, parts, some in zip(rooms, sources, moves):
+            for m in some:
+                room[:, m.to_rows, m.to_heads] = parts[m.place][:, m.rows, m.heads]
+        self.space.board.spoil(*rooms)

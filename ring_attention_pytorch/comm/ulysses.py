@@ -6,12 +6,13 @@ heads. What arrives is put in the order of positions, so that chunks of neighbou
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from einops import rearrange
 from torch import Tensor
 
@@ -19,9 +20,11 @@ from ring_attention_pytorch.comm.all_to_all import CopyPlan, Move, Swap, swap_am
 from ring_attention_pytorch.comm.messages import Form, Part
 from ring_attention_pytorch.comm.ring import Ring, SubRing
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count
+from ring_attention_pytorch.runtime.graphs import Graphs
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.observe import spanned
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
+from ring_attention_pytorch.runtime.tape import Tapes
 from ring_attention_pytorch.runtime.torch_func import Function
 from ring_attention_pytorch.schedule.pieces import KVShape
 
@@ -44,6 +47,12 @@ class HeadPartition:
     longest: int  # tokens of the longest shard of any rank
     landings: tuple[Landing, ...]
     heads: Heads
+
+    @cached_property
+    def repeats(self) -> bool:
+        """Tell whether several places have the same head."""
+        every = [head for heads in self.heads for head in heads]
+        return len(every) > len(set(every))
 
     @cached_property
     def to_heads(self) -> CopyPlan:
@@ -163,6 +172,8 @@ class Ulysses:
     keys: HeadPartition
     by: Swap  # how neighbours exchange
     number: int = 0  # the ranks' number for it, which its exchanges have
+    tapes: Tapes = field(default_factory=Tapes, init=False, compare=False, repr=False)
+    graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
 
     @classmethod
     def make(
@@ -197,31 +208,38 @@ class Ulysses:
         (queries, keys), (rows, cols) = spreads, landed
         return cls(together, rest, queries, keys, by, ring.steps.notes), rows, cols
 
+    def in_graphs(self, device: torch.device) -> "Ulysses":
+        """Return this, but by CUDA graphs, if they can hold how neighbours exchange."""
+        found = replace(self)
+        if self.by.taped:
+            object.__setattr__(found, "graphs", Graphs(device, self.by.follow_stream))
+        return found
+
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Bring all tokens of these neighbours here, for some of the heads. Differentiable."""
-        return _ToHeads.apply(self, (self.queries, self.keys, self.keys), q, k, v)
+        return _Differentiable.apply(self, QKV_TO_HEADS, q, k, v)
 
     def to_sequence(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Bring results back to where their tokens live, for all heads. Differentiable."""
         if lse is None:
-            return *_ToSequence.apply(self, (self.queries,), out), None
+            return *_Differentiable.apply(self, ROWS_TO_SEQUENCE, out), None
         by_token = rearrange(lse, "b h n -> b n h")
-        out, by_token = _ToSequence.apply(self, (self.queries,) * 2, out, by_token)
+        out, by_token = _Differentiable.apply(self, ROWS_TO_SEQUENCE, out, by_token)
         return out, rearrange(by_token, "b n h -> b h n")
 
     def rows_to_heads(self, of_out: Tensor, of_lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Bring tensors like out and lse to where their heads are. Not differentiable."""
         if of_lse is None:
-            (of_out,) = self.spread((of_out,), (self.queries,))
+            (of_out,) = self.swap(ROWS_TO_HEADS, of_out)
             return of_out, None
         by_token = rearrange(of_lse, "b h n -> b n h")
-        of_out, by_token = self.spread((of_out, by_token), (self.queries,) * 2)
+        of_out, by_token = self.swap(ROWS_TO_HEADS, of_out, by_token)
         return of_out, rearrange(by_token, "b n h -> b h n")
 
     def rows_to_sequence(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Bring out and lse back to where their tokens live. Not differentiable."""
         by_token = rearrange(lse, "b h n -> b n h")
-        out, by_token = self.unspread((out, by_token), (self.queries,) * 2)
+        out, by_token = self.swap(ROWS_TO_SEQUENCE, out, by_token)
         return out, rearrange(by_token, "b n h -> b h n")
 
     @property
@@ -243,69 +261,82 @@ class Ulysses:
     def whole_mask(self, mask: Tensor) -> Tensor:
         """Gather the key mask `[b, m]` of all these neighbours."""
         same = replace(self.keys, heads=((0,),) * self.together.size)
-        return self.spread([rearrange(mask, "b m -> b m 1")], [same])[0][..., 0]
+        return replace(self, queries=same).swap(ROWS_TO_HEADS, rearrange(mask, "b m -> b m 1"))[0][
+            ..., 0
+        ]
 
-    def spread(self, tensors: Sequence[Tensor], spreads: Sequence[HeadPartition]) -> list[Tensor]:
-        """Exchange own tokens of all heads `[b, n, h, ...]` for all tokens of own heads."""
-        return self._swap("heads", tensors, [s.to_heads for s in spreads])
-
-    def unspread(self, tensors: Sequence[Tensor], spreads: Sequence[HeadPartition]) -> list[Tensor]:
-        """Undo `spread`; what several places have of one head is summed, in their order."""
-        found = self._swap("sequence", tensors, [s.to_sequence for s in spreads])
-        return [_summed(t, s.heads) for t, s in zip(found, spreads)]
-
-    def _swap(self, to: str, tensors: Sequence[Tensor], ways: Sequence[CopyPlan]) -> list[Tensor]:
-        name = f"all-to-all of {len(tensors)} to {to}"
-        device = tensors[0].device
+    def swap(self, way: "AllToAll", *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Exchange tensors `[b, n, h, ...]` with the neighbours, by a tape or by graphs."""
+        name, device = f"all-to-all of {len(tensors)} to {way.to}", tensors[0].device
         with self.together.call(name, self.number), spanned(f"ring attention, {name}", device):
-            return self.by.swap(self.together.rank, tensors, ways)
+            if self.graphs is not None:
+                return self.graphs.run(way, self, *tensors)
+            if self.by.taped:
+                return self.tapes.run(way, self, *tensors, memory=self.by.follow_stream())
+            return way(self, *tensors)
 
 
-class _ToHeads(Function):
-    """The all-to-all of tensors `[b, n, h, ...]` from sequence to heads.
+@dataclass(frozen=True)
+class AllToAll:
+    """What is swapped, and which way: a function of the ranks and of tensors `[b, n, h, ...]`."""
+
+    to: Literal["heads", "sequence"]
+    with_keys: bool  # q, k and v; else only what has the tokens and heads of q
+
+    @property
+    def back(self) -> "AllToAll":
+        """The way back, which gradients go."""
+        return replace(self, to="sequence" if self.to == "heads" else "heads")
+
+    def __call__(
+        self, ranks: Ulysses, *tensors: Tensor, into: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Exchange own tokens of all heads for all tokens of own heads, or undo that.
+
+        What several places have of one head is summed, in their order. `into` is memory for
+        results, if given.
+        """
+        queries, keys, me = ranks.queries, ranks.keys, ranks.together.rank
+        spreads = (queries, keys, keys) if self.with_keys else (queries,) * len(tensors)
+        ways = [s.to_heads if self.to == "heads" else s.to_sequence for s in spreads]
+        summed = [self.to == "sequence" and s.repeats for s in spreads]
+        places = into or (None,) * len(tensors)
+        rooms = [
+            way.room(t, me) if place is None or sums else place
+            for t, way, place, sums in zip(tensors, ways, places, summed)
+        ]
+        ranks.by.swap(me, tensors, ways, rooms)
+        return tuple(
+            _summed(room, spread.heads, place) if sums else room
+            for room, spread, place, sums in zip(rooms, spreads, places, summed)
+        )
+
+
+QKV_TO_HEADS, ROWS_TO_HEADS = AllToAll("heads", True), AllToAll("heads", False)
+QKV_TO_SEQUENCE, ROWS_TO_SEQUENCE = QKV_TO_HEADS.back, ROWS_TO_HEADS.back
+
+
+class _Differentiable(Function):
+    """An all-to-all of tensors `[b, n, h, ...]`.
 
     It is linear: tangents go the same way, and gradients the other.
     """
 
     @staticmethod
-    def forward(
-        ulysses: Ulysses, spreads: tuple[HeadPartition, ...], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        return tuple(ulysses.spread(tensors, spreads))
+    def forward(ranks: Ulysses, way: AllToAll, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return ranks.swap(way, *tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.ulysses, ctx.spreads, *_ = inputs
+        ctx.ranks, ctx.way, *_ = inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_ToSequence.apply(ctx.ulysses, ctx.spreads, *grads)
+        return None, None, *_Differentiable.apply(ctx.ranks, ctx.way.back, *grads)
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *along: Tensor) -> tuple[Tensor, ...]:
-        return _ToHeads.apply(ctx.ulysses, ctx.spreads, *along)
-
-
-class _ToSequence(Function):
-    """The all-to-all of tensors from heads back to sequence."""
-
-    @staticmethod
-    def forward(
-        ulysses: Ulysses, spreads: tuple[HeadPartition, ...], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        return tuple(ulysses.unspread(tensors, spreads))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.ulysses, ctx.spreads, *_ = inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_ToHeads.apply(ctx.ulysses, ctx.spreads, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *along: Tensor) -> tuple[Tensor, ...]:
-        return _ToSequence.apply(ctx.ulysses, ctx.spreads, *along)
+        return _Differentiable.apply(ctx.ranks, ctx.way, *along)
 
 
 def _neighbours(heads: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
@@ -334,19 +365,17 @@ def most_bytes(
     return max(Form.of_parts(tuple(parts)).nbytes for parts in (by_token, by_head, results))
 
 
-def _summed(t: Tensor, heads: Heads) -> Tensor:
-    """Return all heads, in order, of what came one place behind another.
+def _summed(t: Tensor, heads: Heads, into: Tensor | None) -> Tensor:
+    """Return all heads, in order, of what came one place behind another, of some several times.
 
-    Replicated heads are summed in the accumulator's dtype.
+    They are summed in the accumulator's dtype, and written `into` memory, if given.
     """
     order = [head for theirs in heads for head in theirs]
-    if len(order) == (count := 1 + max(order)):
-        return t
     b, n, _, *rest = t.shape
-    total = t.new_zeros((b, n, count, *rest), dtype=accumulation_dtype(t.dtype))
+    total = t.new_zeros((b, n, 1 + max(order), *rest), dtype=accumulation_dtype(t.dtype))
     for i, head in enumerate(order):
         total[:, :, head] += t[:, :, i]
-    return total.to(t.dtype)
+    return total.to(t.dtype) if into is None else into.copy_(total)
 
 
 def job_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> KVShape:

@@ -7,6 +7,7 @@ So a meeting, what it is for, and the check that no rank failed meanwhile are on
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from math import gcd, prod
 from typing import Any, NamedTuple
 
@@ -28,7 +29,12 @@ _LINES = 4 * _PROGRAMS  # of a table, if there is much to do: then programs do a
 # what a program has under way at a time, at most: much, for memory takes long to answer. With 2048
 # words and 4096 elements 8192 tokens of short documents took two H200 1446 us in place of 1391
 _BLOCK = 4096  # words that it copies
+_WIDTH = 64  # words of a row that it copies at once
 _ELEMENTS = 16384  # that it adds, or writes
+
+
+# of others' tensor, which rows and heads, and where they go
+Piece = tuple[int, slice, slice, slice, slice]
 
 
 class Share(NamedTuple):
@@ -119,6 +125,21 @@ def table_of_sums(shelf: SymmetricBuffer, like: Tensor, shares: Sequence[Share])
     return shelf.table((like.shape, *places), lambda: _sums(like, shares))
 
 
+def table_of_pieces(
+    shelf: SymmetricBuffer,
+    kind: Hashable,
+    rooms: Sequence[Tensor],
+    sources: Sequence[Sequence[Tensor]],
+    pieces: Sequence[Sequence[Piece]],
+) -> Table | None:
+    """Return the table of pieces of each room `[b, n, h, ...]` in others' tensors like it.
+
+    Sources are of the shelf's memory, and contiguous; `kind` says all that a table says. There is
+    none where the shelf says so.
+    """
+    return shelf.table(kind, lambda: _pieces(rooms, sources, pieces))
+
+
 def _place(t: Tensor) -> tuple[Hashable, ...]:
     """Return where a tensor lies, and how: all that a table says of it."""
     return t.data_ptr(), t.shape, t.stride(), t.dtype
@@ -148,6 +169,46 @@ def _copies(room: Tensor, parts: Sequence[Tensor], here: Sequence[slice]) -> Tab
     (address, start, _), at, nbytes = _cut(spans, 3, most)
     lines = torch.stack([address + at, (start + at) // word, nbytes // word], dim=1)
     return Table.of(lines, aligned, room.device)
+
+
+def _pieces(
+    rooms: Sequence[Tensor],
+    sources: Sequence[Sequence[Tensor]],
+    pieces: Sequence[Sequence[Piece]],
+) -> Table:
+    spans = [*_spans(rooms, sources, pieces)]
+    aligned = gcd(16, *(nbytes for _, *places, _, width in spans for nbytes in (*places, width)))
+    word = min(8, aligned)
+    (*columns, rows, _), at, width = _cut(spans, 7, _WIDTH * word)
+    number, address, to, there, here = columns
+    narrow = torch.stack([number, address + at, to + at, there, here, width, rows], dim=1).tolist()
+    most = _most(sum(line[-1] for line in narrow), _BLOCK // _WIDTH)
+    (number, address, to, there, here, width, _), at, rows = _cut(narrow, 7, most)
+    in_words = [each // word for each in (to + at * here, there, here, width)]
+    lines = torch.stack([number, address + at * there, *in_words, rows], dim=1)
+    return Table.of(lines, aligned, rooms[0].device)
+
+
+def _spans(
+    rooms: Sequence[Tensor],
+    sources: Sequence[Sequence[Tensor]],
+    pieces: Sequence[Sequence[Piece]],
+) -> Iterator[tuple[int, ...]]:
+    """Yield of each piece: its room, where it is and goes, from row to row, rows, their width.
+
+    All but the room and rows are in bytes.
+    """
+    for number, (room, theirs, some) in enumerate(zip(rooms, sources, pieces)):
+        head, heads = prod(room.shape[3:]) * room.element_size(), room.shape[2]
+        for sample, (place, rows, which, to, to_which) in product(range(len(room)), some):
+            t, length = theirs[place], len(range(rows.start, rows.stop, rows.step or 1))
+            start = (sample * t.shape[1] + rows.start) * t.shape[2] + which.start
+            to_start = (sample * room.shape[1] + to.start) * heads + to_which.start
+            there, here = (rows.step or 1) * t.shape[2], (to.step or 1) * heads
+            width = which.stop - which.start
+            if length and width and head:
+                places = t.data_ptr() + start * head, to_start * head, there * head, here * head
+                yield number, *places, length, width * head
 
 
 def _sums(like: Tensor, shares: Sequence[Share]) -> Table:
@@ -180,7 +241,7 @@ def _most(total: int, step: int, grain: int = 1) -> int:
 
 
 def _cut(
-    spans: Sequence[tuple[int, ...]], width: int, most: int
+    spans: Sequence[Sequence[int]], width: int, most: int
 ) -> tuple[Sequence[Tensor], Tensor, Tensor]:
     """Cut spans, whose last number is their length, into pieces of at most so much.
 
@@ -230,15 +291,22 @@ def write(how: Writing, k: Tensor, v: Tensor, place: Tensor) -> KernelCall:
 @operation
 def pull(visit: Visit, room: Tensor) -> KernelCall:
     """Meet, and copy to `room` what the table says; NaN if a rank was out of step."""
-    import triton.language as tl
-
     from ring_attention_pytorch.comm._triton_visits import pull_kernel
 
-    table, aligned = visit.table.table, visit.table.aligned
-    word = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[min(8, aligned)]
-    sizes = dict(WORD=word, ALIGNED=aligned, BLOCK=_BLOCK)
-    args = room, table, len(table)
-    return _call(pull_kernel, visit.meeting, args, len(table), sizes)
+    table = visit.table.table
+    sizes = {**_words(visit.table.aligned), "BLOCK": _BLOCK}
+    return _call(pull_kernel, visit.meeting, (room, table, len(table)), len(table), sizes)
+
+
+@operation
+def take(visit: Visit, *rooms: Tensor) -> KernelCall:
+    """Meet, and copy to each room the pieces of it; NaN if a rank was out of step."""
+    from ring_attention_pytorch.comm._triton_visits import take_kernel
+
+    table = visit.table.table
+    sizes = dict(ROOMS=len(rooms), WIDTH=_WIDTH, ROWS=_BLOCK // _WIDTH)
+    sizes |= _words(visit.table.aligned)
+    return _call(take_kernel, visit.meeting, (rooms, table, len(table)), len(table), sizes)
 
 
 @operation
@@ -265,6 +333,14 @@ def add_up(how: Adding, dk: Tensor, dv: Tensor, kind: torch.dtype) -> KernelCall
     if sizes["EARLY"]:
         blocks = min(blocks, _PROGRAMS_BESIDE)
     return _call(sum_kernel, how.meeting, args, blocks, sizes)
+
+
+def _words(aligned: int) -> dict[str, Any]:
+    """Return the words that are copied at once, where all is aligned to so many bytes."""
+    import triton.language as tl
+
+    word = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[min(8, aligned)]
+    return dict(WORD=word, ALIGNED=aligned)
 
 
 def _call(

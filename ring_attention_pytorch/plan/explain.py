@@ -78,10 +78,12 @@ def predicted(plan: RingPlan) -> Prediction:
         host = host_seconds(plan.schedule, plan.can_be_taped, machine)
     else:
         host = replay_seconds(machine)
+    if (swap := plan.ulysses) is not None:
+        host += swap_launch_seconds(swap.by.taped, swap.graphs is not None, machine)
     return Prediction(
         predict(plan.schedule, plan.place, shape, machine.every(degree).under_load()),
         swap_seconds(own, all_heads, degree, machine),
-        host + swap_launch_seconds(degree, machine),
+        host,
     )
 
 

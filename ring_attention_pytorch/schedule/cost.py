@@ -31,9 +31,10 @@ from ring_attention_pytorch.schedule.steps import (
 
 # launches of small operations that take the host as long as a part or a transfer: by a tape, or by
 # the Python that decides on its operations; what is around a call, with autograd's thread; a CUDA
-# graph that is told of other tensors; and all swaps of heads (one and two H100, 2k and 4k tokens
-# each)
-_TAPED, _DECIDED, _AROUND, _REPLAY, _SWAPS = 16, 80, 40, 15, 280
+# graph that is told of other tensors (one and two H100, 2k and 4k tokens each)
+_TAPED, _DECIDED, _AROUND, _REPLAY = 16, 80, 40, 15
+# all swaps of heads, forward and backward: by messages, by tapes, by graphs (two H200, 2k tokens)
+_SWAPS, _SWAPS_TAPED, _SWAPS_REPLAYED = 280, 130, 80
 _BESIDE = 0.4  # share of `call` that stays where other calls fill what one leaves idle
 _ALL_TILES = 0.2  # share that a call of all tiles has: Triton's, four H100, 2k and 4k tokens each
 
@@ -232,9 +233,10 @@ def replay_seconds(machine: Hardware = H200) -> float:
     return (2 * _REPLAY + _AROUND) * machine.launch
 
 
-def swap_launch_seconds(degree: int, machine: Hardware = H200) -> float:
+def swap_launch_seconds(taped: bool, replayed: bool, machine: Hardware = H200) -> float:
     """Return the seconds the host takes to swap heads for sequence, forward and backward."""
-    return 0.0 if degree == 1 else _SWAPS * machine.launch
+    launches = _SWAPS_REPLAYED if replayed else _SWAPS_TAPED if taped else _SWAPS
+    return launches * machine.launch
 
 
 def swap_seconds(tokens: int, shape: KVShape, degree: int, machine: Hardware = H200) -> float:

@@ -316,7 +316,7 @@ ATTENTION = [
     ),
     Mutant(
         "all that is swapped comes from one place", "comm/all_to_all.py:SharedSwap.swap",
-        "sources[m.place][:, m.rows", "sources[0][:, m.rows",
+        "parts[m.place][:, m.rows", "parts[0][:, m.rows",
     ),
     Mutant(
         "heads of another place", "comm/ulysses.py:HeadPartition.to_heads",
@@ -537,8 +537,8 @@ FAILING = [
 
 SECOND_ORDER = [
     Mutant(
-        "Ulysses keeps its gradients' gradients", "comm/ulysses.py:_ToHeads.backward",
-        "*_ToSequence.apply(ctx.ulysses, ctx.spreads, *grads)",
-        "*ctx.ulysses.unspread([g.detach() for g in grads], ctx.spreads)",
+        "Ulysses keeps its gradients' gradients", "comm/ulysses.py:_Differentiable.backward",
+        "*_Differentiable.apply(ctx.ranks, ctx.way.back, *grads)",
+        "*ctx.ranks.swap(ctx.way.back, *(g.detach() for g in grads))",
     ),
 ]  # fmt: skip

@@ -1,13 +1,19 @@
 """Pieces moved by one kernel, and summed, through Triton's interpreter, against PyTorch."""
 
+from functools import partial
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.comm import visits
+from ring_attention_pytorch.comm.guard import Board
 from ring_attention_pytorch.comm.ulysses import HeadPartition, key_heads, land
 from ring_attention_pytorch.geometry.layouts import all_segments, count
+from tests.comm.test_guard import CPU, without_clock
+from tests.comm.test_visits import Shelf, do
 from tests.support.interpreter import needs_triton
 from tests.support.kernel_cases import far
 
@@ -19,30 +25,39 @@ def spread_over(layout: str, places: int, length: int, heads: tuple[int, int]) -
 
 
 def otherwise(
-    spread: HeadPartition, back: bool, dtype: torch.dtype, rest: tuple[int, ...]
+    spread: HeadPartition, back: bool, dtype: torch.dtype, rest: tuple[int, ...], taped: bool
 ) -> list[int]:
     """The places at which something else comes than what copies bring."""
-    from ring_attention_pytorch.comm import _triton_copies
-
-    _triton_copies._PROGRAMS = 6  # of which the interpreter makes one after another
-    way, found = spread.to_sequence if back else spread.to_heads, []
-    draw = torch.Generator().manual_seed(0)
-    sources = [
-        torch.randint(0, 2, (2, *given, *rest), generator=draw).to(dtype)
-        if dtype == torch.bool
-        else torch.randn((2, *given, *rest), generator=draw).to(dtype)
-        for given in way.given
-    ]
-    for place, moves in enumerate(way.moves):
-        want, got, other = (poisoned(way.room(sources[0], place)) for _ in range(3))
-        for m in moves:
-            want[:, m.to_rows, m.to_heads] = sources[m.place][:, m.rows, m.heads]
-        table = _triton_copies.Moves.of(sources, moves, got)
-        for t in (got, other):  # a table is of places, not of one tensor
-            table.run(t)
-        if not (torch.equal(want, got) and torch.equal(want, other)):
-            found.append(place)
+    without_clock()
+    board = Board(CPU, 0, [torch.zeros(2, 1, dtype=torch.int64)], 20.0)
+    visit, found = partial(visits.Visit, board.meeting("read")), []
+    way = spread.to_sequence if back else spread.to_heads
+    kinds = (dtype, rest), (torch.float32, ()), (dtype, (1, *rest))
+    sources = [[drawn((2, *given, *more), of) for given in way.given] for of, more in kinds]
+    with mock.patch.multiple(visits, _PROGRAMS=6, _LINES=6, _WIDTH=4, _BLOCK=16):
+        for place, moves in enumerate(way.moves):
+            # a table is of places, not of tensors
+            want, got, other = (
+                [poisoned(way.room(t, place)) for t, *_ in sources] for _ in range(3)
+            )
+            for room, theirs in zip(want, sources):
+                for m in moves:
+                    room[:, m.to_rows, m.to_heads] = theirs[m.place][:, m.rows, m.heads]
+            table = visits.table_of_pieces(Shelf, None, got, sources, [moves] * len(kinds))
+            do(taped, visits.take, visit(table), *got)
+            do(taped, visits.take, visit(table), *other)
+            for rooms in (got, other):
+                if not all(map(torch.equal, want, rooms)):
+                    found.append(place)
+    assert board.trouble() is None
     return found
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    draw = torch.Generator().manual_seed(sum(shape))
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=draw).to(dtype)
+    return torch.randn(shape, generator=draw).to(dtype)
 
 
 def poisoned(t: Tensor) -> Tensor:
@@ -62,8 +77,9 @@ def test_all_pieces_come_where_they_go(interpreted, layout, places, length, head
         (torch.bfloat16, (16,)), (torch.half, (5,)), (torch.float32, ()), (torch.float64, (5,)),
         (torch.bool, ()),
     )  # fmt: skip
-    for back, kind in product((False, True), kinds):
-        assert interpreted.submit(otherwise, spread, back, *kind).result() == [], (back, kind)
+    for back, (number, kind) in product((False, True), enumerate(kinds)):
+        found = interpreted.submit(otherwise, spread, back, *kind, taped=number == 0).result()
+        assert found == [], (back, kind)
 
 
 def wrong_sums(dtype: torch.dtype) -> list[tuple]:

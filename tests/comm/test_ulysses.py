@@ -1,8 +1,6 @@
 """Heads swapped for sequence, around any transport, give what dense attention gives."""
 
-import sys
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +14,7 @@ from ring_attention_pytorch import (
     shard_sequence,
     unshard_sequence,
 )
-from ring_attention_pytorch.comm import symmetric_memory
-from ring_attention_pytorch.comm.all_to_all import CopyPlan, SharedSwap
+from ring_attention_pytorch.comm import symmetric_memory, visits
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer
@@ -177,30 +174,25 @@ def test_a_shelf_has_room_for_all_that_is_swapped(
 
 
 def test_what_a_graph_reads_is_made_before_it_and_stays(monkeypatch):
-    """And of what no graph reads nothing stays."""
+    """And of what no graph reads nothing stays. What is asked for too late there is not."""
     capturing = False
     monkeypatch.setattr(symmetric_memory, "capturing", lambda device: capturing)
-    table = torch.zeros(1)
-    made = SimpleNamespace(Moves=SimpleNamespace(of=lambda *how: SimpleNamespace(table=table)))
-    monkeypatch.setitem(sys.modules, "ring_attention_pytorch.comm._triton_copies", made)
 
     def shelf() -> SymmetricBuffer:
         new = SymmetricBuffer.__new__(SymmetricBuffer)
         new.device, new.tables, new.read_by_graphs = torch.device("cpu"), {}, set()
         return new
 
-    space, into = SimpleNamespace(swaps=shelf()), torch.empty(0)
-    among, way = SharedSwap(space, (0, 1)), CopyPlan((), (), ())
-    among._moves(((way,), 0, ()), [], (), into)
-    assert not space.swaps.read_by_graphs
+    here, t = slice(0, 2), torch.zeros(1, 2, 2, 4)
+    pieces = [t], [[t]], [[(0, here, here, here, here)]]
+    swaps = shelf()
+    made = visits.table_of_pieces(swaps, "one", *pieces)
+    assert not swaps.read_by_graphs
     capturing = True
-    among._moves(((way,), 0, ()), [], (), into)
-    assert space.swaps.read_by_graphs == {table}
-    with pytest.raises(ValueError, match="before a CUDA graph is captured its plan must have run"):
-        among._moves(((way, way), 0, ()), [], (), into)
-    space.swaps = shelf()
-    with pytest.raises(ValueError, match="no other plan been made after that"):
-        among._moves(((way,), 0, ()), [], (), into)
+    assert visits.table_of_pieces(swaps, "one", *pieces) is made
+    assert swaps.read_by_graphs == {made.table}
+    assert visits.table_of_pieces(swaps, "another", *pieces) is None
+    assert visits.table_of_pieces(shelf(), "one", *pieces) is None
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))

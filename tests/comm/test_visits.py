@@ -167,10 +167,14 @@ def fail(
     room = torch.zeros(B, N, HEADS, d + d_v, dtype=of)
     table = visits.table_of_copies(Shelf, room, [shared[rank]], [slice(0, N)])
     visits.pull(visits.Visit(board.meeting("read"), table), room)
+    rooms, tokens, heads = [torch.zeros_like(room) for _ in range(2)], slice(0, N), slice(0, HEADS)
+    pieces = [[(0, tokens, heads, tokens, heads)]] * 2
+    table = visits.table_of_pieces(Shelf, None, rooms, [[shared[rank]]] * 2, pieces)
+    visits.take(visits.Visit(board.meeting("read"), table), *rooms)
     sums = [torch.zeros(B, N, HEADS, d, dtype=of) for d in (d, d_v)]
     table = visits.table_of_sums(Shelf, sums[0], [visits.Share(slice(0, 2), [shared[rank][:, :2]])])
     visits.add_up(visits.Adding(board.meeting("read"), table, True, False), *sums, of)
-    return dict(read=[written, room, *sums], trouble=board.trouble())
+    return dict(read=[written, room, *rooms, *sums], trouble=board.trouble())
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
@@ -194,6 +198,10 @@ COMPILED = {
     "pull_kernel": (
         dict(room="*bf16", table="*i64", lines="i32"),
         dict(RANKS=2, LANES=32, WORD="int64", ALIGNED=16, BLOCK=2048),
+    ),
+    "take_kernel": (
+        dict(rooms=("*bf16", "*bf16", "*fp32"), table="*i64", lines="i32"),
+        dict(RANKS=2, LANES=32, WORD="int64", ALIGNED=16, ROOMS=3, WIDTH=64, ROWS=64),
     ),
     "sum_kernel": (
         dict(dk="*bf16", dv="*bf16", table="*i64", lines="i32"),
@@ -286,6 +294,7 @@ def test_tables_are_made_on_the_host_whatever_the_default_device():
             visits.table_of_copies(Shelf, room, [room], [slice(0, 4)]),
             visits.table_of_sums(Shelf, room[..., :4], [share]),
             visits.table_of_writes(Shelf, room, room, 4, [(slice(0, 4), slice(0, 4))]),
+            visits.table_of_pieces(Shelf, None, [room], [[room]], [[(0, *[slice(0, 2)] * 4)]]),
         ]
     assert all(made.table.device.type == "cpu" for made in tables)
 

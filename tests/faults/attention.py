@@ -218,6 +218,8 @@ def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     second = test_graphs.test_the_first_call_goes_as_ever_and_the_second_is_captured
     other = test_graphs.test_graphs_of_other_memory_or_other_kernels_are_not_replayed
     yield test_graphs.test_what_travels_in_messages_is_refused
+    yield on_cpu(lambda _: test_graphs.swaps_are_captured(4))
+    yield on_cpu(lambda _: test_graphs.messages_between_neighbours_are_no_graphs())
     yield with_driver(test_graphs.test_what_a_graph_holds_overlaps)
     yield patched(test_graphs.a_call_is_captured_twice_and_its_graph_told_of_tensors)
     yield with_driver(test_graphs.test_layers_that_drop_otherwise_have_graphs_of_their_own)

@@ -26,6 +26,7 @@ def battery() -> Iterator[Callable[[], object]]:
     yield test_tape.test_a_kernel_that_does_not_say_so_has_no_tape
     for how in ("together", "own_apart"):
         yield partial(test_tape.few_tokens_have_tapes, how)
+    yield partial(test_tape.swaps_have_tapes, 2)
     yield test_tape.test_views_of_constants_are_made_once
     yield test_tape.test_a_view_laid_out_otherwise_is_another_tensor
     yield test_tape.test_tensors_laid_out_otherwise_have_a_tape_of_their_own

@@ -253,6 +253,22 @@ ATTENTION = [
         "found = function(*given)", "found = _like(given)",
     ),
     Mutant(
+        "graphs leave out what swaps heads", "runtime/graphs.py:with_graphs",
+        "plan.ulysses.in_graphs(plan.device)", "plan.ulysses",
+    ),
+    Mutant(
+        "a graph holds messages between neighbours", "comm/ulysses.py:Ulysses.in_graphs",
+        "if self.by.taped:", "if True:",
+    ),
+    Mutant(
+        "a graph sums gradients of repeated heads elsewhere", "comm/ulysses.py:_summed",
+        "if into is None else into.copy_(total)", "",
+    ),
+    Mutant(
+        "a graph brings heads elsewhere", "comm/ulysses.py:AllToAll.__call__",
+        "if place is None or sums else place", "",
+    ),
+    Mutant(
         "a plan that was replaced keeps graphs", "runtime/graphs.py:with_graphs",
         "object.__setattr__(found, ", "type.__setattr__(type(found), ",
     ),
@@ -409,6 +425,11 @@ KEPT = [
     Mutant(
         "tapes read memory that was outgrown", "runtime/tape.py:Tapes.run",
         "if memory != self._memory:", "if False:",
+    ),
+    Mutant(
+        "swaps are repeated in memory that was outgrown",
+        "comm/all_to_all.py:SharedSwap.follow_stream",
+        "return self.space.swaps", "return None",
     ),
     Mutant(
         "a tape of what differs each time", "runtime/tape.py:Tapes.run",

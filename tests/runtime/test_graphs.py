@@ -192,6 +192,57 @@ def test_layers_that_share_graphs_get_what_is_theirs(on_cpu, overtaken):
     threads.run(3, main)
 
 
+def swaps_are_captured(ulysses: int) -> None:
+    """The all-to-all of heads and its way back, and their gradients', summed where heads repeat."""
+    shape = Attention(29, "zigzag", causal=True, d_v=5, heads=4, key_heads=2, kernel="eager")
+
+    def main(ring: threads.ThreadRing) -> None:
+        at, _ = shape.places(ring.rank, ring.size)
+        layers = []
+        for seed in range(4):
+            (q, k, v), _, dout, dlse = replace(shape, seed=seed).data()
+            sinks = torch.full((shape.heads,), 0.1 * seed, dtype=q.dtype)
+            given = [*(t[:, at] for t in (q, k, v)), sinks]
+            layers.append(([t.requires_grad_() for t in given], [dout[:, at], dlse[..., at]]))
+        q, k, v, sinks = layers[0][0]
+        plan = RingPlan.make(
+            q, k, v, **shape.options(), group=ring, layout="zigzag", kernel="eager", sinks=sinks,
+            ulysses=ulysses,
+        )  # fmt: skip
+        plan = over_shared_memory(plan, [q, k, v], ring, 9)
+        captured = with_graphs(plan)
+        assert plan.ulysses.graphs is None
+        for layer in layers:
+            for a, b in zip(plain(captured, *layer), plain(plan, *layer), strict=True):
+                assert torch.equal(a, b)
+        kept = captured.ulysses.graphs._kept
+        assert len(kept) == 4
+        assert all(graph._replay for graph in kept.values())
+
+    threads.run(4, main)
+
+
+@pytest.mark.parametrize("ulysses", [2, 4])
+def test_swaps_of_heads_are_captured(on_cpu, ulysses):
+    swaps_are_captured(ulysses)
+
+
+def messages_between_neighbours_are_no_graphs() -> None:
+    """Keys may be captured where nothing is left to exchange, and heads still come by messages."""
+
+    def main(ring: threads.ThreadRing) -> None:
+        q = torch.randn(1, 4, 4, 8)
+        plan = RingPlan.make(q, q, q, causal=True, group=ring, ulysses=2)
+        captured = with_graphs(plan)
+        assert captured.ulysses.graphs is None
+
+    threads.run(2, main)
+
+
+def test_messages_between_neighbours_are_no_graphs(on_cpu):
+    messages_between_neighbours_are_no_graphs()
+
+
 def test_the_first_call_goes_as_ever_and_the_second_is_captured(on_cpu, monkeypatch):
     """For what the first makes can't be made while a graph is captured."""
     told = []

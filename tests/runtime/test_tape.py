@@ -165,6 +165,38 @@ def test_few_tokens_have_tapes(how: str) -> None:
     few_tokens_have_tapes(how)
 
 
+def swaps_have_tapes(ulysses: int) -> None:
+    """Forward and backward, and what is shared is the same memory each time, until that grows."""
+
+    def main(ring: threads.ThreadRing) -> list[int]:
+        given = tensors("causal", torch.float64)
+        made = RingPlan.make(*given, causal=True, layout="zigzag", group=ring, ulysses=ulysses)
+        plan, direct = (over_shared_memory(made, given, ring, 9) for _ in range(2))
+        plainly = replace(direct.ulysses, by=replace(direct.ulysses.by, taped=False))
+        direct = replace(direct, ulysses=plainly)
+        found = []
+        for number in range(10):
+            given = tensors("causal", torch.float64)
+            dout = torch.randn_like(given[0])
+            pairs = zip(results(plan, given, dout), results(direct, given, dout))
+            assert all(torch.equal(taped, computed) for taped, computed in pairs), number
+            kept = plan.ulysses.tapes._kept.values()
+            found.append(sum(hasattr(known, "source") for known in kept))
+            if number == 4:
+                for each in (plan, direct):
+                    each.ulysses.by.space.make_room(None, swaps=1 << 16)
+        return found[4:6] + found[-1:]
+
+    for found in threads.run(4, main)[0]:
+        assert found == [4, 0, 4]
+
+
+@pytest.mark.parametrize("ulysses", [2, 4])
+def test_swaps_of_heads_have_tapes(ulysses: int) -> None:
+    """With four neighbours two of them have the same key heads, whose gradients are summed."""
+    swaps_have_tapes(ulysses)
+
+
 def test_a_plan_of_one_call_records_nothing() -> None:
     given = tensors("causal", torch.float32)
     plan = RingPlan.make(*given)
