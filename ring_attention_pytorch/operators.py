@@ -96,7 +96,7 @@ def _forward(
         out, lse = plan.run("forward", forward, q, k, v, sinks)
         return out.contiguous(), lse.contiguous()
     sinks = None if sinks is None else sinks[swap.heads]
-    qkv = swap.swap(QKV_TO_HEADS, q, k, v)
+    qkv = swap.exchange(QKV_TO_HEADS, q, k, v)
     out, lse = plan.run("forward", forward, *qkv, sinks)
     out, lse = swap.rows_to_sequence(out, lse)
     return out.contiguous(), lse.contiguous()
@@ -123,7 +123,7 @@ def _swapped(plan: RingPlan, swap: Ulysses, given: Sequence[Tensor | Any]) -> Gr
     A graph may keep only what has the shapes of this rank's shards.
     """
     q, k, v, sinks, dout, dlse, out, lse = given
-    qkv = swap.swap(QKV_TO_HEADS, q, k, v)
+    qkv = swap.exchange(QKV_TO_HEADS, q, k, v)
     dout, dlse = swap.rows_to_heads(dout, dlse)
     out, lse = swap.rows_to_heads(out, lse)
     of_heads = None if sinks is None else sinks[swap.heads]
@@ -132,7 +132,7 @@ def _swapped(plan: RingPlan, swap: Ulysses, given: Sequence[Tensor | Any]) -> Gr
     if sinks is not None:
         dsinks = torch.zeros_like(sinks)
         dsinks[swap.heads] = dof_heads
-    return *swap.swap(QKV_TO_SEQUENCE, *grads), dsinks
+    return *swap.exchange(QKV_TO_SEQUENCE, *grads), dsinks
 
 
 def _total(x: Tensor, handle: int) -> Tensor:

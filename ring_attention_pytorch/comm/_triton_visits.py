@@ -135,8 +135,8 @@ def take_kernel(
     """Meet, then copy to `ROOMS` rooms what lies where a table says.
 
     A line is: number of the room, address, offset in the room, from row to row there and here,
-    width of a row, rows; all but the last two in words. Widths are `WIDTH` at most. All are
-    multiples of `ALIGNED` bytes.
+    width of a row, number of rows. Offset, pitches and width are in words, the last `WIDTH` at
+    most. They, the address and the rooms' are multiples of `ALIGNED` bytes.
     """
     STEP: tl.constexpr = ALIGNED * 8 // WORD.primitive_bitwidth
     number = tl.load(state + MET) + 1
@@ -148,7 +148,7 @@ def take_kernel(
             at = table + 7 * line
             address = tl.load(at + 1).to(tl.pointer_type(WORD))
             source = tl.multiple_of(address, ALIGNED) + col
-            place = _place(rooms, at, WORD, STEP, ROOMS) + col
+            place = _place(rooms, at, WORD, ALIGNED, ROOMS) + col
             there = tl.multiple_of(tl.load(at + 3), STEP)
             here = tl.multiple_of(tl.load(at + 4), STEP)
             width, rows = tl.multiple_of(tl.load(at + 5), STEP), tl.load(at + 6)
@@ -161,7 +161,7 @@ def take_kernel(
         nothing = tl.full((ROWS, WIDTH), -1, WORD)
         for line in range(tl.program_id(0), lines, tl.num_programs(0)):
             at = table + 7 * line
-            place, here = _place(rooms, at, WORD, STEP, ROOMS) + col, tl.load(at + 4)
+            place, here = _place(rooms, at, WORD, ALIGNED, ROOMS) + col, tl.load(at + 4)
             width, rows = tl.load(at + 5), tl.load(at + 6)
             for first in range(0, rows, ROWS):
                 within = (first + row < rows) & (col < width)
@@ -170,12 +170,13 @@ def take_kernel(
 
 
 @triton.jit
-def _place(rooms, line, WORD: tl.constexpr, STEP: tl.constexpr, ROOMS: tl.constexpr):
+def _place(rooms, line, WORD: tl.constexpr, ALIGNED: tl.constexpr, ROOMS: tl.constexpr):
     """Return where the piece of a line goes."""
+    STEP: tl.constexpr = ALIGNED * 8 // WORD.primitive_bitwidth
     which, start = tl.load(line), rooms[0].to(tl.int64)
     for other in tl.static_range(1, ROOMS):
         start = tl.where(which == other, rooms[other].to(tl.int64), start)
-    room = tl.multiple_of(start.to(tl.pointer_type(WORD)), STEP * (WORD.primitive_bitwidth // 8))
+    room = tl.multiple_of(start.to(tl.pointer_type(WORD)), ALIGNED)
     return room + tl.multiple_of(tl.load(line + 2), STEP)
 
 

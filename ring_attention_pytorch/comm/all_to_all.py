@@ -7,6 +7,7 @@ put it in place, at once.
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,6 +40,15 @@ class CopyPlan:
     given: tuple[tuple[int, int], ...]  # what each place has
     got: tuple[tuple[int, int], ...]  # what each place gets
     moves: tuple[tuple[Move, ...], ...]  # to each place
+
+    @cached_property
+    def kind(self) -> Hashable:
+        """All numbers of the plan, which say what is the same for another one."""
+        moves = (
+            tuple((move.place, *((s.start, s.stop, s.step) for s in move[1:])) for move in to_place)
+            for to_place in self.moves
+        )
+        return self.given, self.got, *moves
 
     def part(self, t: Tensor, place: int) -> Part:
         """Return the shape and dtype of what that place gives, for tensors like this one."""
@@ -195,7 +205,7 @@ class SharedSwap:
         torch._foreach_copy_(shelf.mine(forms[me]), [*tensors])
         theirs = [shelf.of(rank, form) for rank, form in zip(self.ranks, forms)]
         sources, moves = [*zip(*theirs)], [way.moves[me] for way in ways]
-        kind = self.ranks, tuple(ways), forms[me]
+        kind = me, self.ranks, tuple(way.kind for way in ways), forms[me]
         table = visits.table_of_pieces(shelf, kind, rooms, sources, moves)
         if table is not None:
             visits.take(visits.Visit(shelf.to_read(), table), *rooms)

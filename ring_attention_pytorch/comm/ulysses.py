@@ -210,9 +210,10 @@ class Ulysses:
 
     def in_graphs(self, device: torch.device) -> "Ulysses":
         """Return this, but by CUDA graphs, if they can hold how neighbours exchange."""
+        if self.graphs is not None or not self.by.taped:
+            return self
         found = replace(self)
-        if self.by.taped:
-            object.__setattr__(found, "graphs", Graphs(device, self.by.follow_stream))
+        object.__setattr__(found, "graphs", Graphs(device, self.by.follow_stream))
         return found
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,16 +231,16 @@ class Ulysses:
     def rows_to_heads(self, of_out: Tensor, of_lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Bring tensors like out and lse to where their heads are. Not differentiable."""
         if of_lse is None:
-            (of_out,) = self.swap(ROWS_TO_HEADS, of_out)
+            (of_out,) = self.exchange(ROWS_TO_HEADS, of_out)
             return of_out, None
         by_token = rearrange(of_lse, "b h n -> b n h")
-        of_out, by_token = self.swap(ROWS_TO_HEADS, of_out, by_token)
+        of_out, by_token = self.exchange(ROWS_TO_HEADS, of_out, by_token)
         return of_out, rearrange(by_token, "b n h -> b h n")
 
     def rows_to_sequence(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Bring out and lse back to where their tokens live. Not differentiable."""
         by_token = rearrange(lse, "b h n -> b n h")
-        out, by_token = self.swap(ROWS_TO_SEQUENCE, out, by_token)
+        out, by_token = self.exchange(ROWS_TO_SEQUENCE, out, by_token)
         return out, rearrange(by_token, "b n h -> b h n")
 
     @property
@@ -261,18 +262,19 @@ class Ulysses:
     def whole_mask(self, mask: Tensor) -> Tensor:
         """Gather the key mask `[b, m]` of all these neighbours."""
         same = replace(self.keys, heads=((0,),) * self.together.size)
-        return replace(self, queries=same).swap(ROWS_TO_HEADS, rearrange(mask, "b m -> b m 1"))[0][
-            ..., 0
-        ]
+        by_head = rearrange(mask, "b m -> b m 1")
+        (whole,) = replace(self, queries=same).exchange(ROWS_TO_HEADS, by_head)
+        return whole[..., 0]
 
-    def swap(self, way: "AllToAll", *tensors: Tensor) -> tuple[Tensor, ...]:
+    def exchange(self, way: "AllToAll", *tensors: Tensor) -> tuple[Tensor, ...]:
         """Exchange tensors `[b, n, h, ...]` with the neighbours, by a tape or by graphs."""
         name, device = f"all-to-all of {len(tensors)} to {way.to}", tensors[0].device
         with self.together.call(name, self.number), spanned(f"ring attention, {name}", device):
             if self.graphs is not None:
                 return self.graphs.run(way, self, *tensors)
+            memory = self.by.follow_stream()
             if self.by.taped:
-                return self.tapes.run(way, self, *tensors, memory=self.by.follow_stream())
+                return self.tapes.run(way, self, *tensors, memory=memory)
             return way(self, *tensors)
 
 
@@ -324,7 +326,7 @@ class _Differentiable(Function):
 
     @staticmethod
     def forward(ranks: Ulysses, way: AllToAll, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return ranks.swap(way, *tensors)
+        return ranks.exchange(way, *tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

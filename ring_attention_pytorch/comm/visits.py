@@ -4,7 +4,7 @@ Where tokens are few, the host's time for each launch counts, and so do a GPU's 
 So a meeting, what it is for, and the check that no rank failed meanwhile are one kernel here.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -33,7 +33,7 @@ _WIDTH = 64  # words of a row that it copies at once
 _ELEMENTS = 16384  # that it adds, or writes
 
 
-# of others' tensor, which rows and heads, and where they go
+# the number of a source, some rows and heads of it, and the rows and heads where they go
 Piece = tuple[int, slice, slice, slice, slice]
 
 
@@ -52,19 +52,18 @@ class Table:
     aligned: int
 
     @classmethod
-    def of(cls, lines: Tensor, aligned: int, device: torch.device) -> "Table":
-        """Make a table on a device; the host waits for nothing.
+    def of(cls, lines: Sequence[tuple[int, ...]], aligned: int, device: torch.device) -> "Table":
+        """Make a table of at least one line on a device; the host waits for nothing.
 
         Lines are put in another order: those that all programs go through at the same time come
         from all parts of the table. Else programs would read the same rank's memory at once.
         """
-        if not len(lines):
-            lines = lines.new_zeros(1, lines.shape[1])
         each = -(-len(lines) // _PROGRAMS)
-        lines = lines[torch.argsort(torch.arange(len(lines), device="cpu") % each, stable=True)]
+        in_turn = [line for first in range(each) for line in lines[first::each]]
+        table = torch.tensor(in_turn, dtype=torch.int64, device="cpu")
         if device.type == "cuda":
-            lines = lines.pin_memory().to(device, non_blocking=True)
-        return cls(lines, aligned)
+            table = table.pin_memory().to(device, non_blocking=True)
+        return cls(table, aligned)
 
 
 @dataclass(frozen=True)
@@ -134,8 +133,8 @@ def table_of_pieces(
 ) -> Table | None:
     """Return the table of pieces of each room `[b, n, h, ...]` in others' tensors like it.
 
-    Sources are of the shelf's memory, and contiguous; `kind` says all that a table says. There is
-    none where the shelf says so.
+    All are contiguous. Sources are of the shelf's memory, and rooms begin at multiples of 16 bytes;
+    `kind` says all that a table says. There is none where the shelf says so.
     """
     return shelf.table(kind, lambda: _pieces(rooms, sources, pieces))
 
@@ -152,8 +151,8 @@ def _writes(k: Tensor, v: Tensor, tokens: int, spans: Sequence[tuple[slice, slic
             first, to = sample * n + mine.start, sample * tokens + place.start
             lines.append((first * heads, to * heads, (mine.stop - mine.start) * heads))
     most = _most(sum(line[-1] for line in lines), _at_once(max(k.shape[-1], v.shape[-1])))
-    (here, there, _), at, rows = _cut(lines, 3, most)
-    return Table.of(torch.stack([here + at, there + at, rows], dim=1), 1, k.device)
+    cut = [(here + at, there + at, rows) for here, there, at, rows in _cut(lines, most)]
+    return Table.of(cut or [(0, 0, 0)], 1, k.device)
 
 
 def _copies(room: Tensor, parts: Sequence[Tensor], here: Sequence[slice]) -> Table:
@@ -166,9 +165,11 @@ def _copies(room: Tensor, parts: Sequence[Tensor], here: Sequence[slice]) -> Tab
     aligned = gcd(16, *(number for span in spans for number in span))
     word = min(8, aligned)
     most = _most(sum(span[-1] for span in spans), _BLOCK * word, 16)
-    (address, start, _), at, nbytes = _cut(spans, 3, most)
-    lines = torch.stack([address + at, (start + at) // word, nbytes // word], dim=1)
-    return Table.of(lines, aligned, room.device)
+    lines = [
+        (address + at, (start + at) // word, nbytes // word)
+        for address, start, at, nbytes in _cut(spans, most)
+    ]
+    return Table.of(lines or [(0, 0, 0)], aligned, room.device)
 
 
 def _pieces(
@@ -177,16 +178,19 @@ def _pieces(
     pieces: Sequence[Sequence[Piece]],
 ) -> Table:
     spans = [*_spans(rooms, sources, pieces)]
+    # of all tensors: beside lse of 1 to 3 heads that of out is narrow, too
     aligned = gcd(16, *(nbytes for _, *places, _, width in spans for nbytes in (*places, width)))
     word = min(8, aligned)
-    (*columns, rows, _), at, width = _cut(spans, 7, _WIDTH * word)
-    number, address, to, there, here = columns
-    narrow = torch.stack([number, address + at, to + at, there, here, width, rows], dim=1).tolist()
+    narrow = [
+        (number, address + at, to + at, there, here, width, rows)
+        for number, address, to, there, here, rows, at, width in _cut(spans, _WIDTH * word)
+    ]
     most = _most(sum(line[-1] for line in narrow), _BLOCK // _WIDTH)
-    (number, address, to, there, here, width, _), at, rows = _cut(narrow, 7, most)
-    in_words = [each // word for each in (to + at * here, there, here, width)]
-    lines = torch.stack([number, address + at * there, *in_words, rows], dim=1)
-    return Table.of(lines, aligned, rooms[0].device)
+    lines = []
+    for number, address, to, there, here, width, at, rows in _cut(narrow, most):
+        in_words = [nbytes // word for nbytes in (to + at * here, there, here, width)]
+        lines.append((number, address + at * there, *in_words, rows))
+    return Table.of(lines or [(0,) * 7], aligned, rooms[0].device)
 
 
 def _spans(
@@ -223,10 +227,12 @@ def _sums(like: Tensor, shares: Sequence[Share]) -> Table:
             first = (sample * like.shape[1] + here.start) * heads
             spans.append((first, len(parts), *addresses, (here.stop - here.start) * heads))
     rows = _most(sum(span[-1] for span in spans), _at_once(like.shape[-1], most))
-    (first, ranks, *there, _), at, length = _cut(spans, 3 + most, rows)
-    there = [address + at * max(pitches, default=0) for address in there]
-    lines = torch.stack([first + at, length, ranks, *there], dim=1)
-    return Table.of(lines, aligned, like.device)
+    pitch = max(pitches, default=0)
+    lines = [
+        (first + at, length, ranks, *(address + at * pitch for address in there))
+        for first, ranks, *there, at, length in _cut(spans, rows)
+    ]
+    return Table.of(lines or [(0,) * (3 + most)], aligned, like.device)
 
 
 def _most(total: int, step: int, grain: int = 1) -> int:
@@ -240,24 +246,17 @@ def _most(total: int, step: int, grain: int = 1) -> int:
     return -(-total // (_LINES * step)) * step
 
 
-def _cut(
-    spans: Sequence[Sequence[int]], width: int, most: int
-) -> tuple[Sequence[Tensor], Tensor, Tensor]:
+def _cut(spans: Iterable[tuple[int, ...]], most: int) -> Iterator[tuple[int, ...]]:
     """Cut spans, whose last number is their length, into pieces of at most so much.
 
-    Returns:
-        The columns of the span that each piece is of, where in it the piece begins, and its length.
+    In place of its length a piece has where in the span it begins, and its own length.
 
-    >>> (name, _), at, length = _cut([(7, 5), (8, 0), (9, 2)], 2, most=3)
-    >>> name.tolist(), at.tolist(), length.tolist()
-    ([7, 7, 9], [0, 3, 0], [3, 2, 2])
+    >>> [*_cut([(7, 5), (8, 0), (9, 2)], most=3)]
+    [(7, 0, 3), (7, 3, 2), (9, 0, 2)]
     """
-    table = torch.tensor(spans, dtype=torch.int64, device="cpu").view(-1, width)
-    pieces = -(-table[:, -1] // most)
-    of = table.repeat_interleave(pieces, dim=0)
-    before = (pieces.cumsum(0) - pieces).repeat_interleave(pieces)
-    at = (torch.arange(len(of), device="cpu") - before) * most
-    return of.unbind(dim=1), at, (of[:, -1] - at).clamp(max=most)
+    for *span, length in spans:
+        for at in range(0, length, most):
+            yield *span, at, min(most, length - at)
 
 
 def _all_of(length: int, shares: Sequence[Share]) -> Iterator[Share]:

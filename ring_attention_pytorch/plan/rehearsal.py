@@ -76,7 +76,7 @@ def _dry_run(plan: Any, qkv: list[Tensor], sinks: Tensor | None) -> None:
     """Call with kernels held back, so that all results are anything.
 
     Backward is in this thread, which holds them back. The plan is another one: this one would take
-    it for its first call.
+    it for its first call. Swaps of heads hold nothing back, so for them it is the first call.
     """
     with torch.autograd.set_multithreading_enabled(False), set_detect_anomaly(False):
         _call(replace(plan), qkv, sinks)

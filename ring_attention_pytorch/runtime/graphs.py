@@ -24,7 +24,7 @@ _KINDS = 4  # kinds of batches whose graphs a module keeps
 
 
 class Graphs:
-    """The CUDA graphs of one plan: one for each function of it, and for each kind of arguments.
+    """CUDA graphs of a plan or its swaps: one for each function, and for each kind of arguments.
 
     `follow` is called before each call. It lets the current stream wait for what other streams do
     with shared memory, and returns which memory that is. Graphs of other shared memory are dropped,
@@ -96,9 +96,10 @@ def problem_of_graphs(plan: Any) -> str | None:
 
 
 def with_graphs(plan: Any) -> Any:
-    """Return a plan with graphs of its own. Replacing something in it gives a plan without graphs.
+    """Return a plan with graphs of its own.
 
-    The host launches a graph at once, so calls that overlap cost it nothing more there. Kernels
+    Replacing something in it gives a plan without graphs; only swaps of heads keep theirs. The host
+    launches a graph at once, so calls that overlap cost it nothing more there. Kernels
     that merge by themselves lose by overlapping, so their transport stays.
     """
     transport = plan.transport if plan.kernel.fuses_merge else plan.overlapped or plan.transport

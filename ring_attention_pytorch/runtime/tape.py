@@ -106,7 +106,7 @@ def prepared(operation: Callable[..., Any]) -> Callable[[Callable[..., Any]], No
 
 
 class Tapes:
-    """The tapes of one plan: one for each function of it, and for each kind of arguments."""
+    """The tapes of a plan or its swaps: one for each function, and for each kind of arguments."""
 
     def __init__(self) -> None:
         # what is known of a kind: that it came once, a first recording, what replays it; or None,

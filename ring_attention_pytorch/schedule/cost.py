@@ -33,7 +33,8 @@ from ring_attention_pytorch.schedule.steps import (
 # the Python that decides on its operations; what is around a call, with autograd's thread; a CUDA
 # graph that is told of other tensors (one and two H100, 2k and 4k tokens each)
 _TAPED, _DECIDED, _AROUND, _REPLAY = 16, 80, 40, 15
-# all swaps of heads, forward and backward: by messages, by tapes, by graphs (two H200, 2k tokens)
+# all swaps of heads, forward and backward: decided anew (two and four H100; by messages it was not
+# measured), by tapes, by graphs (two H200; 2k tokens each)
 _SWAPS, _SWAPS_TAPED, _SWAPS_REPLAYED = 280, 130, 80
 _BESIDE = 0.4  # share of `call` that stays where other calls fill what one leaves idle
 _ALL_TILES = 0.2  # share that a call of all tiles has: Triton's, four H100, 2k and 4k tokens each
@@ -153,8 +154,10 @@ def part_seconds(
     beside = 1.0
     if len(program.blocks) == 2 and len(program.parts) > 1 and not program.blocks[1].whole:
         beside = _BESIDE  # calls of one round go side by side
-    calls = _ALL_TILES * min(len(visible), 1) if machine.one_call else len(visible)
-    return kernel + calls * machine.call * beside + rows * shape.row_bytes / machine.memory
+    if machine.one_call:  # which merges by itself, so results are passed over by nothing else
+        return kernel + _ALL_TILES * min(len(visible), 1) * machine.call * beside
+    passed = rows * shape.row_bytes / machine.memory
+    return kernel + len(visible) * machine.call * beside + passed
 
 
 def bytes_of(transfer: Transfer, shape: KVShape) -> int:

@@ -80,8 +80,8 @@ COMPILED = [
     ),
     Mutant(
         "gradients come home to other tokens", "operators.py:_swapped",
-        "swap.swap(QKV_TO_SEQUENCE, *grads)",
-        "[t.flip(1) for t in swap.swap(QKV_TO_SEQUENCE, *grads)]",
+        "swap.exchange(QKV_TO_SEQUENCE, *grads)",
+        "[t.flip(1) for t in swap.exchange(QKV_TO_SEQUENCE, *grads)]",
     ),
     Mutant(
         "a sum overwrites what it is of", "operators.py:_total",

@@ -539,6 +539,6 @@ SECOND_ORDER = [
     Mutant(
         "Ulysses keeps its gradients' gradients", "comm/ulysses.py:_Differentiable.backward",
         "*_Differentiable.apply(ctx.ranks, ctx.way.back, *grads)",
-        "*ctx.ranks.swap(ctx.way.back, *(g.detach() for g in grads))",
+        "*ctx.ranks.exchange(ctx.way.back, *(g.detach() for g in grads))",
     ),
 ]  # fmt: skip

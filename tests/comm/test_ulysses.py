@@ -1,6 +1,8 @@
 """Heads swapped for sequence, around any transport, give what dense attention gives."""
 
+from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ring_attention_pytorch import (
     unshard_sequence,
 )
 from ring_attention_pytorch.comm import symmetric_memory, visits
+from ring_attention_pytorch.comm.all_to_all import SharedSwap
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer
@@ -193,6 +196,64 @@ def test_what_a_graph_reads_is_made_before_it_and_stays(monkeypatch):
     assert swaps.read_by_graphs == {made.table}
     assert visits.table_of_pieces(swaps, "another", *pieces) is None
     assert visits.table_of_pieces(shelf(), "one", *pieces) is None
+
+
+class RecordingShelf:
+    """A buffer of two ranks that notes what is done with it, and has a table for each kind."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+        self.kinds: dict[object, object] = {}
+        self.memory = [torch.zeros(1 << 12, dtype=torch.uint8) for _ in range(2)]
+
+    def meet(self) -> None:
+        self.told.append("all have read")
+
+    def to_read(self) -> str:
+        return "all have written"
+
+    def mine(self, form: Form) -> list[Tensor]:
+        return self.of(0, form)
+
+    def of(self, rank: int, form: Form) -> list[Tensor]:
+        return form.open(self.memory[rank])
+
+    def table(self, kind: object, make: Callable[[], object]) -> object:
+        return self.kinds.setdefault(kind, make())
+
+
+def swaps_in_shared_memory(patch: pytest.MonkeyPatch) -> None:
+    """Ranks meet, write, meet and take; of the same tokens and heads there is one table."""
+    shelf, waited = RecordingShelf(), []
+    space = SimpleNamespace(swaps=shelf, follow_stream=lambda: waited.append("waits"))
+    swap = SharedSwap(space, (0, 1))
+    assert swap.follow_stream() is shelf
+    assert waited == ["waits"]
+
+    def take(visit: visits.Visit, *rooms: Tensor) -> None:
+        written = [t.flatten()[0].item() for t in shelf.mine(forms[0])]
+        shelf.told.append((visit.meeting, visit.table, written, [t.shape for t in rooms]))
+
+    patch.setattr(visits, "take", take)
+    q, kinds = torch.full((1, 6, 4, 8), 3.0), []
+    for length, dtype in ((6, q.dtype), (6, q.dtype), (6, torch.float64), (5, q.dtype)):
+        shards = all_segments("zigzag", 2, 2 * length)
+        spread = HeadPartition((length,) * 2, length, land(shards)[1], key_heads(4, 4, 2))
+        given, way = q[:, :length].to(dtype), spread.to_heads
+        forms = [Form.of_parts((way.part(given, place),)) for place in range(2)]
+        room = way.room(given, 0)
+        swap.swap(0, [given], [way], [room])
+        first, (meeting, table, written, shapes) = shelf.told[-2:]
+        assert (first, meeting, written) == ("all have read", "all have written", [3.0])
+        assert shapes == [(1, 2 * length, 2, 8)]
+        kinds.append(table)
+    assert kinds[0] is kinds[1]
+    assert len({id(table) for table in kinds}) == 3
+    assert len(shelf.told) == 8
+
+
+def test_swaps_in_shared_memory(monkeypatch):
+    swaps_in_shared_memory(monkeypatch)
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))

@@ -65,7 +65,13 @@ def do(taped: bool, operation: Any, *given: Any) -> None:
 
 
 # one program, whose line has several steps
-IN_STEPS = dict(_PROGRAMS=1, _LINES=1, _ELEMENTS=32, _BLOCK=4)
+IN_STEPS = dict(_PROGRAMS=1, _LINES=1, _ELEMENTS=32, _BLOCK=4, _WIDTH=2)
+# by rank some tokens and heads of what it has written, and where they go in a room of all heads
+PIECES = [
+    (0, slice(0, 4), slice(1, 2), slice(0, 8, 2), slice(2, 3)),
+    (1, slice(1, 5), slice(0, 2), slice(1, 8, 2), slice(0, 2)),
+    (2, slice(0, 6, 2), slice(0, 1), slice(1, 6, 2), slice(2, 3)),
+]
 
 
 def visit(
@@ -100,6 +106,10 @@ def visited(
     table = visits.table_of_copies(Shelf, room, parts, here)
     do(taped, visits.pull, visits.Visit(reads, table), room)
 
+    taken = [torch.full((B, 8, HEADS + 1, d + d_v), torch.nan, dtype=of) for _ in range(2)]
+    table = visits.table_of_pieces(Shelf, None, taken, [shared] * 2, [PIECES, PIECES[::-1]])
+    do(taped, visits.take, visits.Visit(reads, table), *taken)
+
     shares = [
         visits.Share(slice(4, 6), [shared[1][:, :2]]),
         visits.Share(slice(0, 3), [shared[0][:, 3:], shared[2][:, 1:4], shared[1][:, 2:5]]),
@@ -113,8 +123,8 @@ def visited(
         do(taped, visits.add_up, visits.Adding(reads, table, fresh, False), *sums, of)
         totals[fresh] = sums
     assert board.trouble() is None
-    assert board.state[:3].tolist() == [0, 4, 0]  # nothing wrong, four meetings, all have left
-    return dict(room=room, totals=totals)
+    assert board.state[:3].tolist() == [0, 5, 0]  # nothing wrong, five meetings, all have left
+    return dict(room=room, taken=taken, totals=totals)
 
 
 def found(pool: ProcessPoolExecutor, function: Any, *given: Any, dtype: str, widths: str) -> list:
@@ -139,12 +149,16 @@ def test_ranks_write_pull_and_add(dtype, widths, how, ranks):
     pulled[:, 5:], pulled[:, :2], pulled[:, 2:3] = (
         all_of[0][:, 1:4], all_of[2][:, :2], all_of[1][:, 5:]
     )  # fmt: skip
+    pieces = torch.full((B, 8, HEADS + 1, d + d_v), torch.nan, dtype=of)
+    for rank, rows, some, to_rows, to_some in PIECES:
+        pieces[:, to_rows, to_some] = all_of[rank][:, rows, some]
     wide = [t.double() for t in all_of]
     added = torch.zeros(B, N, HEADS, d + d_v, dtype=torch.float64)
     added[:, 4:6] = wide[1][:, :2]
     added[:, 0:3] = wide[0][:, 3:] + wide[2][:, 1:4] + wide[1][:, 2:5]
     for mine in found(ranks, visit, *how, dtype=dtype, widths=widths):
-        assert torch.equal(mine["room"].nan_to_num(9.0), pulled.nan_to_num(9.0))
+        for got, exact in ((mine["room"], pulled), *((t, pieces) for t in mine["taken"])):
+            assert torch.equal(got.nan_to_num(9.0), exact.nan_to_num(9.0))
         for fresh, totals in mine["totals"].items():
             want = added if fresh else added + 1
             for got, exact in zip(totals, want.split([d, d_v], dim=-1)):

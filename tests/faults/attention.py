@@ -205,6 +205,7 @@ def streams_wait_for_one_another() -> Iterator[Case]:
 
 def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     """Those that can be."""
+    from tests.comm import test_ulysses
     from tests.runtime import test_graphs
     from tests.runtime.test_streams import stood_in
 
@@ -219,6 +220,7 @@ def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     other = test_graphs.test_graphs_of_other_memory_or_other_kernels_are_not_replayed
     yield test_graphs.test_what_travels_in_messages_is_refused
     yield on_cpu(lambda _: test_graphs.swaps_are_captured(4))
+    yield patched(test_ulysses.swaps_in_shared_memory)
     yield on_cpu(lambda _: test_graphs.messages_between_neighbours_are_no_graphs())
     yield with_driver(test_graphs.test_what_a_graph_holds_overlaps)
     yield patched(test_graphs.a_call_is_captured_twice_and_its_graph_told_of_tensors)

@@ -45,13 +45,20 @@ def fails_at_a_random_moment(board: Board, memory: Tensor) -> None:
 
 
 def brought(board: Board, tables: Tables, memory: Tensor, how: str) -> list[Tensor]:
-    """Copy, or add, what the other rank has; by few programs, if beside a kernel."""
+    """Copy, take or add what the other rank has; by few programs, if beside a kernel."""
     meeting = board.meeting("read")
     if how == "copied":
         room = torch.zeros_like(memory)
         table = visits.table_of_copies(tables, room, [memory], [slice(0, ROWS)])
         visits.pull(visits.Visit(meeting, table), room)
         return [room]
+    if how == "taken":
+        rooms, at = [torch.zeros_like(memory[:, : ROWS // 2]) for _ in range(2)], slice(0, HEADS)
+        first, second = slice(0, ROWS, 2), slice(1, ROWS, 2)
+        pieces = [[(0, rows, at, slice(0, ROWS // 2), at)] for rows in (first, second)]
+        table = visits.table_of_pieces(tables, "halves", rooms, [[memory]] * 2, pieces)
+        visits.take(visits.Visit(meeting, table), *rooms)
+        return rooms
     sums = [memory.new_zeros(1, ROWS, HEADS, D) for _ in range(2)]
     table = visits.table_of_sums(tables, sums[0], [visits.Share(slice(0, ROWS), [memory])])
     visits.add_up(visits.Adding(meeting, table, True, how == "added beside"), *sums, memory.dtype)
@@ -87,7 +94,7 @@ def what_is_kept(how: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("how", ["copied", "added", "added beside"])
+@pytest.mark.parametrize("how", ["copied", "taken", "added", "added beside"])
 def test_what_was_read_while_a_rank_failed_is_right_or_nan(how, nccl):
     found, _ = nccl(SIZE).run(what_is_kept, how)
     assert found["garbage"] == found["unsaid"] == 0, found

@@ -253,6 +253,22 @@ ATTENTION = [
         "found = function(*given)", "found = _like(given)",
     ),
     Mutant(
+        "one table for whatever is swapped", "comm/all_to_all.py:SharedSwap.swap",
+        "kind = me, self.ranks, tuple(way.kind for way in ways), forms[me]", "kind = 0",
+    ),
+    Mutant(
+        "what is swapped is taken when others have read", "comm/all_to_all.py:SharedSwap.swap",
+        "shelf.to_read()", "shelf.to_write()",
+    ),
+    Mutant(
+        "swaps don't wait for other streams", "comm/all_to_all.py:SharedSwap.follow_stream",
+        "self.space.follow_stream()", "pass",
+    ),
+    Mutant(
+        "each plan has tables of its own", "comm/all_to_all.py:CopyPlan.kind",
+        "self.given, self.got, *moves", "id(self),",
+    ),
+    Mutant(
         "graphs leave out what swaps heads", "runtime/graphs.py:with_graphs",
         "plan.ulysses.in_graphs(plan.device)", "plan.ulysses",
     ),

@@ -251,3 +251,9 @@ def test_a_call_of_all_tiles_costs_a_fifth_of_one_for_each():
         for one_call in (False, True)
     ]
     assert each == pytest.approx([2.0, 0.2], abs=1e-3)
+    free = H200._replace(call=0.0)
+    merges, merged = (
+        part_seconds(program, part, 1, JOB, free._replace(one_call=one_call), 0.0)
+        for one_call in (True, False)
+    )
+    assert merges == 0 < merged
