@@ -24,6 +24,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.lib.options import parser
 from ring_attention_pytorch import positions, ring_attn, shard_batch, shard_sequence
@@ -45,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with torchrun_group("nccl" if args.device == "cuda" else "gloo"):
         register()
         AttentionInterface.register("hand", _by_hand)
-        AttentionMaskInterface.register("hand", lambda **_: None)
+        AttentionInterface.register("pytorch", sdpa_attention_forward)
+        for name in ("hand", "pytorch"):
+            AttentionMaskInterface.register(name, lambda **_: None)
         for tokens in args.tokens:
             found = seconds(args.device, tokens, args.dim, args.layers, args.rounds)
             if dist.get_rank() == 0:
@@ -59,7 +62,7 @@ def steps(device: str) -> dict[str, tuple[str, Step]]:
         "ring_forward": ("ring", by_ring_forward),
         "by hand": ("hand", by_hand),
     }
-    return found if device == "cpu" else {**found, "context_parallel": ("sdpa", by_pytorch)}
+    return found if device == "cpu" else {**found, "context_parallel": ("pytorch", by_pytorch)}
 
 
 def seconds(device: str, tokens: int, dim: int, layers: int, rounds: int) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Draws docs/speed.svg, the chart of the README: `python -m docs.draw_speed`.
 
-It shows attention over four H100 as a share of the same kernel alone on one GPU over the whole
+It shows attention over four H200 as a share of the same kernel alone on one GPU over the whole
 sequence, by tokens a GPU, from benchmarks/results/ring.json. What is in a graph is compared with
 the kernel in a graph. Where there are several runs it shows their median.
 """
@@ -48,8 +48,8 @@ NOTES = (
 
 
 def rows() -> list[dict[str, Any]]:
-    """The measurements of four H100 under a causal mask, forward and backward together."""
-    wanted = {"device": "NVIDIA H100 80GB HBM3", "gpus": 4, "mask": "causal", "pass": "both"}
+    """The measurements of four H200 under a causal mask, forward and backward together."""
+    wanted = {"device": "NVIDIA H200", "gpus": 4, "mask": "causal", "pass": "both"}
     wanted |= {"heads": [32, 8], "head_dim": 128}
     return [row for row in json.loads(RESULTS.read_text()) if wanted.items() <= row.items()]
 
@@ -83,7 +83,7 @@ def share(row: dict[str, Any], measured: list[dict[str, Any]]) -> float:
 
 def drawing(found: dict[str, dict[int, float]]) -> str:
     """The chart, its legend and what is to be known of it."""
-    parts = [text(LEFT, 24, "Four H100, causal, bf16, 32 query and 8 key heads of 128", INK, 16)]
+    parts = [text(LEFT, 24, "Four H200, causal, bf16, 32 query and 8 key heads of 128", INK, 16)]
     parts.append(text(LEFT, 44, "forward and backward: share of cuDNN's kernel alone on one GPU"))
     for percent in range(0, 101, 20):
         y = height(percent / 100)

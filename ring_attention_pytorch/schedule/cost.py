@@ -34,8 +34,8 @@ from ring_attention_pytorch.schedule.steps import (
 # graph that is told of other tensors (one and two H100, 2k and 4k tokens each)
 _TAPED, _DECIDED, _AROUND, _REPLAY = 16, 80, 40, 15
 # all swaps of heads, forward and backward: decided anew (two and four H100; by messages it was not
-# measured), by tapes, by graphs (two H200; 2k tokens each)
-_SWAPS, _SWAPS_TAPED, _SWAPS_REPLAYED = 280, 130, 80
+# measured), by tapes, by graphs (four H100; 2k tokens each)
+_SWAPS, _SWAPS_TAPED, _SWAPS_REPLAYED = 280, 110, 80
 _BESIDE = 0.4  # share of `call` that stays where other calls fill what one leaves idle
 _ALL_TILES = 0.2  # share that a call of all tiles has: Triton's, four H100, 2k and 4k tokens each
 
