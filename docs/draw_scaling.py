@@ -136,14 +136,14 @@ nobody else's.
 
 ## What it was checked against
 
-Share of the same kernel alone on one GPU over the whole sequence, forward and backward; four H100,
+Share of the same kernel alone on one GPU over the whole sequence, forward and backward; four H200,
 eight H200 of an earlier day, bf16, 32 query and 8 key heads of 128, causal, zigzag, with cuDNN's
 kernel, up to 16k tokens in a CUDA graph (`benchmarks/results/ring.json`).
 """
 
 PREDICTIONS = """\
 Without a graph 2k tokens a GPU wait for Python to launch, of which this model knows nothing: there
-a gather measures 53 to 55 %, a ring 16 %, by the host.
+a gather measures 49 to 55 %, a ring 10 to 16 %, by the host.
 
 ## Predictions
 
