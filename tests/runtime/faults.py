@@ -274,7 +274,7 @@ ATTENTION = [
     ),
     Mutant(
         "a graph holds messages between neighbours", "comm/ulysses.py:Ulysses.in_graphs",
-        "if self.by.taped:", "if True:",
+        "or not self.by.taped", "",
     ),
     Mutant(
         "a graph sums gradients of repeated heads elsewhere", "comm/ulysses.py:_summed",
