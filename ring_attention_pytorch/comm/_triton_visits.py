@@ -136,7 +136,7 @@ def take_kernel(
 
     A line is: number of the room, address, offset in the room, from row to row there and here,
     width of a row, number of rows. Offset, pitches and width are in words, the last `WIDTH` at
-    most. They, the address and the rooms' are multiples of `ALIGNED` bytes.
+    most. They, the address and where rooms begin are multiples of `ALIGNED` bytes.
     """
     STEP: tl.constexpr = ALIGNED * 8 // WORD.primitive_bitwidth
     number = tl.load(state + MET) + 1

@@ -21,16 +21,7 @@ from ring_attention_pytorch.comm.symmetric_memory import (
     SymmetricWorkspace,
     shared_by,
 )
-
-
-class Move(NamedTuple):
-    """Some tokens and heads of a place's tensor `[b, n, h, ...]`, and where they go."""
-
-    place: int
-    rows: slice
-    heads: slice
-    to_rows: slice
-    to_heads: slice
+from ring_attention_pytorch.comm.visits import Move
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,10 +137,8 @@ def _form(tensors: Sequence[Tensor], ways: Sequence[CopyPlan], sender: int, rece
     """Return the form of the message from one rank to another."""
     parts = []
     for i, move in _between(ways, sender, receiver):
-        t, rows = tensors[i], move.rows
-        length = len(range(rows.start, rows.stop, rows.step or 1))
-        heads = move.heads.stop - move.heads.start
-        parts.append(Part((t.shape[0], length, heads, *t.shape[3:]), t.dtype))
+        t, heads = tensors[i], move.heads.stop - move.heads.start
+        parts.append(Part((t.shape[0], move.length, heads, *t.shape[3:]), t.dtype))
     return Form.of_parts(tuple(parts))
 
 

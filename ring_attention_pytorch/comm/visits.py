@@ -33,8 +33,19 @@ _WIDTH = 64  # words of a row that it copies at once
 _ELEMENTS = 16384  # that it adds, or writes
 
 
-# the number of a source, some rows and heads of it, and the rows and heads where they go
-Piece = tuple[int, slice, slice, slice, slice]
+class Move(NamedTuple):
+    """Some tokens and heads of a place's tensor `[b, n, h, ...]`, and where they go."""
+
+    place: int
+    rows: slice
+    heads: slice
+    to_rows: slice
+    to_heads: slice
+
+    @property
+    def length(self) -> int:
+        """The number of tokens."""
+        return len(range(self.rows.start, self.rows.stop, self.rows.step or 1))
 
 
 class Share(NamedTuple):
@@ -52,12 +63,15 @@ class Table:
     aligned: int
 
     @classmethod
-    def of(cls, lines: Sequence[tuple[int, ...]], aligned: int, device: torch.device) -> "Table":
-        """Make a table of at least one line on a device; the host waits for nothing.
+    def of(
+        cls, lines: Sequence[tuple[int, ...]], columns: int, aligned: int, device: torch.device
+    ) -> "Table":
+        """Make a table on a device; the host waits for nothing. One of no lines has one of zeros.
 
         Lines are put in another order: those that all programs go through at the same time come
         from all parts of the table. Else programs would read the same rank's memory at once.
         """
+        lines = lines or [(0,) * columns]
         each = -(-len(lines) // _PROGRAMS)
         in_turn = [line for first in range(each) for line in lines[first::each]]
         table = torch.tensor(in_turn, dtype=torch.int64, device="cpu")
@@ -129,14 +143,14 @@ def table_of_pieces(
     kind: Hashable,
     rooms: Sequence[Tensor],
     sources: Sequence[Sequence[Tensor]],
-    pieces: Sequence[Sequence[Piece]],
+    moves: Sequence[Sequence[Move]],
 ) -> Table | None:
     """Return the table of pieces of each room `[b, n, h, ...]` in others' tensors like it.
 
     All are contiguous. Sources are of the shelf's memory, and rooms begin at multiples of 16 bytes;
     `kind` says all that a table says. There is none where the shelf says so.
     """
-    return shelf.table(kind, lambda: _pieces(rooms, sources, pieces))
+    return shelf.table(kind, lambda: _pieces(rooms, sources, moves))
 
 
 def _place(t: Tensor) -> tuple[Hashable, ...]:
@@ -152,7 +166,7 @@ def _writes(k: Tensor, v: Tensor, tokens: int, spans: Sequence[tuple[slice, slic
             lines.append((first * heads, to * heads, (mine.stop - mine.start) * heads))
     most = _most(sum(line[-1] for line in lines), _at_once(max(k.shape[-1], v.shape[-1])))
     cut = [(here + at, there + at, rows) for here, there, at, rows in _cut(lines, most)]
-    return Table.of(cut or [(0, 0, 0)], 1, k.device)
+    return Table.of(cut, 3, 1, k.device)
 
 
 def _copies(room: Tensor, parts: Sequence[Tensor], here: Sequence[slice]) -> Table:
@@ -169,16 +183,16 @@ def _copies(room: Tensor, parts: Sequence[Tensor], here: Sequence[slice]) -> Tab
         (address + at, (start + at) // word, nbytes // word)
         for address, start, at, nbytes in _cut(spans, most)
     ]
-    return Table.of(lines or [(0, 0, 0)], aligned, room.device)
+    return Table.of(lines, 3, aligned, room.device)
 
 
 def _pieces(
     rooms: Sequence[Tensor],
     sources: Sequence[Sequence[Tensor]],
-    pieces: Sequence[Sequence[Piece]],
+    moves: Sequence[Sequence[Move]],
 ) -> Table:
-    spans = [*_spans(rooms, sources, pieces)]
-    # of all tensors: beside lse of 1 to 3 heads that of out is narrow, too
+    spans = [*_spans(rooms, sources, moves)]
+    # one word for all rooms: beside lse of 1 to 3 heads, out is copied by 4 or 8 bytes at once
     aligned = gcd(16, *(nbytes for _, *places, _, width in spans for nbytes in (*places, width)))
     word = min(8, aligned)
     narrow = [
@@ -190,22 +204,23 @@ def _pieces(
     for number, address, to, there, here, width, at, rows in _cut(narrow, most):
         in_words = [nbytes // word for nbytes in (to + at * here, there, here, width)]
         lines.append((number, address + at * there, *in_words, rows))
-    return Table.of(lines or [(0,) * 7], aligned, rooms[0].device)
+    return Table.of(lines, 7, aligned, rooms[0].device)
 
 
 def _spans(
     rooms: Sequence[Tensor],
     sources: Sequence[Sequence[Tensor]],
-    pieces: Sequence[Sequence[Piece]],
+    moves: Sequence[Sequence[Move]],
 ) -> Iterator[tuple[int, ...]]:
     """Yield of each piece: its room, where it is and goes, from row to row, rows, their width.
 
     All but the room and rows are in bytes.
     """
-    for number, (room, theirs, some) in enumerate(zip(rooms, sources, pieces)):
+    for number, (room, theirs, some) in enumerate(zip(rooms, sources, moves)):
         head, heads = prod(room.shape[3:]) * room.element_size(), room.shape[2]
-        for sample, (place, rows, which, to, to_which) in product(range(len(room)), some):
-            t, length = theirs[place], len(range(rows.start, rows.stop, rows.step or 1))
+        for sample, move in product(range(len(room)), some):
+            place, rows, which, to, to_which = move
+            t, length = theirs[place], move.length
             start = (sample * t.shape[1] + rows.start) * t.shape[2] + which.start
             to_start = (sample * room.shape[1] + to.start) * heads + to_which.start
             there, here = (rows.step or 1) * t.shape[2], (to.step or 1) * heads
@@ -232,7 +247,7 @@ def _sums(like: Tensor, shares: Sequence[Share]) -> Table:
         (first + at, length, ranks, *(address + at * pitch for address in there))
         for first, ranks, *there, at, length in _cut(spans, rows)
     ]
-    return Table.of(lines or [(0,) * (3 + most)], aligned, like.device)
+    return Table.of(lines, 3 + most, aligned, like.device)
 
 
 def _most(total: int, step: int, grain: int = 1) -> int:

@@ -187,7 +187,7 @@ def test_what_a_graph_reads_is_made_before_it_and_stays(monkeypatch):
         return new
 
     here, t = slice(0, 2), torch.zeros(1, 2, 2, 4)
-    pieces = [t], [[t]], [[(0, here, here, here, here)]]
+    pieces = [t], [[t]], [[visits.Move(0, here, here, here, here)]]
     swaps = shelf()
     made = visits.table_of_pieces(swaps, "one", *pieces)
     assert not swaps.read_by_graphs

@@ -68,9 +68,9 @@ def do(taped: bool, operation: Any, *given: Any) -> None:
 IN_STEPS = dict(_PROGRAMS=1, _LINES=1, _ELEMENTS=32, _BLOCK=4, _WIDTH=2)
 # by rank some tokens and heads of what it has written, and where they go in a room of all heads
 PIECES = [
-    (0, slice(0, 4), slice(1, 2), slice(0, 8, 2), slice(2, 3)),
-    (1, slice(1, 5), slice(0, 2), slice(1, 8, 2), slice(0, 2)),
-    (2, slice(0, 6, 2), slice(0, 1), slice(1, 6, 2), slice(2, 3)),
+    visits.Move(0, slice(0, 4), slice(1, 2), slice(0, 8, 2), slice(2, 3)),
+    visits.Move(1, slice(1, 5), slice(0, 2), slice(1, 8, 2), slice(0, 2)),
+    visits.Move(2, slice(0, 6, 2), slice(0, 1), slice(1, 6, 2), slice(2, 3)),
 ]
 
 
@@ -182,7 +182,7 @@ def fail(
     table = visits.table_of_copies(Shelf, room, [shared[rank]], [slice(0, N)])
     visits.pull(visits.Visit(board.meeting("read"), table), room)
     rooms, tokens, heads = [torch.zeros_like(room) for _ in range(2)], slice(0, N), slice(0, HEADS)
-    pieces = [[(0, tokens, heads, tokens, heads)]] * 2
+    pieces = [[visits.Move(0, tokens, heads, tokens, heads)]] * 2
     table = visits.table_of_pieces(Shelf, None, rooms, [[shared[rank]]] * 2, pieces)
     visits.take(visits.Visit(board.meeting("read"), table), *rooms)
     sums = [torch.zeros(B, N, HEADS, d, dtype=of) for d in (d, d_v)]
@@ -308,7 +308,9 @@ def test_tables_are_made_on_the_host_whatever_the_default_device():
             visits.table_of_copies(Shelf, room, [room], [slice(0, 4)]),
             visits.table_of_sums(Shelf, room[..., :4], [share]),
             visits.table_of_writes(Shelf, room, room, 4, [(slice(0, 4), slice(0, 4))]),
-            visits.table_of_pieces(Shelf, None, [room], [[room]], [[(0, *[slice(0, 2)] * 4)]]),
+            visits.table_of_pieces(
+                Shelf, None, [room], [[room]], [[visits.Move(0, *[slice(0, 2)] * 4)]]
+            ),
         ]
     assert all(made.table.device.type == "cpu" for made in tables)
 

@@ -55,7 +55,8 @@ def brought(board: Board, tables: Tables, memory: Tensor, how: str) -> list[Tens
     if how == "taken":
         rooms, at = [torch.zeros_like(memory[:, : ROWS // 2]) for _ in range(2)], slice(0, HEADS)
         first, second = slice(0, ROWS, 2), slice(1, ROWS, 2)
-        pieces = [[(0, rows, at, slice(0, ROWS // 2), at)] for rows in (first, second)]
+        half = slice(0, ROWS // 2)
+        pieces = [[visits.Move(0, rows, at, half, at)] for rows in (first, second)]
         table = visits.table_of_pieces(tables, "halves", rooms, [[memory]] * 2, pieces)
         visits.take(visits.Visit(meeting, table), *rooms)
         return rooms

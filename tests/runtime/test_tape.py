@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -137,6 +138,22 @@ def test_a_kernel_that_does_not_say_so_has_no_tape() -> None:
         assert torch.equal(ring_attn(*given, plan=plan), given[0])
 
 
+def told_while_memory_grows(
+    plan: RingPlan, direct: RingPlan, told: Callable[[], Any], grow: Callable[[], None]
+) -> list[Any]:
+    """Compare ten calls; return what is told before and after memory grows, and at the end."""
+    found = []
+    for number in range(10):
+        given = tensors("causal", torch.float64)
+        dout = torch.randn_like(given[0])
+        pairs = zip(results(plan, given, dout), results(direct, given, dout))
+        assert all(torch.equal(taped, computed) for taped, computed in pairs), number
+        found.append(told())
+        if number == 4:
+            grow()
+    return found[4:6] + found[-1:]
+
+
 def few_tokens_have_tapes(how: str) -> None:
     """What ranks read of one another is the same memory each time, until that grows."""
 
@@ -145,16 +162,11 @@ def few_tokens_have_tapes(how: str) -> None:
         made = RingPlan.make(*given, causal=True, layout="zigzag", group=ring)
         plan, direct = (over_shared_memory(made, given, ring, 9, **{how: True}) for _ in range(2))
         object.__setattr__(direct, "can_be_taped", False)
-        found = []
-        for number in range(10):
-            given = tensors("causal", torch.float64)
-            dout = torch.randn_like(given[0])
-            pairs = zip(results(plan, given, dout), results(direct, given, dout))
-            assert all(torch.equal(taped, computed) for taped, computed in pairs), number
-            found.append(replayed(plan))
-            if number == 4:
-                plan.transport.space.make_room(None, keys=1 << 16, grads=1 << 16)
-        return found[4:6] + found[-1:]
+
+        def grow() -> None:
+            plan.transport.space.make_room(None, keys=1 << 16, grads=1 << 16)
+
+        return told_while_memory_grows(plan, direct, partial(replayed, plan), grow)
 
     for found in threads.run(3, main)[0]:
         assert found == [["backward", "forward"], [], ["backward", "forward"]]
@@ -174,18 +186,15 @@ def swaps_have_tapes(ulysses: int) -> None:
         plan, direct = (over_shared_memory(made, given, ring, 9) for _ in range(2))
         plainly = replace(direct.ulysses, by=replace(direct.ulysses.by, taped=False))
         direct = replace(direct, ulysses=plainly)
-        found = []
-        for number in range(10):
-            given = tensors("causal", torch.float64)
-            dout = torch.randn_like(given[0])
-            pairs = zip(results(plan, given, dout), results(direct, given, dout))
-            assert all(torch.equal(taped, computed) for taped, computed in pairs), number
-            kept = plan.ulysses.tapes._kept.values()
-            found.append(sum(hasattr(known, "source") for known in kept))
-            if number == 4:
-                for each in (plan, direct):
-                    each.ulysses.by.space.make_room(None, swaps=1 << 16)
-        return found[4:6] + found[-1:]
+
+        def tapes() -> int:
+            return sum(hasattr(known, "source") for known in plan.ulysses.tapes._kept.values())
+
+        def grow() -> None:
+            for each in (plan, direct):
+                each.ulysses.by.space.make_room(None, swaps=1 << 16)
+
+        return told_while_memory_grows(plan, direct, tapes, grow)
 
     for found in threads.run(4, main)[0]:
         assert found == [4, 0, 4]
