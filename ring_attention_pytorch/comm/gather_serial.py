@@ -27,6 +27,7 @@ from ring_attention_pytorch.comm.gather_symmetric import (
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.runtime.interfaces import KVBlock
+from ring_attention_pytorch.runtime.launches import can_begin_early
 from ring_attention_pytorch.runtime.rowwise import wire_dtype
 from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.arrangement import Arrangement, Move, arrangements, moves
@@ -39,11 +40,13 @@ class SerialGather(SymmetricGather):
     """A `SymmetricGather` of one round, on one stream.
 
     Keys are `arranged` in the memory of each rank. Gradients come home `beside` what the kernel
-    leaves for later, if it makes those of keys first.
+    leaves for later, if it makes those of keys first. Forward a kernel that can begins `early`,
+    with own keys, while others' come.
     """
 
     arranged: tuple[Arrangement, ...] = field(kw_only=True)
     beside: bool = False
+    early: bool = False
 
     @classmethod
     def like(
@@ -54,10 +57,12 @@ class SerialGather(SymmetricGather):
         shared: PeerGroup,
         own_apart: bool = False,
         keys_first: bool = False,
+        begins_early: bool = False,
     ) -> "SerialGather":
         """Make one like a gather, in the same memory; own keys are a block `own_apart`, or not.
 
-        The kernel makes gradients of keys first, or not. All ranks of the ring call this together.
+        The kernel makes gradients of keys first, or not, and begins early, or not. All ranks of the
+        ring call this together.
         """
         if own_apart:
             rounds = schedule(blocks, at_once=len(blocks.keys))
@@ -71,6 +76,7 @@ class SerialGather(SymmetricGather):
         return cls(
             gather.ring, plan, space=shared.space, ranks=shared.ranks, arranged=arranged,
             beside=keys_first,
+            early=begins_early and not own_apart and can_begin_early(shared.space.device),
         )  # fmt: skip
 
     @property
@@ -93,7 +99,7 @@ class SerialGather(SymmetricGather):
         return True
 
     def in_turn(self) -> Self:
-        return replace(self, beside=False)
+        return replace(self, beside=False, early=False)
 
     def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> GatherCall:
         return _Call(self, program, own, totals)
@@ -144,6 +150,7 @@ class _Call(SymmetricCall):
         """Pull others' keys to where they belong among own ones."""
         shelf, (both, *masks) = self.space.keys, self.rooms
         there, here = [], []
+        coming: tuple[slice, ...] = ()
         for owner, at, to in self.serial.moves:
             theirs = self._form(self.serial.arranged[owner])
             there.append([t[:, at] for t in shelf.of(self.serial.ranks[owner], theirs)])
@@ -154,13 +161,16 @@ class _Call(SymmetricCall):
             shelf.publish()  # after the call for own keys, which needs nobody
             _copy_all(both, here, parts)
         else:
-            visits.pull(visits.Visit(shelf.to_read(), table), both)
+            early = self.serial.early and self.totals is None and not masks
+            visits.pull(visits.Pulling(shelf.to_read(), table, early), both)
+            coming = tuple(here) if early else ()
         for mask, some in zip(masks, parts_of_masks):
             _copy_all(mask, here, some)
         if table is None or masks:  # what a visit brings it has looked after
             self.space.board.spoil(both)
         held = slice(0, self.mine.held)
-        self._has_come(transfer.block, [t[:, held] for t in (*apart(both, self.own), *masks)])
+        found = [t[:, held] for t in (*apart(both, self.own), *masks)]
+        self._has_come(transfer.block, found, coming)
 
     def _form(self, lies: Arrangement) -> Form:
         return self.gather.form(self.own, lies.tokens, masks=True)

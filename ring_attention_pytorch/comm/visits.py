@@ -20,9 +20,10 @@ from ring_attention_pytorch.runtime.launches import KernelCall, can_begin_early,
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 _PROGRAMS = 128  # that wait, at most
-# that add while a kernel computes, which takes their multiprocessors from it: on two H100 2k tokens
-# take 640 and 649 us in a graph with 24, 648 and 650 with 16, 649 and 652 with 32, 650 and 657 with
-# 64; added afterwards 665 and 675
+# that add or pull while a kernel computes, which takes their multiprocessors from it: on two H100
+# 2k tokens take 640 and 649 us in a graph if 24 add, 648 and 650 with 16, 649 and 652 with 32, 650
+# and 657 with 64; added afterwards 665 and 675. On two H200 636 us if 24 pull, 637 with 16, 634
+# with 32, 646 with 48; pulled before 649 and 652
 _PROGRAMS_BESIDE = 24
 _LEFT_FREE = 4  # multiprocessors: ranks may wait for what other streams do
 _LINES = 4 * _PROGRAMS  # of a table, if there is much to do: then programs do about as much
@@ -93,6 +94,13 @@ class Writing(Visit):
     """A visit that does without the meeting, if nobody `meets`."""
 
     meets: bool
+
+
+@dataclass(frozen=True)
+class Pulling(Visit):
+    """A visit that pulls while the next kernel, if it can, begins `early`."""
+
+    early: bool
 
 
 @dataclass(frozen=True)
@@ -303,13 +311,15 @@ def write(how: Writing, k: Tensor, v: Tensor, place: Tensor) -> KernelCall:
 
 
 @operation
-def pull(visit: Visit, room: Tensor) -> KernelCall:
+def pull(how: Pulling, room: Tensor) -> KernelCall:
     """Meet, and copy to `room` what the table says; NaN if a rank was out of step."""
     from ring_attention_pytorch.comm._triton_visits import pull_kernel
 
-    table = visit.table.table
-    sizes = {**_words(visit.table.aligned), "BLOCK": _BLOCK}
-    return _call(pull_kernel, visit.meeting, (room, table, len(table)), len(table), sizes)
+    table, blocks = how.table.table, len(how.table.table)
+    sizes = {**_words(how.table.aligned), "BLOCK": _BLOCK, "EARLY": how.early}
+    if how.early:
+        blocks = min(blocks, _PROGRAMS_BESIDE)
+    return _call(pull_kernel, how.meeting, (room, table, len(table)), blocks, sizes)
 
 
 @operation

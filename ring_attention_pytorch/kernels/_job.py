@@ -24,13 +24,19 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Tiles and terms: constants of a plan, which are the same only if they are the same object."""
+    """Tiles and terms: constants of a plan, which are the same only if they are the same object.
+
+    And which keys are `coming`, as `KVBlock` says.
+    """
 
     tiles: Tiles
     terms: ScoreMods
+    coming: tuple[slice, ...] = ()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Job) and (self.tiles is other.tiles and self.terms is other.terms)
+        if not isinstance(other, Job) or self.coming != other.coming:
+            return False
+        return self.tiles is other.tiles and self.terms is other.terms
 
     def __hash__(self) -> int:
         return hash((id(self.tiles), id(self.terms)))

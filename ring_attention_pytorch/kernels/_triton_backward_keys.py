@@ -204,7 +204,8 @@ def keys_kernel(
 ):
     """Compute dk and dv of a block of keys, from every query head that uses it."""
     let_next_begin(EARLY)
-    block, of, first_tile, last_tile = block_of(blocks, count, beside)
+    block, of, looks = block_of(blocks, count, beside)
+    first_tile, last_tile = tl.load(looks), tl.load(looks + 1)
     start = block * COLS
     batch, key_head = of // key_heads, of % key_heads
     col = start + tl.arange(0, COLS)

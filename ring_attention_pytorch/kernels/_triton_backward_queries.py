@@ -161,7 +161,8 @@ def queries_kernel(
 ):
     """Compute dq of a block of queries."""
     TOKENS: tl.constexpr = ROWS // PACK
-    block, pack, first_tile, last_tile = block_of(blocks, count, beside)
+    block, pack, looks = block_of(blocks, count, beside)
+    first_tile, last_tile = tl.load(looks), tl.load(looks + 1)
     start = block * TOKENS
     batch, head = pack * PACK // heads, pack * PACK % heads
     key_head = head // group

@@ -24,8 +24,10 @@ VARYING = [
 
 
 @triton.jit
-def block_of(blocks, count, beside):
-    """Return this program's block and pack, and from which to which tile of the table it looks.
+def block_of(blocks, count, beside, GROUPS: tl.constexpr = 1):
+    """Return this program's block and pack, and where the table says which tiles it looks at.
+
+    There it is from which to which one, of each group of tiles.
 
     A pack is a key head, or query heads of one key head that share a block: each has `count`
     blocks. Packs take turns `beside` at a time, and of those the same block is next to each other:
@@ -34,8 +36,8 @@ def block_of(blocks, count, beside):
     turn, place = tl.program_id(0) // (beside * count), tl.program_id(0) % (beside * count)
     pack = turn * beside
     beside = tl.minimum(tl.num_programs(0) // count - pack, beside)
-    at = blocks + 3 * (place // beside)
-    return tl.load(at), pack + place % beside, tl.load(at + 1), tl.load(at + 2)
+    at = blocks + (1 + 2 * GROUPS) * (place // beside)
+    return tl.load(at), pack + place % beside, at + 1
 
 
 @triton.jit

@@ -134,7 +134,8 @@ def settle_transport(
     if light is not None and not launches_decide(blocks, shape, near):
         light = None
     few = light or kernel
-    together = make_together(overlapping, blocks, shape, near, few.square, few.keys_first)
+    can = few.square, few.keys_first, few.begins_early
+    together = make_together(overlapping, blocks, shape, near, *can)
     if light is not None and together is not None:
         machine = with_another(machine, kernel.name, light.name)
         kernel = light

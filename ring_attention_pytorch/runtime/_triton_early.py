@@ -4,9 +4,9 @@
     queries_kernel            |_______####### where the first has nothing to do any more
 
 That is programmatic dependent launch, from Hopper on: the first kernel lets the next one begin, and
-that one is launched with `launch_pdl`. It must read nothing that the launch directly before it
-writes, whichever that is. What comes after is launched as ever, and waits for the second kernel to
-end. So the second must not end before the first.
+that one is launched with `launch_pdl`. Before it waits for the one before, it must read nothing
+that the launch directly before it writes, whichever that is. What comes after is launched as ever,
+and waits for the second kernel to end. So the second must not end before the first.
 
 Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide, "Programmatic Dependent Launch"
 """
@@ -24,6 +24,12 @@ def let_next_begin(EARLY: tl.constexpr):
     """
     if EARLY:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_the_one_before():
+    """Wait until the kernel before has ended, and all that it wrote can be read."""
+    gdc_wait()
 
 
 @triton.jit

@@ -43,20 +43,25 @@ FEATURES = frozenset(
 
 
 class KVBlock(NamedTuple):
-    """A block of keys and values that travel together. `own` is true for this rank's keys."""
+    """A block of keys and values that travel together. `own` is true for this rank's keys.
+
+    Tokens that are `coming` are written by the launch right before the kernel's. A kernel that
+    begins before that has ended waits before it reads these.
+    """
 
     k: Tensor
     v: Tensor
     key_mask: Tensor | None  # bool [b, m], True = may be seen
     segments: Segments
     own: bool = False
+    coming: tuple[slice, ...] = ()
 
     def samples(self, which: slice) -> "KVBlock":
-        """Return the block of some samples."""
+        """Return the block of some samples: before their kernel's launch may be another's."""
         if which == slice(None):
             return self
         k, v, key_mask = (_of(t, which) for t in self[:3])
-        return KVBlock(k, v, key_mask, *self[3:])
+        return KVBlock(k, v, key_mask, self.segments, self.own)
 
 
 class ScoreMods(NamedTuple):
@@ -251,6 +256,7 @@ class Capabilities(NamedTuple):
     # merges by itself: for few tokens one call of all keys is faster than several
     fuses_merge: bool = False
     keys_first: bool = False  # backward makes dk and dv first, and leaves dq for `dq.later`
+    begins_early: bool = False  # forward begins before `KVBlock.coming` is there, where a GPU can
     # all that it does are PyTorch's operations and `opaque` functions, so a tape can hold its calls
     taped: bool = False
     features: frozenset[str] = FEATURES

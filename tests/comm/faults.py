@@ -9,7 +9,40 @@ ATTENTION = [
     ),
     Mutant(
         "parts that have times run beside others", "comm/gather_serial.py:SerialGather.in_turn",
-        "replace(self, beside=False)", "self",
+        "beside=False,", "",
+    ),
+    Mutant(
+        "parts that have times begin early", "comm/gather_serial.py:SerialGather.in_turn",
+        ", early=False", "",
+    ),
+    Mutant(
+        "own keys are said to be coming, too", "comm/gather_serial.py:_Call._come",
+        "tuple(here) if early", "(slice(0, self.mine.held),) if early",
+    ),
+    Mutant(
+        "nobody is told what is coming", "comm/gather_serial.py:_Call._come",
+        "tuple(here) if early", "() if early",
+    ),
+    Mutant(
+        "a kernel begins early, and masks come after the keys", "comm/gather_serial.py:_Call._come",
+        "and not masks", "",
+    ),
+    Mutant(
+        "backward is told of keys that come", "comm/gather_serial.py:_Call._come",
+        "and self.totals is None", "",
+    ),
+    Mutant(
+        "the call for others' keys begins early", "comm/gather_serial.py:SerialGather.like",
+        "not own_apart and", "",
+    ),
+    Mutant(
+        "some tokens are coming, wherever they lie", "comm/gather.py:some_of",
+        "KVBlock(k, v, mask, segments, keys.own)",
+        "keys._replace(k=k, v=v, key_mask=mask, segments=segments)",
+    ),
+    Mutant(
+        "many programs pull beneath a kernel", "comm/visits.py:pull",
+        "blocks = min(blocks, _PROGRAMS_BESIDE)", "pass",
     ),
     Mutant(
         "what is left is done before gradients start", "comm/carry_out.py:_parts",
@@ -29,7 +62,7 @@ ATTENTION = [
     ),
     Mutant(
         "a gather of few tokens adds beside nothing", "comm/transports.py:make_together",
-        "apart, keys_first", "apart",
+        "apart, keys_first, begins_early", "apart",
     ),
     Mutant(
         "own keys kept for the end land first", "comm/gather.py:GatherCall.computed",

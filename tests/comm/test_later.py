@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ring_attention_pytorch import RingPlan, explain_plan, observe, ring_attn
-from ring_attention_pytorch.comm import transports, visits
+from ring_attention_pytorch.comm import gather_serial, transports, visits
 from ring_attention_pytorch.comm.carry_out import Carrier
 from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.geometry.layouts import all_segments
@@ -224,7 +224,7 @@ def test_the_model_knows_what_is_left():
 def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
     """Of few tokens' own kernel, too; and say so."""
 
-    def main(ring: threads.ThreadRing) -> list[tuple[bool, set[bool]]]:
+    def main(ring: threads.ThreadRing) -> list[tuple[bool, bool, set[bool]]]:
         q, found = torch.empty(1, 16, 2, 4), []
         for kernel in ("eager", "sdpa"):
             plan = RingPlan.make(
@@ -233,20 +233,22 @@ def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
             assert isinstance(plan.transport, SerialGather)
             ways = (plan, plan.by(plan.overlapped))
             said = {"while those of queries are computed" in explain_plan(way) for way in ways}
-            found.append((plan.transport.beside, said))
+            found.append((plan.transport.beside, plan.transport.early, said))
         return found
 
     leave_dq(patch)
+    patch.setattr(eager, "CAN", eager.CAN._replace(begins_early=True))
+    patch.setattr(gather_serial, "can_begin_early", lambda device: True)
     patch.setattr(transports, "shared_by", threads.shared_by)
     patch.setattr(prepare, "launches_decide", lambda *_: False)
-    assert threads.run(2, main)[0] == [[(True, {True}), (False, {False})]] * 2
+    assert threads.run(2, main)[0] == [[(True, True, {True}), (False, False, {False})]] * 2
 
 
 def test_plans_tell_transports(monkeypatch):
     plans_tell_transports(monkeypatch)
 
 
-def few_programs_add_beside_a_kernel(patch: pytest.MonkeyPatch) -> None:
+def few_programs_work_beside_a_kernel(patch: pytest.MonkeyPatch) -> None:
     """On GPUs whose kernels can begin early; elsewhere nothing runs beside them."""
     table = visits.Table(torch.zeros(100, 4, dtype=torch.int64), aligned=16)
     dk = torch.zeros(1, 4, 1, 8)
@@ -256,6 +258,11 @@ def few_programs_add_beside_a_kernel(patch: pytest.MonkeyPatch) -> None:
         calls.append((blocks, sizes["EARLY"]))
 
     patch.setattr(visits, "_call", noted)
+    pull = visits.pull.__wrapped__.__wrapped__
+    for early in (False, True):
+        pull(visits.Pulling(Any, table, early), dk)
+    assert calls == [(100, False), (visits._PROGRAMS_BESIDE, True)]
+    calls.clear()
     make = visits.add_up.__wrapped__.__wrapped__
     for able in (False, True):
         patch.setattr(visits, "can_begin_early", lambda device, able=able: able)
@@ -265,8 +272,8 @@ def few_programs_add_beside_a_kernel(patch: pytest.MonkeyPatch) -> None:
 
 
 @needs_triton
-def test_few_programs_add_beside_a_kernel(monkeypatch):
-    few_programs_add_beside_a_kernel(monkeypatch)
+def test_few_programs_work_beside_a_kernel(monkeypatch):
+    few_programs_work_beside_a_kernel(monkeypatch)
 
 
 def dq_is_launched_early(patch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,7 @@ def battery() -> Iterator[Case]:
     yield sums_of_16_bits_are_kept_in_32
     yield from shared_memory_is_read_before_it_is_written()
     yield from kernels_may_leave_dq_for_later()
+    yield from kernels_may_begin_early()
 
 
 def patched(check: Callable[..., None], *given: Any, **named: Any) -> Case:
@@ -94,6 +95,14 @@ def patched(check: Callable[..., None], *given: Any, **named: Any) -> Case:
             check(*given, patch, **named)
 
     return run
+
+
+def kernels_may_begin_early() -> Iterator[Case]:
+    from tests.comm import test_coming
+
+    yield patched(test_coming.others_keys_are_coming)
+    yield test_coming.nothing_is_coming_to_parts
+    yield test_coming.tiles_of_coming_keys_are_behind
 
 
 def kernels_may_leave_dq_for_later() -> Iterator[Case]:
@@ -107,7 +116,7 @@ def kernels_may_leave_dq_for_later() -> Iterator[Case]:
     yield test_later.gradients_are_hidden_behind_dq
     yield test_later.the_model_knows_what_is_left
     yield patched(test_later.plans_tell_transports)
-    yield patched(test_later.few_programs_add_beside_a_kernel)
+    yield patched(test_later.few_programs_work_beside_a_kernel)
     yield patched(test_later.dq_is_launched_early)
 
 

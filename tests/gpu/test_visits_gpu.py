@@ -45,12 +45,12 @@ def fails_at_a_random_moment(board: Board, memory: Tensor) -> None:
 
 
 def brought(board: Board, tables: Tables, memory: Tensor, how: str) -> list[Tensor]:
-    """Copy, take or add what the other rank has; by few programs, if beside a kernel."""
+    """Copy, take or add what the other rank has; by few programs, if beside a kernel or early."""
     meeting = board.meeting("read")
-    if how == "copied":
+    if how in ("copied", "copied early"):
         room = torch.zeros_like(memory)
         table = visits.table_of_copies(tables, room, [memory], [slice(0, ROWS)])
-        visits.pull(visits.Visit(meeting, table), room)
+        visits.pull(visits.Pulling(meeting, table, how == "copied early"), room)
         return [room]
     if how == "taken":
         rooms, at = [torch.zeros_like(memory[:, : ROWS // 2]) for _ in range(2)], slice(0, HEADS)
@@ -95,7 +95,7 @@ def what_is_kept(how: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("how", ["copied", "taken", "added", "added beside"])
+@pytest.mark.parametrize("how", ["copied", "copied early", "taken", "added", "added beside"])
 def test_what_was_read_while_a_rank_failed_is_right_or_nan(how, nccl):
     found, _ = nccl(SIZE).run(what_is_kept, how)
     assert found["garbage"] == found["unsaid"] == 0, found

@@ -237,19 +237,20 @@ def test_the_public_explanation():
 
 
 @pytest.mark.parametrize(
-    ("name", "merges", "keys_first"),
+    ("name", "merges", "keys_first", "begins_early"),
     [
-        ("triton", True, True), ("eager", False, False), ("triton+eager", False, False),
-        ("eager+triton", False, True),
+        ("triton", True, True, True), ("eager", False, False, False),
+        ("triton+eager", False, False, True), ("eager+triton", False, True, False),
     ],
 )  # fmt: skip
-def test_kernels_merge_if_both_ways_do_and_make_keys_first_if_backward_does(
-    name, merges, keys_first, monkeypatch
+def test_kernels_merge_if_both_ways_do_make_keys_first_if_backward_does_begin_early_if_forward_does(
+    name, merges, keys_first, begins_early, monkeypatch
 ):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q = torch.randn(1, 6, 2, 8)
     kernel = choose(name, KernelRequest.of(q, q))
     assert (kernel.fuses_merge, kernel.keys_first) == (merges, keys_first)
+    assert kernel.begins_early == begins_early
     machine = with_calls_of(kernel, H200)
     assert (machine.one_call, machine.keys_first) == (merges, keys_first)
 

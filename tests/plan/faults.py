@@ -5,7 +5,11 @@ from tests.faults.mutant import Mutant
 ATTENTION = [
     Mutant(
         "few tokens' kernel has nothing to leave", "plan/prepare.py:settle_transport",
-        "few.square, few.keys_first", "few.square",
+        "few.square, few.keys_first, few.begins_early", "few.square, False, few.begins_early",
+    ),
+    Mutant(
+        "few tokens' kernel never begins early", "plan/prepare.py:settle_transport",
+        "few.begins_early", "False",
     ),
     Mutant(
         "all kernels are said to leave dq for later", "plan/explain.py:_meanwhile",

@@ -3,6 +3,10 @@
 from tests.faults.mutant import Mutant
 
 ATTENTION = [
+    Mutant(
+        "samples are coming, whatever is launched before", "runtime/interfaces.py:KVBlock.samples",
+        "KVBlock(k, v, key_mask, self.segments, self.own)", "KVBlock(k, v, key_mask, *self[3:])",
+    ),
     Mutant("what is left is in no sum", "attention.py:backward", "later.do()", ""),
     Mutant(
         "a sum that is asked for again is twice as much",
