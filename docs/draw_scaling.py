@@ -47,6 +47,7 @@ def measured() -> dict[tuple[str, int, int], float]:
         tokens, gpus, name = row["tokens"], row["gpus"], row["subject"]
         mode = "graph" if tokens <= 16384 else "one by one"
         fits = wanted.items() <= row.items() and row["mode"] == mode and tokens <= 32768
+        fits = fits and "load" not in row
         if fits and gpus in (4, 8) and name in ("gather", "ring"):
             found.setdefault((name, gpus, tokens), row["share"])  # the first run in the file
     return dict(sorted(found.items()))
