@@ -207,7 +207,7 @@ def some_of(keys: KVBlock, span: slice) -> KVBlock:
         return keys
     mask = None if keys.key_mask is None else keys.key_mask[:, span]
     k, v, segments = keys.k[:, span], keys.v[:, span], slice_segments(keys.segments, span)
-    return KVBlock(k, v, mask, segments, keys.own)
+    return keys._replace(k=k, v=v, key_mask=mask, segments=segments, coming=())
 
 
 def _columns(t: Tensor, spans: list[slice]) -> Tensor:

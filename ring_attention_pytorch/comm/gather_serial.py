@@ -41,12 +41,13 @@ class SerialGather(SymmetricGather):
 
     Keys are `arranged` in the memory of each rank. Gradients come home `beside` what the kernel
     leaves for later, if it makes those of keys first. Forward a kernel that can begins `early`,
-    with own keys, while others' come.
+    with own keys, while others' come. If parts run `one_by_one`, neither is so.
     """
 
     arranged: tuple[Arrangement, ...] = field(kw_only=True)
     beside: bool = False
     early: bool = False
+    one_by_one: bool = False
 
     @classmethod
     def like(
@@ -99,7 +100,7 @@ class SerialGather(SymmetricGather):
         return True
 
     def in_turn(self) -> Self:
-        return replace(self, beside=False, early=False)
+        return replace(self, beside=False, one_by_one=True)
 
     def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> GatherCall:
         return _Call(self, program, own, totals)
@@ -162,8 +163,9 @@ class _Call(SymmetricCall):
             _copy_all(both, here, parts)
         else:
             early = self.serial.early and self.totals is None and not masks
-            visits.pull(visits.Pulling(shelf.to_read(), table, early), both)
-            coming = tuple(here) if early else ()
+            coming = tuple(here) if early else ()  # one by one, too: by it a kernel orders its sums
+            how = visits.Pulling(shelf.to_read(), table, early and not self.serial.one_by_one)
+            visits.pull(how, both)
         for mask, some in zip(masks, parts_of_masks):
             _copy_all(mask, here, some)
         if table is None or masks:  # what a visit brings it has looked after

@@ -22,8 +22,8 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 _PROGRAMS = 128  # that wait, at most
 # that add or pull while a kernel computes, which takes their multiprocessors from it: on two H100
 # 2k tokens take 640 and 649 us in a graph if 24 add, 648 and 650 with 16, 649 and 652 with 32, 650
-# and 657 with 64; added afterwards 665 and 675. On two H200 636 us if 24 pull, 637 with 16, 634
-# with 32, 646 with 48; pulled before 649 and 652
+# and 657 with 64; added afterwards 665 and 675. On two H200 they take 634 to 637 us if 16, 24 or 32
+# pull, 646 if 48 do; pulled before 649 and 652
 _PROGRAMS_BESIDE = 24
 _LEFT_FREE = 4  # multiprocessors: ranks may wait for what other streams do
 _LINES = 4 * _PROGRAMS  # of a table, if there is much to do: then programs do about as much

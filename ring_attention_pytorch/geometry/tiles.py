@@ -171,6 +171,9 @@ def cut_columns(tile: Tile, edges: Iterable[int]) -> Iterator[Tile]:
     """
     rows, cols, left, right = tile
     within = [edge for edge in edges if cols.start < edge < cols.stop]
+    if not within:
+        yield tile
+        return
     for start, stop in pairwise([cols.start, *within, cols.stop]):
         before = start - cols.start
         part_left = None if left is None else left + before

@@ -41,9 +41,9 @@ def tile_table(
 def table_in_two(
     tiles: Tiles, coming: Sequence[slice], rows: int, cols: int, of: Tensor
 ) -> TileTable:
-    """Return the table for every block of so many rows of `of`, tiles of coming keys behind.
+    """Return the table for every block of so many rows of `of`, with tiles in two groups.
 
-    A kernel reads `cols` keys at a time.
+    The second group is of keys that are coming, as `in_two` says.
     """
     key = "rows", rows, of.shape[1], of.device
 
@@ -58,10 +58,11 @@ def table_in_two(
 def in_two(
     tiles: Iterable[Tile], coming: Sequence[slice], cols: int
 ) -> tuple[list[Tile], list[Tile]]:
-    """Cut tiles into those for which a kernel reads no key that is coming, and those for others.
+    """Cut tiles where keys that are coming begin and end; return two groups of what is left.
 
-    From a tile's first column on it reads `cols` keys at a time, so it may read some behind the
-    last one, too: what they hold is hidden, but must be numbers.
+    For tiles of the first group a kernel reads no key that is coming, for the others it may. From
+    a tile's first column on it reads `cols` keys at a time. So it may read some behind the last
+    column, too: they are hidden, but must be numbers.
 
     >>> tile = Tile(slice(0, 4), slice(0, 8), None, 4)
     >>> here, there = in_two([tile], [slice(2, 4)], cols=2)

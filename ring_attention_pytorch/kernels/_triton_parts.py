@@ -27,7 +27,7 @@ VARYING = [
 def block_of(blocks, count, beside, GROUPS: tl.constexpr = 1):
     """Return this program's block and pack, and where the table says which tiles it looks at.
 
-    There it is from which to which one, of each group of tiles.
+    Of each group of tiles, its first one and the one after its last stand there.
 
     A pack is a key head, or query heads of one key head that share a block: each has `count`
     blocks. Packs take turns `beside` at a time, and of those the same block is next to each other:

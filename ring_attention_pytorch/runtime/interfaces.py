@@ -45,8 +45,8 @@ FEATURES = frozenset(
 class KVBlock(NamedTuple):
     """A block of keys and values that travel together. `own` is true for this rank's keys.
 
-    Tokens that are `coming` are written by the launch right before the kernel's. A kernel that
-    begins before that has ended waits before it reads these.
+    Tokens that are `coming` are written by the launch right before the kernel's, on a device whose
+    kernels can begin early. A kernel that does so waits before it reads these.
     """
 
     k: Tensor
@@ -57,11 +57,14 @@ class KVBlock(NamedTuple):
     coming: tuple[slice, ...] = ()
 
     def samples(self, which: slice) -> "KVBlock":
-        """Return the block of some samples: before their kernel's launch may be another's."""
+        """Return the block of some samples.
+
+        None of it is said to be coming: the launch right before may be that for other samples.
+        """
         if which == slice(None):
             return self
         k, v, key_mask = (_of(t, which) for t in self[:3])
-        return KVBlock(k, v, key_mask, self.segments, self.own)
+        return self._replace(k=k, v=v, key_mask=key_mask, coming=())
 
 
 class ScoreMods(NamedTuple):

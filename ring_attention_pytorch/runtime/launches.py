@@ -87,9 +87,16 @@ def _launcher(made: Any, programs: int) -> Callable[..., None]:
 
 
 def can_begin_early(device: torch.device) -> bool:
-    """Tell whether kernels of a device can begin before the one before has ended: `launch_pdl`."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Tell whether kernels of a device can begin before the one before has ended: `launch_pdl`.
+
+    They can't where PyTorch fills new memory: what they write could be filled after that.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    fills = torch._C._get_deterministic_fill_uninitialized_memory()
+    if fills and torch.are_deterministic_algorithms_enabled():
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class KernelCall(NamedTuple):

@@ -13,7 +13,7 @@ ATTENTION = [
     ),
     Mutant(
         "parts that have times begin early", "comm/gather_serial.py:SerialGather.in_turn",
-        ", early=False", "",
+        "one_by_one=True", "",
     ),
     Mutant(
         "own keys are said to be coming, too", "comm/gather_serial.py:_Call._come",
@@ -37,8 +37,7 @@ ATTENTION = [
     ),
     Mutant(
         "some tokens are coming, wherever they lie", "comm/gather.py:some_of",
-        "KVBlock(k, v, mask, segments, keys.own)",
-        "keys._replace(k=k, v=v, key_mask=mask, segments=segments)",
+        "segments=segments, coming=()", "segments=segments",
     ),
     Mutant(
         "many programs pull beneath a kernel", "comm/visits.py:pull",

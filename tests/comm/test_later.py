@@ -225,11 +225,13 @@ def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
     """Of few tokens' own kernel, too; and say so."""
 
     def main(ring: threads.ThreadRing) -> list[tuple[bool, bool, set[bool]]]:
-        q, found = torch.empty(1, 16, 2, 4), []
-        for kernel in ("eager", "sdpa"):
+        q, found = torch.empty(2, 16, 2, 4), []
+        differ = torch.tensor([[0] * 16, [1] * 8 + [2] * 8])
+        for kernel, documents in (("eager", None), ("sdpa", None), ("eager", differ)):
             plan = RingPlan.make(
-                q, q, q, causal=True, layout="zigzag", group=ring, kernel=kernel, transport="gather"
-            )
+                q, q, q, causal=True, layout="zigzag", group=ring, kernel=kernel,
+                transport="gather", documents=documents,
+            )  # fmt: skip
             assert isinstance(plan.transport, SerialGather)
             ways = (plan, plan.by(plan.overlapped))
             said = {"while those of queries are computed" in explain_plan(way) for way in ways}
@@ -241,7 +243,8 @@ def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gather_serial, "can_begin_early", lambda device: True)
     patch.setattr(transports, "shared_by", threads.shared_by)
     patch.setattr(prepare, "launches_decide", lambda *_: False)
-    assert threads.run(2, main)[0] == [[(True, True, {True}), (False, False, {False})]] * 2
+    want = [(True, True, {True}), (False, False, {False}), (True, False, {True})]
+    assert threads.run(2, main)[0] == [want] * 2
 
 
 def test_plans_tell_transports(monkeypatch):

@@ -101,6 +101,7 @@ def kernels_may_begin_early() -> Iterator[Case]:
     from tests.comm import test_coming
 
     yield patched(test_coming.others_keys_are_coming)
+    yield patched(test_coming.keys_have_come_where_parts_have_their_times)
     yield test_coming.nothing_is_coming_to_parts
     yield test_coming.tiles_of_coming_keys_are_behind
 

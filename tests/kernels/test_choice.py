@@ -15,6 +15,7 @@ from ring_attention_pytorch import (
     ring_flash_attn_cuda_,
 )
 from ring_attention_pytorch.kernels import (
+    SelectedKernel,
     choose,
     explain,
     flash_attn_2,
@@ -163,16 +164,15 @@ def test_a_name_may_be_the_beginning_of_several(installed):
 
 def test_one_forward_and_anothers_backward(installed):
     installed(**ALL)
-    pair = choose("triton+flash-attn", HOPPER)
-    assert pair == (
-        "triton+flash-attn-4", triton.forward, flash_attn_4.backward, True, False, True, False,
-        False,
-    )  # fmt: skip
-    pair = choose("triton+flash-attn", AMPERE)
-    assert pair == (
-        "triton+flash-attn-2", triton.forward, flash_attn_2.backward, False, False, False, False,
-        False,
-    )  # fmt: skip
+    for case, backward, other in (
+        (HOPPER, flash_attn_4, "flash-attn-4"), (AMPERE, flash_attn_2, "flash-attn-2"),
+    ):  # fmt: skip
+        pair = choose("triton+flash-attn", case)
+        assert pair == SelectedKernel(
+            f"triton+{other}", triton.forward, backward.backward,
+            preemptible=case is HOPPER, fuses_merge=False, taped=case is HOPPER, square=False,
+            keys_first=False, begins_early=True,
+        )  # fmt: skip
     with pytest.raises(ValueError, match=r"got 'triton[+]flash-attn[+]eager'"):
         choose("triton+flash-attn+eager", HOPPER)
 

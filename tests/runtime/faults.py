@@ -5,7 +5,7 @@ from tests.faults.mutant import Mutant
 ATTENTION = [
     Mutant(
         "samples are coming, whatever is launched before", "runtime/interfaces.py:KVBlock.samples",
-        "KVBlock(k, v, key_mask, self.segments, self.own)", "KVBlock(k, v, key_mask, *self[3:])",
+        "key_mask=key_mask, coming=()", "key_mask=key_mask",
     ),
     Mutant("what is left is in no sum", "attention.py:backward", "later.do()", ""),
     Mutant(
