@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from beartype import beartype
 
+from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.geometry.segments import Segments, count
 from ring_attention_pytorch.geometry.tiles import tiles, visible_pairs
@@ -212,9 +213,11 @@ def _meanwhile(plan: RingPlan) -> str:
 
 
 def _of_all_together(plan: RingPlan) -> str:
-    chunks = plan.schedule.forward.chunks(1, plan.place)
+    chunks, transport = plan.schedule.forward.chunks(1, plan.place), plan.transport
+    early = isinstance(transport, SerialGather) and transport.early and plan.key_mask is None
+    come = "forward begins while they come" if early else "before any call"
     return (
-        f"gather: all {tokens(chunks)} keys in shared memory before any call; "
+        f"gather: all {tokens(chunks)} keys in shared memory, {come}; "
         f"{_pairs(plan, joined(chunks))}, then gradients are added where they lie"
         f"{_meanwhile(plan)}"
     )

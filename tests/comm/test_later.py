@@ -234,8 +234,14 @@ def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
             )  # fmt: skip
             assert isinstance(plan.transport, SerialGather)
             ways = (plan, plan.by(plan.overlapped))
+            early = "forward begins while they come" in explain_plan(plan)
+            assert early == plan.transport.early
             said = {"while those of queries are computed" in explain_plan(way) for way in ways}
             found.append((plan.transport.beside, plan.transport.early, said))
+        mask = torch.ones(2, 16, dtype=torch.bool)  # which comes after the keys
+        how = dict(group=ring, kernel="eager", transport="gather")
+        masked = RingPlan.make(q, q, q, key_mask=mask, **how)
+        assert "in shared memory, before any call" in explain_plan(masked)
         return found
 
     leave_dq(patch)

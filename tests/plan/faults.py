@@ -16,6 +16,10 @@ ATTENTION = [
         "plan/prepare.py:settle_transport", "few.begins_early and alike", "few.begins_early",
     ),
     Mutant(
+        "keys that come with a mask are said to be computed on early",
+        "plan/explain.py:_of_all_together", "and plan.key_mask is None", "",
+    ),
+    Mutant(
         "all kernels are said to leave dq for later", "plan/explain.py:_meanwhile",
         "plan.kernel.keys_first and", "",
     ),

@@ -156,7 +156,7 @@ def test_stages_are_explained():
         ),
         (dict(aside=True), "go home by copy engine, those of the last while half of own keys "),
         (dict(aside=True, overtaken=True), "by copy engine, while own keys are computed on\n"),
-        (dict(together=True), "keys in shared memory before any call; "),
+        (dict(together=True), "keys in shared memory, before any call; "),
     ],
     ids=str,
 )
