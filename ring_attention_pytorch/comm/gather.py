@@ -159,8 +159,7 @@ class GatherCall:
     def _has_come(self, block: int, tensors: list[Tensor], coming: tuple[slice, ...] = ()) -> None:
         k, v, *mask = tensors
         segments = self.program.held(block, self.ring.rank)
-        found = KVBlock(k, v, mask[0] if mask else None, segments, coming=coming)
-        self.blocks[block] = found
+        self.blocks[block] = KVBlock(k, v, mask[0] if mask else None, segments, coming=coming)
 
     def _grads_of(self, keys: KVBlock) -> KVGrads:
         """Make the (dk, dv) accumulators of a round's keys, for one call."""

@@ -315,11 +315,9 @@ def pull(how: Pulling, room: Tensor) -> KernelCall:
     """Meet, and copy to `room` what the table says; NaN if a rank was out of step."""
     from ring_attention_pytorch.comm._triton_visits import pull_kernel
 
-    table, blocks = how.table.table, len(how.table.table)
+    table = how.table.table
     sizes = {**_words(how.table.aligned), "BLOCK": _BLOCK, "EARLY": how.early}
-    if how.early:
-        blocks = min(blocks, _PROGRAMS_BESIDE)
-    return _call(pull_kernel, how.meeting, (room, table, len(table)), blocks, sizes)
+    return _call(pull_kernel, how.meeting, (room, table, len(table)), len(table), sizes)
 
 
 @operation
@@ -353,10 +351,7 @@ def add_up(how: Adding, dk: Tensor, dv: Tensor, kind: torch.dtype) -> KernelCall
         ROWS=_at_once(width, most), MOST=most, FRESH=how.fresh,
         EARLY=how.beside and can_begin_early(dk.device),
     )  # fmt: skip
-    args, blocks = (dk, dv, table, len(table)), len(table)
-    if sizes["EARLY"]:
-        blocks = min(blocks, _PROGRAMS_BESIDE)
-    return _call(sum_kernel, how.meeting, args, blocks, sizes)
+    return _call(sum_kernel, how.meeting, (dk, dv, table, len(table)), len(table), sizes)
 
 
 def _words(aligned: int) -> dict[str, Any]:
@@ -370,7 +365,12 @@ def _words(aligned: int) -> dict[str, Any]:
 def _call(
     kernel: Any, meeting: Meeting, args: tuple[Any, ...], blocks: int, sizes: dict[str, Any]
 ) -> KernelCall:
-    """Return the launch of a kernel that comes to a meeting with so many `blocks` to do."""
+    """Return the launch of a kernel that comes to a meeting with so many `blocks` to do.
+
+    It has few programs if it is `EARLY`: then the next kernel computes beside it.
+    """
+    if sizes.get("EARLY"):
+        blocks = min(blocks, _PROGRAMS_BESIDE)
     board = meeting.board
     about = board.state, meeting.purpose, board.rank, board.patience
     constants = {**board.among, **sizes, "num_warps": 8}

@@ -40,8 +40,8 @@ ATTENTION = [
         "segments=segments, coming=()", "segments=segments",
     ),
     Mutant(
-        "many programs pull beneath a kernel", "comm/visits.py:pull",
-        "blocks = min(blocks, _PROGRAMS_BESIDE)", "pass",
+        "few programs pull, though nothing begins early", "comm/visits.py:pull",
+        '"EARLY": how.early', '"EARLY": True',
     ),
     Mutant(
         "what is left is done before gradients start", "comm/carry_out.py:_parts",
@@ -56,7 +56,7 @@ ATTENTION = [
         "how.beside and can_begin_early(dk.device)", "can_begin_early(dk.device)",
     ),
     Mutant(
-        "many programs add beside a kernel", "comm/visits.py:add_up",
+        "many programs pull, or add, beside a kernel", "comm/visits.py:_call",
         "blocks = min(blocks, _PROGRAMS_BESIDE)", "pass",
     ),
     Mutant(

@@ -1,6 +1,7 @@
 """What a kernel leaves for later, dq, is done while gradients of keys travel, on every way."""
 
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from ring_attention_pytorch.runtime import observe as observing
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals
 from ring_attention_pytorch.runtime.later import Later
-from ring_attention_pytorch.runtime.launches import held_back
+from ring_attention_pytorch.runtime.launches import KernelCall, held_back
 from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.cost import Clock, predict, walked
 from ring_attention_pytorch.schedule.hardware import H200
@@ -261,22 +262,23 @@ def few_programs_work_beside_a_kernel(patch: pytest.MonkeyPatch) -> None:
     """On GPUs whose kernels can begin early; elsewhere nothing runs beside them."""
     table = visits.Table(torch.zeros(100, 4, dtype=torch.int64), aligned=16)
     dk = torch.zeros(1, 4, 1, 8)
-    calls: list[Any] = []
+    board = SimpleNamespace(state=dk, rank=0, patience=0, among={}, device=dk.device)
+    meeting = SimpleNamespace(board=board, purpose=0)
+    calls: list[tuple[int, bool]] = []
 
-    def noted(kernel: Any, meeting: Any, args: Any, blocks: int, sizes: dict[str, Any]) -> None:
-        calls.append((blocks, sizes["EARLY"]))
+    def note(call: KernelCall) -> None:
+        calls.append((call.programs, call.constants["EARLY"]))
 
-    patch.setattr(visits, "_call", noted)
     pull = visits.pull.__wrapped__.__wrapped__
     for early in (False, True):
-        pull(visits.Pulling(Any, table, early), dk)
+        note(pull(visits.Pulling(meeting, table, early), dk))
     assert calls == [(100, False), (visits._PROGRAMS_BESIDE, True)]
     calls.clear()
     make = visits.add_up.__wrapped__.__wrapped__
     for able in (False, True):
         patch.setattr(visits, "can_begin_early", lambda device, able=able: able)
         for beside in (False, True):
-            make(visits.Adding(Any, table, True, beside), dk, dk, dk.dtype)
+            note(make(visits.Adding(meeting, table, True, beside), dk, dk, dk.dtype))
     assert calls == [(100, False), (100, False), (100, False), (visits._PROGRAMS_BESIDE, True)]
 
 
