@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 import torch
-from beartype import beartype
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch import operators
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.comm.placement import attention_ring
@@ -287,7 +287,7 @@ def _by_plan(
     return out, lse
 
 
-@beartype
+@checked
 def explain_kernel(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,

@@ -4,23 +4,20 @@ A rank that disagrees about a shape makes gloo end the process, return wrong dat
 So ranks first compare notes, in one small all-gather over the host.
 """
 
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
-from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeCallHintParamViolation
 from torch.compiler import is_compiling
 
+from ring_attention_pytorch.arguments import Arguments, Function
 from ring_attention_pytorch.comm.claims import Claim, claimed, note, read, shortened
 from ring_attention_pytorch.comm.notes import Disagreement, by_value, call_site, exchange, ranks_of
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.torch_func import run_apart
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def agree(
@@ -166,60 +163,23 @@ def typed(
     """
 
     def decorate(function: Function) -> Any:
-        checked = _checked(function)
-        signature = inspect.signature(function)
+        arguments = Arguments(function)
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return run_apart(call, *args, **kwargs) if apart else function(*args, **kwargs)
             try:
-                return checked(*args, **kwargs)
-            except BeartypeCallHintParamViolation as error:
-                if not _of_this_call(error):
+                return arguments.call(*args, **kwargs)
+            except (BeartypeCallHintParamViolation, TypeError) as error:
+                if (problem := arguments.problem(error, args, kwargs)) is None:
                     raise
-                problem = in_one_line(error, function.__name__)
-                given = signature.bind_partial(*args, **kwargs).arguments
-            except TypeError:
-                if (why := _unfit(signature, args, kwargs)) is None:
-                    raise
-                problem, given = f"{function.__name__}() {why}", kwargs
-            tell(given, problem)
+            tell(arguments.by_name(args, kwargs), problem)
             raise ValueError(problem)
 
         return call
 
     return decorate
-
-
-def _checked(function: Function) -> Function:
-    """Let beartype check the arguments of a function, but not its result: that takes longer."""
-    hints = function.__annotations__
-    function.__annotations__ = {name: hints[name] for name in hints if name != "return"}
-    checked = beartype(conf=BeartypeConf(is_color=False))(function)
-    function.__annotations__ = hints
-    return checked
-
-
-def _of_this_call(error: BaseException) -> bool:
-    """Tell whether the decorated call itself raised this, and not a call within it."""
-    trace = error.__traceback__
-    return trace is not None and trace.tb_next is not None and trace.tb_next.tb_next is None
-
-
-def _unfit(signature: inspect.Signature, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
-    """Say which argument is no parameter or which parameter is missing; None if all fit."""
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        return str(error)
-    return None
-
-
-def in_one_line(error: BaseException, name: str) -> str:
-    """Shorten what beartype says to the parameter and its type, and name the function."""
-    text = " ".join(str(error).split())
-    return f"{name}() {text[max(0, text.find('parameter ')) :]}"
 
 
 def _check_problems(caller: str, problems: list[str | None]) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from beartype import beartype
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.geometry.documents import (
     Borders,
     as_lists,
@@ -26,7 +26,7 @@ _UNEVEN = 0.02  # how much more than the mean the slowest rank may have before c
 _MOST = 32  # chunks a rank
 
 
-@beartype
+@checked
 def balanced(
     cu_seqlens: Borders, ring_size: int, *, causal: bool = True, window: int | None = None
 ) -> AssignedLayout:

@@ -16,9 +16,9 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import NamedTuple
 
-from beartype import beartype
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.geometry.segments import (
     Segment,
     Segments,
@@ -97,7 +97,7 @@ def _segments_by_name(layout: str, ring_size: int, length: int) -> tuple[Segment
     return tuple(by_rank)
 
 
-@beartype
+@checked
 def positions(layout: Layout, *, rank: int, ring_size: int, length: int) -> Tensor:
     """Return the global positions that a rank holds, in the order in which it holds them.
 

@@ -9,9 +9,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-from beartype import beartype
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.inference.page_table import Copies
@@ -124,7 +124,7 @@ class RingCache(PagedStorage):
         """Return the dtype in which queries, keys and values of this one can be given."""
         return dtype if dtype in self.dtypes else self.dtype
 
-    @beartype
+    @checked
     def owner(self, token: int) -> int:
         """Return the rank that holds a token, the same for all sequences."""
         return self.pages.owner(token)
@@ -167,7 +167,7 @@ class RingCache(PagedStorage):
         """Return keys or values `[..., d]` as this cache keeps them, in their dtype."""
         return restored(*stored(t, self.dtype)).to(t.dtype)
 
-    @beartype
+    @checked
     def rollback(self, n: int | Sequence[int]) -> None:
         """Forget the last `n` tokens of all sequences, or so many of each, in all layers.
 
@@ -197,7 +197,7 @@ class RingCache(PagedStorage):
                 copies += self._table.shorten(sequence, length)
         self._apply(copies, left)
 
-    @beartype
+    @checked
     def reorder(self, beams: Sequence[int]) -> None:
         """Let sequence i go on from sequence `beams[i]`. Full pages are shared, not copied."""
         beams, lengths, starts = list(beams), self.even_lengths(), self.starts.tolist()
@@ -214,7 +214,7 @@ class RingCache(PagedStorage):
             circle.reorder(beams)
         self._apply(copies, [lengths[i] for i in beams], [starts[i] for i in beams])
 
-    @beartype
+    @checked
     def fork(self, source: int, *targets: int) -> None:
         """Let `targets` go on from a sequence; what they were is forgotten."""
         beams = list(range(self.sequences))
@@ -225,7 +225,7 @@ class RingCache(PagedStorage):
             beams[target] = source
         self.reorder(beams)
 
-    @beartype
+    @checked
     def free(self, sequence: int) -> None:
         """Forget a sequence, in all layers. Its memory serves others, or what comes in its place.
 
@@ -240,7 +240,7 @@ class RingCache(PagedStorage):
             self._table.reserve(sequence, self.capacity)
         self._apply([], lengths, starts)
 
-    @beartype
+    @checked
     def hide_before(self, starts: Sequence[int]) -> None:
         """Hide the tokens of each sequence before this one: left padding is never seen."""
         if len(starts) != self.sequences or min(starts) < 0:
@@ -250,7 +250,7 @@ class RingCache(PagedStorage):
         self.starts.copy_(torch.tensor(list(starts), dtype=torch.int32))
         self.has_starts = True
 
-    @beartype
+    @checked
     def reserve(self, tokens: int) -> None:
         """Make room for sequences of so many tokens, so that graphs may append up to there."""
         self._reserve([tokens] * self.sequences)
@@ -271,7 +271,7 @@ class RingCache(PagedStorage):
                 held[-1].append((as_integers(k), as_integers(v), tokens[mine], *scales))
         return {"lengths": lengths, "starts": self.starts.tolist(), "held": held}
 
-    @beartype
+    @checked
     def load_state_dict(self, *states: dict[str, Any]) -> None:
         """Take this rank's share of what all ranks of another cache held, of any number.
 

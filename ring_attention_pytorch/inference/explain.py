@@ -1,14 +1,14 @@
 """What attention to a cache sends and reads, in words and bytes: for people."""
 
 import torch
-from beartype import beartype
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.chunk_costs import ChunkSizes
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
-@beartype
+@checked
 def explain_cache(
     cache: RingCache, heads: int, tokens: int = 1, *, dtype: torch.dtype | None = None
 ) -> str:

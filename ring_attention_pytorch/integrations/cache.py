@@ -12,12 +12,12 @@ import inspect
 from typing import Any, Final, NamedTuple, NoReturn, Self
 
 import torch
-from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, problem_of
 from ring_attention_pytorch.comm.placement import current
 from ring_attention_pytorch.comm.ring import Group, as_ring
@@ -79,7 +79,7 @@ class RingHFCache(Cache):
     (torch.Size([1, 6]), 5)
     """
 
-    @beartype
+    @checked
     def __init__(
         self,
         config: Any,
@@ -250,7 +250,7 @@ class RingHFCache(Cache):
     # ---- a prompt ahead
 
     @torch.no_grad()
-    @beartype
+    @checked
     def prefill(
         self,
         model: nn.Module,

@@ -19,12 +19,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.loss.loss_utils import LOSS_MAPPING
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, problem_of
 from ring_attention_pytorch.comm.placement import Placement, current
 from ring_attention_pytorch.comm.ring import Group, as_ring
@@ -44,7 +44,7 @@ _OPTIONS = ("kernel", "transport", "ulysses", "memory", "bucket_size", "check", 
 _forwards: "WeakKeyDictionary[Placement, RingForward]" = WeakKeyDictionary()
 
 
-@beartype
+@checked
 def register(name: str = "ring") -> None:
     """Make ring attention known to transformers, as `attn_implementation=name`.
 
@@ -68,7 +68,7 @@ def register(name: str = "ring") -> None:
     AttentionMaskInterface.register(name, _mask)
 
 
-@beartype
+@checked
 def ring_forward(
     batch: ShardedBatch,
     *,

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from beartype import beartype
 from einops import rearrange
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch import operators
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
 from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.functional import ring_attn
@@ -110,7 +110,7 @@ class RingAttention(HeadProjections):
     rotary_embed: RingRotaryEmbedding | None
     watched: bool
 
-    @beartype
+    @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
         dim: int,

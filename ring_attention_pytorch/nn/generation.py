@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import least_problem
 from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
 from ring_attention_pytorch.comm.placement import current
 from ring_attention_pytorch.comm.ring import Ring
@@ -196,7 +197,7 @@ class Generation:
             lambda: (
                 self._generation_problem(ids, mask, ends)
                 or summaries_problem(self, kernel, prefill_chunk_size, cache_dtype)
-                or numbers_problem(numbers)
+                or least_problem(1, **numbers)
                 or how.problem(seed)
                 or self._unagreed(how, seed)
             )
@@ -304,14 +305,6 @@ def summaries_problem(
         f"keep keys in the model's dtype: leave out prefill_chunk_size={chunk}, kernel={kernel!r} "
         f"and cache_dtype={dtype}"
     )
-
-
-def numbers_problem(numbers: dict[str, int | None]) -> str | None:
-    """Say which number is less than 1; None if none is."""
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            return f"{name} must be at least 1, got {number}"
-    return None
 
 
 def told_by_first(ring: Ring, ids: Tensor) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.nn.norm import RMSNorm
 
 _NAMES = ("to_q", "to_k", "to_v")
@@ -50,7 +50,7 @@ class HeadProjections(nn.Module):
         )
         self.to_out = nn.Linear(dim_head * heads, dim, bias=False)
 
-    @beartype
+    @checked
     def split_projections(self, mesh: DeviceMesh) -> None:
         """Part the weight of q, k and v, so that `parallelize_module` can split the heads.
 

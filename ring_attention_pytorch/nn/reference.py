@@ -1,15 +1,15 @@
 """Regular attention on one process, with all scores in memory: the reference of the tests."""
 
 import torch
-from beartype import beartype
 from einops import einsum, rearrange
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.plan.checks import key_mask_problem, qkv_problem
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
-@beartype
+@checked
 def default_attention(
     q: Tensor,
     k: Tensor,

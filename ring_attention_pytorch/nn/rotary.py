@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-from beartype import beartype
 from torch import Tensor, nn
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import Layout, positions, resolve_layout
 
@@ -37,7 +37,7 @@ class RingRotaryEmbedding(nn.Module):
 
     inv_freq: Tensor
 
-    @beartype
+    @checked
     def __init__(
         self,
         dim: int,
@@ -73,7 +73,7 @@ class RingRotaryEmbedding(nn.Module):
             self.inv_freq = exact.to(device=self.inv_freq.device)
         return self
 
-    @beartype
+    @checked
     def forward(self, seq: int | Tensor) -> Tensor:
         """Return the angles, float32 `[n, dim]`, of positions `[n]`, or of n tokens of this rank.
 
@@ -92,7 +92,7 @@ class RingRotaryEmbedding(nn.Module):
             return torch.cat((angles, angles), dim=-1)
 
 
-@beartype
+@checked
 def apply_rotary_pos_emb(pos: Tensor, t: Tensor, head_dim_first: bool = False) -> Tensor:
     """Rotate each pair (t[i], t[i + d / 2]) of a head by its angle.
 

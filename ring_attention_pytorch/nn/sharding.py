@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from beartype import beartype
 from torch import Tensor
 from torch.autograd import Function
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.comm.placement import attention_ring, current
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
@@ -35,7 +35,7 @@ from ring_attention_pytorch.tensor_kinds import dtensor_problem
 Shape = tuple[int, ...]
 
 
-@beartype
+@checked
 def shard_sequence(
     x: Tensor, *, dim: int = 1, layout: Layout = "contiguous", group: Group = None
 ) -> Tensor:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from beartype import beartype
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch import operators
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, problem_of, raise_together, typed
 from ring_attention_pytorch.comm.placement import current
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
@@ -92,7 +92,7 @@ class RingTransformer(Generation, nn.Module):
     torch.Size([1, 9, 256])
     """
 
-    @beartype
+    @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
         *,

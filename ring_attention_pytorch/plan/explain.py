@@ -4,8 +4,7 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
-from beartype import beartype
-
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.geometry.segments import Segments, count
@@ -24,7 +23,7 @@ from ring_attention_pytorch.schedule.cost import (
 from ring_attention_pytorch.schedule.pieces import joined, tokens
 
 
-@beartype
+@checked
 def explain_plan(plan: RingPlan, *, picture: str | PathLike[str] | None = None) -> str:
     """Describe who receives what and when, its bytes and pairs, and the predicted time.
 

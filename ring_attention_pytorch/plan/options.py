@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
-from beartype import BeartypeConf, beartype
-from beartype.roar import BeartypeCallHintParamViolation
 from torch import Tensor
 
-from ring_attention_pytorch.comm.agreement import in_one_line
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.transports import transport_problem
 from ring_attention_pytorch.comm.ulysses import ulysses_problem
 from ring_attention_pytorch.geometry.documents import (
@@ -220,10 +218,7 @@ class Options:
         if (problem := unknown_problem(given)) is not None:
             raise ValueError(problem)
         check = given.get("check") or os.environ.get("RING_ATTENTION_CHECK") or None
-        try:
-            return cls(**{**given, "check": check})
-        except BeartypeCallHintParamViolation as error:
-            raise ValueError(in_one_line(error, "make")) from None
+        return cls(**{**given, "check": check})
 
     @property
     def packed(self) -> bool:
@@ -259,7 +254,8 @@ class Options:
 
 
 # methods are not checked: plans are made often, and each check takes host time
-Options.__init__ = beartype(Options.__init__, conf=BeartypeConf(is_color=False))  # type: ignore
+Options.__init__.__annotations__ = get_type_hints(Options)  # errors name types, without rows
+Options.__init__ = checked(Options.__init__, "make")  # type: ignore[method-assign]
 
 
 _HINTS = get_type_hints(Options, include_extras=True)

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from beartype import beartype
 from einops import einsum, rearrange, repeat
 from torch import Tensor, nn
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.functional import ring_attn as attend
@@ -234,7 +234,7 @@ class ConditionalRoutedAttention(nn.Module):
 
     causal = False  # whether no token sees or moves a later one
 
-    @beartype
+    @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
         dim: int,

@@ -9,9 +9,9 @@ The original chooses so, and later tokens leak into earlier ones there; that for
 from typing import Any, NamedTuple
 
 import torch
-from beartype import beartype
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.nn.sharding import told_by_module
 from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention, sizes_problem
@@ -87,7 +87,7 @@ class ConditionalRoutedAutoregressiveAttention(ConditionalRoutedAttention):
 
     causal = True
 
-    @beartype
+    @checked
     def __init__(
         self,
         dim: int,

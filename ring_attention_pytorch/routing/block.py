@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from beartype import beartype
 from torch import Tensor, nn
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
@@ -43,7 +43,7 @@ class ConditionalRoutedTransformerBlock(nn.Module):
     conditional_attn: ConditionalRoutedAttention
     conditional_ff: ConditionalRoutedFeedForward
 
-    @beartype
+    @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
         dim: int,

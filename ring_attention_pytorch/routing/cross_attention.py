@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, all_to_all, told_by_module
@@ -67,7 +67,7 @@ class ConditionalRoutedCrossAttention(nn.Module):
     heavy_attn: HeavyAttention
     null_q_token: nn.Parameter | None
 
-    @beartype
+    @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
         dim: int,

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
@@ -53,7 +53,7 @@ class ConditionalRoutedFeedForward(nn.Module):
     light_ff: nn.Sequential
     heavy_ff: nn.Sequential
 
-    @beartype
+    @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
         dim: int,

@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from beartype import beartype
 from einops import rearrange
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.sharding import told_by_module
@@ -56,7 +56,7 @@ class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
     channel_first: bool
     window_attn: RingAttention
 
-    @beartype
+    @checked
     def __init__(
         self,
         dim: int,

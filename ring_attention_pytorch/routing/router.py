@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from beartype import beartype
 from einops import einsum, rearrange
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
@@ -173,7 +173,7 @@ class CoordinateDescentRouter(nn.Module):
     spread: ShardConfig
     routing_token: nn.Parameter | None
 
-    @beartype
+    @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
         dim: int,

@@ -8,10 +8,10 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from beartype import beartype
 from einops import rearrange
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.soft_topk import Count, count_problem, counts
@@ -83,7 +83,7 @@ def _ascending(places: Tensor, chosen: Tensor, size: int) -> Tensor:
     return positions.masked_fill(places == size, -1).flatten(-2)
 
 
-@beartype
+@checked
 def select_topk(
     scores: Tensor,
     k: Count,

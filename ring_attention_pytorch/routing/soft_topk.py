@@ -18,10 +18,10 @@ scores, and so is all of backward.
 from typing import Any, NamedTuple
 
 import torch
-from beartype import beartype
 from torch import Tensor
 from torch.autograd import Function
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.routing.descent_triton import TRITON
@@ -237,7 +237,7 @@ def _apply(
     return p.to(scores.dtype)
 
 
-@beartype
+@checked
 def coordinate_descent(
     scores: Tensor,
     *,

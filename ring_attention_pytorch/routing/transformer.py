@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from beartype import beartype
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.generation import Decoder
@@ -43,7 +43,7 @@ class ConditionalRoutedTransformer(RingTransformer):
     torch.Size([1, 20, 256])
     """
 
-    @beartype
+    @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
         *,

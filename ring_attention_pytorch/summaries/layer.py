@@ -6,10 +6,10 @@ from math import log
 from typing import Any
 
 import torch
-from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.nn.layer_caches import Reading
 from ring_attention_pytorch.nn.rotary import apply_rotary_pos_emb
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
@@ -30,7 +30,7 @@ _OF_PLAIN = (
 POOLS = ("mean", "attention")
 
 
-@beartype
+@checked
 @dataclass(frozen=True)
 class Summaries:
     """What a layer sees exactly, and what in summary: the `attn_summaries` of `RingAttention`.

@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from beartype import beartype
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.summaries.cache import SummaryCache
 from ring_attention_pytorch.summaries.layer import Summaries
@@ -27,7 +27,7 @@ class SummaryAttention(RingAttention):
     torch.Size([1, 37, 32])
     """
 
-    @beartype
+    @checked
     def __init__(
         self,
         dim: int,

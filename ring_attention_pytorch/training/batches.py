@@ -12,9 +12,9 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from beartype import beartype
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.comm.placement import Placement
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
@@ -277,7 +277,7 @@ class RingCollator:
     inner: Callable[[Any], Mapping[str, Any]]
     options: dict[str, Any]
 
-    @beartype
+    @checked
     def __init__(
         self,
         inner: Callable[[Any], Mapping[str, Any]],

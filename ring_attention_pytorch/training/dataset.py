@@ -15,10 +15,10 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from beartype import beartype
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.geometry.layouts import Layout, positions
 from ring_attention_pytorch.training.batches import AUTO, ShardedBatch, shard_batch
 
@@ -40,7 +40,7 @@ class TokenFile:
 
     tokens: Tensor
 
-    @beartype
+    @checked
     def __init__(self, path: str | Path, dtype: torch.dtype = torch.uint16):
         size = Path(path).stat().st_size
         if size % dtype.itemsize:
@@ -87,7 +87,7 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
     seed: int | None
     layout: Layout
 
-    @beartype
+    @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
         source: TokenFile | Iterable[Document],

@@ -1,0 +1,118 @@
+"""Checks of arguments that every public function makes: names, types, and least numbers.
+
+`checked` is for what one rank does by itself; `comm.agreement.typed`, made of the same parts, for
+what other ranks wait for. A bool is no number: True for 1 is a slip, mostly of two arguments
+exchanged.
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Annotated, Any, TypeVar
+
+from beartype import BeartypeConf, BeartypeHintOverrides, beartype
+from beartype.roar import BeartypeCallHintParamViolation
+from beartype.vale import IsInstance
+from torch.compiler import is_compiling
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_NUMBERS = BeartypeHintOverrides({int: Annotated[int, ~IsInstance[bool]]})
+_CONF = BeartypeConf(is_color=False, hint_overrides=_NUMBERS)
+# what beartype says of a bool for an int
+_NO_BOOL = re.compile(
+    r"([Vv])iolates validator ~beartype\.vale\.IsInstance\[builtins\.bool\]: .*? \)"
+)
+
+
+class Arguments:
+    """The arguments of a function: names and types are those of its parameters, or say why not."""
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+        *_, owner, own = ("", *function.__qualname__.split("."))
+        self.name = name or (owner if own == "__init__" else own)
+        self.signature = inspect.signature(function)
+        self.call = _checked(function)
+
+    def problem(self, error: Exception, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
+        """Say what is wrong with arguments if this error is about them; None if it is not."""
+        if isinstance(error, BeartypeCallHintParamViolation):
+            trace: Any = error.__traceback__  # the decorated call, and beartype's check of it
+            own = trace.tb_next is not None and trace.tb_next.tb_next is None
+            return in_one_line(error, self.name) if own else None
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as unfit:
+            return f"{self.name}() {unfit}"
+        return None
+
+    def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments by name, those too that are no parameters; not those too many."""
+        return {**kwargs, **dict(zip(self.signature.parameters, args))}
+
+
+def checked(function: Function, name: str | None = None) -> Function:
+    """Decorate a function, or a class: arguments must be parameters of the annotated types.
+
+    Errors give the function's name, or another `name`. torch.compile traces the function itself,
+    without checks.
+
+    Raises:
+        ValueError: an argument has another type, is missing, or is no parameter.
+
+    >>> @checked
+    ... def twice(x: int) -> int:
+    ...     return 2 * x
+    >>> twice(y=2)
+    Traceback (most recent call last):
+    ValueError: twice() missing a required argument: 'x'
+    """
+    if isinstance(function, type):
+        made: Any = function
+        made.__init__ = checked(made.__init__, name or made.__name__)
+        return made
+    arguments = Arguments(function, name)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return function(*args, **kwargs)
+        try:
+            return arguments.call(*args, **kwargs)
+        except (BeartypeCallHintParamViolation, TypeError) as error:
+            if (problem := arguments.problem(error, args, kwargs)) is None:
+                raise
+        raise ValueError(problem)
+
+    return call  # type: ignore[return-value]
+
+
+def _checked(function: Function) -> Function:
+    """Let beartype check the arguments of a function, but not its result: that takes longer."""
+    hints = function.__annotations__
+    function.__annotations__ = {name: hints[name] for name in hints if name != "return"}
+    found = beartype(conf=_CONF)(function)
+    function.__annotations__ = hints
+    return found
+
+
+def in_one_line(error: BaseException, name: str) -> str:
+    """Shorten what beartype says to the parameter and its type, and name the function."""
+    text = _NO_BOOL.sub(r"\1iolates int: a bool is no number", " ".join(str(error).split()))
+    return f"{name}() {text[max(0, text.find('parameter ')) :]}"
+
+
+def least_problem(least: float, **numbers: float | None) -> str | None:
+    """Say which of these numbers is less than `least`, or none at all; None if they are right.
+
+    >>> least_problem(1, heads=0, dim=4, window=None)
+    'heads must be at least 1, got 0'
+    """
+    for name, number in numbers.items():
+        if number is None or least <= number < math.inf:
+            continue
+        finite = " and finite" if number == math.inf else ""
+        return f"{name} must be at least {least}{finite}, got {number}"
+    return None

@@ -1,0 +1,309 @@
+"""A right call of everything public, and which numbers are right though they look wrong."""
+
+import tempfile
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ring_attention_pytorch as R
+from ring_attention_pytorch import distributed, ring, ring_attention, zig_zag_attention
+from ring_attention_pytorch import launch
+from tests.support.surface import Call, Verdict, add, public, verdict, wrong
+
+ONE = torch.randn(1, 4, 16)
+Q = torch.randn(1, 4, 2, 8)
+IDS = torch.tensor([[1, 2, 3, 4]])
+ROUTED = dict(dim=16, num_heavy_tokens_q=2, num_heavy_tokens_kv=2, light_window_size=2)
+SIZES: dict[str, Any] = dict(dim=16, dim_head=8, heads=2)
+MODEL: dict[str, Any] = dict(num_tokens=9, depth=1, causal=True, **SIZES)
+
+
+def worker(rank: int) -> int:
+    return rank
+
+
+@cache
+def token_file() -> str:
+    path = Path(tempfile.mkdtemp()) / "tokens"
+    path.write_bytes(bytes(80))
+    return str(path)
+
+
+def filled() -> Any:
+    cache = R.RingCache(1, 2, 8)
+    cache.append(Q, Q)
+    return cache
+
+
+def layer(**options: Any) -> Any:
+    return R.RingAttention(**{**SIZES, "causal": True, **options})
+
+
+def batch() -> Any:
+    return R.shard_batch({"input_ids": IDS, "labels": IDS})
+
+
+def of(make: Callable[[], Any], name: str, **right: Any) -> Callable[[], Call]:
+    """A call of a method of what is made anew for each."""
+    return lambda: Call(getattr(make(), name), right)
+
+
+def to(function: Callable[..., Any], *more: Callable[..., Any], **right: Any) -> Callable[[], Call]:
+    return lambda: Call(function, right, more)
+
+
+def plan() -> Any:
+    return R.RingPlan.make(Q, Q, Q, causal=True)
+
+
+def summary_plan() -> Any:
+    return R.SummaryPlan.make(Q, Q, Q, window=1, stride=2)
+
+
+def routing_plan() -> Any:
+    return R.RoutingPlan.make(ONE)
+
+
+def model() -> Any:
+    return R.RingTransformer(**MODEL)
+
+
+def summed() -> tuple[Any, Any]:
+    p = summary_plan()
+    return p, R.summarize(Q, Q, plan=p)
+
+
+CROSS = dict(dim=16, num_tokens_q=2, num_tokens_kv=2, heads=2, dim_head=8)
+FEED = dict(dim=16, num_heavy_tokens=2)
+BLOCK = dict(
+    dim=16, num_heavy_attn_tokens_q=2, num_heavy_attn_tokens_kv=2, num_heavy_ff_tokens=2,
+    light_window_size=2,
+)
+ROUTED_MODEL = dict(
+    num_tokens=9, dim=16, depth=1, num_heavy_attn_tokens_q=2, num_heavy_attn_tokens_kv=2,
+    num_heavy_ff_tokens=2, light_window_size=2, causal=True,
+)
+QKV = dict(q=Q, k=Q, v=Q)
+FIRST = Q.transpose(1, 2)
+Attention = R.ConditionalRoutedAttention
+
+CALLS: dict[str, Callable[[], Call]] = {
+    "ring_attn": to(R.ring_attn, **QKV),
+    "ulysses_attn": to(R.ulysses_attn, R.ring_attn, **QKV),
+    "explain_kernel": to(R.explain_kernel, **QKV),
+    "default_attention": to(R.default_attention, **QKV),
+    "ring_flash_attn": to(R.ring_flash_attn, **QKV),
+    "ring_flash_attn_": to(R.ring_flash_attn_, **QKV),
+    "ring_flash_attn_cuda": to(R.ring_flash_attn_cuda, **QKV),
+    "ring_flash_attn_cuda_": to(R.ring_flash_attn_cuda_, **QKV),
+    "tree_attn_decode": to(R.tree_attn_decode, q=FIRST[:, :, :1], k=FIRST, v=FIRST),
+    "zig_zag_attn": to(zig_zag_attention.zig_zag_attn, q=FIRST, k=FIRST, v=FIRST),
+    "zig_zag_pad_seq": to(zig_zag_attention.zig_zag_pad_seq, t=ONE),
+    "zig_zag_shard": to(zig_zag_attention.zig_zag_shard, t=ONE),
+    "RingPlan.make": to(R.RingPlan.make, **QKV),
+    "RingPlan.for_layer": of(plan, "for_layer", number=0),
+    "RingPlan.in_graphs": of(plan, "in_graphs"),
+    "RingPlan.positions": of(plan, "positions"),
+    "RingPlan.statistics": of(plan, "statistics"),
+    "explain_plan": lambda: Call(R.explain_plan, dict(plan=plan())),
+    "observe": to(R.observe),
+    "fail_together": to(R.fail_together),
+    "shard_sequence": to(R.shard_sequence, x=ONE),
+    "unshard_sequence": to(R.unshard_sequence, x=ONE, length=4),
+    "positions": to(R.positions, layout="zigzag", rank=0, ring_size=2, length=8),
+    "balanced": to(R.balanced, cu_seqlens=[0, 3, 8], ring_size=2),
+    "apply_rotary_pos_emb": to(R.apply_rotary_pos_emb, pos=torch.zeros(4, 8), t=Q),
+    "RingRotaryEmbedding": to(R.RingRotaryEmbedding, dim=8),
+    "RingRotaryEmbedding.forward": of(lambda: R.RingRotaryEmbedding(8), "__call__", seq=4),
+    "RingAttention": to(R.RingAttention, **SIZES),
+    "RingAttention.forward": of(layer, "forward", x=ONE),
+    "RingAttention.plan": of(layer, "plan", x=ONE),
+    "RingAttention.split_projections": lambda: Call(layer().split_projections, {}),
+    "RingTransformer": to(R.RingTransformer, **MODEL),
+    "RingTransformer.forward": of(model, "forward", x=IDS),
+    "RingTransformer.plans": of(model, "plans", x=IDS),
+    "RingTransformer.generate": of(model, "generate", ids=IDS, max_new_tokens=2),
+    "SummaryAttention": to(R.SummaryAttention, R.RingAttention, window=1, stride=2, **SIZES),
+    "Summaries": to(R.Summaries, window=1),
+    "Summaries.layer": of(lambda: R.Summaries(1), "layer", key_heads=2, **SIZES),
+    "SummaryPlan.make": to(R.SummaryPlan.make, **QKV, window=1, stride=2),
+    "SummaryPlan.summary_positions": of(summary_plan, "summary_positions"),
+    "summarize": lambda: Call(R.summarize, dict(k=Q, v=Q, plan=summary_plan())),
+    "summary_attn": lambda: Call(
+        R.summary_attn,
+        dict(**QKV, summary_k=summed()[1][0], summary_v=summed()[1][1], plan=summary_plan()),
+    ),
+    "SummaryAttention.prefill": of(
+        lambda: R.SummaryAttention(window=1, stride=2, **SIZES), "prefill", x=ONE
+    ),
+    "SummaryAttention.step": lambda: _step(),
+    "RingCache": to(R.RingCache, sequences=1, key_heads=2, head_dim=8),
+    "RingCache.append": of(filled, "append", k=Q, v=Q),
+    "RingCache.fork": lambda: Call(lambda source: filled().fork(source), dict(source=0)),
+    "RingCache.free": of(filled, "free", sequence=0),
+    "RingCache.hide_before": of(filled, "hide_before", starts=[1]),
+    "RingCache.load_state_dict": lambda: Call(lambda: filled().load_state_dict(), {}),
+    "RingCache.owner": of(filled, "owner", token=0),
+    "RingCache.reorder": of(filled, "reorder", beams=[0]),
+    "RingCache.reserve": of(filled, "reserve", tokens=1),
+    "RingCache.rollback": of(filled, "rollback", n=1),
+    "RingCache.rounded": of(filled, "rounded", t=Q),
+    "RingCache.state_dict": of(filled, "state_dict"),
+    "ring_attn_with_cache": lambda: Call(R.ring_attn_with_cache, dict(**QKV, cache=filled())),
+    "explain_cache": lambda: Call(R.explain_cache, dict(cache=filled(), heads=2)),
+    "shard_batch": to(R.shard_batch, batch={"input_ids": IDS}),
+    "RingCollator": to(R.RingCollator, R.shard_batch, inner=dict, rank=0, ring_size=2),
+    "ShardedBatch.over": of(batch, "over", group=None),
+    "ShardedBatch.roll": of(batch, "roll", x=IDS, ahead=1, nothing=-100),
+    "ShardedBatch.to": of(batch, "to", device="cpu"),
+    "ShardedBatch.unshard": of(batch, "unshard", x=IDS),
+    "SequenceShardedDataset": to(
+        R.SequenceShardedDataset, source=[[1, 2, 3]], length=2, batch_size=1, rank=0, ring_size=1
+    ),
+    "SequenceShardedDataset.state_dict": of(lambda: data(), "state_dict"),
+    "SequenceShardedDataset.load_state_dict": of(
+        lambda: data(), "load_state_dict", state=dict(sequences=0, seed=None, length=2)
+    ),
+    "TokenFile": lambda: Call(R.TokenFile, dict(path=token_file())),
+    "ring_cross_entropy": to(R.ring_cross_entropy, x=torch.randn(1, 4, 9), labels=IDS),
+    "ring_token_logprobs": lambda: Call(
+        R.ring_token_logprobs, dict(x=torch.randn(1, 4, 9), batch=batch())
+    ),
+    "check_parity": lambda: Call(
+        R.check_parity, dict(model=model(), batch={"input_ids": IDS, "labels": IDS})
+    ),
+    "ConditionalRoutedAttention": to(Attention, **ROUTED),
+    "ConditionalRoutedAttention.forward": of(lambda: Attention(**ROUTED), "forward", x=ONE),
+    "ConditionalRoutedAutoregressiveAttention": to(
+        R.ConditionalRoutedAutoregressiveAttention, Attention, **ROUTED
+    ),
+    "ConditionalRoutedAutoregressiveAttention.forward": of(
+        lambda: R.ConditionalRoutedAutoregressiveAttention(**ROUTED), "forward", x=ONE
+    ),
+    "ConditionalRoutedCrossAttention": to(R.ConditionalRoutedCrossAttention, **CROSS),
+    "ConditionalRoutedCrossAttention.forward": of(
+        lambda: R.ConditionalRoutedCrossAttention(**CROSS), "forward", x=ONE, context=ONE
+    ),
+    "ConditionalRoutedFeedForward": to(R.ConditionalRoutedFeedForward, **FEED),
+    "ConditionalRoutedFeedForward.forward": of(
+        lambda: R.ConditionalRoutedFeedForward(**FEED), "forward", x=ONE
+    ),
+    "ConditionalRoutedImageAttention": to(
+        R.ConditionalRoutedImageAttention, Attention, **ROUTED
+    ),
+    "ConditionalRoutedImageAttention.forward": of(
+        lambda: R.ConditionalRoutedImageAttention(**ROUTED), "forward", x=ONE.view(1, 2, 2, 16)
+    ),
+    "ConditionalRoutedTransformer": to(R.ConditionalRoutedTransformer, **ROUTED_MODEL),
+    "ConditionalRoutedTransformer.forward": of(
+        lambda: R.ConditionalRoutedTransformer(**ROUTED_MODEL), "forward", x=IDS
+    ),
+    "ConditionalRoutedTransformer.generate": of(
+        lambda: R.ConditionalRoutedTransformer(**ROUTED_MODEL), "generate", ids=IDS,
+        max_new_tokens=2,
+    ),
+    "ConditionalRoutedTransformerBlock": to(
+        R.ConditionalRoutedTransformerBlock, **BLOCK
+    ),
+    "ConditionalRoutedTransformerBlock.forward": of(
+        lambda: R.ConditionalRoutedTransformerBlock(**BLOCK), "forward", x=ONE
+    ),
+    "CoordinateDescentRouter": to(R.CoordinateDescentRouter, dim=16),
+    "CoordinateDescentRouter.forward": of(
+        lambda: R.CoordinateDescentRouter(16), "forward", x=ONE, num_tokens=2
+    ),
+    "CoordinateDescentRouter.route_back": lambda: _route_back(),
+    "RoutingPlan.make": to(R.RoutingPlan.make, x=ONE),
+    "RoutingPlan.positions": of(routing_plan, "positions"),
+    "coordinate_descent": to(R.coordinate_descent, scores=ONE[..., 0], n_iters=3, k=2),
+    "select_topk": to(R.select_topk, scores=ONE[..., 0], k=2),
+    "soft_topk": to(R.soft_topk, scores=ONE[..., 0], k=2),
+    "spawn": to(launch.spawn, worker=worker, nprocs=1),
+    "started": to(launch.started, worker=worker, nprocs=1),
+    "torchrun_group": to(launch.torchrun_group),
+    "Workers.join": of(lambda: launch.Workers(0), "join"),
+    "AllGather": to(distributed.AllGather),
+    "AllGather.forward": of(distributed.AllGather, "forward", x=ONE),
+    "all_gather": to(distributed.all_gather, t=ONE),
+    "all_gather_same_dim": to(distributed.all_gather_same_dim, t=ONE),
+    "all_gather_variable_dim": to(distributed.all_gather_variable_dim, t=ONE),
+    "gather_sizes": to(distributed.gather_sizes, t=ONE, dim=0),
+    "get_rank": to(distributed.get_rank),
+    "get_world_size": to(distributed.get_world_size),
+    "has_only_one_value": to(distributed.has_only_one_value, t=ONE),
+    "is_distributed": to(distributed.is_distributed),
+    "split_by_rank": to(distributed.split_by_rank, x=ONE),
+    "all_ring_pass": lambda: Call(ring.all_ring_pass, {}),
+    "null_ring_pass": lambda: Call(ring.null_ring_pass, {}),
+    "circular_index_left": to(ring.circular_index_left, pos=0, ring_size=2),
+    "circular_index_right": to(ring.circular_index_right, pos=0, ring_size=2),
+    "circular_rank_left": to(ring.circular_rank_left),
+    "circular_rank_right": to(ring.circular_rank_right),
+    "one_ring_pass": to(ring.one_ring_pass, x=ONE),
+    "ring_pass": to(ring.ring_pass, num_ring_passes=1, x=ONE),
+    "send_and_receive_": to(
+        ring.send_and_receive_, x=ONE, receive_buffer=ONE.clone(), send_to_rank=0,
+        receive_from_rank=0,
+    ),
+    "FeedForward": to(ring_attention.FeedForward, dim=4),
+    "RMSNorm": to(ring_attention.RMSNorm, dim=4),
+    "RMSNorm.forward": of(lambda: ring_attention.RMSNorm(4), "forward", x=torch.ones(2, 4)),
+    "maybe_pad_seq_and_mask": to(
+        ring_attention.maybe_pad_seq_and_mask, x=ONE, mask=None, seq_size=3
+    ),
+    "sharded_batch_to_sharded_seq": to(
+        ring_attention.sharded_batch_to_sharded_seq, x=ONE, mask=None, seq_size=4
+    ),
+    "sharded_seq_to_sharded_batch": to(
+        ring_attention.sharded_seq_to_sharded_batch, logits=ONE, sizes=torch.tensor([1])
+    ),
+}  # fmt: skip
+
+
+def data() -> Any:
+    return R.SequenceShardedDataset([[1, 2, 3]], length=2, batch_size=1, rank=0, ring_size=1)
+
+
+def _step() -> Call:
+    attn = R.SummaryAttention(window=1, stride=2, **SIZES)
+    return Call(attn.step, dict(x=ONE[:, :1], cache=attn.prefill(ONE)[1]))
+
+
+def _route_back() -> Call:
+    router = R.CoordinateDescentRouter(16)
+    found = router(ONE, num_tokens=2)
+    return Call(
+        router.route_back,
+        dict(src=ONE, routed_tokens=found.routed_tokens, dispatch=found.dispatch),
+    )
+
+
+def report(only: list[str]) -> None:
+    """Print all wrong calls that are not refused well."""
+    import time
+    total = bad = 0
+    for name, make in CALLS.items():
+        if only and name not in only:
+            continue
+        began = time.perf_counter()
+        try:
+            call = make()
+            found = call.function(**call.right)
+        except Exception as error:
+            found = None
+            print("RIGHT CALL FAILED", name, type(error), error)
+        count = 0
+        lines = []
+        for what in wrong(call):
+            count += 1
+            got = verdict(make(), *what)
+            if not got.good:
+                bad += 1
+                lines.append(f"   {got.name} = {got.what}: {got.said if got.said is None else got.said[:230]!r}")
+        total += count
+        print(name, count, f"{time.perf_counter() - began:.2f} s")
+        print("\n".join(lines))
+    print(total, bad)
