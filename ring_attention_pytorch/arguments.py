@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Annotated, Any, TypeVar
 
+import torch
 from beartype import BeartypeConf, BeartypeHintOverrides, beartype
 from beartype.roar import BeartypeCallHintParamViolation
 from beartype.vale import IsInstance
@@ -25,6 +26,9 @@ _CONF = BeartypeConf(is_color=False, hint_overrides=_NUMBERS)
 _NO_BOOL = re.compile(
     r"([Vv])iolates validator ~beartype\.vale\.IsInstance\[builtins\.bool\]: .*? \)"
 )
+
+# what Python says where a function passes on an option that it gives itself
+_DECIDED = re.compile(r"got multiple values for keyword argument '(\w+)'")
 
 
 class Arguments:
@@ -42,6 +46,9 @@ class Arguments:
             trace: Any = error.__traceback__  # the decorated call, and beartype's check of it
             own = trace.tb_next is not None and trace.tb_next.tb_next is None
             return in_one_line(error, self.name) if own else None
+        decided = _DECIDED.search(str(error))
+        if decided and decided[1] in kwargs and decided[1] not in self.signature.parameters:
+            return f"{self.name}() decides {decided[1]} itself; leave it out"
         try:
             self.signature.bind(*args, **kwargs)
         except TypeError as unfit:
@@ -91,6 +98,8 @@ def checked(function: Function, name: str | None = None) -> Function:
 
 def _checked(function: Function) -> Function:
     """Let beartype check the arguments of a function, but not its result: that takes longer."""
+    if inspect.isgeneratorfunction(inspect.unwrap(function)):
+        raise TypeError(f"{function}: a generator is checked when it is run; return one instead")
     hints = function.__annotations__
     function.__annotations__ = {name: hints[name] for name in hints if name != "return"}
     found = beartype(conf=_CONF)(function)
@@ -102,6 +111,17 @@ def in_one_line(error: BaseException, name: str) -> str:
     """Shorten what beartype says to the parameter and its type, and name the function."""
     text = _NO_BOOL.sub(r"\1iolates int: a bool is no number", " ".join(str(error).split()))
     return f"{name}() {text[max(0, text.find('parameter ')) :]}"
+
+
+def known_device(device: torch.device | str | int | None) -> torch.device | None:
+    """Return a device by its name or number, or None; raise ValueError if there can't be such."""
+    if device is None or isinstance(device, torch.device):
+        return device
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        text = str(error).partition("\n")[0]
+        raise ValueError(f"device must be one of PyTorch's, got {device!r}: {text}") from None
 
 
 def least_problem(least: float, **numbers: float | None) -> str | None:

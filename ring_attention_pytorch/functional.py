@@ -15,7 +15,7 @@ from ring_attention_pytorch.comm.placement import attention_ring
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.geometry.documents import Borders
 from ring_attention_pytorch.kernels import explain
-from ring_attention_pytorch.plan.checks import autocast_dtype, like_autocast
+from ring_attention_pytorch.plan.checks import autocast_dtype, like_autocast, qkv_problem
 from ring_attention_pytorch.plan.masks import Prefix
 from ring_attention_pytorch.plan.option_types import (
     CheckOption,
@@ -24,7 +24,7 @@ from ring_attention_pytorch.plan.option_types import (
     TransportName,
     UlyssesOptions,
 )
-from ring_attention_pytorch.plan.options import not_default
+from ring_attention_pytorch.plan.options import Call, Options, not_default
 from ring_attention_pytorch.plan.rehearsal import rehearsed
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
@@ -316,13 +316,17 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
         A line for each faster kernel that says why it can't run, then a line for the one that runs.
 
     Raises:
-        ValueError: there is no such kernel.
+        ValueError: there is no such kernel, or a number is out of range.
 
     >>> q = torch.randn(1, 6, 2, 8)
     >>> print(explain_kernel(q, q, q, softclamp=50.0).splitlines()[-2])
     sdpa: has no softclamp
     """
-    q, v = like_autocast(q), like_autocast(v)
+    q, k, v = like_autocast(q), like_autocast(k), like_autocast(v)
+    given = dict(window=window, scale=scale, softclamp=softclamp, dropout=dropout)
+    problem = qkv_problem(q, k, v) or Options.read(given).problem(Call(q, k, v, 1))
+    if problem is not None:
+        raise ValueError(f"explain_kernel: {problem}")
     request = KernelRequest.of(
         q,
         v,

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -32,6 +32,7 @@ import torch.distributed.nn
 from torch import multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
+from ring_attention_pytorch.arguments import checked, least_problem
 from ring_attention_pytorch.comm.failures import RingError, fail_together
 
 TIMEOUT = 120.0  # seconds that ranks wait for one another
@@ -40,12 +41,13 @@ _END = 30.0  # seconds that a process may take to exit when all is done
 _FIRST = 0.5  # seconds to wait for the first failure, after a failure that another may have caused
 
 
+@checked
 def spawn(
     worker: Callable[..., Any],
     nprocs: int,
     *args: Any,
     backend: str = "gloo",
-    timeout: float = TIMEOUT,
+    timeout: float | int = TIMEOUT,
     start_method: str = "spawn",
 ) -> list[Any]:
     """Run `worker(rank, *args)` in `nprocs` processes of one group; return what each rank returned.
@@ -70,16 +72,35 @@ def spawn(
     return workers.results
 
 
-@contextmanager
+@checked
 def started(
     worker: Callable[..., Any],
     nprocs: int,
     *args: Any,
     backend: str = "gloo",
-    timeout: float = TIMEOUT,
+    timeout: float | int = TIMEOUT,
     start_method: str = "spawn",
-) -> Iterator["Workers"]:
+) -> AbstractContextManager["Workers"]:
     """Start the processes of `spawn`; at the end of this block, end those that still run."""
+    if (problem := _problem(nprocs, backend, timeout, start_method)) is not None:
+        raise ValueError(problem)
+    return _started(_Job(worker, args, nprocs, backend, timeout, start_method))
+
+
+class _Job(NamedTuple):
+    """What `spawn` was asked to run, and how."""
+
+    worker: Callable[..., Any]
+    args: tuple[Any, ...]
+    nprocs: int
+    backend: str
+    timeout: float
+    start_method: str
+
+
+@contextmanager
+def _started(job: _Job) -> Iterator["Workers"]:
+    worker, args, nprocs, backend, timeout, start_method = job
     context: Any = multiprocessing.get_context(start_method)
     with TemporaryDirectory() as folder, _sigterm_unwinds():
         workers = Workers(nprocs)
@@ -98,6 +119,23 @@ def started(
             atexit.unregister(workers.kill)
 
 
+def _problem(nprocs: int, backend: str, timeout: float, start_method: str) -> str | None:
+    """Say what is wrong with the options of `spawn`; None if nothing."""
+    if start_method not in ("spawn", "forkserver"):
+        return f"start_method must be 'spawn' or 'forkserver', got {start_method!r}"
+    return least_problem(1, nprocs=nprocs) or _group_problem(backend, timeout)
+
+
+def _group_problem(backend: str, timeout: float) -> str | None:
+    """Say what is wrong with the options of a group; None if nothing."""
+    known = dist.Backend.backend_list
+    if not all(each.rpartition(":")[2] in known for each in backend.split(",")):
+        return f"backend must be of {', '.join(known)}, or by device, got {backend!r}"
+    if not 0 < timeout < timedelta.max.total_seconds():
+        return f"timeout must be positive and finite, got {timeout} seconds"
+    return None
+
+
 class Workers:
     """The processes that `started` has started.
 
@@ -105,7 +143,10 @@ class Workers:
         results: what each rank returned; None until it has.
     """
 
+    @checked
     def __init__(self, nprocs: int):
+        if (problem := least_problem(0, nprocs=nprocs)) is not None:
+            raise ValueError(problem)
         self.results: list[Any] = [None] * nprocs
         self._processes: list[BaseProcess] = []
         self._running: dict[Connection, int] = {}
@@ -117,13 +158,16 @@ class Workers:
         self._running[pipe] = len(self._processes)
         self._processes.append(process)
 
-    def join(self, timeout: float | None = None) -> bool:
+    @checked
+    def join(self, timeout: float | int | None = None) -> bool:
         """Wait until all have ended, at most `timeout` seconds; tell whether they have.
 
         Raises:
             ProcessRaisedException: a rank raised; the text names it and has its traceback.
             ProcessExitedException: a rank ended otherwise; the text names it and says how.
         """
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout must be None or at least 0 seconds, got {timeout}")
         end = math.inf if timeout is None else time.monotonic() + timeout
         while self._running and all(failure.doubt for failure in self._failures.values()):
             if self._failures:
@@ -296,8 +340,10 @@ def _group(backend: str, timeout: float, store: dist.Store, rank: int, size: int
     dist.destroy_process_group()
 
 
-@contextmanager
-def torchrun_group(backend: str = "gloo", timeout: float = TIMEOUT) -> Iterator[None]:
+@checked
+def torchrun_group(
+    backend: str = "gloo", timeout: float | int = TIMEOUT
+) -> AbstractContextManager[None]:
     """Set up the group of processes that torchrun has started; do nothing if it has started none.
 
     Put all that a script does into this block. An error in it ends the process at once, after its
@@ -311,6 +357,13 @@ def torchrun_group(backend: str = "gloo", timeout: float = TIMEOUT) -> Iterator[
             With fewer GPUs than processes it is an error.
         timeout: seconds that ranks wait for one another in the default group.
     """
+    if (problem := _group_problem(backend, timeout)) is not None:
+        raise ValueError(problem)
+    return _torchrun_group(backend, timeout)
+
+
+@contextmanager
+def _torchrun_group(backend: str, timeout: float) -> Iterator[None]:
     if not dist.is_torchelastic_launched():
         yield
         return

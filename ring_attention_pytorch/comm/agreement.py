@@ -95,16 +95,18 @@ def told_by_group(
     """Make the `tell` of `typed`, for functions with a `group` that agree under the name `caller`.
 
     They agree only if the argument `agreed[0]` is `agreed[1]`: by default, only without a plan.
+    Else nobody waits in an agreement, and word is left for those who will wait.
     `ring_of` makes the ring of a group, and of a ring size.
     """
 
     def tell(given: dict[str, Any], problem: str) -> None:
-        given = {**given, **given.get("options", {})}
+        if isinstance(options := given.get("options"), dict):
+            given = {**given, **options}
         name, value = agreed
         if given.get(name) is value:
             group, size = given.get("group"), given.get("ring_size")
             group = group if isinstance(group, Group) else None
-            ring = ring_of(group, size if isinstance(size, int) else None)
+            ring = ring_of(group, size if type(size) is int else None)
             agree(ring, caller, {}, problem=problem)
         elif isinstance(of_plan := getattr(given.get("plan"), "ring", None), Ring):
             of_plan.say(f"raised ValueError: {problem}")

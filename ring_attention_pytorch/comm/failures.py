@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm import last_words
 from ring_attention_pytorch.comm.guard import Guard
 from ring_attention_pytorch.comm.notes import call_site, ranks_of
@@ -190,8 +191,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_remember_groups)
 
 
-@contextmanager
-def fail_together() -> Iterator[None]:
+@checked
+def fail_together() -> AbstractContextManager[None]:
     """Let all ranks fail as soon as one does, not when their groups' timeout has passed.
 
     An error in this block, or in a ring's call within it, ends all that the process's groups have
@@ -201,6 +202,11 @@ def fail_together() -> Iterator[None]:
     >>> with fail_together():  # around all that a rank does
     ...     pass
     """
+    return _failing_together()
+
+
+@contextmanager
+def _failing_together() -> Iterator[None]:
     global _blocks
     _blocks += 1
     try:

@@ -11,28 +11,49 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.nn.sharding import _Gather
 
 
+@checked
 def get_rank() -> int:
     """Return this process' rank in the default group; 0 without a group."""
     return Ring().rank
 
 
+@checked
 def get_world_size() -> int:
     """Return the number of ranks of the default group; 1 without a group."""
     return Ring().size
 
 
+@checked
 def is_distributed() -> bool:
     """Tell whether there are other ranks."""
     return get_world_size() > 1
 
 
+@checked
+def pad_dim_to(t: Tensor, length: int, dim: int = 0) -> Tensor:
+    """Fill t with zeros, at its end along dim, up to a length.
+
+    >>> pad_dim_to(torch.ones(1, 2), 3, dim=1)
+    tensor([[1., 1., 0.]])
+    """
+    if (problem := _dim_problem(t, dim)) is None and length < t.shape[dim]:
+        problem = f"length must be at least t's {t.shape[dim]}, got {length}"
+    if problem is not None:
+        raise ValueError(f"pad_dim_to: {problem}")
+    behind = t.ndim - 1 - dim % t.ndim
+    return F.pad(t, (*(0, 0) * behind, 0, length - t.shape[dim]))
+
+
+@checked
 def has_only_one_value(t: Tensor) -> bool:
     """Tell whether all elements of t are equal."""
     return bool((t == t.flatten()[:1]).all())
@@ -47,12 +68,13 @@ def gather_sizes(t: Tensor, *, dim: int) -> Tensor:
     return torch.tensor([note["length"] for note in notes], device=t.device)
 
 
+@typed(told_by_group("all_gather"))
 def all_gather_same_dim(t: Tensor) -> list[Tensor]:
     """Gather every rank's t as `all_gather` does, as a list by rank; all are of one shape."""
     return list(all_gather(t.unsqueeze(0))[0])
 
 
-@typed(told_by_group("all_gather_variable_dim"))
+@typed(told_by_group("all_gather"))
 def all_gather_variable_dim(
     t: Tensor, dim: int = 0, sizes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -83,14 +105,17 @@ AllGatherFunction = SimpleNamespace(apply=all_gather)
 class AllGather(nn.Module):
     """A module that calls `all_gather` along dim: (x, sizes) -> (joined tensor, sizes)."""
 
+    @checked
     def __init__(self, *, dim: int = 0):
         super().__init__()
         self.dim = dim
 
+    @typed(told_by_group("all_gather"))
     def forward(self, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return all_gather(x, self.dim, sizes)
 
 
+@checked
 def split_by_rank(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return this rank's part `x[rank]` of an x that all ranks have, and every part's length.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, raise_together, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.compat._moved import moved_names
@@ -46,6 +47,7 @@ Some = tuple[Tensor | None, ...]
 RingInfo = namedtuple("RingInfo", ["ring_rank", "iter_info"])
 
 
+@checked
 def circular_index_right(pos: int, ring_size: int, num: int = 1) -> int:
     """Return the place `num` to the right of `pos` in a ring."""
     if ring_size < 1:
@@ -53,11 +55,13 @@ def circular_index_right(pos: int, ring_size: int, num: int = 1) -> int:
     return (pos + num) % ring_size
 
 
+@checked
 def circular_index_left(pos: int, ring_size: int, num: int = 1) -> int:
     """Return the place `num` to the left of `pos` in a ring."""
     return circular_index_right(pos, ring_size, -num)
 
 
+@checked
 def circular_rank_right(rank: int | None = None, ring_size: int | None = None, num: int = 1) -> int:
     """Return the rank `num` to the right of `rank`, or of this one, in its ring of ranks.
 
@@ -72,6 +76,7 @@ def circular_rank_right(rank: int | None = None, ring_size: int | None = None, n
     return rank - rank % size + place
 
 
+@checked
 def circular_rank_left(rank: int | None = None, ring_size: int | None = None, num: int = 1) -> int:
     """Return the rank `num` to the left of `rank`, or of this one, in its ring of ranks."""
     return circular_rank_right(rank, ring_size, -num)
@@ -136,6 +141,7 @@ def ring_pass(
 one_ring_pass = partial(ring_pass, 1)
 
 
+@checked
 def null_ring_pass(
     *tensors: Tensor | None,
     max_iters: int | None = None,
@@ -143,9 +149,10 @@ def null_ring_pass(
     ring_size: int | None = None,
 ) -> Iterator[tuple[RingInfo, tuple[Some, Some]]]:
     """Yield as `all_ring_pass` does for a ring of this process alone: its own tensors, once."""
-    yield RingInfo(0, (True, True)), (tensors, _for_each(receive_buffers, tensors))
+    return iter([(RingInfo(0, (True, True)), (tensors, _for_each(receive_buffers, tensors)))])
 
 
+@typed(told_by_group("ring_pass"))
 def all_ring_pass(
     *tensors: Tensor | None,
     max_iters: int | None = None,
@@ -171,6 +178,12 @@ def all_ring_pass(
     >>> [(info, mine) for info, ((mine,), _) in all_ring_pass(torch.ones(1))]
     [(RingInfo(ring_rank=0, iter_info=(True, True)), tensor([1.]))]
     """
+    return _passes(tensors, max_iters, receive_buffers, ring_size)
+
+
+def _passes(
+    tensors: Some, max_iters: int | None, receive_buffers: Some | None, ring_size: int | None
+) -> Iterator[tuple[RingInfo, tuple[Some, Some]]]:
     ring, buffers = Ring(None, ring_size), _for_each(receive_buffers, tensors)
     total = max(1, min(ring.size, ring.size if max_iters is None else max_iters))
     for hop in range(total):

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checked, least_problem
+from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.distributed import (
     all_gather,
@@ -18,6 +20,7 @@ from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.nn.transformer import RingTransformer, feed_forward
+from ring_attention_pytorch.ring_flash_attention import softclamp
 
 __all__ = [
     "FeedForward",
@@ -28,13 +31,66 @@ __all__ = [
     "apply_rotary_pos_emb",
     "default_attention",
     "maybe_pad_seq_and_mask",
+    "pad_at_dim",
+    "pad_to_multiple",
+    "rotate_half",
     "sharded_batch_to_sharded_seq",
     "sharded_seq_to_sharded_batch",
+    "softclamp",
 ]
 
 FeedForward = partial(feed_forward, mult=4)
 
 
+@checked
+def rotate_half(x: Tensor) -> Tensor:
+    """Return x `[..., d]` with (a, b), the halves of d, made (-b, a); d is even.
+
+    >>> rotate_half(torch.arange(4))
+    tensor([-2, -3,  0,  1])
+    """
+    if x.ndim < 1 or x.shape[-1] % 2:
+        raise ValueError(f"rotate_half: x must be [..., d] with an even d, got {list(x.shape)}")
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+@checked
+def pad_at_dim(
+    t: Tensor, pad: tuple[int, int], *, dim: int = -1, value: float | int = 0.0
+) -> Tensor:
+    """Fill t with values before and behind what it has along dim; negative numbers take away.
+
+    >>> pad_at_dim(torch.ones(2), (1, 2), value=5.0)
+    tensor([5., 1., 1., 5., 5.])
+    """
+    if not -t.ndim <= dim < t.ndim:
+        raise ValueError(f"pad_at_dim: t {list(t.shape)} has no dimension {dim}")
+    if t.shape[dim] + sum(pad) < 0:
+        raise ValueError(f"pad_at_dim: pad must leave at least 0 of {t.shape[dim]}, got {pad}")
+    behind = t.ndim - 1 - dim % t.ndim
+    return F.pad(t, (*(0, 0) * behind, *pad), value=value)
+
+
+@checked
+def pad_to_multiple(
+    x: Tensor, length: int, pad_value: float | int | bool = 0
+) -> tuple[Tensor, int]:
+    """Fill x `[b, n, ...]` to a multiple of length; also return how many tokens that took.
+
+    >>> pad_to_multiple(torch.ones(1, 5), 4)[1]
+    3
+    """
+    problem = least_problem(1, length=length)
+    if x.ndim < 2:
+        problem = f"x must be [b, n, ...], got {list(x.shape)}"
+    if problem is not None:
+        raise ValueError(f"pad_to_multiple: {problem}")
+    more = -x.shape[1] % length
+    return pad_at_dim(x, (0, more), dim=1, value=pad_value), more
+
+
+@checked
 def maybe_pad_seq_and_mask(
     x: Tensor, mask: Tensor | None, seq_size: int
 ) -> tuple[Tensor, Tensor | None]:
@@ -43,15 +99,21 @@ def maybe_pad_seq_and_mask(
     If there is nothing to fill, the mask is returned as it is; else a mask None becomes True for
     all tokens of x.
     """
-    more = -x.shape[1] % seq_size
+    problem = least_problem(1, seq_size=seq_size)
+    if x.ndim < 2 or (mask is not None and mask.shape != x.shape[:2]):
+        shown = None if mask is None else list(mask.shape)
+        problem = f"x and mask must be [b, n, ...] and [b, n], got {list(x.shape)} and {shown}"
+    if problem is not None:
+        raise ValueError(f"maybe_pad_seq_and_mask: {problem}")
+    x, more = pad_to_multiple(x, seq_size)
     if more == 0:
         return x, mask
     if mask is None:
-        mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-    none_after = (0, 0) * (x.ndim - 2)
-    return F.pad(x, (*none_after, 0, more)), F.pad(mask, (0, more))
+        mask = torch.ones(x.shape[0], x.shape[1] - more, dtype=torch.bool, device=x.device)
+    return x, pad_to_multiple(mask, seq_size, False)[0]
 
 
+@typed(told_by_group("all_gather"))
 def sharded_batch_to_sharded_seq(
     x: Tensor, mask: Tensor | None, seq_size: int
 ) -> tuple[tuple[Tensor, Tensor | None], Tensor, int]:
@@ -86,6 +148,7 @@ def sharded_batch_to_sharded_seq(
     return (whole[samples, here], mask), sizes, rings
 
 
+@typed(told_by_group("all_gather"))
 def sharded_seq_to_sharded_batch(
     logits: Tensor, sizes: Tensor, num_sharded_batches: int = 1
 ) -> Tensor:

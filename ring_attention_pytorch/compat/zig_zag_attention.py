@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.distributed import (
@@ -17,12 +18,14 @@ from ring_attention_pytorch.distributed import (
 )
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
+from ring_attention_pytorch.runtime.dropout import dropout_problem
 
 ShardOutput = namedtuple(
     "ShardOutput", ["local_sequence", "query_positions", "key_value_positions"]
 )
 
 
+@checked
 def zig_zag_pad_seq(t: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Fill t `[..., n, d]` with zeros to n a multiple of 2 * ranks; also return the inverse.
 
@@ -38,6 +41,7 @@ def zig_zag_pad_seq(t: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     return padded, lambda out: out[..., :n, :]
 
 
+@typed(told_by_group("all_gather", agreed=("all_gather_batch", True)))
 def zig_zag_shard(
     t: Tensor, all_gather_batch: bool = False
 ) -> tuple[ShardOutput, Callable[[Tensor], Tensor]]:
@@ -113,7 +117,7 @@ def zig_zag_attn(
     torch.Size([1, 4, 3, 8])
     """
     caller = "zig_zag_attn"
-    problem = _shapes_problem(q, k, v)
+    problem = _shapes_problem(q, k, v) or dropout_problem(dropout, None)
     both = k if problem else torch.cat((k, v), -1)
     both, sizes = gather_as(caller, both, -2, problem=problem)
     if attn_mask is not None:

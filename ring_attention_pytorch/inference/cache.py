@@ -129,6 +129,7 @@ class RingCache(PagedStorage):
         """Return the rank that holds a token, the same for all sequences."""
         return self.pages.owner(token)
 
+    @checked
     def append(self, k: Tensor, v: Tensor, layer: int = 0) -> None:
         """Append tokens, the same on all ranks, to all sequences: each rank keeps its share.
 
@@ -163,6 +164,7 @@ class RingCache(PagedStorage):
             holder.write(k, v, layer)
             self.advance(k.shape[1], layer)
 
+    @checked
     def rounded(self, t: Tensor) -> Tensor:
         """Return keys or values `[..., d]` as this cache keeps them, in their dtype."""
         return restored(*stored(t, self.dtype)).to(t.dtype)
@@ -255,6 +257,7 @@ class RingCache(PagedStorage):
         """Make room for sequences of so many tokens, so that graphs may append up to there."""
         self._reserve([tokens] * self.sequences)
 
+    @checked
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank holds: of each layer and sequence keys, values and tokens.
 

@@ -35,7 +35,7 @@ from ring_attention_pytorch.nn.checks import (
 )
 from ring_attention_pytorch.nn.projections import HeadProjections
 from ring_attention_pytorch.nn.reference import default_attention
-from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
+from ring_attention_pytorch.nn.rotary import THETA, RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.nn.sharding import (
     ShardConfig,
     mask_problem,
@@ -129,7 +129,7 @@ class RingAttention(HeadProjections):
         prenorm: bool = True,
         force_regular_attn: bool = False,
         rotary_embed: bool = False,
-        rotary_embed_theta: int | float = 10000,
+        rotary_embed_theta: int | float = THETA,
         use_cuda_kernel: bool | None = None,
         layout: LayoutOption | None = None,
         group: Group = None,
@@ -149,7 +149,7 @@ class RingAttention(HeadProjections):
             shape_problem(dim, dim_head, heads, num_grouped_query_heads, bucket_size)
             or scores_problem(max_lookback_seq_len, softclamp)
             or kernel_problem(kernel, use_cuda_kernel, force_regular_attn, dropout)
-            or unused_problem(eps, rotary_restart and not rotary_embed)
+            or unused_problem(eps, rotary_embed, rotary_restart, rotary_embed_theta)
             or over_ring_problem(ring_attn and not force_regular_attn, heads, **over_ring)
             or (in_graphs and in_graphs_problem(force_regular_attn, dropout, transport))
             or dropout_problem(dropout, None)

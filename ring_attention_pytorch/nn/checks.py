@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ring_attention_pytorch.arguments import least_problem
 from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.nn.rotary import THETA
 from ring_attention_pytorch.nn.sharding import mask_problem
 from ring_attention_pytorch.plan.checks import other_way_problem
 from ring_attention_pytorch.plan.ring_plan import RingPlan
@@ -21,12 +23,11 @@ def shape_problem(
     dim: int, dim_head: int, heads: int, num_grouped_query_heads: int, bucket_size: int
 ) -> str | None:
     """Say what is wrong with a layer's sizes; None if nothing."""
+    if (problem := least_problem(1, heads=heads)) is not None:
+        return problem
     if num_grouped_query_heads < 1 or heads % num_grouped_query_heads != 0:
         return f"num_grouped_query_heads must divide heads={heads}, got {num_grouped_query_heads}"
-    if min(dim, dim_head, bucket_size) < 1:
-        got = f"{dim}, {dim_head} and {bucket_size}"
-        return f"dim, dim_head and bucket_size must be at least 1, got {got}"
-    return None
+    return least_problem(1, dim=dim, dim_head=dim_head, bucket_size=bucket_size)
 
 
 def kernel_problem(
@@ -52,12 +53,14 @@ def scores_problem(lookback: int | None, softclamp: float | None) -> str | None:
     return None
 
 
-def unused_problem(eps: float, restart_alone: bool) -> str | None:
+def unused_problem(eps: float, rotary: bool, restart: bool, theta: float) -> str | None:
     """Say which option would have no effect; None if none."""
     if eps != 1e-10:
         return f"eps has no effect, results are normalised exactly; got {eps}"
-    if restart_alone:
+    if restart and not rotary:
         return "rotary_restart needs rotary_embed=True: there is nothing to restart"
+    if theta != THETA and not rotary:
+        return f"rotary_embed_theta needs rotary_embed=True: nothing is rotated; got {theta}"
     return None
 
 

@@ -120,9 +120,10 @@ class CachedTransformer:
 
 
 def _tell(given: dict[str, Any], problem: str) -> None:
-    model, size = given["self"], given.get("ring_size")
-    ring = model._ring(size if isinstance(size, int) else None)
-    agree(ring, _caller(model), {}, problem=problem)
+    model, size = given.get("self"), given.get("ring_size")
+    if isinstance(model, Generation):  # else the method of the class was called without a model
+        ring = model._ring(size if type(size) is int else None)
+        agree(ring, _caller(model), {}, problem=problem)
 
 
 def _caller(model: object) -> str:

@@ -1,5 +1,7 @@
 """Regular attention on one process, with all scores in memory: the reference of the tests."""
 
+import math
+
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
@@ -48,8 +50,8 @@ def default_attention(
         raise ValueError(f"causal and window need as many keys as queries, got {m} and {n}")
     if window is not None and window < 0:
         raise ValueError(f"window must be None or at least 0, got {window}")
-    if softclamp_qk_sim and not softclamp_value > 0:
-        raise ValueError(f"softclamp_value must be positive, got {softclamp_value}")
+    if not 0 < softclamp_value < math.inf:
+        raise ValueError(f"softclamp_value must be positive and finite, got {softclamp_value}")
     dtype = accumulation_dtype(q.dtype)
     grouped = rearrange(q, "b i (g r) d -> b i g r d", g=k.shape[2]).to(dtype)
     scores = einsum(grouped, k.to(dtype), "b i g r d, b j g d -> b g r i j")

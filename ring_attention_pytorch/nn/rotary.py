@@ -1,5 +1,6 @@
 """Rotary position embedding (Su et al. 2021, "RoFormer") by global positions."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import Layout, positions, resolve_layout
+
+THETA = 10000  # of rotary embedding, where none is said
 
 
 class RingRotaryEmbedding(nn.Module):
@@ -44,7 +47,7 @@ class RingRotaryEmbedding(nn.Module):
         ring: bool = False,
         striped: bool = False,
         buckets: int = 1,
-        theta: int | float = 10000,
+        theta: int | float = THETA,
         *,
         layout: Layout | None = None,
         group: Group = None,
@@ -52,8 +55,8 @@ class RingRotaryEmbedding(nn.Module):
         super().__init__()
         if dim < 2 or dim % 2:
             raise ValueError(f"rotary embedding needs an even dim, got {dim}")
-        if not theta > 0:
-            raise ValueError(f"theta must be positive, got {theta}")
+        if not 0 < theta < math.inf:
+            raise ValueError(f"theta must be positive and finite, got {theta}")
         if buckets != 1:
             raise ValueError(
                 f"buckets must be 1, got {buckets}: striped layouts here deal single tokens, "

@@ -320,10 +320,12 @@ def told_by_module(caller: str) -> Callable[[dict[str, Any], str], None]:
     def tell(given: dict[str, Any], problem: str) -> None:
         if given.get("plan") is not None:
             return
-        module, size = given["self"], given.get("ring_size")
+        module, size = given.get("self"), given.get("ring_size")
+        if not hasattr(module, "spread"):  # the method of the class, called without a module
+            return
         off = given.get("force_ring_reduce_off") is True
         on = module.spread.on(off or getattr(module, "force_regular_attn", False))
-        if not on or not isinstance(size, int):
+        if not on or type(size) is not int:
             size = None
         module.spread.check(problem, on, size, caller)
 

@@ -48,14 +48,14 @@ def kind_of(
     True
     """
     values, sinks = tuple(options.values()), options.get("sinks")
-    if sinks is not None:
+    if isinstance(sinks, Tensor):
         values = tuple([_seen(value) if value is sinks else value for value in values])
     types = tuple(map(type, values))
     chooses = options.get("transport") is None and options.get("memory") is None
+    if any(map(is_functorch_wrapped_tensor, given)) or _has_tensors(types):
+        return None
     drawn = options.get("dropout") or options.get("mask_mod") is not None
     if type(ring) is not Ring or ring.several or drawn:
-        return None
-    if any(map(is_functorch_wrapped_tensor, given)) or _has_tensors(types):
         return None
     kind = (
         (ring.group, ring.first, ring.size, ring.rank),

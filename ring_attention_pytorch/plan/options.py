@@ -217,7 +217,9 @@ class Options:
         """
         if (problem := unknown_problem(given)) is not None:
             raise ValueError(problem)
-        check = given.get("check") or os.environ.get("RING_ATTENTION_CHECK") or None
+        check = given.get("check")
+        if check is None:
+            check = os.environ.get("RING_ATTENTION_CHECK") or None
         return cls(**{**given, "check": check})
 
     @property

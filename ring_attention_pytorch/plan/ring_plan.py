@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ring_attention_pytorch.arguments import checked, known_device
 from ring_attention_pytorch.comm.agreement import (
     agree_on,
     in_the_same_call,
@@ -215,13 +216,18 @@ class RingPlan:
             **chosen._asdict(),
         )
 
+    @checked
     def positions(
-        self, device: torch.device | None = None, *, in_documents: bool = False
+        self, device: torch.device | str | int | None = None, *, in_documents: bool = False
     ) -> Tensor:
         """Return the global positions of this rank's queries, int64 `[n]`.
 
         With `in_documents` they restart with each document: `[b, n]` where samples differ.
+
+        Raises:
+            ValueError: PyTorch knows no such device.
         """
+        device = known_device(device)
         segments = self.query_segments[self.ring.rank]
         if not (in_documents and self.packing):
             return segment_positions(segments, device)
@@ -230,6 +236,7 @@ class RingPlan:
             return by_sample[0].to(device)
         return torch.stack(by_sample).to(device)
 
+    @checked
     def for_layer(self, number: int) -> "RingPlan":
         """Return this plan, but dropout draws otherwise for each number; without dropout, itself.
 
@@ -250,6 +257,7 @@ class RingPlan:
             self._layers[number] = self.for_layer(number)
         return self._layers[number]
 
+    @checked
     def in_graphs(self) -> "RingPlan":
         """Return this plan, but calls are captured as CUDA graphs by the second, and replayed.
 
@@ -303,6 +311,7 @@ class RingPlan:
                 return self.tapes.run(function, self, *given, memory=memory)
             return function(self, *given)
 
+    @checked
     def statistics(self) -> Statistics:
         """Return bytes, waits and seconds of each hop of the last call, on this rank.
 

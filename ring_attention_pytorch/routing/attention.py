@@ -12,7 +12,7 @@ import torch
 from einops import einsum, rearrange, repeat
 from torch import Tensor, nn
 
-from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.arguments import checked, least_problem
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.functional import ring_attn as attend
@@ -164,20 +164,12 @@ def light_attention(attn: RingAttention, x: Tensor, plan: RoutingPlan) -> Tensor
     return attn(x, plan=made)
 
 
-def sizes_problem(**sizes: int) -> str | None:
-    """Say what is wrong with sizes that must be at least 1; None if nothing is."""
-    if min(sizes.values()) >= 1:
-        return None
-    got = ", ".join(map(str, sizes.values()))
-    return f"{', '.join(sizes)} must be at least 1, got {got}"
-
-
 def check_attention_options(
     counts: dict[str, Tokens | Any], routes: int, heads: int, use_flash_attn: bool,
-    kernel: str | None, **sizes: int
+    kernel: str | None, /, **sizes: int
 ) -> None:  # fmt: skip
     """Raise ValueError for invalid options of routed attention."""
-    problems = [sizes_problem(routes=routes, heads=heads, **sizes)]
+    problems = [least_problem(1, **sizes)]
     problems += [count_problem(name, k) for name, k in counts.items() if k is not None]
     if routes > 0 and heads % routes:
         problems.append(f"heads={heads} must be a multiple of the {routes} routed sets of keys")
@@ -267,7 +259,9 @@ class ConditionalRoutedAttention(nn.Module):
         )
         check_attention_options(
             numbers, num_routed_kv, heavy_heads, use_flash_attn, kernel, dim=dim,
-            heavy_dim_head=heavy_dim_head, light_window_size=light_window_size,
+            num_routed_kv=num_routed_kv, heavy_heads=heavy_heads, heavy_dim_head=heavy_dim_head,
+            light_heads=light_heads, light_dim_head=light_dim_head,
+            light_window_size=light_window_size,
         )  # fmt: skip
         self.num_heavy_tokens_q, self.num_heavy_tokens_kv = num_heavy_tokens_q, num_heavy_tokens_kv
         over: dict[str, Any] = dict(ring_attn=ring_attn, layout=layout, group=group)

@@ -94,7 +94,8 @@ class ConditionalRoutedCrossAttention(nn.Module):
         super().__init__()
         check_attention_options(
             {"num_tokens_q": num_tokens_q, "num_tokens_kv": num_tokens_kv}, kv_routing_tokens,
-            heads, use_flash_attn, kernel, dim=dim, dim_head=dim_head,
+            heads, use_flash_attn, kernel, kv_routing_tokens=kv_routing_tokens, heads=heads,
+            dim=dim, dim_head=dim_head,
         )  # fmt: skip
         if num_sets_kv not in (1, kv_routing_tokens):
             raise ValueError(

@@ -5,13 +5,13 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
-from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.arguments import checked, least_problem
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.nn.transformer import feed_forward
 from ring_attention_pytorch.plan.option_types import LayoutName
-from ring_attention_pytorch.routing.attention import base_for, sizes_problem
+from ring_attention_pytorch.routing.attention import base_for
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import (
     CoordinateDescentRouter,
@@ -70,10 +70,11 @@ class ConditionalRoutedFeedForward(nn.Module):
         group: Group = None,
     ):
         super().__init__()
-        problem = count_problem("num_heavy_tokens", num_heavy_tokens) or sizes_problem(
-            dim=dim, light=int(dim * light_ff_mult), heavy=int(dim * heavy_ff_mult),
-            window=1 if heavy_window_size is None else heavy_window_size,
-        )  # fmt: skip
+        problem = (
+            count_problem("num_heavy_tokens", num_heavy_tokens)
+            or least_problem(1, dim=dim, heavy_window_size=heavy_window_size)
+            or least_problem(1 / dim, light_ff_mult=light_ff_mult, heavy_ff_mult=heavy_ff_mult)
+        )
         if problem is not None:
             raise ValueError(problem)
         self.num_heavy_tokens, self.window = num_heavy_tokens, heavy_window_size

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.agreement import agree, problem_of, raise_together
+from ring_attention_pytorch.arguments import checked, known_device
+from ring_attention_pytorch.comm.agreement import (
+    agree,
+    problem_of,
+    raise_together,
+    told_by_group,
+    typed,
+)
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import (
     Segments,
@@ -41,6 +48,7 @@ class RoutingPlan:
     attention: dict[Any, RingPlan] = field(default_factory=dict)
 
     @classmethod
+    @typed(told_by_group("RoutingPlan"))
     def make(
         cls,
         x: Tensor,
@@ -129,9 +137,10 @@ class RoutingPlan:
         """Number of tokens of the whole sequence."""
         return self.real.shape[1]
 
-    def positions(self, device: torch.device | None = None) -> Tensor:
+    @checked
+    def positions(self, device: torch.device | str | int | None = None) -> Tensor:
         """Return the positions of the tokens held here, int64 `[n]`."""
-        return segment_positions(self.segments[self.ring.rank], device)
+        return segment_positions(self.segments[self.ring.rank], known_device(device))
 
     def whole(self, x: Tensor) -> Tensor:
         """Gather all ranks' x `[b, ..., n]` as `[b, ..., N]`, in position order; no gradient."""

@@ -4,6 +4,7 @@ Parameter names and defaults are those of CoLT5-attention; eps is that of its ve
 the exact solution at a small eps is a hard choice without a gradient.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from einops import einsum, rearrange
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.arguments import checked, least_problem
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
@@ -202,15 +203,16 @@ class CoordinateDescentRouter(nn.Module):
             raise ValueError(f"{', '.join(given)} need n_iters: the fixed point has no steps")
         if triton_checkpoint_segments is not None:
             raise ValueError("triton_checkpoint_segments: leave it None, backward needs none")
-        if fetch_k_ratio < 1 or min(dim, num_routing_tokens) < 1 or cosine_sim_scale <= 0:
-            raise ValueError(
-                "fetch_k_ratio, dim and num_routing_tokens must be at least 1 and cosine_sim_scale "
-                f"positive, got {fetch_k_ratio}, {dim}, {num_routing_tokens}, {cosine_sim_scale}"
-            )
-        if route_block_size is not None and route_block_size < 1:
-            raise ValueError(f"route_block_size must be at least 1, got {route_block_size}")
         decay = 1.0 if eps_decay is None else eps_decay
-        problem = descent_problem(n_iters or 1, eps, eps_init, decay)
+        problem = (
+            least_problem(
+                1, dim=dim, fetch_k_ratio=fetch_k_ratio, num_routing_tokens=num_routing_tokens,
+                route_block_size=route_block_size,
+            )
+            or descent_problem(1 if n_iters is None else n_iters, eps, eps_init, decay)
+        )  # fmt: skip
+        if problem is None and not 0 < cosine_sim_scale < math.inf:
+            problem = f"cosine_sim_scale must be positive and finite, got {cosine_sim_scale}"
         if problem is not None:
             raise ValueError(problem)
         self.dim, self.routes, self.straight_through = dim, num_routing_tokens, straight_through
@@ -265,6 +267,7 @@ class CoordinateDescentRouter(nn.Module):
         return RouterReturn(*fields, routed.way)
 
     @staticmethod
+    @checked
     def route_back(src: Tensor, routed_tokens: Tensor, dispatch: Dispatch) -> Tensor:
         """Return src `[b, n, ...]` with one route's tokens `[b, K, ...]` where they came from."""
         return dispatch.home(routed_tokens.unsqueeze(1), src)

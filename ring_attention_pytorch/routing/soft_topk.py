@@ -332,10 +332,10 @@ def scores_problem(scores: Tensor, k: Count, mask: Tensor | None) -> str | None:
     return count_problem("k", k)
 
 
-def eps_problem(eps: float) -> str | None:
+def eps_problem(eps: float, name: str = "eps") -> str | None:
     if 0 < eps < float("inf"):
         return None
-    return f"eps must be positive, got {eps}"
+    return f"{name} must be positive, got {eps}"
 
 
 def descent_problem(
@@ -349,4 +349,4 @@ def descent_problem(
         )
     if eps_init is None:
         return eps_problem(eps)
-    return eps_problem(eps) or eps_problem(eps_init)
+    return eps_problem(eps) or eps_problem(eps_init, "eps_init")

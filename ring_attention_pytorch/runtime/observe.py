@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.streams import capturing, wait_side_streams
 from ring_attention_pytorch.schedule.pieces import KVShape
@@ -45,8 +46,8 @@ class _Thread(threading.local):
 switch, _thread = _Switch(), _Thread()
 
 
-@contextmanager
-def observe() -> Iterator[None]:
+@checked
+def observe() -> AbstractContextManager[None]:
     """Let calls in this block, in all threads, have ranges in profiles, and their plans statistics.
 
     Ranges are those of `torch.profiler.record_function`, and of NVTX where tensors are on CUDA. The
@@ -62,6 +63,11 @@ def observe() -> Iterator[None]:
     >>> plan.statistics().forward.hops[0].owners
     (0,)
     """
+    return _observing()
+
+
+@contextmanager
+def _observing() -> Iterator[None]:
     with _lock:
         switch.on += 1
     try:

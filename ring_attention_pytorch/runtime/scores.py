@@ -11,6 +11,9 @@ import math
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 
 def bias_problem(
@@ -27,6 +30,8 @@ def bias_problem(
             f"key_bias must be [{b}, {m}] or [{b}, {m}, {h}] in the keys' {k.dtype} on {k.device}, "
             f"got {list(bias.shape)} in {bias.dtype} on {bias.device}"
         )
+    if _is_seen(bias) and not bool(bias.isfinite().all()):
+        return "key_bias must be finite, got inf or NaN; key_mask hides keys"
     if softclamp is not None:
         return "key_bias and softclamp exclude each other: the clamp would bend the bias too"
     held = torch.finfo(k.dtype)
@@ -41,6 +46,12 @@ def bias_problem(
             f"0, got {scale}; scale q instead, or take another dtype"
         )
     return None
+
+
+def _is_seen(t: Tensor) -> bool:
+    """Tell whether a look at the values costs no wait for a device, and there are some."""
+    plain = type(t) in (Tensor, Parameter) and not is_functorch_wrapped_tensor(t)
+    return plain and t.device.type == "cpu" and not is_compiling()
 
 
 def columns(q: Tensor, k: Tensor, bias: Tensor) -> int:

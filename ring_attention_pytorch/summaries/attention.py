@@ -17,12 +17,14 @@ from einops import rearrange
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.runtime.torch_func import run_apart
 from ring_attention_pytorch.summaries.plain import softmax_weights
 from ring_attention_pytorch.summaries.plan import SummaryPlan
 
 
+@typed(told_by_group("summary attention", agreed=("plan", ...)))
 def summary_attn(
     q: Tensor,
     k: Tensor,

@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.arguments import checked, least_problem
 from ring_attention_pytorch.nn.layer_caches import Reading
 from ring_attention_pytorch.nn.rotary import apply_rotary_pos_emb
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
@@ -77,8 +77,12 @@ class Summaries:
         block = self.stride if self.block is None else self.block
         return Cells(self.window, self.stride, block, self.distance, self.select)
 
+    @checked
     def layer(self, dim: int, dim_head: int, heads: int, key_heads: int) -> "SummaryLayer":
         """Make the far part of a layer with these sizes."""
+        sizes = dict(dim=dim, dim_head=dim_head, heads=heads, key_heads=key_heads)
+        if (problem := least_problem(1, **sizes)) is not None:
+            raise ValueError(f"summaries: {problem}")
         return SummaryLayer(self, dim, dim_head, heads, key_heads)
 
 

@@ -6,9 +6,16 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.sharding import told_by_module
 from ring_attention_pytorch.summaries.cache import SummaryCache
 from ring_attention_pytorch.summaries.layer import Summaries
+
+
+def _tell(given: dict[str, Any], problem: str) -> None:
+    if isinstance(cache := given.get("cache"), SummaryCache):
+        cache.ring.say(f"raised ValueError: {problem}")
 
 
 class SummaryAttention(RingAttention):
@@ -45,6 +52,7 @@ class SummaryAttention(RingAttention):
         options = {"causal": True} | options
         super().__init__(dim, attn_summaries=given, **options)
 
+    @typed(told_by_module("ring attention"))
     @torch.no_grad()
     def prefill(self, x: Tensor) -> tuple[Tensor, SummaryCache]:
         """Compute attention of a prompt, and make the cache for the tokens that follow it.
@@ -72,6 +80,7 @@ class SummaryAttention(RingAttention):
         out = self.summaries.prefill(x, qkv, angles, plan, cache)
         return self.to_out(out.flatten(2)), cache
 
+    @typed(_tell)
     @torch.no_grad()
     def step(self, x: Tensor, cache: SummaryCache) -> Tensor:
         """Compute attention of the next token `[b, 1, dim]`, and put it into the cache.

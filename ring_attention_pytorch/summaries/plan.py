@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.comm.placement import attention_ring, current
 from ring_attention_pytorch.comm.ring import Group, Ring
@@ -187,6 +188,7 @@ class SummaryPlan(RingPlan):
             mine["selection"] = replace(selection, key_mask=near.key_mask, summaries=far.key_mask)
         return cls(**mine, deal=deal, far=far)
 
+    @checked
     def summary_positions(self, *, in_documents: bool = False) -> Tensor:
         """Return the position of each summary that this rank keeps, int64 `[m]`.
 

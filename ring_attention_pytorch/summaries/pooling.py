@@ -8,6 +8,7 @@ tokens it is of.
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.summaries.exchange import dealt
 from ring_attention_pytorch.summaries.plain import softmax_weights
@@ -27,6 +28,7 @@ def softmax_mean(x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     return torch.einsum("csh,cshd->chd", weights, x), lse
 
 
+@typed(told_by_group("summary attention", agreed=("plan", ...)))
 def summarize(
     k: Tensor,
     v: Tensor,

@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.arguments import checked, known_device, least_problem
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.comm.placement import Placement
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
@@ -41,6 +41,13 @@ AUTO = "auto"
 _TOKENS = ("input_ids", "inputs_embeds")
 _MASKS = ("attention_mask", "key_mask")
 _READ = (*_MASKS, "documents", "cu_seqlens", "position_ids", "labels", "loss_weights")
+
+
+def _told_by_batch(caller: str) -> Callable[[dict[str, Any], str], None]:
+    def tell(given: dict[str, Any], problem: str) -> None:
+        agree(given["self"].ring, caller, {}, problem=problem)
+
+    return tell
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,14 +101,18 @@ class ShardedBatch(Mapping[str, Any]):
         """The ring of the batch; alone, where there is no process group."""
         return as_ring(self.group, self.ring_size)
 
+    @checked
     def over(self, group: Group) -> "ShardedBatch":
         """Return this batch for the ring `group`: a collator knows ranks, but no groups."""
         return replace(self, group=group)
 
+    @checked
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "ShardedBatch":
         """Return this batch with its tensors on a device."""
+        device = known_device(device)
         return self._each(lambda t: t.to(device, non_blocking=non_blocking))
 
+    @checked
     def pin_memory(self, device: torch.device | str | None = None) -> "ShardedBatch":
         """Return this batch in pinned memory, as DataLoader asks for it."""
         return self._each(lambda t: t.pin_memory())
@@ -138,11 +149,13 @@ class ShardedBatch(Mapping[str, Any]):
     def __exit__(self, *error: Any) -> None:
         self._blocks.pop().__exit__(*error)
 
+    @typed(_told_by_batch("unshard_sequence"))
     def unshard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """Gather the whole of what ranks have for their tokens, as `unshard_sequence`."""
         how: dict[str, Any] = dict(length=self.length, layout=self.layout, group=self.ring)
         return unshard_sequence(x, dim=dim, **how)
 
+    @typed(_told_by_batch("rolling a batch"))
     def roll(self, x: Tensor, ahead: int, nothing: int) -> Tensor:
         """Fetch for each token what the token `ahead` of it in its document has.
 
@@ -214,6 +227,7 @@ def shard_batch(
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
     ([[5, 6]], [[1, 2]])
     """
+    sizes_problem = least_problem(1, ring_size=ring_size)
     if rank is None:
         ring = as_ring(group, ring_size)
         place, size = ring.rank, ring.size
@@ -240,7 +254,7 @@ def shard_batch(
             found.append(replace(made, group=group, told=told))
         return problem
 
-    problem = problem_of(make)
+    problem = sizes_problem or problem_of(make)
     if ring is None and problem is not None:
         raise ValueError(f"shard_batch: {problem}")
     if ring is None:
@@ -263,7 +277,7 @@ class RingCollator:
     Args:
         inner: from samples to a batch of whole sequences, as for `shard_batch`.
         rank, ring_size: this rank's place in its ring. All ranks of a ring must load the same.
-        options: those of `shard_batch`.
+        layout, shift_labels, ignore_index, check_same: as for `shard_batch`.
 
     In the training loop say the ring if it is not the default group: `batch.over(mesh["cp"])`.
 
@@ -284,9 +298,22 @@ class RingCollator:
         *,
         rank: int,
         ring_size: int,
-        **options: Any,
+        layout: Layout = AUTO,
+        shift_labels: bool = True,
+        ignore_index: int = -100,
+        check_same: bool = True,
     ):
-        self.inner, self.options = inner, dict(options, rank=rank, ring_size=ring_size)
+        if not 0 <= rank < ring_size:
+            raise ValueError(
+                f"rank must be at least 0 and less than ring_size={ring_size}, got {rank}"
+            )
+        if layout != AUTO and (problem := layout_problem(layout)) is not None:
+            raise ValueError(problem)
+        self.inner = inner
+        self.options = dict(
+            rank=rank, ring_size=ring_size, layout=layout, shift_labels=shift_labels,
+            ignore_index=ignore_index, check_same=check_same,
+        )  # fmt: skip
 
     def __call__(self, samples: Any) -> ShardedBatch:
         """Collate samples, and return this rank's part."""

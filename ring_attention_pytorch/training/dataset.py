@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.geometry.layouts import Layout, positions
+from ring_attention_pytorch.geometry.layouts import Layout, layout_problem, positions
 from ring_attention_pytorch.training.batches import AUTO, ShardedBatch, shard_batch
 
 _IGNORE = -100
@@ -107,6 +107,8 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
                 f"0 <= replica < replicas; got {length}, {batch_size}, {rank} of {ring_size}, "
                 f"{replica} of {replicas}"
             )
+        if layout != AUTO and (problem := layout_problem(layout, ring_size, length)) is not None:
+            raise ValueError(problem)
         if isinstance(source, TokenFile) and len(source) <= length:
             raise ValueError(f"a sequence takes {length + 1} tokens, the file has {len(source)}")
         if isinstance(source, Sequence) and not any(len(document) for document in source):
@@ -119,10 +121,12 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
         self.replica, self.replicas, self.seed, self.layout = replica, replicas, seed, layout
         self._done = 0  # batches of all replicas
 
+    @checked
     def state_dict(self) -> dict[str, int | None]:
         """Return where the next batch begins, for any number of ranks and rings."""
         return {"sequences": self._done * self.batch_size, "seed": self.seed, "length": self.length}
 
+    @checked
     def load_state_dict(self, state: dict[str, int | None]) -> None:
         """Go on where a state was taken.
 

@@ -86,14 +86,15 @@ NAMES = {
     "ring_flash_attn ring_flash_attn_ ring_flash_attn_cuda ring_flash_attn_cuda_ tree_attn_decode",
     ".distributed": "get_rank get_world_size is_distributed all_gather_same_dim gather_sizes "
     "has_only_one_value all_gather_variable_dim AllGatherFunction AllGather split_by_rank "
-    "all_gather",
+    "all_gather pad_dim_to",
     ".ring": "circular_index_left circular_index_right circular_rank_left circular_rank_right "
     "send_and_receive_ ring_pass one_ring_pass RingInfo null_ring_pass all_ring_pass get_rank "
     "get_world_size is_distributed",
     ".ring_attention": "default_attention RingRotaryEmbedding apply_rotary_pos_emb RingAttention "
     "RMSNorm FeedForward RingTransformer maybe_pad_seq_and_mask sharded_batch_to_sharded_seq "
-    "sharded_seq_to_sharded_batch",
-    ".ring_flash_attention": "RingFlashAttentionFunction ring_flash_attn ring_flash_attn_",
+    "sharded_seq_to_sharded_batch pad_at_dim pad_to_multiple rotate_half softclamp",
+    ".ring_flash_attention": "RingFlashAttentionFunction ring_flash_attn ring_flash_attn_ "
+    "softclamp",
     ".ring_flash_attention_cuda": "RingFlashAttentionCUDAFunction ring_flash_attn_cuda "
     "ring_flash_attn_cuda_",
     ".tensor_typing": "TorchTyping Float Int Bool",

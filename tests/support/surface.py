@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +66,8 @@ def parameters(call: Call) -> dict[str, tuple[Any, bool]]:
     """Return the type of each parameter, and whether it must be given."""
     found: dict[str, tuple[Any, bool]] = {}
     for function in (*call.more, call.function):
-        called = function.__init__ if isinstance(function, type) else function
+        called = function.func if isinstance(function, partial) else function
+        called = called.__init__ if isinstance(called, type) else called
         hints = typing.get_type_hints(inspect.unwrap(called))
         for name, each in inspect.signature(function).parameters.items():
             hint = hints.get(name, Any)
@@ -79,8 +81,8 @@ def parameters(call: Call) -> dict[str, tuple[Any, bool]]:
 
 
 OTHERS = {
-    bool: True, int: 2, float: 1.5, str: "none such", types.NoneType: None, list: [object()],
-    Tensor: torch.zeros(3, 1, 2, dtype=torch.complex64), object: object(),
+    bool: True, int: 2, float: 1.5, str: "none such", types.NoneType: None, list: [Ellipsis],
+    Tensor: torch.zeros(3, 1, 2, dtype=torch.complex64), object: Ellipsis,
 }  # fmt: skip
 
 
@@ -113,7 +115,7 @@ def wrong(call: Call) -> Iterator[tuple[str, Any, dict[str, Any]]]:
             yield name, "missing", {other: right[other] for other in right if other != name}
         taken = kinds(hint)
         for kind, value in OTHERS.items():
-            if kind not in taken:
+            if kind not in taken and not (kind is int and float in taken):
                 yield name, f"{kind.__name__}", right | {name: value}
         for kind in taken & {*NUMBERS}:
             for number in NUMBERS[kind]:
@@ -143,8 +145,8 @@ def verdict(call: Call, name: str, what: str, given: dict[str, Any]) -> Verdict:
                 pass
     except Exception as error:
         text = str(error)
-        plain = isinstance(error, ValueError | TypeError) and "Beartype" not in type(error).__name__
-        own = not re.search(r"'NoneType' object|unexpected keyword|__init__|not supported between", text)
+        plain = isinstance(error, ValueError) and not isinstance(error, UnicodeError)
+        own = not re.search(r"Error: |' object |__init__|not supported between|0x[0-9a-f]{6}", text)
         named = re.search(rf"(?<![a-zA-Z]){re.escape(name)}(?![a-zA-Z])", text) is not None
         return Verdict(name, what, f"{type(error).__name__}: {text}", plain and own and named)
     return Verdict(name, what, None, False)
