@@ -20,7 +20,7 @@ setup(
     packages=find_packages(include=["ring_attention_pytorch*"]),
     package_data={"ring_attention_pytorch": ["py.typed"]},
     python_requires=">=3.11",
-    install_requires=["torch>=2.11", "einops>=0.8", "beartype>=0.18"],
+    install_requires=["torch>=2.11", "einops>=0.8", "beartype>=0.22.2"],
     extras_require={
         "triton": ["triton>=3.4"],
         "flash": ["flash-attn>=2.8"],  # can't be built in isolation: README, "Install"

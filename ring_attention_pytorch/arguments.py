@@ -13,14 +13,14 @@ from functools import wraps
 from typing import Annotated, Any, TypeVar
 
 import torch
-from beartype import BeartypeConf, BeartypeHintOverrides, beartype
+from beartype import BeartypeConf, FrozenDict, beartype
 from beartype.roar import BeartypeCallHintParamViolation
 from beartype.vale import IsInstance
 from torch.compiler import is_compiling
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_NUMBERS = BeartypeHintOverrides({int: Annotated[int, ~IsInstance[bool]]})
+_NUMBERS = FrozenDict({int: Annotated[int, ~IsInstance[bool]]})
 _CONF = BeartypeConf(is_color=False, hint_overrides=_NUMBERS)
 # what beartype says of a bool for an int
 _NO_BOOL = re.compile(

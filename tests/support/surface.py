@@ -1,16 +1,13 @@
 """The public surface: what it is, right calls of all of it, and wrong ones made of these.
 
-    __all__, docs/reference, names of 0.5.20  ──►  public()       what there is, by name
-    tests/support/surface_calls.py            ──►  a right call of each, by name of its parameters
-    wrong(call)                               ──►  the same call with one argument wrong
-
-`python -m tests.support.surface` tells of all wrong calls that are not refused well.
+__all__, docs/reference, names of 0.5.20  ──►  public()       what there is, by name
+tests/support/surface_calls.py            ──►  a right call of each, by name of its parameters
+wrong(call)                               ──►  the same call with one argument wrong
 """
 
 import importlib
 import inspect
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -60,6 +57,7 @@ class Call(NamedTuple):
     function: Callable[..., Any]
     right: Mapping[str, Any]
     more: tuple[Callable[..., Any], ...] = ()  # whose parameters it takes as options, too
+    alone: bool = True  # whether it can be made here: in one process, on a CPU, at no great cost
 
 
 def parameters(call: Call) -> dict[str, tuple[Any, bool]]:
@@ -134,29 +132,35 @@ class Verdict:
     good: bool
 
 
-def verdict(call: Call, name: str, what: str, given: dict[str, Any]) -> Verdict:
-    """Make a wrong call. Good is a ValueError or TypeError that names the argument."""
+def verdicts(
+    name: str, call: Call, right_too: Mapping[str, str], words: Mapping[str, str]
+) -> Iterator[Verdict]:
+    """Make all wrong calls of a function; those that are right after all must be taken.
+
+    `right_too`: what of a parameter is right, by `function.parameter` or by parameter; `words`:
+    what else a parameter is called in errors.
+    """
+    for parameter, what, given in wrong(call):
+        right = right_too.get(f"{name}.{parameter}", right_too.get(parameter, "")).split()
+        if what not in right or call.alone:
+            said, good = outcome(call, given, [parameter, *words.get(parameter, "").split()])
+            if what in right:
+                good = said is None
+            yield Verdict(parameter, what, said, good)
+
+
+def outcome(call: Call, given: dict[str, Any], words: list[str]) -> tuple[str | None, bool]:
+    """Return what a call says, and whether that is a ValueError with one of these words."""
     try:
         found = call.function(**given)
         if inspect.isgenerator(found):
             list(found)
-        elif hasattr(found, "__enter__") and hasattr(found, "gen"):
-            with found:
-                pass
     except Exception as error:
         text = str(error)
         plain = isinstance(error, ValueError) and not isinstance(error, UnicodeError)
-        own = not re.search(r"Error: |' object |__init__|not supported between|0x[0-9a-f]{6}", text)
-        named = re.search(rf"(?<![a-zA-Z]){re.escape(name)}(?![a-zA-Z])", text) is not None
-        return Verdict(name, what, f"{type(error).__name__}: {text}", plain and own and named)
-    return Verdict(name, what, None, False)
-
-
-def main() -> None:
-    from tests.support import surface_calls
-
-    surface_calls.report(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    main()
+        raw = re.search(r"Error: |' object |__init__|not supported between|0x[0-9a-f]{6}", text)
+        named = any(
+            re.search(rf"(?<![a-zA-Z]){re.escape(word)}(?![a-zA-Z])", text) for word in words
+        )
+        return f"{type(error).__name__}: {text}", bool(plain and named and not raw)
+    return None, False

@@ -1,0 +1,134 @@
+"""Everything public refuses what is wrong: by ValueError, in the house's words, nothing raw.
+
+What is public follows from `__all__`, the pages of reference and the names of 0.5.20. A function
+that is new, or a method, needs a right call in `tests/support/surface_calls.py`.
+"""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ring_attention_pytorch as R
+from ring_attention_pytorch import ring
+from ring_attention_pytorch.arguments import checked
+from tests.compat.test_original_modules import NAMES
+from tests.support import surface
+from tests.support.surface_calls import CALLS, RESULTS, RIGHT, SAID, WITHIN
+
+PACKAGE = Path(R.__file__).parent
+
+
+def test_everything_public_has_a_right_call() -> None:
+    """Or is a result, of which nobody makes one, or a method that only this package calls."""
+    found = surface.public(NAMES)
+    of_results = {name for name in found if name.split(".")[0] in RESULTS}
+    within = {name for name in found if name.rpartition(".")[2] in WITHIN and "." in name}
+    classes = {name for name, value in found.items() if inspect.isclass(value)}
+    made_otherwise = {"RingPlan", "SummaryPlan", "RoutingPlan", "ShardedBatch", "Workers"}
+    inherited = {
+        name
+        for name, value in found.items()
+        if "." in name
+        and any(getattr(found[other], "__wrapped__", 0) is getattr(value, "__wrapped__", 1)
+                for other in CALLS if other in found and "." in other)
+    }  # fmt: skip
+    left = {*found} - {*CALLS} - of_results - within - made_otherwise - inherited
+    assert not left, f"write a right call of each into CALLS, by which wrong ones are made: {left}"
+    assert {*CALLS} <= {*found}
+    assert made_otherwise <= classes
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_wrong_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # for what is written where an argument says
+    call = CALLS[name]()
+    if call.alone:
+        call.function(**call.right)
+    bad = [found for found in surface.verdicts(name, call, RIGHT, SAID) if not found.good]
+    assert not bad, "\n".join(f"{each.name} = {each.what}: {each.said}" for each in bad)
+
+
+def test_the_walk_is_as_long_as_it_was() -> None:
+    """Wrong calls are made of signatures: where these can't be read, there would be fewer."""
+    total = sum(1 for make in CALLS.values() for _ in surface.wrong(make()))
+    assert total > 6000
+
+
+def test_arguments_are_checked_in_one_place() -> None:
+    others = {"arguments.py", "comm/agreement.py", "compat/tensor_typing.py"}
+    for path in PACKAGE.rglob("*.py"):
+        if "beartype" in path.read_text():
+            assert str(path.relative_to(PACKAGE)) in others
+
+
+def test_a_generator_is_no_checked_function() -> None:
+    with pytest.raises(TypeError, match="return one instead"):
+
+        @checked
+        def numbers(n: int) -> Any:
+            yield from range(n)
+
+
+SIZES: dict[str, Any] = dict(dim=16, dim_head=8, heads=2, ring_attn=True)
+ONE, IDS = torch.zeros(1, 4, 16), torch.arange(4)[None]
+Q = torch.zeros(1, 4, 2, 8)
+SLIPS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    "attention": (lambda **a: R.RingAttention(**SIZES)(**a), {"x": ONE}, {"maks": None}),
+    "plan": (lambda **a: R.RingAttention(**SIZES).plan(**a), {"x": ONE}, {"x": None}),
+    "transformer": (
+        lambda **a: R.RingTransformer(num_tokens=9, depth=1, causal=True, **SIZES)(**a),
+        {"x": IDS}, {"masks": None},
+    ),
+    "plans": (
+        lambda **a: R.RingTransformer(num_tokens=9, depth=1, auto_shard_seq=False, **SIZES)
+        .plans(**a),
+        {"x": IDS}, {"ring_size": True},
+    ),
+    "generate": (
+        lambda **a: R.RingTransformer(num_tokens=9, depth=1, causal=True, **SIZES).generate(**a),
+        {"ids": IDS, "max_new_tokens": 1}, {"max_new_token": 1},
+    ),
+    "router": (
+        lambda **a: R.CoordinateDescentRouter(16, ring_attn=True)(**a),
+        {"x": ONE, "num_tokens": 2}, {"num_token": 2},
+    ),
+    "ulysses": (R.ulysses_attn, dict(q=Q, k=Q, v=Q), {"ulysses": 2}),
+    "group": (R.ring_attn, dict(q=Q, k=Q, v=Q), {"group": "cp"}),
+    "window": (R.ring_attn, dict(q=Q, k=Q, v=Q), {"window": True}),
+    "routing plan": (R.RoutingPlan.make, {"x": ONE}, {"layuot": "zigzag"}),
+    "batch": (R.shard_batch, {"batch": {"input_ids": IDS}}, {"ring_size": 0}),
+    "0.5.20": (ring.ring_pass, dict(num_ring_passes=1, x=ONE), {"num_ring_passes": 1.5}),
+    "0.5.20's names": (
+        lambda **a: [*ring.all_ring_pass(ONE, **a)], {}, {"max_iter": 1},
+    ),
+    "0.5.20's function": (
+        R.ring_flash_attn, dict(q=Q, k=Q, v=Q, ring_reduce_col=True), {"softclamp_value": -1},
+    ),
+}  # fmt: skip
+
+
+def slipped(name: str) -> str:
+    """Return what this rank is told where rank 1 alone has given something wrong."""
+    function, right, slip = SLIPS[name]
+    given = right | (slip if dist.get_rank() == 1 else {})
+    if slip == {"x": None} and dist.get_rank() == 1:
+        del given["x"]
+    try:
+        function(**given)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_all_ranks_hear_of_a_slip_of_one(pools: Callable) -> None:
+    for name in SLIPS:
+        told = pools(2).run(slipped, name)
+        assert len({*told}) == 1, (name, told)
+        assert told[0].endswith("(on rank 1)"), (name, told)
