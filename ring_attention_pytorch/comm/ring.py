@@ -128,7 +128,7 @@ class Ring:
             _check_missing_group()
         else:
             known(group)
-        if total == 1:
+        if total == 1 and (size is None or size >= 1):
             size = None  # alone, a ring of any size is this process
         self.group = group
         self.size = total if size is None else size

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.arguments import checked, least_problem
 from ring_attention_pytorch.comm.agreement import agree, raise_together, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.compat._moved import moved_names
@@ -149,6 +149,9 @@ def null_ring_pass(
     ring_size: int | None = None,
 ) -> Iterator[tuple[RingInfo, tuple[Some, Some]]]:
     """Yield as `all_ring_pass` does for a ring of this process alone: its own tensors, once."""
+    problem = least_problem(1, max_iters=max_iters, ring_size=ring_size)
+    if problem is not None:
+        raise ValueError(f"null_ring_pass: {problem}")
     return iter([(RingInfo(0, (True, True)), (tensors, _for_each(receive_buffers, tensors)))])
 
 
@@ -178,6 +181,8 @@ def all_ring_pass(
     >>> [(info, mine) for info, ((mine,), _) in all_ring_pass(torch.ones(1))]
     [(RingInfo(ring_rank=0, iter_info=(True, True)), tensor([1.]))]
     """
+    if (problem := least_problem(1, max_iters=max_iters, ring_size=ring_size)) is not None:
+        agree(Ring(), "ring_pass", {}, problem=problem)
     return _passes(tensors, max_iters, receive_buffers, ring_size)
 
 
@@ -185,7 +190,7 @@ def _passes(
     tensors: Some, max_iters: int | None, receive_buffers: Some | None, ring_size: int | None
 ) -> Iterator[tuple[RingInfo, tuple[Some, Some]]]:
     ring, buffers = Ring(None, ring_size), _for_each(receive_buffers, tensors)
-    total = max(1, min(ring.size, ring.size if max_iters is None else max_iters))
+    total = min(ring.size, ring.size if max_iters is None else max_iters)
     for hop in range(total):
         place = circular_index_left(ring.rank, ring.size, hop)
         yield RingInfo(place, (hop == 0, hop == total - 1)), (tensors, buffers)

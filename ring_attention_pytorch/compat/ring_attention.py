@@ -11,7 +11,7 @@ from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.distributed import (
     all_gather,
-    all_gather_same_dim,
+    gather_as,
     get_world_size,
     split_by_rank,
 )
@@ -57,7 +57,7 @@ def rotate_half(x: Tensor) -> Tensor:
 
 @checked
 def pad_at_dim(
-    t: Tensor, pad: tuple[int, int], *, dim: int = -1, value: float | int = 0.0
+    t: Tensor, pad: tuple[int, int], *, dim: int = -1, value: float | int | bool = 0.0
 ) -> Tensor:
     """Fill t with values before and behind what it has along dim; negative numbers take away.
 
@@ -132,7 +132,8 @@ def sharded_batch_to_sharded_seq(
     Raises:
         ValueError: tokens, ranks or samples don't divide; on every rank.
     """
-    (whole, sizes), world = all_gather(x), get_world_size()
+    problem = least_problem(1, seq_size=seq_size)
+    (whole, sizes), world = gather_as("all_gather", x, 0, problem=problem), get_world_size()
     size, rest = divmod(x.shape[1], seq_size)
     rings = world // max(1, size)
     if rest or rings * size != world or len(whole) % rings:
@@ -153,7 +154,10 @@ def sharded_seq_to_sharded_batch(
     logits: Tensor, sizes: Tensor, num_sharded_batches: int = 1
 ) -> Tensor:
     """Undo `sharded_batch_to_sharded_seq`: gather `[b, n, c]`, keep this rank's samples, whole."""
-    parts = all_gather_same_dim(logits)
+    problem, world = None, get_world_size()
+    if num_sharded_batches < 1 or world % num_sharded_batches:
+        problem = f"num_sharded_batches must divide {world} ranks, got {num_sharded_batches}"
+    parts = list(gather_as("all_gather", logits.unsqueeze(0), 0, problem=problem)[0])
     size = len(parts) // num_sharded_batches
     rings = [torch.cat(parts[first : first + size], 1) for first in range(0, len(parts), size)]
     whole = torch.stack(rings, 1).flatten(0, 1)

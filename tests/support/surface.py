@@ -141,23 +141,28 @@ def verdicts(
     what else a parameter is called in errors.
     """
     for parameter, what, given in wrong(call):
-        right = right_too.get(f"{name}.{parameter}", right_too.get(parameter, "")).split()
+        right, said_too = (
+            table.get(f"{name}.{parameter}", table.get(parameter, "")).split()
+            for table in (right_too, words)
+        )
         if what not in right or call.alone:
-            said, good = outcome(call, given, [parameter, *words.get(parameter, "").split()])
+            said, good = outcome(call, given, [parameter, *said_too])
             if what in right:
                 good = said is None
             yield Verdict(parameter, what, said, good)
 
 
 def outcome(call: Call, given: dict[str, Any], words: list[str]) -> tuple[str | None, bool]:
-    """Return what a call says, and whether that is a ValueError with one of these words."""
+    """Return what a call says, and whether that is a ValueError with one of these words, or there is no such file."""
     try:
         found = call.function(**given)
         if inspect.isgenerator(found):
             list(found)
     except Exception as error:
         text = str(error)
-        plain = isinstance(error, ValueError) and not isinstance(error, UnicodeError)
+        plain = isinstance(error, ValueError | FileNotFoundError) and not isinstance(
+            error, UnicodeError
+        )
         raw = re.search(r"Error: |' object |__init__|not supported between|0x[0-9a-f]{6}", text)
         named = any(
             re.search(rf"(?<![a-zA-Z]){re.escape(word)}(?![a-zA-Z])", text) for word in words

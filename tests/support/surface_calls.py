@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import ring_attention_pytorch as R
 from ring_attention_pytorch import distributed, launch, ring, ring_attention, zig_zag_attention
@@ -139,7 +140,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "RingAttention.forward": of(layer, "forward", x=ONE),
     "RingAttention.plan": of(layer, "plan", x=ONE),
     "RingAttention.split_projections": lambda: Call(
-        layer().split_projections, dict(mesh=None), alone=False
+        layer().split_projections, dict(mesh=object.__new__(DeviceMesh)), alone=False
     ),
     "RingTransformer": to(R.RingTransformer, **MODEL),
     "RingTransformer.forward": of(model, "forward", x=IDS),
@@ -309,20 +310,20 @@ def _route_back() -> Call:
 
 # numbers and texts that look wrong and are right, by parameter, or of one function only
 RIGHT: dict[str, str] = {
-    "window": "0", "max_lookback_seq_len": "0", "scale": "0 0.0 -1 -1.0", "dropout": "0 0.0",
-    "attn_dropout": "0 0.0", "memory": "0", "rank": "0", "ignore_index": "0 -1",
-    "temperature": "0 0.0", "eos": "0", "select": "0", "layer": "0", "source": "0",
-    "sequence": "0", "token": "0", "RingCache.rollback.n": "0", "ahead": "0", "nothing": "0 -1",
-    "replica": "0", "SequenceShardedDataset.seed": "0 -1", "number": "0", "pos": "0", "num": "0 -1",
-    "RingCache.reserve.tokens": "0", "pad_value": "0 0.0 -1 -1.0 nan inf -inf",
-    "pad_at_dim.value": "0 0.0 -1 -1.0 nan inf -inf", "picture": "text", "caller": "text",
-    "num_ring_passes": "0 -1", "send_to_rank": "0", "receive_from_rank": "0",
-    "positions.length": "0", "RingTransformer.depth": "0", "Workers.join.timeout": "0 0.0",
-    "SequenceShardedDataset.source": "Tensor",
-    **{f"{name}.dim": "0 -1" for name in (
-        "shard_sequence", "all_gather", "all_gather_variable_dim", "gather_sizes", "AllGather",
-        "pad_at_dim", "pad_dim_to",
-    )},
+    "window": "0", "max_lookback_seq_len": "0", "SummaryAttention.max_lookback_seq_len": "",
+    "scale": "0 0.0 -1 -1.0", "dropout": "0 0.0", "attn_dropout": "0 0.0", "ring_attn.memory": "0",
+    "ulysses_attn.memory": "0", "RingPlan.make.memory": "0", "rank": "0", "shard_batch.rank": "",
+    "circular_rank_left.rank": "0 -1", "circular_rank_right.rank": "0 -1", "pos": "0 -1",
+    "num": "0 -1", "ignore_index": "0 -1", "temperature": "0 0.0", "eos": "0", "select": "0",
+    "layer": "0", "source": "0", "sequence": "0", "token": "0", "RingCache.rollback.n": "0",
+    "RingCache.reserve.tokens": "0", "ahead": "0", "nothing": "0 -1", "replica": "0",
+    "SequenceShardedDataset.seed": "0 -1", "SequenceShardedDataset.source": "Tensor", "number": "0",
+    "pad_value": "0 0.0 -1 -1.0 nan inf -inf", "pad_at_dim.value": "0 0.0 -1 -1.0 nan inf -inf",
+    "picture": "text", "caller": "text", "num_ring_passes": "0 -1", "send_to_rank": "0",
+    "receive_from_rank": "0", "positions.length": "0", "RingTransformer.depth": "0",
+    "Workers.join.timeout": "0 0.0 inf", "pad_dim_to.dim": "0", "ShardedBatch.unshard.dim": "-1",
+    "shard_sequence.dim": "0 -1", "all_gather.dim": "0 -1", "all_gather_variable_dim.dim": "0 -1",
+    "gather_sizes.dim": "0 -1", "AllGather.dim": "0 -1", "pad_at_dim.dim": "0 -1",
 }  # fmt: skip
 
 # other words for a parameter in what is said of it
@@ -330,8 +331,11 @@ SAID: dict[str, str] = {
     "max_lookback_seq_len": "window", "attn_dropout": "dropout", "rotary_embed_theta": "theta",
     "num_heavy_attn_tokens_q": "num_heavy_tokens_q",
     "num_heavy_attn_tokens_kv": "num_heavy_tokens_kv", "num_heavy_ff_tokens": "num_heavy_tokens",
-    "sequence": "sequences", "source": "sequences", "n": "rollback", "light_dim_head": "dim_head",
-    "light_heads": "heads",
+    "sequence": "sequences", "source": "sequences", "light_dim_head": "dim_head",
+    "light_heads": "heads", "unshard_sequence.length": "tokens", "unshard_sequence.dim": "tokens",
+    "ShardedBatch.unshard.dim": "tokens", "send_to_rank": "to", "receive_from_rank": "from",
+    "path": "file", "RoutingPlan.make.problem": "RoutingPlan", "RingCache.rollback.n": "rollback",
+    "pad_dim_to.dim": "length",
 }  # fmt: skip
 
 # classes that users get and do not make, and methods that this package calls by itself
