@@ -49,7 +49,7 @@ INFERENCE = [
         "if False:",
     ),
     Mutant(
-        "a page of another sequence is free", TABLE + "_recount", "if not users", "if users < 2",
+        "a page of another sequence is free", TABLE + "recount", "if not users", "if users < 2",
     ),
     Mutant(
         "tokens at the place of others", HELD + "put",

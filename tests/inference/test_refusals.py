@@ -74,7 +74,7 @@ REFUSED = {
     "layer": "layer must be from 0 to 0, got 1",
     "window": "window must not be negative, got -1",
     "windows differ": "scores must be the same on every rank",
-    "softclamp": "softclamp must be positive, got 0.0",
+    "softclamp": "softclamp must be None, or positive and finite, got 0.0",
     "kernel": "kernel must be None, 'triton' or 'eager', got 'sdpa'",
     "sinks": "sinks must be [4] on cpu, got [3] on cpu",
     "values differ": "values of q, k and v must be the same on every rank",
