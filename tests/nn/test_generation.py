@@ -133,7 +133,10 @@ def misuse(name: str) -> None:
         "top_p need a temperature": lambda: model.generate(ids, 2, top_p=0.5),
         "top_k must be at least 1": lambda: model.generate(ids, 2, 1.0, top_k=0),
         "top_p must be above 0": lambda: model.generate(ids, 2, 1.0, top_p=1.5),
-        "temperature must be at least 0": lambda: model.generate(ids, 2, float("inf")),
+        "finite, got inf": lambda: model.generate(ids, 2, float("inf")),
+        "finite, got nan": lambda: model.generate(ids, 2, float("nan")),
+        "finite, got 1e-39": lambda: model.generate(ids, 2, 1e-39 if odd else 1.0),
+        "finite, got -1.0": lambda: model.generate(ids, 2, -1.0),
         "eos must be from 0 to 30": lambda: model.generate(ids, 2, eos=WORDS),
         "padding on the left": lambda: model.generate(ids, 2, mask=right),
         "take no mask": lambda: routed.generate(ids, 2, mask=right | True),
@@ -147,6 +150,8 @@ def misuse(name: str) -> None:
         "the block of a batch": lambda: in_a_block(model, ids),
         "must be causal": lambda: not_causal(ids),
         "logits are NaN": lambda: broken(model, ids),
+        "logits are NaN or inf": lambda: broken(model, ids, torch.inf),
+        "are the model's weights finite": lambda: broken_after_its_end(model, ids),
     }
     deeds[name]()
 
@@ -162,19 +167,28 @@ def not_causal(ids: torch.Tensor) -> None:
     model.generate(ids, 2)
 
 
-def broken(model: Any, ids: torch.Tensor) -> None:
-    model.to_logits[1].weight.data[3] = torch.nan
-    model.generate(ids, 4, eos=3)
+def broken(model: Any, ids: torch.Tensor, value: float = torch.nan) -> None:
+    model.to_logits[1].weight.data[3] = value
+    model.generate(ids, 4, temperature=1.0, seed=3, eos=3)
+
+
+def broken_after_its_end(model: Any, ids: torch.Tensor) -> None:
+    """A sequence ends, reads its end, and has no numbers from there on; the other goes on."""
+    for words in ids[:, :20].split(2, dim=1):
+        end, other = model.generate(words, 1)[:, -1].tolist()
+        if end not in (other, *words.flatten().tolist()):
+            model.token_emb.weight.data[end] = torch.nan
+            model.generate(words, 3, eos=end)
 
 
 REFUSED = [
     "cache_dtype must be the same", "dtype must be one of",
     "values of ids must be the same", "seed must be the same", "max_new_tokens must be at least 1",
     "top_p need a temperature", "top_k must be at least 1", "top_p must be above 0",
-    "temperature must be at least 0", "eos must be from 0 to 30", "padding on the left",
+    "finite, got inf", "finite, got nan", "finite, got 1e-39", "finite, got -1.0", "eos must be from 0 to 30", "padding on the left",
     "take no mask", "ids must be 0 to 30", "there must be a prompt", "parameter max_new_tokens",
     "kernel must be None", "prefill_chunk_size must be at least 1", "the block of a batch",
-    "must be causal", "logits are NaN",
+    "must be causal", "logits are NaN", "logits are NaN or inf", "are the model's weights finite",
 ]  # fmt: skip
 
 
