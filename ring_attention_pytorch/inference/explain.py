@@ -55,9 +55,7 @@ def explain_cache(
     return "\n".join(lines)
 
 
-def _problem(
-    cache: RingCache, heads: int, tokens: int, dtype: torch.dtype | None
-) -> str | None:
+def _problem(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype | None) -> str | None:
     """Say why no call could attend to the cache like this; None if one could."""
     if heads < 1 or heads % cache.key_heads:
         return f"heads must be a multiple of the cache's {cache.key_heads}, got {heads}"

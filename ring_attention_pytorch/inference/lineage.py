@@ -1,10 +1,11 @@
 """A number of what a cache holds, the same on all ranks that are in step: ints only.
 
-    lengths     6 6 4     each times a number of its sequence, added up: new tokens cost one addition
-    sequences   0 2 1     which were reordered, forked and padded as what: one checksum of it all
+    lengths    6 6 4    each times a number of its sequence, added up: new tokens cost one addition
+    order      0 2 1    which sequences were these, before they were reordered and forked
+    padding    0 3 0    a checksum of both
 
-Ranks put it into the tags of their messages, so it costs none. GPUs that share memory add lengths up
-themselves, since CUDA graphs advance them.
+Ranks put it into the tags of their messages, so it costs none. GPUs that share memory add lengths
+up themselves, since CUDA graphs advance them.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ class Lineage:
         self._counts = [sum(map(mul, self.weights, each)) & _BITS for each in lengths]
 
     def reorder(self, beams: Sequence[int]) -> None:
-        """Let sequence i go on from sequence `beams[i]`. Where several go on from one, each is new."""
+        """Let sequence i go on from sequence `beams[i]`; several that go on from one are new."""
         ids = [self._ids[source] for source in beams]
         several = [beams.count(source) > 1 for source in beams]
         self._ids = [

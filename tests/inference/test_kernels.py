@@ -269,8 +269,8 @@ ATTEND_SIZES = dict(
 )  # fmt: skip
 MERGE = dict(
     out="*bf16", out_lse="*fp32", sinks="*bf16", lengths="*i32", acc_of="*fp32", lse_of="*fp32",
-    purpose="i64", next_lengths="*i32", overflown="*i32", lineage="*i32", state="*i64", acc_split="i64",
-    acc_row="i64", lse_split="i64", lse_row="i64", parts="i32", rows="i32", sequences="i32",
+    purpose="i64", next_lengths="*i32", overflown="*i32", lineage="*i32", state="*i64",
+    acc_split="i64", acc_row="i64", lse_split="i64", lse_row="i64", parts="i32", rows="i32", sequences="i32",
     patience="i64", slot="i64",
 )  # fmt: skip
 MERGE_SIZES = dict(
