@@ -276,7 +276,7 @@ class PagedStorage(HeldTokens):
         for sequence, n in enumerate(tokens):
             self._table.reserve(sequence, n)
         self._lineage.begin()
-        self._apply([], [0] * self.sequences, [0] * self.sequences)
+        self._apply([], [0] * self.sequences)
 
     def _grow(self, wanted: int) -> None:
         """Make the pools large enough for so many more pages."""

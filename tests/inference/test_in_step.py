@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch import RingCache, RingError, ring_attn_with_cache
+from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.lineage import Lineage
+from tests.support import threads
 
 SECONDS = 3.0  # that ranks wait for one another
 
@@ -79,6 +81,56 @@ def test_where_they_only_send_messages_none_is_taken_for_another(
     for text in pools(3).run(out_of_step, deed, "decoding"):
         assert text.startswith("RingError: attention to a cache: call 3 by plan")
         assert "of caches to which all have done the same" in text
+
+
+def numbers(ring: Ring) -> list[int]:
+    """Of calls of a cache to which all ranks do the same: the last but one is of a state anew."""
+    cache, found = RingCache(2, 1, 4, layers=2, page=1, group=ring), []
+
+    def grow() -> None:
+        k = torch.ones(2, 1, 1, 4)
+        for layer in range(2):
+            cache.append(k, k, layer)
+
+    deeds: list[Callable[[], object]] = [
+        lambda: cache.rollback(1),
+        lambda: cache.rollback([2, 1]),
+        lambda: (cache.reorder([1, 0]), cache.rollback(1)),
+        lambda: (cache.hide_before([0, 1]), cache.rollback(1)),
+        lambda: (cache.reorder([0, 0]), cache.rollback(1)),
+        lambda: None,
+    ]
+    for _ in range(3):
+        grow()
+    for deed in deeds:
+        for layer in range(2):
+            attend(cache, layer=layer)
+            found.append(ring.steps.about[0])
+        deed()
+    return found
+
+
+def test_a_call_s_number_is_one_of_what_the_cache_holds() -> None:
+    (first, second), _ = threads.run(2, numbers)
+    assert first == second
+    assert first[:2] == first[2:4]
+    assert len({*first}) == len(first) - 2
+
+
+def told(ring: Ring) -> str:
+    cache = RingCache(2, 1, 4, page=1, group=ring)
+    append(cache)
+    attend(cache)
+    if ring.rank == 1:
+        cache.reorder([1, 0])
+    with pytest.raises(ValueError, match="what the cache holds must be the same") as raised:
+        attend(cache, 2)
+    return str(raised.value)
+
+
+def test_a_new_plan_is_of_caches_that_are_alike() -> None:
+    (first, second), _ = threads.run(2, told)
+    assert first == second
 
 
 def test_lengths_are_in_the_text(pools: Callable) -> None:

@@ -136,7 +136,7 @@ def test_what_has_no_capacity_is_told_no_largest_token() -> None:
 
 def longer_than_the_cache(odd_one: int) -> str:
     """Ranks attend from three tokens, of which one rank's cache has two, or all have."""
-    group = dist.new_group(timeout=timedelta(seconds=10.0))
+    group = dist.new_group(timeout=timedelta(seconds=4.0))
     cache, q = RingCache(2, 1, 4, group=group), torch.ones(2, 3, 1, 4)
     cache.append(q, q)
     ring_attn_with_cache(q, None, None, cache)

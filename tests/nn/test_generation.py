@@ -213,6 +213,32 @@ def test_what_cannot_be_is_refused_in_the_same_words_on_all_ranks(pools: Callabl
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.parametrize("break_it", [broken, broken_after_its_end])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_logits_that_are_no_numbers_are_told(break_it: Callable, seed: int) -> None:
+    """Of a sequence that has ended, too: whoever reads its tokens can't know."""
+    with pytest.raises(ValueError, match="are the model's weights finite"):
+        break_it(CASES[0].model(), CASES[0].prompt(seed))
+
+
+@pytest.mark.parametrize("temperature", [1.3e-38, 1e-30, 1e-3])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e35])
+def test_the_coldest_draw_is_the_largest(temperature: float, size: float) -> None:
+    logits = torch.tensor([[0.1, 0.4, -0.2], [-3.0, -torch.inf, -4.0], [2.0, 2.5, 3.0]]) * size
+    for how in (Sampling(temperature, None, None), Sampling(temperature, 2, 0.5)):
+        sure = size / temperature > 1e3  # else several may be drawn
+        for _ in range(20):
+            drawn = how.choose(logits)
+            assert drawn.tolist() == [1, 0, 2] if sure else (drawn >= 0).all()
+
+
+@pytest.mark.parametrize("row", [[1.0, torch.nan], [torch.inf, 1.0], [-torch.inf] * 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_numbers_has_no_token(row: list[float], temperature: float) -> None:
+    logits = torch.tensor([row, [1.0, 1e4]])
+    assert Sampling(temperature, None, None).choose(logits).tolist() == [-1, 1]
+
+
 def test_a_token_is_drawn_among_the_largest() -> None:
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(20000, 4)
 
