@@ -162,6 +162,19 @@ def test_who_waits_for_a_rank_without_such_tokens_hears_why(pools: Callable) -> 
     assert "ValueError: RingCache: 3 queries" in second
 
 
+def test_queries_and_scores_that_can_not_be_are_refused() -> None:
+    cache, q = RingCache(1, 1, 4, group=Ring.alone()), torch.ones(1, 3, 1, 4)
+    cache.append(q, q)
+    for _ in range(2):  # by a new plan, and by a known one
+        for given, why in (
+            (dict(scale=float("inf")), "scale must be finite"),
+            (dict(softclamp=float("inf")), "softclamp must be None, or positive and finite"),
+            (dict(q=torch.ones(1, 4, 1, 4)), "4 queries without k and v"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                ring_attn_with_cache(**{"q": q, "k": None, "v": None, "cache": cache, **given})
+
+
 def test_an_empty_sequence_has_nothing_to_be_seen() -> None:
     cache, q = RingCache(2, 1, 4, group=Ring.alone()), torch.ones(2, 2, 1, 4)
     cache.append(q, q)

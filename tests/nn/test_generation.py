@@ -34,6 +34,31 @@ def test_a_ring_of_any_size_generates_the_same(pools: Callable, size: int) -> No
             assert case.same(got, right), case
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_process_generates_by_its_weights(case: Case) -> None:
+    """Angles are of float32. Where tokens are the largest, they are the oracle's, too."""
+    tokens, logits = case.over()
+    exact = case.by_weights(tokens, len(logits))
+    for got, want in zip(logits.double(), exact, strict=True):
+        for one, right in zip(got, want):
+            assert relative_error(one, right) < 1e-5
+    if "temperature" not in case.call:
+        chosen = torch.tensor(tokens)[:, case.length :]
+        assert torch.equal(chosen, exact.argmax(-1).T)
+
+
+def generated_by_weights(case: Case) -> float:
+    tokens, logits = case.over()
+    if logits is None:
+        return 0.0
+    return relative_error(logits.double(), case.by_weights(tokens, len(logits)))
+
+
+def test_a_ring_generates_by_its_weights(pools: Callable) -> None:
+    for case in (CASES[1], CASES[3], CASES[7]):
+        assert max(pools(3).run(generated_by_weights, case)) < 1e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_logits_are_as_exact_as_those_of_one_process(
     pools: Callable, dtype: torch.dtype
@@ -230,6 +255,11 @@ def test_the_coldest_draw_is_the_largest(temperature: float, size: float) -> Non
         for _ in range(20):
             drawn = how.choose(logits)
             assert drawn.tolist() == [1, 0, 2] if sure else (drawn >= 0).all()
+
+
+def test_temperatures_that_no_float32_has_are_refused() -> None:
+    for temperature in (1e-39, 5e-324, -1.0, float("nan"), float("inf")):
+        assert "temperature must be 0" in str(Sampling(temperature, None, None).problem(None))
 
 
 @pytest.mark.parametrize("row", [[1.0, torch.nan], [torch.inf, 1.0], [-torch.inf] * 2])
