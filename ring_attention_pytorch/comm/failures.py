@@ -110,6 +110,11 @@ def _why(cause: BaseException) -> str:
 def _advice(step: Step, words: Mapping[int, str]) -> str:
     plans = {found[1] for text in words.values() if (found := re.search(r"by plan (\d+)", text))}
     if step.plan and plans - {str(step.plan)}:
+        if step.operation.endswith("to a cache"):
+            return (
+                "Ranks must ask the same, of caches to which all have done the same; "
+                "RING_ATTENTION_CHECK=always tells who has not"
+            )
         return f"Ranks must be given the same plan; this one has number {step.plan}"
     if step.operation.endswith("backward") and not words:
         return "Each rank must call backward(), of a loss that depends on its part of the result"

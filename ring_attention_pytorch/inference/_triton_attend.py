@@ -172,7 +172,10 @@ def attend_kernel(
     block, of = of % BLOCKS, of // BLOCKS
     kv, sample = of % KV, of // KV
     length = tl.load(lengths + sample) if CAUSAL else given.to(tl.int32)
-    fits = length + N <= tl.load(rooms + sample) if NEW else length >= 0
+    # without new tokens a sequence has those of the queries, or none
+    fits = length + N <= tl.load(rooms + sample) if NEW else (length >= N) | (length == 0)
+    if not CAUSAL:
+        fits = length >= 0
     if (split == 0) & (block == 0) & (kv == 0):
         tl.store(next_lengths + sample, tl.where(fits, length + N if NEW else length, -1))
         if SHARED:

@@ -79,6 +79,15 @@ def _memory(state, rank):
 
 
 @triton.jit
+def _of_cache(purpose, lineage, lengths, sequences, SEQUENCES: tl.constexpr):
+    """Return a purpose that is also of a cache's lengths, order and padding: `Lineage.mark`."""
+    which = tl.arange(0, SEQUENCES)
+    weights = tl.load(lineage + 1 + which, mask=which < sequences, other=0).to(tl.int64)
+    counts = tl.load(lengths + which, mask=which < sequences, other=0) * weights
+    return (purpose + tl.load(lineage) + tl.sum(counts)) & 0x7FFFFFFF
+
+
+@triton.jit
 def _word(x, mark):
     """Return float32 numbers under a mark."""
     return (mark << 32) | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
@@ -114,6 +123,7 @@ def merge_kernel(
     # the same in all calls of a plan
     next_lengths,
     overflown,
+    lineage,
     state,
     acc_split: tl.int64,
     acc_row: tl.int64,
@@ -129,6 +139,7 @@ def merge_kernel(
     D: tl.constexpr,
     COLS: tl.constexpr,
     PARTS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
     RANKS: tl.constexpr,
     RANK: tl.constexpr,
     ADVANCE: tl.constexpr,
@@ -170,9 +181,7 @@ def merge_kernel(
         own = _memory(state, RANK)
         failed = own + RANKS * (2 * slot + 2)
         purposes = RANKS * (2 * slot + call % 2)
-        if program == 0:
-            for peer in tl.static_range(RANKS):
-                tl.store(_memory(state, peer) + purposes + RANK, (mark << 32) | purpose)
+        purpose = _of_cache(purpose, lineage, next_lengths, sequences, SEQUENCES)
         wrong = tl.load(state + WRONG) != 0
         lane = tl.arange(0, COLS)
         for unit in range(program, units, tl.num_programs(0)):
@@ -184,6 +193,9 @@ def merge_kernel(
                 there = _memory(state, peer) + place
                 tl.store(there + lane, _word(acc, mark))
                 tl.store(there + COLS + one, _word(lse, mark))
+        if program == 0:
+            for peer in tl.static_range(RANKS):
+                tl.store(_memory(state, peer) + purposes + RANK, (mark << 32) | purpose)
         begin = globaltimer()
         for unit in range(program, units, tl.num_programs(0)):
             acc = tl.zeros([COLS], tl.float32)

@@ -12,6 +12,7 @@ So what travels depends on the queries alone, however many keys there are.
 
 import os
 from hashlib import sha256
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ _UNSEEN = (
     f"{_CALLER}: before a CUDA graph is captured, the same call must have run once; run it, roll "
     "back what it appended, then capture"
 )
+_STATE = "what the cache holds"
 _CHUNK = "chunk"  # under which a cache has the last chunk's kind and plan
 
 
@@ -72,7 +74,7 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
         q: `[b, n, h, d]`, queries of the last n tokens of all sequences: the same on every rank,
             or with a layout this rank's shard.
         k, v: `[b, n, h_kv, d]` and `[b, n, h_kv, d_v]`, appended to the cache. None if they were
-            appended before.
+            appended before: then each sequence has n tokens or more, or none at all.
         cache: holds the sequences; all ranks of its ring call this together.
         layer: the layer that q, k and v are of.
         layout: None if ranks have all the same tokens. For a chunk of a prompt that is spread over
@@ -84,8 +86,8 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
         alibi_slopes: `[h]`: each score is reduced by its head's slope times the distance.
         kernel: "eager" (PyTorch's operators) or "triton" (ours, for GPUs, which CUDA graphs can
             hold). None is ours on CUDA, for all dtypes but float64.
-        check: "always" compares q, k and v of all ranks: for debugging. None takes the
-            environment's RING_ATTENTION_CHECK.
+        check: "always" compares q, k and v of all ranks, and lengths: for debugging. None takes
+            the environment's RING_ATTENTION_CHECK.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -126,14 +128,29 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     if in_graph := cache.in_graph:
         _check_capture(plan)
     elif plan.checks:
-        agree(cache.ring, _CALLER, {"values of q, k and v": digest(q, k, v), "layer": layer})
+        same = {"values of q, k and v": digest(q, k, v), "layer": layer, _STATE: cache.told(layer)}
+        agree(cache.ring, _CALLER, same)
     n = 0 if k is None else q.shape[1]
-    if n:
-        cache.prepare(n, layer, in_graph)
-    out, found = plan.run(q, k, v, layer, (sinks, alibi_slopes), return_lse=return_lse)
+    if n or q.shape[1] > 1:
+        _make_ready(cache, q.shape[1], layer, n > 0, in_graph)
+    number = layer if plan.capturable else cache.mark(layer) + layer  # that messages are for
+    terms = sinks, alibi_slopes
+    out, found = plan.run(q, k, v, layer, terms, return_lse=return_lse, number=number)
     if n:
         cache.advance(n, layer, plan.asked.kernel == "eager", in_graph)
     return out if found is None else (out, found.transpose(1, 2))
+
+
+def _make_ready(cache: RingCache, n: int, layer: int, new: bool, in_graph: bool) -> None:
+    """Make room for n new tokens, or see that there are so many; tell other ranks if not."""
+    try:
+        if new:
+            cache.prepare(n, layer, in_graph)
+        elif not in_graph:
+            cache.check_last(n, layer)
+    except ValueError as error:  # which all have alike, or the others wait
+        cache.ring.say(f"raised ValueError: {error}")
+        raise
 
 
 def _kind(t: Tensor | None) -> Any:
@@ -166,6 +183,7 @@ def _checked(
             raise ValueError(_UNSEEN)
         plan = plans[key] = _plan(given, cache, layer, scores, kernel, check)
     elif (problem := _problem(given, cache, layer)) is not None:
+        cache.ring.say(f"raised ValueError: {problem}")
         raise ValueError(f"{_CALLER}: {problem}")
     return plan
 
@@ -181,7 +199,8 @@ def _in_pieces(
     q, k, v, *_ = given
     assert q is not None
     problem = problem_of(lambda: _problem(given, cache, layer))
-    agree(cache.ring, _CALLER, {"tokens": q.shape[1], "layer": layer}, problem=problem)
+    same = {"tokens": q.shape[1], "layer": layer, _STATE: _told(cache, layer, problem)}
+    agree(cache.ring, _CALLER, same, problem=problem)
     assert k is not None
     assert v is not None
     cache.prepare(q.shape[1], layer, cache.in_graph)
@@ -252,6 +271,7 @@ def _agreed_chunk(
         "scores": list(scores),
         "given": [t is not None for t in given],
         "kernel": kernel,
+        _STATE: _told(cache, layer, problem),
     }
     kind, plan = cache.plans.get(_CHUNK, (None, None))
     if problem or kind != _kind_of_chunk(given, layout, scores):
@@ -334,6 +354,7 @@ def _plan(
         "check": check,
         "given": [t is not None for t in given],
         "padded on the left": cache.has_starts,
+        _STATE: _told(cache, layer, problem),
     }
     agree(cache.ring, _CALLER, same, problem=problem)
     asked = Asked(
@@ -350,6 +371,11 @@ def _plan(
     return plan
 
 
+def _told(cache: RingCache, layer: int, problem: str | None) -> str:
+    """Say what a layer holds, unless there is a problem: it may be the layer."""
+    return "" if problem else cache.told(layer)
+
+
 def _triton_problem(cache: RingCache, dtype: torch.dtype) -> str | None:
     if not has_triton():
         return "kernel='triton' needs the package triton, which is not installed"
@@ -363,8 +389,10 @@ def _triton_problem(cache: RingCache, dtype: torch.dtype) -> str | None:
 def _option_problem(scores: Scores, kernel: str | None, check: str | None) -> str | None:
     if scores.window is not None and scores.window < 0:
         return f"window must not be negative, got {scores.window}"
-    if scores.softclamp is not None and not scores.softclamp > 0:
-        return f"softclamp must be positive, got {scores.softclamp}"
+    if not isfinite(scores.scale):
+        return f"scale must be finite, got {scores.scale}"
+    if scores.softclamp is not None and not 0 < scores.softclamp < inf:
+        return f"softclamp must be None, or positive and finite, got {scores.softclamp}"
     if check not in (None, "always"):
         return f"check must be None or 'always', got {check!r}"
     if kernel not in (None, "triton", "eager"):

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
+from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.inference.page_table import Copies
-from ring_attention_pytorch.inference.rolling import Windows
+from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
 from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored, stored
+from ring_attention_pytorch.inference.states import longest_of, problem_of_states
 from ring_attention_pytorch.inference.storage import PagedStorage, Sizes
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
@@ -126,7 +127,12 @@ class RingCache(PagedStorage):
 
     @checked
     def owner(self, token: int) -> int:
-        """Return the rank that holds a token, the same for all sequences."""
+        """Return the rank that holds a token, the same for all sequences.
+
+        Raises:
+            ValueError: it is negative, or beyond the capacity.
+        """
+        self._check_room("owner takes a token", token + 1, least=1)
         return self.pages.owner(token)
 
     @checked
@@ -212,6 +218,7 @@ class RingCache(PagedStorage):
             return
         self._grow(sum(self._table.open_pages(i, lengths[i]) for i in beams))
         copies = self._table.rearrange(beams, lengths)
+        self._lineage.reorder(beams)
         for circle in self.circles:
             circle.reorder(beams)
         self._apply(copies, [lengths[i] for i in beams], [starts[i] for i in beams])
@@ -249,30 +256,52 @@ class RingCache(PagedStorage):
             raise ValueError(
                 f"RingCache: starts must be {self.sequences} numbers from 0, got {list(starts)}"
             )
-        self.starts.copy_(torch.tensor(list(starts), dtype=torch.int32))
+        self._pad(starts)
         self.has_starts = True
 
     @checked
     def reserve(self, tokens: int) -> None:
-        """Make room for sequences of so many tokens, so that graphs may append up to there."""
+        """Make room for sequences of so many tokens, so that graphs may append up to there.
+
+        Raises:
+            ValueError: it is negative, or beyond the capacity.
+        """
+        self._check_room("reserve takes a number of tokens", tokens)
         self._reserve([tokens] * self.sequences)
+
+    def _check_room(self, what: str, tokens: int, least: int = 0) -> None:
+        """Raise ValueError if no sequence can have so many tokens."""
+        most = self.capacity
+        if tokens < least or (most is not None and tokens > most):
+            to = "" if most is None else f" to {most - least}"
+            raise ValueError(f"RingCache: {what} from 0{to}, got {tokens - least}")
 
     @checked
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank holds: of each layer and sequence keys, values and tokens.
 
-        The scales of keys and values come behind them.
+        The scales of keys and values come behind them. Of layers with a window it is all that can
+        be rolled back to, with how long each sequence was.
         """
         lengths = self.even_lengths()
+        for circle in self.circles:
+            circle.look()
         held: list[list[tuple[Tensor, ...]]] = []
         for layer in range(self.layers):
             held.append([])
             for sequence, length in enumerate(lengths):
-                kept, tokens = self.holder(layer).held(sequence, layer, length)
+                holder = self.holder(layer)
+                kept, tokens = holder.held(sequence, layer, length, holder.oldest(sequence))
                 mine = tokens // self.pages.page % self.pages.ranks == self.ring.rank
                 k, v, *scales = (t[mine] for t in kept)
                 held[-1].append((as_integers(k), as_integers(v), tokens[mine], *scales))
-        return {"lengths": lengths, "starts": self.starts.tolist(), "held": held}
+        starts, longest = self.starts.tolist(), [self._longest(i) for i in range(self.layers)]
+        return {"lengths": lengths, "starts": starts, "held": held, "longest": longest}
+
+    def _longest(self, layer: int) -> list[int]:
+        """Return how long each sequence was, in a layer with a window."""
+        holder = self.holder(layer)
+        return [*(holder.longest if isinstance(holder, RollingTokens) else self.lengths_in(layer))]
 
     @checked
     def load_state_dict(self, *states: dict[str, Any]) -> None:
@@ -282,36 +311,39 @@ class RingCache(PagedStorage):
             states: the `state_dict` of each rank of that cache, in any order.
 
         Raises:
-            ValueError: they are not all of one cache like this one.
+            ValueError: they are not all of one cache, or that has other layers, sequences, heads,
+                head sizes, dtype or scales than this one, or more tokens than fit. Then this one
+                is as it was. Its pages, capacity, windows and ranks may be others.
         """
-        lengths = states[0]["lengths"]
-        for layer in range(self.layers):
-            holder = self.holder(layer)
-            for sequence, length in enumerate(lengths):
-                parts = [state["held"][layer][sequence] for state in states]
-                tokens = torch.cat([part[2] for part in parts])
-                first = length - len(tokens)
-                if first > holder.begin(length) or sorted(tokens.tolist()) != [
-                    *range(first, length)
-                ]:
-                    raise ValueError(
-                        f"RingCache: the states hold {len(tokens)} of the {length} tokens of "
-                        f"sequence {sequence}; give those of all ranks, once each"
-                    )
-        self._apply([], [0] * self.sequences)
-        self._reserve(lengths)
-        for layer in range(self.layers):
-            holder = self.holder(layer)
-            for sequence, length in enumerate(lengths):
-                for state in states:
-                    held = (t.to(self.device) for t in state["held"][layer][sequence])
-                    k, v, tokens, key_scales, value_scales = held
-                    new = tokens >= holder.begin(length)
-                    k, v = restored(k, key_scales), restored(v, value_scales)
-                    holder.put(sequence, layer, tokens[new], k[new], v[new])
-        self._apply([], lengths)
-        if any(states[0]["starts"]):
-            self.hide_before(states[0]["starts"])
+        problem = problem_of(lambda: problem_of_states(self, states))
+        if problem is not None:
+            raise ValueError(f"RingCache: {problem}")
+        lengths, starts = states[0]["lengths"], states[0]["starts"]
+        self._begin_anew(lengths)
+        oldest = [self._take(states, layer) for layer in range(self.layers)]
+        self._apply([], lengths, starts)
+        self.has_starts = self.has_starts or any(starts)
+        for circle in self.circles:
+            of_layers = [longest_of(states, layer) for layer in circle.layers]
+            gone = [oldest[layer] for layer in circle.layers]
+            circle.take([*map(max, *of_layers, lengths)], [max(each) for each in zip(*gone)])
+
+    def _take(self, states: Sequence[dict[str, Any]], layer: int) -> list[int]:
+        """Write a layer's tokens of all states; return the first of each sequence that is held."""
+        holder, oldest = self.holder(layer), []
+        longest = longest_of(states, layer)
+        for sequence, length in enumerate(states[0]["lengths"]):
+            first = length - sum(len(state["held"][layer][sequence][2]) for state in states)
+            if isinstance(holder, RollingTokens):
+                first = max(first, longest[sequence] - holder.turns * holder.pages.page)
+            oldest.append(first)
+            for state in states:
+                held = (t.to(self.device) for t in state["held"][layer][sequence])
+                k, v, tokens, key_scales, value_scales = held
+                new = tokens >= first
+                k, v = restored(k, key_scales), restored(v, value_scales)
+                holder.put(sequence, layer, tokens[new], k[new], v[new])
+        return oldest
 
     def problem(self, k: Tensor, v: Tensor, layer: int) -> str | None:
         """Say what keeps tokens from being appended; None if nothing."""

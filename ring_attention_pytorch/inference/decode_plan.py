@@ -62,6 +62,7 @@ class HeldKeys(Protocol):
     starts: Tensor
     rooms: Tensor
     overflown: Tensor
+    lineage: Tensor  # [order, a weight for each sequence]: kernels make a call's number of it
 
 
 class DecodePlan:
@@ -324,14 +325,15 @@ class DecodePlan:
 
         _, n, h, _ = self.asked.shape
         fixed = (
-            self.next_lengths, self.cache.overflown, self.state,
+            self.next_lengths, self.cache.overflown, self.cache.lineage, self.state,
             strides[0], self.width, strides[1], 1, parts, self.rows, self.cache.sequences,
             *((0, 0) if (to := self.pushed) is None else (to.patience, to.slot)),
         )  # fmt: skip
         return Launch(
             merge_kernel, programs, fixed, num_warps=1, launch_pdl=self.early,
             ROWS_EACH=n * h, HEADS=h, D=self.width, COLS=_UNIT,
-            PARTS=min(64, power_of_2(parts)), RANKS=ranks, RANK=self.ring.rank,
+            PARTS=min(64, power_of_2(parts)), SEQUENCES=power_of_2(self.cache.sequences),
+            RANKS=ranks, RANK=self.ring.rank,
             ADVANCE=advance and self.asked.new, SINKS=sinks and self.asked.sinks,
             PDL=self.early,
         )  # fmt: skip

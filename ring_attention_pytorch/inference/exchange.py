@@ -85,7 +85,10 @@ class PushedRows(Guard):
         if came >> 32 != expected >> 32:
             seconds = self.patience / 1e9
             return f"rank {rank} did not come within {seconds:g} s: attention to a cache"
-        return f"rank {rank} has called attention to a cache with other shapes or options"
+        return (
+            f"rank {rank} has called attention to a cache with other shapes or options, or its "
+            "cache has sequences of other lengths, order or padding"
+        )
 
     def reset(self) -> None:
         self.memories[self.rank].zero_()

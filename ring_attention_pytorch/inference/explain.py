@@ -25,11 +25,17 @@ def explain_cache(
         A line each for the memory, for the keys that are read, and for what is sent and why; for
         more tokens than one also for what memory a call takes.
 
+    Raises:
+        ValueError: heads are no multiple of the cache's, tokens less than one, or the dtype is none
+            that its queries can have.
+
     >>> print(explain_cache(RingCache(1, 8, 128, capacity=1024, page=16), heads=32))
     holds 0 of 0 tokens on this rank, in pages of 16: 8.00 MiB of keys and values
     reads 0.00 MiB of keys and values a layer
     sends nothing: this rank is alone
     """
+    if (problem := _problem(cache, heads, tokens, dtype)) is not None:
+        raise ValueError(f"explain_cache: {problem}")
     mine, all_tokens = sum(cache.local_lengths), sum(cache.lengths)
     numbers, scales = cache.head_dim + cache.value_dim, 2 * cache.scales * 4
     token = cache.key_heads * (numbers * cache.dtype.itemsize + scales)
@@ -47,6 +53,17 @@ def explain_cache(
         *circles,
     ]
     return "\n".join(lines)
+
+
+def _problem(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype | None) -> str | None:
+    """Say why no call could attend to the cache like this; None if one could."""
+    if heads < 1 or heads % cache.key_heads:
+        return f"heads must be a multiple of the cache's {cache.key_heads}, got {heads}"
+    if tokens < 1:
+        return f"tokens must be at least 1, got {tokens}"
+    if dtype is not None and dtype not in cache.dtypes:
+        return f"dtype must be {' or '.join(map(str, cache.dtypes))}, as queries are, got {dtype}"
+    return None
 
 
 def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: int) -> str:

@@ -30,6 +30,7 @@ class GivenKeys(HeldKeys):
         with torch.inference_mode(False):
             self.tables = torch.arange(b, dtype=torch.int32, device=self.device).unsqueeze(1)
             self.starts = torch.zeros(b, dtype=torch.int32, device=self.device)
+            self.lineage = torch.zeros(1 + b, dtype=torch.int32, device=self.device)
             self._none = torch.zeros(16, dtype=q.dtype, device=self.device)
         self.rooms = self.overflown = self.starts
         self.layer_lengths = [self.starts]

@@ -36,6 +36,7 @@ class HeldTokens:
     starts: Tensor
     rooms: Tensor
     overflown: Tensor
+    lineage: Tensor
     plans: dict[Any, Any]  # of attention to these tokens
     given: int = 0  # lengths count
     at_once: int | None = None  # tokens that may be appended by one kernel; None is all
@@ -50,6 +51,10 @@ class HeldTokens:
 
     def begin(self, length: int) -> int:
         """Return how many of this rank's first tokens are gone at this length."""
+        return 0
+
+    def oldest(self, sequence: int) -> int:
+        """Return how many of this rank's first tokens of a sequence were overwritten."""
         return 0
 
     def before(self, length: int) -> Callable[[int], int]:
@@ -73,13 +78,15 @@ class HeldTokens:
         (k, v, key_scales, value_scales), tokens = self.held(sequence, layer, length)
         return restored(k, key_scales), restored(v, value_scales), tokens
 
-    def held(self, sequence: int, layer: int, length: int) -> tuple[list[Tensor], Tensor]:
-        """Return what is held of the first tokens, `[n, h_kv, ...]` of each pool, and tokens."""
-        first, n, page = (
-            self.begin(length),
-            self.pages.held(self.ring.rank, length),
-            self.pages.page,
-        )
+    def held(
+        self, sequence: int, layer: int, length: int, first: int | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return what is held of the first tokens, `[n, h_kv, ...]` of each pool, and tokens.
+
+        Without those before `first` of this rank's; None is those that nobody sees any more.
+        """
+        n, page = self.pages.held(self.ring.rank, length), self.pages.page
+        first = self.begin(length) if first is None else first
         table = self.tables[sequence, first // page : -(-n // page)].long()
         places = slice(first % page, first % page + n - first)
         kept = [pool[table].transpose(1, 2).flatten(0, 1)[places] for pool in self.pools_of(layer)]

@@ -68,7 +68,7 @@ class PageTable:
                 partial.append((found[-1], source))
             heirs.add(source)
         self.of = found
-        self._recount()
+        self.recount()
         for held, source in partial:
             full, there = len(held), old[source]
             held += [self._free.pop(0) for _ in there[full:]]
@@ -99,7 +99,7 @@ class PageTable:
     def free(self, sequence: int) -> None:
         """Take all pages of a sequence."""
         self.of[sequence] = []
-        self._recount()
+        self.recount()
 
     def _users(self) -> list[int]:
         users = [0] * self.size
@@ -108,5 +108,6 @@ class PageTable:
                 users[page] += 1
         return users
 
-    def _recount(self) -> None:
+    def recount(self) -> None:
+        """Find anew which pages are free."""
         self._free = [page for page, users in enumerate(self._users()) if not users]

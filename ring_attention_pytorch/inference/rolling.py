@@ -53,6 +53,7 @@ class RollingTokens(HeldTokens):
     window: int
     spare: int
     longest: list[int]
+    gone: list[int]
 
     def __init__(self, whole: HeldTokens, windows: Windows, window: int) -> None:
         self._whole, self.window, self.spare = ref(whole), window, windows.spare
@@ -61,13 +62,14 @@ class RollingTokens(HeldTokens):
         for name in (
             "dtype", "scales", "device", "sequences", "key_heads", "value_dim", "rows", "step",
             "keys", "values", "key_scales", "value_scales",
-            "layer_lengths", "starts", "rooms", "overflown",
+            "layer_lengths", "starts", "rooms", "overflown", "lineage",
         ):  # fmt: skip
             setattr(self, name, getattr(whole, name))
         self.layers = [layer for layer, each in enumerate(windows.of) if each == window]
         self.turns = windows.turns(window, self.pages.page)
         self.laid = 0  # of these so many have memory, for each sequence
         self.longest = [0] * self.sequences  # that each was since it was empty, when last looked at
+        self.gone = [0] * self.sequences  # tokens that were overwritten
         self.extend()
 
     @property
@@ -115,13 +117,23 @@ class RollingTokens(HeldTokens):
         """Note how long sequences are, before that changes."""
         for layer in self.layers:
             self.longest = [*map(max, self.longest, self.lengths_in(layer))]
+        kept = self.turns * self.pages.page
+        self.gone = [max(gone, most - kept) for gone, most in zip(self.gone, self.longest)]
+
+    def oldest(self, sequence: int) -> int:
+        return self.gone[sequence]
+
+    def take(self, longest: Sequence[int], oldest: Sequence[int]) -> None:
+        """Take note of sequences that were written anew: how long they were, and what is held."""
+        self.longest, self.gone = [*longest], [*oldest]
 
     def rollback_problem(self, lengths: Sequence[int]) -> str | None:
         """Say why sequences can't be so short again: what they would see is overwritten."""
         self.look()
         for i, (length, longest) in enumerate(zip(lengths, self.longest)):
-            whole = longest <= self.turns * self.pages.page
-            if length and not whole and longest - length > self.spare:
+            gone = self.gone[i]
+            too_far = longest - length > self.spare or self.begin(length) < gone
+            if length and gone and too_far:
                 return (
                     f"layers with a window of {self.window} tokens keep {self.spare} more, and "
                     f"sequence {i}, of which there were {longest}, would have {length}: roll back "
@@ -132,6 +144,7 @@ class RollingTokens(HeldTokens):
     def shorten(self, lengths: Sequence[int]) -> None:
         """Take note of a rollback to these lengths."""
         self.longest = [longest if n else 0 for n, longest in zip(lengths, self.longest)]
+        self.gone = [gone if n else 0 for n, gone in zip(lengths, self.gone)]
 
     def problem_of(self, window: int | None, tokens: int, new: bool) -> str | None:
         """Say why so many last tokens can't see so far back; None if they can."""
@@ -151,6 +164,7 @@ class RollingTokens(HeldTokens):
         """Let sequence i go on from sequence `beams[i]`."""
         self.look()
         self.longest = [self.longest[i] for i in beams]
+        self.gone = [self.gone[i] for i in beams]
         for layer in self.layers:
             for pool in self.pools_of(layer):
                 each = pool.unflatten(0, (self.sequences, self.laid))

@@ -13,11 +13,18 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.held import HeldTokens
+from ring_attention_pytorch.inference.lineage import Lineage
 from ring_attention_pytorch.inference.page_table import Copies, PageTable
 from ring_attention_pytorch.inference.pages import HEADROOM, Pages
 from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
 from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored
 from ring_attention_pytorch.runtime.streams import capturing
+
+_USED = (
+    "RingCache: memory must grow, and a CUDA graph uses the memory that there is; make the cache "
+    "with a capacity, or `reserve` before graphs are captured"
+)
+_LONGEST = 80  # characters of lengths that are told
 
 
 class Sizes(NamedTuple):
@@ -56,6 +63,7 @@ class PagedStorage(HeldTokens):
     rooms: Tensor
     overflown: Tensor
     tables: Tensor
+    lineage: Tensor
     plans: dict[Any, Any]
     dtypes: tuple[torch.dtype, ...]
     head_dim: int
@@ -99,6 +107,8 @@ class PagedStorage(HeldTokens):
             self.starts, self.rooms = self._ints(sequences), self._ints(sequences)
             self.overflown = self._ints(sequences)
             self.tables = self._ints(sequences, turns)
+            self.lineage = self._ints(1 + sequences)
+        self._lineage = Lineage(sequences, layers)
         self._lengths = [[0] * sequences for _ in range(layers)]
         self.captured = False  # whether graphs hold addresses of this cache, and advance lengths
         self.has_starts = False  # whether `starts` were ever given
@@ -108,6 +118,7 @@ class PagedStorage(HeldTokens):
         each = sorted({window for window in windows.of if window is not None})
         self.circles = [RollingTokens(self, windows, window) for window in each]
         self._rolling = {layer: circle for circle in self.circles for layer in circle.layers}
+        self._tell_device()
         if capacity is not None:
             self._reserve([capacity] * sequences)
 
@@ -137,6 +148,7 @@ class PagedStorage(HeldTokens):
         """
         if self.captured and not self.in_graph:
             self._lengths = self.lengths_of.tolist()
+            self._lineage.count(self._lengths)
             if any(overflown := self.overflown.tolist()):
                 which = [i for i, over in enumerate(overflown) if over]
                 self.overflown.zero_()
@@ -160,6 +172,20 @@ class PagedStorage(HeldTokens):
                 "first, or roll back to what all have"
             )
         return lengths
+
+    def mark(self, layer: int) -> int:
+        """Return a number of lengths, order and padding: the same on all ranks that are in step.
+
+        Where CUDA graphs advance lengths this waits for the device.
+        """
+        if self.captured:
+            self.lengths_in(layer)
+        return self._lineage.mark(layer)
+
+    def told(self, layer: int) -> str:
+        """Say what `mark` is of, for people: first of all the lengths."""
+        lengths = [*self.lengths_in(layer)]
+        return f"{str(lengths)[:_LONGEST]}, {self.mark(layer):x}"
 
     def local_of_all(self, which: slice, held: int, layer: int) -> tuple[Tensor, Tensor]:
         """Return the first `held` keys and values here of some sequences, `[b, held, h_kv, d]`.
@@ -200,10 +226,23 @@ class PagedStorage(HeldTokens):
             )
         self._reserve(wanted)
 
+    def check_last(self, n: int, layer: int) -> None:
+        """Raise ValueError if a sequence of a layer has tokens, but less than n of them.
+
+        On the device a sequence of which that is true gets NaN.
+        """
+        lengths = self.lengths_in(layer)
+        if any(0 < length < n for length in lengths):
+            raise ValueError(
+                f"RingCache: {n} queries without k and v are of the last {n} tokens of each "
+                f"sequence, and the cache has {lengths}: append them first, or give k and v"
+            )
+
     def advance(self, n: int, layer: int, on_device: bool = True, in_graph: bool = False) -> None:
         """Count tokens that were written; on the device too, where no kernel did."""
         if not in_graph:
             self._lengths[layer] = [length + n for length in self._lengths[layer]]
+            self._lineage.advance(layer, n)
         if on_device:
             self.layer_lengths[layer] += n
 
@@ -215,16 +254,37 @@ class PagedStorage(HeldTokens):
             self._table.reserve(sequence, n)
         self._upload()
 
+    def _begin_anew(self, lengths: Sequence[int]) -> None:
+        """Forget all sequences; give each pages of its own for so many tokens, or as before.
+
+        Raises:
+            ValueError: CUDA graphs use memory that must grow. Nothing is forgotten then, nor where
+                there is no memory.
+        """
+        rooms = [self._table.room(i) for i in range(self.sequences)]
+        if self.captured and any(length > room for length, room in zip(lengths, rooms)):
+            raise ValueError(_USED)
+        tokens, before = [*map(max, lengths, rooms)], self._table.of
+        self._table.of = [[] for _ in before]
+        self._table.recount()
+        try:
+            self._grow(self._table.missing(tokens))
+        except BaseException:
+            self._table.of = before
+            self._table.recount()
+            raise
+        for sequence, n in enumerate(tokens):
+            self._table.reserve(sequence, n)
+        self._lineage.begin()
+        self._apply([], [0] * self.sequences)
+
     def _grow(self, wanted: int) -> None:
         """Make the pools large enough for so many more pages."""
         lacking = self._table.lacking(wanted)
         if not lacking:
             return
         if self.captured:
-            raise ValueError(
-                "RingCache: memory must grow, and a CUDA graph uses the memory that there is; make "
-                "the cache with a capacity, or `reserve` before graphs are captured"
-            )
+            raise ValueError(_USED)
         size = self._table.size + lacking + self._table.size // HEADROOM
         for pools in self._pools:
             for layer in self._paged:
@@ -246,9 +306,21 @@ class PagedStorage(HeldTokens):
             circle.shorten(lengths)
         self._lengths = [list(lengths) for _ in range(self.layers)]
         self.lengths_of.copy_(torch.tensor(self._lengths, dtype=torch.int32))
+        self._lineage.count(self._lengths)
         if starts is not None:
-            self.starts.copy_(torch.tensor(list(starts), dtype=torch.int32))
+            self._pad(starts)
         self._upload()
+
+    def _pad(self, starts: Sequence[int]) -> None:
+        """Take over the padding of each sequence."""
+        self.starts.copy_(torch.tensor(list(starts), dtype=torch.int32))
+        self._lineage.pad(starts)
+        self._tell_device()
+
+    def _tell_device(self) -> None:
+        """Write what kernels make a call's number of: `[order, a weight for each sequence]`."""
+        told = [self._lineage.order, *self._lineage.weights]
+        self.lineage.copy_(torch.tensor(told, dtype=torch.int32))
 
     def _upload(self) -> None:
         """Write tables and rooms where kernels read them: in place, as long as they fit."""

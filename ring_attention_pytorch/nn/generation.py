@@ -29,7 +29,8 @@ from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 _LAYOUT: LayoutName = "zigzag"  # of a chunk of the prompt: ranks have equal causal work
-_BROKEN = -1  # in place of a token that NaN logits would have chosen
+_BROKEN = -1  # in place of a token that logits would have chosen that are no numbers
+_COLDEST = 1.2e-38  # of temperatures: less has no inverse in float32
 
 
 class Sampling(NamedTuple):
@@ -41,8 +42,11 @@ class Sampling(NamedTuple):
 
     def problem(self, seed: int | None) -> str | None:
         """Say what is wrong with it; None if nothing."""
-        if not 0 <= self.temperature < math.inf:
-            return f"temperature must be at least 0, got {self.temperature}"
+        if self.temperature and not _COLDEST <= self.temperature < math.inf:
+            return (
+                f"temperature must be 0, which takes the largest, or at least {_COLDEST}, and "
+                f"finite, got {self.temperature}"
+            )
         given = {"top_k": self.top_k, "top_p": self.top_p, "seed": seed}
         unused = [name for name, value in given.items() if value is not None]
         if self.temperature == 0 and unused:
@@ -54,7 +58,9 @@ class Sampling(NamedTuple):
         return None
 
     def choose(self, logits: Tensor, draw: torch.Generator | None = None) -> Tensor:
-        """Return a token `[b]` for each row of logits `[b, classes]`; -1 where these are NaN.
+        """Return a token `[b]` for each row of logits `[b, classes]`.
+
+        It is -1 where one of these is NaN or inf, or all are -inf.
 
         >>> Sampling(0.0, None, None).choose(torch.tensor([[1.0, 3.0, 2.0]]))
         tensor([1])
@@ -62,15 +68,18 @@ class Sampling(NamedTuple):
         tensor([1])
         """
         wide = logits.to(accumulation_dtype(logits.dtype))
-        broken = wide.isnan().any(-1)
+        largest = wide.amax(-1, keepdim=True)  # NaN, if any is
+        broken = ~largest.isfinite().squeeze(-1)
         wide = wide.masked_fill(broken.unsqueeze(-1), 0.0)
         if self.temperature == 0:
             return wide.argmax(-1).masked_fill(broken, _BROKEN)
+        # whatever the temperature, one is 0 and none above
+        wide = wide - largest.masked_fill(broken.unsqueeze(-1), 0.0)
         p = (self._kept(wide) / self.temperature).softmax(-1)
         if self.top_p is not None:
-            largest, order = p.sort(dim=-1, descending=True, stable=True)
-            beyond = largest.cumsum(-1) - largest >= self.top_p
-            p = p.scatter(-1, order, largest.masked_fill(beyond, 0.0))
+            best, order = p.sort(dim=-1, descending=True, stable=True)
+            beyond = best.cumsum(-1) - best >= self.top_p
+            p = p.scatter(-1, order, best.masked_fill(beyond, 0.0))
         return torch.multinomial(p, 1, generator=draw).squeeze(-1).masked_fill(broken, _BROKEN)
 
     def _kept(self, logits: Tensor) -> Tensor:
@@ -161,7 +170,8 @@ class Generation:
         Args:
             ids: `[b, n]`, the prompts, the same on all ranks of the ring.
             max_new_tokens: how many tokens are appended at most.
-            temperature: logits are divided by it before a token is drawn; 0 takes the largest.
+            temperature: logits are divided by it before a token is drawn; 0 takes the largest, and
+                other ones are at least 1.2e-38.
             top_k: draw among the k largest only.
             top_p: draw among the largest whose probabilities reach this together.
             eos: the tokens at which a sequence ends; when all have ended, generation does.
@@ -182,7 +192,7 @@ class Generation:
 
         Raises:
             ValueError: an argument is invalid or differs between ranks, the model is not causal,
-                or its logits are NaN; on all ranks.
+                or its logits are NaN or inf; on all ranks.
             RingError: a rank is gone or out of step.
 
         >>> from ring_attention_pytorch import RingTransformer
@@ -252,7 +262,9 @@ class Generation:
                 break
         whole = torch.cat(found, dim=1)
         if bool((whole[:, ids.shape[1] :] == _BROKEN).any()):
-            raise ValueError(f"{_caller(self)}: logits are NaN; are the model's weights finite?")
+            raise ValueError(
+                f"{_caller(self)}: logits are NaN or inf; are the model's weights finite?"
+            )
         return whole
 
     def _ring(self: Any, ring_size: int | None) -> Ring:

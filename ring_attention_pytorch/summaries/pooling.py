@@ -52,11 +52,18 @@ def summarize(
         Keys `[1, m, h_kv, d]` and values `[1, m, h_kv, d_v]` in the dtypes of k and v, of all
         samples, in the order of `plan.summary_positions()`.
 
+    Raises:
+        ValueError: the plan was made for other keys or values, or weights or queries are of other
+            shapes.
+
     >>> k = torch.arange(6.0).view(1, 6, 1, 1)
     >>> plan = SummaryPlan.make(k, k, k, window=0, stride=2)
     >>> summarize(k, k, plan=plan)[0].flatten().tolist()
     [0.5, 2.5]
     """
+    if (problem := _problem(k, v, plan, weights, queries)) is not None:
+        plan.ring.say(f"raised ValueError: {problem}")
+        raise ValueError(f"summarize: {problem}")
     deal = plan.deal
     if deal is None:
         return k.new_empty(1, 0, *k.shape[2:]), v.new_empty(1, 0, *v.shape[2:])
@@ -66,6 +73,25 @@ def summarize(
     if plan.ring.size > 1:
         parts = _merged(parts, plan)
     return parts[0].to(k.dtype)[None], parts[2].to(v.dtype)[None]
+
+
+def _problem(
+    k: Tensor,
+    v: Tensor,
+    plan: SummaryPlan,
+    weights: tuple[Tensor | None, Tensor | None],
+    queries: tuple[Tensor | None, Tensor | None],
+) -> str | None:
+    """Say what is not of the shape that the plan was made for; None if all is."""
+    b, _, n, _, heads, d, d_v, *_ = plan.signature
+    by_place = heads, plan.rule.block
+    found = (("k", k), ("v", v), *zip(("weights of keys", "weights of values"), weights))
+    found += (*zip(("queries of keys", "queries of values"), queries),)
+    shapes = (b, n, heads, d), (b, n, heads, d_v), by_place, by_place, (heads, d), (heads, d_v)
+    for (name, t), shape in zip(found, shapes):
+        if t is not None and t.shape != shape:
+            return f"{name} must be {[*shape]} by the plan, got {[*t.shape]}; make one for these"
+    return None
 
 
 def _own_parts(

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from tests.faults import hunt
+from tests.faults.attention import patched
 from tests.faults.mutant import planted
 
 MUTANTS = planted("INFERENCE")
@@ -18,7 +19,6 @@ def battery() -> Iterable[Callable[[], object]]:
 
     from ring_attention_pytorch import tree_attn_decode
     from ring_attention_pytorch.comm.ring import Ring
-    from tests.faults.attention import patched
     from tests.inference import test_page_table as tables
     from tests.inference import test_pages as pages
     from tests.inference import test_prefill as prefill
@@ -31,6 +31,8 @@ def battery() -> Iterable[Callable[[], object]]:
 
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
+    yield from _states()
+    yield from _in_step()
     yield partial(pages.test_owners_and_places_are_the_same_said_otherwise, 2, 3)
     yield partial(pages.test_ranks_hold_what_they_own_and_all_of_it, 2, 3)
     yield from (
@@ -80,8 +82,45 @@ def battery() -> Iterable[Callable[[], object]]:
         yield partial(generate, 1, case)
     yield test_generation.test_a_token_is_drawn_among_the_largest
     yield test_generation.test_keys_that_are_kept_in_fewer_bits_are_close
+    for case in (test_generation.broken, test_generation.broken_after_its_end):
+        yield partial(test_generation.test_logits_that_are_no_numbers_are_told, case, 0)
+    for row in ([1.0, torch.nan], [torch.inf, 1.0], [-torch.inf] * 2):
+        yield partial(test_generation.test_a_row_without_numbers_has_no_token, row, 1.0)
+    yield partial(test_generation.test_the_coldest_draw_is_the_largest, 1.3e-38, 1.0)
+    yield test_generation.test_temperatures_that_no_float32_has_are_refused
+    yield partial(test_generation.test_one_process_generates_by_its_weights, CASES[4])
     for case in test_generation.KEPT:
         yield partial(test_generation.test_a_layer_keeps_its_window_where_that_is_less, *case)
+
+
+def _states() -> Iterable[Callable[[], object]]:
+    """States that a cache takes, and others."""
+    from tests.inference import test_states as states
+
+    for name in states.OTHERS:
+        yield partial(states.test_states_of_other_caches_are_refused, name)
+    for name in states.BROKEN:
+        yield partial(states.test_states_that_are_none_are_refused, name)
+    for length, page in ((11, 1), (20, 4)):
+        yield partial(states.test_of_a_window_as_much_can_be_rolled_back_as_before, length, page)
+    yield states.test_what_does_not_fit_is_refused
+    yield states.test_old_padding_does_not_stay
+    yield states.test_pages_that_were_shared_are_not_when_other_tokens_come
+    yield patched(states.test_where_there_is_no_memory_nothing_is_forgotten)
+
+
+def _in_step() -> Iterable[Callable[[], object]]:
+    """Ranks whose caches are alike, and others; and what is asked of caches that can't be."""
+    from tests.inference import test_in_step as steps
+    from tests.inference import test_refusals as refusals
+
+    yield steps.test_new_tokens_add_up_to_what_is_counted_anew
+    yield steps.test_what_was_forked_is_told_apart
+    yield steps.test_a_call_s_number_is_one_of_what_the_cache_holds
+    yield steps.test_a_new_plan_is_of_caches_that_are_alike
+    yield refusals.test_who_is_alone_is_told_too
+    yield refusals.test_what_has_no_capacity_is_told_no_largest_token
+    yield refusals.test_queries_and_scores_that_can_not_be_are_refused
 
 
 def _small_caches() -> list[tuple[int, Any]]:

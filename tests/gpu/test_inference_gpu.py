@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch import decoding, tree_attn_decode
+from ring_attention_pytorch import RingError, decoding, tree_attn_decode
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.inference import decode_plan
@@ -286,6 +286,54 @@ def test_graphs_append_and_advance(kept: torch.dtype, window: int | None) -> Non
 def test_graphs_of_several_ranks(nccl: Callable) -> None:
     for same in nccl(gpu_ranks()).run(in_a_graph):
         assert all(same.values()), same
+
+
+def out_of_step(deed: str, way: str) -> tuple[list[bool], str]:
+    """Decode, and once more after rank 1 did something to its cache: which is NaN, and the error.
+
+    `way` is by replays of a graph, by calls, or by calls that send messages.
+    """
+    decode_plan.PUSH = way != "messages"
+    cache = RingCache(2, 2, 64, capacity=32, page=2, dtype=torch.bfloat16, device="cuda")
+    given = [t[0] for t in drawn(2, 1, 0)]
+    out, nan, text = ring_attn_with_cache(*given, cache), [], "no error"
+    if way == "replays":
+        cache.rollback(1)
+        graph, out = captured(lambda: ring_attn_with_cache(*given, cache))
+    for step in range(3):
+        if step == 2 and Ring().rank == 1:
+            DEEDS[deed](cache)
+        if way == "replays":
+            graph.replay()
+        else:
+            out = ring_attn_with_cache(*given, cache)
+        nan.append(bool(out.isnan().all()))
+    try:
+        ring_attn_with_cache(*given, cache)
+    except RingError as error:
+        text = str(error)
+    decode_plan.PUSH = True
+    return nan, text
+
+
+DEEDS: dict[str, Callable[[RingCache], object]] = {
+    "rollback": lambda cache: cache.rollback([0, 1]),
+    "reorder": lambda cache: cache.reorder([1, 0]),
+    "hide_before": lambda cache: cache._pad([1, 0]),
+}
+
+
+@pytest.mark.parametrize("way", ["replays", "calls", "messages"])
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_rank_whose_cache_has_other_sequences_is_found(
+    nccl: Callable, deed: str, way: str
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("ranks of one GPU share no memory, and don't send by NCCL")
+    said = "for another call" if way == "messages" else "other lengths, order or padding"
+    for nan, text in nccl(gpu_ranks()).run(out_of_step, deed, way):
+        assert nan == [False, False, True]
+        assert said in text
 
 
 def push(tokens: int) -> tuple[bool, bool]:

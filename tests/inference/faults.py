@@ -8,6 +8,8 @@ CACHE = "inference/cache.py:RingCache."
 STORAGE = "inference/storage.py:PagedStorage."
 HELD = "inference/held.py:HeldTokens."
 ROLLING = "inference/rolling.py:"
+LINEAGE = "inference/lineage.py:Lineage."
+STATES = "inference/states.py:"
 
 INFERENCE = [
     Mutant(
@@ -49,7 +51,7 @@ INFERENCE = [
         "if False:",
     ),
     Mutant(
-        "a page of another sequence is free", TABLE + "_recount", "if not users", "if users < 2",
+        "a page of another sequence is free", TABLE + "recount", "if not users", "if users < 2",
     ),
     Mutant(
         "tokens at the place of others", HELD + "put",
@@ -195,6 +197,117 @@ INFERENCE = [
     Mutant(
         "a window's tokens are found too early", HELD + "before", "- gone",
         "- gone + 1",
+    ),
+    Mutant(
+        "messages say nothing of the cache", "inference/attention.py:ring_attn_with_cache",
+        "cache.mark(layer) + layer", "layer",
+    ),
+    Mutant(
+        "messages say nothing of the layer", "inference/attention.py:ring_attn_with_cache",
+        "cache.mark(layer) + layer", "cache.mark(layer)",
+    ),
+    Mutant(
+        "plans are made of any cache", "inference/attention.py:_plan",
+        "_STATE: _told(cache, layer, problem)", "",
+    ),
+    Mutant(
+        "new tokens count once", LINEAGE + "advance", "n * self._all", "self._all",
+    ),
+    Mutant(
+        "other sequences pass for these", LINEAGE + "reorder", "self._sum()", "pass",
+    ),
+    Mutant(
+        "what was forked has one name", LINEAGE + "reorder", "if new else each", "if False else each",
+    ),
+    Mutant(
+        "other padding passes for this", LINEAGE + "pad", "self._starts = [*starts]", "pass",
+    ),
+    Mutant(
+        "all sequences count alike", LINEAGE + "__init__", "_number(sequence) | 1", "1",
+    ),
+    Mutant(
+        "what is rolled back still counts", STORAGE + "_apply",
+        "self._lineage.count(self._lengths)", "pass",
+    ),
+    Mutant(
+        "queries are of tokens that are not there", STORAGE + "check_last", "0 < length < n",
+        "False",
+    ),
+    Mutant(
+        "endless scales", "inference/attention.py:_option_problem", "not isfinite(scores.scale)",
+        "False",
+    ),
+    Mutant(
+        "endless softclamps", "inference/attention.py:_option_problem", "scores.softclamp < inf",
+        "scores.softclamp",
+    ),
+    Mutant(
+        "a sequence of any length has room", CACHE + "_check_room", "tokens > most", "False",
+    ),
+    Mutant(
+        "a sequence of less than nothing has room", CACHE + "_check_room", "tokens < least",
+        "False",
+    ),
+    Mutant(
+        "heads that no call has are explained", "inference/explain.py:_problem",
+        "heads % cache.key_heads", "False",
+    ),
+    Mutant(
+        "no token is explained", "inference/explain.py:_problem", "tokens < 1", "False",
+    ),
+    Mutant(
+        "a state without what can be rolled back", CACHE + "state_dict",
+        "holder.oldest(sequence)", "None",
+    ),
+    Mutant(
+        "a loaded cache has all that ever was", CACHE + "load_state_dict",
+        "circle.take(", "(lambda *_: None)(",
+    ),
+    Mutant(
+        "old padding stays", CACHE + "load_state_dict", "self._apply([], lengths, starts)",
+        "self._apply([], lengths)",
+    ),
+    Mutant(
+        "pages stay shared", STORAGE + "_begin_anew", "self._table.of = [[] for _ in before]",
+        "pass",
+    ),
+    Mutant(
+        "without memory pages are lost", STORAGE + "_begin_anew", "self._table.of = before",
+        "pass",
+    ),
+    Mutant(
+        "states of any heads", STATES + "_kind_problem", "(tuple(t.shape), t.dtype) !=",
+        "t.dtype != of and",
+    ),
+    Mutant(
+        "states of any dtype", STATES + "_kind_problem", "(tuple(t.shape), t.dtype) != (shape, of)",
+        "tuple(t.shape) != shape",
+    ),
+    Mutant(
+        "states of any layers", STATES + "_size_problem", "!= {cache.layers}", "== set()",
+    ),
+    Mutant(
+        "states beyond the capacity", STATES + "_size_problem", "max(lengths) > cache.capacity",
+        "False",
+    ),
+    Mutant(
+        "states of several caches", STATES + "problem_of_states",
+        "state[name] != states[0][name]", "False",
+    ),
+    Mutant(
+        "an ended sequence hides that there are no numbers", "nn/generation.py:Generation._decoded",
+        "ended & (token != _BROKEN)", "ended",
+    ),
+    Mutant(
+        "any temperature", "nn/generation.py:Sampling.problem", "_COLDEST <=", "0 <",
+    ),
+    Mutant(
+        "only NaN is no number", "nn/generation.py:Sampling.choose",
+        "~largest.isfinite().squeeze(-1)", "wide.isnan().any(-1)",
+    ),
+    Mutant(
+        "cold logits overflow", "nn/generation.py:Sampling.choose",
+        "wide - largest.masked_fill(broken.unsqueeze(-1), 0.0)", "wide",
     ),
     Mutant(
         "rows that do not fit 8 bits", "inference/scaled.py:stored", "> _THREE_QUARTERS",

@@ -1,5 +1,6 @@
 """Stories of caches: what is done to one, at random, beside dense tensors that know no ranks."""
 
+import io
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,11 +89,7 @@ class Teller:
     def __init__(self, story: Story, group: Group = None) -> None:
         self.story, self.draw = story, random.Random(story.seed)
         self.torch = torch.Generator().manual_seed(story.seed)
-        self.cache = RingCache(
-            story.sequences, story.key_heads, D, value_dim=D_V, layers=story.layers,
-            capacity=story.capacity, page=story.page, dtype=story.kept or story.dtype,
-            device=story.device, windows=story.windows, spare=story.spare, group=group,
-        )  # fmt: skip
+        self.cache = self.empty(group)
         self.dense, self.worst = Dense(story), 0.0
         self.tensors: dict[str, Tensor] = {}
         self.longest = [0] * story.sequences
@@ -102,6 +99,14 @@ class Teller:
         if "starts" in story.given:
             self.dense.starts = [self.draw.randint(0, 4) for _ in range(story.sequences)]
             self.cache.hide_before(self.dense.starts)
+
+    def empty(self, group: Group) -> RingCache:
+        story = self.story
+        return RingCache(
+            story.sequences, story.key_heads, D, value_dim=D_V, layers=story.layers,
+            capacity=story.capacity, page=story.page, dtype=story.kept or story.dtype,
+            device=story.device, windows=story.windows, spare=story.spare, group=group,
+        )  # fmt: skip
 
     def normal(self, *shape: int) -> Tensor:
         drawn = torch.randn(shape, generator=self.torch, dtype=torch.float64)
@@ -216,6 +221,20 @@ class Teller:
         beams[target] = source
         self._reordered(beams)
         self.cache.fork(source, target)
+
+    def reload(self) -> None:
+        """Let another cache, which holds other tokens, go on from the states of all ranks."""
+        ring, saved = self.cache.ring, io.BytesIO()
+        torch.save(self.cache.state_dict(), saved)
+        states = [io.BytesIO(note) for note in ring.gather_notes("states", saved.getvalue())]
+        self.cache = self.empty(ring)
+        for layer in range(self.story.layers):
+            _, k, v = (self._as_given(t) for t in self._chunk(self.story.most))
+            self.cache.append(k, v, layer)
+        self.cache.reorder([0] * self.story.sequences)
+        self.cache.hide_before([3] * self.story.sequences)
+        self.cache.load_state_dict(*map(torch.load, states[::-1]))
+        assert self.cache.starts.tolist() == self.dense.starts
 
     def _reordered(self, beams: list[int]) -> None:
         self.dense.each(lambda kv: [kv[i] for i in beams])

@@ -53,6 +53,13 @@ def cases() -> list[Story]:
             kept=torch.float8_e4m3fn,
         ),
     ]  # fmt: skip
+    reloaded = ("reload", "reload", "rollback", "attend", "attend", "attend", "reorder", "free")
+    found += [
+        Story(sequences=3, layers=2, deeds=reloaded, steps=20),
+        Story(1, sequences=2, deeds=reloaded, given=("starts",), capacity=40, steps=20),
+        replace(rolling, seed=2, deeds=reloaded, windows=(3, None), steps=40, page=4),
+        Story(3, deeds=reloaded, windows=(5,), steps=40, kept=torch.float8_e4m3fn),
+    ]
     return found
 
 

@@ -1,6 +1,7 @@
 """The kernels of decoding: by Triton's interpreter, in processes that share memory."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib import import_module
@@ -215,6 +216,59 @@ def test_a_rank_that_calls_with_other_options_is_found(ranks: ProcessPoolExecuto
     assert "with other shapes or options" in str(found[0][1])
 
 
+def changed(rank: int, memories: list[Tensor], deed: str | None) -> tuple[bool, str | None, bool]:
+    """Do something to the cache on one rank; whether results are NaN, and what was found wrong.
+
+    Last, whether there was a result before that.
+    """
+    ring = sharing(rank, memories, patience=60.0)
+    cache, outs = RingCache(2, 1, 16, page=2, group=ring), []
+    q = torch.ones(2, 1, 2, 16)
+    for step in range(2):
+        if step and deed is not None:
+            DEEDS[deed](cache)
+        outs.append(ring_attn_with_cache(q, q[:, :, :1], q[:, :, :1], cache, kernel="triton"))
+    nan = [bool(out.isnan().all()) for out in outs]
+    return nan[1], ring.steps.trouble(), not nan[0]
+
+
+DEEDS: dict[str, Callable[[RingCache], object]] = {
+    "rollback": lambda cache: cache.rollback([0, 1]),
+    "reorder": lambda cache: cache.reorder([1, 0]),
+}
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_rank_whose_cache_has_other_sequences_is_found(
+    deed: str, ranks: ProcessPoolExecutor
+) -> None:
+    for nan, trouble, right in together(ranks, changed, None, deed, None):
+        assert right
+        assert nan
+        assert "its cache has sequences of other lengths, order or padding" in str(trouble)
+
+
+def test_ranks_that_do_the_same_to_their_caches_are_in_step(ranks: ProcessPoolExecutor) -> None:
+    for nan, trouble, _ in together(ranks, changed, *["reorder"] * RANKS):
+        assert not nan
+        assert trouble is None
+
+
+def test_sequences_that_have_less_tokens_than_queries_are_nan(ranks: ProcessPoolExecutor) -> None:
+    """Where the host can't see it: in a graph."""
+    assert ranks.submit(too_many).result(timeout=300.0) == [True, False, False]
+
+
+def too_many() -> list[bool]:
+    cache, k = RingCache(3, 1, 16, group=Ring.alone()), torch.ones(3, 3, 1, 16)
+    cache.append(k, k)
+    cache.rollback([2, 0, 3])
+    cache.check_last = lambda *_: None
+    out = ring_attn_with_cache(k[:, :2], None, None, cache, kernel="triton")
+    assert not out[2].any()
+    return [bool(each.isnan().all()) for each in out]
+
+
 def whole(rank: int, memories: list[Tensor], n: int) -> tuple[bool, str | None]:
     """Attend to given keys, whose number in all ranks' eyes is n."""
     ring, q = sharing(rank, memories, patience=60.0), torch.ones(1, 1, 2, 16)
@@ -269,9 +323,9 @@ ATTEND_SIZES = dict(
 )  # fmt: skip
 MERGE = dict(
     out="*bf16", out_lse="*fp32", sinks="*bf16", lengths="*i32", acc_of="*fp32", lse_of="*fp32",
-    purpose="i64", next_lengths="*i32", overflown="*i32", state="*i64", acc_split="i64",
-    acc_row="i64", lse_split="i64", lse_row="i64", parts="i32", rows="i32", sequences="i32",
-    patience="i64", slot="i64",
+    purpose="i64", next_lengths="*i32", overflown="*i32", lineage="*i32", state="*i64",
+    acc_split="i64", acc_row="i64", lse_split="i64", lse_row="i64", parts="i32", rows="i32",
+    sequences="i32", patience="i64", slot="i64",
 )  # fmt: skip
 MERGE_SIZES = dict(
     ROWS_EACH=32,
@@ -279,6 +333,7 @@ MERGE_SIZES = dict(
     D=128,
     COLS=32,
     PARTS=64,
+    SEQUENCES=16,
     RANKS=1,
     RANK=0,
     ADVANCE=True,

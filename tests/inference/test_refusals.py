@@ -1,12 +1,15 @@
 """What a cache refuses: in the same words on all ranks, and before anything is written."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ring_attention_pytorch import explain_cache
+from ring_attention_pytorch.comm.failures import RingError
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
@@ -41,6 +44,9 @@ def misuse(name: str) -> None:
         "window": {"window": -1},
         "windows differ": {"window": 3},
         "softclamp": {"softclamp": 0.0},
+        "endless softclamp": {"softclamp": float("inf")},
+        "scale": {"scale": float("nan")},
+        "endless scale": {"scale": float("inf")},
         "kernel": {"kernel": "sdpa"},
         "sinks": {"sinks": torch.zeros(3)},
         "values differ": {"q": q + 1},
@@ -74,7 +80,10 @@ REFUSED = {
     "layer": "layer must be from 0 to 0, got 1",
     "window": "window must not be negative, got -1",
     "windows differ": "scores must be the same on every rank",
-    "softclamp": "softclamp must be positive, got 0.0",
+    "softclamp": "softclamp must be None, or positive and finite, got 0.0",
+    "endless softclamp": "softclamp must be None, or positive and finite, got inf",
+    "scale": "scale must be finite, got nan",
+    "endless scale": "scale must be finite, got inf",
     "kernel": "kernel must be None, 'triton' or 'eager', got 'sdpa'",
     "sinks": "sinks must be [4] on cpu, got [3] on cpu",
     "values differ": "values of q, k and v must be the same on every rank",
@@ -103,10 +112,77 @@ def test_who_is_alone_is_told_too() -> None:
         lambda: cache.fork(0, 2): "there are 2 sequences, and no 2",
         lambda: cache.hide_before([0]): "starts must be 2 numbers",
         lambda: cache.append(k.double(), k.double()): "k and v must be torch.float32",
+        lambda: cache.reserve(-1): "reserve takes a number of tokens from 0 to 3, got -1",
+        lambda: cache.reserve(4): "reserve takes a number of tokens from 0 to 3, got 4",
+        lambda: cache.owner(-1): "owner takes a token from 0 to 2, got -1",
+        lambda: cache.owner(3): "owner takes a token from 0 to 2, got 3",
+        lambda: explain_cache(cache, 0): "heads must be a multiple of the cache's 1, got 0",
+        lambda: explain_cache(cache, 1, 0): "tokens must be at least 1, got 0",
+        lambda: explain_cache(cache, 1, dtype=torch.int32): "dtype must be torch.float32, as",
+        lambda: explain_cache(RingCache(1, 2, 4), 3): "heads must be a multiple of the cache's 2",
     }.items():
         with pytest.raises(ValueError, match=why):
             refused()
         assert cache.lengths == [2, 2]
+
+
+def test_what_has_no_capacity_is_told_no_largest_token() -> None:
+    cache = RingCache(1, 1, 4, page=2, group=Ring.alone())
+    assert cache.owner(10**9) == 0
+    with pytest.raises(ValueError, match="owner takes a token from 0, got -1"):
+        cache.owner(-1)
+    cache.reserve(0)
+
+
+def longer_than_the_cache(odd_one: int) -> str:
+    """Ranks attend from three tokens, of which one rank's cache has two, or all have."""
+    group = dist.new_group(timeout=timedelta(seconds=4.0))
+    cache, q = RingCache(2, 1, 4, group=group), torch.ones(2, 3, 1, 4)
+    cache.append(q, q)
+    ring_attn_with_cache(q, None, None, cache)
+    if odd_one in (dist.get_rank(), 2):
+        cache.rollback([0, 1])
+    try:
+        ring_attn_with_cache(q, None, None, cache)
+    except (ValueError, RingError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_queries_are_of_tokens_that_there_are(pools: Callable) -> None:
+    for text in pools(2).run(longer_than_the_cache, 2):
+        assert "ValueError: RingCache: 3 queries without k and v are of the last 3" in text
+        assert "the cache has [3, 2]" in text
+
+
+@pytest.mark.thorough
+def test_who_waits_for_a_rank_without_such_tokens_hears_why(pools: Callable) -> None:
+    first, second = pools(2).run(longer_than_the_cache, 1)
+    assert "rank 1 raised ValueError: RingCache: 3 queries without k and v" in first
+    assert "ValueError: RingCache: 3 queries" in second
+
+
+def test_queries_and_scores_that_can_not_be_are_refused() -> None:
+    cache, q = RingCache(1, 1, 4, group=Ring.alone()), torch.ones(1, 3, 1, 4)
+    cache.append(q, q)
+    for _ in range(2):  # by a new plan, and by a known one
+        for given, why in (
+            (dict(scale=float("inf")), "scale must be finite"),
+            (dict(softclamp=float("inf")), "softclamp must be None, or positive and finite"),
+            (dict(q=torch.ones(1, 4, 1, 4)), "4 queries without k and v"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                ring_attn_with_cache(**{"q": q, "k": None, "v": None, "cache": cache, **given})
+
+
+def test_an_empty_sequence_has_nothing_to_be_seen() -> None:
+    cache, q = RingCache(2, 1, 4, group=Ring.alone()), torch.ones(2, 2, 1, 4)
+    cache.append(q, q)
+    cache.free(1)
+    out, lse = ring_attn_with_cache(q, None, None, cache, return_lse=True)
+    assert out.tolist()[1] == [[[0.0] * 4]] * 2
+    assert lse[1].isneginf().all()
+    assert (out[0] == 1.0).all()
 
 
 def test_a_layer_with_a_window_keeps_no_more() -> None:

@@ -11,6 +11,7 @@ from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.generation import Sampling
 from tests.support.reference import relative_error
 from tests.support.routing_cases import HEADS, LIGHT, SOFT
+from tests.support.transformer_reference import transformer_logits
 
 Generated = tuple[list[list[int]], Tensor | None]  # tokens, and logits `[new, 2, WORDS]`
 WORDS = 31
@@ -84,6 +85,26 @@ class Case:
             if ended.all():
                 break
         return ids.tolist(), torch.stack(logits)
+
+    @torch.no_grad()
+    def by_weights(self, tokens: list[list[int]], new: int) -> Tensor:
+        """The logits [new, 2, WORDS] of which tokens behind the prompt were chosen, by the oracle.
+
+        It knows the model's weights and options, and nothing else of it.
+        """
+        options = dict(self.options)
+        windows = options.pop("max_lookback_seq_len", None)
+        options["windows"] = windows if isinstance(windows, tuple) else (windows,) * 2
+        options["theta"] = options.pop("rotary_embed_theta", 10000)
+        if (far := options.pop("attn_summaries", None)) is not None:
+            options["summaries"] = far.rule._asdict()
+        mask = self.mask
+        if mask is not None:
+            mask = nn.functional.pad(mask, (0, new - 1), value=True)
+        read = torch.tensor(tokens)[:, : self.length + new - 1]
+        weights = self.model().state_dict()
+        logits = transformer_logits(weights, read, heads=4, key_heads=2, mask=mask, **options)
+        return logits[:, self.length - 1 :].transpose(0, 1)
 
     def same(self, got: Generated, want: Generated) -> bool:
         """Whether tokens are the same, and logits, if this rank has made them."""

@@ -34,6 +34,31 @@ def test_a_ring_of_any_size_generates_the_same(pools: Callable, size: int) -> No
             assert case.same(got, right), case
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_process_generates_by_its_weights(case: Case) -> None:
+    """Angles are of float32. Where tokens are the largest, they are the oracle's, too."""
+    tokens, logits = case.over()
+    exact = case.by_weights(tokens, len(logits))
+    for got, want in zip(logits.double(), exact, strict=True):
+        for one, right in zip(got, want):
+            assert relative_error(one, right) < 1e-5
+    if "temperature" not in case.call:
+        chosen = torch.tensor(tokens)[:, case.length :]
+        assert torch.equal(chosen, exact.argmax(-1).T)
+
+
+def generated_by_weights(case: Case) -> float:
+    tokens, logits = case.over()
+    if logits is None:
+        return 0.0
+    return relative_error(logits.double(), case.by_weights(tokens, len(logits)))
+
+
+def test_a_ring_generates_by_its_weights(pools: Callable) -> None:
+    for case in (CASES[1], CASES[3], CASES[7]):
+        assert max(pools(3).run(generated_by_weights, case)) < 1e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_logits_are_as_exact_as_those_of_one_process(
     pools: Callable, dtype: torch.dtype
@@ -133,7 +158,10 @@ def misuse(name: str) -> None:
         "top_p need a temperature": lambda: model.generate(ids, 2, top_p=0.5),
         "top_k must be at least 1": lambda: model.generate(ids, 2, 1.0, top_k=0),
         "top_p must be above 0": lambda: model.generate(ids, 2, 1.0, top_p=1.5),
-        "temperature must be at least 0": lambda: model.generate(ids, 2, float("inf")),
+        "finite, got inf": lambda: model.generate(ids, 2, float("inf")),
+        "finite, got nan": lambda: model.generate(ids, 2, float("nan")),
+        "finite, got 1e-39": lambda: model.generate(ids, 2, 1e-39 if odd else 1.0),
+        "finite, got -1.0": lambda: model.generate(ids, 2, -1.0),
         "eos must be from 0 to 30": lambda: model.generate(ids, 2, eos=WORDS),
         "padding on the left": lambda: model.generate(ids, 2, mask=right),
         "take no mask": lambda: routed.generate(ids, 2, mask=right | True),
@@ -147,6 +175,8 @@ def misuse(name: str) -> None:
         "the block of a batch": lambda: in_a_block(model, ids),
         "must be causal": lambda: not_causal(ids),
         "logits are NaN": lambda: broken(model, ids),
+        "logits are NaN or inf": lambda: broken(model, ids, torch.inf),
+        "are the model's weights finite": lambda: broken_after_its_end(model, ids),
     }
     deeds[name]()
 
@@ -162,19 +192,29 @@ def not_causal(ids: torch.Tensor) -> None:
     model.generate(ids, 2)
 
 
-def broken(model: Any, ids: torch.Tensor) -> None:
-    model.to_logits[1].weight.data[3] = torch.nan
-    model.generate(ids, 4, eos=3)
+def broken(model: Any, ids: torch.Tensor, value: float = torch.nan) -> None:
+    model.to_logits[1].weight.data[3] = value
+    model.generate(ids, 4, temperature=1.0, seed=3, eos=3)
+
+
+def broken_after_its_end(model: Any, ids: torch.Tensor) -> None:
+    """A sequence ends, reads its end, and has no numbers from there on; the other goes on."""
+    for words in ids[:, :20].split(2, dim=1):
+        end, other = model.generate(words, 1)[:, -1].tolist()
+        if end not in (other, *words.flatten().tolist()):
+            model.token_emb.weight.data[end] = torch.nan
+            model.generate(words, 3, eos=end)
 
 
 REFUSED = [
     "cache_dtype must be the same", "dtype must be one of",
     "values of ids must be the same", "seed must be the same", "max_new_tokens must be at least 1",
     "top_p need a temperature", "top_k must be at least 1", "top_p must be above 0",
-    "temperature must be at least 0", "eos must be from 0 to 30", "padding on the left",
+    "finite, got inf", "finite, got nan", "finite, got 1e-39", "finite, got -1.0",
+    "eos must be from 0 to 30", "padding on the left",
     "take no mask", "ids must be 0 to 30", "there must be a prompt", "parameter max_new_tokens",
     "kernel must be None", "prefill_chunk_size must be at least 1", "the block of a batch",
-    "must be causal", "logits are NaN",
+    "must be causal", "logits are NaN", "logits are NaN or inf", "are the model's weights finite",
 ]  # fmt: skip
 
 
@@ -196,6 +236,37 @@ def test_what_cannot_be_is_refused_in_the_same_words_on_all_ranks(pools: Callabl
         assert name in first[name], (name, first[name])
     assert first == second
     assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("break_it", [broken, broken_after_its_end])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_logits_that_are_no_numbers_are_told(break_it: Callable, seed: int) -> None:
+    """Of a sequence that has ended, too: whoever reads its tokens can't know."""
+    with pytest.raises(ValueError, match="are the model's weights finite"):
+        break_it(CASES[0].model(), CASES[0].prompt(seed))
+
+
+@pytest.mark.parametrize("temperature", [1.3e-38, 1e-30, 1e-3])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e35])
+def test_the_coldest_draw_is_the_largest(temperature: float, size: float) -> None:
+    logits = torch.tensor([[0.1, 0.4, -0.2], [-3.0, -torch.inf, -4.0], [2.0, 2.5, 3.0]]) * size
+    for how in (Sampling(temperature, None, None), Sampling(temperature, 2, 0.5)):
+        sure = size / temperature > 1e3  # else several may be drawn
+        for _ in range(20):
+            drawn = how.choose(logits)
+            assert drawn.tolist() == [1, 0, 2] if sure else (drawn >= 0).all()
+
+
+def test_temperatures_that_no_float32_has_are_refused() -> None:
+    for temperature in (1e-39, 5e-324, -1.0, float("nan"), float("inf")):
+        assert "temperature must be 0" in str(Sampling(temperature, None, None).problem(None))
+
+
+@pytest.mark.parametrize("row", [[1.0, torch.nan], [torch.inf, 1.0], [-torch.inf] * 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_numbers_has_no_token(row: list[float], temperature: float) -> None:
+    logits = torch.tensor([row, [1.0, 1e4]])
+    assert Sampling(temperature, None, None).choose(logits).tolist() == [-1, 1]
 
 
 def test_a_token_is_drawn_among_the_largest() -> None:
