@@ -18,6 +18,7 @@ from ring_attention_pytorch.inference.page_table import Copies
 from ring_attention_pytorch.inference.rolling import Windows
 from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored, stored
 from ring_attention_pytorch.inference.storage import PagedStorage, Sizes
+from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
 _DTYPES = (*WIDE, *SCALED)
@@ -139,6 +140,7 @@ class RingCache(PagedStorage):
         Raises:
             ValueError: they don't fit the cache, or a sequence has no room for them.
         """
+        k, v = resolved(k), resolved(v)
         problem = self.problem(k, v, layer)
         if problem is not None:
             raise ValueError(f"RingCache: {problem}")
