@@ -27,8 +27,9 @@ def resolved(t: _Some) -> _Some:
     """
     if t is None or (type(t) is Tensor and not t.is_neg()):
         return t
-    functional: Any = sys.modules.get("torch.distributed._functional_collectives")
-    if functional is not None and isinstance(t, functional.AsyncCollectiveTensor):
+    module: Any = sys.modules.get("torch.distributed._functional_collectives")
+    kind = getattr(module, "AsyncCollectiveTensor", None)
+    if kind is not None and isinstance(t, kind):
         if needs_derivatives((t,)):
             return t.clone()
         t = t.trigger_wait()
