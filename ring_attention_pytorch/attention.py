@@ -37,6 +37,7 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
 from ring_attention_pytorch.runtime.later import Later
+from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.streams import reset_side_streams
 from ring_attention_pytorch.runtime.torch_func import (
     Function,
@@ -101,6 +102,8 @@ def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> G
 
 def attention(plan: RingPlan, *given: *Given) -> Result:
     """Compute (out, lse) of (q, k, v, sinks), differentiable where anybody asks for it."""
+    q, k, v, sinks = given
+    given = resolved(q), resolved(k), resolved(v), resolved(sinks)
     if needs_derivatives(given):
         return RingAttentionFunction.apply(plan, *given)
     return plan.run("forward", forward, *given)
@@ -123,7 +126,7 @@ class RingAttentionFunction(Function):
         *given, out, lse = ctx.saved_tensors
         ctx.plan.check_block(ctx.block)
         ctx.block = None  # nothing of it is to be recomputed any more
-        dout = torch.zeros_like(out) if dout is None else dout
+        dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
         if is_first_order():
             return None, *ctx.plan.run("backward", backward, *given, out, lse, dout, dlse)
         return None, *RingGradients.apply(ctx.plan, *given, out.detach(), lse.detach(), dout, dlse)

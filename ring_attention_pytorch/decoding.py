@@ -23,6 +23,7 @@ from ring_attention_pytorch.inference.partial import merged
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
+from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.tensor_kinds import dtensor_problem
 
@@ -76,6 +77,7 @@ def tree_attn_decode(
     problem = problem_of(lambda: _problem(q, k, v, key_mask)) or _option_problem(
         q, k, eps, shard_kv_seq, use_triton
     )
+    q, k, v, key_mask = resolved(q), resolved(k), resolved(v), resolved(key_mask)
     d_v = _width(ring, (q, k, v, key_mask), shard_kv_seq, use_triton, problem)
     whole = 0
     if shard_kv_seq and k is not None and v is not None:
@@ -103,7 +105,7 @@ def _by_message(ring: Ring, given: Given, d_v: int, whole: int) -> Tensor:
     result = OutputAccumulator(q, q[..., :1].expand(*q.shape[:3], d_v))
     if k is not None and v is not None and 0 not in (k.shape[2], q.shape[1]):
         by_token = rearrange(k, "b h n d -> b n h d"), rearrange(v, "b h n d -> b n h d")
-        keys = KVBlock(*by_token, key_mask, ())
+        keys = KVBlock(*by_token, key_mask, ()).without_unseen()
         kernel = choose(None, KernelRequest.of(q, v, key_mask=key_mask))
         everything = Tile(slice(0, q.shape[1]), slice(0, k.shape[2]), None, None)
         terms = ScoreMods(q.shape[-1] ** -0.5, None, 1024)

@@ -28,6 +28,7 @@ from ring_attention_pytorch.plan.options import Call, Options, not_default
 from ring_attention_pytorch.plan.rehearsal import rehearsed
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
+from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.scores import bias_problem, with_bias
 from ring_attention_pytorch.runtime.torch_func import refuse_export, tangents_note
 from ring_attention_pytorch.tensor_kinds import (
@@ -231,6 +232,9 @@ def _attention_of_kinds(
     if shards is not None:
         qkv, group = shards.qkv, shards.group
     if is_compiling() or has_values(*qkv):
+        if not is_compiling():
+            q, k, v = qkv
+            qkv = resolved(q), resolved(k), resolved(v)
         out, lse = _attention(qkv, options, group, plan, return_lse)
     else:
         refuse_export()

@@ -144,7 +144,8 @@ def dtensor_problem(name: str, x: Tensor) -> str | None:
 
 def _is_dtensor(t: object) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(t, module.DTensor)
+    kind = getattr(module, "DTensor", None)  # another thread may import it just now
+    return kind is not None and isinstance(t, kind)
 
 
 def _process_group(group: Group) -> ProcessGroup | None:

@@ -24,6 +24,7 @@ from ring_attention_pytorch.geometry.segments import Segment, Segments, count
 from ring_attention_pytorch.runtime.graphs import Graphs
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.observe import spanned
+from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
 from ring_attention_pytorch.runtime.tape import Tapes
 from ring_attention_pytorch.runtime.torch_func import Function
@@ -269,6 +270,7 @@ class Ulysses:
 
     def exchange(self, way: "AllToAll", *tensors: Tensor) -> tuple[Tensor, ...]:
         """Exchange tensors `[b, n, h, ...]` with the neighbours, by a tape or by graphs."""
+        tensors = tuple([resolved(t) for t in tensors])
         name, device = f"all-to-all of {len(tensors)} to {way.to}", tensors[0].device
         with self.together.call(name, self.number), spanned(f"ring attention, {name}", device):
             if self.graphs is not None:

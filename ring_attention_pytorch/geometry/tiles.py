@@ -19,6 +19,7 @@ from ring_attention_pytorch.geometry.segments import (
     Piece,
     Pieces,
     Segments,
+    count,
     pieces_at,
     whole_pieces,
 )
@@ -141,6 +142,22 @@ def trim(rows: slice, cols: slice, left: int | Any, right: int | Any) -> Tile | 
     rows = slice(rows.start + first_row, rows.start + last_row)
     cols = slice(cols.start + first_col, cols.start + last_col)
     return Tile(rows, cols, left, right)
+
+
+def unseen(queries: Iterable[Segments], keys: Segments, mask: Mask) -> Iterator[slice]:
+    """Yield stretches of some keys that none of these queries sees.
+
+    >>> from ring_attention_pytorch.geometry.segments import Segment
+    >>> here = (Segment(4, 1, 3),), (Segment(9, 1, 1),)
+    >>> [*unseen(here, (Segment(0, 1, 12),), Mask(causal=True, window=1))]
+    [slice(0, 3, None), slice(7, 8, None), slice(10, 12, None)]
+    """
+    shown = [tile.cols for mine in queries for tile in tiles(mine, keys, mask)]
+    at = 0
+    for cols in (*sorted(shown, key=attrgetter("start")), slice(count(keys), count(keys))):
+        if cols.start > at:
+            yield slice(at, cols.start)
+        at = max(at, cols.stop)
 
 
 def buckets(tile: Tile, size: int) -> Iterator[Tile]:

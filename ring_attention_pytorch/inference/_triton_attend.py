@@ -224,26 +224,26 @@ def attend_kernel(
         if PAGE % COLS == 0:
             at = page * page_rows + kv * head_rows + (j % PAGE + tl.arange(0, COLS)) * STEP
         page = _pages(table, j + COLS, end, PAGE, COLS)
+        key_token = (index // PAGE * RANKS + RANK) * PAGE + index % PAGE
+        shown = there  # what no query sees may be NaN, which times 0 would be NaN, too
+        if MASKED:
+            shown = tl.load(key_mask + sample * given + index, mask=there, other=0) != 0
+        if STARTS or WINDOW:
+            shown = shown & (key_token >= unseen)
         k_mask = there[:, None] if D == WIDTH else there[:, None] & (col < D)[None, :]
-        v_mask = there[:, None] if D_V == WIDTH_V else there[:, None] & (col_v < D_V)[None, :]
+        v_mask = shown[:, None] if D_V == WIDTH_V else shown[:, None] & (col_v < D_V)[None, :]
         k = tl.load(keys + at[:, None] * D + col[None, :], mask=k_mask, other=0.0)
         v = tl.load(values + at[:, None] * D_V + col_v[None, :], mask=v_mask, other=0.0)
-        key_token = (index // PAGE * RANKS + RANK) * PAGE + index % PAGE
         distance = (token[:, None] - key_token[None, :]).to(tl.float32)
         factors, v_scale = factor, 1.0
         if SCALED:
             k_scale = tl.load(key_scales + at, mask=there, other=1.0)
-            v_scale = tl.load(value_scales + at, mask=there, other=1.0)
+            v_scale = tl.load(value_scales + at, mask=shown, other=1.0)
             factors = factor * q_scale[:, None] * k_scale[None, :]
         scores = _scores(q_rows, k, factors, clamp, slope, distance, PRECISION, CLAMP, ALIBI)
-        seen = there[None, :]
-        if MASKED:
-            shown = tl.load(key_mask + sample * given + index, mask=there, other=0)
-            seen = seen & (shown != 0)[None, :]
+        seen = shown[None, :]
         if CAUSAL and (not NEW) and N > 1:
             seen = seen & (key_token[None, :] <= token[:, None])
-        if STARTS:
-            seen = seen & (key_token >= start)[None, :]
         if WINDOW:
             seen = seen & (key_token[None, :] >= token[:, None] - window)
         scores = tl.where(seen, scores, -float("inf"))
@@ -285,6 +285,8 @@ def attend_kernel(
                 seen = mine[None, :] & (new_token[None, :] <= token[:, None])
                 if STARTS:
                     seen = seen & (new_token >= start)[None, :]
+                    v = tl.where((new_token >= start)[:, None], v, 0.0)
+                    v_scale = tl.where(new_token >= start, v_scale, 1.0)
                 if WINDOW:
                     seen = seen & (new_token[None, :] >= token[:, None] - window)
                 scores = tl.where(seen, scores, -float("inf"))

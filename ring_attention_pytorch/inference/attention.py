@@ -29,6 +29,7 @@ from ring_attention_pytorch.inference.programs import Tuning
 from ring_attention_pytorch.plan.kept import settings
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.tensor_kinds import dtensor_problem
 
@@ -106,7 +107,8 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     >>> out.shape, cache.lengths
     (torch.Size([1, 1, 4, 4]), [3])
     """
-    given = q, k, v, sinks, alibi_slopes
+    q, k, v = resolved(q), resolved(k), resolved(v)
+    given = q, k, v, sinks, alibi_slopes = q, k, v, resolved(sinks), resolved(alibi_slopes)
     if layout is not None:
         scores = _scores(q, scale, softclamp, window)
         out, lse = _sharded(given, cache, layer, layout, scores, kernel)

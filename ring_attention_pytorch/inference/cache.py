@@ -19,6 +19,7 @@ from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
 from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored, stored
 from ring_attention_pytorch.inference.states import longest_of, problem_of_states
 from ring_attention_pytorch.inference.storage import PagedStorage, Sizes
+from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
 _DTYPES = (*WIDE, *SCALED)
@@ -146,6 +147,7 @@ class RingCache(PagedStorage):
         Raises:
             ValueError: they don't fit the cache, or a sequence has no room for them.
         """
+        k, v = resolved(k), resolved(v)
         problem = self.problem(k, v, layer)
         if problem is not None:
             raise ValueError(f"RingCache: {problem}")

@@ -112,10 +112,28 @@ def _attention(
     out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
+    if mask is not None and (bad := _bad(k, lse)) is not None:
+        # -inf added to NaN hides nothing: without these keys, of whom others see any
+        k, seen = k.masked_fill(bad.unsqueeze(-1), 0.0), mask == 0
+        bad = bad.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        spoiled = (seen & bad.unsqueeze(2)).any(-1)
+        out = out.masked_fill(spoiled.unsqueeze(-1), torch.nan)
+        lse = lse.masked_fill(spoiled, torch.nan)
     lost = _lost(q, k, lse)
     if lost is None:
         return out, lse
     return out.masked_fill(lost.unsqueeze(-1), torch.nan), lse.masked_fill(lost, torch.nan)
+
+
+def _bad(k: Tensor, lse: Tensor) -> Tensor | None:
+    """Mark keys [b, h_kv, m] that are NaN where rows are; None if none is."""
+    if not lse.isnan().any():
+        return None
+    bad = k.isnan().any(-1)
+    return bad if bad.any() else None
 
 
 def _lost(q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:

@@ -52,6 +52,8 @@ def default_attention(
         raise ValueError(f"window must be None or at least 0, got {window}")
     if not 0 < softclamp_value < math.inf:
         raise ValueError(f"softclamp_value must be positive and finite, got {softclamp_value}")
+    if mask is not None:  # probability 0 times NaN would be NaN
+        k, v = (t.masked_fill(~rearrange(mask, "b j -> b j 1 1"), 0.0) for t in (k, v))
     dtype = accumulation_dtype(q.dtype)
     grouped = rearrange(q, "b i (g r) d -> b i g r d", g=k.shape[2]).to(dtype)
     scores = einsum(grouped, k.to(dtype), "b i g r d, b j g d -> b g r i j")

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.documents import BatchDocuments
-from ring_attention_pytorch.geometry.segments import Segment, Segments, segment_positions
-from ring_attention_pytorch.geometry.tiles import Mask
+from ring_attention_pytorch.geometry.segments import Segment, Segments, count, segment_positions
+from ring_attention_pytorch.geometry.tiles import Mask, unseen
 from ring_attention_pytorch.plan.packing import tell
 from ring_attention_pytorch.runtime.interfaces import MaskMod
+from ring_attention_pytorch.schedule.pieces import Workload
 
 Prefix = int | Sequence[int] | Tensor | None
 
@@ -61,6 +62,23 @@ def seen_by_any(
     if len(masks) == 1:
         return masks[0], ()
     return Mask(visible.causal and not prefixed), masks
+
+
+def reached(blocks: Workload, place: int, device: torch.device) -> Tensor | None:
+    """Mark a place's keys that some query sees, by positions: bool [1, m]; None if all are.
+
+    Only of two sequences may keys be out of everybody's reach. Of one, each token sees itself.
+    """
+    if blocks.queries == blocks.keys or blocks.visible == Mask():
+        return None
+    keys = blocks.keys[place]
+    gaps = [*unseen(blocks.queries, keys, blocks.visible)]
+    if not gaps:
+        return None
+    found = torch.ones((1, count(keys)), dtype=torch.bool)
+    for gap in gaps:
+        found[:, gap] = False
+    return found.to(device)
 
 
 def positions_seen(segments: Segments, mask: Mask) -> Tensor:

@@ -42,6 +42,7 @@ from ring_attention_pytorch.plan.kept import Kept, keep, kind_of, recalled
 from ring_attention_pytorch.plan.masks import (
     by_sample,
     positions_seen,
+    reached,
     seen_by_any,
 )
 from ring_attention_pytorch.plan.option_types import PlanOptions
@@ -99,6 +100,7 @@ class RingPlan:
     packing: BatchDocuments | None = None  # the documents of each sample
     overlapped: Transport | None = None  # the transport that overlaps, if it is another
     repeats: bool = False  # whether positions of keys were given, which may repeat
+    reached: Tensor | None = None  # bool [1, m], own keys whose position some query sees
     always: bool = False  # whether ranks compare notes in each call, and not here only
     number: int = field(default=0, compare=False)  # the ranks' number for this plan
     handle: int = field(init=False, compare=False, repr=False)  # its number in traced graphs
@@ -210,6 +212,7 @@ class RingPlan:
             samples=samples,
             packing=packing,
             repeats=options.placed,
+            reached=reached(heads.blocks, chosen.transport.ring.rank, q.device),
             always=options.check is not None,
             number=ring.steps.notes,
             **heads._asdict(),
@@ -338,8 +341,12 @@ class RingPlan:
         check_began_here(began)
 
     def keys(self, k: Tensor, v: Tensor) -> KVBlock:
-        """Make the KV block that the transport wants of this rank's keys, after any all-to-all."""
-        return KVBlock(k, v, self.key_mask, self.blocks.keys[self.place], own=True)
+        """Make the KV block that the transport wants of this rank's keys, after any all-to-all.
+
+        What nobody may see is 0 in it, so that no kernel comes across NaN there.
+        """
+        keys = KVBlock(k, v, self.key_mask, self.blocks.keys[self.place], own=True)
+        return keys.without_unseen(self.reached)
 
     def tiles(self, keys: Segments) -> list[tuple[slice, Tiles]]:
         """List samples that see alike, and the tiles that their queries here see of these keys."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.routing.passes import Passes
+from ring_attention_pytorch.runtime.resolved import resolved
 
 _BLOCK = 1024
 
@@ -31,7 +32,7 @@ def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     from ring_attention_pytorch.routing._triton_descent import partition_kernel
 
     n = scores.shape[-1]
-    flat = scores.reshape(-1, n).contiguous()
+    flat = resolved(scores.reshape(-1, n).contiguous())
     rows, blocks = len(flat), -(-n // _BLOCK)
     count = flat.new_empty((rows, blocks))
     top, total = torch.empty_like(count), torch.empty_like(count)
@@ -53,7 +54,7 @@ def slope(scores: Tensor, terms: Sequence[Tensor], window: Tensor) -> Tensor:
     *terms, e = terms
     n = scores.shape[-1]
     windows, steps = terms[0].shape[-2:]
-    flat = scores.reshape(-1, n).contiguous()
+    flat = resolved(scores.reshape(-1, n).contiguous())
     total = torch.zeros_like(flat)
     if flat.numel() and steps:
         coef, bound, shift = (term.contiguous() for term in terms)

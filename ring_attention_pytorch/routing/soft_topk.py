@@ -226,12 +226,12 @@ def _apply(
         a=solution.a.unsqueeze(-1), coef=solution.coef.unsqueeze(-2),
         bound=solution.bound.unsqueeze(-2), shift=solution.shift.unsqueeze(-2),
     )  # fmt: skip
-    wide = hidden = scores.double()
+    hidden = scores.double()
     if mask is not None:
-        hidden = wide.masked_fill(~mask, -torch.inf)
+        hidden = hidden.masked_fill(~mask, -torch.inf)
     window = torch.zeros(scores.shape[-1], dtype=torch.long, device=scores.device)
     a = threshold(hidden, one_window, window, ring, by)
-    p = gates(wide, a, solution.eps)
+    p = gates(hidden, a, solution.eps)
     if mask is not None:
         p = p.masked_fill(~mask, 0.0)
     return p.to(scores.dtype)

@@ -56,6 +56,21 @@ class KVBlock(NamedTuple):
     own: bool = False
     coming: tuple[slice, ...] = ()
 
+    def without_unseen(self, reached: Tensor | None = None) -> "KVBlock":
+        """Return the block with zeros in place of the keys and values that no query may see.
+
+        These are what `key_mask` hides, and what is not `reached`, bool `[1, m]`. NaN may be there,
+        as in padding, and probability 0 times NaN is NaN, in forward and in backward.
+        """
+        shown = self.key_mask
+        if reached is not None:
+            shown = reached if shown is None else shown & reached
+        if shown is None:
+            return self
+        zero, shown = self.k.new_zeros(()), shown[..., None, None]
+        k, v = (torch.where(shown, t, zero) for t in (self.k, self.v))
+        return self._replace(k=k, v=v)
+
     def samples(self, which: slice) -> "KVBlock":
         """Return the block of some samples.
 

@@ -69,6 +69,7 @@ def summary_attn(
             raise ValueError(f"summary attention: {name} must be {shape}, got {list(t.shape)}")
     if bias is not None and gates is not None:
         raise ValueError("summary attention: with gates a bias has no effect; leave one out")
+    k, v = plan.keys(k, v)[:2]  # of which nothing is NaN that nobody may see
     near = [_window(q, k, v, plan)]
     if plan.edge is not None:
         found = plan.edge.attend(q, k, v, plan.terms, plan.ring)

@@ -67,6 +67,7 @@ def summarize(
     deal = plan.deal
     if deal is None:
         return k.new_empty(1, 0, *k.shape[2:]), v.new_empty(1, 0, *v.shape[2:])
+    k, v = plan.keys(k, v)[:2]  # weight 0 times NaN in what is hidden would be NaN
     parts: list[Tensor] = []
     for x, by_place, query in zip((k, v), weights, queries):
         parts += _own_parts(deal, x, by_place, query)

@@ -19,6 +19,59 @@ ATTENTION = [
         "dk and dv swapped", "attention.py:backward", "for total in own), dsinks",
         "for total in (own[0], own[2], own[1])), dsinks",
     ),
+    Mutant(
+        "the negative bit is of no matter", "runtime/resolved.py:resolved",
+        "return t.resolve_neg()", "return t",
+    ),
+    Mutant(
+        "nobody waits for a collective", "runtime/resolved.py:resolved", "t = t.trigger_wait()",
+        "t = t.elem",
+    ),
+    Mutant(
+        "a collective's result has no gradient", "runtime/resolved.py:resolved",
+        "return t.clone()", "pass",
+    ),
+    Mutant(
+        "cotangents are read from memory", "attention.py:RingAttentionFunction.backward",
+        "is None else resolved(dout), resolved(dlse)", "is None else dout, dlse",
+    ),
+    Mutant(
+        "heads are swapped as memory has them", "comm/ulysses.py:Ulysses.exchange",
+        "tensors = tuple([resolved(t) for t in tensors])", "",
+    ),
+    Mutant(
+        "what is decoded is read from memory", "decoding.py:tree_attn_decode",
+        "resolved(q), resolved(k), resolved(v), resolved(key_mask)", "q, k, v, key_mask",
+    ),
+    Mutant(
+        "kernels read keys that are masked", "plan/ring_plan.py:RingPlan.keys",
+        "keys.without_unseen(self.reached)", "keys",
+    ),
+    Mutant(
+        "kernels read keys out of reach", "plan/masks.py:reached", "found[:, gap] = False", "pass",
+    ),
+    Mutant(
+        "decoding reads keys that are masked", "decoding.py:_by_message", ".without_unseen()", "",
+    ),
+    Mutant(
+        "-inf hides NaN", "kernels/sdpa.py:_bad", "if not lse.isnan().any():", "if True:",
+    ),
+    Mutant(
+        "summaries are made of what is masked", "summaries/pooling.py:summarize",
+        "k, v = plan.keys(k, v)[:2]", "",
+    ),
+    Mutant(
+        "the edge of a window reads what is masked", "summaries/attention.py:summary_attn",
+        "k, v = plan.keys(k, v)[:2]", "",
+    ),
+    Mutant(
+        "gates look at scores that are masked", "routing/soft_topk.py:_apply",
+        "gates(hidden, a, solution.eps)", "gates(scores.double(), a, solution.eps)",
+    ),
+    Mutant(
+        "regular attention reads keys that are masked", "nn/reference.py:default_attention",
+        "k, v = (t.masked_fill(", "_ = (t.masked_fill(",
+    ),
 ]  # fmt: skip
 
 SECOND_ORDER = [

@@ -85,6 +85,23 @@ def battery() -> Iterator[Case]:
     yield from shared_memory_is_read_before_it_is_written()
     yield from kernels_may_leave_dq_for_later()
     yield from kernels_may_begin_early()
+    yield from memory_is_not_all()
+
+
+def memory_is_not_all() -> Iterator[Case]:
+    from tests.attention import test_lazy, test_unseen
+
+    for kind in test_lazy.LAZY:
+        for name in test_lazy.KINDS:
+            yield partial(test_lazy.test_what_memory_does_not_hold_is_resolved, name, kind)
+    yield test_lazy.test_a_swap_of_heads_is_given_what_its_graph_may_read
+    for name in ("masked", "decoding"):
+        yield partial(test_unseen.test_what_no_query_sees_may_be_anything, name, "sdpa", "nan")
+    yield test_unseen.test_what_is_out_of_reach_is_0_for_kernels
+    yield partial(test_unseen.check_rows_of_nan, "sdpa")
+    for function in (test_unseen.summaries, test_unseen.regular):
+        yield partial(test_unseen.test_other_attention_looks_at_nothing_of_it, function)
+    yield test_unseen.test_soft_topk_looks_at_no_score_that_is_masked
 
 
 def patched(check: Callable[..., None], *given: Any, **named: Any) -> Case:

@@ -37,6 +37,24 @@ def router_errors() -> list[float]:
     return [(found[0][name] - found[1][name]).abs().max().item() for name in found[0]]
 
 
+def negative_errors() -> list[float]:
+    """Where memory has the other sign of scores."""
+    from tests.support.lazy import negative
+
+    s = torch.randn(2, 40, dtype=torch.float64)
+    found = []
+    for each in (s, negative(s)):
+        leaf = each.requires_grad_()
+        gates = coordinate_descent(leaf, n_iters=9, k=5, use_triton=True)
+        found.append((gates, *torch.autograd.grad(gates.square().sum(), leaf)))
+    return [(a - b).abs().max().item() for a, b in zip(*found)]
+
+
+@needs_triton
+def test_triton_reads_scores_and_not_their_memory(interpreted: ProcessPoolExecutor) -> None:
+    assert max(interpreted.submit(negative_errors).result()) == 0
+
+
 @needs_triton
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("n", "n_iters"), [(1, 3), (40, 1), (40, 60), (1024, 5), (3001, 25)])

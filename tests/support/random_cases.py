@@ -28,9 +28,10 @@ from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import Layout, positions
 from tests.support import threads
 from tests.support.cases import over_shared_memory
+from tests.support.lazy import LAZY, kernels_by_address
 from tests.support.random_draw import PREDICATES, Case, draw, features, held, refused
 from tests.support.random_memory import laid
-from tests.support.random_oracle import Asked, magnitudes, solve
+from tests.support.random_oracle import Asked, magnitudes, solve, visible
 from tests.support.random_smaller import smallest
 
 BOUND = 16.0  # eps of a result's magnitude
@@ -78,8 +79,8 @@ def shard(case: Case, ring: Ring) -> Results:
     """One rank's results."""
     at, kinds = tokens(case, ring.rank), dict(case.strides)
     mine = {
-        name: laid(part(name, t, *at), kinds.get(name, "contiguous"))
-        for name, t in case.tensors().items()
+        name: lazily(case, name, laid(part(name, t, *at), kinds.get(name, "contiguous")))
+        for name, t in spoiled(case).items()
     }
     given = {
         name: mine[name].requires_grad_(name in case.learned)
@@ -94,6 +95,26 @@ def shard(case: Case, ring: Ring) -> Results:
             plan = replace(plan, key_mask=how["key_mask"])
         how = dict(plan=plan)
     return step(case, given, mine, how)
+
+
+def spoiled(case: Case) -> Results:
+    """All tensors, but what no query sees of keys and values is what it must not be."""
+    whole, spread = case.tensors(), dict(case.strides)
+    if not case.unseen:
+        return whole
+    n, m = case.lengths
+    asked = replace(asked_of(case, whole), mask_mod=None)
+    seen = visible(asked, case.batch, case.heads, n, m).any(1).any(1)
+    for name in "kv":
+        if spread.get(name) != "one sample":
+            whole[name] = whole[name].masked_fill(~seen[..., None, None], float(case.unseen))
+    return whole
+
+
+def lazily(case: Case, name: str, t: Tensor) -> Tensor:
+    """A tensor, maybe with other values in its memory."""
+    kind = dict(case.lazy).get(name)
+    return t if kind is None else LAZY[kind](t)
 
 
 def step(case: Case, given: Results, mine: Results, how: dict[str, Any]) -> Results:
@@ -156,8 +177,11 @@ def planned(case: Case, ring: Ring, given: Results, how: dict[str, Any]) -> Ring
 
 def decoded(case: Case) -> Results:
     """What `tree_attn_decode` makes of it."""
-    kinds, whole = dict(case.strides), case.tensors()
-    q, k, v = (laid(whole[name].transpose(1, 2), kinds.get(name, "contiguous")) for name in "qkv")
+    kinds, whole = dict(case.strides), spoiled(case)
+    q, k, v = (
+        lazily(case, name, laid(whole[name].transpose(1, 2), kinds.get(name, "contiguous")))
+        for name in "qkv"
+    )
     mask = whole.get("key_mask")
     mask = None if mask is None else laid(mask, kinds.get("key_mask", "contiguous"))
     out = tree_attn_decode(
@@ -174,7 +198,13 @@ def oracle(case: Case) -> tuple[Results, Results]:
     whole = case.tensors()
     given = {name: whole[name] for name in ("q", "k", "v", "sinks", "key_bias") if name in whole}
     dlse = whole["dlse"] if case.lse == "differentiated" else None
-    asked = Asked(
+    how = given, asked_of(case, whole), whole["dout"], dlse
+    return solve(*how), magnitudes(*how, getattr(torch, case.dtype))
+
+
+def asked_of(case: Case, whole: Results) -> Asked:
+    """What is asked of the oracle."""
+    return Asked(
         causal=case.causal, window=case.window, key_mask=whole.get("key_mask"), scale=case.scale,
         softclamp=case.softclamp, documents=documents(case, whole),
         alibi=whole["alibi"].double() if case.alibi else None,
@@ -184,8 +214,6 @@ def oracle(case: Case) -> tuple[Results, Results]:
         key_at=torch.tensor(case.key_at, dtype=torch.long) if case.placed else None,
         dropout=case.dropout, dropout_seed=case.dropout_seed,
     )  # fmt: skip
-    how = given, asked, whole["dout"], dlse
-    return solve(*how), magnitudes(*how, getattr(torch, case.dtype))
 
 
 def documents(case: Case, whole: Results) -> Tensor | None:
@@ -224,6 +252,11 @@ Errors = dict[tuple[str, int], tuple[float, float]]  # by result and rank: in ep
 
 def computed(case: Case) -> list[Results]:
     """Each rank's results."""
+    with kernels_by_address() if case.lazy else nullcontext():
+        return _computed(case)
+
+
+def _computed(case: Case) -> list[Results]:
     if case.decode:
         return [decoded(case)]
     with threads.late() if case.transport in IN_MEMORY else nullcontext():

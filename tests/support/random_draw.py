@@ -9,7 +9,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from tests.support.random_memory import kinds, uniform
+from tests.support.lazy import LAZY
+from tests.support.random_memory import EXPANDED, kinds, uniform
 
 # (sample, head, position of the query, of the key)
 PREDICATES: tuple[Callable[..., Tensor], ...] = (
@@ -75,6 +76,8 @@ class Case:
     learned: tuple[str, ...] = ("q", "k", "v", "sinks", "key_bias")
     strides: tuple[tuple[str, str], ...] = ()  # of tensors by name
     decode: bool = False  # by tree_attn_decode
+    unseen: str = ""  # "nan" or "inf" are keys and values that no query sees
+    lazy: tuple[tuple[str, str], ...] = ()  # of tensors by name, whose memory has other values
 
     def __str__(self) -> str:
         default = asdict(Case())
@@ -159,11 +162,11 @@ def features(case: Case) -> Iterator[str]:
     """What of all that may be drawn is in a case."""
     usual = Case()
     for name, value in vars(case).items():
-        if name not in ("seed", "strides", "learned") and value != getattr(usual, name):
+        if name not in ("seed", "strides", "learned", "lazy") and value != getattr(usual, name):
             yield f"{name}: {value}" if isinstance(value, str) or name == "size" else name
     for name in usual.learned:
         yield f"{name} {'has a gradient' if name in case.learned else 'has none'}"
-    for name, kind in case.strides:
+    for name, kind in (*case.strides, *case.lazy):
         yield f"{name}: {kind}"
     for n, what in zip(case.lengths, ("queries", "keys")):
         if n < case.size:
@@ -230,7 +233,7 @@ def draw(seed: int) -> Case:
     """The case of a number. One of thirty is to be refused, if it happens to be one of those."""
     r = random.Random(seed)
     if r.random() < 0.04:
-        return decoding(r, seed)
+        return odd(random.Random(-1 - seed), decoding(r, seed))
     case = Case(seed, **sizes(r))
     case = replace(case, **two_sequences(r, case) if r.random() < 0.3 else one_sequence(r, case))
     case = replace(case, **seen(r, case), **scores(r), **running(r, case))
@@ -239,7 +242,19 @@ def draw(seed: int) -> Case:
         everyone = (held(case.layout, sum(case.queries), i, case.size) for i in range(case.size))
         queries = tuple(map(len, everyone))
         case = replace(case, queries=queries, cross=True if queries == case.keys else case.cross)
-    return replace(case, strides=memory(r, case.tensors()))
+    case = replace(case, strides=memory(r, case.tensors()))
+    return odd(random.Random(-1 - seed), case)
+
+
+def odd(r: random.Random, case: Case) -> Case:
+    """With what some tensors hold, or do not hold yet, that must change nothing."""
+    spread = [name for name, kind in case.strides if kind in EXPANDED]
+    names = [
+        name for name, t in case.tensors().items() if t.is_floating_point() and name not in spread
+    ]
+    lazy = tuple((name, r.choice([*LAZY])) for name in names if r.random() < 0.15)
+    unseen = maybe(r, 0.5, r.choice(("nan", "inf")), "")
+    return replace(case, lazy=maybe(r, 0.5, lazy, ()), unseen=unseen)
 
 
 def held(layout: str, length: int, rank: int, size: int) -> Tensor:

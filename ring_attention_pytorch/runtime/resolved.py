@@ -1,0 +1,36 @@
+"""Tensors whose memory holds their values, which is all that kernels and shared memory look at.
+
+PyTorch's operations look at more: at the negative bit of `z.conj().imag`, at a collective for whose
+result nobody has waited.
+"""
+
+import sys
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from ring_attention_pytorch.runtime.torch_func import needs_derivatives
+
+_Some = TypeVar("_Some", Tensor, Tensor | None)
+
+
+def resolved(t: _Some) -> _Some:
+    """Return a tensor whose memory holds these values, mostly t itself; None of None.
+
+    One with PyTorch's negative bit is copied. An `AsyncCollectiveTensor`, which functional
+    collectives and `DTensor.to_local()` return, is waited for. Differentiable.
+
+    >>> import torch
+    >>> imag = torch.tensor([1 + 2j]).conj().imag
+    >>> imag.is_neg(), resolved(imag).is_neg(), resolved(imag)
+    (True, False, tensor([-2.]))
+    """
+    if t is None or (type(t) is Tensor and not t.is_neg()):
+        return t
+    module: Any = sys.modules.get("torch.distributed._functional_collectives")
+    kind = getattr(module, "AsyncCollectiveTensor", None)
+    if kind is not None and isinstance(t, kind):
+        if needs_derivatives((t,)):
+            return t.clone()
+        t = t.trigger_wait()
+    return t.resolve_neg()
