@@ -30,6 +30,12 @@ def shape_problem(
     return least_problem(1, dim=dim, dim_head=dim_head, bucket_size=bucket_size)
 
 
+def model_problem(num_tokens: int, dim: int, depth: int, ff_mult: int) -> str | None:
+    """Say what is wrong with a model's sizes; None if nothing."""
+    sizes = least_problem(1, num_tokens=num_tokens, dim=dim, ff_mult=ff_mult)
+    return sizes or least_problem(0, depth=depth)
+
+
 def kernel_problem(
     kernel: str | None, use_cuda_kernel: bool | None, regular: bool, dropout: float
 ) -> str | None:

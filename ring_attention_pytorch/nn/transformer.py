@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch import operators
-from ring_attention_pytorch.arguments import checked, least_problem
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, problem_of, raise_together, typed
 from ring_attention_pytorch.comm.placement import current
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
@@ -33,8 +33,8 @@ from ring_attention_pytorch.nn.checks import (
     SummaryOptions,
     ids_problem,
     plans_problem,
-    shape_problem,
 )
+from ring_attention_pytorch.nn.feedforward import feed_forward
 from ring_attention_pytorch.nn.generation import Generation
 from ring_attention_pytorch.nn.loss import mean_cross_entropy, next_tokens
 from ring_attention_pytorch.nn.norm import RMSNorm
@@ -132,12 +132,7 @@ class RingTransformer(Generation, nn.Module):
         attn_summaries: SummaryOptions | None = None,
     ):
         super().__init__()
-        problem = (
-            least_problem(1, num_tokens=num_tokens, dim=dim, ff_mult=ff_mult)
-            or least_problem(0, depth=depth)
-            or shape_problem(dim, dim_head, heads, num_grouped_query_heads, bucket_size)
-        )
-        if problem is not None:
+        if problem := model_problem(num_tokens, dim, depth, ff_mult):
             raise ValueError(problem)
         if max_lookback_seq_len is None or isinstance(max_lookback_seq_len, int):
             max_lookback_seq_len = (max_lookback_seq_len,) * depth
@@ -429,12 +424,3 @@ class RingTransformer(Generation, nn.Module):
             plans[kind] = attn.plan_over(batch.ring, tokens, batch.mask, **options)
         by_layer = enumerate(attn for attn, _ in self.layers)
         return tuple(plans[attn.window, attn.rate].for_layer(i) for i, attn in by_layer)
-
-
-@checked
-def feed_forward(dim: int, mult: float | int) -> nn.Sequential:
-    """Make a feed-forward: RMSNorm, then two linear layers with a GELU between."""
-    if (problem := least_problem(1, dim=dim) or least_problem(1 / dim, mult=mult)) is not None:
-        raise ValueError(f"a feed-forward: {problem}")
-    inner = int(dim * mult)
-    return nn.Sequential(RMSNorm(dim), nn.Linear(dim, inner), nn.GELU(), nn.Linear(inner, dim))
