@@ -30,10 +30,11 @@ def shape_problem(
     return least_problem(1, dim=dim, dim_head=dim_head, bucket_size=bucket_size)
 
 
-def model_problem(num_tokens: int, dim: int, depth: int, ff_mult: int) -> str | None:
-    """Say what is wrong with a model's sizes; None if nothing."""
-    sizes = least_problem(1, num_tokens=num_tokens, dim=dim, ff_mult=ff_mult)
-    return sizes or least_problem(0, depth=depth)
+def check_sizes(num_tokens: int, depth: int, **widths: int) -> None:
+    """Raise ValueError for sizes that a model can't have."""
+    problem = least_problem(1, num_tokens=num_tokens, **widths) or least_problem(0, depth=depth)
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def kernel_problem(

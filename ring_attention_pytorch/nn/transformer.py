@@ -29,16 +29,12 @@ from ring_attention_pytorch.geometry.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.nn.attention import RingAttention
-from ring_attention_pytorch.nn.checks import (
-    SummaryOptions,
-    ids_problem,
-    plans_problem,
-)
+from ring_attention_pytorch.nn.checks import SummaryOptions, check_sizes, ids_problem, plans_problem
 from ring_attention_pytorch.nn.feedforward import feed_forward
 from ring_attention_pytorch.nn.generation import Generation
 from ring_attention_pytorch.nn.loss import mean_cross_entropy, next_tokens
 from ring_attention_pytorch.nn.norm import RMSNorm
-from ring_attention_pytorch.nn.rotary import THETA, RingRotaryEmbedding
+from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding
 from ring_attention_pytorch.nn.sharding import (
     AutoShard,
     ShardConfig,
@@ -115,7 +111,7 @@ class RingTransformer(Generation, nn.Module):
         ring_seq_size: int = 512,
         auto_shard_seq: bool | None = None,
         max_lookback_seq_len: Sequence[int | None] | int | None = None,
-        rotary_embed_theta: int | float = THETA,
+        rotary_embed_theta: int | float = 10000,
         ignore_index: int = -1,
         force_regular_attn: bool = False,
         use_cuda_kernel: bool | None = None,
@@ -132,8 +128,7 @@ class RingTransformer(Generation, nn.Module):
         attn_summaries: SummaryOptions | None = None,
     ):
         super().__init__()
-        if problem := model_problem(num_tokens, dim, depth, ff_mult):
-            raise ValueError(problem)
+        check_sizes(num_tokens, depth, dim=dim, dim_head=dim_head, ff_mult=ff_mult)
         if max_lookback_seq_len is None or isinstance(max_lookback_seq_len, int):
             max_lookback_seq_len = (max_lookback_seq_len,) * depth
         if (got := len(max_lookback_seq_len)) != depth:
