@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_NUMBERS = FrozenDict({int: Annotated[int, ~IsInstance[bool]]})
+_NUMBERS: Any = FrozenDict({int: Annotated[int, ~IsInstance[bool]]})
 _CONF = BeartypeConf(is_color=False, hint_overrides=_NUMBERS)
 # what beartype says of a bool for an int
 _NO_BOOL = re.compile(
