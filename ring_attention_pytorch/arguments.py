@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_NUMBERS = FrozenDict({int: Annotated[int, ~IsInstance[bool]]})
+_NUMBERS: Any = FrozenDict({int: Annotated[int, ~IsInstance[bool]]})
 _CONF = BeartypeConf(is_color=False, hint_overrides=_NUMBERS)
 # what beartype says of a bool for an int
 _NO_BOOL = re.compile(
@@ -29,6 +29,10 @@ _NO_BOOL = re.compile(
 
 # what Python says where a function passes on an option that it gives itself
 _DECIDED = re.compile(r"got multiple values for keyword argument '(\w+)'")
+
+
+class WrongArgument(ValueError, TypeError):
+    """An argument that is of another type, missing, or no parameter."""
 
 
 class Arguments:
@@ -48,7 +52,7 @@ class Arguments:
             return in_one_line(error, self.name) if own else None
         decided = _DECIDED.search(str(error))
         if decided and decided[1] in kwargs and decided[1] not in self.signature.parameters:
-            return f"{self.name}() decides {decided[1]} itself; leave it out"
+            return f"{self.name}() decides {decided[1]!r} itself; leave it out"
         try:
             self.signature.bind(*args, **kwargs)
         except TypeError as unfit:
@@ -67,14 +71,14 @@ def checked(function: Function, name: str | None = None) -> Function:
     without checks.
 
     Raises:
-        ValueError: an argument has another type, is missing, or is no parameter.
+        WrongArgument: an argument has another type, is missing, or is no parameter.
 
     >>> @checked
     ... def twice(x: int) -> int:
     ...     return 2 * x
     >>> twice(y=2)
     Traceback (most recent call last):
-    ValueError: twice() missing a required argument: 'x'
+    ring_attention_pytorch.arguments.WrongArgument: twice() missing a required argument: 'x'
     """
     if isinstance(function, type):
         made: Any = function
@@ -91,7 +95,7 @@ def checked(function: Function, name: str | None = None) -> Function:
         except (BeartypeCallHintParamViolation, TypeError) as error:
             if (problem := arguments.problem(error, args, kwargs)) is None:
                 raise
-        raise ValueError(problem)
+        raise WrongArgument(problem)
 
     return call  # type: ignore[return-value]
 

@@ -13,7 +13,7 @@ from typing import Any
 from beartype.roar import BeartypeCallHintParamViolation
 from torch.compiler import is_compiling
 
-from ring_attention_pytorch.arguments import Arguments, Function
+from ring_attention_pytorch.arguments import Arguments, Function, WrongArgument
 from ring_attention_pytorch.comm.claims import Claim, claimed, note, read, shortened
 from ring_attention_pytorch.comm.notes import Disagreement, by_value, call_site, exchange, ranks_of
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
@@ -154,14 +154,15 @@ def typed(
     `apart`, between two graphs, or traces it; types are not checked while it does.
 
     Raises:
-        ValueError: an argument has another type, or is no parameter; on all ranks alike.
+        ValueError: an argument has another type, or is no parameter; on all ranks alike. Where no
+            other rank is told it is a `WrongArgument`.
 
     >>> @typed(lambda given, problem: None)
     ... def twice(x: int) -> int:
     ...     return 2 * x
     >>> twice("two")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: twice() parameter x='two' violates type hint <class 'int'>, ...
+    ring_attention_pytorch.arguments.WrongArgument: twice() parameter x='two' violates type hint ...
     """
 
     def decorate(function: Function) -> Any:
@@ -177,7 +178,7 @@ def typed(
                 if (problem := arguments.problem(error, args, kwargs)) is None:
                     raise
             tell(arguments.by_name(args, kwargs), problem)
-            raise ValueError(problem)
+            raise WrongArgument(problem)
 
         return call
 

@@ -16,10 +16,11 @@ from ring_attention_pytorch.distributed import (
     split_by_rank,
 )
 from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.feedforward import feed_forward
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
-from ring_attention_pytorch.nn.transformer import RingTransformer, feed_forward
+from ring_attention_pytorch.nn.transformer import RingTransformer
 from ring_attention_pytorch.ring_flash_attention import softclamp
 
 __all__ = [

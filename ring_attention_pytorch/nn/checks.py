@@ -30,6 +30,13 @@ def shape_problem(
     return least_problem(1, dim=dim, dim_head=dim_head, bucket_size=bucket_size)
 
 
+def check_sizes(num_tokens: int, depth: int, **widths: int) -> None:
+    """Raise ValueError for sizes that a model can't have."""
+    problem = least_problem(1, num_tokens=num_tokens, **widths) or least_problem(0, depth=depth)
+    if problem is not None:
+        raise ValueError(problem)
+
+
 def kernel_problem(
     kernel: str | None, use_cuda_kernel: bool | None, regular: bool, dropout: float
 ) -> str | None:

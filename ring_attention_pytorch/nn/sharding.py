@@ -320,7 +320,8 @@ def told_by_module(caller: str) -> Callable[[dict[str, Any], str], None]:
     def tell(given: dict[str, Any], problem: str) -> None:
         if given.get("plan") is not None:
             return
-        module, size = given.get("self"), given.get("ring_size")
+        module: Any = given.get("self")
+        size = given.get("ring_size")
         if not hasattr(module, "spread"):  # the method of the class, called without a module
             return
         off = given.get("force_ring_reduce_off") is True

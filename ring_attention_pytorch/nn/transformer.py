@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch import operators
-from ring_attention_pytorch.arguments import checked, least_problem
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, problem_of, raise_together, typed
 from ring_attention_pytorch.comm.placement import current
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
@@ -29,16 +29,12 @@ from ring_attention_pytorch.geometry.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.nn.attention import RingAttention
-from ring_attention_pytorch.nn.checks import (
-    SummaryOptions,
-    ids_problem,
-    plans_problem,
-    shape_problem,
-)
+from ring_attention_pytorch.nn.checks import SummaryOptions, check_sizes, ids_problem, plans_problem
+from ring_attention_pytorch.nn.feedforward import feed_forward
 from ring_attention_pytorch.nn.generation import Generation
 from ring_attention_pytorch.nn.loss import mean_cross_entropy, next_tokens
 from ring_attention_pytorch.nn.norm import RMSNorm
-from ring_attention_pytorch.nn.rotary import THETA, RingRotaryEmbedding
+from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding
 from ring_attention_pytorch.nn.sharding import (
     AutoShard,
     ShardConfig,
@@ -115,7 +111,7 @@ class RingTransformer(Generation, nn.Module):
         ring_seq_size: int = 512,
         auto_shard_seq: bool | None = None,
         max_lookback_seq_len: Sequence[int | None] | int | None = None,
-        rotary_embed_theta: int | float = THETA,
+        rotary_embed_theta: int | float = 10000,
         ignore_index: int = -1,
         force_regular_attn: bool = False,
         use_cuda_kernel: bool | None = None,
@@ -132,13 +128,7 @@ class RingTransformer(Generation, nn.Module):
         attn_summaries: SummaryOptions | None = None,
     ):
         super().__init__()
-        problem = (
-            least_problem(1, num_tokens=num_tokens, dim=dim, ff_mult=ff_mult)
-            or least_problem(0, depth=depth)
-            or shape_problem(dim, dim_head, heads, num_grouped_query_heads, bucket_size)
-        )
-        if problem is not None:
-            raise ValueError(problem)
+        check_sizes(num_tokens, depth, dim=dim, dim_head=dim_head, ff_mult=ff_mult)
         if max_lookback_seq_len is None or isinstance(max_lookback_seq_len, int):
             max_lookback_seq_len = (max_lookback_seq_len,) * depth
         if (got := len(max_lookback_seq_len)) != depth:
@@ -429,12 +419,3 @@ class RingTransformer(Generation, nn.Module):
             plans[kind] = attn.plan_over(batch.ring, tokens, batch.mask, **options)
         by_layer = enumerate(attn for attn, _ in self.layers)
         return tuple(plans[attn.window, attn.rate].for_layer(i) for i, attn in by_layer)
-
-
-@checked
-def feed_forward(dim: int, mult: float | int) -> nn.Sequential:
-    """Make a feed-forward: RMSNorm, then two linear layers with a GELU between."""
-    if (problem := least_problem(1, dim=dim) or least_problem(1 / dim, mult=mult)) is not None:
-        raise ValueError(f"a feed-forward: {problem}")
-    inner = int(dim * mult)
-    return nn.Sequential(RMSNorm(dim), nn.Linear(dim, inner), nn.GELU(), nn.Linear(inner, dim))

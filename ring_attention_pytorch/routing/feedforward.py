@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from ring_attention_pytorch.arguments import checked, least_problem
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.nn.feedforward import feed_forward
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
-from ring_attention_pytorch.nn.transformer import feed_forward
 from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.routing.attention import base_for
 from ring_attention_pytorch.routing.plan import RoutingPlan

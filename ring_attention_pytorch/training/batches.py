@@ -109,8 +109,8 @@ class ShardedBatch(Mapping[str, Any]):
     @checked
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "ShardedBatch":
         """Return this batch with its tensors on a device."""
-        device = known_device(device)
-        return self._each(lambda t: t.to(device, non_blocking=non_blocking))
+        place = known_device(device)
+        return self._each(lambda t: t.to(place, non_blocking=non_blocking))
 
     @checked
     def pin_memory(self, device: torch.device | str | None = None) -> "ShardedBatch":

@@ -25,6 +25,7 @@ def battery() -> Iterator[Case]:
     from tests.comm import test_transports
     from tests.kernels import test_features
     from tests.kernels import test_strides as strides
+    from tests.project import test_surface as surface
     from tests.routing import test_routing
     from tests.runtime import test_float16
     from tests.schedule import test_cost
@@ -56,6 +57,13 @@ def battery() -> Iterator[Case]:
     yield partial(notes.test_notes_that_are_none_are_an_error_that_names_the_rank, "other kinds")
     yield notes.test_a_wrong_type_within_a_call_is_not_taken_for_one_of_its_own
     yield a_wrong_type_is_told
+    yield surface.test_a_bool_is_no_number
+    yield surface.test_a_generator_is_no_checked_function
+    yield surface.test_arguments_are_told_by_name_whatever_they_are
+    yield surface.test_a_bias_is_finite
+    walked = "ulysses_attn", "RingAttention", "CoordinateDescentRouter", "spawn", "ring_pass"
+    for name in walked:
+        yield partial(surface.all_wrong_is_refused, name)
     yield steps.test_steps_that_differ_have_other_tags
     yield steps.test_a_skipped_plan_is_an_error_at_once_and_then_all_go_on
     yield partial(notes.test_all_ranks_hear_of_tensors_without_values, "documents")

@@ -144,7 +144,7 @@ def test_a_context_is_normed_and_projected_as_the_tokens_are(regular: bool) -> N
 
 @pytest.mark.parametrize("own", [False, True])
 def test_queries_and_keys_are_turned_by_their_positions_and_values_are_not(own: bool) -> None:
-    module = made(RingAttention, {"rotary_embed": own, "rotary_embed_theta": 100})
+    module = made(RingAttention, {"rotary_embed": True, "rotary_embed_theta": 100} if own else {})
     x, frequencies = torch.randn(2, 9, 12, dtype=torch.float64), torch.tensor([1.0, 0.1])
     angles = torch.outer(torch.arange(9.0), frequencies)
     turns = torch.polar(torch.ones(9, 1, 2).double(), angles[:, None].double())

@@ -153,7 +153,10 @@ def verdicts(
 
 
 def outcome(call: Call, given: dict[str, Any], words: list[str]) -> tuple[str | None, bool]:
-    """Return what a call says, and whether that is a ValueError with one of these words, or there is no such file."""
+    """Return what a call says, and whether it says well, with one of these words, what is wrong.
+
+    Good is a ValueError, or that there is no such file.
+    """
     try:
         found = call.function(**given)
         if inspect.isgenerator(found):
