@@ -19,6 +19,15 @@ ORIGINAL = [
 
 INFERENCE = [
     Mutant(
+        "heads are turned by cosines of 16 bits", "nn/rotary.py:apply_rotary_pos_emb",
+        "wide * pos.cos() + turned", "wide * pos.cos().to(t.dtype) + turned",
+    ),
+    Mutant(
+        "turned heads are summed in 16 bits", "nn/rotary.py:apply_rotary_pos_emb",
+        "wide * pos.cos() + turned * pos.sin()",
+        "(wide * pos.cos()).to(t.dtype) + (turned * pos.sin()).to(t.dtype)",
+    ),
+    Mutant(
         "positions begin anew with each chunk", "nn/generation.py:CachedTransformer._blocks",
         "at + self.caches[0].length", "at",
     ),
