@@ -25,13 +25,12 @@ def battery() -> Iterable[Callable[[], object]]:
     from tests.inference import test_programs as programs
     from tests.inference import test_refusals as refusals
     from tests.inference.stories import Story, Teller
-    from tests.nn import test_generation, test_rotary
+    from tests.nn import test_generation
     from tests.nn.generation_cases import CASES, ROUTED, Case
     from tests.support import threads
 
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
-    yield partial(test_rotary.test_in_16_bits_all_is_rounded_once, torch.bfloat16)
     yield partial(pages.test_owners_and_places_are_the_same_said_otherwise, 2, 3)
     yield partial(pages.test_ranks_hold_what_they_own_and_all_of_it, 2, 3)
     yield from (

@@ -12,13 +12,6 @@ SECOND_ORDER = [
 
 ORIGINAL = [
     Mutant(
-        "gathered gradients are a rank's own alone", "nn/sharding.py:_Gather.backward",
-        "for part in mine[1:]:", "for part in mine[:0]:",
-    ),
-]  # fmt: skip
-
-INFERENCE = [
-    Mutant(
         "heads are turned by cosines of 16 bits", "nn/rotary.py:apply_rotary_pos_emb",
         "wide * pos.cos() + turned", "wide * pos.cos().to(t.dtype) + turned",
     ),
@@ -27,6 +20,13 @@ INFERENCE = [
         "wide * pos.cos() + turned * pos.sin()",
         "(wide * pos.cos()).to(t.dtype) + (turned * pos.sin()).to(t.dtype)",
     ),
+    Mutant(
+        "gathered gradients are a rank's own alone", "nn/sharding.py:_Gather.backward",
+        "for part in mine[1:]:", "for part in mine[:0]:",
+    ),
+]  # fmt: skip
+
+INFERENCE = [
     Mutant(
         "positions begin anew with each chunk", "nn/generation.py:CachedTransformer._blocks",
         "at + self.caches[0].length", "at",
