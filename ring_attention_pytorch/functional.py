@@ -185,8 +185,9 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         return_lse: also return the log-sum-exp of the scores.
 
     q, k and v may be DTensors whose sequence one dimension of their mesh shards: that is the ring
-    then, and results are DTensors, too. An `AsyncCollectiveTensor` is waited for. Of tensors without values, on the meta device or of a
-    FakeTensorMode, results have none either; all ranks must have such.
+    then, and results are DTensors, too. An `AsyncCollectiveTensor` is waited for. Of tensors
+    without values, on the meta device or of a FakeTensorMode, results have none either; all ranks
+    must have such.
 
     Returns:
         `[b, n, h, d_v]` in q's dtype; with return_lse also lse `[b, h, n]`, natural

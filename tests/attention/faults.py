@@ -24,8 +24,8 @@ ATTENTION = [
         "return found.resolve_neg()", "return found",
     ),
     Mutant(
-        "nobody waits for a collective", "runtime/resolved.py:resolved", "found = found.trigger_wait()",
-        "found = found.elem",
+        "nobody waits for a collective", "runtime/resolved.py:resolved",
+        "found = found.trigger_wait()", "found = found.elem",
     ),
     Mutant(
         "a collective's result has no gradient", "runtime/resolved.py:resolved",
