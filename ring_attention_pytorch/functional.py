@@ -119,7 +119,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         window: a query sees its own token and at most this many tokens before it; without causal
             also at most this many after it. Counted in tokens of the whole sequence.
         key_mask: bool `[b, m]`, True where a key may be seen. Queries that see no key get
-            out 0, lse -inf and no gradient.
+            out 0, lse -inf and no gradient. Keys and values that are hidden may be NaN.
         documents: int `[b, n]`, the document of each token. Tokens see one another only if these
             are equal, wherever they are in the sequence. causal and window count the tokens of
             the document.
@@ -185,8 +185,9 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         return_lse: also return the log-sum-exp of the scores.
 
     q, k and v may be DTensors whose sequence one dimension of their mesh shards: that is the ring
-    then, and results are DTensors, too. Of tensors without values, on the meta device or of a
-    FakeTensorMode, results have none either; all ranks must have such.
+    then, and results are DTensors, too. An `AsyncCollectiveTensor` is waited for. Of tensors
+    without values, on the meta device or of a FakeTensorMode, results have none either; all ranks
+    must have such.
 
     Returns:
         `[b, n, h, d_v]` in q's dtype; with return_lse also lse `[b, h, n]`, natural

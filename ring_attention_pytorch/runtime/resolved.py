@@ -27,10 +27,11 @@ def resolved(t: _Some) -> _Some:
     """
     if t is None or (type(t) is Tensor and not t.is_neg()):
         return t
-    module: Any = sys.modules.get("torch.distributed._functional_collectives")
+    module = sys.modules.get("torch.distributed._functional_collectives")
     kind = getattr(module, "AsyncCollectiveTensor", None)
+    found: Any = t
     if kind is not None and isinstance(t, kind):
         if needs_derivatives((t,)):
-            return t.clone()
-        t = t.trigger_wait()
-    return t.resolve_neg()
+            return found.clone()
+        found = found.trigger_wait()
+    return found.resolve_neg()

@@ -21,15 +21,15 @@ ATTENTION = [
     ),
     Mutant(
         "the negative bit is of no matter", "runtime/resolved.py:resolved",
-        "return t.resolve_neg()", "return t",
+        "return found.resolve_neg()", "return found",
     ),
     Mutant(
-        "nobody waits for a collective", "runtime/resolved.py:resolved", "t = t.trigger_wait()",
-        "t = t.elem",
+        "nobody waits for a collective", "runtime/resolved.py:resolved",
+        "found = found.trigger_wait()", "found = found.elem",
     ),
     Mutant(
         "a collective's result has no gradient", "runtime/resolved.py:resolved",
-        "return t.clone()", "pass",
+        "return found.clone()", "pass",
     ),
     Mutant(
         "cotangents are read from memory", "attention.py:RingAttentionFunction.backward",

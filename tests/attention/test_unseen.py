@@ -81,10 +81,12 @@ def test_triton_reads_nothing_of_it(interpreted: ProcessPoolExecutor, tma: bool)
     assert not any(each.result() for each in found)
 
 
-def rows_of_nan(kernel: str, name: str, options: dict) -> tuple[Tensor, Tensor]:
+def rows_of_nan(
+    kernel: str, name: str, options: dict, dtype: torch.dtype = torch.float32, d: int = 4
+) -> tuple[Tensor, Tensor]:
     """Which rows are NaN, of the head whose key or value 4 of 9 is, and of the other."""
     torch.manual_seed(0)
-    given = dict(zip("qkv", torch.randn(3, 1, 9, 2, 4)))
+    given = dict(zip("qkv", torch.randn(3, 1, 9, 2, d, dtype=dtype)))
     given[name][:, 4, 1] = torch.nan
     out, lse = ring_attn(**given, **options, kernel=kernel, return_lse=True)
     bad = out.isnan().all(-1)
@@ -131,7 +133,7 @@ def cached(kernel: str, window: int | None) -> float:
     n, starts = 21, [6, 0]
     q, k, v = torch.randn(2, n, 4, 8), torch.randn(2, n, 2, 8), torch.randn(2, n, 2, 8)
     at = torch.arange(n)
-    cache = RingCache(2, key_heads=2, head_dim=8, page=8, capacity=32)
+    cache = RingCache(2, key_heads=2, head_dim=8, page=8, capacity=32, device=q.device)
     cache.hide_before(starts)
     unseen = (at < torch.tensor(starts)[:, None]) | (at < (0 if window is None else n - 3 - window))
     spoiled = [t.masked_fill(unseen[..., None, None], torch.nan) for t in (k, v)]

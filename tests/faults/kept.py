@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+import torch
 
 from tests.faults import hunt
 from tests.faults.mutant import planted
@@ -33,6 +34,7 @@ def battery() -> Iterator[Callable[[], object]]:
     yield test_tape.test_what_looks_at_values_may_be_one_operation
     yield test_tape.test_rows_whose_scores_are_nan_are_nan_from_a_tape
     yield test_tape.test_autocast_is_no_matter_of_tapes
+    yield deterministic_algorithms
     yield test_kept.test_a_plan_of_the_same_kind_is_found_again
     yield test_kept.test_an_option_of_another_type_is_refused_though_it_equals_one_that_was_right
     for name in ("key_mask", "alibi_slopes", "dropout"):
@@ -50,6 +52,16 @@ def battery() -> Iterator[Callable[[], object]]:
     yield test_tape.test_one_tensor_given_twice_is_not_two
     yield test_kept.test_who_has_found_another_plan_makes_a_new_one
     yield test_kept.test_plans_of_groups_that_are_gone_go
+
+
+def deterministic_algorithms() -> None:
+    from tests.runtime import test_tape
+
+    was = torch.are_deterministic_algorithms_enabled()
+    try:
+        test_tape.deterministic_algorithms_have_tapes_of_their_own()
+    finally:
+        torch.use_deterministic_algorithms(was)
 
 
 def with_patches(check: Callable[[pytest.MonkeyPatch], None]) -> None:

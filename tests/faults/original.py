@@ -21,10 +21,12 @@ _one_at_a_time = threading.Lock()
 def battery() -> Iterator[Callable[[], object]]:
     """Cases that fail where something is wrong."""
     from tests.compat import test_original_modules as modules
+    from tests.nn import test_rotary
     from tests.support import threads
 
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
+    yield partial(test_rotary.test_in_16_bits_all_is_rounded_once, torch.bfloat16)
     yield partial(over_threads, 4, modules.gathered)
     yield partial(over_threads, 4, modules.split)
     yield partial(over_threads, 4, modules.passed, 4)

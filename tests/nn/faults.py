@@ -12,6 +12,15 @@ SECOND_ORDER = [
 
 ORIGINAL = [
     Mutant(
+        "heads are turned by cosines of 16 bits", "nn/rotary.py:apply_rotary_pos_emb",
+        "wide * pos.cos() + turned", "wide * pos.cos().to(t.dtype) + turned",
+    ),
+    Mutant(
+        "turned heads are summed in 16 bits", "nn/rotary.py:apply_rotary_pos_emb",
+        "wide * pos.cos() + turned * pos.sin()",
+        "(wide * pos.cos()).to(t.dtype) + (turned * pos.sin()).to(t.dtype)",
+    ),
+    Mutant(
         "gathered gradients are a rank's own alone", "nn/sharding.py:_Gather.backward",
         "for part in mine[1:]:", "for part in mine[:0]:",
     ),

@@ -74,6 +74,22 @@ def test_what_is_turned_keeps_its_dtype_and_is_turned_in_float32_at_least(
     assert relative_error(got, rotated(at, t)) < max(torch.finfo(dtype).eps, 1e-5) / 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_16_bits_all_is_rounded_once(dtype: torch.dtype) -> None:
+    """Each number, and each gradient: no product, no cosine and no sum is of 16 bits."""
+    at = torch.arange(64)
+    t, cotangent = torch.randn(2, 1, 64, 3, 16, dtype=torch.float64).to(dtype)
+    turned = apply_rotary_pos_emb(angles(at, 16).float(), t.requires_grad_())
+    (grad,) = torch.autograd.grad(turned, t, cotangent)
+    for got, want, size in (
+        (turned, rotated(at, t.detach()), t.detach()),
+        (grad, rotated(-at, cotangent), cotangent),
+    ):
+        pair = size.double().abs() + size.double().abs().roll(8, -1)
+        once = torch.finfo(dtype).eps / 2 * want.abs() + 1e-5 * pair
+        assert ((got.double() - want).abs() <= once).all()
+
+
 def test_gradients_are_turned_back() -> None:
     t = torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True)
     cotangent = torch.randn_like(t)

@@ -456,6 +456,10 @@ KEPT = [
         "recorder.replay() if recorder.agrees(known) else None", "recorder.replay()",
     ),
     Mutant(
+        "deterministic algorithms take any tape", "runtime/tape.py:Tapes.run",
+        "torch._C._get_deterministic_algorithms(),", "",
+    ),
+    Mutant(
         "constants of a tape come and go", "runtime/tape.py:_Recorder.agrees",
         "number in self.views or _same(a, b)", "True",
     ),

@@ -1,7 +1,7 @@
 """Tapes: what they replay is what was computed, to the bit; what can't be replayed is not."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from ring_attention_pytorch.runtime import tape
 from ring_attention_pytorch.runtime.tape import Tapes, opaque
 from tests.support import threads
 from tests.support.cases import over_shared_memory
+from tests.support.reference import dense_attention, relative_error
 
 
 @pytest.fixture(autouse=True)
@@ -338,6 +339,54 @@ def test_rows_whose_scores_are_nan_are_nan_from_a_tape() -> None:
     given[0][0, 3] = torch.nan
     assert ring_attn(*given, plan=plan)[0, 3].isnan().all()
     assert sdpa._attention.__wrapped__ is not None
+
+
+def doubled_where_deterministic(plan: None, t: Tensor) -> tuple[Tensor]:
+    return (t * (2 if torch.are_deterministic_algorithms_enabled() else 1),)
+
+
+def deterministic_algorithms_have_tapes_of_their_own() -> None:
+    tapes, t = Tapes(), torch.randn(3)
+    for _ in range(3):
+        for deterministic in [False] * 3 + [True] * 5 + [False]:
+            torch.use_deterministic_algorithms(deterministic)
+            (found,) = tapes.run(doubled_where_deterministic, None, t)
+            assert torch.equal(found, t * (1 + deterministic))
+    assert len([known for known in tapes._kept.values() if hasattr(known, "source")]) == 2
+
+
+def test_deterministic_algorithms_have_tapes_of_their_own(restore_determinism: None) -> None:
+    deterministic_algorithms_have_tapes_of_their_own()
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_tapes_under_deterministic_algorithms_are_dense_attention(
+    restore_determinism: None, kernel: str
+) -> None:
+    """Recorded without, then called with and without in turn: right each time, alike to the bit."""
+    given = [torch.randn(2, 20, h, 8, requires_grad=True) for h in (4, 2, 2)]
+    plan = RingPlan.make(*given, causal=True, kernel=kernel)
+    leaves = [t.detach().double().requires_grad_() for t in given]
+    dense = dense_attention(*leaves, causal=True)
+    dout = torch.randn(2, 20, 4, 8)
+    want = [*dense, *torch.autograd.grad(dense[0], leaves, dout.double())]
+    first = None
+    for call in range(12):
+        torch.use_deterministic_algorithms(call % 4 > 1)
+        out, lse = ring_attn(*given, plan=plan, return_lse=True)
+        found = [out, lse, *torch.autograd.grad(out, given, dout)]
+        for a, b in zip(found, want):
+            assert relative_error(a, b) < 1e-5
+        first = first or found
+        assert all(map(torch.equal, found, first))
+    assert len(replayed(plan)) == 4
+
+
+@pytest.fixture
+def restore_determinism() -> Iterator[None]:
+    was = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(was)
 
 
 def test_autocast_is_no_matter_of_tapes() -> None:
