@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from tests.faults import hunt
-from tests.faults.attention import patched
 from tests.faults.mutant import planted
 
 MUTANTS = planted("INFERENCE")
@@ -19,6 +18,7 @@ def battery() -> Iterable[Callable[[], object]]:
 
     from ring_attention_pytorch import tree_attn_decode
     from ring_attention_pytorch.comm.ring import Ring
+    from tests.faults.attention import patched
     from tests.inference import test_page_table as tables
     from tests.inference import test_pages as pages
     from tests.inference import test_prefill as prefill
@@ -80,21 +80,31 @@ def battery() -> Iterable[Callable[[], object]]:
         yield partial(generate, size, CASES[number])
     for case in ROUTED:
         yield partial(generate, 1, case)
-    yield test_generation.test_a_token_is_drawn_among_the_largest
+    yield from _generation()
     yield test_generation.test_keys_that_are_kept_in_fewer_bits_are_close
-    for case in (test_generation.broken, test_generation.broken_after_its_end):
-        yield partial(test_generation.test_logits_that_are_no_numbers_are_told, case, 0)
-    for row in ([1.0, torch.nan], [torch.inf, 1.0], [-torch.inf] * 2):
-        yield partial(test_generation.test_a_row_without_numbers_has_no_token, row, 1.0)
-    yield partial(test_generation.test_the_coldest_draw_is_the_largest, 1.3e-38, 1.0)
-    yield test_generation.test_temperatures_that_no_float32_has_are_refused
-    yield partial(test_generation.test_one_process_generates_by_its_weights, CASES[4])
     for case in test_generation.KEPT:
         yield partial(test_generation.test_a_layer_keeps_its_window_where_that_is_less, *case)
 
 
+def _generation() -> Iterable[Callable[[], object]]:
+    """Tokens that are drawn of logits, and logits of which none is."""
+    import torch
+
+    from tests.nn import test_generation as tests
+
+    yield tests.test_a_token_is_drawn_among_the_largest
+    yield tests.test_temperatures_that_no_float32_has_are_refused
+    yield partial(tests.test_the_coldest_draw_is_the_largest, 1.3e-38, 1.0)
+    for row in ([1.0, torch.nan], [torch.inf, 1.0], [-torch.inf] * 2):
+        yield partial(tests.test_a_row_without_numbers_has_no_token, row, 1.0)
+    for break_it in (tests.broken, tests.broken_after_its_end):
+        yield partial(tests.test_logits_that_are_no_numbers_are_told, break_it, 0)
+    yield partial(tests.test_one_process_generates_by_its_weights, tests.CASES[4])
+
+
 def _states() -> Iterable[Callable[[], object]]:
     """States that a cache takes, and others."""
+    from tests.faults.attention import patched
     from tests.inference import test_states as states
 
     for name in states.OTHERS:

@@ -217,7 +217,8 @@ INFERENCE = [
         "other sequences pass for these", LINEAGE + "reorder", "self._sum()", "pass",
     ),
     Mutant(
-        "what was forked has one name", LINEAGE + "reorder", "if new else each", "if False else each",
+        "what was forked has one name", LINEAGE + "reorder", "if new else each",
+        "if False else each",
     ),
     Mutant(
         "other padding passes for this", LINEAGE + "pad", "self._starts = [*starts]", "pass",
