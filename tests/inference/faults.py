@@ -208,7 +208,7 @@ INFERENCE = [
     ),
     Mutant(
         "plans are made of any cache", "inference/attention.py:_plan",
-        "_STATE: _told(cache, layer, problem)", "",
+        "_STATE: _told(cache, layer, problem),", "",
     ),
     Mutant(
         "new tokens count once", LINEAGE + "advance", "n * self._all", "self._all",
@@ -294,21 +294,6 @@ INFERENCE = [
     Mutant(
         "states of several caches", STATES + "problem_of_states",
         "state[name] != states[0][name]", "False",
-    ),
-    Mutant(
-        "an ended sequence hides that there are no numbers", "nn/generation.py:Generation._decoded",
-        "ended & (token != _BROKEN)", "ended",
-    ),
-    Mutant(
-        "any temperature", "nn/generation.py:Sampling.problem", "_COLDEST <=", "0 <",
-    ),
-    Mutant(
-        "only NaN is no number", "nn/generation.py:Sampling.choose",
-        "~largest.isfinite().squeeze(-1)", "wide.isnan().any(-1)",
-    ),
-    Mutant(
-        "cold logits overflow", "nn/generation.py:Sampling.choose",
-        "wide - largest.masked_fill(broken.unsqueeze(-1), 0.0)", "wide",
     ),
     Mutant(
         "rows that do not fit 8 bits", "inference/scaled.py:stored", "> _THREE_QUARTERS",
