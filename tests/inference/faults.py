@@ -208,7 +208,7 @@ INFERENCE = [
     ),
     Mutant(
         "plans are made of any cache", "inference/attention.py:_plan",
-        "_STATE: _told(cache, layer, problem),", "",
+        "_told(cache, layer, problem)", "''",
     ),
     Mutant(
         "new tokens count once", LINEAGE + "advance", "n * self._all", "self._all",
