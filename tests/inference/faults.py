@@ -139,7 +139,8 @@ INFERENCE = [
     ),
     Mutant(
         "a call is right once there is a plan", "inference/attention.py:_checked",
-        "elif (problem := _problem(given, cache, layer)) is not None:", "elif (problem := None):",
+        "elif (problem := call_problem(given, cache, layer)) is not None:",
+        "elif (problem := None):",
     ),
     Mutant(
         "others' queries are taken for own ones", "inference/prefill.py:_by_all",
@@ -208,7 +209,7 @@ INFERENCE = [
     ),
     Mutant(
         "plans are made of any cache", "inference/attention.py:_plan",
-        "_told(cache, layer, problem)", "''",
+        "cache.told(layer, problem)", "''",
     ),
     Mutant(
         "new tokens count once", LINEAGE + "advance", "n * self._all", "self._all",
@@ -235,11 +236,11 @@ INFERENCE = [
         "False",
     ),
     Mutant(
-        "endless scales", "inference/attention.py:_option_problem", "not isfinite(scores.scale)",
+        "endless scales", "inference/checks.py:option_problem", "not isfinite(scores.scale)",
         "False",
     ),
     Mutant(
-        "endless softclamps", "inference/attention.py:_option_problem", "scores.softclamp < inf",
+        "endless softclamps", "inference/checks.py:option_problem", "scores.softclamp < inf",
         "scores.softclamp",
     ),
     Mutant(
