@@ -12,7 +12,6 @@ So what travels depends on the queries alone, however many keys there are.
 
 import os
 from hashlib import sha256
-from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_gro
 from ring_attention_pytorch.geometry.layouts import Layout, all_segments, layout_problem
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.checks import call_problem, option_problem, triton_problem
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.prefill import Chunk, plan_chunk, prefill
@@ -30,8 +30,6 @@ from ring_attention_pytorch.plan.kept import settings
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.resolved import resolved
-from ring_attention_pytorch.runtime.rowwise import has_triton
-from ring_attention_pytorch.tensor_kinds import dtensor_problem
 
 _CALLER = "attention to a cache"
 _UNSEEN = (
@@ -134,25 +132,13 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
         agree(cache.ring, _CALLER, same)
     n = 0 if k is None else q.shape[1]
     if n or q.shape[1] > 1:
-        _make_ready(cache, q.shape[1], layer, n > 0, in_graph)
-    number = layer if plan.capturable else cache.mark(layer) + layer  # that messages are for
+        cache.make_ready(q.shape[1], layer, n > 0, in_graph)
+    number = layer if plan.capturable else cache.mark(layer) + layer  # of messages
     terms = sinks, alibi_slopes
     out, found = plan.run(q, k, v, layer, terms, return_lse=return_lse, number=number)
     if n:
         cache.advance(n, layer, plan.asked.kernel == "eager", in_graph)
     return out if found is None else (out, found.transpose(1, 2))
-
-
-def _make_ready(cache: RingCache, n: int, layer: int, new: bool, in_graph: bool) -> None:
-    """Make room for n new tokens, or see that there are so many; tell other ranks if not."""
-    try:
-        if new:
-            cache.prepare(n, layer, in_graph)
-        elif not in_graph:
-            cache.check_last(n, layer)
-    except ValueError as error:  # which all have alike, or the others wait
-        cache.ring.say(f"raised ValueError: {error}")
-        raise
 
 
 def _kind(t: Tensor | None) -> Any:
@@ -184,7 +170,7 @@ def _checked(
         if cache.in_graph:
             raise ValueError(_UNSEEN)
         plan = plans[key] = _plan(given, cache, layer, scores, kernel, check)
-    elif (problem := _problem(given, cache, layer)) is not None:
+    elif (problem := call_problem(given, cache, layer)) is not None:
         cache.ring.say(f"raised ValueError: {problem}")
         raise ValueError(f"{_CALLER}: {problem}")
     return plan
@@ -200,8 +186,8 @@ def _in_pieces(
     """Attend with more new tokens than a layer with a window takes at once: some after others."""
     q, k, v, *_ = given
     assert q is not None
-    problem = problem_of(lambda: _problem(given, cache, layer))
-    same = {"tokens": q.shape[1], "layer": layer, _STATE: _told(cache, layer, problem)}
+    problem = problem_of(lambda: call_problem(given, cache, layer))
+    same = {"tokens": q.shape[1], "layer": layer, _STATE: cache.told(layer, problem)}
     agree(cache.ring, _CALLER, same, problem=problem)
     assert k is not None
     assert v is not None
@@ -273,7 +259,7 @@ def _agreed_chunk(
         "scores": list(scores),
         "given": [t is not None for t in given],
         "kernel": kernel,
-        _STATE: _told(cache, layer, problem),
+        _STATE: cache.told(layer, problem),
     }
     kind, plan = cache.plans.get(_CHUNK, (None, None))
     if problem or kind != _kind_of_chunk(given, layout, scores):
@@ -305,7 +291,7 @@ def _sharded_problem(
         return "a chunk in a layout comes with its k and v"
     if cache.in_graph:
         return "a chunk in a layout can't be captured in a CUDA graph; decoding can"
-    problem = _problem(given, cache, layer, some=False)
+    problem = call_problem(given, cache, layer, some=False)
     return problem or cache.holder(layer).problem_of(scores.window, 0, new=True)
 
 
@@ -339,15 +325,15 @@ def _plan(
     """Make a plan, once all ranks agree on what it depends on."""
     q, k, _, sinks, slopes = given
     assert q is not None
-    problem = problem_of(lambda: _problem(given, cache, layer)) or _option_problem(
+    problem = problem_of(lambda: call_problem(given, cache, layer)) or option_problem(
         scores, kernel, check
     )
     holder = cache.holder(layer)
     problem = problem or holder.problem_of(scores.window, q.shape[1], k is not None)
     if kernel is None:
-        kernel = "triton" if q.is_cuda and _triton_problem(cache, q.dtype) is None else "eager"
+        kernel = "triton" if q.is_cuda and triton_problem(cache, q.dtype) is None else "eager"
     elif problem is None and kernel == "triton":
-        problem = _triton_problem(cache, q.dtype)
+        problem = triton_problem(cache, q.dtype)
     same = {
         "q": list(q.shape),
         "dtype": q.dtype,
@@ -356,7 +342,7 @@ def _plan(
         "check": check,
         "given": [t is not None for t in given],
         "padded on the left": cache.has_starts,
-        _STATE: _told(cache, layer, problem),
+        _STATE: cache.told(layer, problem),
     }
     agree(cache.ring, _CALLER, same, problem=problem)
     asked = Asked(
@@ -371,72 +357,6 @@ def _plan(
     plan = DecodePlan(holder, asked)
     plan.checks = "always" in (check, os.environ.get("RING_ATTENTION_CHECK"))
     return plan
-
-
-def _told(cache: RingCache, layer: int, problem: str | None) -> str:
-    """Say what a layer holds, unless there is a problem: it may be the layer."""
-    return "" if problem else cache.told(layer)
-
-
-def _triton_problem(cache: RingCache, dtype: torch.dtype) -> str | None:
-    if not has_triton():
-        return "kernel='triton' needs the package triton, which is not installed"
-    if cache.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"kernel='triton' runs on CUDA, the cache is on {cache.device}"
-    if dtype == torch.float64:
-        return "kernel='triton' has no float64"
-    return None
-
-
-def _option_problem(scores: Scores, kernel: str | None, check: str | None) -> str | None:
-    if scores.window is not None and scores.window < 0:
-        return f"window must not be negative, got {scores.window}"
-    if not isfinite(scores.scale):
-        return f"scale must be finite, got {scores.scale}"
-    if scores.softclamp is not None and not 0 < scores.softclamp < inf:
-        return f"softclamp must be None, or positive and finite, got {scores.softclamp}"
-    if check not in (None, "always"):
-        return f"check must be None or 'always', got {check!r}"
-    if kernel not in (None, "triton", "eager"):
-        return f"kernel must be None, 'triton' or 'eager', got {kernel!r}"
-    return None
-
-
-def _problem(
-    given: tuple[Tensor | None, ...], cache: RingCache, layer: int, some: bool = True
-) -> str | None:
-    q, k, v, sinks, slopes = given
-    assert q is not None
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if t is not None and (problem := dtensor_problem(name, t)):
-            return problem
-    if (k is None) != (v is None):
-        return "k and v must be given together; without them the cache must have them already"
-    if q.ndim != 4 or q.shape[0] != cache.sequences or q.shape[3] != cache.head_dim:
-        return f"q must be [{cache.sequences}, n, h, {cache.head_dim}], got {[*q.shape]}"
-    if some and not q.shape[1]:
-        return "q must have a token"
-    if not q.shape[2] or q.shape[2] % cache.key_heads:
-        return f"heads of q must be a multiple of {cache.key_heads}, got {q.shape[2]}"
-    if q.dtype not in cache.dtypes or q.device != cache.device:
-        return f"q must be {cache.takes}, as the cache is, got {q.dtype} on {q.device}"
-    if k is not None and v is not None:
-        if (problem := cache.problem(k, v, layer)) is not None:
-            return problem
-        if (k.dtype, k.shape[1]) != (q.dtype, q.shape[1]):
-            return (
-                f"q and k must be of the same tokens and dtype, got {q.shape[1]} in {q.dtype} and "
-                f"{k.shape[1]} in {k.dtype}"
-            )
-    elif not 0 <= layer < cache.layers:
-        return f"layer must be from 0 to {cache.layers - 1}, got {layer}"
-    return _term_problem(q, "sinks", sinks) or _term_problem(q, "alibi_slopes", slopes)
-
-
-def _term_problem(q: Tensor, name: str, t: Tensor | None) -> str | None:
-    if t is None or (t.shape == q.shape[2:3] and t.device == q.device):
-        return None
-    return f"{name} must be [{q.shape[2]}] on {q.device}, got {[*t.shape]} on {t.device}"
 
 
 def digest(*tensors: Tensor | None) -> str:

@@ -182,8 +182,13 @@ class PagedStorage(HeldTokens):
             self.lengths_in(layer)
         return self._lineage.mark(layer)
 
-    def told(self, layer: int) -> str:
-        """Say what `mark` is of, for people: first of all the lengths."""
+    def told(self, layer: int, problem: str | None = None) -> str:
+        """Say what `mark` is of, for people: first of all the lengths.
+
+        Nothing where there is a problem, for it may be the layer.
+        """
+        if problem:
+            return ""
         lengths = [*self.lengths_in(layer)]
         return f"{str(lengths)[:_LONGEST]}, {self.mark(layer):x}"
 
@@ -225,6 +230,21 @@ class PagedStorage(HeldTokens):
                 "cache larger"
             )
         self._reserve(wanted)
+
+    def make_ready(self, n: int, layer: int, new: bool, in_graph: bool) -> None:
+        """Prepare for n new tokens, or check that there are so many; tell other ranks if not.
+
+        Raises:
+            ValueError: as `prepare` and `check_last` do.
+        """
+        try:
+            if new:
+                self.prepare(n, layer, in_graph)
+            elif not in_graph:
+                self.check_last(n, layer)
+        except ValueError as error:  # which all have alike, or the others wait
+            self.ring.say(f"raised ValueError: {error}")
+            raise
 
     def check_last(self, n: int, layer: int) -> None:
         """Raise ValueError if a sequence of a layer has tokens, but less than n of them.

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from tests.faults import hunt
-from tests.faults.attention import patched
 from tests.faults.mutant import planted
 
 MUTANTS = planted("INFERENCE")
@@ -19,13 +18,13 @@ def battery() -> Iterable[Callable[[], object]]:
 
     from ring_attention_pytorch import tree_attn_decode
     from ring_attention_pytorch.comm.ring import Ring
+    from tests.faults.attention import patched
     from tests.inference import test_page_table as tables
     from tests.inference import test_pages as pages
     from tests.inference import test_prefill as prefill
     from tests.inference import test_programs as programs
     from tests.inference import test_refusals as refusals
     from tests.inference.stories import Story, Teller
-    from tests.nn import test_generation
     from tests.nn.generation_cases import CASES, ROUTED, Case
     from tests.support import threads
 
@@ -80,29 +79,39 @@ def battery() -> Iterable[Callable[[], object]]:
         yield partial(generate, size, CASES[number])
     for case in ROUTED:
         yield partial(generate, 1, case)
-    yield test_generation.test_a_token_is_drawn_among_the_largest
-    yield test_generation.test_keys_that_are_kept_in_fewer_bits_are_close
-    for case in (test_generation.broken, test_generation.broken_after_its_end):
-        yield partial(test_generation.test_logits_that_are_no_numbers_are_told, case, 0)
+    yield from _generation()
+
+
+def _generation() -> Iterable[Callable[[], object]]:
+    """Tokens that are drawn of logits, and logits of which none is."""
+    import torch
+
+    from tests.nn import test_generation as tests
+
+    yield tests.test_keys_that_are_kept_in_fewer_bits_are_close
+    for case in tests.KEPT:
+        yield partial(tests.test_a_layer_keeps_its_window_where_that_is_less, *case)
+    yield tests.test_a_token_is_drawn_among_the_largest
+    yield tests.test_temperatures_that_no_float32_has_are_refused
+    yield partial(tests.test_the_coldest_draw_is_the_largest, 1.3e-38, 1e35)
     for row in ([1.0, torch.nan], [torch.inf, 1.0], [-torch.inf] * 2):
-        yield partial(test_generation.test_a_row_without_numbers_has_no_token, row, 1.0)
-    yield partial(test_generation.test_the_coldest_draw_is_the_largest, 1.3e-38, 1.0)
-    yield test_generation.test_temperatures_that_no_float32_has_are_refused
-    yield partial(test_generation.test_one_process_generates_by_its_weights, CASES[4])
-    for case in test_generation.KEPT:
-        yield partial(test_generation.test_a_layer_keeps_its_window_where_that_is_less, *case)
+        yield partial(tests.test_a_row_without_numbers_has_no_token, row, 1.0)
+    for break_it in (tests.broken, tests.broken_after_its_end):
+        yield partial(tests.test_logits_that_are_no_numbers_are_told, break_it, 0)
+    yield partial(tests.test_one_process_generates_by_its_weights, tests.CASES[4])
 
 
 def _states() -> Iterable[Callable[[], object]]:
     """States that a cache takes, and others."""
+    from tests.faults.attention import patched
     from tests.inference import test_states as states
 
     for name in states.OTHERS:
         yield partial(states.test_states_of_other_caches_are_refused, name)
     for name in states.BROKEN:
         yield partial(states.test_states_that_are_none_are_refused, name)
-    for length, page in ((11, 1), (20, 4)):
-        yield partial(states.test_of_a_window_as_much_can_be_rolled_back_as_before, length, page)
+    for given in ((11, (1, 4), 0), (20, (4, 4), 1), (20, (1, 1), 2)):
+        yield partial(states.test_of_a_window_as_much_can_be_rolled_back_as_before, *given)
     yield states.test_what_does_not_fit_is_refused
     yield states.test_old_padding_does_not_stay
     yield states.test_pages_that_were_shared_are_not_when_other_tokens_come

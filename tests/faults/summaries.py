@@ -21,6 +21,7 @@ def battery() -> Iterable[Callable[[], None]]:
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
     yield lambda: check_in_threads(Case(), 2)
+    yield tests.test_what_the_plan_was_not_made_for_is_not_summarised
     yield lambda: check_in_threads(replace(tests.PACKED, layout="striped"), 3)
     for name, case in tests.CASES.items():
         layout = tests.LAYOUTS[len(name) % 3]

@@ -139,7 +139,8 @@ INFERENCE = [
     ),
     Mutant(
         "a call is right once there is a plan", "inference/attention.py:_checked",
-        "elif (problem := _problem(given, cache, layer)) is not None:", "elif (problem := None):",
+        "elif (problem := call_problem(given, cache, layer)) is not None:",
+        "elif (problem := None):",
     ),
     Mutant(
         "others' queries are taken for own ones", "inference/prefill.py:_by_all",
@@ -208,7 +209,7 @@ INFERENCE = [
     ),
     Mutant(
         "plans are made of any cache", "inference/attention.py:_plan",
-        "_STATE: _told(cache, layer, problem)", "",
+        "cache.told(layer, problem)", "''",
     ),
     Mutant(
         "new tokens count once", LINEAGE + "advance", "n * self._all", "self._all",
@@ -217,7 +218,8 @@ INFERENCE = [
         "other sequences pass for these", LINEAGE + "reorder", "self._sum()", "pass",
     ),
     Mutant(
-        "what was forked has one name", LINEAGE + "reorder", "if new else each", "if False else each",
+        "what was forked has one name", LINEAGE + "reorder", "if new else each",
+        "if False else each",
     ),
     Mutant(
         "other padding passes for this", LINEAGE + "pad", "self._starts = [*starts]", "pass",
@@ -234,11 +236,11 @@ INFERENCE = [
         "False",
     ),
     Mutant(
-        "endless scales", "inference/attention.py:_option_problem", "not isfinite(scores.scale)",
+        "endless scales", "inference/checks.py:option_problem", "not isfinite(scores.scale)",
         "False",
     ),
     Mutant(
-        "endless softclamps", "inference/attention.py:_option_problem", "scores.softclamp < inf",
+        "endless softclamps", "inference/checks.py:option_problem", "scores.softclamp < inf",
         "scores.softclamp",
     ),
     Mutant(
@@ -293,21 +295,6 @@ INFERENCE = [
     Mutant(
         "states of several caches", STATES + "problem_of_states",
         "state[name] != states[0][name]", "False",
-    ),
-    Mutant(
-        "an ended sequence hides that there are no numbers", "nn/generation.py:Generation._decoded",
-        "ended & (token != _BROKEN)", "ended",
-    ),
-    Mutant(
-        "any temperature", "nn/generation.py:Sampling.problem", "_COLDEST <=", "0 <",
-    ),
-    Mutant(
-        "only NaN is no number", "nn/generation.py:Sampling.choose",
-        "~largest.isfinite().squeeze(-1)", "wide.isnan().any(-1)",
-    ),
-    Mutant(
-        "cold logits overflow", "nn/generation.py:Sampling.choose",
-        "wide - largest.masked_fill(broken.unsqueeze(-1), 0.0)", "wide",
     ),
     Mutant(
         "rows that do not fit 8 bits", "inference/scaled.py:stored", "> _THREE_QUARTERS",

@@ -131,6 +131,11 @@ def test_where_there_is_no_memory_nothing_is_forgotten(monkeypatch: pytest.Monke
         cache.load_state_dict(*states)
     assert same(before["held"], cache.state_dict()["held"])
     monkeypatch.undo()
+    k = torch.ones(2, 9, 2, 4)
+    for layer in range(2):
+        cache.append(k, k, layer)  # into pages of its own
+    cache.rollback(9)
+    assert same(before["held"], cache.state_dict()["held"])
     cache.load_state_dict(*states)
     assert same(states[0]["held"], cache.state_dict()["held"])
 
@@ -154,21 +159,28 @@ def test_pages_that_were_shared_are_not_when_other_tokens_come() -> None:
     assert same(cache.state_dict()["held"], state["held"])
 
 
-@pytest.mark.parametrize(("length", "page"), [(9, 1), (11, 1), (11, 4), (20, 4), (20, 1)])
-def test_of_a_window_as_much_can_be_rolled_back_as_before(length: int, page: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "pages", "before"),
+    [(9, (4, 1), 0), (11, (4, 1), 0), (11, (1, 4), 0), (20, (4, 4), 1), (20, (1, 1), 2)],
+)
+def test_of_a_window_as_much_can_be_rolled_back_as_before(
+    length: int, pages: tuple[int, int], before: int
+) -> None:
+    """Of tokens that another cache has kept, which had pages of its own, and was rolled back."""
     window, spare, q = 5, 2, torch.ones(1, 1, 1, 4)
     one: dict[str, Any] = dict(sequences=1, key_heads=1, layers=1, spare=spare)
     k, v, *_ = filled(length, **one).state_dict()["held"][0][0]
-    saved = filled(length, page=4, windows=[window], **one).state_dict()
-    kept = -(-(window + 2 * spare) // page) * page
-    for back in range(length):
-        cache = filled(3, page=page, windows=[window], **one)
-        cache.load_state_dict(saved)
-        if length > min(kept, 12) and back > spare:
+    saved = filled(length, page=pages[0], windows=[window], **one)
+    saved.rollback(before)
+    kept = min(-(-(window + 2 * spare) // page) * page for page in pages)
+    for back in range(before, length):
+        cache = filled(3, page=pages[1], windows=[window], **one)
+        cache.load_state_dict(saved.state_dict())
+        if length > kept and back > spare:
             with pytest.raises(ValueError, match="roll back less"):
-                cache.rollback(back)
+                cache.rollback(back - before)
             continue
-        cache.rollback(back)
+        cache.rollback(back - before)
         seen = slice(max(0, length - back - 1 - window), length - back)
         want, _ = dense_attention(q.double(), *(t[None, seen].double() for t in (k, v)))
         out = ring_attn_with_cache(q, None, None, cache, window=window)

@@ -92,8 +92,23 @@ INFERENCE = [
         "min(SPARE, share * page // _SHARE)", "SPARE",
     ),
     Mutant(
+        "an ended sequence hides that there are no numbers", "nn/generation.py:Generation._decoded",
+        "ended & (token != _BROKEN)", "ended",
+    ),
+    Mutant(
+        "any temperature", "nn/generation.py:Sampling.problem", "_COLDEST <=", "0 <",
+    ),
+    Mutant(
+        "only NaN is no number", "nn/generation.py:Sampling.choose",
+        "~largest.isfinite().squeeze(-1)", "wide.isnan().any(-1)",
+    ),
+    Mutant(
+        "cold logits overflow", "nn/generation.py:Sampling.choose",
+        "wide - largest.masked_fill(broken.unsqueeze(-1), 0.0)", "wide",
+    ),
+    Mutant(
         "the token that reaches top_p is left out", "nn/generation.py:Sampling.choose",
-        "largest.cumsum(-1) - largest >= self.top_p", "largest.cumsum(-1) >= self.top_p",
+        "best.cumsum(-1) - best >= self.top_p", "best.cumsum(-1) >= self.top_p",
     ),
     Mutant(
         "one of the top_k is left out", "nn/generation.py:Sampling._kept", "logits < least",

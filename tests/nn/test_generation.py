@@ -204,6 +204,7 @@ def broken_after_its_end(model: Any, ids: torch.Tensor) -> None:
         if end not in (other, *words.flatten().tolist()):
             model.token_emb.weight.data[end] = torch.nan
             model.generate(words, 3, eos=end)
+            return
 
 
 REFUSED = [

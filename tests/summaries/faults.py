@@ -132,6 +132,10 @@ SUMMARIES = [
         "summaries/cache.py:SummaryCache._summarise", "first - end + self.rule.block", "0",
     ),
     Mutant(
+        "keys that the plan was not made for", "summaries/pooling.py:_problem", "t.shape != shape",
+        "False",
+    ),
+    Mutant(
         "summaries never restart", "summaries/layer.py:SummaryLayer._summarized",
         "in_documents=self.restart", "in_documents=False",
     ),
