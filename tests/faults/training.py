@@ -1,5 +1,6 @@
 """Faults between a training loop and attention, and a battery that must find each."""
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ def battery() -> Iterator[Callable[[], object]]:
     yield loss_of_nothing
     yield rolls
     yield logprobs_are_right
+    yield from losses_are_right()
     yield test_dataset.test_documents_are_packed_without_a_gap_and_predict_nothing_beyond_them
     yield goes_on
     yield projections.test_weights_in_three_are_those_in_one_in_their_order
@@ -71,6 +73,29 @@ def logprobs_are_right() -> None:
     from tests.training.test_batches import EXACT, logprobs
 
     assert max(threads.run(2, lambda ring: logprobs("head", ring))[0]) < EXACT
+
+
+def losses_are_right() -> Iterator[Callable[[], object]]:
+    """With weights and a head's terms over two ranks, and what is wrong with them."""
+    from tests.support import threads
+    from tests.training import test_losses as losses
+
+    def mean_is_right(case: tuple) -> None:
+        for found in threads.run(2, lambda ring: losses.mean_errors(*case, ring))[0]:
+            assert max(found.values()) < losses.EXACT
+
+    def refused(change: str) -> None:
+        for told in threads.run(2, lambda ring: losses.refusal(change, ring))[0]:
+            assert re.search(change, told)
+
+    for case in losses.MEANS:
+        yield partial(mean_is_right, case)
+    yield losses.test_a_cap_bounds_what_16_bits_hold
+    for change in losses._CHANGES:
+        yield partial(refused, change)
+    for what in ("labels", "weights"):
+        yield partial(losses.test_alone_a_wrong_value_is_nan_and_then_an_error, what)
+    yield losses.test_alone_a_label_that_is_no_class_has_nan_where_nobody_waits
 
 
 def all_hear_of_a_wrong_type() -> None:

@@ -60,12 +60,99 @@ TRAINING = [
     ),
     Mutant(
         "the loss is the mean of this rank", "nn/loss.py:mean_over_ranks",
-        "total = _SumOverRanks.apply(total, ring)\n ring.total(held)",
-        "total = _SumOverRanks.apply(total, ring)",
+        "(_SumOverRanks.apply(t, ring) for t in (total, held))",
+        "(_SumOverRanks.apply(t, ring) if t is total else t for t in (total, held))",
     ),
     Mutant(
         "weights are not counted", "training/losses.py:ring_cross_entropy",
-        "held = (weights * real).sum()", "pass",
+        "held = found.real.sum() if found.weights is None else found.weights.sum()",
+        "held = found.real.sum()",
+    ),
+    Mutant(
+        "the mean's denominator has no gradient", "training/losses.py:ring_cross_entropy",
+        "return mean_over_ranks(total, held, ring)",
+        "return mean_over_ranks(total, held.detach(), ring)",
+    ),
+    Mutant(
+        "the denominator's gradient is a rank's own", "nn/loss.py:mean_over_ranks",
+        "(_SumOverRanks.apply(t, ring) for t in (total, held))",
+        "(_SumOverRanks.apply(total, ring), held + _SumOverRanks.apply(held, ring).detach() "
+        "- held.detach())",
+    ),
+    Mutant(
+        "weights of ignored labels count", "training/loss_inputs.py:targets",
+        "torch.where(real, weights.to(dtype), 0.0)", "weights.to(dtype)",
+    ),
+    Mutant(
+        "a NaN weight of an ignored label passes, times 0", "training/loss_inputs.py:targets",
+        "torch.where(real, weights.to(dtype), 0.0)", "weights.to(dtype) * real",
+    ),
+    Mutant(
+        "the cap comes before the scale", "training/loss_inputs.py:Head.logits",
+        "factor = (1.0 if self.scale is None else self.scale) / (self.softcap or 1.0)",
+        "factor = 1 / (self.softcap or 1.0)",
+    ),
+    Mutant(
+        "the cap has no slope of 1 at 0", "training/loss_inputs.py:Head.logits",
+        "logits.tanh_() * self.softcap", "logits.tanh_()",
+    ),
+    Mutant(
+        "a head's bias is left out", "training/loss_inputs.py:Head.logits",
+        "F.linear(x, self.weight, self.bias)", "F.linear(x, self.weight)",
+    ),
+    Mutant(
+        "16 bits are scaled before they are widened", "training/loss_inputs.py:Head.logits",
+        "logits = logits.to(accumulation_dtype(logits.dtype))\n factor",
+        "factor",
+    ),
+    Mutant(
+        "labels beyond the classes pass", "training/loss_inputs.py:values_problem",
+        "(labels < 0) | (labels >= classes)", "(labels < 0)",
+    ),
+    Mutant(
+        "negative labels pass", "training/loss_inputs.py:values_problem",
+        "(labels < 0) | (labels >= classes)", "(labels >= classes)",
+    ),
+    Mutant(
+        "negative weights pass", "training/loss_inputs.py:_is_weight",
+        "(weights >= 0) & (weights < math.inf)", "(weights < math.inf)",
+    ),
+    Mutant(
+        "infinite weights pass", "training/loss_inputs.py:_is_weight",
+        "(weights >= 0) & (weights < math.inf)", "(weights >= 0)",
+    ),
+    Mutant(
+        "a head of any dtype passes", "training/loss_inputs.py:Head._alike",
+        "and autocast_dtype(t) == autocast_dtype(x)", "",
+    ),
+    Mutant(
+        "ranks do not compare the terms of a head", "training/losses.py:_same",
+        ", **head.note()", "",
+    ),
+    Mutant(
+        "weights are learned on some ranks", "training/losses.py:ring_cross_entropy",
+        "((x, head, bias), (weights,))", "((x, head, bias),)",
+    ),
+    Mutant(
+        "a wrong label that nobody waits for counts as another",
+        "training/losses.py:ring_cross_entropy", "if found.wrong is not None:", "if False:",
+    ),
+    Mutant(
+        "a wrong label that nobody waits for has a probability",
+        "training/losses.py:ring_token_logprobs", "if wanted.wrong is not None:", "if False:",
+    ),
+    Mutant(
+        "a wrong weight that nobody waits for is one", "training/loss_inputs.py:targets",
+        "wrong_labels if weights is None else wrong_labels | ~_is_weight(weights.detach())",
+        "wrong_labels",
+    ),
+    Mutant(
+        "what was found wrong is told for ever", "training/loss_inputs.py:_Flags.problem",
+        "self._found.zero_()\n self._told.zero_()", "pass",
+    ),
+    Mutant(
+        "nobody is told of what was found", "training/loss_inputs.py:_Flags.raise_if",
+        "self._told.copy_(self._found, non_blocking=True)", "pass",
     ),
     Mutant(
         "gradients of log-probabilities are a rank's own", "training/losses.py:_Whole.backward",
