@@ -5,7 +5,7 @@ At long contexts logits need more memory than attention does. So a head's logits
 forgotten a chunk of tokens at a time, and made again in backward.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.comm.notes import Disagreement
 from ring_attention_pytorch.comm.placement import current
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
@@ -85,7 +86,8 @@ def ring_cross_entropy(  # noqa: PLR0913 - a public entry point
             for given in ((x, head, bias), (weights,))
         ],
     }
-    agree(ring, "ring_cross_entropy", same, problem=problem)
+    told = agree(ring, "ring_cross_entropy", same, _block_note(), problem)
+    _check_blocks("ring_cross_entropy", told)
     total = x.new_zeros((), dtype=accumulation_dtype(x.dtype))
     found = targets(labels, weights, ignore_index, of.classes(x), total.dtype)
     held = found.real.sum() if found.weights is None else found.weights.sum()
@@ -103,6 +105,28 @@ def _same(x: Tensor, head: Head, problem: str | None, ignore_index: int) -> dict
         same["classes"] = head.classes(x)
     same |= {"dtype": x.dtype, "ignore_index": ignore_index, **head.note()}
     return same | {"grad mode": torch.is_grad_enabled()}
+
+
+def _block_note() -> dict[str, int]:
+    """Return numbers of the batch in whose block this rank is: of its ring, and of the batch."""
+    placement = current()
+    if placement is None or placement.digest is None:
+        return {}
+    return {"ring": placement.ring.ranks[0], "batch": placement.digest}
+
+
+def _check_blocks(caller: str, told: Sequence[Mapping[str, int]]) -> None:
+    """Raise ValueError, on all ranks, if ranks that share a batch are in blocks of several ones."""
+    rings: dict[int, set[int]] = {}
+    for note in told:
+        if note:
+            rings.setdefault(note["ring"], set()).add(note["batch"])
+    if any(len(batches) > 1 for batches in rings.values()):
+        where = ", ".join(f"rank {rank}: {note.get('batch')}" for rank, note in enumerate(told))
+        raise Disagreement(
+            f"{caller}: ranks of one ring are in the blocks of different batches, by their digests "
+            f"{where}; one has made more or fewer steps than the others"
+        )
 
 
 def _told_by_batch(given: Mapping[str, Any], problem: str) -> None:
@@ -159,7 +183,8 @@ def ring_token_logprobs(
     ring, of = batch.ring, Head(head, bias, scale, softcap)
     if labels is not None:
         problem = problem_of(lambda: _problem(x, labels, of, None, ignore_index, chunk, ring))
-    agree(ring, "ring_token_logprobs", _same(x, of, problem, ignore_index), problem=problem)
+    same = _same(x, of, problem, ignore_index) | {"batch (its digest)": batch.digest}
+    agree(ring, "ring_token_logprobs", same, problem=problem)
     wanted = targets(labels, None, ignore_index, of.classes(x), x.dtype)
     found = []
     for part in _chunks(chunk or of.chunk, x, wanted.labels, None):

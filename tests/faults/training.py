@@ -19,7 +19,9 @@ def battery() -> Iterator[Callable[[], object]]:
     """Steps over rings of threads against one process, and mistakes that must raise."""
     from tests.nn import test_projections as projections
     from tests.support import threads
+    from tests.training import test_batches as batches
     from tests.training import test_dataset
+    from tests.training import test_losses as losses
 
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
@@ -30,6 +32,12 @@ def battery() -> Iterator[Callable[[], object]]:
     yield rolls
     yield logprobs_are_right
     yield from losses_are_right()
+    yield losses.test_ranks_in_blocks_of_different_batches_are_told_by_the_loss
+    for ulysses in (1, 2):
+        yield partial(batches.test_a_plan_is_for_batches_of_an_equal_mask_only, ulysses)
+    yield batches.test_a_plan_whose_mask_was_given_is_for_batches_of_equal_values
+    yield batches.test_a_plan_of_other_ranks_than_the_batch_is_an_error
+    yield files_differ
     yield test_dataset.test_documents_are_packed_without_a_gap_and_predict_nothing_beyond_them
     yield goes_on
     yield projections.test_weights_in_three_are_those_in_one_in_their_order
@@ -112,6 +120,13 @@ def goes_on() -> None:
     with TemporaryDirectory() as folder:
         file = test_dataset.token_file(Path(folder))
         test_dataset.test_a_run_goes_on_with_other_rings("file", file)
+
+
+def files_differ() -> None:
+    from tests.training import test_dataset
+
+    with TemporaryDirectory() as folder:
+        test_dataset.test_ranks_that_read_other_files_hold_other_batches(Path(folder))
 
 
 def raises(mistake: Callable[[], object]) -> None:

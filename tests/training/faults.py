@@ -199,8 +199,50 @@ TRAINING = [
         "found and began not in found", "False",
     ),
     Mutant(
-        "a plan is for any batch", "comm/placement.py:check_plan",
-        "(layout, packing, key_mask is None) != mine", "False",
+        "a plan is for any batch", "comm/placement.py:Placement.plan_problem",
+        "(plan.layout, plan.packing) == (self.layout, self.packing)", "True",
+    ),
+    Mutant(
+        "a plan of any mask is the batch's", "comm/placement.py:Placement.plan_problem",
+        "and self.has_mask(plan.own_mask)", "",
+    ),
+    Mutant(
+        "all masks of batches are one", "comm/placement.py:Placement.has_mask",
+        "mask.whole == self.whole_mask", "True",
+    ),
+    Mutant(
+        "ranks compare their own masks only", "comm/placement.py:Placement.has_mask",
+        "None not in (mask.whole, self.whole_mask)", "False",
+    ),
+    Mutant(
+        "all masks of no batch are one", "comm/placement.py:Placement.has_mask",
+        "torch.equal(mask.values.to(self.key_mask.device), self.key_mask)", "True",
+    ),
+    Mutant(
+        "a plan is of any ranks", "comm/placement.py:Placement.plan_problem",
+        "_ranks(plan.ring) != _ranks(self.ring)", "False",
+    ),
+    Mutant(
+        "a plan's fit is known before it is looked at", "plan/ring_plan.py:RingPlan.check",
+        "self._raise(block.plan_problem(self))\n self._blocks.add(block)",
+        "self._blocks.add(block)\n self._raise(block.plan_problem(self))",
+    ),
+    Mutant(
+        "losses are of any batches", "training/losses.py:_check_blocks",
+        "len(batches) > 1", "False",
+    ),
+    Mutant(
+        "log-probabilities are of any batches", "training/losses.py:ring_token_logprobs",
+        "_same(x, of, problem, ignore_index) | {\"batch (its digest)\": batch.digest}",
+        "_same(x, of, problem, ignore_index)",
+    ),
+    Mutant(
+        "files of one length are one", "training/dataset.py:TokenFile.sample",
+        "found.append(digest(self.tokens[first:stop]))", "pass",
+    ),
+    Mutant(
+        "files that begin alike are one", "training/dataset.py:TokenFile.sample",
+        "found = [len(self)]", "found = []",
     ),
     Mutant(
         "averages over too few ranks pass", "nn/averaging.py:watch_averaging",

@@ -11,6 +11,7 @@ from torch import Tensor
 from ring_attention_pytorch import ring_cross_entropy, ring_token_logprobs, shard_batch
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.training import loss_inputs
+from tests.support import threads
 from tests.support.reference import relative_error
 
 EXACT = 1e-12
@@ -352,3 +353,24 @@ def test_where_nobody_waits_a_label_that_is_no_class_has_nan(pools):
 
 def test_alone_a_label_that_is_no_class_has_nan_where_nobody_waits():
     assert logprobs_told_later()[0] == [[0, 1]]
+
+
+def test_ranks_in_blocks_of_different_batches_are_told_by_the_loss():
+    """As where one rank makes a step more than the others, whose next one it meets."""
+
+    def main(ring: threads.ThreadRing) -> str:
+        ids = torch.arange(8)[None] % 4
+        batches = [
+            shard_batch({"input_ids": ids + more, "labels": ids}, group=ring) for more in (0, 1)
+        ]
+        x = torch.zeros(1, 4, 4)
+        with batches[0]:
+            ring_cross_entropy(x, batches[0].labels, group=ring)
+        with batches[ring.rank] as mine, pytest.raises(ValueError, match="different") as told:
+            ring_cross_entropy(x, mine.labels, group=ring)
+        with pytest.raises(ValueError, match=r"batch \(its digest\) must be the same"):
+            ring_token_logprobs(x, batches[ring.rank])
+        return str(told.value)
+
+    (told,) = {*threads.run(2, main)[0]}
+    assert "ranks of one ring are in the blocks of different batches" in told
