@@ -129,7 +129,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             ways; one number, or one for each sample.
         mask_mod: a function of (sample, head, position of the query, position of the key), int
             tensors that broadcast. It returns bool, True where the key may be seen; all other masks
-            apply too. Positions count within the document. On CUDA the kernel "flex" compiles the
+            apply too. Positions count within the document. It must be the same on all ranks: code
+            and what that reads. On CUDA the kernel "flex" compiles the
             function, which may compare, compute and look up in tensors. The kernel "eager", the
             only one elsewhere, takes any function.
         cross: True if the keys are of another sequence than the queries, in shards of any

@@ -13,7 +13,7 @@ recompute what is checkpointed with that one.
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -31,6 +31,18 @@ _ended: WeakSet["Placement"] = WeakSet()
 _unseen: list[bool] = []  # whether attention was in a block within a Function: it may be, too
 
 
+class OwnMask(NamedTuple):
+    """The mask of keys that a plan was made with.
+
+    Attributes:
+        values: bool `[b, n]` of this rank's keys; None if all may be seen.
+        whole: what tells the masks of whole batches apart; None if it is of no batch.
+    """
+
+    values: Tensor | None = None
+    whole: int | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Placement:
     """The layout of a batch's tokens over a ring, their documents, and which may be seen.
@@ -40,6 +52,8 @@ class Placement:
         layout: which of the `length` tokens each of them holds.
         packing: the documents of each sample; None if a sample is one.
         key_mask: bool `[b, n]` of this rank's tokens, True where one may be seen; None if all may.
+        whole_mask: what tells the masks of whole batches apart; None if nobody has looked.
+        digest: what tells whole batches apart, the same on all ranks; None likewise.
     """
 
     ring: Ring
@@ -47,6 +61,8 @@ class Placement:
     length: int
     packing: BatchDocuments | None = None
     key_mask: Tensor | None = None
+    whole_mask: int | None = None
+    digest: int | None = None
 
     @property
     def segments(self) -> Segments:
@@ -91,6 +107,26 @@ class Placement:
         if given.get("cu_seqlens") is not None:
             return "cu_seqlens were given beside those of the batch whose block this is; drop them"
         return None
+
+    def plan_problem(self, plan: Any) -> str | None:
+        """Say how a plan that is used in this block lies otherwise; None if it does not."""
+        if _ranks(plan.ring) != _ranks(self.ring) and plan.ring.size > 1:
+            return "the plan is of other ranks than the batch in whose block it is used"
+        lies_alike = (plan.layout, plan.packing) == (self.layout, self.packing)
+        if lies_alike and self.has_mask(plan.own_mask):
+            return None
+        return (
+            f"the plan is for {plan.layout!r}, its own documents and mask, the batch in whose "
+            f"block it is used is in {self.layout!r}, or has others; make the plan inside the block"
+        )
+
+    def has_mask(self, mask: OwnMask) -> bool:
+        """Tell whether a plan's mask is the batch's, by values; of no batch, the host waits."""
+        if mask.values is None or self.key_mask is None:
+            return mask.values is self.key_mask
+        if None not in (mask.whole, self.whole_mask):
+            return mask.whole == self.whole_mask
+        return torch.equal(mask.values.to(self.key_mask.device), self.key_mask)
 
     def fits(self, q: Tensor) -> bool:
         """Tell whether there are as many queries as this rank has tokens."""
@@ -164,21 +200,20 @@ def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> tuple[Mapping[str
     return (given, problem) if problem else (placement.options(given), None)
 
 
-def check_plan(
-    layout: Layout, packing: BatchDocuments | None, key_mask: Tensor | None, q: Tensor
-) -> None:
-    """Raise ValueError if a plan is given in the block of a batch that lies otherwise."""
+def own_mask(given: Tensor | None, values: Tensor | None) -> OwnMask:
+    """Return the mask that a plan is made with: as it was given, and the values that are kept."""
+    placement = current()
+    if placement is None or given is not placement.key_mask:
+        return OwnMask(values)
+    return OwnMask(values, placement.whole_mask)
+
+
+def block_of(q: Tensor) -> Placement | None:
+    """Return the placement in whose block a plan is called for these queries; None if in none."""
     if not _open:
-        return
+        return None
     placement = None if in_backward() else current()
-    if placement is None or not placement.fits(q):
-        return
-    mine = placement.layout, placement.packing, placement.key_mask is None
-    if (layout, packing, key_mask is None) != mine:
-        raise ValueError(
-            f"ring attention: the plan is for {layout!r}, its own documents and mask, the batch in "
-            f"whose block it is used is in {placement.layout!r}; make the plan inside the block"
-        )
+    return placement if placement is not None and placement.fits(q) else None
 
 
 def check_began_here(began: Placement | None) -> None:

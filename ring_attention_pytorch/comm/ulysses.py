@@ -174,6 +174,7 @@ class Ulysses:
     keys: HeadPartition
     by: Swap  # how neighbours exchange
     number: int = 0  # the ranks' number for it, which its exchanges have
+    of_layer: str = ""  # as the plan's calls are named
     tapes: Tapes = field(default_factory=Tapes, init=False, compare=False, repr=False)
     graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -271,7 +272,8 @@ class Ulysses:
     def exchange(self, way: "AllToAll", *tensors: Tensor) -> tuple[Tensor, ...]:
         """Exchange tensors `[b, n, h, ...]` with the neighbours, by a tape or by graphs."""
         tensors = tuple([resolved(t) for t in tensors])
-        name, device = f"all-to-all of {len(tensors)} to {way.to}", tensors[0].device
+        name = f"all-to-all{self.of_layer} of {len(tensors)} to {way.to}"
+        device = tensors[0].device
         with self.together.call(name, self.number), spanned(f"ring attention, {name}", device):
             if self.graphs is not None:
                 return self.graphs.run(way, self, *tensors)

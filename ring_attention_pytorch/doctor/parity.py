@@ -23,7 +23,7 @@ from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.doctor.evidence import Evidence, watched
 from ring_attention_pytorch.doctor.mistakes import KNOWN, Case, Told
 from ring_attention_pytorch.doctor.shards import whole_tokens
-from ring_attention_pytorch.training.labels import digest
+from ring_attention_pytorch.runtime.digests import digest
 
 _CALLER = "check_parity"
 # the largest relative error that is rounding, after many layers

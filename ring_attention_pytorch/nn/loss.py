@@ -54,13 +54,12 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: 
 def mean_over_ranks(total: Tensor, held: Tensor, ring: Ranks) -> Tensor:
     """Divide the sum of all ranks' `total` by that of what they `held`; 0 if they held nothing.
 
-    Backward sums all ranks' gradients. `held` is overwritten.
+    Backward sums all ranks' gradients, of `held` too where it has one.
     """
     if isinstance(ring, TracedRing):
         total, held = ring.total(total), ring.total(held)
     elif ring.size > 1:
-        total = _SumOverRanks.apply(total, ring)
-        ring.total(held)
+        total, held = (_SumOverRanks.apply(t, ring) for t in (total, held))
     return total / torch.where(held == 0, torch.ones_like(held), held)
 
 

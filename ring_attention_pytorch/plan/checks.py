@@ -10,6 +10,7 @@ from ring_attention_pytorch.comm.transports import transport_problem
 from ring_attention_pytorch.geometry.layouts import Layout, all_segments, layout_problem
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count
 from ring_attention_pytorch.geometry.tiles import Mask
+from ring_attention_pytorch.runtime.scores import per_head_problem
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AUTOCAST_FROM = DTYPES[1:]
@@ -106,6 +107,21 @@ def shapes_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+
+
+def tensors_problem(
+    wanted: Signature, with_sinks: bool, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None
+) -> str | None:
+    """Say what is wrong with a call's tensors for a plan of this signature; None if nothing is."""
+    problem = qkv_problem(*qkv) or per_head_problem("sinks", qkv[0], sinks)
+    if problem is not None:
+        return problem
+    if with_sinks != (sinks is not None):
+        made, got = ("with", "none") if with_sinks else ("without", "some")
+        return f"the plan was made {made} sinks, got {got}; make one for such calls"
+    if (found := Signature.of(*qkv)) != wanted:
+        return f"the plan was made for {wanted!r}; got {found!r}; make one for these"
+    return None
 
 
 def key_mask_problem(key_mask: Tensor | None, k: Tensor) -> str | None:

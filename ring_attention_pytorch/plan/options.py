@@ -36,6 +36,7 @@ from ring_attention_pytorch.plan.masks import (
     prefix_digest,
     prefix_problem,
 )
+from ring_attention_pytorch.runtime.digests import digest_of_function
 from ring_attention_pytorch.runtime.dropout import dropout_problem
 from ring_attention_pytorch.runtime.interfaces import MaskMod
 from ring_attention_pytorch.runtime.scores import bias_problem, per_head_problem, sinks_note
@@ -185,7 +186,9 @@ class Options:
     ] = None
     cu_seqlens: Annotated[Borders | None, Row(_documents_problem, digest)] = None
     prefix: Annotated[Prefix, Row(_prefix_problem, prefix_digest)] = None
-    mask_mod: Annotated[MaskMod | None, Row(_mask_mod_problem, presence, feature=True)] = None
+    mask_mod: Annotated[
+        MaskMod | None, Row(_mask_mod_problem, digest_of_function, feature=True)
+    ] = None
     cross: Annotated[bool | None, Row(_cross_problem, itself)] = None
     query_positions: Annotated[Tensor | None, Row(_positions_problem)] = None
     key_positions: Annotated[Tensor | None, Row(_positions_problem)] = None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import raise_together
+from ring_attention_pytorch.comm.placement import OwnMask, own_mask
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.transports import make_together, make_transport, owners_at_once
 from ring_attention_pytorch.comm.ulysses import Ulysses, job_of
@@ -63,6 +64,7 @@ class Heads(NamedTuple):
     blocks: Workload
     terms: ScoreMods
     key_mask: Tensor | None
+    own_mask: OwnMask
     ulysses: Ulysses | None
 
 
@@ -79,13 +81,14 @@ def swap_heads(ring: Ring, mine: Proposal, blocks: Workload, seed: int) -> Heads
         Dropout(options.dropout, seed) if options.dropout else None,
     )
     key_mask = copied(options.key_mask, torch.bool)
+    own = own_mask(options.key_mask, key_mask)
     if not 1 < options.ulysses <= ring.size:
-        return Heads(blocks, terms, key_mask, None)
+        return Heads(blocks, terms, key_mask, own, None)
     ulysses, queries, keys = Ulysses.make(ring, options.ulysses, blocks[:2], q, k, v)
     blocks = blocks._replace(queries=queries, keys=keys)
     if key_mask is not None:
         key_mask = ulysses.whole_mask(key_mask)
-    return Heads(blocks, ulysses.of_heads(terms), key_mask, ulysses)
+    return Heads(blocks, ulysses.of_heads(terms), key_mask, own, ulysses)
 
 
 class TransportChoice(NamedTuple):

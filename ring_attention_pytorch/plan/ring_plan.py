@@ -3,25 +3,22 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar, Unpack
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch.arguments import checked, known_device
-from ring_attention_pytorch.comm.agreement import (
-    agree_on,
-    in_the_same_call,
-    told_by_group,
-    typed,
-)
+from ring_attention_pytorch.comm.agreement import agree_on, in_the_same_call, told_by_group, typed
 from ring_attention_pytorch.comm.placement import (
+    OwnMask,
     Placement,
     attention_ring,
+    block_of,
     check_began_here,
-    check_plan,
     current,
     placed,
 )
@@ -34,10 +31,7 @@ from ring_attention_pytorch.geometry.segments import Segments, segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.calibrate import recall
-from ring_attention_pytorch.plan.checks import (
-    Signature,
-    qkv_problem,
-)
+from ring_attention_pytorch.plan.checks import Signature, tensors_problem
 from ring_attention_pytorch.plan.kept import Kept, keep, kind_of, recalled
 from ring_attention_pytorch.plan.masks import (
     by_sample,
@@ -51,16 +45,16 @@ from ring_attention_pytorch.plan.packing import whole_packing
 from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
 from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.plan.rehearsal import warm_up
+from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.graphs import (
     Graphs,
     can_be_captured,
     problem_of_graphs,
     with_graphs,
 )
-from ring_attention_pytorch.runtime.handles import handle_of_layer, new_handle
+from ring_attention_pytorch.runtime.handles import check_layer, handle_of_layer, new_handle
 from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles, Transport
 from ring_attention_pytorch.runtime.observe import Record, spanned, switch, watched
-from ring_attention_pytorch.runtime.scores import per_head_problem
 from ring_attention_pytorch.runtime.statistics import Statistics, statistics_of
 from ring_attention_pytorch.runtime.tape import Tapes
 from ring_attention_pytorch.schedule.hardware import Hardware
@@ -93,6 +87,8 @@ class RingPlan:
     blocks: Workload  # of the ranks that the transport connects
     ulysses: Ulysses | None
     key_mask: Tensor | None
+    own_mask: OwnMask  # as it was given, before any all-to-all
+    sinks: bool
     signature: Signature
     device: torch.device
     samples: list[tuple[slice, Mask]]  # samples that see alike, and their mask
@@ -103,6 +99,7 @@ class RingPlan:
     reached: Tensor | None = None  # bool [1, m], own keys whose position some query sees
     always: bool = False  # whether ranks compare notes in each call, and not here only
     number: int = field(default=0, compare=False)  # the ranks' number for this plan
+    of_layer: str = ""  # " of layer 3", as calls of that layer are named
     handle: int = field(init=False, compare=False, repr=False)  # its number in traced graphs
     capturable: bool = field(init=False, compare=False, repr=False)  # as CUDA graphs
     graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
@@ -111,6 +108,7 @@ class RingPlan:
     # worked out when asked for, and shared with plans that differ only in dropout
     _tiles: dict[Segments, list] = field(default_factory=dict, compare=False, repr=False)
     _calls: dict[bool, int] = field(default_factory=dict, compare=False, repr=False)
+    _blocks: WeakSet[Placement] = field(default_factory=WeakSet, compare=False, repr=False)
     _of_mask: dict[Segments, list] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -209,6 +207,7 @@ class RingPlan:
             layout=options.layout,
             signature=Signature.of(q, k, v),
             device=q.device,
+            sinks=options.sinks is not None,
             samples=samples,
             packing=packing,
             repeats=options.placed,
@@ -243,16 +242,28 @@ class RingPlan:
     def for_layer(self, number: int) -> "RingPlan":
         """Return this plan, but dropout draws otherwise for each number; without dropout, itself.
 
-        Nothing is exchanged or made anew. Layers that share a plan would drop alike.
+        Nothing is exchanged or made anew. Layers that share a plan would drop alike. All ranks of
+        the ring must give a call the same number, which its messages have.
+
+        Raises:
+            ValueError: the number is negative, or 2 ** 32 - 1 or more.
         """
-        if self.terms.dropout is None:
+        check_layer(number)
+        dropout = self.terms.dropout
+        if dropout is None:
             return self
         if is_compiling():
             return _TracedLayer(self, number)
-        terms = self.terms._replace(dropout=self.terms.dropout.for_layer(number))
+        of_layer = partial(self._of_layer, number, dropout.for_layer(number))
         if self.graphs is None:
-            return replace(self, terms=terms)
-        return self.graphs.of_layer(number, lambda: replace(self, terms=terms).in_graphs())
+            return of_layer()
+        return self.graphs.of_layer(number, lambda: of_layer().in_graphs())
+
+    def _of_layer(self, number: int, dropout: Dropout) -> "RingPlan":
+        terms = self.terms._replace(dropout=dropout)
+        swap, of_layer = self.ulysses, f" of layer {number}"
+        swap = None if swap is None else replace(swap, of_layer=of_layer)
+        return replace(self, terms=terms, ulysses=swap, of_layer=of_layer)
 
     def layer(self, number: int) -> "RingPlan":
         """Return `for_layer`, the same object as long as there is this plan."""
@@ -327,7 +338,7 @@ class RingPlan:
 
     def call(self, direction: str) -> AbstractContextManager[None]:
         """Return the block of a call; if `always`, all ranks raise where their calls differ."""
-        block = self.ring.call(f"ring attention, {direction}", self.number)
+        block = self.ring.call(f"ring attention{self.of_layer}, {direction}", self.number)
         return in_the_same_call(self.ring, block) if self.always else block
 
     @staticmethod
@@ -425,7 +436,10 @@ class RingPlan:
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
-        check_plan(self.layout, self.packing, self.key_mask, q)
+        block = block_of(q)
+        if block is not None and block not in self._blocks:
+            self._raise(block.plan_problem(self))
+            self._blocks.add(block)
         kind = (
             q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
             v.shape, v.dtype, v.device, v.layout,
@@ -433,13 +447,14 @@ class RingPlan:
         )  # fmt: skip
         if kind in self._passed:
             return
-        problem = qkv_problem(q, k, v) or per_head_problem("sinks", q, sinks)
-        if problem is None and (found := Signature.of(q, k, v)) != self.signature:
-            problem = f"the plan was made for {self.signature!r}; got {found!r}; make one for these"
+        self._raise(tensors_problem(self.signature, self.sinks, (q, k, v), sinks))
+        self._passed.add(kind)
+
+    def _raise(self, problem: str | None) -> None:
+        """Raise ValueError if there is a problem, and tell those who will wait for this rank."""
         if problem is not None:
             self.ring.say(f"raised ValueError: {problem}")
             raise ValueError(f"ring attention: {problem}")
-        self._passed.add(kind)
 
 
 class _TracedLayer(RingPlan):

@@ -3,7 +3,7 @@
 A graph that is traced for one plan runs with others. So it takes the plan's number, which differs
 between plans, and what runs looks the plan up:
 
-    plan.handle -> 7 << 20           its layer 3 -> (7 << 20) + 4
+    plan.handle -> 7 << 32           its layer 3 -> (7 << 32) + 4
 
 A handle that a graph has used keeps its object for a while, since backward comes after the caller
 may have let go of it.
@@ -14,12 +14,24 @@ from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
-_STRIDE = 1 << 20  # between objects; in between are the numbers of their layers
+_STRIDE = 1 << 32  # between objects; in between are the numbers of their layers
+LAYERS = _STRIDE - 1  # that an object may have, or two of them would meet
 _HELD = 64  # objects that are kept though nobody else may hold them
 
 _counter = count(_STRIDE, _STRIDE)
 _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _held: OrderedDict[int, Any] = OrderedDict()
+
+
+def check_layer(number: int) -> None:
+    """Raise ValueError if no layer of an object can have this number.
+
+    >>> check_layer(LAYERS - 1)
+    """
+    if not 0 <= number < LAYERS:
+        raise ValueError(
+            f"a layer's number must be at least 0 and less than 2 ** 32 - 1, got {number}"
+        )
 
 
 def new_handle(thing: Any) -> int:
@@ -32,8 +44,8 @@ def new_handle(thing: Any) -> int:
 def handle_of_layer(handle: int, layer: int) -> int:
     """Return the handle of a layer of an object.
 
-    >>> parted(handle_of_layer(3 * (1 << 20), layer=5))
-    (3145728, 5)
+    >>> parted(handle_of_layer(3 << 32, layer=5)) == (3 << 32, 5)
+    True
     """
     return handle + 1 + layer
 

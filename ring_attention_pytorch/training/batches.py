@@ -30,9 +30,9 @@ from ring_attention_pytorch.geometry.layouts import (
 from ring_attention_pytorch.nn.loss import next_tokens
 from ring_attention_pytorch.nn.sharding import unshard_sequence
 from ring_attention_pytorch.plan.packing import local_packing
+from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.tensor_kinds import dtensor_problem
 from ring_attention_pytorch.training.labels import (
-    digest,
     documents_of_positions,
     next_of_whole,
 )
@@ -80,6 +80,8 @@ class ShardedBatch(Mapping[str, Any]):
     num_items: Tensor | None = None
     group: Group = None
     told: int | None = None  # a digest that ranks have not compared yet
+    digest: int | None = None  # which they have, or will
+    whole_mask: int | None = None  # a digest of all ranks' masks
     _blocks: list[Placement] = field(default_factory=list, init=False, repr=False)
 
     def __getitem__(self, name: str) -> Any:
@@ -142,7 +144,10 @@ class ShardedBatch(Mapping[str, Any]):
             same = {"batch, layout and labels (their digest)": self.told}
             agree(ring, "a batch", same, problem=problem)
             object.__setattr__(self, "told", None)
-        placement = Placement(ring, self.layout, self.length, self.packing, self.key_mask)
+        placement = Placement(
+            ring, self.layout, self.length, self.packing, self.key_mask, self.whole_mask,
+            self.digest,
+        )  # fmt: skip
         self._blocks.append(placement.__enter__())
         return self
 
@@ -251,7 +256,7 @@ def shard_batch(
             told = None
             if check_same and size > 1:
                 told = _digest(batch, chosen, shift_labels, ignore_index)
-            found.append(replace(made, group=group, told=told))
+            found.append(replace(made, group=group, told=told, digest=told))
         return problem
 
     problem = sizes_problem or problem_of(make)
@@ -376,7 +381,8 @@ class _Whole:
         tensors = {name: mine(t) for name, t in self.cut.items()} | dict(self.kept)
         real = None if self.real is None else mine(self.real)
         of = (self.packing, real, self.num_items)
-        return ShardedBatch(tensors, layout, self.length, rank, ring_size, *of)
+        made = ShardedBatch(tensors, layout, self.length, rank, ring_size, *of)
+        return made if self.real is None else replace(made, whole_mask=digest(self.real))
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:

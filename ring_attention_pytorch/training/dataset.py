@@ -20,15 +20,17 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.geometry.layouts import Layout, layout_problem, positions
+from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.training.batches import AUTO, ShardedBatch, shard_batch
 
 _IGNORE = -100
+_SAMPLE = 1024  # tokens of a sequence that all ranks read, to find out whether they read one file
 Document = Tensor | Sequence[int]
 Sample = tuple[Tensor, list[int]]  # length + 1 ids, and where among them documents begin
 
 
 class TokenFile:
-    """A file of nothing but tokens, mapped into memory: a rank reads what it holds only.
+    """A file of nothing but tokens, mapped into memory: a rank reads what it holds, and a sample.
 
     Args:
         path: the file.
@@ -50,6 +52,19 @@ class TokenFile:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def sample(self, numbers: Sequence[int], length: int) -> list[int]:
+        """Return what tells files apart of which ranks read different tokens.
+
+        It is the file's length, and a digest of some consecutive tokens in each of these sequences
+        of that length: of a page or two of memory, at another place in each.
+        """
+        found = [len(self)]
+        for number in numbers:
+            first = number * length + number * _SAMPLE % max(1, length - _SAMPLE)
+            stop = min(first + _SAMPLE, number * length + length)
+            found.append(digest(self.tokens[first:stop]))
+        return found
 
 
 class SequenceShardedDataset(IterableDataset[ShardedBatch]):
@@ -166,9 +181,10 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
                 "input_ids": ids, "position_ids": held.expand_as(ids), "shift_labels": labels,
             }  # fmt: skip
             items = torch.tensor(len(numbers) * self.length)
+            told = crc32(repr((numbers, self.source.sample(numbers, self.length))).encode())
             return ShardedBatch(
-                tensors, layout, self.length, **self.place, num_items=items,
-                told=crc32(repr(numbers).encode()),
+                tensors, layout, self.length, **self.place, num_items=items, told=told,
+                digest=told,
             )  # fmt: skip
 
         order = self._order(sequences, first * self.batch_size)

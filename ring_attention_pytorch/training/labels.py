@@ -4,14 +4,10 @@ A rank that had its shard only could not know the token after its last one. So l
 the tokens that predict them while all of a sequence is there.
 """
 
-from zlib import crc32
-
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.geometry.documents import BatchDocuments, last_of_document
-
-_INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def documents_of_positions(positions: Tensor, real: Tensor | None) -> Tensor | None:
@@ -54,18 +50,3 @@ def next_of_whole(x: Tensor, packing: BatchDocuments | None, nothing: int | floa
         return moved
     positions = torch.arange(x.shape[1], device=x.device)
     return moved.masked_fill(last_of_document(packing, positions), nothing)
-
-
-def digest(t: Tensor) -> int:
-    """Return a number that tells tensors apart: of shape, dtype and all values, on any device.
-
-    >>> digest(torch.tensor([1, 2])) == digest(torch.tensor([2, 1]))
-    False
-    """
-    bits = t.detach().reshape(-1)
-    if bits.is_floating_point():
-        bits = bits.view(_INTS[bits.itemsize])
-    places = torch.arange(1, len(bits) + 1, device=t.device)
-    mixed = (bits.long() ^ (places * 0x1E3779B97F4A7C15)) * 0x2545F4914F6CDD1D
-    found = int((mixed ^ (mixed >> 29)).sum())  # in 64 bits, which wrap around
-    return crc32(f"{found} {list(t.shape)} {t.dtype}".encode())

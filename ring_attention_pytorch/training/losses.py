@@ -5,7 +5,7 @@ At long contexts logits need more memory than attention does. So a head's logits
 forgotten a chunk of tokens at a time, and made again in backward.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,19 +15,23 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.comm.notes import Disagreement
 from ring_attention_pytorch.comm.placement import current
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
 from ring_attention_pytorch.nn.loss import mean_over_ranks
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.tensor_kinds import dtensor_problem
 from ring_attention_pytorch.training.batches import ShardedBatch
-
-_CHUNK = 2048  # tokens whose logits a head makes at once
+from ring_attention_pytorch.training.loss_inputs import (
+    Head,
+    labels_problem,
+    targets,
+    values_problem,
+)
 
 
 @typed(told_by_group("ring_cross_entropy"), apart=True)
-def ring_cross_entropy(
+def ring_cross_entropy(  # noqa: PLR0913 - a public entry point
     x: Tensor,
     labels: Tensor,
     *,
@@ -36,6 +40,9 @@ def ring_cross_entropy(
     group: Group = None,
     ignore_index: int = -100,
     chunk: int | None = None,
+    softcap: float | int | None = None,
+    scale: float | int | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Compute the mean cross entropy over all real tokens of a group, the same on all its ranks.
 
@@ -44,43 +51,82 @@ def ring_cross_entropy(
     Args:
         x: logits `[b, n, classes]` of this rank's tokens; with a head hidden states `[b, n, d]`.
         labels: int64 `[b, n]`, what each token predicts, as `ShardedBatch.labels`.
-        head: `[classes, d]`, the weight that makes logits of hidden states. All logits are never
-            in memory at once.
-        weights: `[b, n]`, of the labels: the mean is weighted by them.
+        head: `[classes, d]`, the weight that makes logits of hidden states, in their dtype. All
+            logits are never in memory at once.
+        weights: `[b, n]`, of the labels: the mean is weighted by them. Finite and at least 0 where
+            there is a label; elsewhere they count for nothing, whatever they are. Differentiable.
         group: all ranks over which gradients are averaged: data parallel ones and the ring's. None
             is the default group, or this process alone.
         ignore_index: the label of tokens that predict nothing.
         chunk: tokens whose logits are widened at once. None is 2048 with a head, else all.
+        softcap: c replaces a head's logit s by c * tanh(s / c), as in Gemma 2.
+        scale: what a head's logits are multiplied by, before the cap, as in Cohere and Granite.
+        bias: `[classes]`, added to a head's logits before the scale.
 
     Returns:
         A scalar, float32 (float64 for float64); 0 if the group has no real token.
 
     Raises:
-        ValueError: shapes don't fit, ranks differ in what they pass, or the group has not all
-            ranks of the ring in whose batch's block this is; on all ranks of the group.
+        ValueError: shapes, dtypes or devices don't fit, a label is no class, a weight is negative
+            or not finite, ranks differ in what they pass, or the group has not all ranks of the
+            ring in whose batch's block this is; on all ranks of the group. On GPUs no host waits
+            for labels and weights: for a wrong one the loss is NaN on all ranks, with its
+            gradients, and the next loss raises.
 
     >>> logits, labels = torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]])
     >>> ring_cross_entropy(logits, labels).exp().item()  # one of 4 classes
     4.0
     """
-    ring = as_ring(group)
-    problem = problem_of(lambda: _problem(x, labels, head, weights, chunk, ring))
+    ring, of = as_ring(group), Head(head, bias, scale, softcap)
+    problem = problem_of(lambda: _problem(x, labels, of, weights, ignore_index, chunk, ring))
+    same = _same(x, of, problem, ignore_index) | {
+        "weights": weights is not None,
+        "requires_grad of x or head, of weights": [
+            torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+            for given in ((x, head, bias), (weights,))
+        ],
+    }
+    told = agree(ring, "ring_cross_entropy", same, _block_note(), problem)
+    _check_blocks("ring_cross_entropy", told)
+    total = x.new_zeros((), dtype=accumulation_dtype(x.dtype))
+    found = targets(labels, weights, ignore_index, of.classes(x), total.dtype)
+    held = found.real.sum() if found.weights is None else found.weights.sum()
+    if found.wrong is not None:  # all ranks divide by the sum of this
+        held = torch.where(found.wrong.any(), torch.nan, held.to(total.dtype))
+    for part in _chunks(chunk or of.chunk, x, found.labels, found.weights):
+        total = total + _again(_loss_of_chunk, chunk or of.chunk, *part, of, ignore_index)
+    return mean_over_ranks(total, held, ring)
+
+
+def _same(x: Tensor, head: Head, problem: str | None, ignore_index: int) -> dict[str, Any]:
+    """Return what must be the same on every rank for any loss, by name."""
     same: dict[str, Any] = {}
     if problem is None:  # else there may be no such dimension
-        same["classes"] = x.shape[2] if head is None else head.shape[0]
-    same |= {"dtype": x.dtype, "weights": weights is not None, "ignore_index": ignore_index}
-    same |= {"grad mode": torch.is_grad_enabled()}
-    agree(ring, "ring_cross_entropy", same, problem=problem)
-    if head is not None and chunk is None:
-        chunk = _CHUNK
-    real = labels != ignore_index
-    total, held = x.new_zeros((), dtype=accumulation_dtype(x.dtype)), real.sum()
-    if weights is not None:
-        weights = weights.to(total.dtype)
-        held = (weights * real).sum()
-    for part in _chunks(chunk, x, labels, weights):
-        total = total + _again(_loss_of_chunk, chunk, *part, head, ignore_index)
-    return mean_over_ranks(total, held.detach(), ring)
+        same["classes"] = head.classes(x)
+    same |= {"dtype": x.dtype, "ignore_index": ignore_index, **head.note()}
+    return same | {"grad mode": torch.is_grad_enabled()}
+
+
+def _block_note() -> dict[str, int]:
+    """Return numbers of the batch in whose block this rank is: of its ring, and of the batch."""
+    placement = current()
+    if placement is None or placement.digest is None:
+        return {}
+    return {"ring": placement.ring.ranks[0], "batch": placement.digest}
+
+
+def _check_blocks(caller: str, told: Sequence[Mapping[str, int]]) -> None:
+    """Raise ValueError, on all ranks, if ranks that share a batch are in blocks of several ones."""
+    rings: dict[int, set[int]] = {}
+    for note in told:
+        if note:
+            rings.setdefault(note["ring"], set()).add(note["batch"])
+    if any(len(batches) > 1 for batches in rings.values()):
+        where = ", ".join(f"rank {rank}: {note.get('batch')}" for rank, note in enumerate(told))
+        raise Disagreement(
+            f"{caller}: ranks of one ring are in the blocks of different batches, by their digests "
+            f"{where}; one has made more or fewer steps than the others"
+        )
 
 
 def _told_by_batch(given: Mapping[str, Any], problem: str) -> None:
@@ -103,6 +149,9 @@ def ring_token_logprobs(
     head: Tensor | None = None,
     ignore_index: int = -100,
     chunk: int | None = None,
+    softcap: float | int | None = None,
+    scale: float | int | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Compute the log-probability of each label of a whole sequence, on every rank of its ring.
 
@@ -113,14 +162,15 @@ def ring_token_logprobs(
     Args:
         x: logits `[b, n, classes]` of this rank's tokens; with a head hidden states `[b, n, d]`.
         batch: what `shard_batch` made, with labels.
-        head, ignore_index, chunk: as for `ring_cross_entropy`.
+        head, ignore_index, chunk, softcap, scale, bias: as for `ring_cross_entropy`.
 
     Returns:
         `[b, length]`, float32 (float64 for float64): at each token that of the label it predicts,
         0 where it predicts nothing.
 
     Raises:
-        ValueError: shapes don't fit, or an argument is of another type; on all ranks of the ring.
+        ValueError: shapes don't fit, a label is no class, or an argument is of another type; on all
+            ranks of the ring. On GPUs a label that is no class has NaN, and the next call raises.
 
     >>> from ring_attention_pytorch import shard_batch
     >>> ids = torch.tensor([[1, 2]])
@@ -130,15 +180,19 @@ def ring_token_logprobs(
     """
     labels: Any = batch.get("shift_labels")
     problem: str | None = "the batch must have labels, got none"
+    ring, of = batch.ring, Head(head, bias, scale, softcap)
     if labels is not None:
-        problem = problem_of(lambda: _problem(x, labels, head, None, chunk, batch.ring))
-    agree(batch.ring, "ring_token_logprobs", {"dtype": x.dtype}, problem=problem)
-    if head is not None and chunk is None:
-        chunk = _CHUNK
+        problem = problem_of(lambda: _problem(x, labels, of, None, ignore_index, chunk, ring))
+    same = _same(x, of, problem, ignore_index) | {"batch (its digest)": batch.digest}
+    agree(ring, "ring_token_logprobs", same, problem=problem)
+    wanted = targets(labels, None, ignore_index, of.classes(x), x.dtype)
     found = []
-    for part in _chunks(chunk, x, labels, None):
-        found.append(_again(_logprobs_of_chunk, chunk, *part, head, ignore_index))
-    return _Whole.apply(torch.cat(found).view(x.shape[:2]), batch)
+    for part in _chunks(chunk or of.chunk, x, wanted.labels, None):
+        found.append(_again(_logprobs_of_chunk, chunk or of.chunk, *part, of, ignore_index))
+    each = torch.cat(found).view(x.shape[:2])
+    if wanted.wrong is not None:
+        each = torch.where(wanted.wrong, torch.nan, each)
+    return _Whole.apply(each, batch)
 
 
 class _Whole(Function):
@@ -176,48 +230,37 @@ def _again(function: Any, chunk: int | None, *given: Any) -> Tensor:
 
 
 def _entropies(
-    x: Tensor, labels: Tensor, head: Tensor | None, ignore_index: int, reduction: str = "none"
+    x: Tensor, labels: Tensor, head: Head, ignore_index: int, reduction: str = "none"
 ) -> Tensor:
     """Return the cross entropy of each token `[n]`, 0 where there is no label; or their sum."""
-    logits = x if head is None else F.linear(x, head)
-    logits = logits.to(accumulation_dtype(logits.dtype))
+    logits = head.logits(x)
     return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction=reduction)
 
 
 def _loss_of_chunk(
-    x: Tensor, labels: Tensor, weights: Tensor | None, head: Tensor | None, ignore_index: int
+    x: Tensor, labels: Tensor, weights: Tensor | None, head: Head, ignore_index: int
 ) -> Tensor:
     if weights is None:
         return _entropies(x, labels, head, ignore_index, "sum")
     return (_entropies(x, labels, head, ignore_index) * weights).sum()
 
 
-def _logprobs_of_chunk(
-    x: Tensor, labels: Tensor, _: None, head: Tensor | None, ignore_index: int
-) -> Tensor:
+def _logprobs_of_chunk(x: Tensor, labels: Tensor, _: None, head: Head, ignore_index: int) -> Tensor:
     return -_entropies(x, labels, head, ignore_index)
 
 
 def _problem(
     x: Tensor,
     labels: Tensor,
-    head: Tensor | None,
+    head: Head,
     weights: Tensor | None,
+    ignore_index: int,
     chunk: int | None,
     ring: Ring,
 ) -> str | None:
     """Say what is wrong with this rank's arguments; None if nothing is."""
-    if problem := dtensor_problem("x", x) or dtensor_problem("labels", labels):
+    if problem := labels_problem(x, labels, weights) or head.problem(x):
         return problem
-    if x.ndim != 3 or not x.is_floating_point():
-        return f"logits or hidden states must be floating [b, n, d], got {x.dtype} {list(x.shape)}"
-    want = list(x.shape[:2])
-    if labels.dtype != torch.int64 or list(labels.shape) != want:
-        return f"labels must be int64 {want}, got {labels.dtype} {list(labels.shape)}"
-    if weights is not None and list(weights.shape) != want:
-        return f"weights must be {want}, got {list(weights.shape)}"
-    if head is not None and (head.ndim != 2 or head.shape[1] != x.shape[2]):
-        return f"head must be [classes, {x.shape[2]}], got {list(head.shape)}"
     if chunk is not None and chunk < 1:
         return f"chunk must be at least 1, got {chunk}"
     placement = current()
@@ -226,4 +269,4 @@ def _problem(
             f"the batch lies on {placement.ring.size} ranks, the loss is over {ring.size}; group "
             "must have all ranks over which gradients are averaged"
         )
-    return None
+    return values_problem(labels, weights, ignore_index, head.classes(x))

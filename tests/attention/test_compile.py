@@ -255,6 +255,34 @@ def test_handles_are_of_one_object_each_and_gone_ones_raise():
         handles.object_of(lost)
 
 
+def test_layers_of_a_plan_never_meet_another_plan():
+    numbers = [handles.new_handle(object) for _ in range(3)]
+    layers = (0, 1, 2**20 - 2, 2**20 - 1, handles.LAYERS - 1)
+    found = [handles.handle_of_layer(n, layer) for n in numbers for layer in layers]
+    assert len({*found, *numbers}) == len(numbers) * (1 + len(layers))
+    assert [handles.parted(n) for n in found] == [(n, layer) for n in numbers for layer in layers]
+    assert max(found) < 2**63
+
+
+@pytest.mark.parametrize("number", [-1, handles.LAYERS])
+def test_numbers_that_no_layer_has_are_refused(number):
+    plan = RingPlan.make(*drawn(), dropout=0.5, dropout_seed=1)
+    with pytest.raises(ValueError, match="a layer's number must be at least 0"):
+        plan.for_layer(number)
+
+
+def test_a_layer_of_a_large_number_is_that_layer_when_compiled():
+    q, k, v = drawn()
+    plan = RingPlan.make(q, k, v, dropout=0.5, dropout_seed=1)
+    number = 2**20 - 1
+
+    def attend(q, k, v, plan):
+        return ring_attn(q, k, v, plan=plan.for_layer(number))
+
+    found = torch.compile(attend, backend="aot_eager", fullgraph=True)(q, k, v, plan)
+    assert torch.equal(found, attend(q, k, v, plan))
+
+
 def test_those_used_last_are_kept():
     class Thing:
         pass

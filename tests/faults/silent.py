@@ -25,6 +25,7 @@ def battery() -> Iterator[Case]:
     from tests.comm import test_transports
     from tests.kernels import test_features
     from tests.kernels import test_strides as strides
+    from tests.plan import test_alike as alike
     from tests.project import test_surface as surface
     from tests.routing import test_routing
     from tests.runtime import test_float16
@@ -66,6 +67,12 @@ def battery() -> Iterator[Case]:
         yield partial(surface.all_wrong_is_refused, name)
     yield steps.test_steps_that_differ_have_other_tags
     yield steps.test_a_skipped_plan_is_an_error_at_once_and_then_all_go_on
+    for how in ("gather", "ulysses"):
+        yield partial(alike.test_one_layer_on_one_rank_and_another_on_the_next_is_an_error, how)
+    yield partial(alike.test_sinks_beside_a_plan_without_them_and_the_reverse_are_an_error, True)
+    for what in alike.PREDICATES:
+        yield partial(alike.test_functions_are_told_apart_by_all_that_they_read, what)
+    yield alike.test_a_table_that_was_changed_in_place_is_another
     yield partial(notes.test_all_ranks_hear_of_tensors_without_values, "documents")
     yield partial(notes.test_all_ranks_hear_of_tensors_without_values, "cu_seqlens")
 

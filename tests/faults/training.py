@@ -1,5 +1,6 @@
 """Faults between a training loop and attention, and a battery that must find each."""
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,9 @@ def battery() -> Iterator[Callable[[], object]]:
     """Steps over rings of threads against one process, and mistakes that must raise."""
     from tests.nn import test_projections as projections
     from tests.support import threads
+    from tests.training import test_batches as batches
     from tests.training import test_dataset
+    from tests.training import test_losses as losses
 
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
@@ -28,6 +31,13 @@ def battery() -> Iterator[Callable[[], object]]:
     yield loss_of_nothing
     yield rolls
     yield logprobs_are_right
+    yield from losses_are_right()
+    yield losses.test_ranks_in_blocks_of_different_batches_are_told_by_the_loss
+    for ulysses in (1, 2):
+        yield partial(batches.test_a_plan_is_for_batches_of_an_equal_mask_only, ulysses)
+    yield batches.test_a_plan_whose_mask_was_given_is_for_batches_of_equal_values
+    yield batches.test_a_plan_of_other_ranks_than_the_batch_is_an_error
+    yield files_differ
     yield test_dataset.test_documents_are_packed_without_a_gap_and_predict_nothing_beyond_them
     yield goes_on
     yield projections.test_weights_in_three_are_those_in_one_in_their_order
@@ -73,6 +83,29 @@ def logprobs_are_right() -> None:
     assert max(threads.run(2, lambda ring: logprobs("head", ring))[0]) < EXACT
 
 
+def losses_are_right() -> Iterator[Callable[[], object]]:
+    """With weights and a head's terms over two ranks, and what is wrong with them."""
+    from tests.support import threads
+    from tests.training import test_losses as losses
+
+    def mean_is_right(case: tuple) -> None:
+        for found in threads.run(2, lambda ring: losses.mean_errors(*case, ring))[0]:
+            assert max(found.values()) < losses.EXACT
+
+    def refused(change: str) -> None:
+        for told in threads.run(2, lambda ring: losses.refusal(change, ring))[0]:
+            assert re.search(change, told)
+
+    for case in losses.MEANS:
+        yield partial(mean_is_right, case)
+    yield losses.test_a_cap_bounds_what_16_bits_hold
+    for change in losses._CHANGES:
+        yield partial(refused, change)
+    for what in ("labels", "weights"):
+        yield partial(losses.test_alone_a_wrong_value_is_nan_and_then_an_error, what)
+    yield losses.test_alone_a_label_that_is_no_class_has_nan_where_nobody_waits
+
+
 def all_hear_of_a_wrong_type() -> None:
     from tests.support import threads
     from tests.training.test_batches import logprobs_of_a_wrong_type
@@ -87,6 +120,13 @@ def goes_on() -> None:
     with TemporaryDirectory() as folder:
         file = test_dataset.token_file(Path(folder))
         test_dataset.test_a_run_goes_on_with_other_rings("file", file)
+
+
+def files_differ() -> None:
+    from tests.training import test_dataset
+
+    with TemporaryDirectory() as folder:
+        test_dataset.test_ranks_that_read_other_files_hold_other_batches(Path(folder))
 
 
 def raises(mistake: Callable[[], object]) -> None:

@@ -7,6 +7,7 @@ from ring_attention_pytorch import shard_batch
 from tests.support import training
 from tests.support.reference import relative_error
 from tests.support.training import KINDS, Model, batch_of, spread, spread_attention
+from tests.training.test_losses import check_told_later, logprobs_told_later, told_later
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -42,3 +43,16 @@ def outside() -> str:
 
 def test_recomputing_outside_of_the_block_raises(nccl):
     assert all("inside `with batch:`" in told for told in nccl(2).run(outside))
+
+
+@pytest.mark.parametrize("what", ["labels", "weights"])
+def test_a_wrong_value_is_nan_on_all_ranks_and_then_an_error(what, nccl):
+    found = nccl(2).run(told_later, what, "cuda")
+    check_told_later(found, what)
+    assert all("(on rank 1)" in told for _, _, told, _ in found)
+
+
+def test_a_label_that_is_no_class_has_nan_and_then_an_error(nccl):
+    for where, told in nccl(2).run(logprobs_told_later, "cuda"):
+        assert where == [[0, 5]]
+        assert "(on rank 1)" in told

@@ -95,12 +95,53 @@ ATTENTION = [
         "if True:",
     ),
     Mutant(
-        "any plan will do", "plan/ring_plan.py:RingPlan.check",
-        "!= self.signature:", "is None:",
+        "any plan will do", "plan/checks.py:tensors_problem",
+        "!= wanted:", "is None:",
     ),
 ]  # fmt: skip
 
 SILENT = [
+    Mutant(
+        "messages of any layer", "plan/ring_plan.py:RingPlan.call",
+        'f"ring attention{self.of_layer}, {direction}"', 'f"ring attention, {direction}"',
+    ),
+    Mutant(
+        "swaps of any layer", "plan/ring_plan.py:RingPlan._of_layer",
+        "None if swap is None else replace(swap, of_layer=of_layer)", "swap",
+    ),
+    Mutant(
+        "sinks beside any plan", "plan/checks.py:tensors_problem",
+        "with_sinks != (sinks is not None)", "False",
+    ),
+    Mutant(
+        "predicates of one name are one", "runtime/digests.py:digest_of_function",
+        "told = repr(_told(function, frozenset(), {}))", "told = ''",
+    ),
+    Mutant(
+        "what a predicate closes over is not told", "runtime/digests.py:_of_function",
+        "cells.append(_told(cell.cell_contents, names, seen))", "pass",
+    ),
+    Mutant(
+        "constants of a predicate are not told", "runtime/digests.py:_told",
+        "return thing.co_code, constants, thing.co_names", "return thing.co_code, thing.co_names",
+    ),
+    Mutant(
+        "defaults of a predicate are not told", "runtime/digests.py:_of_function",
+        "defaults = function.__defaults__, function.__kwdefaults__", "defaults = ()",
+    ),
+    Mutant(
+        "methods that a predicate calls are not told", "runtime/digests.py:_methods",
+        "names = frozenset().union(*(_names(each.__code__) for each in new.values()))",
+        "names = frozenset()",
+    ),
+    Mutant(
+        "all attributes of a predicate are told", "runtime/digests.py:_of_object",
+        "if name in reads", "",
+    ),
+    Mutant(
+        "a table is the one it was", "runtime/digests.py:_of_tensor",
+        "version != t._version", "version is None",
+    ),
     Mutant(
         "cells of another owner's mask", "plan/ring_plan.py:RingPlan.tiles",
         "if self.repeats or keys not in self._of_mask:", "if keys not in self._of_mask:",

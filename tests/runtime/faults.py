@@ -522,6 +522,13 @@ COMPILED = [
         "handle + layer",
     ),
     Mutant(
+        "any number is that of a layer", "runtime/handles.py:check_layer",
+        "not 0 <= number < LAYERS", "False",
+    ),
+    Mutant(
+        "large layers meet another object", "runtime/handles.py:_STRIDE", "1 << 32", "1 << 20",
+    ),
+    Mutant(
         "an object is its own first layer", "runtime/handles.py:parted",
         "layer - 1 if layer else None", "max(0, layer - 1)",
     ),

@@ -60,12 +60,99 @@ TRAINING = [
     ),
     Mutant(
         "the loss is the mean of this rank", "nn/loss.py:mean_over_ranks",
-        "total = _SumOverRanks.apply(total, ring)\n ring.total(held)",
-        "total = _SumOverRanks.apply(total, ring)",
+        "(_SumOverRanks.apply(t, ring) for t in (total, held))",
+        "(_SumOverRanks.apply(t, ring) if t is total else t for t in (total, held))",
     ),
     Mutant(
         "weights are not counted", "training/losses.py:ring_cross_entropy",
-        "held = (weights * real).sum()", "pass",
+        "held = found.real.sum() if found.weights is None else found.weights.sum()",
+        "held = found.real.sum()",
+    ),
+    Mutant(
+        "the mean's denominator has no gradient", "training/losses.py:ring_cross_entropy",
+        "return mean_over_ranks(total, held, ring)",
+        "return mean_over_ranks(total, held.detach(), ring)",
+    ),
+    Mutant(
+        "the denominator's gradient is a rank's own", "nn/loss.py:mean_over_ranks",
+        "(_SumOverRanks.apply(t, ring) for t in (total, held))",
+        "(_SumOverRanks.apply(total, ring), held + _SumOverRanks.apply(held, ring).detach() "
+        "- held.detach())",
+    ),
+    Mutant(
+        "weights of ignored labels count", "training/loss_inputs.py:targets",
+        "torch.where(real, weights.to(dtype), 0.0)", "weights.to(dtype)",
+    ),
+    Mutant(
+        "a NaN weight of an ignored label passes, times 0", "training/loss_inputs.py:targets",
+        "torch.where(real, weights.to(dtype), 0.0)", "weights.to(dtype) * real",
+    ),
+    Mutant(
+        "the cap comes before the scale", "training/loss_inputs.py:Head.logits",
+        "factor = (1.0 if self.scale is None else self.scale) / (self.softcap or 1.0)",
+        "factor = 1 / (self.softcap or 1.0)",
+    ),
+    Mutant(
+        "the cap has no slope of 1 at 0", "training/loss_inputs.py:Head.logits",
+        "logits.tanh_() * self.softcap", "logits.tanh_()",
+    ),
+    Mutant(
+        "a head's bias is left out", "training/loss_inputs.py:Head.logits",
+        "F.linear(x, self.weight, self.bias)", "F.linear(x, self.weight)",
+    ),
+    Mutant(
+        "16 bits are scaled before they are widened", "training/loss_inputs.py:Head.logits",
+        "logits = logits.to(accumulation_dtype(logits.dtype))\n factor",
+        "factor",
+    ),
+    Mutant(
+        "labels beyond the classes pass", "training/loss_inputs.py:values_problem",
+        "(labels < 0) | (labels >= classes)", "(labels < 0)",
+    ),
+    Mutant(
+        "negative labels pass", "training/loss_inputs.py:values_problem",
+        "(labels < 0) | (labels >= classes)", "(labels >= classes)",
+    ),
+    Mutant(
+        "negative weights pass", "training/loss_inputs.py:_is_weight",
+        "(weights >= 0) & (weights < math.inf)", "(weights < math.inf)",
+    ),
+    Mutant(
+        "infinite weights pass", "training/loss_inputs.py:_is_weight",
+        "(weights >= 0) & (weights < math.inf)", "(weights >= 0)",
+    ),
+    Mutant(
+        "a head of any dtype passes", "training/loss_inputs.py:Head._alike",
+        "and autocast_dtype(t) == autocast_dtype(x)", "",
+    ),
+    Mutant(
+        "ranks do not compare the terms of a head", "training/losses.py:_same",
+        ", **head.note()", "",
+    ),
+    Mutant(
+        "weights are learned on some ranks", "training/losses.py:ring_cross_entropy",
+        "((x, head, bias), (weights,))", "((x, head, bias),)",
+    ),
+    Mutant(
+        "a wrong label that nobody waits for counts as another",
+        "training/losses.py:ring_cross_entropy", "if found.wrong is not None:", "if False:",
+    ),
+    Mutant(
+        "a wrong label that nobody waits for has a probability",
+        "training/losses.py:ring_token_logprobs", "if wanted.wrong is not None:", "if False:",
+    ),
+    Mutant(
+        "a wrong weight that nobody waits for is one", "training/loss_inputs.py:targets",
+        "wrong_labels if weights is None else wrong_labels | ~_is_weight(weights.detach())",
+        "wrong_labels",
+    ),
+    Mutant(
+        "what was found wrong is told for ever", "training/loss_inputs.py:_Flags.problem",
+        "self._found.zero_()\n self._told.zero_()", "pass",
+    ),
+    Mutant(
+        "nobody is told of what was found", "training/loss_inputs.py:_Flags.raise_if",
+        "self._told.copy_(self._found, non_blocking=True)", "pass",
     ),
     Mutant(
         "gradients of log-probabilities are a rank's own", "training/losses.py:_Whole.backward",
@@ -112,8 +199,50 @@ TRAINING = [
         "found and began not in found", "False",
     ),
     Mutant(
-        "a plan is for any batch", "comm/placement.py:check_plan",
-        "(layout, packing, key_mask is None) != mine", "False",
+        "a plan is for any batch", "comm/placement.py:Placement.plan_problem",
+        "(plan.layout, plan.packing) == (self.layout, self.packing)", "True",
+    ),
+    Mutant(
+        "a plan of any mask is the batch's", "comm/placement.py:Placement.plan_problem",
+        "and self.has_mask(plan.own_mask)", "",
+    ),
+    Mutant(
+        "all masks of batches are one", "comm/placement.py:Placement.has_mask",
+        "mask.whole == self.whole_mask", "True",
+    ),
+    Mutant(
+        "ranks compare their own masks only", "comm/placement.py:Placement.has_mask",
+        "None not in (mask.whole, self.whole_mask)", "False",
+    ),
+    Mutant(
+        "all masks of no batch are one", "comm/placement.py:Placement.has_mask",
+        "torch.equal(mask.values.to(self.key_mask.device), self.key_mask)", "True",
+    ),
+    Mutant(
+        "a plan is of any ranks", "comm/placement.py:Placement.plan_problem",
+        "_ranks(plan.ring) != _ranks(self.ring)", "False",
+    ),
+    Mutant(
+        "a plan's fit is known before it is looked at", "plan/ring_plan.py:RingPlan.check",
+        "self._raise(block.plan_problem(self))\n self._blocks.add(block)",
+        "self._blocks.add(block)\n self._raise(block.plan_problem(self))",
+    ),
+    Mutant(
+        "losses are of any batches", "training/losses.py:_check_blocks",
+        "len(batches) > 1", "False",
+    ),
+    Mutant(
+        "log-probabilities are of any batches", "training/losses.py:ring_token_logprobs",
+        "_same(x, of, problem, ignore_index) | {\"batch (its digest)\": batch.digest}",
+        "_same(x, of, problem, ignore_index)",
+    ),
+    Mutant(
+        "files of one length are one", "training/dataset.py:TokenFile.sample",
+        "found.append(digest(self.tokens[first:stop]))", "pass",
+    ),
+    Mutant(
+        "files that begin alike are one", "training/dataset.py:TokenFile.sample",
+        "found = [len(self)]", "found = []",
     ),
     Mutant(
         "averages over too few ranks pass", "nn/averaging.py:watch_averaging",

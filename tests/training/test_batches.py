@@ -20,6 +20,7 @@ from ring_attention_pytorch import (
     RingCollator,
     RingPlan,
     RingTransformer,
+    ShardedBatch,
     positions,
     ring_attn,
     ring_cross_entropy,
@@ -28,7 +29,7 @@ from ring_attention_pytorch import (
 )
 from ring_attention_pytorch.comm import placement
 from ring_attention_pytorch.comm.ring import Ring
-from tests.support import training
+from tests.support import threads, training
 from tests.support.reference import relative_error
 from tests.support.training import KINDS, LENGTH, Model, batch_of, spread, spread_attention
 
@@ -560,3 +561,61 @@ def logprobs_of_a_wrong_type(what: str, group: Ring | None = None) -> str:
 def test_all_ranks_hear_of_an_argument_of_a_wrong_type(what, pools):
     told = pools(2).run(logprobs_of_a_wrong_type, what)
     assert all("(on rank 1)" in text and what.split()[0] in text for text in told), told
+
+
+def masked_batch(padding: list[int], ring: Ring | None = None, seed: int = 0) -> ShardedBatch:
+    mask = torch.ones(1, 8, dtype=torch.bool)
+    mask[0, padding] = False
+    ids = torch.randint(9, (1, 8), generator=torch.Generator().manual_seed(seed))
+    whole = {"input_ids": ids, "attention_mask": mask}
+    return shard_batch(whole, layout="contiguous", group=ring)
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_a_plan_is_for_batches_of_an_equal_mask_only(ulysses):
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 8, 2, 4, generator=draw, dtype=torch.float64)
+    seen = torch.ones(1, 8, dtype=torch.bool)
+    seen[0, 6:] = False
+    want, _ = training.dense_attention(q, k, v, key_mask=seen)
+
+    def main(ring: Ring) -> float:
+        here = slice(4 * ring.rank, 4 * ring.rank + 4)
+        qkv = [t[:, here] for t in (q, k, v)]
+        first, equal, other = (
+            masked_batch(padding, ring, seed)
+            for seed, padding in enumerate(([6, 7], [6, 7], [5, 6]))  # rank 0's masks are equal
+        )
+        with first:
+            plan = RingPlan.make(*qkv, ulysses=ulysses)
+            ring_attn(*qkv, plan=plan)
+        with equal:
+            out = ring_attn(*qkv, plan=plan)
+        for _ in range(2):
+            with other, pytest.raises(ValueError, match="its own documents and mask"):
+                ring_attn(*qkv, plan=plan)
+        return relative_error(out, want[:, here])
+
+    assert max(threads.run(2, main)[0]) < EXACT
+
+
+def test_a_plan_whose_mask_was_given_is_for_batches_of_equal_values():
+    q = torch.randn(1, 8, 2, 4)
+    batch, other = masked_batch([6, 7]), masked_batch([0, 7])
+    plan = RingPlan.make(q, q, q, key_mask=batch.key_mask.clone())
+    with batch:
+        ring_attn(q, q, q, plan=plan)
+    with other, pytest.raises(ValueError, match="its own documents and mask"):
+        ring_attn(q, q, q, plan=plan)
+
+
+def test_a_plan_of_other_ranks_than_the_batch_is_an_error():
+    q = torch.randn(1, 4, 2, 4)
+
+    def main(ring: Ring) -> None:
+        plan = RingPlan.make(q, q, q, group=ring)
+        batch = shard_batch({"input_ids": torch.zeros(1, 4).long()}, layout="contiguous")
+        with batch, pytest.raises(ValueError, match="of other ranks than the batch"):
+            ring_attn(q, q, q, plan=plan)
+
+    threads.run(2, main)

@@ -138,3 +138,19 @@ def test_files_and_states_that_do_not_fit_raise(file, tmp_path):
     for state in (dict(sequences=2, seed=2, length=7), dict(sequences=3, seed=1, length=7)):
         with pytest.raises(ValueError, match="batches of 2"):
             data.load_state_dict(state)
+
+
+def test_ranks_that_read_other_files_hold_other_batches(tmp_path: Path) -> None:
+    """They read different tokens of them, so each must look at some of the same, too."""
+
+    def first_batch(tokens: list[int], rank: int) -> ShardedBatch:
+        path = tmp_path / "corpus"
+        path.write_bytes(b"".join(n.to_bytes(2, sys.byteorder) for n in tokens))
+        how = dict(length=2000, batch_size=2, rank=rank, ring_size=2)
+        return next(iter(SequenceShardedDataset(TokenFile(path), **how)))
+
+    tokens = list(range(6001))
+    same, longer = first_batch(tokens, 0).told, [*tokens, 1]
+    shifted = tokens[1:] + tokens[:1]
+    assert first_batch(tokens, 1).told == same
+    assert same not in (first_batch(longer, 1).told, first_batch(shifted, 1).told)

@@ -1,0 +1,234 @@
+"""What losses are given: a head's terms, and labels and weights whose values may be wrong.
+
+To read a value of a GPU's tensor the host must wait for the GPU. So a wrong one, a label that is no
+class say, is an error at once on CPU only. Elsewhere the GPU finds it:
+
+    on CPU      the ranks agree: ValueError on all of them, before anything is sent
+    on a GPU    the loss is NaN on all ranks, and so are its gradients;
+                the next loss, when its ranks agree, is a ValueError on all of them
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ring_attention_pytorch.plan.checks import autocast_dtype
+from ring_attention_pytorch.runtime.lasting import lasting
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.runtime.streams import capturing
+from ring_attention_pytorch.tensor_kinds import dtensor_problem
+
+_CHUNK = 2048  # tokens whose logits a head makes at once
+
+
+class Head(NamedTuple):
+    """What makes logits of hidden states x; without a weight x are logits.
+
+    Logits are `softcap * tanh((x @ weight.T + bias) * scale / softcap)`, widened before the scale.
+
+    >>> Head(torch.eye(2), scale=0.5).logits(torch.tensor([[4.0, 6.0]])).tolist()
+    [[2.0, 3.0]]
+    """
+
+    weight: Tensor | None = None  # [classes, d]
+    bias: Tensor | None = None  # [classes]
+    scale: float | None = None
+    softcap: float | None = None
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits `[n, classes]` of tokens x `[n, d]`, in the dtype of sums."""
+        if self.weight is None:
+            return x.to(accumulation_dtype(x.dtype))
+        logits = F.linear(x, self.weight, self.bias)
+        logits = logits.to(accumulation_dtype(logits.dtype))
+        factor = (1.0 if self.scale is None else self.scale) / (self.softcap or 1.0)
+        if factor != 1:
+            logits = logits.mul_(factor)  # nobody else has them, and a chunk of them is large
+        return logits if self.softcap is None else logits.tanh_() * self.softcap
+
+    @property
+    def chunk(self) -> int | None:
+        """The tokens whose logits are made at once where nobody says it; None is all."""
+        return None if self.weight is None else _CHUNK
+
+    def classes(self, x: Tensor) -> int:
+        """Count the classes, of hidden states or logits x."""
+        return x.shape[-1] if self.weight is None else len(self.weight)
+
+    def note(self) -> dict[str, Any]:
+        """Return what must be the same on every rank, by name."""
+        return {
+            "head": None if self.weight is None else self.weight.dtype,
+            "bias of the head": self.bias is not None,
+            "scale of logits": self.scale,
+            "softcap of logits": self.softcap,
+        }
+
+    def problem(self, x: Tensor) -> str | None:
+        """Say what is wrong with it for hidden states x `[b, n, d]`; None if nothing is."""
+        if self.weight is None:
+            if all(term is None for term in self):
+                return None
+            return (
+                "bias, scale and softcap make logits of hidden states, together with head=; "
+                "without it x are logits, give them as they shall be"
+            )
+        if (problem := self._alike("head", self.weight, [None, x.shape[2]], x)) is not None:
+            return problem
+        if self.bias is not None:
+            problem = self._alike("bias", self.bias, [len(self.weight)], x)
+        most = torch.finfo(accumulation_dtype(x.dtype)).max
+        if problem is None and self.scale is not None and not 0 < abs(self.scale) <= most:
+            return f"scale must be finite and not 0, got {self.scale}"
+        if problem is None and self.softcap is not None and not 1 / most < self.softcap <= most:
+            return f"softcap must be None, or positive and finite, got {self.softcap}"
+        return problem
+
+    @staticmethod
+    def _alike(name: str, t: Tensor, shape: list[int | None], x: Tensor) -> str | None:
+        """Say where a tensor has another shape, dtype or device than it must; None if nowhere."""
+        if (problem := dtensor_problem(name, t)) is not None:
+            return problem
+        fits = t.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, t.shape))
+        if fits and t.device == x.device and autocast_dtype(t) == autocast_dtype(x):
+            return None
+        wanted = ", ".join("classes" if n is None else str(n) for n in shape)
+        return (
+            f"{name} must be [{wanted}] in the hidden states' {x.dtype} on {x.device}, got "
+            f"{list(t.shape)} in {t.dtype} on {t.device}; cast them alike, or use autocast"
+        )
+
+
+class Targets(NamedTuple):
+    """What tokens must predict, without what is wrong.
+
+    Attributes:
+        labels: int64 `[b, n]`: a class each, or the label that is ignored.
+        real: bool `[b, n]`, where there is a class.
+        weights: `[b, n]`, 0 where there is none; None if all count alike.
+        wrong: bool `[b, n]`, where label or weight was wrong; None where that was an error.
+    """
+
+    labels: Tensor
+    real: Tensor
+    weights: Tensor | None
+    wrong: Tensor | None
+
+
+def targets(
+    labels: Tensor, weights: Tensor | None, ignore_index: int, classes: int, dtype: torch.dtype
+) -> Targets:
+    """Return what tokens must predict, weights in `dtype`; nobody waits for values."""
+    real = labels != ignore_index
+    if weights is not None:
+        weights = torch.where(real, weights.to(dtype), 0.0)  # else NaN would pass, times 0
+    if reads_at_once(labels):
+        return Targets(labels, real, weights, None)
+    known = labels.clamp(0, max(0, classes - 1))
+    wrong_labels = real & (known != labels)
+    wrong = wrong_labels if weights is None else wrong_labels | ~_is_weight(weights.detach())
+    _flags_of(labels.device).raise_if(wrong_labels, wrong)
+    return Targets(torch.where(real, known, ignore_index), real, weights, wrong)
+
+
+def values_problem(
+    labels: Tensor, weights: Tensor | None, ignore_index: int, classes: int
+) -> str | None:
+    """Say which value is wrong; None if none is, or where that must not be waited for.
+
+    There it tells of an earlier call, once.
+    """
+    if not reads_at_once(labels):
+        return _flags_of(labels.device).problem()
+    real = labels != ignore_index
+    wrong = labels[real & ((labels < 0) | (labels >= classes))]
+    if len(wrong):
+        return (
+            f"labels must be 0 to {classes - 1}, or ignore_index={ignore_index} where there is "
+            f"nothing to predict, got {int(wrong[0])}"
+        )
+    if weights is None:
+        return None
+    wrong = weights.detach()[real]
+    wrong = wrong[~_is_weight(wrong)]
+    return f"weights must be finite and at least 0, got {wrong[0].item()}" if len(wrong) else None
+
+
+def labels_problem(x: Tensor, labels: Tensor, weights: Tensor | None) -> str | None:
+    """Say what is wrong with logits or hidden states x, and with labels for them; values apart."""
+    for name, t in {"x": x, "labels": labels, "weights": weights}.items():
+        if t is not None and (problem := dtensor_problem(name, t)):
+            return problem
+    if x.ndim != 3 or not x.is_floating_point():
+        return f"logits or hidden states must be floating [b, n, d], got {x.dtype} {list(x.shape)}"
+    if 0 in x.shape[2:]:
+        return f"logits or hidden states must be [b, n, d] with d above 0, got {list(x.shape)}"
+    for name, t in {"labels": labels, "weights": weights}.items():
+        if t is None:
+            continue
+        kind = "int64" if name == "labels" else "real"
+        right = t.dtype == torch.int64 if name == "labels" else not t.is_complex()
+        if not right or t.shape != x.shape[:2] or t.device != x.device:
+            return (
+                f"{name} must be {kind} {list(x.shape[:2])} on {x.device}, as x is, "
+                f"got {t.dtype} {list(t.shape)} on {t.device}"
+            )
+    return None
+
+
+def reads_at_once(t: Tensor) -> bool:
+    """Tell whether reading a tensor's values keeps nobody waiting."""
+    return t.device.type == "cpu"
+
+
+def _is_weight(weights: Tensor) -> Tensor:
+    return (weights >= 0) & (weights < math.inf)
+
+
+class _Flags:
+    """Words that a device writes when it finds a wrong value, and the host reads without waiting.
+
+    A call's words are there when the device has done it.
+    """
+
+    _TEXTS: Mapping[int, str] = {
+        0: "labels of an earlier loss were neither 0 to classes - 1 nor ignore_index",
+        1: "weights of an earlier loss were not finite and at least 0",
+    }
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.inference_mode(False):  # else nobody could write them outside of that
+            self._found = lasting(lambda: torch.zeros(2, dtype=torch.bool, device=device), device)
+            self._told = torch.zeros(2, dtype=torch.bool, pin_memory=device.type == "cuda")
+
+    def raise_if(self, wrong_labels: Tensor, wrong: Tensor) -> None:
+        """Raise a flag, on the device, if any label is wrong, or else any weight."""
+        labels = wrong_labels.any()
+        self._found |= torch.stack((labels, wrong.any() & ~labels))
+        if self._device.type != "cuda" or not capturing(self._device):  # else a later call tells
+            self._told.copy_(self._found, non_blocking=True)
+
+    def problem(self) -> str | None:
+        """Say which flags are up, and lower them; None if none is, so far."""
+        up = [at for at, flag in enumerate(self._told.tolist()) if flag]
+        if not up:
+            return None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._found.zero_()
+        self._told.zero_()
+        return f"{' and '.join(self._TEXTS[at] for at in up)}; so that loss was NaN on all ranks"
+
+
+_flags: dict[torch.device, _Flags] = {}
+
+
+def _flags_of(device: torch.device) -> _Flags:
+    if device not in _flags:
+        _flags[device] = _Flags(device)
+    return _flags[device]
