@@ -7,10 +7,13 @@ import re
 import runpy
 import select
 import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -26,6 +29,7 @@ from ring_attention_pytorch import RingAttention, RingError, RingPlan, fail_toge
 from ring_attention_pytorch.comm import failures
 from ring_attention_pytorch.comm.failures import Step, known, timeout_of
 from ring_attention_pytorch.comm.notes import Disagreement
+from ring_attention_pytorch.comm.overdue import Waits
 from ring_attention_pytorch.comm.ring import Ring, _host_group
 from ring_attention_pytorch.comm.steps import Steps
 from tests.comm.test_steps import EVENTS, OTHER, SIZE, plans_of
@@ -179,6 +183,67 @@ def test_what_all_ranks_caught_is_mended_by_their_next_plan(transport, places, p
         assert good
 
 
+def fails_alone(transport: str) -> tuple[list[str], bool]:
+    """For a pool: rank 1 has no memory left, all catch it; what plans say, and of a new group."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    ring, told = Ring(group), []
+    mine = shards(ring, 1)
+    plan = RingPlan.make(*mine, group=ring, transport=transport)
+    another = partial(RingPlan.make, *mine, group=ring)
+    for call in (partial(ring_attn, *mine, plan=plan), another, another):
+        start = time.monotonic()
+        try:
+            with failing_once() if ring.rank == 1 and not told else nullcontext():
+                call()
+            told.append("nothing")
+        except (MemoryError, RingError) as error:
+            told.append(f"{error}, {'at once' if time.monotonic() - start < 1.5 else 'late'}")
+    return told, right(Ring(dist.new_group()), 2, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+def test_where_others_waited_in_vain_plans_say_at_once_that_a_new_group_is_needed(transport, pools):
+    (waited, *plans), good = (found := pools(2).run(fails_alone, transport))[0]
+    (failed, *others), also_good = found[1]
+    assert "waited for rank 1, in vain for 2 s" in waited
+    assert failures.NEW_GROUP in waited
+    assert "none left" in failed
+    for text in plans:
+        assert failures.NEW_GROUP in text
+        assert text.endswith("at once")
+    assert all(failures.NEW_GROUP in text for text in others)
+    assert others[1].endswith("at once")
+    assert good
+    assert also_good
+
+
+def words_after_mending() -> list[str]:
+    """For a pool of two: rank 1 fails, what it said is told; a plan mends it; then it is absent."""
+    told = []
+    for mended in (False, True):
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        ring = Ring(group)
+        mine = shards(ring, 1)
+        plan = RingPlan.make(*mine, group=ring)
+        if ring.rank == 1:
+            with pytest.raises(MemoryError), ring.call("a call"):
+                raise MemoryError("none left")
+        if mended:
+            plan = RingPlan.make(*mine, group=ring)
+        try:
+            if ring.rank == 0:
+                ring_attn(*mine, plan=plan)
+        except RingError as error:
+            told.append(str(error))
+    return told
+
+
+def test_words_of_a_failure_that_was_mended_are_told_no_more(pools):
+    (before, after), _ = pools(2).run(words_after_mending)
+    assert "rank 1 raised MemoryError in a call: call 2, hop 0: none left" in before
+    assert "rank 1: no word" in after
+
+
 def test_modules_mend_the_ring_by_their_next_call():
     def main(ring: threads.ThreadRing) -> None:
         attention = RingAttention(8, dim_head=4, heads=2, ring_attn=True, group=ring)
@@ -281,6 +346,59 @@ def test_a_group_waits_as_long_as_the_least_patient_of_its_backends():
 
     assert timeout_of(group(7, None, 5)) == timedelta(seconds=5)
     assert timeout_of(group(None)) == timedelta(minutes=30)
+
+
+# --- who waits for whom, while it waits ---
+
+
+def waits_for_long() -> list[str]:
+    """For a pool: what is logged while rank 1 is late twice: for notes, and for keys."""
+    from ring_attention_pytorch.comm import overdue
+
+    told: list[str] = []
+    overdue.logger.addFilter(lambda record: told.append(record.getMessage()))
+    mine, look = shards(ring := Ring(), 1), partial(mock.patch.object, overdue.waits, "_seconds")
+    plan = RingPlan.make(*mine, transport="ring")
+    try:
+        with look(0.2):
+            for call in (lambda: RingPlan.make(*mine, causal=True), lambda: ring_attn(*mine, plan=plan)):
+                time.sleep(1.6 * ring.rank)  # the thread may have slept for a second before
+                call()
+    finally:
+        overdue.logger.filters.clear()
+    return told
+
+
+def test_who_waits_for_whom_is_told_while_it_waits(pools):
+    told, nothing = pools(2).run(waits_for_long)
+    assert nothing == []
+    notes = [text for text in told if "comparing notes on ring attention" in text]
+    keys = [text for text in told if "ring attention, forward: call 2 by plan" in text]
+    assert notes, told
+    assert keys, told
+    for text in told:
+        assert re.search(r"waits for rank 1, for \d s by now, at test_failures.py:\d+", text), text
+
+
+def test_a_wait_is_told_again_when_it_has_doubled_and_no_more_when_it_is_over(caplog):
+    waits = Waits(0.05)
+    waits._thread = threading.current_thread()  # which looks itself
+    waits.begin("here")
+    for _ in range(2):
+        waits.report()
+    assert caplog.messages == []
+    time.sleep(0.06)
+    for _ in range(3):
+        waits.report()
+    assert len(caplog.messages) == 1
+    time.sleep(0.2)
+    waits.report()
+    assert len(caplog.messages) == 2
+    assert caplog.messages[0].startswith("here, for 0 s by now, at test_failures.py:")
+    waits.end("here")
+    time.sleep(0.5)
+    waits.report()
+    assert len(caplog.messages) == 2
 
 
 # --- notes in each call ---
