@@ -1,6 +1,7 @@
 """When a rank fails: what the others see, and what can be gone on with."""
 
 import gc
+import json
 import os
 import pickle
 import re
@@ -26,12 +27,13 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from ring_attention_pytorch import RingAttention, RingError, RingPlan, fail_together, ring_attn
-from ring_attention_pytorch.comm import failures
+from ring_attention_pytorch.comm import failures, host_links, last_words, overdue
 from ring_attention_pytorch.comm.failures import Step, known, timeout_of
 from ring_attention_pytorch.comm.notes import Disagreement
 from ring_attention_pytorch.comm.overdue import Waits
 from ring_attention_pytorch.comm.ring import Ring, _host_group
 from ring_attention_pytorch.comm.steps import Steps
+from tests.comm import test_host_links as links
 from tests.comm.test_steps import EVENTS, OTHER, SIZE, plans_of
 from tests.support import threads
 from tests.support.ranks import Pool
@@ -244,6 +246,54 @@ def test_words_of_a_failure_that_was_mended_are_told_no_more(pools):
     assert "rank 1: no word" in after
 
 
+def test_words_of_a_failure_are_those_since_notes_were_last_compared():
+    store = dist.HashStore()
+    store.set("rank 1", json.dumps([3, "raised MemoryError"]))
+    look, words = partial(last_words._look, None), {}
+    with (
+        mock.patch.object(last_words, "_store", lambda: store),
+        mock.patch.object(last_words, "_key", lambda _, rank: f"rank {rank}"),
+        mock.patch.object(last_words, "_MEANWHILE", 0.1),
+    ):
+        look(4, [1], words)
+        assert words == {}
+        look(3, [1], words)
+        assert words == {1: "raised MemoryError"}
+
+
+def test_after_a_wait_in_vain_nothing_is_agreed_over_that_group_and_others_hear_of_it():
+    class Group:
+        pass
+
+    group, (mine, theirs, _) = Group(), links.ring_of_links()
+    ring = Ring.alone()
+    ring.group, ring.size = group, 2
+    with pytest.raises(RingError), failures.Awaiting(lambda: (ring.steps.now, [1], (group, 0))):
+        raise RuntimeError("Timed out waiting 200ms")
+    with (
+        mock.patch.dict(host_links._links, {group: mine}),
+        pytest.raises(RingError, match="a wait has failed before on this rank; the connections of"),
+    ):
+        ring.gather_bytes(b"", 1)
+    with pytest.raises(failures.Missing, match="Connection closed"):
+        theirs.gather(b"", 1)
+
+
+def test_a_ring_that_no_plan_mends_does_not_say_so():
+    for error, mends in ((MemoryError("none left"), True), (in_vain(), False)):
+        steps = Steps()
+        with pytest.raises(type(error)), steps.call("forward"):
+            raise error
+        with pytest.raises(RingError) as told, steps.call("forward"):
+            pass
+        assert ("once all ranks make a plan" in str(told.value)) == mends
+        assert (failures.NEW_GROUP in str(told.value)) != mends
+
+
+def in_vain() -> RingError:
+    return RingError.waiting(Step("forward", 0, 1, 1), [1], RuntimeError("Timed out"))
+
+
 def test_modules_mend_the_ring_by_their_next_call():
     def main(ring: threads.ThreadRing) -> None:
         attention = RingAttention(8, dim_head=4, heads=2, ring_attn=True, group=ring)
@@ -353,8 +403,6 @@ def test_a_group_waits_as_long_as_the_least_patient_of_its_backends():
 
 def waits_for_long() -> list[str]:
     """For a pool: what is logged while rank 1 is late twice: for notes, and for keys."""
-    from ring_attention_pytorch.comm import overdue
-
     told: list[str] = []
     overdue.logger.addFilter(lambda record: told.append(record.getMessage()))
     mine, look = shards(ring := Ring(), 1), partial(mock.patch.object, overdue.waits, "_seconds")
@@ -380,25 +428,20 @@ def test_who_waits_for_whom_is_told_while_it_waits(pools):
         assert re.search(r"waits for rank 1, for \d s by now, at test_failures.py:\d+", text), text
 
 
-def test_a_wait_is_told_again_when_it_has_doubled_and_no_more_when_it_is_over(caplog):
-    waits = Waits(0.05)
+def test_a_wait_is_told_again_when_it_has_doubled_and_no_more_when_it_is_over():
+    waits, told = Waits(0.05), []
     waits._thread = threading.current_thread()  # which looks itself
-    waits.begin("here")
-    for _ in range(2):
+    with mock.patch.object(overdue.logger, "warning", lambda text, *given: told.append(text % given)):
+        waits.begin("here")
+        for seconds, count in ((0, 0), (0, 0), (0.06, 1), (0, 1), (0.2, 2), (0, 2)):
+            time.sleep(seconds)
+            waits.report()
+            assert len(told) == count
+        assert told[0].startswith("here, for 0 s by now, at test_failures.py:")
+        waits.end("here")
+        time.sleep(0.6)
         waits.report()
-    assert caplog.messages == []
-    time.sleep(0.06)
-    for _ in range(3):
-        waits.report()
-    assert len(caplog.messages) == 1
-    time.sleep(0.2)
-    waits.report()
-    assert len(caplog.messages) == 2
-    assert caplog.messages[0].startswith("here, for 0 s by now, at test_failures.py:")
-    waits.end("here")
-    time.sleep(0.5)
-    waits.report()
-    assert len(caplog.messages) == 2
+        assert len(told) == 2
 
 
 # --- notes in each call ---
