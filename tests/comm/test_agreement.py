@@ -278,9 +278,17 @@ def test_notes_that_are_none_are_an_error_that_names_the_rank(kind):
 
 
 MALFORMED = {
-    "endless": (lambda _: notes._HEAD.pack(notes._MARK, 4, 1 << 60) + b"here", "has 1152921504606846976 bytes, more than"),
-    "of devices": (lambda _: notes._HEAD.pack(notes._MARK, 4, 3) + b"here" + b"old", "does not say how its devices are"),
-    "other numbers": (lambda ring: whole_note(ring, b'{"k": 1}'), "other numbers: n on ranks 0, 2, k on rank 1"),
+    "endless": (
+        lambda _: notes._HEAD.pack(notes._MARK, 4, 1 << 60) + b"here",
+        "has 1152921504606846976 bytes, more than",
+    ),
+    "of devices": (
+        lambda _: notes._HEAD.pack(notes._MARK, 4, 3) + b"here" + b"old",
+        "does not say how its devices are",
+    ),
+    "other numbers": (
+        lambda ring: whole_note(ring, b'{"k": 1}'), "numbers: n on ranks 0, 2, k on rank 1"
+    ),
     "no numbers": (lambda ring: whole_note(ring, b'{"n": "many"}'), "invalid literal for int"),
     "numbers without names": (lambda ring: whole_note(ring, b"[3]"), "has no attribute"),
 }  # fmt: skip

@@ -251,7 +251,7 @@ def test_words_of_a_failure_are_those_since_notes_were_last_compared():
     store.set("rank 1", json.dumps([3, "raised MemoryError"]))
     look, words = partial(last_words._look, None), {}
     with (
-        mock.patch.object(last_words, "_store", lambda: store),
+        mock.patch.object(last_words, "_store", return_value=store),
         mock.patch.object(last_words, "_key", lambda _, rank: f"rank {rank}"),
         mock.patch.object(last_words, "_MEANWHILE", 0.1),
     ):
@@ -409,7 +409,10 @@ def waits_for_long() -> list[str]:
     plan = RingPlan.make(*mine, transport="ring")
     try:
         with look(0.2):
-            for call in (lambda: RingPlan.make(*mine, causal=True), lambda: ring_attn(*mine, plan=plan)):
+            for call in (
+                lambda: RingPlan.make(*mine, causal=True),
+                lambda: ring_attn(*mine, plan=plan),
+            ):
                 time.sleep(1.6 * ring.rank)  # the thread may have slept for a second before
                 call()
     finally:
@@ -431,7 +434,9 @@ def test_who_waits_for_whom_is_told_while_it_waits(pools):
 def test_a_wait_is_told_again_when_it_has_doubled_and_no_more_when_it_is_over():
     waits, told = Waits(0.05), []
     waits._thread = threading.current_thread()  # which looks itself
-    with mock.patch.object(overdue.logger, "warning", lambda text, *given: told.append(text % given)):
+    with mock.patch.object(
+        overdue.logger, "warning", lambda text, *given: told.append(text % given)
+    ):
         waits.begin("here")
         for seconds, count in ((0, 0), (0, 0), (0.06, 1), (0, 1), (0.2, 2), (0, 2)):
             time.sleep(seconds)

@@ -196,6 +196,11 @@ def test_only_ranks_that_are_awaited_are_let_in():
         link.close()
 
 
+def connect_and_let_in(door: socket.socket) -> None:
+    with connected(door, host_links._RANK.pack(1)):
+        host_links._let_in(door, range(1, SIZE))
+
+
 def test_who_does_not_come_to_the_door_is_named_in_time():
     start = time.monotonic()
     with (
@@ -203,11 +208,9 @@ def test_who_does_not_come_to_the_door_is_named_in_time():
         host_links._open_door(SIZE) as door,
         pytest.raises(Missing, match=r"nobody has come in 0.2 s") as told,
     ):
-        come = connected(door, host_links._RANK.pack(1))
-        host_links._let_in(door, range(1, SIZE))
+        connect_and_let_in(door)
     assert told.value.ranks == (2,)
     assert time.monotonic() - start < 2
-    come.close()
 
 
 def test_a_group_of_one_tells_itself():

@@ -30,7 +30,9 @@ def battery() -> Iterator[Callable[[], object]]:
     yield logprobs_are_right
     yield test_dataset.test_documents_are_packed_without_a_gap_and_predict_nothing_beyond_them
     yield goes_on
-    yield partial(test_dataset.test_an_iterator_goes_on_where_the_last_one_stopped, "documents", 1, Path())
+    yield partial(
+        test_dataset.test_an_iterator_goes_on_where_the_last_one_stopped, "documents", 1, Path()
+    )
     yield test_dataset.test_what_fails_to_be_made_is_not_skipped
     yield test_dataset.test_documents_of_an_iterator_are_not_taken_twice
     for lives_on in (False, True):

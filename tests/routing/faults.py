@@ -63,7 +63,7 @@ ROUTING = [
         "self.cosine_scale * self.dim**-0.5", "self.dim**-0.5",
     ),
     Mutant(
-        "cosines of tokens that keep their size", "routing/router.py:CoordinateDescentRouter.scores",
+        "cosines of tokens keep their size", "routing/router.py:CoordinateDescentRouter.scores",
         "F.normalize(x.to(toward.dtype), dim=-1)", "x.to(toward.dtype)",
     ),
     Mutant(

@@ -5,10 +5,12 @@ from tests.faults.mutant import Mutant
 TRAINING = [
     Mutant(
         "all replicas take the first one's batches",
-        "training/dataset.py:SequenceShardedDataset._take", "self._done + self.replica", "self._done",
+        "training/dataset.py:SequenceShardedDataset._take",
+        "self._done + self.replica", "self._done",
     ),
     Mutant(
-        "others' batches of a round come again", "training/dataset.py:SequenceShardedDataset._take",
+        "others' batches of a round come again",
+        "training/dataset.py:SequenceShardedDataset._take",
         "self._done += self.replicas", "self._done += 1",
     ),
     Mutant(
@@ -16,7 +18,8 @@ TRAINING = [
         "self._done * self.batch_size", "(self._done + self.place['rank']) * self.batch_size",
     ),
     Mutant(
-        "what was taken is skipped again", "training/dataset.py:SequenceShardedDataset._batch",
+        "what was taken is skipped again",
+        "training/dataset.py:SequenceShardedDataset._batch",
         "number - self._at", "number",
     ),
     Mutant(
@@ -30,7 +33,8 @@ TRAINING = [
         "get_worker_info() is None and self._shared[1]", "False",
     ),
     Mutant(
-        "behind a worker the data are repeated", "training/dataset.py:SequenceShardedDataset.__iter__",
+        "behind a worker the data are repeated",
+        "training/dataset.py:SequenceShardedDataset.__iter__",
         "if self._shared[1]:", "if False:",
     ),
     Mutant(
@@ -39,8 +43,9 @@ TRAINING = [
         "pass",
     ),
     Mutant(
-        "a batch that could not be made is gone", "training/dataset.py:SequenceShardedDataset._take",
-        "batch = make()", "self._done += self.replicas batch = make() self._done -= self.replicas",
+        "a batch that could not be made is gone",
+        "training/dataset.py:SequenceShardedDataset._take",
+        "batch = make() self._done += self.replicas", "self._done += self.replicas; batch = make()",
     ),
     Mutant(
         "documents of the corpus predict the next one",
