@@ -72,7 +72,7 @@ def _watch(overdue: "ref[Overdue]") -> None:
 class Waits:
     """Waits of this process's threads for other ranks, each reported while it lasts.
 
-    To begin and end one takes less than a microsecond. A thread of its own looks at those that
+    To begin and end one takes about a microsecond. A thread of its own looks at those that
     last. What waits says in words what it waits for, when it is asked.
     """
 
