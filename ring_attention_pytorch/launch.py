@@ -7,6 +7,7 @@ torchrun starts.
 """
 
 import atexit
+import ctypes
 import math
 import os
 import shutil
@@ -38,6 +39,7 @@ from ring_attention_pytorch.comm.failures import RingError, fail_together
 TIMEOUT = 120.0  # seconds that ranks wait for one another
 _START = 300.0  # seconds until all processes run, however busy the machine is
 _END = 30.0  # seconds that a process may take to exit when all is done
+_SIGNAL_OF_PARENTS_DEATH = 1  # a number of <sys/prctl.h>
 _FIRST = 0.5  # seconds to wait for the first failure, after a failure that another may have caused
 
 
@@ -276,6 +278,7 @@ class _Seat(NamedTuple):
 def _serve(pipe: Connection, seat: _Seat, worker: Callable[..., Any], args: Sequence[Any]) -> None:
     """Run in a new process: take part in the group, and end with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
+    _wake_with_parent()
     Thread(target=_end_with_parent, args=(seat.folder,), daemon=True).start()
     try:
         with _telling(pipe):
@@ -307,6 +310,16 @@ def _telling(pipe: Connection) -> Iterator[None]:
         with suppress(OSError):  # the parent is gone
             pipe.send((None, _Raised(traceback.format_exc(), doubt)))
         raise
+
+
+def _wake_with_parent() -> None:
+    """Let Linux wake this process when what has started it is gone, if it is stopped then.
+
+    So a stopped process ends with the others. It is not killed at once, for it has to clean up.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # no such call there
+            ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, signal.SIGCONT, 0, 0, 0)
 
 
 def _end_with_parent(folder: str) -> None:
@@ -367,6 +380,7 @@ def _torchrun_group(backend: str, timeout: float) -> Iterator[None]:
     if not dist.is_torchelastic_launched():
         yield
         return
+    _wake_with_parent()
     Thread(target=_end_with_agent, args=(os.getppid(),), daemon=True).start()
     store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

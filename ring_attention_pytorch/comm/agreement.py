@@ -62,6 +62,7 @@ def agree_on(
     told = [read(caller, *each) for each in enumerate(notes)]
     _check_problems(caller, [each.problem for each in told])
     _check_in_step(ring, caller, [each.step for each in told])
+    _check_numbers(caller, [each.own for each in told])
     if len({(each.ring_size, each.claim) for each in told}) > 1:
         claims = [claimed(caller, *each) for each in enumerate(told)]
         _check_same(caller, [each.everywhere for each in claims], first=0)
@@ -205,6 +206,15 @@ def _check_in_step(ring: Ring, caller: str, steps: list[int]) -> None:
         raise Disagreement(
             f"{caller}: ranks are out of step, some have skipped a call: notes were compared "
             f"before this {_each(steps)}; all ranks must make the same calls in the same order"
+        )
+
+
+def _check_numbers(caller: str, own: list[dict[str, int]]) -> None:
+    """Raise if ranks have told numbers of other names, as other versions of this library do."""
+    if len({tuple(numbers) for numbers in own}) > 1:
+        raise Disagreement(
+            f"{caller}: ranks tell other numbers: {_each([', '.join(n) or 'none' for n in own])}; "
+            "run the same version of this library on all ranks"
         )
 
 

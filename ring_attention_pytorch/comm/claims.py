@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from ring_attention_pytorch.comm.notes import Disagreement
+from ring_attention_pytorch.comm.notes import unreadable
 
 _LONGEST = 2000  # characters of a problem, or of one value
 
@@ -63,9 +63,10 @@ def read(caller: str, rank: int, told: bytes) -> Told:
     try:
         head, claim, own = told.split(b"\n")
         step, ring_size, problem = head.split(b" ", 2)
-        return Told(int(step), int(ring_size), _parsed(problem), claim, {**_parsed(own)})
-    except (ValueError, TypeError, RecursionError) as error:
-        raise _unreadable(caller, rank, error) from None
+        numbers = {name: int(number) for name, number in _parsed(own).items()}
+        return Told(int(step), int(ring_size), _parsed(problem), claim, numbers)
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise unreadable(caller, rank, error) from None
 
 
 def claimed(caller: str, rank: int, told: Told) -> Claim:
@@ -78,7 +79,7 @@ def claimed(caller: str, rank: int, told: Told) -> Claim:
         same, everywhere = json.loads(told.claim)
         return Claim({**same}, {"ring size": told.ring_size, **everywhere})
     except (ValueError, TypeError, RecursionError) as error:
-        raise _unreadable(caller, rank, error) from None
+        raise unreadable(caller, rank, error) from None
 
 
 @lru_cache(maxsize=64)
@@ -91,13 +92,6 @@ def _written(*own: tuple[str, int]) -> bytes:
 def _parsed(text: bytes) -> Any:
     """Parse JSON; what comes of it is not to be changed."""
     return json.loads(text)
-
-
-def _unreadable(caller: str, rank: int, error: Exception) -> Disagreement:
-    return Disagreement(
-        f"{caller}: the note of rank {rank} can't be read: {error}; "
-        "run the same version of this library on all ranks"
-    )
 
 
 def shortened(text: str | None) -> str | None:

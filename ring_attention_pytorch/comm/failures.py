@@ -17,8 +17,14 @@ from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm import last_words
 from ring_attention_pytorch.comm.guard import Guard
 from ring_attention_pytorch.comm.notes import call_site, ranks_of
+from ring_attention_pytorch.comm.overdue import waits
 
 _LONGEST = 300  # characters of what a backend says
+# gloo closes all connections of a group when one message does not come in time, and NCCL ends
+NEW_GROUP = (
+    "the connections of this group are closed now, for all that uses it, and no plan mends them: "
+    "to go on, all ranks make a new group, or start again"
+)
 
 Place = tuple[ProcessGroup | None, int]  # a group, and how often it has compared notes
 
@@ -75,6 +81,8 @@ class RingError(RuntimeError):
     ) -> "RingError":
         """Make the error of a wait that ended with `cause`; tell the ranks, in `fail_together`."""
         ranks = sorted({*ranks})
+        if (group := place[0]) is not None:
+            closed.add(group)
         last_words.leave(*place, f"waits in {step} {call_site()}")
         tell_peers()
         words = last_words.found(*place, ranks)
@@ -82,7 +90,7 @@ class RingError(RuntimeError):
         if silent := [rank for rank in ranks if rank not in words]:
             told.append(f"{ranks_of(silent)}: no word: failed, late, or in no such call")
         text = f"{step}: waited for {ranks_of(ranks)}, {_why(cause)}. {'; '.join(told)}. "
-        return cls(f"{text}{_advice(step, words)}", step, ranks)
+        return cls(f"{text}{_advice(step, words)}; {NEW_GROUP}", step, ranks)
 
 
 class Missing(RuntimeError):
@@ -124,15 +132,22 @@ def _advice(step: Step, words: Mapping[int, str]) -> str:
 class Awaiting:
     """A block that waits for ranks, whose errors become `RingError`s that name them.
 
-    `of` tells the step, the ranks and the place. It is asked only when there is an error.
+    `of` tells the step, the ranks and the place. It is asked only when there is an error, or when
+    the wait takes so long that it is reported.
     """
 
     def __init__(self, of: Callable[[], tuple[Step, Sequence[int], Place]]) -> None:
         self._of = of
 
-    def __enter__(self) -> None: ...
+    def __str__(self) -> str:
+        step, ranks, _ = self._of()
+        return str(Waiting(step, ranks))
+
+    def __enter__(self) -> None:
+        waits.begin(self)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        waits.end(self)
         if not isinstance(error, RuntimeError) or isinstance(error, RingError):
             return
         step, ranks, place = self._of()
@@ -159,6 +174,7 @@ class Closable(Protocol):
 
 
 _groups: WeakSet[ProcessGroup] = WeakSet()  # groups over which ranks exchange anything
+closed: WeakSet[ProcessGroup] = WeakSet()  # those in which a wait of this rank has failed
 guards: WeakSet[Guard] = WeakSet()  # of devices, which can tell others at once
 links: WeakSet[Closable] = WeakSet()  # of groups whose ranks share a host
 inherited: WeakSet[ProcessGroup] = WeakSet()  # groups of the process that this one was forked from

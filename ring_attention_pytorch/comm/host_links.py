@@ -27,6 +27,7 @@ _NUMBER = struct.Struct("<Q")
 _RANK = struct.Struct("<I")
 _MOST_MS = 1e9  # that a system can be asked to wait
 _PATIENCE = 5.0  # seconds to reach or let in a rank that is there
+_HEARD = 0.5  # seconds for its name, which a rank has sent before
 _AWAKE = 50e-6  # seconds to look for messages before sleeping, from which to wake takes as long
 
 
@@ -40,6 +41,7 @@ class Links:
     def __init__(self, rank: int, links: Mapping[int, socket.socket], patience: timedelta) -> None:
         self._rank, self._links, self._patience = rank, dict(links), patience.total_seconds()
         self._number, self._closed = 0, False  # the number of the exchange
+        self.missing: dict[int, socket.socket] = {}  # whose messages this exchange waits for
         all_links.add(self)
 
     def gather(self, message: bytes, size: int) -> list[bytes]:
@@ -69,7 +71,8 @@ class Links:
 
     def _receive(self, found: dict[int, bytes]) -> None:
         """Add the others' messages to those that are found, in the order in which they come."""
-        missing, start = dict(self._links), time.monotonic()
+        self.missing = missing = dict(self._links)
+        start = time.monotonic()
         while missing:
             for rank, link in [*missing.items()]:
                 if (came := self._came(rank, link)) is not None:
@@ -87,13 +90,16 @@ class Links:
         """Return the message of this exchange from a rank; None if it has not come yet."""
         while True:
             try:
-                packet = link.recv(_NUMBER.size + FIRST)
+                packet = link.recv(_NUMBER.size + FIRST + 1)
             except BlockingIOError:
                 return None
             except OSError:  # it has ended, and left something unread
                 packet = b""
             if not packet:
                 raise Missing("Connection closed", [rank])
+            if not _NUMBER.size <= len(packet) <= _NUMBER.size + FIRST:
+                told = f"rank {rank} sent a packet of {len(packet)} bytes, which is no note"
+                raise Missing(told, [rank])
             (number,) = _NUMBER.unpack_from(packet)
             if number >= self._number:  # else an interrupted exchange has left it
                 return packet[_NUMBER.size :]
@@ -120,6 +126,18 @@ def links_of(group: ProcessGroup, gather: Gather) -> Links | None:
     return _links[group]
 
 
+def missing(group: ProcessGroup | None) -> list[int]:
+    """Return whose messages are waited for by way of a group's links."""
+    links = None if group is None else _links.get(group)
+    return [] if links is None else [*links.missing]
+
+
+def close_links(group: ProcessGroup) -> None:
+    """Close the links of a group on this rank, if it has some: others hear of it at once."""
+    if (links := _links.get(group)) is not None:
+        links.close()
+
+
 def _meet(rank: int, size: int, gather: Gather, patience: timedelta) -> Links | None:
     """Link this rank with all others; return None, on all ranks, if any can't reach another."""
     subject, links = "whether all ranks share a host", dict[int, socket.socket]()
@@ -134,7 +152,7 @@ def _meet(rank: int, size: int, gather: Gather, patience: timedelta) -> Links | 
             if b"" in exchange(gather, subject, b"able" if able else b""):
                 door = None
             if door is not None:
-                links |= _let_in(door, size - 1 - rank)
+                links |= _let_in(door, range(rank + 1, size))
         except BaseException:
             _close(links)
             raise
@@ -182,14 +200,37 @@ def _connected(rank: int, paths: Sequence[bytes]) -> dict[int, socket.socket]:
     return links
 
 
-def _let_in(door: socket.socket, count: int) -> dict[int, socket.socket]:
-    """Accept so many ranks, which have connected before."""
-    links = {}
-    for _ in range(count):
-        link, _ = door.accept()
-        (rank,) = _RANK.unpack(link.recv(_RANK.size))
-        links[rank] = link
+def _let_in(door: socket.socket, ranks: Iterable[int]) -> dict[int, socket.socket]:
+    """Accept these ranks, which have connected before, and nobody else.
+
+    Raises:
+        Missing: one is not there.
+    """
+    links: dict[int, socket.socket] = {}
+    missing, end = {*ranks}, time.monotonic() + _PATIENCE
+    try:
+        while missing:
+            door.settimeout(max(1e-3, end - time.monotonic()))
+            link, _ = door.accept()
+            if (rank := _name(link)) in missing:
+                missing.remove(rank)
+                links[rank] = link
+            else:
+                link.close()
+    except OSError as error:
+        _close(links)
+        raise Missing(f"nobody has come in {_PATIENCE:g} s", sorted(missing)) from error
     return links
+
+
+def _name(link: socket.socket) -> int | None:
+    """Return who has connected; None if it does not say so, as a rank does at once."""
+    link.settimeout(_HEARD)
+    with suppress(OSError):
+        said = link.recv(_RANK.size + 1)
+        if len(said) == _RANK.size:
+            return _RANK.unpack(said)[0]
+    return None
 
 
 def _wait(links: Iterable[socket.socket], seconds: float) -> bool:

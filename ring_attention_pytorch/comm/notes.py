@@ -20,6 +20,7 @@ FIRST = 4096  # bytes that are always exchanged
 _MARK = b"ring-attention-pytorch 3\n"
 _HEAD = struct.Struct(f">{len(_MARK)}sHQ")  # mark, bytes of the subject, bytes of the note
 _LONGEST_SUBJECT = 200
+_LONGEST = 1 << 28  # bytes of a note, of which every rank holds all
 
 # (message, size) -> the message of every rank, filled up to that size
 Gather = Callable[[bytes, int], Sequence[bytes]]
@@ -39,7 +40,7 @@ def exchange(gather: Gather, subject: str, note: bytes) -> list[bytes]:
     Only first lines of subjects are compared. What follows may differ; errors tell it, too.
 
     Raises:
-        Disagreement: the subjects differ, or what came is no note.
+        Disagreement: the subjects differ, or what came is no note, or a note is too long.
 
     >>> exchange(lambda message, size: [message.ljust(size, b"?")] * 2, "lengths", b"13")
     [b'13', b'13']
@@ -51,6 +52,11 @@ def exchange(gather: Gather, subject: str, note: bytes) -> list[bytes]:
         return [note] * len(firsts)  # all have told what this rank has: there is nothing to read
     subjects, spans = zip(*(_opened(first) for first in firsts))
     check_subjects(subjects)
+    lengths = [span.stop - span.start for span in spans]
+    if max(lengths) > _LONGEST:
+        rank = lengths.index(max(lengths))
+        why = f"it has {max(lengths)} bytes, more than {_LONGEST}"
+        raise unreadable(subject.split("\n")[0], rank, why)
     more = max(span.stop for span in spans) - FIRST
     rests = gather(message[FIRST:], more) if more > 0 else [b""] * len(spans)
     notes = []
@@ -66,6 +72,14 @@ def _opened(first: bytes) -> tuple[str | None, slice]:
         return None, slice(0, 0)
     start = _HEAD.size + about
     return first[_HEAD.size : start].decode(errors="replace"), slice(start, start + length)
+
+
+def unreadable(caller: str, rank: int, why: object) -> Disagreement:
+    """Make the error of a note that can't be read: another version of this library has made it."""
+    return Disagreement(
+        f"{caller}: the note of rank {rank} can't be read: {why}; "
+        "run the same version of this library on all ranks"
+    )
 
 
 def check_subjects(subjects: Sequence[str | None]) -> None:
@@ -86,9 +100,12 @@ def _in_one_line(subject: str | None) -> str:
     return "something else than this library" if subject is None else subject.replace("\n", " ")
 
 
-def call_site() -> str:
-    """Return where this library was called, as "at train.py:31"; empty if no caller is found."""
-    frame: FrameType | None = sys._getframe(1)
+def call_site(frame: FrameType | None = None) -> str:
+    """Return where this library was called, as "at train.py:31"; empty if no caller is found.
+
+    `frame` is where another thread is; by default the caller's is looked at.
+    """
+    frame = frame or sys._getframe(1)
     while frame is not None:
         if name := _caller(frame.f_code.co_filename):
             return f"at {name}:{frame.f_lineno}"

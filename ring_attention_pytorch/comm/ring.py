@@ -18,17 +18,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attention_pytorch.comm import last_words
 from ring_attention_pytorch.comm.alone import in_one_process
 from ring_attention_pytorch.comm.failures import (
+    NEW_GROUP,
     Awaiting,
     Place,
     RingError,
+    Step,
     Waiting,
+    closed,
     inherited,
     known,
     timeout_of,
 )
 from ring_attention_pytorch.comm.guard import Stamps
-from ring_attention_pytorch.comm.host_links import links_of
-from ring_attention_pytorch.comm.notes import FIRST, call_site, exchange
+from ring_attention_pytorch.comm.host_links import close_links, links_of, missing
+from ring_attention_pytorch.comm.notes import FIRST, call_site, exchange, unreadable
 from ring_attention_pytorch.comm.steps import Steps
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
@@ -57,10 +60,11 @@ class Transfer:
         works: list[dist.Work],
         check: Callable[[Messages, object], None] | None = None,
     ) -> None:
-        self._steps, self._step, self._works = ring.steps, ring.steps.now, works
+        self._steps, self._step, self._works = ring.steps, ring.steps.now, list(works)
         self._group = ring.group
         self._sent, self._received = [t for _, t in sends], [t for _, t in receives]
         self._peers = [ring.first + rank for rank, _ in (*sends, *receives)]
+        self._one_each = len(works) == len(self._peers)  # else one stands for all messages
         came = [(ring.first + rank, t) for rank, t in receives]
         self._check: Any = came and check and partial(check, came, Waiting(self._step, self._peers))
         self._steps.under_way.append(self)
@@ -71,21 +75,20 @@ class Transfer:
         Raises:
             RingError: that took longer than the group's timeout, or a rank is gone.
         """
-        waiting = list(self._works)
-        try:
-            while waiting:
-                waiting[0].wait()
-                waiting.pop(0)
-        except RuntimeError as error:
-            one_each = len(self._works) == len(self._peers)  # else one work stands for all messages
-            peers = self._peers[-len(waiting) :] if one_each else self._peers
-            place = (self._group, self._steps.notes)
-            raise RingError.waiting(self._step, peers, error, place) from error
+        with Awaiting(self._awaited):
+            while self._works:
+                self._works[0].wait()
+                self._works.pop(0)
         if self._check:
             self._check()
         self._steps.under_way.remove(self)
         self._sent = []
         return self._received
+
+    def _awaited(self) -> tuple[Step, Sequence[int], Place]:
+        """Tell what is waited for, and of which ranks."""
+        peers = self._peers[-len(self._works) :] if self._one_each else self._peers
+        return self._step, peers, (self._group, self._steps.notes)
 
 
 class Ring:
@@ -274,7 +277,9 @@ class Ring:
         said = trouble if trouble or self.steps.broken is None else _BROKEN
         message = (said or "").encode() + b"\0" + note
         notes = exchange(self.gather_bytes, f"{subject}\n{call_site()}", message)
-        troubles, found = zip(*(each.split(b"\0", 1) for each in notes))
+        troubles, ends, found = zip(*(each.partition(b"\0") for each in notes))
+        if not all(ends):
+            raise unreadable(subject, ends.index(b""), "it does not say how its devices are")
         self.steps.mend(partial(self.gather_bytes, b"", 1) if any(troubles) else None)
         for rank, told in enumerate(troubles):
             if told not in (b"", _BROKEN.encode()):
@@ -282,11 +287,19 @@ class Ring:
         return list(found)
 
     def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
-        """Return the message of every rank of the group, filled up to that size with zeros."""
+        """Return the message of every rank of the group, filled up to that size with zeros.
+
+        Raises:
+            RingError: a rank did not come, or a wait has failed before in this group.
+        """
         if self.group is None:
             return [message]
+        if closed and self.group in closed:
+            close_links(self.group)  # who waits for this rank hears of it at once
+            now = self.steps.now
+            raise RingError(f"{now}: a wait has failed before on this rank; {NEW_GROUP}", now)
         before = self.group, self.steps.notes - 1  # words of ranks that do not compare these notes
-        with Awaiting(lambda: (self.steps.now, self.peers, before)):
+        with Awaiting(lambda: (self.steps.now, missing(self.group) or self.peers, before)):
             over_gloo = partial(_gather_over_gloo, self.group)
             links = links_of(self.group, over_gloo)
             if links is None or size > FIRST:

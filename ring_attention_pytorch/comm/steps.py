@@ -4,9 +4,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from zlib import crc32
 
-from ring_attention_pytorch.comm.failures import RingError, Step, guards, tell_peers
+from ring_attention_pytorch.comm.failures import (
+    NEW_GROUP,
+    RingError,
+    Step,
+    guards,
+    tell_peers,
+)
 from ring_attention_pytorch.comm.guard import Guard
 from ring_attention_pytorch.comm.notes import Disagreement
+
+_NEXT_PLAN = (
+    "it is whole again once all ranks make a plan, or call without one; if others waited for this "
+    "one in vain, their group's connections are closed, and all make a new group"
+)
 
 
 class Steps:
@@ -115,11 +126,8 @@ class Steps:
         if self.guards and (trouble := self.trouble()) is not None:
             self.broken = f"{self.now}: {trouble}"
         if self.broken is not None:
-            raise RingError(
-                f"this ring is broken on this rank since a call failed ({self.broken}); it is "
-                "whole again once all ranks make a plan, or call without one",
-                self.now,
-            )
+            text = f"this ring is broken on this rank since a call failed ({self.broken})"
+            raise RingError(text if NEW_GROUP in text else f"{text}; {_NEXT_PLAN}", self.now)
         if self._since != self._met[0]:
             self._begin(0, self.about)
 

@@ -6,7 +6,7 @@ this rank's tokens                              input_ids, position_ids, shift_l
 and where they are                              layout, documents, key mask: `with batch:`
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
@@ -51,12 +51,13 @@ def _told_by_batch(caller: str) -> Callable[[dict[str, Any], str], None]:
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedBatch(Mapping[str, Any]):
+class ShardedBatch(MutableMapping[str, Any]):
     """A rank's part of a batch, by name, and where its tokens are.
 
-    A mapping of what the batch had, each cut to this rank's tokens: `batch["input_ids"]`. To it
-    belong "position_ids", int64 `[b, n]`, and if there were labels "shift_labels", `[b, n]`: those
-    that the tokens predict. Names are those that Hugging Face's losses take.
+    A mapping of what the batch had, each cut to this rank's tokens: `batch["input_ids"]`. Tensors
+    may be replaced. To it belong "position_ids", int64 `[b, n]`, and if there were labels
+    "shift_labels", `[b, n]`: those that the tokens predict. Names are those that Hugging Face's
+    losses take.
 
     Inside `with batch:` attention takes layout, documents and mask from it. Call backward() inside,
     too, if anything is checkpointed.
@@ -68,9 +69,11 @@ class ShardedBatch(Mapping[str, Any]):
         key_mask: bool `[b, n]`, True where a token may be seen; None if all may.
         num_items: real labels of the whole batch, a tensor of no dimension; None without labels.
         group: the ring; None is the default group.
+        state: where its `SequenceShardedDataset` goes on after this batch, for
+            `load_state_dict`; None of other batches.
     """
 
-    tensors: Mapping[str, Any]
+    tensors: MutableMapping[str, Any]
     layout: Layout
     length: int
     rank: int
@@ -82,10 +85,18 @@ class ShardedBatch(Mapping[str, Any]):
     told: int | None = None  # a digest that ranks have not compared yet
     digest: int | None = None  # which they have, or will
     whole_mask: int | None = None  # a digest of all ranks' masks
+    state: Mapping[str, int | None] | None = None
     _blocks: list[Placement] = field(default_factory=list, init=False, repr=False)
 
     def __getitem__(self, name: str) -> Any:
         return self.tensors[name]
+
+    # a DataLoader that stacks nothing makes of a mapping that can't be changed a mere dict
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.tensors[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.tensors[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)

@@ -8,7 +8,8 @@ The order of sequences depends on seed and epoch alone. So a run can go on with 
 size, or more of them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ from ring_attention_pytorch.training.batches import AUTO, ShardedBatch, shard_ba
 
 _IGNORE = -100
 _SAMPLE = 1024  # tokens of a sequence that all ranks read, to find out whether they read one file
+_AHEAD = (
+    "the worker of a DataLoader makes this dataset's batches, ahead of who takes them; the last "
+    "batch that was taken has the state: load_state_dict(batch.state) to go on, or that of the "
+    "beginning to begin again"
+)
 Document = Tensor | Sequence[int]
 Sample = tuple[Tensor, list[int]]  # length + 1 ids, and where among them documents begin
 
@@ -70,7 +76,11 @@ class TokenFile:
 class SequenceShardedDataset(IterableDataset[ShardedBatch]):
     """Batches of sequences of one length, of which this rank gets its part; without end.
 
-    Iterate it directly, or through a DataLoader with `batch_size=None` and at most one worker.
+    Iterate it directly, or through a DataLoader with `batch_size=None` and at most one worker. It
+    is one stream: a new iterator goes on where the last one stopped, and `batch.state` says where
+    that is after each batch. A worker is ahead of who takes its batches. So with one,
+    `state_dict()` and another iterator raise, until `load_state_dict(batch.state)` says where to
+    go on.
 
     Args:
         source: a `TokenFile`, cut into sequences; or documents, each a list or tensor of ids, which
@@ -134,39 +144,107 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
         self.length, self.batch_size = length, batch_size
         self.place: dict[str, Any] = dict(rank=rank, ring_size=ring_size)
         self.replica, self.replicas, self.seed, self.layout = replica, replicas, seed, layout
-        self._done = 0  # batches of all replicas
+        self._done = 0  # batches of all replicas, in this process
+        self._batches: Iterator[Any] | None = None  # of all replicas, from number `_at` on
+        self._at = 0
+        # batches where a new iterator begins, and whether a worker has begun one there
+        with torch.inference_mode(False):  # else nobody could write them outside of that
+            self._shared = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
 
     @checked
     def state_dict(self) -> dict[str, int | None]:
-        """Return where the next batch begins, for any number of ranks and rings."""
+        """Return where the next batch begins, for any number of ranks and rings.
+
+        Raises:
+            ValueError: the worker of a DataLoader makes the batches, and this process asks.
+        """
+        if get_worker_info() is None and self._shared[1]:
+            raise ValueError(f"state_dict(): {_AHEAD}")
+        return self._state()
+
+    def _state(self) -> dict[str, int | None]:
         return {"sequences": self._done * self.batch_size, "seed": self.seed, "length": self.length}
 
     @checked
-    def load_state_dict(self, state: dict[str, int | None]) -> None:
-        """Go on where a state was taken.
+    def load_state_dict(self, state: Mapping[str, int | None]) -> None:
+        """Go on where a state was taken: that of `state_dict()`, or `batch.state`.
 
         Raises:
             ValueError: it is of another seed, length or size of batches.
         """
-        sequences, mine = state["sequences"] or 0, self.state_dict()
+        sequences, mine = state["sequences"] or 0, self._state()
         same = {name: mine[name] for name in ("seed", "length")}
         if {name: state[name] for name in same} != same or sequences % self.batch_size:
             raise ValueError(
                 f"the state is {state}, which is not of batches of {self.batch_size} with {same}"
             )
         self._done = sequences // self.batch_size
+        self._shared.copy_(torch.tensor([self._done, 0]))
 
     def __iter__(self) -> Iterator[ShardedBatch]:
+        """Yield this replica's batches, from where the last iterator stopped.
+
+        Raises:
+            ValueError: there are several workers, or one has been ahead and nothing tells how far
+                its batches were taken; or an iterator's documents, of which some are gone, are
+                to be begun anew. The first batch raises, since a worker can't tell it before.
+        """
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
             raise ValueError(f"workers would repeat batches; take 1, not {worker.num_workers}")
-        first = self._done
+        if self._shared[1]:
+            raise ValueError(f"a new iterator: {_AHEAD}")
+        if worker is not None:
+            self._done = int(self._shared[0])  # a worker that lives on has read ahead
+            self._shared[1] = 1
+        while (batch := self._take()) is not None:
+            yield batch
+
+    def _take(self) -> ShardedBatch | None:
+        """Return this replica's next batch, and go beyond its round; None at the end."""
+        make = self._batch(self._done + self.replica)
+        if make is None:
+            return None
+        batch = make()
+        self._done += self.replicas  # others' batches of this round, too
+        if get_worker_info() is None:
+            self._shared[0] = self._done
+        return replace(batch, state=self._state())
+
+    def _batch(self, number: int) -> Any:
+        """Return what makes batch `number` of all replicas; None if there are not so many."""
+        once = isinstance(self.source, Iterator)
+        if once and self._batches is not None and number < self._at:
+            raise ValueError(
+                "documents of an iterator come once, and these are gone: give the dataset a new "
+                "iterator, or documents that can be read again, to go back"
+            )
+        if self._batches is None or number < self._at:
+            first = number if isinstance(self.source, TokenFile) else 0
+            self._at, self._batches = first, self._from(first)
+        make = next(islice(self._batches, number - self._at, None), None)
+        if make is not None:
+            self._at = number + 1
+        return make
+
+    def _from(self, first: int) -> Iterator[Any]:
         of_file = isinstance(self.source, TokenFile)
-        batches = self._of_file(first) if of_file else self._of_documents(first)
-        for number, batch in enumerate(batches, first):
-            if (number - first) % self.replicas == self.replica:
-                self._done = number - self.replica + self.replicas  # others' of this round, too
-                yield batch()
+        return self._of_file(first) if of_file else self._of_documents()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the stream, which a copy in another process opens anew.
+
+        Raises:
+            ValueError: it is an iterator's that has begun, and would go on in two places.
+        """
+        if self._batches is not None and isinstance(self.source, Iterator):
+            raise ValueError("a dataset of an iterator that has begun can't be copied")
+        return {**self.__dict__, "_batches": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self._shared.is_shared():  # a worker's is that of the process that started it
+            self._shared = self._shared.clone().share_memory_()
 
     def _of_file(self, first: int) -> Iterator[Any]:
         """Yield batches of sequences of the file, from one on."""
@@ -192,8 +270,8 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
             numbers = list(islice(order, self.batch_size))
             yield lambda numbers=numbers: batch(numbers)
 
-    def _of_documents(self, first: int) -> Iterator[Any]:
-        """Yield batches of packed documents, from one on."""
+    def _of_documents(self) -> Iterator[Any]:
+        """Yield batches of packed documents."""
 
         def batch(samples: list[Sample]) -> ShardedBatch:
             ids = torch.stack([sample for sample, _ in samples])
@@ -204,7 +282,7 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
             whole = {"input_ids": ids[:, :-1], "labels": labels, "cu_seqlens": borders}
             return shard_batch(whole, layout=self.layout, shift_labels=False, **self.place)
 
-        samples = islice(self._packed(), first * self.batch_size, None)
+        samples = self._packed()
         while len(found := list(islice(samples, self.batch_size))) == self.batch_size:
             yield lambda found=found: batch(found)
 

@@ -562,6 +562,58 @@ FAILING = [
         "a forked child keeps links", "comm/failures.py:_remember_groups", "each.close()", "pass",
     ),
     Mutant(
+        "a group in which a wait has failed goes on", "comm/failures.py:RingError.waiting",
+        "closed.add(group)", "pass",
+    ),
+    Mutant(
+        "who waits in a group that has ended hears nothing", "comm/ring.py:Ring.gather_bytes",
+        "close_links(self.group)", "pass",
+    ),
+    Mutant(
+        "a plan is said to mend what has ended", "comm/steps.py:Steps._go_on",
+        "NEW_GROUP in text", "False",
+    ),
+    Mutant(
+        "words of a failure that was mended are told", "comm/last_words.py:_look",
+        "if since >= notes:", "if True:",
+    ),
+    Mutant(
+        "patience begins anew with each message", "comm/host_links.py:Links._receive",
+        "self._patience - waited", "self._patience",
+    ),
+    Mutant(
+        "any packet is a note", "comm/host_links.py:Links._came",
+        "if not _NUMBER.size <= len(packet) <= _NUMBER.size + FIRST:", "if False:",
+    ),
+    Mutant(
+        "whoever has a number is let in", "comm/host_links.py:_let_in",
+        "(rank := _name(link)) in missing", "(rank := _name(link)) is not None",
+    ),
+    Mutant(
+        "who connects is waited for until it says something", "comm/host_links.py:_name",
+        "link.settimeout(_HEARD)", "pass",
+    ),
+    Mutant(
+        "a note may have any length", "comm/notes.py:exchange", "max(lengths) > _LONGEST", "False",
+    ),
+    Mutant(
+        "ranks tell any numbers", "comm/agreement.py:_check_numbers",
+        "len({tuple(numbers) for numbers in own}) > 1", "False",
+    ),
+    Mutant(
+        "a note need not say how devices are", "comm/ring.py:Ring.gather_notes",
+        "if not all(ends):", "if False:",
+    ),
+    Mutant(
+        "nobody is told of a long wait", "comm/overdue.py:Waits.report",
+        "seconds < self._due.get(wait, self._seconds)", "True",
+    ),
+    Mutant(
+        "a long wait is told again and again", "comm/overdue.py:Waits.report",
+        "self._due[wait] = 2 * seconds", "pass",
+    ),
+    Mutant("waits never end", "comm/overdue.py:Waits.end", "self._since.pop(wait, None)", "pass"),
+    Mutant(
         "groups of another process are used", "comm/failures.py:known",
         "group in inherited or _world() in inherited", "False",
     ),

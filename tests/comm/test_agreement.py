@@ -19,7 +19,9 @@ from ring_attention_pytorch import (
     tree_attn_decode,
     ulysses_attn,
 )
+from ring_attention_pytorch.comm import notes
 from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
+from ring_attention_pytorch.comm.claims import Claim
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.nn.sharding import unshard_sequence
 from ring_attention_pytorch.routing import ConditionalRoutedFeedForward, soft_topk
@@ -272,6 +274,48 @@ def test_notes_that_are_none_are_an_error_that_names_the_rank(kind):
     first, _, third = said(3, call)
     assert first == third
     assert "rank 1" in first
+
+
+MALFORMED = {
+    "endless": (
+        lambda _: notes._HEAD.pack(notes._MARK, 4, 1 << 60) + b"here",
+        "has 1152921504606846976 bytes, more than",
+    ),
+    "of devices": (
+        lambda _: notes._HEAD.pack(notes._MARK, 4, 3) + b"here" + b"old",
+        "does not say how its devices are",
+    ),
+    "other numbers": (
+        lambda ring: whole_note(ring, b'{"k": 1}'), "numbers: n on ranks 0, 2, k on rank 1"
+    ),
+    "no numbers": (lambda ring: whole_note(ring, b'{"n": "many"}'), "invalid literal for int"),
+    "numbers without names": (lambda ring: whole_note(ring, b"[3]"), "has no attribute"),
+}  # fmt: skip
+
+
+def whole_note(ring: threads.ThreadRing, own: bytes) -> bytes:
+    """The first message of a note like the others', but for the numbers of its rank."""
+    step = ring.steps.notes - 1  # before these
+    told = b"\0%d %d null\n%s\n%s" % (step, ring.size, Claim({"x": 1}).text, own)
+    return notes._HEAD.pack(notes._MARK, 4, len(told)) + b"here" + told
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_note_is_refused_by_all_with_the_rank_that_sent_it(kind):
+    message, text = MALFORMED[kind]
+
+    def call(ring: threads.ThreadRing) -> None:
+        if ring.rank != 1:
+            agree(ring, "here", {"x": 1}, {"n": 5})
+        ring.steps.compare("here")
+        ring.gather_bytes(message(ring).ljust(notes.FIRST, b"\0"), notes.FIRST)
+        raise ValueError
+
+    first, _, third = said(3, call)
+    assert first == third
+    assert text in first
+    assert "rank 1" in first
+    assert "run the same version of this library" in first
 
 
 WRONG_TYPES = {

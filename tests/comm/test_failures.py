@@ -1,16 +1,20 @@
 """When a rank fails: what the others see, and what can be gone on with."""
 
 import gc
+import json
 import os
 import pickle
 import re
 import runpy
 import select
 import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -23,11 +27,13 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from ring_attention_pytorch import RingAttention, RingError, RingPlan, fail_together, ring_attn
-from ring_attention_pytorch.comm import failures
+from ring_attention_pytorch.comm import failures, host_links, last_words, overdue
 from ring_attention_pytorch.comm.failures import Step, known, timeout_of
 from ring_attention_pytorch.comm.notes import Disagreement
+from ring_attention_pytorch.comm.overdue import Waits
 from ring_attention_pytorch.comm.ring import Ring, _host_group
 from ring_attention_pytorch.comm.steps import Steps
+from tests.comm import test_host_links as links
 from tests.comm.test_steps import EVENTS, OTHER, SIZE, plans_of
 from tests.support import threads
 from tests.support.ranks import Pool
@@ -179,6 +185,115 @@ def test_what_all_ranks_caught_is_mended_by_their_next_plan(transport, places, p
         assert good
 
 
+def fails_alone(transport: str) -> tuple[list[str], bool]:
+    """For a pool: rank 1 has no memory left, all catch it; what plans say, and of a new group."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    ring, told = Ring(group), []
+    mine = shards(ring, 1)
+    plan = RingPlan.make(*mine, group=ring, transport=transport)
+    another = partial(RingPlan.make, *mine, group=ring)
+    for call in (partial(ring_attn, *mine, plan=plan), another, another):
+        start = time.monotonic()
+        try:
+            with failing_once() if ring.rank == 1 and not told else nullcontext():
+                call()
+            told.append("nothing")
+        except (MemoryError, RingError) as error:
+            told.append(f"{error}, {'at once' if time.monotonic() - start < 1.5 else 'late'}")
+    return told, right(Ring(dist.new_group()), 2, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+def test_where_others_waited_in_vain_plans_say_at_once_that_a_new_group_is_needed(transport, pools):
+    (waited, *plans), good = (found := pools(2).run(fails_alone, transport))[0]
+    (failed, *others), also_good = found[1]
+    assert "waited for rank 1, in vain for 2 s" in waited
+    assert failures.NEW_GROUP in waited
+    assert "none left" in failed
+    for text in plans:
+        assert failures.NEW_GROUP in text
+        assert text.endswith("at once")
+    assert all(failures.NEW_GROUP in text for text in others)
+    assert others[1].endswith("at once")
+    assert good
+    assert also_good
+
+
+def words_after_mending() -> list[str]:
+    """For a pool of two: rank 1 fails, what it said is told; a plan mends it; then it is absent."""
+    told = []
+    for mended in (False, True):
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        ring = Ring(group)
+        mine = shards(ring, 1)
+        plan = RingPlan.make(*mine, group=ring)
+        if ring.rank == 1:
+            with pytest.raises(MemoryError), ring.call("a call"):
+                raise MemoryError("none left")
+        if mended:
+            plan = RingPlan.make(*mine, group=ring)
+        try:
+            if ring.rank == 0:
+                ring_attn(*mine, plan=plan)
+        except RingError as error:
+            told.append(str(error))
+    return told
+
+
+def test_words_of_a_failure_that_was_mended_are_told_no_more(pools):
+    (before, after), _ = pools(2).run(words_after_mending)
+    assert "rank 1 raised MemoryError in a call: call 2, hop 0: none left" in before
+    assert "rank 1: no word" in after
+
+
+def test_words_of_a_failure_are_those_since_notes_were_last_compared():
+    store = dist.HashStore()
+    store.set("rank 1", json.dumps([3, "raised MemoryError"]))
+    look, words = partial(last_words._look, None), {}
+    with (
+        mock.patch.object(last_words, "_store", return_value=store),
+        mock.patch.object(last_words, "_key", lambda _, rank: f"rank {rank}"),
+        mock.patch.object(last_words, "_MEANWHILE", 0.1),
+    ):
+        look(4, [1], words)
+        assert words == {}
+        look(3, [1], words)
+        assert words == {1: "raised MemoryError"}
+
+
+def test_after_a_wait_in_vain_nothing_is_agreed_over_that_group_and_others_hear_of_it():
+    class Group:
+        pass
+
+    group, (mine, theirs, _) = Group(), links.ring_of_links()
+    ring = Ring.alone()
+    ring.group, ring.size = group, 2
+    with pytest.raises(RingError), failures.Awaiting(lambda: (ring.steps.now, [1], (group, 0))):
+        raise RuntimeError("Timed out waiting 200ms")
+    with (
+        mock.patch.dict(host_links._links, {group: mine}),
+        pytest.raises(RingError, match="a wait has failed before on this rank; the connections of"),
+    ):
+        ring.gather_bytes(b"", 1)
+    with pytest.raises(failures.Missing, match="Connection closed"):
+        theirs.gather(b"", 1)
+
+
+def test_a_ring_that_no_plan_mends_does_not_say_so():
+    for error, mends in ((MemoryError("none left"), True), (in_vain(), False)):
+        steps = Steps()
+        with pytest.raises(type(error)), steps.call("forward"):
+            raise error
+        with pytest.raises(RingError) as told, steps.call("forward"):
+            pass
+        assert ("once all ranks make a plan" in str(told.value)) == mends
+        assert (failures.NEW_GROUP in str(told.value)) != mends
+
+
+def in_vain() -> RingError:
+    return RingError.waiting(Step("forward", 0, 1, 1), [1], RuntimeError("Timed out"))
+
+
 def test_modules_mend_the_ring_by_their_next_call():
     def main(ring: threads.ThreadRing) -> None:
         attention = RingAttention(8, dim_head=4, heads=2, ring_attn=True, group=ring)
@@ -281,6 +396,57 @@ def test_a_group_waits_as_long_as_the_least_patient_of_its_backends():
 
     assert timeout_of(group(7, None, 5)) == timedelta(seconds=5)
     assert timeout_of(group(None)) == timedelta(minutes=30)
+
+
+# --- who waits for whom, while it waits ---
+
+
+def waits_for_long() -> list[str]:
+    """For a pool: what is logged while rank 1 is late twice: for notes, and for keys."""
+    told: list[str] = []
+    overdue.logger.addFilter(lambda record: told.append(record.getMessage()))
+    mine, look = shards(ring := Ring(), 1), partial(mock.patch.object, overdue.waits, "_seconds")
+    plan = RingPlan.make(*mine, transport="ring")
+    try:
+        with look(0.2):
+            for call in (
+                lambda: RingPlan.make(*mine, causal=True),
+                lambda: ring_attn(*mine, plan=plan),
+            ):
+                time.sleep(1.6 * ring.rank)  # the thread may have slept for a second before
+                call()
+    finally:
+        overdue.logger.filters.clear()
+    return told
+
+
+def test_who_waits_for_whom_is_told_while_it_waits(pools):
+    told, nothing = pools(2).run(waits_for_long)
+    assert nothing == []
+    notes = [text for text in told if "comparing notes on ring attention" in text]
+    keys = [text for text in told if "ring attention, forward: call 2 by plan" in text]
+    assert notes, told
+    assert keys, told
+    for text in told:
+        assert re.search(r"waits for rank 1, for \d s by now, at test_failures.py:\d+", text), text
+
+
+def test_a_wait_is_told_again_when_it_has_doubled_and_no_more_when_it_is_over():
+    waits, told = Waits(0.05), []
+    waits._thread = threading.current_thread()  # which looks itself
+    with mock.patch.object(
+        overdue.logger, "warning", lambda text, *given: told.append(text % given)
+    ):
+        waits.begin("here")
+        for seconds, count in ((0, 0), (0, 0), (0.06, 1), (0, 1), (0.2, 2), (0, 2)):
+            time.sleep(seconds)
+            waits.report()
+            assert len(told) == count
+        assert told[0].startswith("here, for 0 s by now, at test_failures.py:")
+        waits.end("here")
+        time.sleep(0.6)
+        waits.report()
+        assert len(told) == 2
 
 
 # --- notes in each call ---

@@ -92,6 +92,32 @@ def test_what_an_interrupted_exchange_has_left_is_not_taken_for_the_next_one():
     assert together(lambda rank: links[rank].gather(b"new", 3)) == [[b"new"] * SIZE] * SIZE
 
 
+def test_patience_is_with_the_exchange_and_not_with_each_message():
+    links = ring_of_links(patience=0.6)
+    note = host_links._NUMBER.pack(1)
+    threading.Timer(0.4, lambda: links[1]._links[0].send(note)).start()
+    start = time.monotonic()
+    with pytest.raises(Missing, match="Timed out waiting 600ms") as told:
+        links[0].gather(b"", 1)  # rank 2 never comes
+    assert told.value.ranks == (2,)
+    assert 0.55 < time.monotonic() - start < 0.95
+
+
+def test_who_comes_late_but_in_time_is_waited_for():
+    links = ring_of_links(patience=10.0)
+    told = together(lambda rank: time.sleep(0.3 * rank) or links[rank].gather(b"x", 1))
+    assert told == [[b"x"] * SIZE] * SIZE
+
+
+@pytest.mark.parametrize("packet", [b"?", b"x" * (FIRST + 9)], ids=["without number", "too long"])
+def test_a_packet_that_is_no_note_names_who_has_sent_it(packet):
+    links = ring_of_links()
+    links[1]._links[0].send(packet)
+    with pytest.raises(Missing, match=f"rank 1 sent a packet of {len(packet)} bytes") as told:
+        links[0].gather(b"", 1)
+    assert told.value.ranks == (1,)
+
+
 # --- the decision ---
 
 
@@ -145,6 +171,48 @@ def test_if_one_rank_has_no_way_none_has(why):
         assert together(meet) == [None] * SIZE
 
 
+def connected(door: socket.socket, said: bytes) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link.connect(door.getsockname())
+    if said:
+        link.send(said)
+    return link
+
+
+def test_only_ranks_that_are_awaited_are_let_in():
+    come, named = [], host_links._RANK.pack
+    visitors = b"", b"?", named(2), named(7), named(0), b"much" * 9, named(1)
+    with host_links._open_door(SIZE) as door, mock.patch.object(host_links, "_HEARD", 0.05):
+        visit = threading.Thread(
+            target=lambda: come.extend(connected(door, said) for said in visitors), daemon=True
+        )
+        visit.start()
+        links = host_links._let_in(door, range(1, SIZE))
+        visit.join()
+        links[2].send(b"welcome")
+        assert sorted(links) == [1, 2]
+        assert come[2].recv(9) == b"welcome"
+    for link in [*come, *links.values()]:
+        link.close()
+
+
+def connect_and_let_in(door: socket.socket) -> None:
+    with connected(door, host_links._RANK.pack(1)):
+        host_links._let_in(door, range(1, SIZE))
+
+
+def test_who_does_not_come_to_the_door_is_named_in_time():
+    start = time.monotonic()
+    with (
+        mock.patch.object(host_links, "_PATIENCE", 0.2),
+        host_links._open_door(SIZE) as door,
+        pytest.raises(Missing, match=r"nobody has come in 0.2 s") as told,
+    ):
+        connect_and_let_in(door)
+    assert told.value.ranks == (2,)
+    assert time.monotonic() - start < 2
+
+
 def test_a_group_of_one_tells_itself():
     links = _meet(0, 1, lambda message, size: [message.ljust(size, b"\0")], timedelta(days=100))
     assert links is not None
@@ -177,6 +245,17 @@ def without_gloo() -> tuple[list[bytes], int, int]:
 
 def test_notes_take_no_gloo_but_the_rest_of_long_ones(pools):
     assert pools(2).run(without_gloo) == [([b"0", b"1"], 0, 1)] * 2
+
+
+def patience() -> float:
+    """For a pool: how long this rank waits for notes of a group whose timeout is 7 seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=7))
+    Ring(group).gather_notes("first", b"")
+    return host_links._links[group]._patience
+
+
+def test_notes_are_waited_for_as_long_as_the_group_s_timeout(pools):
+    assert pools(2).run(patience) == [7.0] * 2
 
 
 def test_the_error_names_who_is_missing_and_nobody_else():

@@ -13,6 +13,7 @@ MUTANTS = planted("FAILING")
 
 def battery() -> Iterator[Callable[[], object]]:
     """Cases that fail where something is wrong."""
+    from tests.comm import test_agreement as agreement
     from tests.comm import test_failures as failures
     from tests.comm import test_guard as guard
     from tests.comm import test_host_links as links
@@ -36,6 +37,17 @@ def battery() -> Iterator[Callable[[], object]]:
         failures.test_notes_in_each_call_tell_all_ranks_at_once_who_is_where,
         "skips_backward", "gather",
     )  # fmt: skip
+    yield failures.test_words_of_a_failure_are_those_since_notes_were_last_compared
+    yield failures.test_after_a_wait_in_vain_nothing_is_agreed_over_that_group_and_others_hear_of_it
+    yield failures.test_a_ring_that_no_plan_mends_does_not_say_so
+    yield failures.test_a_wait_is_told_again_when_it_has_doubled_and_no_more_when_it_is_over
+    yield links.test_patience_is_with_the_exchange_and_not_with_each_message
+    yield partial(links.test_a_packet_that_is_no_note_names_who_has_sent_it, b"?")
+    yield links.test_only_ranks_that_are_awaited_are_let_in
+    for kind in ("endless", "of devices", "other numbers"):
+        yield partial(
+            agreement.test_a_malformed_note_is_refused_by_all_with_the_rank_that_sent_it, kind
+        )
     yield links.test_who_does_not_come_in_time_is_named_and_finds_all_closed
     yield links.test_an_end_is_noticed_while_another_rank_is_waited_for
     yield links.test_what_an_interrupted_exchange_has_left_is_not_taken_for_the_next_one

@@ -29,6 +29,8 @@ def battery() -> Iterable[Callable[[], None]]:
         yield lambda case=case: check_in_threads(case, 3)
     yield lambda: modules.test_equal_tokens_are_routed_alike_on_any_ring("striped")
     yield lambda: modules.test_no_token_is_moved_by_a_later_one("causal block", False)
+    yield lambda: modules.test_a_router_by_cosines_is_that_of_the_definition(3, 0.5)
+    yield lambda: modules.test_a_ring_of_threads_gives_what_loops_over_tokens_do("cross", True)
     for name in ("image", "attention"):
         yield lambda name=name: modules.test_masked_tokens_are_never_seen_or_routed(name)
     yield modules.test_tokens_in_equal_surroundings_are_ties_on_any_ring

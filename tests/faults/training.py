@@ -40,6 +40,14 @@ def battery() -> Iterator[Callable[[], object]]:
     yield files_differ
     yield test_dataset.test_documents_are_packed_without_a_gap_and_predict_nothing_beyond_them
     yield goes_on
+    yield partial(
+        test_dataset.test_an_iterator_goes_on_where_the_last_one_stopped, "documents", 1, Path()
+    )
+    yield test_dataset.test_what_fails_to_be_made_is_not_skipped
+    yield test_dataset.test_documents_of_an_iterator_are_not_taken_twice
+    for lives_on in (False, True):
+        behind = test_dataset.test_behind_a_worker_the_state_comes_with_the_batch
+        yield partial(behind, "documents", lives_on, Path())
     yield projections.test_weights_in_three_are_those_in_one_in_their_order
     yield projections.test_heads_that_do_not_divide_are_refused
     yield projections.test_projections_that_were_not_split_are_an_error

@@ -81,6 +81,10 @@ class Script:
         return code
 
 
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 # --- a worker fails ---
 
 
@@ -233,15 +237,23 @@ STRIKES = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 
 
 @linux
 @pytest.mark.parametrize(
-    "strike", [signal.SIGKILL, *(pytest.param(s, marks=pytest.mark.thorough) for s in (15, 2))]
+    ("strike", "stopped"),
+    [
+        (signal.SIGKILL, True),
+        *(pytest.param(s, False, marks=pytest.mark.thorough) for s in (9, 15, 2)),
+    ],
 )
-def test_no_worker_outlives_a_script_that_spawned_it(tmp_path, strike):
+def test_no_worker_outlives_a_script_that_spawned_it(tmp_path, strike, stopped):
     (file := tmp_path / "script.py").write_text(WAITING)
     (folder := tmp_path / "temporary").mkdir()
     with Script(str(file), str(tmp_path), folder=folder) as script:
         script.until(lambda: len(list(tmp_path.glob("waits*"))) == 2)
         time.sleep(0.5)  # till they wait
         assert len(script.others()) >= 2
+        ranks = [pid for pid in script.others() if b"spawn_main" in command_of(pid)]
+        assert len(ranks) == 2
+        for pid in ranks if stopped else []:
+            os.kill(pid, signal.SIGSTOP)
         script.process.send_signal(strike)
         assert script.ends() == STRIKES[strike], script.text()
         assert [file.name for file in folder.iterdir()] == ["output"]

@@ -1,6 +1,7 @@
 """What packaging says agrees with the package, the changelog and what git tracks."""
 
 import re
+import shutil
 import subprocess
 import sys
 from email import message_from_string
@@ -77,6 +78,29 @@ def test_releases_of_the_changelog_have_entries_and_come_newest_first() -> None:
 def test_nothing_that_git_tracks_is_left_out_of_the_sdist(listed: Path, files: set[str]) -> None:
     packed = set((listed / "SOURCES.txt").read_text().splitlines())
     assert {name for name in files - packed if not name.startswith(NOT_IN_SDIST)} == set()
+
+
+UNTRACKED = (
+    "docs/.env", "docs/.drafts.md", "docs/keys.pem", "benchmarks/results/core.1", "tests/run.json",
+    "ring_attention_pytorch/.netrc", "ring_attention_pytorch/weights.bin", "examples/run.log",
+)  # fmt: skip
+
+
+def test_what_lies_about_in_a_checkout_stays_out_of_the_sdist(tmp_path: Path) -> None:
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    known = {"ring_attention_pytorch/__init__.py", "docs/speed.svg", "benchmarks/results/cpu.json"}
+    for name in (*known, *UNTRACKED):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "ring_attention_pytorch" / "__init__.py", tmp_path / name)
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "egg_info"],
+        cwd=tmp_path, check=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    info = tmp_path / "ring_attention_pytorch.egg-info"
+    packed = set((info / "SOURCES.txt").read_text().splitlines())
+    assert packed & {*UNTRACKED} == set()
+    assert known <= packed
 
 
 def test_an_extra_asks_for_the_version_that_its_kernel_asks_for(metadata: Message) -> None:

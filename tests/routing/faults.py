@@ -59,6 +59,23 @@ ROUTING = [
         "count * self.fetch_k_ratio", "count * 1.0",
     ),
     Mutant(
+        "cosines are not scaled", "routing/router.py:CoordinateDescentRouter._toward",
+        "self.cosine_scale * self.dim**-0.5", "self.dim**-0.5",
+    ),
+    Mutant(
+        "cosines of tokens keep their size", "routing/router.py:CoordinateDescentRouter.scores",
+        "F.normalize(x.to(toward.dtype), dim=-1)", "x.to(toward.dtype)",
+    ),
+    Mutant(
+        "cosines of directions that keep their size",
+        "routing/router.py:CoordinateDescentRouter._toward", "F.normalize(toward, dim=-1) * scale",
+        "toward * scale",
+    ),
+    Mutant(
+        "the source's directions are of half its mean", "routing/cross_attention.py:mean_token",
+        "real.clamp(min=1)", "real.clamp(min=1) / 2",
+    ),
+    Mutant(
         "masked tokens may be routed", "routing/router.py:CoordinateDescentRouter.choose",
         ".masked_fill(~real, -torch.inf)", "",
     ),

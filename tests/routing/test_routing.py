@@ -23,11 +23,14 @@ from tests.support.routing_cases import (
     MODULES,
     SOFT,
     Case,
+    by_loops,
     call,
     check_in_processes,
     check_in_threads,
+    errors,
     image_size,
     results,
+    shard,
 )
 
 CAUSAL = ("causal feedforward", "autoregressive", "causal block")
@@ -117,6 +120,46 @@ def test_gradients_are_those_of_finite_differences(module: str) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_a_ring_of_threads_gives_one_process_results(module: str, size: int, layout: str) -> None:
     check_in_threads(Case(module, length_of(module), layout, masked=size != 3), size)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("module", ["feedforward", "causal feedforward", "attention", "cross"])
+def test_a_ring_of_threads_gives_what_loops_over_tokens_do(module: str, masked: bool) -> None:
+    case = Case(module, length=17, layout="striped" if masked else "zigzag", masked=masked)
+    want = results(case.make(), case, case.data(), by_loops)
+    by_rank, _ = threads.run(3, lambda ring: shard(case, ring))
+    assert max(errors(case, by_rank, want).values()) < 1e-10
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("scale", [0.5, 8])
+def test_a_router_by_cosines_is_that_of_the_definition(size: int, scale: float) -> None:
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 17, DIM, generator=draw, dtype=torch.float64)
+    x = (x * torch.linspace(0.1, 9, 17)[:, None]).requires_grad_()  # only directions matter
+    toward = torch.randn(2, DIM, generator=draw, dtype=torch.float64, requires_grad=True)
+    dgates = torch.randn(2, 2, 17, generator=draw, dtype=torch.float64)
+    positions_, gates = routing_reference.cosine_gates(x, toward, 5, scale, eps=0.7)
+    want = [gates, *torch.autograd.grad(gates, (x, toward), dgates)]
+
+    def main(ring: threads.ThreadRing) -> list[Tensor]:
+        router = routing.CoordinateDescentRouter(
+            DIM, straight_through=False, eps=0.7, num_routing_tokens=2, cosine_sim_routing=True,
+            cosine_sim_scale=scale, ring_attn=True, group=ring, layout="zigzag",
+        ).double()  # fmt: skip
+        router.routing_token.data = toward.detach().clone()
+        here = positions("zigzag", rank=ring.rank, ring_size=size, length=17)
+        mine = x.detach()[:, here].requires_grad_()
+        plan = RoutingPlan.make(mine, group=ring, layout="zigzag")
+        found = router.choose(mine, plan, 5)
+        assert found.positions.tolist() == positions_
+        grads = torch.autograd.grad(found.gates, (mine, router.routing_token), dgates[..., here])
+        assert relative_error(found.gates, want[0][..., here]) < 1e-12
+        assert relative_error(grads[0], want[1][:, here]) < 1e-10
+        return grads[1]
+
+    along, _ = threads.run(size, main)
+    assert relative_error(sum(along), want[2]) < 1e-10
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 7])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ring_attention_pytorch import routing
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
-from tests.support import threads
+from tests.support import routing_reference, threads
 from tests.support.ranks import Pool
 from tests.support.reference import relative_error
 
@@ -127,7 +127,23 @@ def call(module: nn.Module, case: Case, data: dict[str, Tensor]) -> Tensor:
     return module(data["x"], **masks)
 
 
-def results(module: nn.Module, case: Case, data: dict[str, Tensor]) -> dict[str, Tensor]:
+def by_loops(module: nn.Module, case: Case, data: dict[str, Tensor]) -> Tensor:
+    """The same by loops over tokens, which know of no ranks."""
+    given = {name: data[name] for name in ("mask", "context_mask")}
+    if not case.masked:
+        given = {name: torch.ones_like(mask) for name, mask in given.items()}
+    if case.module == "cross":
+        return routing_reference.cross(module, data["x"], data["context"], **given)
+    oracle = getattr(routing_reference, case.module.removeprefix("causal "))
+    return oracle(module, data["x"], given["mask"], LIGHT["light_window_size"])
+
+
+def results(
+    module: nn.Module,
+    case: Case,
+    data: dict[str, Tensor],
+    call: Callable[[nn.Module, Case, dict[str, Tensor]], Tensor] = call,
+) -> dict[str, Tensor]:
     """out, and gradients of x, the context and every parameter."""
     data = dict(data)
     for name in ("x", "context"):
@@ -160,10 +176,12 @@ def shard(case: Case, ring: Ring) -> dict[str, Tensor]:
     return results(module, case, {name: t[:, at[name]] for name, t in case.data().items()})
 
 
-def errors(case: Case, by_rank: list[dict[str, Tensor]]) -> dict[str, float]:
+def errors(
+    case: Case, by_rank: list[dict[str, Tensor]], want: dict[str, Tensor] | None = None
+) -> dict[str, float]:
     """The worst relative error of each result; gradients of parameters are summed over ranks."""
-    want, size = whole(Case(**{**vars(case), "layout": "contiguous"})), len(by_rank)
-    found = {}
+    want = want or whole(Case(**{**vars(case), "layout": "contiguous"}))
+    size, found = len(by_rank), {}
     for name, wanted in want.items():
         if name in ("out", "x", "context"):
             at = [places(case, r, size)["x" if name == "out" else name] for r in range(size)]

@@ -42,12 +42,17 @@ def scores_of(router: nn.Module, x: Tensor, route: int = 0) -> Tensor:
     return x @ router.routing_token[route]
 
 
-def chosen(router: nn.Module, x: Tensor, real: Tensor, k: float, route: int = 0) -> dict:
-    """Of one sample x `[n, dim]`: token -> gate."""
+def chosen(
+    router: nn.Module, x: Tensor, real: Tensor, k: float, route: int = 0,
+    toward: Tensor | None = None,
+) -> dict:  # fmt: skip
+    """Of one sample x `[n, dim]`: token -> gate; scores are along `toward`, if it is given."""
     at = real.nonzero().flatten()
-    scores = scores_of(router, x[at], route)
+    scores = scores_of(router, x[at], route) if toward is None else x[at] @ toward
     count = how_many(k, len(at))
     gates, _ = soft_gates(scores, min(count * 9 / 8, len(at)), router.eps)
+    if router.straight_through:
+        gates = gates + (1 - gates).detach()
     return {int(at[i]): gates[i] for i in top(scores, count)}
 
 
@@ -161,3 +166,39 @@ def feedforward(module: nn.Module, x: Tensor, mask: Tensor, _: int) -> Tensor:
         ]
         out.append(torch.stack(rows))
     return torch.stack(out)
+
+
+def cross(
+    module: nn.Module, x: Tensor, context: Tensor, mask: Tensor, context_mask: Tensor
+) -> Tensor:
+    """`ConditionalRoutedCrossAttention` whose source says which keys are routed."""
+    out, routes = [], module.kv_router.routes
+    for tokens, others, real, real_others in zip(x, context, mask, context_mask):
+        queries = chosen(module.q_router, tokens, real, module.num_tokens_q)
+        mean = tokens[real].sum(0) / max(1, int(real.sum()))
+        along = module.to_routing_tokens(mean).view(routes, -1)
+        sets = [
+            chosen(module.kv_router, others, real_others, module.num_tokens_kv, toward=toward)
+            for toward in along
+        ]
+        rows = [
+            queries[i] * heavy(module.heavy_attn, tokens, others, i, sets)
+            if i in queries else module.null_q_token
+            for i in range(len(tokens))
+        ]  # fmt: skip
+        out.append(torch.stack(rows))
+    return torch.stack(out)
+
+
+def cosine_gates(
+    x: Tensor, toward: Tensor, k: int, scale: float, eps: float
+) -> tuple[list[list[list[int]]], Tensor]:
+    """The tokens that a router by cosines chooses, and the gates of all, `[b, r, n]`."""
+    positions, gates = [], []
+    for sample in x:
+        positions.append([])
+        for along in toward:
+            cosines = (sample @ along) / (sample.square().sum(-1).sqrt() * along.norm())
+            positions[-1].append(top(scale * cosines, k))
+            gates.append(soft_gates(scale * cosines, k * 9 / 8, eps)[0])
+    return positions, torch.stack(gates).view(len(x), len(toward), -1)

@@ -4,9 +4,48 @@ from tests.faults.mutant import Mutant
 
 TRAINING = [
     Mutant(
-        "replicas count from the first batch of all",
+        "all replicas take the first one's batches",
+        "training/dataset.py:SequenceShardedDataset._take",
+        "self._done + self.replica", "self._done",
+    ),
+    Mutant(
+        "others' batches of a round come again",
+        "training/dataset.py:SequenceShardedDataset._take",
+        "self._done += self.replicas", "self._done += 1",
+    ),
+    Mutant(
+        "each rank goes on elsewhere", "training/dataset.py:SequenceShardedDataset._state",
+        "self._done * self.batch_size", "(self._done + self.place['rank']) * self.batch_size",
+    ),
+    Mutant(
+        "what was taken is skipped again",
+        "training/dataset.py:SequenceShardedDataset._batch",
+        "number - self._at", "number",
+    ),
+    Mutant(
+        "an iterator's documents are begun anew, without those that are gone",
+        "training/dataset.py:SequenceShardedDataset._batch",
+        "once and self._batches is not None and number < self._at", "False",
+    ),
+    Mutant(
+        "behind a worker the state is that of the beginning",
+        "training/dataset.py:SequenceShardedDataset.state_dict",
+        "get_worker_info() is None and self._shared[1]", "False",
+    ),
+    Mutant(
+        "behind a worker the data are repeated",
         "training/dataset.py:SequenceShardedDataset.__iter__",
-        "(number - first) % self.replicas", "number % self.replicas",
+        "if self._shared[1]:", "if False:",
+    ),
+    Mutant(
+        "a worker that lives on goes on where it has read ahead",
+        "training/dataset.py:SequenceShardedDataset.__iter__", "self._done = int(self._shared[0])",
+        "pass",
+    ),
+    Mutant(
+        "a batch that could not be made is gone",
+        "training/dataset.py:SequenceShardedDataset._take",
+        "batch = make() self._done += self.replicas", "self._done += self.replicas; batch = make()",
     ),
     Mutant(
         "documents of the corpus predict the next one",

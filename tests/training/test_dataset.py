@@ -1,8 +1,11 @@
 """Datasets of sequences: one order on any ring, all of a corpus, and resumed where they stopped."""
 
+import copy
+import pickle
 import sys
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ring_attention_pytorch import SequenceShardedDataset, ShardedBatch, TokenFile, positions
+from ring_attention_pytorch.training import dataset
 
 WORDS = [list(range(100 * i, 100 * i + n)) for i, n in enumerate((3, 2, 9, 1, 14, 5, 0, 8), 1)]
 
@@ -31,7 +35,7 @@ def run(
     **how: object,
 ) -> tuple[list[Tensor], dict]:
     """Ids and labels of all batches of so many steps, in order, and the state after them."""
-    by_replica = []
+    by_replica, states = [], []
     for replica in range(replicas):
         ranks = []
         for rank in range(ring_size):
@@ -42,11 +46,15 @@ def run(
             if state is not None:
                 data.load_state_dict(state)
             ranks.append(list(islice(data, steps)))
+            states.append(data.state_dict())
+            assert all(batch.state is not None for batch in ranks[-1])
+            assert not ranks[-1] or ranks[-1][-1].state == states[-1]
         by_replica.append([
             torch.stack([whole(list(parts), n) for n in ("input_ids", "shift_labels")])
             for parts in zip(*ranks)
         ])  # fmt: skip
-    return [batch for step in zip(*by_replica) for batch in step], data.state_dict()
+    assert states == states[:1] * ring_size * replicas  # from every rank
+    return [batch for step in zip(*by_replica) for batch in step], states[0]
 
 
 def token_file(folder: Path) -> TokenFile:
@@ -104,13 +112,95 @@ def test_iterators_come_as_they_are_and_end():
     assert len(batches) == (sum(map(len, WORDS)) - 1) // 14
 
 
-def test_a_worker_may_load(file):
-    data = SequenceShardedDataset(file, length=7, batch_size=2, rank=0, ring_size=2)
-    direct = list(islice(data, 2))
-    again = SequenceShardedDataset(file, length=7, batch_size=2, rank=0, ring_size=2)
-    loaded = list(islice(DataLoader(again, batch_size=None, num_workers=0), 2))
-    for a, b in zip(direct, loaded, strict=True):
-        assert torch.equal(a["input_ids"], b["input_ids"])
+# --- one stream ---
+
+NUMBERS = list(range(1, 60))  # one document
+
+
+def one_by_one(source: object = None, **how: object) -> SequenceShardedDataset:
+    """Sequences of two tokens, a batch each; token 2 i + 1 begins batch i."""
+    source = [NUMBERS] if source is None else source
+    return SequenceShardedDataset(
+        source, **dict(length=2, batch_size=1, rank=0, ring_size=1, layout="contiguous") | how
+    )
+
+
+def firsts(batches: object, count: int) -> list[int]:
+    return [int(batch["input_ids"][0, 0]) for batch in islice(batches, count)]
+
+
+SOURCES = {
+    "documents": lambda folder: [NUMBERS],
+    "an iterator": lambda folder: iter([[n] for n in NUMBERS]),
+    "an iterable": lambda folder: dict.fromkeys((n,) for n in NUMBERS),
+    "a file": lambda folder: token_file(folder),
+}
+
+
+@pytest.mark.parametrize("of", SOURCES)
+@pytest.mark.parametrize("replica", [0, 1])
+def test_an_iterator_goes_on_where_the_last_one_stopped(of, replica, tmp_path):
+    shift = of == "a file"  # its first token is 0
+    data = one_by_one(SOURCES[of](tmp_path), replica=replica, replicas=2)
+    found = firsts(data, 3) + firsts(data, 2)
+    left = iter(data)
+    found += firsts(left, 1) + firsts(data, 2) + firsts(left, 2)
+    assert found == [1 - shift + 2 * replica + 4 * i for i in range(10)]
+
+
+def test_what_fails_to_be_made_is_not_skipped():
+    data = one_by_one()
+    with mock.patch.object(dataset, "shard_batch", side_effect=MemoryError):
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                next(iter(data))
+    assert firsts(data, 2) == [1, 3]
+
+
+def test_documents_of_an_iterator_are_not_taken_twice():
+    data = one_by_one(iter([[n] for n in NUMBERS]))
+    begun, third = data.state_dict(), list(islice(data, 3))[-1]
+    with pytest.raises(ValueError, match="begun can't be copied"):
+        copy.copy(data)
+    data.load_state_dict(third.state)
+    assert firsts(data, 2) == [7, 9]
+    data.load_state_dict(begun)
+    with pytest.raises(ValueError, match="come once, and these are gone"):
+        next(iter(data))
+
+
+@pytest.mark.parametrize("of", ["documents", "an iterator", "a file"])
+@pytest.mark.parametrize("lives_on", [False, True])
+def test_behind_a_worker_the_state_comes_with_the_batch(of, lives_on, tmp_path):
+    shift, data = of == "a file", one_by_one(SOURCES[of](tmp_path))
+    begun = data.state_dict()
+    loader = DataLoader(data, batch_size=None, num_workers=1, persistent_workers=lives_on)
+    *_, third = islice(loader, 3)
+    assert third.state == {"sequences": 3, "seed": None, "length": 2}
+    for ask in (data.state_dict, lambda: next(iter(data)), lambda: next(iter(loader))):
+        with pytest.raises(ValueError, match=r"load_state_dict\(batch.state\) to go on"):
+            ask()
+    if lives_on and of == "an iterator":
+        return  # the worker that lives on has begun it
+    loader = DataLoader(data, batch_size=None, num_workers=1, persistent_workers=lives_on)
+    for state, want in ((third.state, [7, 9]), (begun, [1, 3, 5])):
+        data.load_state_dict(state)
+        assert data.state_dict() == state
+        assert firsts(loader, len(want)) == [n - shift for n in want]
+    data.load_state_dict(third.state)
+    assert firsts(data, 2) == [7 - shift, 9 - shift]
+    assert data.state_dict()["sequences"] == 5
+
+
+def test_a_copy_has_a_state_of_its_own():
+    data = one_by_one()
+    assert firsts(data, 2) == [1, 3]
+    for made in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):
+        loader = DataLoader(made, batch_size=None, num_workers=1)
+        assert firsts(loader, 2) == [5, 7]
+        with pytest.raises(ValueError, match="ahead of who takes them"):
+            made.state_dict()
+    assert firsts(data, 2) == [5, 7]
 
 
 WRONG = {
