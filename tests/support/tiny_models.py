@@ -135,6 +135,7 @@ SIZES: dict[str, Any] = {
         ("sliding_window", "local_attention", "sliding_window_size", "attention_window_size",
          "window_size"), 6,
     ),
+    **dict.fromkeys(("base_channels", "num_embeddings", "codebook_size", "latent_channels"), 32),
     "qk_rope_head_dim": 4, "rotary_dim": 4, "topk_group": 1, "num_shared_experts": 1,
     "n_shared_experts": 1, "index_topk": 4, "num_labels": 3, "pretraining_tp": 1,
 }  # fmt: skip
@@ -157,12 +158,41 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ZayaConfig": dict(num_experts_per_tok=1),
     "CohereCompassTextConfig": dict(
         layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2,
+        rope_parameters={
+            "full_attention": None,
+            "sliding_attention": dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1]),
+        },
     ),
+    "DbrxConfig": dict(attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8.0)),
+    "DbrxFFNConfig": dict(hidden_size=32, ffn_hidden_size=32),
+    "Dots3NoteVisionConfig": dict(adapter_in_dim=_WIDTH),
+    "Dots3NoteAudioConfig": dict(adapter_input_size=_WIDTH),
+    "MimiConfig": dict(upsample_groups=_WIDTH),
+    "NeoMMEConfig": dict(head_dim=16),
+    "Dots1Config": dict(n_shared_experts=1, num_experts_per_tok=2),
+    "NemotronConfig": dict(num_key_value_heads=2),
+    "Lfm2MoeConfig": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
+    "ZambaConfig": dict(
+        layers_block_type=["linear_attention"] * 2 + ["hybrid", "linear_attention", "hybrid"],
+        num_hidden_layers=5, attention_head_dim=16, attention_hidden_size=64,
+    ),
+    "BltConfig": dict(encoder_hash_byte_group_vocab=64),
+    "Molmo2AdapterConfig": dict(vision_feature_layer=[1, 0]),
+    "FunAsrNanoAdaptorConfig": dict(intermediate_size=8),
+    "ChameleonConfig": dict(vocabulary_map={"<image>": 4}),
+    "Emu3Config": dict(vocabulary_map={"<image>": 4}),
+    "Granite4VisionConfig": dict(deepstack_layer_map=[(0, 0)]),
+    "NemotronH_Omni_Reasoning_V3_Config": dict(vision_config=dict(video_temporal_patch_size=2)),
+    "WavTokenizerConfig": dict(codebook_dim=32),
+    "HYV4VLTextConfig": dict(qk_rope_head_dim=8),
     "RoCBertConfig": dict(pronunciation_vocab_size=64, shape_vocab_size=64,
                           pronunciation_embed_dim=16, shape_embed_dim=16),
     "MarkupLMConfig": dict(max_xpath_tag_unit_embeddings=32, max_xpath_subs_unit_embeddings=32,
                            tag_pad_id=30, subs_pad_id=30, xpath_unit_hidden_size=4, max_depth=5),
-    "Glm5NextTextConfig": dict(num_key_value_heads=4),
+    "Glm5NextTextConfig": dict(num_key_value_heads=4, index_kpool=2),
+    "Ernie4_5_VLMoeTextConfig": dict(
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2])),
+    "KyutaiSpeechToTextConfig": dict(num_codebooks=4),
     "Qwen4ExpTextConfig": dict(
         indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8,
         indexer_compress_ratio=2, ngram_vocab_size_base=32, split_ngram_parts=2,
@@ -173,6 +203,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def config_of(cls: type[PreTrainedConfig], depth_only: bool = False, **given: Any) -> Any:
     """Return a small config of a class; of its parts, too."""
+    if cls.__name__ == "Gemma4AssistantConfig":  # it has no default of its own
+        return _assistant(cls, **given)
     default = cls()
     fields = {each.name for each in dataclasses.fields(cls)}
     small: dict[str, Any] = {}
@@ -180,6 +212,10 @@ def config_of(cls: type[PreTrainedConfig], depth_only: bool = False, **given: An
         value = _value(default, name) if name in fields else 0
         if isinstance(value, int) and value > 0 or value is None and name in _NEEDED:
             small[name] = size
+    if "head_dim" in small and "qk_rope_head_dim" in small:
+        small["head_dim"] = small["qk_rope_head_dim"]  # of rotary embeddings alone
+    if "num_key_value_heads" in small and "kv_lora_rank" in small:
+        small["num_key_value_heads"] = _HEADS  # keys of all heads are made of one
     small |= dict(_tokens(default, fields))
     if not depth_only:
         small |= _by_layer(default, fields, small)
@@ -189,8 +225,20 @@ def config_of(cls: type[PreTrainedConfig], depth_only: bool = False, **given: An
         if isinstance(part, PreTrainedConfig):
             only = depth_only or not _is_text(name)
             small[name] = config_of(type(part), depth_only=only and name in _TOWERS)
-    small |= FAMILIES.get(cls.__name__, {}) | given
+    for name, value in (FAMILIES.get(cls.__name__, {}) | given).items():
+        part = small.get(name)
+        small[name] = config_of(type(part), **value) if isinstance(part, PreTrainedConfig) else value
     return cls(**small)
+
+
+def _assistant(cls: Any, **given: Any) -> Any:
+    part = cls.sub_configs_defaults["text_config"]
+    text = config_of(
+        CONFIG_MAPPING[part.model_type], hidden_size_per_layer_input=0, num_kv_shared_layers=2,
+        vocab_size_per_layer_input=0, use_double_wide_mlp=False, enable_moe_block=False,
+        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    return cls(text_config=text, backbone_hidden_size=_WIDTH, **given)
 
 
 _NEEDED = {"head_dim": _HEAD, "n_routed_experts": _HEADS}  # some configs have no default of these
@@ -200,7 +248,7 @@ def _value(config: Any, name: str) -> Any:
     """Return a field; the first layer's, where layers have one each."""
     try:
         return getattr(config, name, None)
-    except AttributeError:  # transformers' own kind of it, which says how
+    except Exception:  # transformers' own; a field of layers has none of the model
         return getattr(config.per_layer_config[0], name, None)
 
 
@@ -269,8 +317,11 @@ def _rotary(default: Any, fields: set[str]) -> dict[str, Any]:
 
 def model_of(family: Family, attention: str, **given: Any) -> nn.Module:
     """Return a model of a class, float64, its weights random and the same for each attention."""
-    config = config_of(CONFIG_MAPPING[family.model_type], **given)
-    cls = getattr(transformers, family.name)
+    cls, config_class = getattr(transformers, family.name), CONFIG_MAPPING[family.model_type]
+    fields = {each.name for each in dataclasses.fields(config_class)}
+    if "is_decoder" in fields:
+        given = {"is_decoder": family.kind == "causal", **given}
+    config = config_of(config_class, **given)
     if cls.config_class is not None and not isinstance(config, cls.config_class):
         config = config_of(cls.config_class, **given)
     config._attn_implementation = attention
