@@ -109,7 +109,7 @@ SIZES: dict[str, Any] = {
         (
             "num_key_value_heads", "swa_num_key_value_heads", "num_experts_per_tok", "moe_topk",
             "moe_k", "n_group", "linear_num_key_heads", "multi_query_groups", "num_kv_heads",
-            "num_attention_groups",
+            "num_attention_groups", "n_groups", "mamba_n_groups", "mamba_ngroups",
         ), 2,
     ),
     **dict.fromkeys(
@@ -117,7 +117,7 @@ SIZES: dict[str, Any] = {
             "head_dim", "swa_head_dim", "d_kv", "global_head_dim", "qk_nope_head_dim", "v_head_dim",
             "kv_lora_rank", "q_lora_rank", "index_head_dim", "linear_key_head_dim", "kv_channels",
             "linear_value_head_dim", "linear_head_dim", "attention_head_size", "d_rel",
-            "attention_head_dim", "swa_v_head_dim", "dim_head", "qk_head_dim",
+            "attention_head_dim", "swa_v_head_dim", "dim_head",
         ), _HEAD,
     ),
     **dict.fromkeys(
@@ -150,7 +150,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         layer_types=["sliding_attention", "full_attention"] * 2,
         activation_sparsity_pattern=[0.95, 0.0, 0.0, 0.0], laurel_rank=4,
     ),
-    "Mamba2Config": dict(num_heads=8, head_dim=8, n_groups=2),
+    "Mamba2Config": dict(num_heads=8, head_dim=8),
     "ReformerConfig": dict(
         is_decoder=True, axial_pos_embds_dim=(16, 16), axial_pos_shape=(8, 16),
         attn_layers=["local", "lsh"], local_attn_chunk_length=8, lsh_attn_chunk_length=8,
@@ -167,6 +167,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DbrxFFNConfig": dict(hidden_size=32, ffn_hidden_size=32),
     "Dots3NoteVisionConfig": dict(adapter_in_dim=_WIDTH),
     "Dots3NoteAudioConfig": dict(adapter_input_size=_WIDTH),
+    "MusicgenDecoderConfig": dict(num_codebooks=1),
+    "MusicgenMelodyDecoderConfig": dict(num_codebooks=1),
+    "XmodConfig": dict(default_language="en_XX"),
     "MimiConfig": dict(upsample_groups=_WIDTH),
     "NeoMMEConfig": dict(head_dim=16),
     "Dots1Config": dict(n_shared_experts=1, num_experts_per_tok=2),
@@ -241,7 +244,7 @@ def _assistant(cls: Any, **given: Any) -> Any:
     return cls(text_config=text, backbone_hidden_size=_WIDTH, **given)
 
 
-_NEEDED = {"head_dim": _HEAD, "n_routed_experts": _HEADS}  # some configs have no default of these
+_NEEDED = {"num_experts_per_tok", "head_dim", "n_routed_experts"}  # some configs have no default of these
 
 
 def _value(config: Any, name: str) -> Any:
