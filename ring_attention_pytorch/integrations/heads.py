@@ -7,7 +7,7 @@ model's own forward gets random hidden states in place of those of its layers, o
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -69,11 +69,15 @@ def head_of(model: nn.Module) -> dict[str, Any]:
 def _unwrapped(model: nn.Module) -> PreTrainedModel:
     """Return the model of transformers in a model."""
     found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-    if found is None or found.base_model is found:
-        raise ValueError(
-            f"head_of: needs a model of transformers with a head, got {type(found or model).__name__}"
-        )
+    if found is None or not _bodies(found):
+        name = type(model if found is None else found).__name__
+        raise ValueError(f"head_of: needs a model of transformers with a head, got {name}")
     return found
+
+
+def _bodies(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the models in a model, which give hidden states to its head."""
+    return [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
 
 
 def _linear(model: PreTrainedModel) -> nn.Module:
@@ -83,7 +87,7 @@ def _linear(model: PreTrainedModel) -> nn.Module:
     if head is None or not isinstance(weight, Tensor) or weight.ndim != 2:
         raise ValueError(f"head_of: {name} has no layer that makes logits of hidden states")
     own = {id(p) for p in (weight, getattr(head, "bias", None)) if p is not None}
-    of_layers = {id(p) for p in model.base_model.parameters()}
+    of_layers = {id(p) for body in _bodies(model) for p in body.parameters()}
     more = [n for n, p in model.named_parameters() if id(p) not in own | of_layers]
     more += [n for n, p in head.named_parameters() if id(p) not in own]  # adapters
     if more:
@@ -113,20 +117,24 @@ def _named(config: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def _measured(
     model: PreTrainedModel, head: nn.Module, named: tuple[tuple[float, ...], tuple[float, ...]]
 ) -> _Score:
-    """Return which of the settings makes the logits that the model makes."""
-    width = head.weight.shape[1]
+    """Return which of the settings make the logits that the model makes."""
+    softcaps, scales = named
+    several = (1.0, *scales, *(1 / scale for scale in scales))
     draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 2, width, generator=draw) * torch.tensor([1.0, 8.0])[:, None]
+    hidden = torch.randn(1, 4, head.weight.shape[1], generator=draw)
     hidden = hidden.to(head.weight.device, head.weight.dtype)
     with torch.no_grad():
-        got = _logits(model, hidden)
+        size = F.linear(hidden, head.weight).double().std() * min(several)
+        hidden = hidden * (3 * max(softcaps, default=1.0) / size)  # so large that a softcap shows
         plain = F.linear(hidden, head.weight, head.bias).double()
-        softcaps, scales = named
-        several = (1.0, *scales, *(1 / scale for scale in scales))
-        for softcap, scale in product((None, *softcaps), several):
-            score = _Score(softcap, None if scale == 1.0 else scale)
-            if got is not None and _is(got, _made(plain, score)):
-                return score
+        got = _logits(model, hidden)
+        tried = [
+            _Score(softcap, None if scale == 1.0 else scale)
+            for softcap, scale in product((None, *softcaps), several)
+        ]
+        best = min(tried, key=lambda score: _error(got, _made(plain, score)))
+        if _error(got, _made(plain, best)) < max(1e-5, 8 * torch.finfo(hidden.dtype).eps):
+            return best
     raise ValueError(
         f"head_of: {type(model).__name__} makes logits in another way than by a weight, a bias, a "
         "scale and a softcap; give logits to ring_cross_entropy, without a head"
@@ -138,20 +146,21 @@ def _made(plain: Tensor, score: _Score) -> Tensor:
     return logits if score.softcap is None else score.softcap * (logits / score.softcap).tanh()
 
 
-def _is(got: Tensor, want: Tensor) -> bool:
-    if got.shape != want.shape:
-        return False
-    error = (got.double() - want).norm() / want.norm().clamp(min=1e-30)
-    return bool(error < 16 * torch.finfo(got.dtype).eps ** 0.75)
+def _error(got: Tensor | None, want: Tensor) -> float:
+    if got is None or got.shape != want.shape:
+        return torch.inf
+    return float((got.double() - want).norm() / want.norm())
 
 
 def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor | None:
     """Return what the model's own forward makes of hidden states; None if it can't."""
     words = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-    with _giving(model.base_model, hidden):
+    with ExitStack() as giving:
+        for body in _bodies(model):
+            giving.enter_context(_giving(body, hidden))
         try:
             return model.forward(input_ids=words).logits
-        except Exception:  # whatever a forward wants more of its layers than hidden states
+        except Exception:  # whatever a forward wants of its layers beside hidden states
             return None
 
 

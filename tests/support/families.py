@@ -114,7 +114,7 @@ def _alone(model: nn.Module, kind: str, batch: str, labelled: bool, wide: bool) 
         del whole["position_ids"]
         bounds = zip(STARTS, (*STARTS[1:], LENGTH))
         parts = [{name: _cut(t, a, b) for name, t in whole.items()} for a, b in bounds]
-    with _wide() if wide else nullcontext():
+    with widened() if wide else nullcontext():
         made = [model(**part, **_no_cache(model)) for part in parts]
         outputs = _joined([_tensors(each) for each in made], [_length(p) for p in parts])
         if not labelled:
@@ -133,7 +133,7 @@ def _alone(model: nn.Module, kind: str, batch: str, labelled: bool, wide: bool) 
 
 
 @contextmanager
-def _wide() -> Iterator[None]:
+def widened() -> Iterator[None]:
     """Inside it softmaxes that are asked for in float32 are in float64: masks are -1.8e308."""
     of = F.softmax
 
@@ -216,8 +216,8 @@ def spread(
     more = {name: whole[name] for name in ("position_ids",) if name in whole}
     held = shard_batch({"input_ids": index, **more}, group=ring)["input_ids"][0]
     problems: list[str] = []
-    wide = _wide() if want is None or want.wide else nullcontext()
-    with wide, ring_forward(mine, loss_group=ring, labels=labelled) as inputs:
+    precision = widened() if want is None or want.wide else nullcontext()
+    with precision, ring_forward(mine, loss_group=ring, labels=labelled) as inputs:
         made = model(**inputs)
         if want is None:
             return ""

@@ -54,6 +54,11 @@ def families() -> list[Family]:
     return list(found.values())
 
 
+def family_of(name: str) -> Family:
+    """Return the family of a class."""
+    return next(family for family in families() if family.name == name)
+
+
 def _classes(kind: str) -> dict[str, Any]:
     """Return classes by type of model; a config of the same name as a class's comes first."""
     found: dict[str, Any] = {}
@@ -170,6 +175,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "MusicgenDecoderConfig": dict(num_codebooks=1),
     "MusicgenMelodyDecoderConfig": dict(num_codebooks=1),
     "XmodConfig": dict(default_language="en_XX"),
+    "Qwen3VLVisionConfig": dict(deepstack_visual_indexes=[0, 1]),
+    "Qwen3VLMoeVisionConfig": dict(deepstack_visual_indexes=[0, 1]),
     "MimiConfig": dict(upsample_groups=_WIDTH),
     "NeoMMEConfig": dict(head_dim=16),
     "Dots1Config": dict(n_shared_experts=1, num_experts_per_tok=2),
@@ -315,7 +322,10 @@ def _rotary(default: Any, fields: set[str]) -> dict[str, Any]:
             return {"rope_type": "default", "rope_theta": each.get("rope_theta", 1e4)}
         return each
 
-    return {"rope_parameters": changed(dict(rope))}
+    found = changed(dict(rope))
+    if "mrope_section" in (getattr(default, "ignore_keys_at_rope_validation", None) or ()):
+        found.setdefault("mrope_section", [2, 1, 1])
+    return {"rope_parameters": found}
 
 
 def model_of(family: Family, attention: str, **given: Any) -> nn.Module:
