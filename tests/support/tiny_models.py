@@ -177,6 +177,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "XmodConfig": dict(default_language="en_XX"),
     "Qwen3VLVisionConfig": dict(deepstack_visual_indexes=[0, 1]),
     "Qwen3VLMoeVisionConfig": dict(deepstack_visual_indexes=[0, 1]),
+    "Qwen2_5_VLVisionConfig": dict(window_size=56, fullatt_block_indexes=[1]),
     "MimiConfig": dict(upsample_groups=_WIDTH),
     "NeoMMEConfig": dict(head_dim=16),
     "Dots1Config": dict(n_shared_experts=1, num_experts_per_tok=2),
