@@ -359,12 +359,15 @@ class _Whole:
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:
-    found = [batch[name] for name in _TOKENS if batch.get(name) is not None]
-    if len(found) == 1 and isinstance(found[0], Tensor) and found[0].ndim >= 2:
-        return found[0]
+    found = {name: batch[name] for name in _TOKENS if batch.get(name) is not None}
+    for name, ndim in zip(_TOKENS, (2, 3)):
+        t = found.get(name)
+        if len(found) == 1 and isinstance(t, Tensor) and t.ndim == ndim:
+            return t
+    shapes = [f"{name} {_shown(getattr(value, 'shape', None))}" for name, value in found.items()]
     raise ValueError(
         'a batch has "input_ids" [b, n] or "inputs_embeds" [b, n, d], one of them; '
-        f"got {', '.join(map(str, batch))}"
+        f"got {', '.join(shapes or map(str, batch))}"
     )
 
 

@@ -101,3 +101,36 @@ def errors_of(names: list[str]) -> dict[Any, float]:
 def test_the_text_of_a_model_of_images_is_that_of_one_process(pools):
     for found in pools(4).run(errors_of, QWENS):
         assert max(found.values()) < 1e-9, found
+
+
+def test_positions_of_rows_are_cut_along_the_tokens():
+    rows = torch.arange(3 * 2 * 12).view(3, 2, 12)
+    whole = {"input_ids": rows[0], "position_ids": rows}
+    for rank in range(3):
+        batch = shard_batch(whole, rank=rank, ring_size=3)
+        assert batch.packing is None
+        held = batch["input_ids"][0]
+        assert torch.equal(batch["position_ids"], rows[:, :, held])
+    counted = torch.cat([torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]).expand(1, 2, 12), rows])
+    batch = shard_batch(whole | {"position_ids": counted}, rank=0, ring_size=2)
+    assert [run.stop for run in batch.packing[0].runs] == [4, 12]
+    for wrong in (rows[:2], rows[:, :1], rows.flatten(0, 1)):
+        with pytest.raises(ValueError, match="position_ids must be"):
+            shard_batch(whole | {"position_ids": wrong}, rank=0, ring_size=2)
+
+
+def test_tokens_of_several_choices_are_no_sequence():
+    with pytest.raises(ValueError, match=r"got input_ids \[2, 4, 9\]"):
+        shard_batch({"input_ids": torch.zeros(2, 4, 9, dtype=torch.long)}, rank=0, ring_size=2)
+
+
+def test_what_can_not_be_merged_is_refused():
+    register()
+    model = model_of(family_of("Gemma3ForConditionalGeneration"), "ring")
+    ids = torch.randint(FIRST, WORDS, (1, 9))
+    kinds = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 0, 0]])
+    with pytest.raises(ValueError, match="see one another both ways"):
+        merged(model, {"input_ids": ids, "token_type_ids": kinds, "mm_token_type_ids": kinds})
+    assert model.config.text_config._attn_implementation == "ring"
+    with pytest.raises(ValueError, match="with a text model in it, got LlamaModel"):
+        merged(model_of(family_of("LlamaForCausalLM"), "ring").model, {"input_ids": ids})

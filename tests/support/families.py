@@ -38,10 +38,10 @@ from tests.support.hf import in_double, ring_of
 from tests.support.ranks import Pool, RankFailed
 from tests.support.tiny_models import FIRST, KINDS, PAD, WORDS, Family, families, model_of
 
-RANKS, LENGTH, EXACT = 3, 23, 1e-6
+RANKS, LENGTH, EXACT = 3, 29, 1e-6  # ranks have 9 and 10 tokens, which is no width
 BATCHES = ("plain", "padded left", "packed")
 PADDING = (6, 0)  # of each sample
-STARTS = (0, 5, 12)  # of documents
+STARTS = (0, 7, 16)  # of documents
 MOVED = ("causal", "multimodal")  # their labels are of the next token
 FILE = Path("build/families.json")
 Found = dict[str, str]  # of each cell: what came of it
@@ -70,9 +70,9 @@ def whole_batch(kind: str, batch: str) -> dict[str, Tensor]:
         starts[list(STARTS)] = torch.tensor(STARTS)
         found["position_ids"] = (at - starts.cummax(0).values).repeat(2, 1)
     if kind == "token":
-        found["labels"] = (ids % 3).masked_fill(~real, -100)
+        found["labels"] = (ids % 2).masked_fill(~real, -100)
     elif kind == "sequence":
-        found["labels"] = torch.tensor([2, 0])
+        found["labels"] = torch.tensor([1, 0])
     elif kind == "question":
         found |= {"start_positions": torch.tensor([9, 3]), "end_positions": torch.tensor([14, 8])}
     elif kind == "choice":
@@ -274,7 +274,7 @@ def _grads_problem(
     found = []
     for name, a, b in zip(names, got, want, strict=True):
         b = torch.zeros_like(a) if b is None else b
-        found += _wrong(f"gradient of {name}", a, b, least=1e-4 * size)
+        found += _wrong(f"gradient of {name}", a, b, least=1e-3 * size)
     return [f"{len(found)} gradients wrong, such as that of {found[0][12:]}"] if found else []
 
 

@@ -25,11 +25,11 @@ KINDS = {
     "question": ["MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES"],
     "choice": ["MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES"],
     "base": ["MODEL_MAPPING_NAMES"],
-    "encoder-decoder": ["MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"],
     "multimodal": [
         "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
         "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
     ],
+    "encoder-decoder": ["MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"],
 }  # a class that is of several is of the first
 
 
@@ -142,7 +142,7 @@ SIZES: dict[str, Any] = {
     ),
     **dict.fromkeys(("base_channels", "num_embeddings", "codebook_size", "latent_channels"), 32),
     "qk_rope_head_dim": 4, "rotary_dim": 4, "topk_group": 1, "num_shared_experts": 1,
-    "n_shared_experts": 1, "index_topk": 4, "num_labels": 3, "pretraining_tp": 1,
+    "n_shared_experts": 1, "index_topk": 4, "pretraining_tp": 1,
 }  # fmt: skip
 _TOKENS = {"pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2}
 # what the names of fields do not tell
