@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ring_attention_pytorch.tensor_kinds import dtensor_problem
+
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -40,7 +42,7 @@ def head_of(model: nn.Module) -> dict[str, Any]:
     The model's head is tried with random hidden states when it is first asked for.
 
     Args:
-        model: one of transformers with a language model's head, plain, in DDP or in PEFT's adapters.
+        model: one of transformers with a language model's head; as it is, in DDP, with adapters.
 
     Returns:
         head `[classes, d]`, and if the model has them softcap, scale and bias `[classes]`.
@@ -80,10 +82,12 @@ def _bodies(model: PreTrainedModel) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
 
 
-def _linear(model: PreTrainedModel) -> nn.Module:
+def _linear(model: PreTrainedModel) -> Any:
     """Return the layer that makes logits; raise ValueError if there is more than one of them."""
     head, name = model.get_output_embeddings(), type(model).__name__
     weight = getattr(head, "weight", None)
+    if isinstance(weight, Tensor) and (problem := dtensor_problem("the head's weight", weight)):
+        raise ValueError(f"head_of: {problem}")
     if head is None or not isinstance(weight, Tensor) or weight.ndim != 2:
         raise ValueError(f"head_of: {name} has no layer that makes logits of hidden states")
     own = {id(p) for p in (weight, getattr(head, "bias", None)) if p is not None}
@@ -115,7 +119,7 @@ def _named(config: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _measured(
-    model: PreTrainedModel, head: nn.Module, named: tuple[tuple[float, ...], tuple[float, ...]]
+    model: PreTrainedModel, head: Any, named: tuple[tuple[float, ...], tuple[float, ...]]
 ) -> _Score:
     """Return which of the settings make the logits that the model makes."""
     softcaps, scales = named
@@ -123,7 +127,7 @@ def _measured(
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 4, head.weight.shape[1], generator=draw)
     hidden = hidden.to(head.weight.device, head.weight.dtype)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         size = F.linear(hidden, head.weight).double().std() * min(several)
         hidden = hidden * (3 * max(softcaps, default=1.0) / size)  # so large that a softcap shows
         plain = F.linear(hidden, head.weight, head.bias).double()
@@ -170,7 +174,6 @@ class _Output(BaseModelOutputWithPast):
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
-        return None
 
 
 @contextmanager

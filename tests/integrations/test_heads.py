@@ -105,7 +105,8 @@ def losses_by_heads(size: int) -> dict[str, float]:
         with torch.no_grad(), widened():
             want = alone(IDS, labels=IDS).loss
             each = alone(IDS).logits.log_softmax(-1)[:, :-1].gather(2, IDS[:, 1:, None])
-        model, batch = made(name, "ring"), shard_batch({"input_ids": IDS, "labels": IDS}, group=ring)
+        model = made(name, "ring")
+        batch = shard_batch({"input_ids": IDS, "labels": IDS}, group=ring)
         with widened(), ring_forward(batch, loss_group=ring, labels=False) as inputs:
             hidden, head = model.base_model(**inputs)[0], head_of(model)
             loss = ring_cross_entropy(hidden, batch.labels, group=ring, **head)

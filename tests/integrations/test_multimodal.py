@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -16,7 +15,6 @@ from ring_attention_pytorch.integrations.multimodal import merged, text_states
 from ring_attention_pytorch.integrations.transformers import register, ring_forward
 from tests.support.families import widened
 from tests.support.hf import ring_of
-from tests.support.reference import relative_error
 from tests.support.tiny_models import FIRST, PAD, WORDS, family_of, model_of
 
 LENGTH, IMAGE = 26, 4  # tokens, and those of an image

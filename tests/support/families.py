@@ -108,6 +108,7 @@ def _alone(model: nn.Module, kind: str, batch: str, labelled: bool, wide: bool) 
     elif kind == "encoder-decoder":
         del whole["decoder_input_ids"]
     model.zero_grad()
+    model.config.use_cache = False
     if batch != "packed":
         parts = [whole]
     else:
@@ -115,7 +116,7 @@ def _alone(model: nn.Module, kind: str, batch: str, labelled: bool, wide: bool) 
         bounds = zip(STARTS, (*STARTS[1:], LENGTH))
         parts = [{name: _cut(t, a, b) for name, t in whole.items()} for a, b in bounds]
     with widened() if wide else nullcontext():
-        made = [model(**part, **_no_cache(model)) for part in parts]
+        made = [model(**part) for part in parts]
         outputs = _joined([_tensors(each) for each in made], [_length(p) for p in parts])
         if not labelled:
             total = sum((t * _cotangent(t, name, batch)).sum() for name, t in outputs.items())
@@ -147,11 +148,6 @@ def widened() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _no_cache(model: nn.Module) -> dict[str, Any]:
-    model.config.use_cache = False
-    return {}
 
 
 def _cut(t: Tensor, start: int, stop: int) -> Tensor:
@@ -266,9 +262,7 @@ def _of_all(model: nn.Module, ring: Ring) -> list[Tensor]:
     return [part.view_as(g) for part, g in zip(parts, grads)]
 
 
-def _grads_problem(
-    model: nn.Module, got: list[Tensor], want: list[Tensor | None]
-) -> list[str]:
+def _grads_problem(model: nn.Module, got: list[Tensor], want: list[Tensor | None]) -> list[str]:
     names = [name for name, _ in model.named_parameters()]
     size = float(torch.stack([g.norm() for g in want if g is not None]).norm())
     found = []
@@ -404,9 +398,9 @@ def _chosen(kinds: str | None, only: str | None, part: str) -> Iterator[Family]:
     wanted = kinds.split(",") if kinds else list(KINDS)
     names = only.lower().split(",") if only else [""]
     for number, family in enumerate(families()):
-        if family.kind in wanted and number % parts == at - 1:
-            if any(name in family.name.lower() for name in names):
-                yield family
+        named = any(name in family.name.lower() for name in names)
+        if named and family.kind in wanted and number % parts == at - 1:
+            yield family
 
 
 def main() -> int:
@@ -423,7 +417,8 @@ def main() -> int:
     chosen = list(_chosen(given.kinds, given.only, given.part))
     kept = json.loads(given.file.read_text()) if given.file.exists() else {}
     for family in chosen:
-        if given.again or given.faults and verdict(kept.get(family.name, {})) == "fault":
+        failed = verdict(kept.get(family.name, {})) == "fault"
+        if given.again or (given.faults and failed):
             kept.pop(family.name, None)
     given.file.parent.mkdir(parents=True, exist_ok=True)
     pool = Pool(RANKS, given.seconds)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -212,33 +212,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def config_of(cls: type[PreTrainedConfig], depth_only: bool = False, **given: Any) -> Any:
+def config_of(cls: type[PreTrainedConfig], **given: Any) -> Any:
     """Return a small config of a class; of its parts, too."""
     if cls.__name__ == "Gemma4AssistantConfig":  # it has no default of its own
         return _assistant(cls, **given)
     default = cls()
     fields = {each.name for each in dataclasses.fields(cls)}
     small: dict[str, Any] = {}
-    for name, size in (_DEPTHS if depth_only else SIZES).items():
+    for name, size in SIZES.items():
         value = _value(default, name) if name in fields else 0
-        if isinstance(value, int) and value > 0 or value is None and name in _NEEDED:
+        if (isinstance(value, int) and value > 0) or (value is None and name in _NEEDED):
             small[name] = size
     if "head_dim" in small and "qk_rope_head_dim" in small:
         small["head_dim"] = small["qk_rope_head_dim"]  # of rotary embeddings alone
     if "num_key_value_heads" in small and "kv_lora_rank" in small:
         small["num_key_value_heads"] = _HEADS  # keys of all heads are made of one
     small |= dict(_tokens(default, fields))
-    if not depth_only:
-        small |= _by_layer(default, fields, small)
-        small |= _rotary(default, fields)
+    small |= _by_layer(default, fields, small)
+    small |= _rotary(default, fields)
     for name in cls.sub_configs or {}:
         part = _value(default, name)
         if isinstance(part, PreTrainedConfig):
-            only = depth_only or not _is_text(name)
-            small[name] = config_of(type(part), depth_only=only and name in _TOWERS)
+            small[name] = config_of(type(part))
     for name, value in (FAMILIES.get(cls.__name__, {}) | given).items():
         part = small.get(name)
-        small[name] = config_of(type(part), **value) if isinstance(part, PreTrainedConfig) else value
+        is_part = isinstance(part, PreTrainedConfig)
+        small[name] = config_of(type(part), **value) if is_part else value
     return cls(**small)
 
 
@@ -252,7 +251,8 @@ def _assistant(cls: Any, **given: Any) -> Any:
     return cls(text_config=text, backbone_hidden_size=_WIDTH, **given)
 
 
-_NEEDED = {"num_experts_per_tok", "head_dim", "n_routed_experts"}  # some configs have no default of these
+# of which some configs have no default
+_NEEDED = {"num_experts_per_tok", "head_dim", "n_routed_experts"}
 
 
 def _value(config: Any, name: str) -> Any:
@@ -264,11 +264,6 @@ def _value(config: Any, name: str) -> Any:
 
 
 _DEPTHS = {name: size for name, size in SIZES.items() if "layer" in name or name == "depth"}
-_TOWERS: set[str] = set()  # parts of whose sizes only the depth is made small
-
-
-def _is_text(name: str) -> bool:
-    return not any(part in name for part in ("vision", "audio", "vq", "sam"))
 
 
 def _tokens(default: Any, fields: set[str]) -> Iterator[tuple[str, Any]]:
@@ -278,10 +273,13 @@ def _tokens(default: Any, fields: set[str]) -> Iterator[tuple[str, Any]]:
         value = _value(default, name)
         if name in _TOKENS:
             yield name, _TOKENS[name]
-        elif name.endswith(("token_id", "token_index")) and isinstance(value, int):
-            if value >= FIRST:
-                yield name, min(next_, FIRST - 1)
-                next_ += 1
+        elif _is_token(name) and isinstance(value, int) and value >= FIRST:
+            yield name, min(next_, FIRST - 1)
+            next_ += 1
+
+
+def _is_token(name: str) -> bool:
+    return name.endswith(("token_id", "token_index"))
 
 
 def _by_layer(default: Any, fields: set[str], small: dict[str, Any]) -> dict[str, Any]:
