@@ -30,8 +30,8 @@ TEXT = """# Hugging Face: class by class
 Every text class of transformers {version}: tiny, random weights, float64 (PyTorch {torch}). Each
 computes plain, left padded and packed batches, with labels and without, in rings of one and of
 three: twelve cells. In a cell it is *equal* to one process by transformers' own eager attention:
-its outputs, its loss and all its gradients, to 1e-6. Of packed documents one process is given each by
-itself. Or it is *refused*, by a `ValueError` of ours, the same on all ranks. There is no third
+its outputs, its loss and all its gradients, to 1e-6. Of packed documents one process is given each
+by itself. Or it is *refused*, by a `ValueError` of ours, the same on all ranks. There is no third
 outcome.
 
     python -m tests.support.families     some half an hour; `--kinds`, `--only`, `--part 1/4`

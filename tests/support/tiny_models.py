@@ -178,6 +178,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3VLVisionConfig": dict(deepstack_visual_indexes=[0, 1]),
     "Qwen3VLMoeVisionConfig": dict(deepstack_visual_indexes=[0, 1]),
     "Qwen2_5_VLVisionConfig": dict(window_size=56, fullatt_block_indexes=[1]),
+    "LayoutLMv3Config": dict(coordinate_size=4, shape_size=8),
+    "T5Config": dict(decoder_start_token_id=2),
+    "PaddleOCRTextConfig": dict(
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1]),
+    ),
     "MimiConfig": dict(upsample_groups=_WIDTH),
     "NeoMMEConfig": dict(head_dim=16),
     "Dots1Config": dict(n_shared_experts=1, num_experts_per_tok=2),
