@@ -15,10 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
-
-from ring_attention_pytorch.tensor_kinds import dtensor_problem
 
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -86,8 +85,11 @@ def _linear(model: PreTrainedModel) -> Any:
     """Return the layer that makes logits; raise ValueError if there is more than one of them."""
     head, name = model.get_output_embeddings(), type(model).__name__
     weight = getattr(head, "weight", None)
-    if isinstance(weight, Tensor) and (problem := dtensor_problem("the head's weight", weight)):
-        raise ValueError(f"head_of: {problem}")
+    if isinstance(weight, DTensor):
+        raise ValueError(
+            f"head_of: the head's weight is a DTensor, as FSDP2 shards it; call {name} with "
+            "labels, in whose forward it is whole"
+        )
     if head is None or not isinstance(weight, Tensor) or weight.ndim != 2:
         raise ValueError(f"head_of: {name} has no layer that makes logits of hidden states")
     own = {id(p) for p in (weight, getattr(head, "bias", None)) if p is not None}
