@@ -83,8 +83,8 @@ def _bodies(model: PreTrainedModel) -> list[nn.Module]:
 
 def _linear(model: PreTrainedModel) -> Any:
     """Return the layer that makes logits; raise ValueError if there is more than one of them."""
-    head, name = model.get_output_embeddings(), type(model).__name__
-    weight = getattr(head, "weight", None)
+    head: Any = model.get_output_embeddings()
+    name, weight = type(model).__name__, getattr(head, "weight", None)
     if isinstance(weight, DTensor):
         raise ValueError(
             f"head_of: the head's weight is a DTensor, as FSDP2 shards it; call {name} with "

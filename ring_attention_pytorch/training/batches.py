@@ -360,7 +360,7 @@ class _Whole:
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:
-    found = {name: batch[name] for name in _TOKENS if batch.get(name) is not None}
+    found: dict[str, Any] = {n: batch[n] for n in _TOKENS if batch.get(n) is not None}
     for name, ndim in zip(_TOKENS, (2, 3)):
         t = found.get(name)
         if len(found) == 1 and isinstance(t, Tensor) and t.ndim == ndim:
