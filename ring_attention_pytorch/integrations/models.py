@@ -274,7 +274,7 @@ def _inputs(batch: ShardedBatch, labels: bool) -> dict[str, Any]:
     given = {name: t for name, t in batch.items() if name not in ("shift_labels", "loss_weights")}
     positions, mask = given["position_ids"], batch.key_mask
     if mask is None:
-        mask = torch.ones_like(positions, dtype=torch.bool)
+        mask = positions.new_ones(positions.shape[-2:], dtype=torch.bool)
     given |= {"attention_mask": mask, "use_cache": False}
     if labels and "shift_labels" in batch:
         given |= {"labels": batch.labels, "shift_labels": batch.labels}

@@ -55,9 +55,9 @@ class ShardedBatch(MutableMapping[str, Any]):
     """A rank's part of a batch, by name, and where its tokens are.
 
     A mapping of what the batch had, each cut to this rank's tokens: `batch["input_ids"]`. Tensors
-    may be replaced. To it belong "position_ids", int64 `[b, n]`, and if there were labels
-    "shift_labels", `[b, n]`: those that the tokens predict. Names are those that Hugging Face's
-    losses take.
+    may be replaced. To it belong "position_ids", int64 `[b, n]` or of rows `[3, b, n]`, and if there
+    were labels "shift_labels", `[b, n]`: those that the tokens predict. Names are those that
+    Hugging Face's losses take.
 
     Inside `with batch:` attention takes layout, documents and mask from it. Call backward() inside,
     too, if anything is checkpointed.
@@ -221,7 +221,9 @@ def shard_batch(
             Known are also "labels" `[b, n]`, of the tokens themselves; "loss_weights" `[b, n]`, of
             labels; "attention_mask" or "key_mask" `[b, n]`, 0 or False for padding; documents, as
             "documents" `[b, n]`, as "cu_seqlens" or as "position_ids" `[b, n]` that begin anew with
-            each. Any further tensor `[b, n, ...]` is cut, too; anything else stays as it is.
+            each. Positions may have three rows `[3, b, n]`, of time, height and width, or four, of
+            which the first one begins anew. Any further tensor `[b, n, ...]` is cut, too; anything
+            else stays as it is.
         layout: as for `ring_attn`. "auto" is zigzag, or balanced where there are documents.
         group: the ring; None is the default group, or this process alone.
         rank, ring_size: the place in the ring, where there is no group, as in workers that load
@@ -354,6 +356,8 @@ class _Whole:
         b, n = tokens.shape[:2]
         for name in (*_MASKS, "position_ids", "labels", "loss_weights"):
             shape = getattr(batch.get(name), "shape", None)
+            if name == "position_ids" and shape in ((3, b, n), (4, b, n)):
+                continue
             if batch.get(name) is not None and shape != (b, n):
                 raise ValueError(
                     f"{name} must be [{b}, {n}] as the tokens are, got {_shown(shape)}"
@@ -386,10 +390,12 @@ class _Whole:
         """Return a rank's part of it."""
         segments = all_segments(layout, ring_size, self.length)[rank]
 
-        def mine(t: Tensor) -> Tensor:
-            return t.index_select(1, segment_positions(segments, t.device))
+        def mine(t: Tensor, dim: int = 1) -> Tensor:
+            return t.index_select(dim, segment_positions(segments, t.device))
 
-        tensors = {name: mine(t) for name, t in self.cut.items()} | dict(self.kept)
+        tensors = {name: mine(t) for name, t in self.cut.items() if name != "position_ids"}
+        tensors |= dict(self.kept)
+        tensors["position_ids"] = mine(self.cut["position_ids"], -1)
         real = None if self.real is None else mine(self.real)
         of = (self.packing, real, self.num_items)
         made = ShardedBatch(tensors, layout, self.length, rank, ring_size, *of)
@@ -397,12 +403,15 @@ class _Whole:
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:
-    found = [batch[name] for name in _TOKENS if batch.get(name) is not None]
-    if len(found) == 1 and isinstance(found[0], Tensor) and found[0].ndim >= 2:
-        return found[0]
+    found: dict[str, Any] = {n: batch[n] for n in _TOKENS if batch.get(n) is not None}
+    for name, ndim in zip(_TOKENS, (2, 3)):
+        t = found.get(name)
+        if len(found) == 1 and isinstance(t, Tensor) and t.ndim == ndim:
+            return t
+    shapes = [f"{name} {_shown(getattr(value, 'shape', None))}" for name, value in found.items()]
     raise ValueError(
         'a batch has "input_ids" [b, n] or "inputs_embeds" [b, n, d], one of them; '
-        f"got {', '.join(map(str, batch))}"
+        f"got {', '.join(shapes or map(str, batch))}"
     )
 
 
@@ -427,12 +436,24 @@ def _packing(
     problem = documents_problem(documents, borders, tokens.shape, tokens.shape[1])
     if problem is not None:
         raise ValueError(problem)
-    if documents is None and borders is None and batch.get("position_ids") is not None:
-        documents = documents_of_positions(batch["position_ids"], real)
+    if documents is None and borders is None:
+        counted = _counted(batch.get("position_ids"))
+        documents = None if counted is None else documents_of_positions(counted, real)
     packing = local_packing(documents, borders, tokens)
     if packing is None or all(len(each.runs) < 2 for each in packing):
         return None
     return packing
+
+
+def _counted(positions: Tensor | None) -> Tensor | None:
+    """Return the positions `[b, n]` by which tokens are counted; None if there are none.
+
+    Three rows say where images and videos are, and not where documents begin. Of four rows the
+    first one does, as transformers has it.
+    """
+    if positions is None or positions.ndim == 2:
+        return positions
+    return positions[0] if len(positions) == 4 else None
 
 
 def _positions(batch: Mapping[str, Any], tokens: Tensor, packing: BatchDocuments | None) -> Tensor:

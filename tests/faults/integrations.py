@@ -13,7 +13,13 @@ MUTANTS = planted("INTEGRATIONS")
 
 def battery() -> Iterator[Callable[[], object]]:
     """Steps of models in this process against dense attention, and mistakes that must raise."""
-    from tests.integrations import test_generation, test_trainers, test_transformers
+    from tests.integrations import (
+        test_generation,
+        test_heads,
+        test_multimodal,
+        test_trainers,
+        test_transformers,
+    )
     from tests.support.hf import KINDS
 
     torch.set_num_threads(1)
@@ -34,6 +40,13 @@ def battery() -> Iterator[Callable[[], object]]:
     for trap, text in test_generation.TRAPS.items():
         yield partial(raises, trap, text)
     yield test_transformers.test_masks_that_are_not_known_raise
+    for name in ("Gemma2ForCausalLM", "CohereForCausalLM", "PhiForCausalLM"):
+        yield partial(test_heads.test_a_head_makes_the_logits_that_its_model_makes, name)
+    yield test_heads.test_a_setting_that_is_changed_is_seen
+    yield test_heads.test_heads_that_do_something_else_are_refused
+    yield test_multimodal.test_positions_of_rows_are_cut_along_the_tokens
+    yield test_multimodal.test_tokens_of_several_choices_are_no_sequence
+    yield test_multimodal.test_what_can_not_be_merged_is_refused
     yield test_trainers.test_trainer_alone_and_as_a_ring_of_one
     yield test_trainers.test_accelerates_own_context_parallelism_is_refused
     yield test_trainers.test_accelerate_is_told_of_a_mesh_and_of_no_context_parallelism

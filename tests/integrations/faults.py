@@ -135,4 +135,31 @@ INTEGRATIONS = [
         "gradients end at a cache", "integrations/cache.py:CachedMask.attend",
         "if torch.is_grad_enabled() and", "if not torch.is_grad_enabled() and",
     ),
+    Mutant(
+        "any way to logits will do", "integrations/heads.py:_measured",
+        "max(1e-5, 8 * torch.finfo(hidden.dtype).eps)", "torch.inf",
+    ),
+    Mutant(
+        "a head's softcap is forgotten", "integrations/heads.py:_named",
+        "tuple(values(_SOFTCAPS))", "()",
+    ),
+    Mutant(
+        "layers before a head are none of its own", "integrations/heads.py:_linear",
+        "if more:", "if False:",
+    ),
+    Mutant(
+        "a head's settings are read once", "integrations/heads.py:head_of",
+        "if known != named or score is None:", "if score is None:",
+    ),
+    Mutant(
+        "positions of three rows are documents", "training/batches.py:_counted",
+        "if len(positions) == 4 else None", "",
+    ),
+    Mutant(
+        "choices are tokens", "training/batches.py:_tokens", "t.ndim == ndim", "t.ndim >= 2",
+    ),
+    Mutant(
+        "a mask of images is dropped", "integrations/multimodal.py:merged",
+        "mask is not known", "False",
+    ),
 ]  # fmt: skip
