@@ -12,7 +12,7 @@ recompute what is checkpointed with that one.
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -40,6 +40,7 @@ class Placement:
         layout: which of the `length` tokens each of them holds.
         packing: the documents of each sample; None if a sample is one.
         key_mask: bool `[b, n]` of this rank's tokens, True where one may be seen; None if all may.
+        wholes: what was made of whole sequences in the block: means over all ranks, gathered parts.
     """
 
     ring: Ring
@@ -47,6 +48,7 @@ class Placement:
     length: int
     packing: BatchDocuments | None = None
     key_mask: Tensor | None = None
+    wholes: list[str] = field(default_factory=list, repr=False)
 
     @property
     def segments(self) -> Segments:
@@ -123,6 +125,12 @@ def current() -> Placement | None:
             return placement
     others = {id(placement): placement for _, placement in _open} if in_backward() else {}
     return next(iter(others.values())) if len(others) == 1 else None
+
+
+def note_whole(name: str) -> None:
+    """Note in the block, if this is in one, that something was made of whole sequences."""
+    if (placement := current()) is not None:
+        placement.wholes.append(name)
 
 
 def attention_ring(group: Group, size: int | None = None) -> Ring:

@@ -52,8 +52,10 @@ def _rotary_problem(config: Any, length: int) -> str | None:
     nested = [value for value in given.values() if isinstance(value, dict)]
     for rope in nested or [given]:
         kind = rope.get("rope_type")
+        if kind not in _OF_LENGTH:
+            continue
         trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        if kind in _OF_LENGTH and length > trained:
+        if length > trained:
             return (
                 f"rotary embeddings of type {kind} depend on the longest position that a rank has "
                 f"beyond {trained}, and ranks differ in it; got {length} tokens"

@@ -60,6 +60,9 @@ class ShardedBatch(Mapping[str, Any]):
         packing: the documents of each sample; None if each is one.
         key_mask: bool `[b, n]`, True where a token may be seen; None if all may.
         num_items: real labels of the whole batch, a tensor of no dimension; None without labels.
+        in_place: the labels of the tokens themselves, `[b, n]`; None if the batch was given labels
+            that need not be moved, or none.
+        positions_given: whether the batch came with positions; else they were counted.
         group: the ring; None is the default group.
     """
 
@@ -71,6 +74,8 @@ class ShardedBatch(Mapping[str, Any]):
     packing: BatchDocuments | None = None
     key_mask: Tensor | None = None
     num_items: Tensor | None = None
+    in_place: Tensor | None = None
+    positions_given: bool = False
     group: Group = None
     told: int | None = None  # a digest that ranks have not compared yet
     _blocks: list[Placement] = field(default_factory=list, init=False, repr=False)
@@ -111,7 +116,7 @@ class ShardedBatch(Mapping[str, Any]):
             return change(value) if isinstance(value, Tensor) else value
 
         tensors = {name: of(value) for name, value in self.tensors.items()}
-        more = {name: of(getattr(self, name)) for name in ("key_mask", "num_items")}
+        more = {name: of(getattr(self, name)) for name in ("key_mask", "num_items", "in_place")}
         return replace(self, tensors=tensors, **more)
 
     def __enter__(self) -> "ShardedBatch":
@@ -303,6 +308,8 @@ class _Whole:
     packing: BatchDocuments | None
     real: Tensor | None
     num_items: Tensor | None
+    in_place: Tensor | None
+    positions_given: bool
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], shift: bool, ignore_index: int) -> "_Whole":
@@ -319,19 +326,20 @@ class _Whole:
         packing = _packing(batch, tokens, real)
         cut = {name: t for name, t in batch.items() if name in _TOKENS}
         cut["position_ids"] = _positions(batch, tokens, packing)
-        num_items = None
+        num_items = in_place = None
         if (labels := batch.get("labels")) is not None:
             if real is not None:
                 labels = labels.masked_fill(~real, ignore_index)
             if shift:
-                labels = next_of_whole(labels, packing, ignore_index)
+                in_place, labels = labels, next_of_whole(labels, packing, ignore_index)
             cut["shift_labels"], num_items = labels, (labels != ignore_index).sum()
         if (weights := batch.get("loss_weights")) is not None:
             cut["loss_weights"] = next_of_whole(weights, packing, 0) if shift else weights
         more = {name: t for name, t in batch.items() if name not in (*_TOKENS, *_READ)}
         cut |= {name: t for name, t in more.items() if _is_cut(name, t, b, n)}
         kept = {name: t for name, t in more.items() if name not in cut}
-        return cls(n, cut, kept, packing, real, num_items)
+        given = batch.get("position_ids") is not None
+        return cls(n, cut, kept, packing, real, num_items, in_place, given)
 
     def layout(self, ring_size: int) -> Layout:
         """Choose the layout that leaves ranks as much to do as one another."""
@@ -347,8 +355,8 @@ class _Whole:
             return t.index_select(1, segment_positions(segments, t.device))
 
         tensors = {name: mine(t) for name, t in self.cut.items()} | dict(self.kept)
-        real = None if self.real is None else mine(self.real)
-        of = (self.packing, real, self.num_items)
+        real, in_place = (None if t is None else mine(t) for t in (self.real, self.in_place))
+        of = (self.packing, real, self.num_items, in_place, self.positions_given)
         return ShardedBatch(tensors, layout, self.length, rank, ring_size, *of)
 
 

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
-from ring_attention_pytorch.comm.placement import current
+from ring_attention_pytorch.comm.placement import current, note_whole
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
 from ring_attention_pytorch.nn.loss import mean_over_ranks
@@ -71,6 +71,7 @@ def ring_cross_entropy(
     same |= {"dtype": x.dtype, "weights": weights is not None, "ignore_index": ignore_index}
     same |= {"grad mode": torch.is_grad_enabled()}
     agree(ring, "ring_cross_entropy", same, problem=problem)
+    note_whole("ring_cross_entropy")
     if head is not None and chunk is None:
         chunk = _CHUNK
     real = labels != ignore_index

@@ -221,7 +221,7 @@ def positions_of_the_shard() -> Any:
 
 def labels_of_the_shard() -> Any:
     def change(_: nn.Module, given: dict[str, Any]) -> None:
-        given["labels"] = given["input_ids"]
+        given["labels"] = given["input_ids"].flip(1)
         del given["shift_labels"]
 
     return forward(change=change)
