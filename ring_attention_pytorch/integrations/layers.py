@@ -29,7 +29,24 @@ def layers_problem(config: Any, length: int) -> str | None:
             "output_router_logits=True: the routers' loss would be that of each shard; set it to "
             "False, or add such a loss yourself"
         )
-    return _rotary_problem(config, length)
+    counting = _counting_problem(config) if length else None
+    return counting or _rotary_problem(config, length)
+
+
+def own_attention_problem(model: Any) -> str | None:
+    """Say that a model of text computes attention by itself; None if it asks transformers for it.
+
+    Args:
+        model: a model of transformers, or its class with a config.
+    """
+    config = model.config
+    is_text = hasattr(config, "vocab_size") and config.get_text_config() is config
+    if not is_text or model._can_set_attn_implementation():
+        return None
+    return (
+        f"{type(model).__name__} computes attention by itself, and does not ask transformers' "
+        "attention interface for it; only models that do can be spread"
+    )
 
 
 def windows_of(config: Any) -> list[int | None]:
@@ -45,6 +62,22 @@ def windows_of(config: Any) -> list[int | None]:
         return [None] * config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or [_SLIDING] * config.num_hidden_layers
     return [window - 1 if kind == _SLIDING else None for kind in kinds]  # it counts the token
+
+
+def _counting_problem(config: Any) -> str | None:
+    """Say what beside attention depends on where a token is, and is computed of a rank's alone."""
+    ropes = getattr(config, "no_rope_layers", None) or ()  # 1 where there is one
+    if getattr(config, "attn_temperature_tuning", False) and not all(ropes):
+        return (
+            "layers without rotary embeddings scale queries by a token's number, which the model "
+            "counts from 0 on each rank (attn_temperature_tuning); it can't be spread"
+        )
+    if getattr(config, "trigram_input", False):
+        return (
+            "embeddings are of three tokens side by side (trigram_input), and those at a shard's "
+            "ends have other neighbours; it can't be spread"
+        )
+    return None
 
 
 def _rotary_problem(config: Any, length: int) -> str | None:

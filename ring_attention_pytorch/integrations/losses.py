@@ -34,10 +34,15 @@ def labels_in_place(model: Any) -> bool:
 
 
 @contextmanager
-def own_losses(loss: Callable[..., Tensor], inline: Callable[..., Tensor | None]) -> Iterator[None]:
+def own_losses(
+    loss: Callable[..., Tensor],
+    inline: Callable[..., Tensor | None],
+    of_wholes: Callable[[], bool],
+) -> Iterator[None]:
     """Let models call `loss` for theirs, and `inline` for PyTorch's cross entropy.
 
-    `inline` returns None for what is none of a model's losses.
+    `inline` returns None for what is none of a model's losses. `of_wholes` tells whether other
+    losses are now of whole sequences: then they stay as they are.
     """
     before = dict(LOSS_MAPPING)
 
@@ -46,11 +51,10 @@ def own_losses(loss: Callable[..., Tensor], inline: Callable[..., Tensor | None]
         return _original(entropy, x, labels) if found is None else found
 
     outer = nn.CrossEntropyLoss.forward
-    for kind in before:
+    for kind, own in before.items():
         known = kind in (*_MOVED, *_IN_PLACE)
-        LOSS_MAPPING[kind] = (
-            partial(loss, in_place=kind in _IN_PLACE) if known else partial(_no_loss, kind)
-        )
+        other = partial(_other_loss, kind, own, of_wholes)
+        LOSS_MAPPING[kind] = partial(loss, in_place=kind in _IN_PLACE) if known else other
     nn.CrossEntropyLoss.forward = forward  # type: ignore[method-assign]
     try:
         yield
@@ -66,7 +70,11 @@ def same_labels(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or torch.equal(a.to(b.device, b.dtype).reshape(b.shape), b)
 
 
-def _no_loss(kind: str, *_: Any, **__: Any) -> Tensor:
+def _other_loss(
+    kind: str, own: Callable[..., Tensor], of_wholes: Callable[[], bool], *args: Any, **given: Any
+) -> Tensor:
+    if of_wholes():
+        return own(*args, **given)
     raise ValueError(
         f"ring_forward: a model's loss is spread for {', '.join((*_MOVED, *_IN_PLACE))}, not for "
         f"{kind}; leave labels out, and compute the loss of what batch.unshard gathers"

@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, Unpack
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of
 from ring_attention_pytorch.comm.placement import Placement, current, in_backward
@@ -35,10 +36,11 @@ from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.integrations.cache import CachedLength, CachedMask
 from ring_attention_pytorch.integrations.calls import SCORES, call_problem, names
-from ring_attention_pytorch.integrations.layers import layers_problem
+from ring_attention_pytorch.integrations.layers import layers_problem, own_attention_problem
 from ring_attention_pytorch.integrations.losses import own_losses, same_labels
 from ring_attention_pytorch.integrations.masks import Visible, visible_by
 from ring_attention_pytorch.integrations.outputs import Outermost, Tokens, name_of, output_problem
+from ring_attention_pytorch.integrations.pooling import last_token_head, of_last_token
 from ring_attention_pytorch.integrations.positions import (
     counted_by,
     given_to,
@@ -79,8 +81,25 @@ def register(name: str = "ring") -> None:
     if taken or name == "eager" or any(own in name for own in ("sdpa", "flash", "flex", "paged")):
         raise ValueError(f"register: {name!r} is, or looks like, a name of transformers' own")
     names.add(name)
+    _refuse_own_attention()
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, _mask)
+
+
+def _refuse_own_attention() -> None:
+    """Let models that compute attention by themselves say so, where they are made."""
+    theirs = PreTrainedModel.get_correct_attn_implementation
+    if hasattr(theirs, "of_ring"):
+        return
+
+    @wraps(theirs)
+    def checked(model: Any, requested_attention: Any, *args: Any, **given: Any) -> Any:
+        if requested_attention in names and (problem := own_attention_problem(model)):
+            raise ValueError(f'attn_implementation="{requested_attention}": {problem}')
+        return theirs(model, requested_attention, *args, **given)
+
+    checked.of_ring = True  # type: ignore[attr-defined]
+    PreTrainedModel.get_correct_attn_implementation = checked
 
 
 @beartype
@@ -179,7 +198,7 @@ class RingForward:
             if "labels" in self.inputs and self.batch.num_items is not None:
                 items = self._items_for_others(self.batch.num_items.double())
                 self.inputs["num_items_in_batch"] = items
-            opened.enter_context(own_losses(_loss, _inline_loss))
+            opened.enter_context(own_losses(_loss, _inline_loss, _is_pooled))
             opened.enter_context(Outermost(self._is_open, self._begins, self._ends))
             self._opened = opened.pop_all()
         return self.inputs
@@ -202,12 +221,14 @@ class RingForward:
         for place in places_of(model):
             hook = place.register_forward_pre_hook(_positions_hook, with_kwargs=True)
             self._call.hooks.append(hook)
+        if head := last_token_head(model):
+            self._call.hooks.append(head[0].register_forward_hook(_pooling_hook))
 
     def _ends(self, model: nn.Module, given: Any) -> None:
         call, self._call = self._call, _Call(None, 0)
         for hook in call.hooks:
             hook.remove()
-        if not call.attended or self._is_aware(call):
+        if not call.attended or call.pooled or self._is_aware(call):
             return
         b, n = self.inputs["position_ids"].shape[-2:]
         segments = all_segments(self.batch.layout, self.batch.ring_size, self.batch.length)
@@ -313,6 +334,20 @@ class RingForward:
         counted = self._counted[module]
         return (args, given) if counted is None else with_positions(module, args, given, counted)
 
+    @property
+    def is_pooled(self) -> bool:
+        """Whether a model has taken the last tokens of whole sequences."""
+        return self._call.pooled
+
+    def pool(self, scores: Tensor) -> Tensor:
+        """Return scores `[b, n, k]`, each those of its whole sequence's last real token."""
+        assert self._call.model is not None
+        head = last_token_head(self._call.model)
+        assert head is not None  # whose hook calls this
+        self._call.pooled = True
+        with self._unaware():
+            return of_last_token(scores, self.batch, head[1])
+
     @contextmanager
     def _unaware(self) -> Iterator[None]:
         """Inside it what we gather ourselves is not gathered by a module."""
@@ -364,7 +399,8 @@ class RingForward:
     def inline_loss(self, entropy: nn.CrossEntropyLoss, x: Tensor, labels: Tensor) -> Tensor | None:
         """Return the loss that a model computes by PyTorch's; None if that is not this rank's."""
         call = self._call
-        if call.model is None or self._is_aware(call) or entropy.reduction == "none":
+        aware = call.model is None or call.pooled or self._is_aware(call)
+        if call.model is None or aware or entropy.reduction == "none":
             return None
         mine = self.inputs.get("labels")
         plain = entropy.weight is None and entropy.label_smoothing == 0
@@ -398,6 +434,7 @@ class _Call:
     wholes: int  # that there were before
     attended: bool = False
     placed: bool = False  # the batch's positions went into an embedding that is known
+    pooled: bool = False  # a head has the last tokens of whole sequences
     losses: int = 0
     hooks: list[Any] = field(default_factory=list)
 
@@ -531,6 +568,17 @@ def _positions_hook(module: nn.Module, args: Any, given: Any) -> Any:
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and torch.equal(a.to(b.device, b.dtype), b))
+
+
+def _pooling_hook(_: nn.Module, __: Any, scores: Tensor) -> Tensor:
+    forward = opened()
+    if forward is None:
+        return scores
+    return run_apart(forward.pool, scores) if is_compiling() else forward.pool(scores)
+
+
+def _is_pooled() -> bool:
+    return (forward := opened()) is not None and forward.is_pooled
 
 
 def _loss(
