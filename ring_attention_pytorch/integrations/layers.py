@@ -24,11 +24,6 @@ def layers_problem(config: Any, length: int) -> str | None:
         )
     if getattr(config, "is_encoder_decoder", False):
         return "the model has an encoder and a decoder, two sequences; only one can be spread"
-    if getattr(config, "output_router_logits", False):
-        return (
-            "output_router_logits=True: the routers' loss would be that of each shard; set it to "
-            "False, or add such a loss yourself"
-        )
     counting = _counting_problem(config) if length else None
     return counting or _rotary_problem(config, length)
 

@@ -12,53 +12,34 @@ ranks: other positions, other labels, a mask or a layer that can't be spread.
 Tested with transformers 5.17.0 and 5.24.0.
 """
 
-import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any, Unpack
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from beartype import beartype
 from einops import rearrange
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of
-from ring_attention_pytorch.comm.placement import Placement, current, in_backward
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.functional import ring_attn
-from ring_attention_pytorch.geometry.layouts import all_segments
-from ring_attention_pytorch.geometry.segments import count
+from ring_attention_pytorch.integrations import blocks
 from ring_attention_pytorch.integrations.cache import CachedLength, CachedMask
 from ring_attention_pytorch.integrations.calls import SCORES, call_problem, names
 from ring_attention_pytorch.integrations.layers import layers_problem, own_attention_problem
-from ring_attention_pytorch.integrations.losses import own_losses, same_labels
-from ring_attention_pytorch.integrations.masks import Visible, visible_by
-from ring_attention_pytorch.integrations.outputs import Outermost, Tokens, name_of, output_problem
-from ring_attention_pytorch.integrations.pooling import last_token_head, of_last_token
-from ring_attention_pytorch.integrations.positions import (
-    counted_by,
-    given_to,
-    places_of,
-    positions_problem,
-    with_positions,
-)
+from ring_attention_pytorch.integrations.masks import RingMask, Visible, visible_by
+from ring_attention_pytorch.integrations.outputs import Outermost
+from ring_attention_pytorch.integrations.watched import Watched, spread_losses
 from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.plan.option_types import ForwardOptions
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.runtime.torch_func import run_apart
 from ring_attention_pytorch.training.batches import ShardedBatch
-from ring_attention_pytorch.training.losses import ring_cross_entropy
 
 _CALLER = "a model of transformers"
 _OPTIONS = ("kernel", "transport", "ulysses", "memory", "bucket_size", "check", "dropout_seed")
-_forwards: "WeakKeyDictionary[Placement, RingForward]" = WeakKeyDictionary()
 
 
 @beartype
@@ -169,7 +150,7 @@ class RingForward:
         options: dict[str, Any],
     ):
         unknown = [name for name in options if name not in _OPTIONS]
-        problem = None
+        problem = _tokens_problem(batch)
         if unknown:
             problem = (
                 f"there is no option {', '.join(unknown)}; model and batch say what attention is, "
@@ -181,24 +162,20 @@ class RingForward:
         self.num_items: Tensor | None = None
         self.inputs = _inputs(batch, labels)
         self._plans: dict[Any, RingPlan] = {}
-        self._same: list[Tensor | None] = [
-            self.inputs["position_ids"]
-        ]  # positions found to be right
-        self._counted: dict[nn.Module, Tensor | None] = {}
+        self.same: list[Tensor | None] = [self.inputs["position_ids"]]
+        self.wholes: list[str] = []
+        self.call = Watched(self)
         self._attended = False
-        self._call = _Call(None, 0)
 
     def __enter__(self) -> dict[str, Any]:
         with ExitStack() as opened:
             opened.enter_context(self.batch)
-            placement = current()
-            assert placement is not None  # this thread has just opened it
-            _forwards[placement] = self
-            self._wholes = placement.wholes
+            self.wholes = blocks.begun(self).wholes
+            self.call = Watched(self)
             if "labels" in self.inputs and self.batch.num_items is not None:
                 items = self._items_for_others(self.batch.num_items.double())
                 self.inputs["num_items_in_batch"] = items
-            opened.enter_context(own_losses(_loss, _inline_loss, _is_pooled))
+            opened.enter_context(spread_losses())
             opened.enter_context(Outermost(self._is_open, self._begins, self._ends))
             self._opened = opened.pop_all()
         return self.inputs
@@ -214,31 +191,18 @@ class RingForward:
     # ---- the outermost module of a call
 
     def _is_open(self) -> bool:
-        return opened() is self
+        return blocks.opened() is self
 
     def _begins(self, model: nn.Module) -> None:
-        self._call = _Call(model, len(self._wholes))
-        for place in places_of(model):
-            hook = place.register_forward_pre_hook(_positions_hook, with_kwargs=True)
-            self._call.hooks.append(hook)
-        if head := last_token_head(model):
-            self._call.hooks.append(head[0].register_forward_hook(_pooling_hook))
+        self.call = Watched(self, model)
 
-    def _ends(self, model: nn.Module, given: Any) -> None:
-        call, self._call = self._call, _Call(None, 0)
-        for hook in call.hooks:
-            hook.remove()
-        if not call.attended or call.pooled or self._is_aware(call):
-            return
-        b, n = self.inputs["position_ids"].shape[-2:]
-        segments = all_segments(self.batch.layout, self.batch.ring_size, self.batch.length)
-        tokens = Tokens(b, n, [count(each) for each in segments])
-        if problem := output_problem(model, given, tokens, call.losses):
+    def _ends(self, _: nn.Module, given: Any) -> None:
+        call, self.call = self.call, Watched(self)
+        call.end()
+        if problem := call.output_problem(given):
             self.told(problem)
 
-    def _is_aware(self, call: "_Call") -> bool:
-        """Tell whether the module gathers by itself, and so knows that tokens are spread."""
-        return len(self._wholes) > call.wholes
+    # ---- what a model asks for
 
     def _items_for_others(self, items: Tensor) -> Tensor:
         """Return by what losses that are not ours divide a rank's sum: real tokens per rank."""
@@ -251,9 +215,7 @@ class RingForward:
         """Raise ValueError on all ranks of the ring if any has a problem, or they differ."""
         agree(self.batch.ring, _CALLER, same, problem=problem)
 
-    def visible(
-        self, mask_function: Any, config: Any, given: Tensor | None, **at: Any
-    ) -> "_RingMask":
+    def visible(self, mask_function: Any, config: Any, given: Tensor | None, **at: Any) -> RingMask:
         """Return what a model's mask lets tokens see; layers are told what is wrong with it.
 
         Models may make masks in an order that differs between ranks. Layers come in one.
@@ -268,7 +230,7 @@ class RingForward:
             )  # fmt: skip
 
         wrong = problem_of(problem)
-        return _RingMask(self, found[0] if found else Visible(False, None), wrong)
+        return RingMask(self, found[0] if found else None, wrong)
 
     def attend(
         self,
@@ -279,7 +241,7 @@ class RingForward:
         scores: Mapping[str, Any],
     ) -> Tensor:
         """Return attention of this rank's tokens `[b, n, h, d]`, by the plan of such layers."""
-        self._attended = self._call.attended = True
+        self._attended = self.call.attended = True
         q, k, v = [t.to(autocast_dtype(t)) for t in qkv]
         kind = (q.shape, k.shape, v.shape, q.dtype, q.device, mask, sinks is None, *scores.values())
         if kind not in self._plans:
@@ -293,128 +255,15 @@ class RingForward:
         return out.contiguous()  # some models take views of it
 
     def check(
-        self, layer: nn.Module, mask: "_RingMask", problem: str | None, positions: Tensor | None
+        self, layer: nn.Module, mask: RingMask, problem: str | None, positions: Tensor | None
     ) -> None:
         """Raise ValueError on all ranks if a layer's call, mask or positions have a problem."""
         problem = mask.problem or problem
-        told, mask.told = mask.told, True
-        placed = self._call.placed or in_backward()  # what is recomputed has been seen
-        if self.check_positions and not (positions is None and placed):
-            if not any(positions is each for each in self._same):
-                told = False
-                problem = problem or problem_of(lambda: self._positions_of(layer, positions))
-                self._same.append(positions)
-            elif not (placed or _takes_positions(layer)):
-                problem = problem or _NO_POSITIONS
-        if problem is not None or not told:
+        if problem is None and self.check_positions:
+            problem = self.call.layer_positions(layer, positions)
+        if problem is not None or not mask.told:
+            mask.told = True
             self.told(problem, mask=[*mask.visible])
-
-    def _positions_of(self, layer: nn.Module, positions: Tensor | None) -> str | None:
-        if positions is None:
-            return _NO_POSITIONS
-        return positions_problem(type(layer).__name__, positions, self.inputs["position_ids"])
-
-    def place(
-        self, module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a module that positions go into, with those of the batch.
-
-        Raises:
-            ValueError: it was given others; on all ranks.
-        """
-        positions, mine = given_to(module, args, given), self.inputs["position_ids"]
-        if self.check_positions and not any(positions is each for each in self._same):
-            problem = problem_of(lambda: positions_problem(type(module).__name__, positions, mine))
-            self.told(problem)
-            self._same.append(positions)
-        self._call.placed = True
-        if module not in self._counted:
-            with self._unaware():
-                self._counted[module] = counted_by(module, self.batch)
-        counted = self._counted[module]
-        return (args, given) if counted is None else with_positions(module, args, given, counted)
-
-    @property
-    def is_pooled(self) -> bool:
-        """Whether a model has taken the last tokens of whole sequences."""
-        return self._call.pooled
-
-    def pool(self, scores: Tensor) -> Tensor:
-        """Return scores `[b, n, k]`, each those of its whole sequence's last real token."""
-        assert self._call.model is not None
-        head = last_token_head(self._call.model)
-        assert head is not None  # whose hook calls this
-        self._call.pooled = True
-        with self._unaware():
-            return of_last_token(scores, self.batch, head[1])
-
-    @contextmanager
-    def _unaware(self) -> Iterator[None]:
-        """Inside it what we gather ourselves is not gathered by a module."""
-        before = len(self._wholes)
-        yield
-        del self._wholes[before:]
-
-    def loss(
-        self, logits: Tensor, labels: Any, shift_labels: Any, ignore_index: int, in_place: bool
-    ) -> Tensor:
-        """Return the loss of a model's logits `[b, n, classes]`."""
-        batch = self.batch
-        given, mine = labels if in_place else shift_labels, batch.get("shift_labels")
-        if in_place and batch.in_place is not None:
-            mine = batch.in_place
-        right = same_labels(labels if given is None else given, mine)
-        if given is None and not right:
-            right = same_labels(labels, batch.in_place)
-        problem = None
-        if "labels" not in self.inputs or not right:
-            problem = (
-                "labels are not the batch's; a label is of the next token, which may be on another "
-                "rank: give labels to shard_batch, and call model(**inputs)"
-            )
-        elif mine is batch.in_place and (self.num_items is not None or "loss_weights" in batch):
-            problem = (
-                "labels predict the tokens themselves in this model, and what they count was moved "
-                "with them; give shard_batch shift_labels=False"
-            )
-        if problem:
-            self.told(problem)
-        with self._unaware():
-            found = self._loss_of(logits, mine.to(logits.device), ignore_index)
-        self._call.losses += 1
-        return found
-
-    def _loss_of(self, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-        if self.num_items is None:
-            weights = self.batch.get("loss_weights")
-            return ring_cross_entropy(
-                logits, labels, weights=weights, group=self.loss_group, ignore_index=ignore_index
-            )
-        wide = logits.flatten(0, 1).to(accumulation_dtype(logits.dtype))
-        total = F.cross_entropy(
-            wide, labels.flatten(), ignore_index=ignore_index, reduction="sum"
-        )  # fmt: skip
-        return total / self.num_items.to(total.device)
-
-    def inline_loss(self, entropy: nn.CrossEntropyLoss, x: Tensor, labels: Tensor) -> Tensor | None:
-        """Return the loss that a model computes by PyTorch's; None if that is not this rank's."""
-        call = self._call
-        aware = call.model is None or call.pooled or self._is_aware(call)
-        if call.model is None or aware or entropy.reduction == "none":
-            return None
-        mine = self.inputs.get("labels")
-        plain = entropy.weight is None and entropy.label_smoothing == 0
-        if not plain or entropy.reduction != "mean" or not same_labels(labels, mine):
-            self.told(
-                f"{name_of(call.model)} computes a cross entropy by itself, of labels that are not "
-                "the batch's in place, weighted or smoothed; leave labels out, with "
-                "ring_forward(batch, labels=False), and compute ring_cross_entropy(logits, "
-                "batch.labels)"
-            )
-        assert mine is not None
-        return self.loss(
-            x.reshape(*mine.shape, x.shape[-1]), mine, None, entropy.ignore_index, True
-        )
 
     def _mask_problem(self, given: Tensor | None) -> str | None:
         mine = self.inputs["attention_mask"]
@@ -424,46 +273,6 @@ class RingForward:
             f"attention_mask {list(given.shape)} is not the batch's, {list(mine.shape)} of this "
             "rank's tokens; give it to shard_batch, and call model(**inputs)"
         )
-
-
-@dataclass
-class _Call:
-    """One call of an outermost module, and what has happened in it."""
-
-    model: nn.Module | None
-    wholes: int  # that there were before
-    attended: bool = False
-    placed: bool = False  # the batch's positions went into an embedding that is known
-    pooled: bool = False  # a head has the last tokens of whole sequences
-    losses: int = 0
-    hooks: list[Any] = field(default_factory=list)
-
-
-class _NoTensor(ValueError, AttributeError):
-    """What is asked of a mask that is no tensor; `hasattr` takes it as a no."""
-
-
-class _RingMask:
-    """What attention gets as its mask: what is visible, in whose block."""
-
-    def __init__(self, forward: RingForward, visible: Visible, problem: str | None):
-        self.forward, self.visible, self.problem = forward, visible, problem
-        self.told = False  # ranks have compared it
-
-    def __getattr__(self, name: str) -> Any:
-        raise _NoTensor(
-            f"ring_forward: the model looks into its mask ({name}), and computes attention or a "
-            "mask by itself; there is no whole mask anywhere, so it can't be spread"
-        )
-
-    def _look(self, *_: Any) -> Any:
-        return self.__getattr__("as a tensor")
-
-    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __invert__ = _look
-
-    @classmethod
-    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
-        cls.__getattr__(cls, getattr(function, "__name__", "as a tensor"))  # type: ignore[arg-type]
 
 
 def _inputs(batch: ShardedBatch, labels: bool) -> dict[str, Any]:
@@ -478,19 +287,18 @@ def _inputs(batch: ShardedBatch, labels: bool) -> dict[str, Any]:
     return given
 
 
+def _tokens_problem(batch: ShardedBatch) -> str | None:
+    if min(held := batch.counts) > 0:
+        return None
+    return (
+        f"each rank must have a token, for models can't do with none; {batch.length} tokens put "
+        f"{held} on the ranks: pad the batch, or take fewer ranks"
+    )
+
+
 def opened() -> RingForward | None:
     """Return the block of `ring_forward` in which this is; None if it is in none."""
-    placement = current()
-    return None if placement is None else _forwards.get(placement)
-
-
-def _current() -> RingForward:
-    if (forward := opened()) is None:
-        raise ValueError(
-            "this model has ring attention, which needs its batch: call it in the block "
-            "`with ring_forward(batch) as inputs:`, or with past_key_values=RingHFCache(...)"
-        )
-    return forward
+    return blocks.opened()
 
 
 def _mask(
@@ -504,11 +312,11 @@ def _mask(
     q_offset: Any = 0,
     kv_offset: Any = 0,
     **_: Any,
-) -> "_RingMask | CachedMask":
+) -> RingMask | CachedMask:
     """Return what a model's mask lets tokens see, where transformers asks for the mask."""
     if isinstance(kv_length, CachedLength):
         return kv_length.cache.mask(mask_function, attention_mask, kv_length)
-    forward = _current()
+    forward = blocks.needed()
     lengths = dict(q_length=q_length, kv_length=kv_length, offsets=(q_offset, kv_offset))
     return forward.visible(mask_function, config, attention_mask, **lengths)
 
@@ -527,12 +335,12 @@ def _attention(
     if isinstance(attention_mask, CachedMask):
         problem, qkv = call_problem(attention_mask.visible, given), (query, key, value)
         return attention_mask.attend(module, qkv, sinks, scores, positions, problem), None
-    if not isinstance(attention_mask, _RingMask):
+    if not isinstance(attention_mask, RingMask):
         problem = (
             f"a layer got a mask of type {type(attention_mask).__name__}, not that of ring "
             "attention; the model makes a mask of its own, which can't be spread"
         )
-        _current().told(problem)
+        blocks.needed().told(problem)
     forward, visible = attention_mask.forward, attention_mask.visible
     forward.check(module, attention_mask, call_problem(visible, given), positions)
     q, k, v = (rearrange(t, "b h n d -> b n h d") for t in (query, key, value))
@@ -545,55 +353,5 @@ def _cache_problem(q_length: int, kv_length: int, offsets: tuple[Any, Any]) -> s
     return "there are keys of earlier tokens: ring_forward is for whole sequences, without a cache"
 
 
-_NO_POSITIONS = (
-    "the model gives position_ids to no embedding or layer that is known, so it may count its "
-    "tokens by itself, from 0 on each rank; check_positions=False is for models without positions"
-)
-
-
-def _takes_positions(layer: nn.Module) -> bool:
-    return "position_ids" in inspect.signature(layer.forward).parameters
-
-
-def _positions_hook(module: nn.Module, args: Any, given: Any) -> Any:
-    forward = opened()
-    if forward is None:
-        return None
-    return (
-        run_apart(forward.place, module, args, given)
-        if is_compiling()
-        else forward.place(module, args, given)
-    )
-
-
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and torch.equal(a.to(b.device, b.dtype), b))
-
-
-def _pooling_hook(_: nn.Module, __: Any, scores: Tensor) -> Tensor:
-    forward = opened()
-    if forward is None:
-        return scores
-    return run_apart(forward.pool, scores) if is_compiling() else forward.pool(scores)
-
-
-def _is_pooled() -> bool:
-    return (forward := opened()) is not None and forward.is_pooled
-
-
-def _loss(
-    logits: Tensor,
-    labels: Tensor | None,
-    *_: Any,
-    in_place: bool,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    **__: Any,
-) -> Tensor:
-    """Compute the loss of tokens, where transformers would compute that of a shard."""
-    return _current().loss(logits, labels, shift_labels, ignore_index, in_place)
-
-
-def _inline_loss(entropy: nn.CrossEntropyLoss, x: Tensor, labels: Tensor) -> Tensor | None:
-    forward = opened()
-    return None if forward is None else forward.inline_loss(entropy, x, labels)

@@ -4,9 +4,9 @@ A model that pools, or computes a loss by itself, does so with what one rank has
 output tells. So the outermost module that runs in a block is watched, whatever wraps the model.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ring_attention_pytorch.comm.placement import in_backward
 from ring_attention_pytorch.runtime.torch_func import run_apart
+from ring_attention_pytorch.training.batches import ShardedBatch
 
 _widths: "WeakKeyDictionary[nn.Module, frozenset[int]]" = WeakKeyDictionary()
 
@@ -67,53 +68,45 @@ class Outermost:
             self.after(module, given)
 
 
-class Tokens(NamedTuple):
-    """How many samples there are, and tokens of each: on this rank, and on all."""
-
-    samples: int
-    mine: int
-    all: Collection[int]
-
-
 def name_of(module: nn.Module) -> str:
     """Return the class of the model of transformers in a module; else that of the module."""
     models = (m for m in module.modules() if isinstance(m, PreTrainedModel))
     return type(next(models, module)).__name__
 
 
-def output_problem(module: nn.Module, given: Any, tokens: Tokens, losses: int) -> str | None:
+def output_problem(module: nn.Module, given: Any, batch: ShardedBatch, losses: int) -> str | None:
     """Say what of a module's output is not of this rank's tokens; None if all is.
 
     Args:
         given: what it returned: tensors, also in mappings, sequences, dataclasses.
         losses: how many were computed over all ranks meanwhile.
     """
-    for name, t in _tensors("", given):
-        if t.ndim == 0 or name.rpartition(".")[2] == "loss":
-            if not losses:
-                return (
-                    f"{name_of(module)} has computed {name or 'a loss'} by itself, of this rank's "
-                    "tokens alone; leave labels out, with ring_forward(batch, labels=False), and "
-                    "compute ring_cross_entropy(logits, batch.labels)"
-                )
-        elif problem := _tokens_problem(module, name, t, tokens):
-            return problem
-    return None
+    found = list(_tensors("", given))
+    scalars = [name for name, t in found if t.ndim == 0 or name.rpartition(".")[2] == "loss"]
+    if len(scalars) > losses:
+        return (
+            f"{name_of(module)} has computed {scalars[-1] or 'a loss'} by itself, of this rank's "
+            "tokens alone; leave labels out, with ring_forward(batch, labels=False), and compute "
+            "ring_cross_entropy(logits, batch.labels)"
+        )
+    wrong = (_tokens_problem(module, name, t, batch) for name, t in found if name not in scalars)
+    return next((problem for problem in wrong if problem is not None), None)
 
 
-def _tokens_problem(module: nn.Module, name: str, t: Tensor, tokens: Tokens) -> str | None:
+def _tokens_problem(module: nn.Module, name: str, t: Tensor, batch: ShardedBatch) -> str | None:
     shape, told = tuple(t.shape), f"{name_of(module)} returns {name or 'a tensor'} {[*t.shape]}"
-    if shape[:2] == (tokens.samples, tokens.mine):
-        if t.ndim > 2 or not _widths_of(module).intersection(tokens.all):
+    b, n = batch["position_ids"].shape[-2:]
+    if shape[:2] == (b, n):
+        if t.ndim > 2 or not _widths_of(module).intersection(batch.counts):
             return None
         return (
-            f"{told}, and a parameter has {tokens.mine} columns, too: nobody can tell whether "
-            "these are of tokens; return [batch, tokens, 1], or take another number of tokens"
+            f"{told}, and a parameter has a rank's number of tokens as its size, too: nobody can "
+            "tell of which these are; return [batch, tokens, 1], or take another number of tokens"
         )
-    if "router" in name and shape[0] == tokens.samples * tokens.mine:
+    if "router" in name and shape[0] == b * n:
         return None
     return (
-        f"{told}, which should be [{tokens.samples}, {tokens.mine}, ...] of this rank's tokens: "
+        f"{told}, which should be [{b}, {n}, ...] of this rank's tokens: "
         "what is pooled is pooled of these alone; return hidden states or logits of all tokens "
         "(add_pooling_layer=False, no logits_to_keep), and pool what batch.unshard makes of them"
     )

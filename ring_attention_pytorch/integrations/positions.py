@@ -79,7 +79,7 @@ def counted_by(module: nn.Module, batch: ShardedBatch) -> Tensor | None:
     """
     if not isinstance(module, nn.Embedding) or batch.positions_given:
         return None
-    if "attention_mask" in inspect.signature(module.forward).parameters:  # OPT
+    if type(module).__name__ == "OPTLearnedPositionalEmbedding":  # BioGPT has such a one, too
         return None if batch.key_mask is None else _count(batch, batch.key_mask) - 1
     if module.padding_idx is None:
         return None

@@ -24,6 +24,7 @@ from ring_attention_pytorch.geometry.documents import digest as of_borders
 from ring_attention_pytorch.geometry.layouts import (
     Layout,
     all_segments,
+    count,
     layout_problem,
     segment_positions,
 )
@@ -62,7 +63,8 @@ class ShardedBatch(Mapping[str, Any]):
         num_items: real labels of the whole batch, a tensor of no dimension; None without labels.
         in_place: the labels of the tokens themselves, `[b, n]`; None if the batch was given labels
             that need not be moved, or none.
-        positions_given: whether the batch came with positions; else they were counted.
+        positions_given: whether the batch came with positions of its own, and not with those that
+            are counted in its documents.
         group: the ring; None is the default group.
     """
 
@@ -93,6 +95,11 @@ class ShardedBatch(Mapping[str, Any]):
     def labels(self) -> Tensor:
         """The label that each of this rank's tokens predicts, `[b, n]`."""
         return self.tensors["shift_labels"]
+
+    @property
+    def counts(self) -> list[int]:
+        """How many tokens each rank of the ring has."""
+        return [count(each) for each in all_segments(self.layout, self.ring_size, self.length)]
 
     @property
     def ring(self) -> Ring:
@@ -338,8 +345,10 @@ class _Whole:
         more = {name: t for name, t in batch.items() if name not in (*_TOKENS, *_READ)}
         cut |= {name: t for name, t in more.items() if _is_cut(name, t, b, n)}
         kept = {name: t for name, t in more.items() if name not in cut}
-        given = batch.get("position_ids") is not None
-        return cls(n, cut, kept, packing, real, num_items, in_place, given)
+        counted = _positions({}, tokens, packing)
+        given = batch.get("position_ids")
+        own = given is not None and (packing is None or not torch.equal(given, counted))
+        return cls(n, cut, kept, packing, real, num_items, in_place, own)
 
     def layout(self, ring_size: int) -> Layout:
         """Choose the layout that leaves ranks as much to do as one another."""
