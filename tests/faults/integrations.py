@@ -13,7 +13,7 @@ MUTANTS = planted("INTEGRATIONS")
 
 def battery() -> Iterator[Callable[[], object]]:
     """Steps of models in this process against dense attention, and mistakes that must raise."""
-    from tests.integrations import test_generation, test_trainers, test_transformers
+    from tests.integrations import test_generation, test_outputs, test_trainers, test_transformers
     from tests.support.hf import KINDS
 
     torch.set_num_threads(1)
@@ -32,6 +32,10 @@ def battery() -> Iterator[Callable[[], object]]:
     for name, mode in ways:
         yield partial(generates, name, mode)
     for trap, text in test_generation.TRAPS.items():
+        yield partial(raises, trap, text)
+    for name in ("a loss of its own", "positions behind padding", "the last token", "routers"):
+        yield partial(test_outputs.test_so_they_are_in_a_ring_of_one, name)
+    for trap, text in [*test_outputs.REFUSED.items()][:-1]:
         yield partial(raises, trap, text)
     yield test_transformers.test_masks_that_are_not_known_raise
     yield test_trainers.test_trainer_alone_and_as_a_ring_of_one
