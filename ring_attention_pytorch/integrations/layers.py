@@ -1,5 +1,6 @@
 """Layers of transformers' models that see more of a sequence than attention does."""
 
+import sys
 from typing import Any
 
 _SLIDING = "sliding_attention"
@@ -32,11 +33,13 @@ def own_attention_problem(model: Any) -> str | None:
     """Say that a model of text computes attention by itself; None if it asks transformers for it.
 
     Args:
-        model: a model of transformers, or its class with a config.
+        model: a model of transformers.
     """
     config = model.config
     is_text = hasattr(config, "vocab_size") and config.get_text_config() is config
-    if not is_text or model._can_set_attn_implementation():
+    tables = (n for n in vars(sys.modules[type(model).__module__]) if "ATTENTION_CLASSES" in n)
+    by_name = any("VISION" not in table for table in tables)  # of attention, where ours is not
+    if not is_text or (model._can_set_attn_implementation() and not by_name):
         return None
     return (
         f"{type(model).__name__} computes attention by itself, and does not ask transformers' "

@@ -104,12 +104,22 @@ def _count(batch: ShardedBatch, real: Tensor) -> Tensor:
 
 def positions_problem(model: str, given: Any, mine: Tensor) -> str | None:
     """Say why positions that a model uses are not the batch's; None if they are."""
-    if isinstance(given, Tensor) and _same(given, mine):
+    if isinstance(given, Tensor) and any(_same(given, rows) for rows in _rows_of(mine)):
         return None
     return (
         f"position_ids are not the batch's: {model} uses others, or makes its own, and a rank's "
         "tokens are not the first ones of the sequence; call model(**inputs)"
     )
+
+
+def _rows_of(positions: Tensor) -> list[Tensor]:
+    """Return what a model may take of a batch's positions: of four rows also the first, and three.
+
+    The first row counts tokens; the others say where images are in time, height and width.
+    """
+    if positions.ndim == 3 and len(positions) == 4:
+        return [positions[1:], positions[0], positions]
+    return [positions]
 
 
 def _same(given: Tensor, mine: Tensor) -> bool:

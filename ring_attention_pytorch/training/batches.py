@@ -63,8 +63,7 @@ class ShardedBatch(Mapping[str, Any]):
         num_items: real labels of the whole batch, a tensor of no dimension; None without labels.
         in_place: the labels of the tokens themselves, `[b, n]`; None if the batch was given labels
             that need not be moved, or none.
-        positions_given: whether the batch came with positions of its own, and not with those that
-            are counted in its documents.
+        positions_given: whether the batch came with positions; else they were counted.
         group: the ring; None is the default group.
     """
 
@@ -345,10 +344,8 @@ class _Whole:
         more = {name: t for name, t in batch.items() if name not in (*_TOKENS, *_READ)}
         cut |= {name: t for name, t in more.items() if _is_cut(name, t, b, n)}
         kept = {name: t for name, t in more.items() if name not in cut}
-        counted = _positions({}, tokens, packing)
-        given = batch.get("position_ids")
-        own = given is not None and (packing is None or not torch.equal(given, counted))
-        return cls(n, cut, kept, packing, real, num_items, in_place, own)
+        given = batch.get("position_ids") is not None
+        return cls(n, cut, kept, packing, real, num_items, in_place, given)
 
     def layout(self, ring_size: int) -> Layout:
         """Choose the layout that leaves ranks as much to do as one another."""
