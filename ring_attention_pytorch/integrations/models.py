@@ -80,7 +80,8 @@ def _refuse_own_attention() -> None:
         return theirs(model, requested_attention, *args, **given)
 
     checked.of_ring = True  # type: ignore[attr-defined]
-    PreTrainedModel.get_correct_attn_implementation = checked
+    models: Any = PreTrainedModel  # which has no type for it
+    models.get_correct_attn_implementation = checked
 
 
 @beartype

@@ -22,8 +22,8 @@ def last_token_head(module: nn.Module) -> tuple[nn.Module, Any] | None:
     """Return the head whose last token a model in a module takes, and its config; None if none."""
     if module not in _heads:
         models = (m for m in module.modules() if isinstance(m, PreTrainedModel))
-        model = next(models, None)
-        head = getattr(model, "score", None)
+        model: Any = next(models, None)
+        head: Any = getattr(model, "score", None)
         takes_last = model is not None and "last_non_pad_token" in _variables(model)
         known = takes_last and isinstance(head, nn.Module)
         _heads[module] = (head, model.config.get_text_config()) if known else None

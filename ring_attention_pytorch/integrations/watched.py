@@ -5,7 +5,7 @@ are functions of the module, for torch.compile remembers which they are.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -104,8 +104,8 @@ class Watched:
     # ---- positions
 
     def place(
-        self, module: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        self, module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a module that positions go into, with those of the batch.
 
         Raises:
@@ -158,9 +158,11 @@ class Watched:
         problem = labels_problem(block.batch, given, moved, in_place, block.num_items is not None)
         if problem is not None:
             block.told(problem)
-        how = dict(group=block.loss_group, num_items=block.num_items, ignore_index=ignore_index)
         with self._unnoticed():
-            found = loss_of(block.batch, logits, in_place, **how)
+            found = loss_of(
+                block.batch, logits, in_place, group=block.loss_group, num_items=block.num_items,
+                ignore_index=ignore_index,
+            )  # fmt: skip
         self.losses += 1
         return found
 
