@@ -50,23 +50,25 @@ def own_losses(
     `inline` returns None for what is none of a model's losses. `of_wholes` tells whether other
     losses are now of whole sequences: then they stay as they are.
     """
-    before = dict(LOSS_MAPPING)
+    losses: dict[str, Any] = LOSS_MAPPING
+    entropies: Any = nn.CrossEntropyLoss
+    before = dict(losses)
 
     def forward(entropy: nn.CrossEntropyLoss, x: Tensor, labels: Tensor) -> Tensor:
         found = inline(entropy, x, labels)
         return _original(entropy, x, labels) if found is None else found
 
-    outer = nn.CrossEntropyLoss.forward
+    outer = entropies.forward
     for kind, own in before.items():
         known = kind in (*_MOVED, *_IN_PLACE)
         other = partial(_other_loss, kind, own, of_wholes)
-        LOSS_MAPPING[kind] = partial(loss, in_place=kind in _IN_PLACE) if known else other
-    nn.CrossEntropyLoss.forward = forward  # type: ignore[method-assign]
+        losses[kind] = partial(loss, in_place=kind in _IN_PLACE) if known else other
+    entropies.forward = forward
     try:
         yield
     finally:
-        nn.CrossEntropyLoss.forward = outer  # type: ignore[method-assign]
-        LOSS_MAPPING.update(before)
+        entropies.forward = outer
+        losses.update(before)
 
 
 def labels_problem(

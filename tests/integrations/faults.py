@@ -29,7 +29,7 @@ INTEGRATIONS = [
     ),
     Mutant(
         "losses stay spread after the block", "integrations/losses.py:own_losses",
-        "LOSS_MAPPING.update(before)", "pass",
+        "losses.update(before)", "pass",
     ),
     Mutant(
         "no layer need be spread", "integrations/models.py:RingForward.__exit__",
