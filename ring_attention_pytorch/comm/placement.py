@@ -12,7 +12,7 @@ recompute what is checkpointed with that one.
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -54,6 +54,7 @@ class Placement:
         key_mask: bool `[b, n]` of this rank's tokens, True where one may be seen; None if all may.
         whole_mask: what tells the masks of whole batches apart; None if nobody has looked.
         digest: what tells whole batches apart, the same on all ranks; None likewise.
+        wholes: what was made of whole sequences in the block: means over all ranks, gathered parts.
     """
 
     ring: Ring
@@ -63,6 +64,7 @@ class Placement:
     key_mask: Tensor | None = None
     whole_mask: int | None = None
     digest: int | None = None
+    wholes: list[str] = field(default_factory=list, repr=False)
 
     @property
     def segments(self) -> Segments:
@@ -159,6 +161,12 @@ def current() -> Placement | None:
             return placement
     others = {id(placement): placement for _, placement in _open} if in_backward() else {}
     return next(iter(others.values())) if len(others) == 1 else None
+
+
+def note_whole(name: str) -> None:
+    """Note in the block, if this is in one, that something was made of whole sequences."""
+    if (placement := current()) is not None:
+        placement.wholes.append(name)
 
 
 def attention_ring(group: Group, size: int | None = None) -> Ring:

@@ -191,8 +191,8 @@ class RingHFCache(Cache):
 
         `at` is where each sequence starts, behind its padding, and the positions `[b, n]`.
         """
-        if self._new.pop(layer, None) is not qkv[1]:
-            self._fail(f"layer {layer} attends to keys that it has not given to the cache")
+        if (given := self._new.pop(layer, None)) is not qkv[1]:
+            self._fail(_other_keys(layer, given))
         _, k, v = qkv
         keys = self._ready(k, v, at[0])
         if (problem := keys.holder(layer).problem_of(options["window"], 0, new=True)) is not None:
@@ -403,6 +403,20 @@ class _Layer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.whole.sizes["capacity"] or -1
+
+
+def _other_keys(layer: int, given: Tensor | None) -> str:
+    """Say why a layer's attention gets other keys than the layer gave to its cache."""
+    why = "it has given it none, as layers that share the keys of others"
+    if given is not None:
+        why = (
+            f"it has given it {[*given.shape]} that are unfolded to keys later, as of latent "
+            "attention"
+        )
+    return (
+        f"layer {layer} attends to keys that it has not given to the cache: {why}; this cache "
+        "attends to the keys that it holds, so the model needs transformers' own, on each rank"
+    )
 
 
 def _out(found: Any) -> Tensor:

@@ -9,6 +9,7 @@ from ring_attention_pytorch.integrations.masks import Visible
 _IDLE = {
     "use_cache", "cache", "past_key_values", "cache_position", "output_hidden_states",
     "num_items_in_batch", "shift_labels", "logits_to_keep", "return_dict", "position_embeddings",
+    "output_router_logits",
     "sliding_window", "is_causal",  # these two are compared with the mask
 }  # fmt: skip
 # ring_attn's names of what a score is, transformers', and its default

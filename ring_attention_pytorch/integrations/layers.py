@@ -1,5 +1,6 @@
 """Layers of transformers' models that see more of a sequence than attention does."""
 
+import sys
 from typing import Any
 
 _SLIDING = "sliding_attention"
@@ -24,12 +25,26 @@ def layers_problem(config: Any, length: int) -> str | None:
         )
     if getattr(config, "is_encoder_decoder", False):
         return "the model has an encoder and a decoder, two sequences; only one can be spread"
-    if getattr(config, "output_router_logits", False):
-        return (
-            "output_router_logits=True: the routers' loss would be that of each shard; set it to "
-            "False, or add such a loss yourself"
-        )
-    return _rotary_problem(config, length)
+    counting = _counting_problem(config) if length else None
+    return counting or _rotary_problem(config, length)
+
+
+def own_attention_problem(model: Any) -> str | None:
+    """Say that a model of text computes attention by itself; None if it asks transformers for it.
+
+    Args:
+        model: a model of transformers.
+    """
+    config = model.config
+    is_text = hasattr(config, "vocab_size") and config.get_text_config() is config
+    tables = (n for n in vars(sys.modules[type(model).__module__]) if "ATTENTION_CLASSES" in n)
+    by_name = any("VISION" not in table for table in tables)  # of attention, where ours is not
+    if not is_text or (model._can_set_attn_implementation() and not by_name):
+        return None
+    return (
+        f"{type(model).__name__} computes attention by itself, and does not ask transformers' "
+        "attention interface for it; only models that do can be spread"
+    )
 
 
 def windows_of(config: Any) -> list[int | None]:
@@ -47,13 +62,31 @@ def windows_of(config: Any) -> list[int | None]:
     return [window - 1 if kind == _SLIDING else None for kind in kinds]  # it counts the token
 
 
+def _counting_problem(config: Any) -> str | None:
+    """Say what beside attention depends on where a token is, and is computed of a rank's alone."""
+    ropes = getattr(config, "no_rope_layers", None) or ()  # 1 where there is one
+    if getattr(config, "attn_temperature_tuning", False) and not all(ropes):
+        return (
+            "layers without rotary embeddings scale queries by a token's number, which the model "
+            "counts from 0 on each rank (attn_temperature_tuning); it can't be spread"
+        )
+    if getattr(config, "trigram_input", False):
+        return (
+            "embeddings are of three tokens side by side (trigram_input), and those at a shard's "
+            "ends have other neighbours; it can't be spread"
+        )
+    return None
+
+
 def _rotary_problem(config: Any, length: int) -> str | None:
     given = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in given.values() if isinstance(value, dict)]
     for rope in nested or [given]:
         kind = rope.get("rope_type")
+        if kind not in _OF_LENGTH:
+            continue
         trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        if kind in _OF_LENGTH and length > trained:
+        if length > trained:
             return (
                 f"rotary embeddings of type {kind} depend on the longest position that a rank has "
                 f"beyond {trained}, and ranks differ in it; got {length} tokens"

@@ -26,6 +26,37 @@ class Visible(NamedTuple):
 _ALL = Visible(False, None)
 
 
+class NoTensor(ValueError, AttributeError):
+    """What is asked of a mask that is no tensor; `hasattr` takes it as a no."""
+
+
+class RingMask:
+    """What attention gets as its mask: what is visible, in whose block, and what is wrong."""
+
+    def __init__(self, forward: Any, visible: Visible | None, problem: str | None):
+        self.forward, self.visible, self.problem = forward, visible or _ALL, problem
+        self.told = False  # ranks have compared it
+
+    def __getattr__(self, name: str) -> Any:
+        raise _looked_into(name)
+
+    def _look(self, *_: Any) -> Any:
+        raise _looked_into("as a tensor")
+
+    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __invert__ = _look
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
+        raise _looked_into(getattr(function, "__name__", "as a tensor"))
+
+
+def _looked_into(name: str) -> NoTensor:
+    return NoTensor(
+        f"ring_forward: the model looks into its mask ({name}), and computes attention or a mask "
+        "by itself; there is no whole mask anywhere, so it can't be spread"
+    )
+
+
 def visible_by(mask_function: Callable[..., Any]) -> Visible:
     """Return what a mask function of transformers lets a token see.
 

@@ -14,34 +14,32 @@ Tested with transformers 5.17.0 and 5.24.0.
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
-from weakref import WeakKeyDictionary
+from functools import wraps
+from typing import Any, Unpack
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, problem_of
-from ring_attention_pytorch.comm.placement import Placement, current
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.integrations import blocks
 from ring_attention_pytorch.integrations.cache import CachedLength, CachedMask
 from ring_attention_pytorch.integrations.calls import SCORES, call_problem, names
-from ring_attention_pytorch.integrations.layers import layers_problem
-from ring_attention_pytorch.integrations.masks import Visible, visible_by
+from ring_attention_pytorch.integrations.layers import layers_problem, own_attention_problem
+from ring_attention_pytorch.integrations.masks import RingMask, Visible, visible_by
+from ring_attention_pytorch.integrations.outputs import Outermost
+from ring_attention_pytorch.integrations.watched import Watched, spread_losses
 from ring_attention_pytorch.plan.checks import autocast_dtype
+from ring_attention_pytorch.plan.option_types import ForwardOptions
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.training.batches import ShardedBatch
-from ring_attention_pytorch.training.losses import ring_cross_entropy
 
 _CALLER = "a model of transformers"
 _OPTIONS = ("kernel", "transport", "ulysses", "memory", "bucket_size", "check", "dropout_seed")
-_forwards: "WeakKeyDictionary[Placement, RingForward]" = WeakKeyDictionary()
 
 
 @checked
@@ -64,8 +62,26 @@ def register(name: str = "ring") -> None:
     if taken or name == "eager" or any(own in name for own in ("sdpa", "flash", "flex", "paged")):
         raise ValueError(f"register: {name!r} is, or looks like, a name of transformers' own")
     names.add(name)
+    _refuse_own_attention()
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, _mask)
+
+
+def _refuse_own_attention() -> None:
+    """Let models that compute attention by themselves say so, where they are made."""
+    theirs = PreTrainedModel.get_correct_attn_implementation
+    if hasattr(theirs, "of_ring"):
+        return
+
+    @wraps(theirs)
+    def asked(model: Any, requested_attention: Any, *args: Any, **given: Any) -> Any:
+        if requested_attention in names and (problem := own_attention_problem(model)):
+            raise ValueError(f'attn_implementation="{requested_attention}": {problem}')
+        return theirs(model, requested_attention, *args, **given)
+
+    asked.of_ring = True  # type: ignore[attr-defined]
+    models: Any = PreTrainedModel  # which has no type for it
+    models.get_correct_attn_implementation = asked
 
 
 @checked
@@ -76,7 +92,7 @@ def ring_forward(
     loss_group: Group = None,
     labels: bool = True,
     check_positions: bool = True,
-    **options: Any,
+    **options: Unpack[ForwardOptions],
 ) -> "RingForward":
     """Return the block in which a model computes on this rank's part of a batch.
 
@@ -91,15 +107,16 @@ def ring_forward(
         loss_group: all ranks over which gradients are averaged; None is the default group.
         labels: give the model the batch's labels, for its loss. False is for losses of one's own,
             and for models without a head.
-        check_positions: raise if the model was given other positions than the batch's. False for
-            models that don't pass them on to their attention; then nobody can tell.
+        check_positions: raise if the model uses other positions than the batch's, or nobody can
+            tell which. False is for models that have no positions at all.
         options: of `ring_attn`, how attention is computed: kernel, transport, ulysses, memory,
             bucket_size, check, dropout_seed. What attention is comes from model and batch.
 
     Raises:
         ValueError: on all ranks, now or when the model runs: there is another option; the model
             has masks, layers or positions that can't be spread, or labels or a mask that are not
-            the batch's; or at the block's end, if no attention in it was ring attention.
+            the batch's; it has computed a loss by itself, or returns what is not of this rank's
+            tokens; or at the block's end, if no attention in it was ring attention.
 
     >>> from ring_attention_pytorch import shard_batch
     >>> batch = shard_batch({"input_ids": torch.tensor([[4, 5, 6]])})
@@ -107,7 +124,7 @@ def ring_forward(
     ['attention_mask', 'input_ids', 'position_ids', 'use_cache']
     """
     batch = batch if group is None else batch.over(group)
-    return RingForward(batch, loss_group, labels, check_positions, options)
+    return RingForward(batch, loss_group, labels, check_positions, {**options})
 
 
 class RingForward:
@@ -134,7 +151,7 @@ class RingForward:
         options: dict[str, Any],
     ):
         unknown = [name for name in options if name not in _OPTIONS]
-        problem = None
+        problem = _tokens_problem(batch)
         if unknown:
             problem = (
                 f"there is no option {', '.join(unknown)}; model and batch say what attention is, "
@@ -146,23 +163,21 @@ class RingForward:
         self.num_items: Tensor | None = None
         self.inputs = _inputs(batch, labels)
         self._plans: dict[Any, RingPlan] = {}
-        self._same: list[Tensor | None] = [
-            self.inputs["position_ids"]
-        ]  # positions found to be right
+        self.same: list[Tensor | None] = [self.inputs["position_ids"]]
+        self.wholes: list[str] = []
+        self.call = Watched(self)
         self._attended = False
 
     def __enter__(self) -> dict[str, Any]:
         with ExitStack() as opened:
             opened.enter_context(self.batch)
-            placement = current()
-            assert placement is not None  # this thread has just opened it
-            _forwards[placement] = self
+            self.wholes = blocks.begun(self).wholes
+            self.call = Watched(self)
             if "labels" in self.inputs and self.batch.num_items is not None:
                 items = self._items_for_others(self.batch.num_items.double())
                 self.inputs["num_items_in_batch"] = items
-            opened.callback(LOSS_MAPPING.update, dict(LOSS_MAPPING))
-            for kind in LOSS_MAPPING:
-                LOSS_MAPPING[kind] = _loss if kind in _OF_TOKENS else _no_loss
+            opened.enter_context(spread_losses())
+            opened.enter_context(Outermost(self._is_open, self._begins, self._ends))
             self._opened = opened.pop_all()
         return self.inputs
 
@@ -173,6 +188,22 @@ class RingForward:
                 "ring_forward: no attention in the block was ring attention; call register() and "
                 'give the model attn_implementation="ring"'
             )
+
+    # ---- the outermost module of a call
+
+    def _is_open(self) -> bool:
+        return blocks.opened() is self
+
+    def _begins(self, model: nn.Module) -> None:
+        self.call = Watched(self, model)
+
+    def _ends(self, _: nn.Module, given: Any) -> None:
+        call, self.call = self.call, Watched(self)
+        call.end()
+        if problem := call.output_problem(given):
+            self.told(problem)
+
+    # ---- what a model asks for
 
     def _items_for_others(self, items: Tensor) -> Tensor:
         """Return by what losses that are not ours divide a rank's sum: real tokens per rank."""
@@ -185,8 +216,11 @@ class RingForward:
         """Raise ValueError on all ranks of the ring if any has a problem, or they differ."""
         agree(self.batch.ring, _CALLER, same, problem=problem)
 
-    def visible(self, mask_function: Any, config: Any, given: Tensor | None, **at: Any) -> Visible:
-        """Return what a model's mask lets tokens see."""
+    def visible(self, mask_function: Any, config: Any, given: Tensor | None, **at: Any) -> RingMask:
+        """Return what a model's mask lets tokens see; layers are told what is wrong with it.
+
+        Models may make masks in an order that differs between ranks. Layers come in one.
+        """
         found: list[Visible] = []
 
         def problem() -> str | None:
@@ -197,8 +231,7 @@ class RingForward:
             )  # fmt: skip
 
         wrong = problem_of(problem)
-        self.told(wrong, mask=[*found[0]] if found else None)
-        return found[0]
+        return RingMask(self, found[0] if found else None, wrong)
 
     def attend(
         self,
@@ -209,7 +242,7 @@ class RingForward:
         scores: Mapping[str, Any],
     ) -> Tensor:
         """Return attention of this rank's tokens `[b, n, h, d]`, by the plan of such layers."""
-        self._attended = True
+        self._attended = self.call.attended = True
         q, k, v = [t.to(autocast_dtype(t)) for t in qkv]
         kind = (q.shape, k.shape, v.shape, q.dtype, q.device, mask, sinks is None, *scores.values())
         if kind not in self._plans:
@@ -220,38 +253,18 @@ class RingForward:
         plan = self._plans[kind].for_layer(getattr(layer, "layer_idx", None) or 0)
         out = ring_attn(q, k, v, sinks=sinks, plan=plan)
         assert isinstance(out, Tensor)  # lse was not asked for
-        return out
+        return out.contiguous()  # some models take views of it
 
-    def check(self, problem: str | None, positions: Tensor | None) -> None:
-        """Raise ValueError on all ranks if there is a problem, or positions are not the batch's."""
-        if self.check_positions and not any(positions is each for each in self._same):
-            mine = self.inputs["position_ids"]
-            problem = problem or problem_of(lambda: _positions_problem(positions, mine))
-            self.told(problem)
-            self._same.append(positions)
-        elif problem is not None:
-            self.told(problem)
-
-    def loss(self, logits: Tensor, labels: Tensor | None, ignore_index: int) -> Tensor:
-        """Return the loss of a model's logits `[b, n, classes]`."""
-        mine = self.inputs.get("labels")
-        if mine is None or labels is None or not _equal(labels, mine):
-            problem = (
-                "labels are not the batch's; a label is of the next token, which may be on another "
-                "rank: give labels to shard_batch, and call model(**inputs)"
-            )
-            self.told(problem)
-        labels = self.batch.labels.to(logits.device)
-        if self.num_items is None:
-            weights = self.batch.get("loss_weights")
-            return ring_cross_entropy(
-                logits, labels, weights=weights, group=self.loss_group, ignore_index=ignore_index
-            )
-        wide = logits.flatten(0, 1).to(accumulation_dtype(logits.dtype))
-        total = F.cross_entropy(
-            wide, labels.flatten(), ignore_index=ignore_index, reduction="sum"
-        )  # fmt: skip
-        return total / self.num_items.to(total.device)
+    def check(
+        self, layer: nn.Module, mask: RingMask, problem: str | None, positions: Tensor | None
+    ) -> None:
+        """Raise ValueError on all ranks if a layer's call, mask or positions have a problem."""
+        problem = mask.problem or problem
+        if problem is None and self.check_positions:
+            problem = self.call.layer_positions(layer, positions)
+        if problem is not None or not mask.told:
+            mask.told = True
+            self.told(problem, mask=[*mask.visible])
 
     def _mask_problem(self, given: Tensor | None) -> str | None:
         mine = self.inputs["attention_mask"]
@@ -263,13 +276,6 @@ class RingForward:
         )
 
 
-class _RingMask:
-    """What attention gets as its mask: what is visible, in whose block."""
-
-    def __init__(self, forward: RingForward, visible: Visible):
-        self.forward, self.visible = forward, visible
-
-
 def _inputs(batch: ShardedBatch, labels: bool) -> dict[str, Any]:
     given = {name: t for name, t in batch.items() if name not in ("shift_labels", "loss_weights")}
     positions, mask = given["position_ids"], batch.key_mask
@@ -277,23 +283,23 @@ def _inputs(batch: ShardedBatch, labels: bool) -> dict[str, Any]:
         mask = positions.new_ones(positions.shape[-2:], dtype=torch.bool)
     given |= {"attention_mask": mask, "use_cache": False}
     if labels and "shift_labels" in batch:
-        given |= {"labels": batch.labels, "shift_labels": batch.labels}
+        in_place = batch.labels if batch.in_place is None else batch.in_place
+        given |= {"labels": in_place, "shift_labels": batch.labels}
     return given
+
+
+def _tokens_problem(batch: ShardedBatch) -> str | None:
+    if min(held := batch.counts) > 0:
+        return None
+    return (
+        f"each rank must have a token, for models can't do with none; {batch.length} tokens put "
+        f"{held} on the ranks: pad the batch, or take fewer ranks"
+    )
 
 
 def opened() -> RingForward | None:
     """Return the block of `ring_forward` in which this is; None if it is in none."""
-    placement = current()
-    return None if placement is None else _forwards.get(placement)
-
-
-def _current() -> RingForward:
-    if (forward := opened()) is None:
-        raise ValueError(
-            "this model has ring attention, which needs its batch: call it in the block "
-            "`with ring_forward(batch) as inputs:`, or with past_key_values=RingHFCache(...)"
-        )
-    return forward
+    return blocks.opened()
 
 
 def _mask(
@@ -307,13 +313,13 @@ def _mask(
     q_offset: Any = 0,
     kv_offset: Any = 0,
     **_: Any,
-) -> "_RingMask | CachedMask":
+) -> RingMask | CachedMask:
     """Return what a model's mask lets tokens see, where transformers asks for the mask."""
     if isinstance(kv_length, CachedLength):
         return kv_length.cache.mask(mask_function, attention_mask, kv_length)
-    forward = _current()
+    forward = blocks.needed()
     lengths = dict(q_length=q_length, kv_length=kv_length, offsets=(q_offset, kv_offset))
-    return _RingMask(forward, forward.visible(mask_function, config, attention_mask, **lengths))
+    return forward.visible(mask_function, config, attention_mask, **lengths)
 
 
 def _attention(
@@ -330,14 +336,14 @@ def _attention(
     if isinstance(attention_mask, CachedMask):
         problem, qkv = call_problem(attention_mask.visible, given), (query, key, value)
         return attention_mask.attend(module, qkv, sinks, scores, positions, problem), None
-    if not isinstance(attention_mask, _RingMask):
+    if not isinstance(attention_mask, RingMask):
         problem = (
             f"a layer got a mask of type {type(attention_mask).__name__}, not that of ring "
             "attention; the model makes a mask of its own, which can't be spread"
         )
-        _current().told(problem)
+        blocks.needed().told(problem)
     forward, visible = attention_mask.forward, attention_mask.visible
-    forward.check(call_problem(visible, given), positions)
+    forward.check(module, attention_mask, call_problem(visible, given), positions)
     q, k, v = (rearrange(t, "b h n d -> b n h d") for t in (query, key, value))
     return forward.attend(module, (q, k, v), visible, sinks, scores), None
 
@@ -348,42 +354,5 @@ def _cache_problem(q_length: int, kv_length: int, offsets: tuple[Any, Any]) -> s
     return "there are keys of earlier tokens: ring_forward is for whole sequences, without a cache"
 
 
-def _positions_problem(given: Tensor | None, mine: Tensor) -> str | None:
-    if given is None:
-        return (
-            "the model passes no position_ids to its attention, so nobody can tell whether they "
-            "are the batch's; check_positions=False if they are: model(**inputs)"
-        )
-    if given.shape[-1] == mine.shape[-1] and _equal(given.expand_as(mine), mine):
-        return None
-    return (
-        "position_ids are not the batch's: a rank's tokens are not the first ones of the sequence; "
-        "call model(**inputs)"
-    )
-
-
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and torch.equal(a.to(b.device, b.dtype), b))
-
-
-_OF_TOKENS = ("ForCausalLM", "ForMaskedLM")
-
-
-def _loss(
-    logits: Tensor,
-    labels: Tensor | None,
-    vocab_size: int,
-    num_items_in_batch: Any = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """Compute the loss of tokens, where transformers would compute that of a shard."""
-    return _current().loss(logits, labels if shift_labels is None else shift_labels, ignore_index)
-
-
-def _no_loss(*_: Any, **__: Any) -> Tensor:
-    raise ValueError(
-        f"ring_forward: a model's loss is spread for {' and '.join(_OF_TOKENS)} only; leave labels "
-        "out, and compute the loss of what batch.unshard gathers"
-    )

@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
-from ring_attention_pytorch.comm.placement import attention_ring, current
+from ring_attention_pytorch.comm.placement import attention_ring, current, note_whole
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.balance import deal
 from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders, documents_problem
@@ -104,6 +104,7 @@ def unshard_sequence(
                 f"rank {ring.rank} has {x.shape[dim]}"
             )
     agree(ring, "unshard_sequence", same, problem=problem)
+    note_whole("unshard_sequence")
     parts = [x]
     if ring.size > 1:
         parts = _Gather.apply(x, ring, [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in lengths])

@@ -24,6 +24,7 @@ from ring_attention_pytorch.geometry.documents import digest as of_borders
 from ring_attention_pytorch.geometry.layouts import (
     Layout,
     all_segments,
+    count,
     layout_problem,
     segment_positions,
 )
@@ -68,6 +69,9 @@ class ShardedBatch(MutableMapping[str, Any]):
         packing: the documents of each sample; None if each is one.
         key_mask: bool `[b, n]`, True where a token may be seen; None if all may.
         num_items: real labels of the whole batch, a tensor of no dimension; None without labels.
+        in_place: the labels of the tokens themselves, `[b, n]`; None if the batch was given labels
+            that need not be moved, or none.
+        positions_given: whether the batch came with positions; else they were counted.
         group: the ring; None is the default group.
         state: where its `SequenceShardedDataset` goes on after this batch, for
             `load_state_dict`; None of other batches.
@@ -81,6 +85,8 @@ class ShardedBatch(MutableMapping[str, Any]):
     packing: BatchDocuments | None = None
     key_mask: Tensor | None = None
     num_items: Tensor | None = None
+    in_place: Tensor | None = None
+    positions_given: bool = False
     group: Group = None
     told: int | None = None  # a digest that ranks have not compared yet
     digest: int | None = None  # which they have, or will
@@ -110,6 +116,11 @@ class ShardedBatch(MutableMapping[str, Any]):
         return self.tensors["shift_labels"]
 
     @property
+    def counts(self) -> list[int]:
+        """How many tokens each rank of the ring has."""
+        return [count(each) for each in all_segments(self.layout, self.ring_size, self.length)]
+
+    @property
     def ring(self) -> Ring:
         """The ring of the batch; alone, where there is no process group."""
         return as_ring(self.group, self.ring_size)
@@ -135,7 +146,7 @@ class ShardedBatch(MutableMapping[str, Any]):
             return change(value) if isinstance(value, Tensor) else value
 
         tensors = {name: of(value) for name, value in self.tensors.items()}
-        more = {name: of(getattr(self, name)) for name in ("key_mask", "num_items")}
+        more = {name: of(getattr(self, name)) for name in ("key_mask", "num_items", "in_place")}
         return replace(self, tensors=tensors, **more)
 
     def __enter__(self) -> "ShardedBatch":
@@ -348,6 +359,8 @@ class _Whole:
     packing: BatchDocuments | None
     real: Tensor | None
     num_items: Tensor | None
+    in_place: Tensor | None
+    positions_given: bool
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], shift: bool, ignore_index: int) -> "_Whole":
@@ -366,19 +379,20 @@ class _Whole:
         packing = _packing(batch, tokens, real)
         cut = {name: t for name, t in batch.items() if name in _TOKENS}
         cut["position_ids"] = _positions(batch, tokens, packing)
-        num_items = None
+        num_items = in_place = None
         if (labels := batch.get("labels")) is not None:
             if real is not None:
                 labels = labels.masked_fill(~real, ignore_index)
             if shift:
-                labels = next_of_whole(labels, packing, ignore_index)
+                in_place, labels = labels, next_of_whole(labels, packing, ignore_index)
             cut["shift_labels"], num_items = labels, (labels != ignore_index).sum()
         if (weights := batch.get("loss_weights")) is not None:
             cut["loss_weights"] = next_of_whole(weights, packing, 0) if shift else weights
         more = {name: t for name, t in batch.items() if name not in (*_TOKENS, *_READ)}
         cut |= {name: t for name, t in more.items() if _is_cut(name, t, b, n)}
         kept = {name: t for name, t in more.items() if name not in cut}
-        return cls(n, cut, kept, packing, real, num_items)
+        given = batch.get("position_ids") is not None
+        return cls(n, cut, kept, packing, real, num_items, in_place, given)
 
     def layout(self, ring_size: int) -> Layout:
         """Choose the layout that leaves ranks as much to do as one another."""
@@ -396,8 +410,8 @@ class _Whole:
         tensors = {name: mine(t) for name, t in self.cut.items() if name != "position_ids"}
         tensors |= dict(self.kept)
         tensors["position_ids"] = mine(self.cut["position_ids"], -1)
-        real = None if self.real is None else mine(self.real)
-        of = (self.packing, real, self.num_items)
+        real, in_place = (None if t is None else mine(t) for t in (self.real, self.in_place))
+        of = (self.packing, real, self.num_items, in_place, self.positions_given)
         made = ShardedBatch(tensors, layout, self.length, rank, ring_size, *of)
         return made if self.real is None else replace(made, whole_mask=digest(self.real))
 

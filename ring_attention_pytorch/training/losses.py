@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
 from ring_attention_pytorch.comm.notes import Disagreement
-from ring_attention_pytorch.comm.placement import current
+from ring_attention_pytorch.comm.placement import current, note_whole
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
 from ring_attention_pytorch.nn.loss import mean_over_ranks
@@ -88,6 +88,7 @@ def ring_cross_entropy(  # noqa: PLR0913 - a public entry point
     }
     told = agree(ring, "ring_cross_entropy", same, _block_note(), problem)
     _check_blocks("ring_cross_entropy", told)
+    note_whole("ring_cross_entropy")
     total = x.new_zeros((), dtype=accumulation_dtype(x.dtype))
     found = targets(labels, weights, ignore_index, of.classes(x), total.dtype)
     held = found.real.sum() if found.weights is None else found.weights.sum()

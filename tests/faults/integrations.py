@@ -17,6 +17,7 @@ def battery() -> Iterator[Callable[[], object]]:
         test_generation,
         test_heads,
         test_multimodal,
+        test_outputs,
         test_trainers,
         test_transformers,
     )
@@ -38,6 +39,10 @@ def battery() -> Iterator[Callable[[], object]]:
     for name, mode in ways:
         yield partial(generates, name, mode)
     for trap, text in test_generation.TRAPS.items():
+        yield partial(raises, trap, text)
+    for name in ("a loss of its own", "positions behind padding", "the last token", "routers"):
+        yield partial(test_outputs.test_so_they_are_in_a_ring_of_one, name)
+    for trap, text in [*test_outputs.REFUSED.items()][:-1]:
         yield partial(raises, trap, text)
     yield test_transformers.test_masks_that_are_not_known_raise
     for name in ("Gemma2ForCausalLM", "CohereForCausalLM", "PhiForCausalLM"):

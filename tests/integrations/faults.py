@@ -17,20 +17,19 @@ INTEGRATIONS = [
         "found = found & _read(part)", "found = found if found.window else _read(part)",
     ),
     Mutant(
-        "positions are taken as they are", "integrations/models.py:RingForward.check",
-        "if self.check_positions and not", "if not self.check_positions and not",
+        "positions are taken as they are", "integrations/watched.py:Watched.place",
+        "if block.check_positions and not", "if not block.check_positions and not",
     ),
     Mutant(
-        "any labels will do", "integrations/models.py:RingForward.loss",
-        "or not _equal(labels, mine)", "or False",
+        "any labels will do", "integrations/losses.py:labels_problem", "if not right:", "if False:",
     ),
     Mutant(
         "any mask of padding will do", "integrations/models.py:RingForward._mask_problem",
         "if given is None or", "if given is not None or",
     ),
     Mutant(
-        "losses stay spread after the block", "integrations/models.py:RingForward.__enter__",
-        "opened.callback(LOSS_MAPPING.update, dict(LOSS_MAPPING))", "pass",
+        "losses stay spread after the block", "integrations/losses.py:own_losses",
+        "losses.update(before)", "pass",
     ),
     Mutant(
         "no layer need be spread", "integrations/models.py:RingForward.__exit__",
@@ -58,7 +57,7 @@ INTEGRATIONS = [
     ),
     Mutant(
         "a trainer's own mask of a model counts", "integrations/models.py:_attention",
-        "if not isinstance(attention_mask, _RingMask):", "if attention_mask is None:",
+        "if not isinstance(attention_mask, RingMask):", "if attention_mask is None:",
     ),
     Mutant(
         "states along the sequence end at shards", "integrations/layers.py:layers_problem",
@@ -82,6 +81,67 @@ INTEGRATIONS = [
         "accelerate adds its own context parallelism",
         "integrations/accelerate.py:RingParallelismConfig.cp_enabled",
         "return self._asks_for_mesh", "return self.cp_size > 1",
+    ),
+    Mutant(
+        "a model's own loss is taken for ours", "integrations/outputs.py:output_problem",
+        "if len(scalars) > losses:", "if False:",
+    ),
+    Mutant(
+        "what is pooled of a shard comes out", "integrations/outputs.py:_tokens_problem",
+        "if shape[:2] == (b, n):", "if True:",
+    ),
+    Mutant(
+        "columns are taken for tokens", "integrations/outputs.py:_tokens_problem",
+        "not _widths_of(module).intersection(batch.counts)", "True",
+    ),
+    Mutant(
+        "labels of masked words are moved", "integrations/losses.py:loss_of",
+        "in_place and batch.in_place is not None", "False",
+    ),
+    Mutant(
+        "a model's own cross entropy is let through", "integrations/watched.py:Watched.entropy",
+        "if self.model is None or", "if self.model is not None or",
+    ),
+    Mutant(
+        "the padding's index is not skipped", "integrations/positions.py:counted_by",
+        "if module.padding_idx is None:", "if True:",
+    ),
+    Mutant(
+        "padding counts as a position", "integrations/positions.py:_count",
+        "(counts * whole)", "(counts)",
+    ),
+    Mutant(
+        "attention that is handed positions has used them",
+        "integrations/watched.py:Watched.layer_positions",
+        "placed = self.placed or in_backward()", "placed = True",
+    ),
+    Mutant(
+        "the first real token is taken for the last", "integrations/pooling.py:of_last_token",
+        "(places * real)", "real",
+    ),
+    Mutant(
+        "what is wrong with a mask is not told", "integrations/models.py:RingForward.check",
+        "mask.problem or problem", "problem",
+    ),
+    Mutant(
+        "a mask is nothing where it is looked into", "integrations/masks.py:RingMask.__getattr__",
+        "raise _looked_into(name)", "return None",
+    ),
+    Mutant(
+        "attention that nobody asks for is let in", "integrations/layers.py:own_attention_problem",
+        "if not is_text or", "if is_text or",
+    ),
+    Mutant(
+        "temperatures depend on the shard", "integrations/layers.py:_counting_problem",
+        '"attn_temperature_tuning", False)', '"attn_temperature_tuning", False) and False',
+    ),
+    Mutant(
+        "words have neighbours of the shard", "integrations/layers.py:_counting_problem",
+        '"trigram_input", False)', '"trigram_input", False) and False',
+    ),
+    Mutant(
+        "padding is routed, too", "integrations/routers.py:balance",
+        "if attention_mask is not None:", "if False:",
     ),
     Mutant(
         "padding is seen in a cache", "integrations/cache.py:RingHFCache._ready",

@@ -221,7 +221,7 @@ def positions_of_the_shard() -> Any:
 
 def labels_of_the_shard() -> Any:
     def change(_: nn.Module, given: dict[str, Any]) -> None:
-        given["labels"] = given["input_ids"]
+        given["labels"] = given["input_ids"].flip(1)
         del given["shift_labels"]
 
     return forward(change=change)
@@ -309,12 +309,6 @@ def linear_layers() -> Any:
     return forward(change=change)
 
 
-def loss_of_routers() -> Any:
-    return forward(
-        "GptOss", change=lambda model, _: setattr(model.config, "output_router_logits", True)
-    )
-
-
 def probabilities() -> Any:
     return forward(change=lambda _, given: given.update(output_attentions=True))
 
@@ -347,10 +341,9 @@ TRAPS: dict[Callable[[], Any], str] = {
     keys_of_earlier_tokens: "without a cache",
     frequencies_of_length: "rotary embeddings of type dynamic",
     linear_layers: "layers of linear_attention",
-    loss_of_routers: "the routers' loss would be that of each shard",
     probabilities: "output_attentions",
     documents_of_flash_attention: "cu_seq_lens_q, which ring attention does not have",
-    another_length: "is not the batch's",
+    another_length: "are not the batch's",
 }
 
 

@@ -11,8 +11,10 @@ from ring_attention_pytorch import (
     ring_attn,
     ring_attn_with_cache,
     ring_flash_attn,
+    shard_batch,
     ulysses_attn,
 )
+from ring_attention_pytorch.integrations.transformers import ring_forward
 
 q = torch.randn(1, 8, 4, 8)
 
@@ -28,6 +30,8 @@ ulysses_attn(q, q, q, layout="stripes")  # wrong
 RingPlan.make(q, q, q, causal=True, layout="zag")  # wrong
 RingPlan.make(q, q, q, memry=3)  # wrong
 RingPlan.make(q, q, q).position()  # wrong
+ring_forward(shard_batch({}), kernle="sdpa")  # wrong
+ring_forward(shard_batch({}), transport="gathr")  # wrong
 RingAttention(32, layout="zigzg")  # wrong
 RingAttention(32, transport="rings")  # wrong
 RingTransformer(num_tokens=9, dim=16, depth=2, kernel="flex2")  # wrong

@@ -1,0 +1,158 @@
+"""Losses of transformers' models, in a block: which labels they take, and that they are ours.
+
+    ForCausalLM             what a token predicts: labels that were moved ahead
+    ForMaskedLM             what a token is: labels in place
+    nn.CrossEntropyLoss     called by a model itself: labels in place, or nobody's
+
+transformers keeps losses in a table. Older models call PyTorch's own loss.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.training.batches import ShardedBatch
+from ring_attention_pytorch.training.losses import ring_cross_entropy
+
+_MOVED: Final = ("ForCausalLM", "ForConditionalGeneration")
+_IN_PLACE: Final = ("ForMaskedLM", "ForTokenClassification")
+_original = nn.CrossEntropyLoss.forward
+
+
+def labels_in_place(model: Any) -> bool:
+    """Tell whether a model's labels are of the tokens themselves: `shard_batch` need not move them.
+
+    >>> from transformers import ModernBertConfig, ModernBertForMaskedLM
+    >>> sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=9)
+    >>> config = ModernBertConfig(**sizes, num_attention_heads=2, pad_token_id=0)
+    >>> labels_in_place(ModernBertForMaskedLM(config))
+    True
+    """
+    return getattr(model, "loss_type", None) in _IN_PLACE
+
+
+@contextmanager
+def own_losses(
+    loss: Callable[..., Tensor],
+    inline: Callable[..., Tensor | None],
+    of_wholes: Callable[[], bool],
+) -> Iterator[None]:
+    """Let models call `loss` for theirs, and `inline` for PyTorch's cross entropy.
+
+    `inline` returns None for what is none of a model's losses. `of_wholes` tells whether other
+    losses are now of whole sequences: then they stay as they are.
+    """
+    losses: dict[str, Any] = LOSS_MAPPING
+    entropies: Any = nn.CrossEntropyLoss
+    before = dict(losses)
+
+    def forward(entropy: nn.CrossEntropyLoss, x: Tensor, labels: Tensor) -> Tensor:
+        found = inline(entropy, x, labels)
+        return _original(entropy, x, labels) if found is None else found
+
+    outer = entropies.forward
+    for kind, own in before.items():
+        known = kind in (*_MOVED, *_IN_PLACE)
+        other = partial(_other_loss, kind, own, of_wholes)
+        losses[kind] = partial(loss, in_place=kind in _IN_PLACE) if known else other
+    entropies.forward = forward
+    try:
+        yield
+    finally:
+        entropies.forward = outer
+        losses.update(before)
+
+
+def labels_problem(
+    batch: ShardedBatch, labels: Tensor | None, moved: Tensor | None, in_place: bool, counted: bool
+) -> str | None:
+    """Say why what a model computes its loss of are not the batch's labels; None if they are.
+
+    Args:
+        labels, moved: what the model was given as labels and as shift_labels.
+        in_place: whether labels are of the tokens themselves in this model.
+        counted: whether somebody has counted the labels that the loss is divided by.
+    """
+    ahead, here = batch.get("shift_labels"), batch.in_place
+    mine = ahead if here is None or not in_place else here
+    if in_place or moved is None:
+        right = _same(labels, mine) or (not in_place and _same(labels, here))
+    else:
+        right = labels is not None and _same(moved, mine)
+    if not right:
+        return (
+            "labels are not the batch's; a label is of the next token, which may be on another "
+            "rank: give labels to shard_batch, and call model(**inputs)"
+        )
+    if mine is here and (counted or "loss_weights" in batch):
+        return (
+            "labels predict the tokens themselves in this model, and what counts them was moved "
+            "ahead; give shard_batch shift_labels=False"
+        )
+    return None
+
+
+def entropy_problem(
+    function: nn.CrossEntropyLoss, labels: Tensor, mine: Tensor | None
+) -> str | None:
+    """Say what a model does with PyTorch's cross entropy that can't be spread; None if nothing."""
+    plain = function.weight is None and function.label_smoothing == 0
+    if plain and function.reduction == "mean" and _same(labels, mine):
+        return None
+    return (
+        "computes a cross entropy by itself, of labels that are not the batch's in place, or "
+        "weighted, or smoothed; leave labels out, with ring_forward(batch, labels=False), and "
+        "compute ring_cross_entropy(logits, batch.labels)"
+    )
+
+
+def loss_of(
+    batch: ShardedBatch,
+    logits: Tensor,
+    in_place: bool,
+    *,
+    group: Group,
+    num_items: Tensor | None,
+    ignore_index: int,
+) -> Tensor:
+    """Compute the loss of a batch's logits `[b, n, classes]`: the mean of all ranks.
+
+    With `num_items` it is the sum of this rank's, divided by that.
+    """
+    here = in_place and batch.in_place is not None
+    labels: Any = batch.in_place if here else batch.labels
+    labels = labels.to(logits.device)
+    if num_items is None:
+        weights = batch.get("loss_weights")
+        return ring_cross_entropy(
+            logits, labels, weights=weights, group=group, ignore_index=ignore_index
+        )
+    wide = logits.flatten(0, 1).to(accumulation_dtype(logits.dtype))
+    total = F.cross_entropy(wide, labels.flatten(), ignore_index=ignore_index, reduction="sum")
+    return total / num_items.to(total.device)
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Tell whether these are the same labels, in whatever shape."""
+    if a is None or b is None or a.numel() != b.numel():
+        return False
+    return a is b or torch.equal(a.to(b.device, b.dtype).reshape(b.shape), b)
+
+
+def _other_loss(
+    kind: str, own: Callable[..., Tensor], of_wholes: Callable[[], bool], *args: Any, **given: Any
+) -> Tensor:
+    if of_wholes():
+        return own(*args, **given)
+    raise ValueError(
+        f"ring_forward: a model's loss is spread for {', '.join((*_MOVED, *_IN_PLACE))}, not for "
+        f"{kind}; leave labels out, and compute the loss of what batch.unshard gathers"
+    )

@@ -1,0 +1,137 @@
+"""The rule on the way out of a model: what comes out is of this rank's tokens, its loss is ours.
+
+A model that pools, or computes a loss by itself, does so with what one rank has. Nothing in its
+output tells. So the outermost module that runs in a block is watched, whatever wraps the model.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import PreTrainedModel
+
+from ring_attention_pytorch.comm.placement import in_backward
+from ring_attention_pytorch.runtime.torch_func import run_apart
+from ring_attention_pytorch.training.batches import ShardedBatch
+
+_widths: "WeakKeyDictionary[nn.Module, frozenset[int]]" = WeakKeyDictionary()
+
+
+class Outermost:
+    """A block that calls `before` and `after` around each call of an outermost module in it.
+
+    Args:
+        here: tells whether a call is to be watched, now and in this thread.
+        before: gets the module.
+        after: gets the module and what it returned; None, if it raised.
+    """
+
+    def __init__(
+        self,
+        here: Callable[[], bool],
+        before: Callable[[nn.Module], None],
+        after: Callable[[nn.Module, Any], None],
+    ):
+        self.here, self.before, self.after = here, before, after
+
+    def __enter__(self) -> "Outermost":
+        self._expect()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _expect(self) -> None:
+        self._handle = register_module_forward_pre_hook(self._begins)
+
+    def _begins(self, module: nn.Module, args: Any) -> None:
+        if is_compiling():
+            run_apart(self._begins, module, args)
+        elif self.here() and not in_backward():  # what is recomputed has been seen
+            self._watch(module)
+
+    def _watch(self, module: nn.Module) -> None:
+        self._handle.remove()  # inner modules are not slowed down
+        self._handle = module.register_forward_hook(self._ends, always_call=True)
+        self.before(module)
+
+    def _ends(self, module: nn.Module, args: Any, given: Any) -> None:
+        if is_compiling():
+            run_apart(self._ends, module, args, given)
+        else:
+            self._handle.remove()
+            self._expect()
+            self.after(module, given)
+
+
+def name_of(module: nn.Module) -> str:
+    """Return the class of the model of transformers in a module; else that of the module."""
+    models = (m for m in module.modules() if isinstance(m, PreTrainedModel))
+    return type(next(models, module)).__name__
+
+
+def output_problem(module: nn.Module, given: Any, batch: ShardedBatch, losses: int) -> str | None:
+    """Say what of a module's output is not of this rank's tokens; None if all is.
+
+    Args:
+        given: what it returned: tensors, also in mappings, sequences, dataclasses.
+        losses: how many were computed over all ranks meanwhile.
+    """
+    found = list(_tensors("", given))
+    scalars = [name for name, t in found if t.ndim == 0 or name.rpartition(".")[2] == "loss"]
+    if len(scalars) > losses:
+        return (
+            f"{name_of(module)} has computed {scalars[-1] or 'a loss'} by itself, of this rank's "
+            "tokens alone; leave labels out, with ring_forward(batch, labels=False), and compute "
+            "ring_cross_entropy(logits, batch.labels)"
+        )
+    wrong = (_tokens_problem(module, name, t, batch) for name, t in found if name not in scalars)
+    return next((problem for problem in wrong if problem is not None), None)
+
+
+def _tokens_problem(module: nn.Module, name: str, t: Tensor, batch: ShardedBatch) -> str | None:
+    shape, told = tuple(t.shape), f"{name_of(module)} returns {name or 'a tensor'} {[*t.shape]}"
+    b, n = batch["position_ids"].shape[-2:]
+    if shape[:2] == (b, n):
+        if t.ndim > 2 or not _widths_of(module).intersection(batch.counts):
+            return None
+        return (
+            f"{told}, and a parameter has a rank's number of tokens as its size, too: nobody can "
+            "tell of which these are; return [batch, tokens, 1], or take another number of tokens"
+        )
+    if "router" in name and shape[0] == b * n:
+        return None
+    return (
+        f"{told}, which should be [{b}, {n}, ...] of this rank's tokens: "
+        "what is pooled is pooled of these alone; return hidden states or logits of all tokens "
+        "(add_pooling_layer=False, no logits_to_keep), and pool what batch.unshard makes of them"
+    )
+
+
+def _tensors(name: str, given: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an output with their names."""
+    if isinstance(given, Tensor):
+        yield name, given
+    elif isinstance(given, Mapping):
+        for key, each in given.items():
+            yield from _tensors(f"{name}.{key}" if name else str(key), each)
+    elif isinstance(given, list | tuple):
+        for i, each in enumerate(given):
+            yield from _tensors(f"{name}[{i}]", each)
+    elif is_dataclass(given):
+        for field in fields(given):
+            at = f"{name}.{field.name}" if name else field.name
+            yield from _tensors(at, getattr(given, field.name))
+
+
+def _widths_of(module: nn.Module) -> frozenset[int]:
+    """Return all sizes of a module's parameters: what is pooled has one of them."""
+    found = _widths.get(module)
+    if found is None:
+        found = frozenset(n for p in module.parameters() for n in p.shape)
+        _widths[module] = found
+    return found

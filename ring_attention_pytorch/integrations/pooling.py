@@ -1,0 +1,51 @@
+"""Models of whole sequences that take the last real token: its score is fetched over the ring.
+
+`LlamaForSequenceClassification` and others like it give all tokens scores, and take those of the
+last token that is not padding. A rank has only a part of the tokens. So each token gets the scores
+of the whole sequence's last one, and the model may take any.
+"""
+
+import inspect
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ring_attention_pytorch.training.batches import ShardedBatch
+
+_heads: "WeakKeyDictionary[nn.Module, tuple[nn.Module, Any] | None]" = WeakKeyDictionary()
+
+
+def last_token_head(module: nn.Module) -> tuple[nn.Module, Any] | None:
+    """Return the head whose last token a model in a module takes, and its config; None if none."""
+    if module not in _heads:
+        models = (m for m in module.modules() if isinstance(m, PreTrainedModel))
+        model: Any = next(models, None)
+        head: Any = getattr(model, "score", None)
+        takes_last = model is not None and "last_non_pad_token" in _variables(model)
+        known = takes_last and isinstance(head, nn.Module)
+        _heads[module] = (head, model.config.get_text_config()) if known else None
+    return _heads[module]
+
+
+def _variables(model: nn.Module) -> tuple[str, ...]:
+    """Return the variables of a model's forward, by which it is recognised."""
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return getattr(code, "co_varnames", ())
+
+
+def of_last_token(scores: Tensor, batch: ShardedBatch, config: Any) -> Tensor:
+    """Return scores `[b, n, k]` with those of the whole sequences' last real tokens everywhere.
+
+    All ranks of the ring call this. Backward sums all ranks' gradients on the token's owner.
+    """
+    whole, ids = batch.unshard(scores), batch.get("input_ids")
+    last = torch.full((len(whole),), batch.length - 1, device=whole.device)
+    if ids is not None and config.pad_token_id is not None:
+        real = batch.unshard((ids != config.pad_token_id).long())
+        places = torch.arange(batch.length, device=real.device)
+        last = (places * real).argmax(-1).to(whole.device)
+    found = whole[torch.arange(len(whole), device=whole.device), last]
+    return found[:, None].expand_as(scores)

@@ -1,0 +1,136 @@
+"""Positions that a model really uses: what goes into its rotary embeddings and tables of positions.
+
+    rotary_emb(hidden_states, position_ids)     as they are
+    wpe(position_ids)                           as they are
+    embed_positions(attention_mask, ...)        OPT counts real tokens
+    position_embeddings(position_ids)           RoBERTa counts what is not padding, from behind its
+                                                index, if the table has one
+
+Attention that is merely handed positions says nothing about those that were used.
+"""
+
+import inspect
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
+from ring_attention_pytorch.training.batches import ShardedBatch
+
+_TABLES = {
+    "wpe", "embed_positions", "pos_emb", "pos_embed", "pos_embeddings", "position_embedding",
+    "position_embeddings", "positions_embed",
+}  # fmt: skip
+_places: "WeakKeyDictionary[nn.Module, list[nn.Module]]" = WeakKeyDictionary()
+
+
+def places_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that positions of tokens go into."""
+    found = _places.get(model)
+    if found is None:
+        found = [m for name, m in model.named_modules() if _is_place(name, m)]
+        _places[model] = found
+    return found
+
+
+def _is_place(name: str, module: nn.Module) -> bool:
+    kind, last = type(module).__name__, name.rpartition(".")[2]
+    if "Vision" in kind or "Audio" in kind:
+        return False
+    if isinstance(module, nn.Embedding):
+        return last in _TABLES
+    return "Rotary" in kind and _parameter(module) is not None
+
+
+def _parameter(module: nn.Module) -> int | None:
+    """Return the number of the parameter that takes positions; None if there is none."""
+    if type(module) is nn.Embedding:
+        return 0
+    names = [*inspect.signature(module.forward).parameters]
+    return names.index("position_ids") if "position_ids" in names else None
+
+
+def given_to(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
+    """Return the positions that a call of such a module was given; None if it makes its own."""
+    at = _parameter(module)
+    if at is None:
+        return None
+    return args[at] if at < len(args) else given.get("position_ids", given.get("input"))
+
+
+def with_positions(
+    module: nn.Module, args: tuple[Any, ...], given: dict[str, Any], positions: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of such a call with other positions."""
+    at = _parameter(module)
+    assert at is not None  # it was given some
+    if at < len(args):
+        return (*args[:at], positions, *args[at + 1 :]), given
+    name = "input" if type(module) is nn.Embedding else "position_ids"
+    return args, {**given, name: positions}
+
+
+def counted_by(module: nn.Module, batch: ShardedBatch) -> Tensor | None:
+    """Return the positions `[b, n]` that a model counts in a way of its own; None if it does not.
+
+    All ranks of the ring call this: real tokens are counted over the whole sequence.
+    """
+    if not isinstance(module, nn.Embedding) or batch.positions_given:
+        return None
+    if type(module).__name__ == "OPTLearnedPositionalEmbedding":  # BioGPT has such a one, too
+        return None if batch.key_mask is None else _count(batch, batch.key_mask) - 1
+    if module.padding_idx is None:
+        return None
+    ids = batch.get("input_ids")
+    if ids is None:  # nobody knows which are padding
+        return batch["position_ids"] + 1 + module.padding_idx
+    return _count(batch, ids != module.padding_idx) + module.padding_idx
+
+
+def _count(batch: ShardedBatch, real: Tensor) -> Tensor:
+    """Number this rank's real tokens in their documents, from 1; what is not real has 0."""
+    whole = batch.unshard(real.long())
+    counts = whole.cumsum(1)
+    if batch.packing is not None:
+        (everywhere,) = all_segments("contiguous", 1, batch.length)
+        within = torch.stack([each.positions(everywhere) for each in batch.packing])
+        begins = torch.arange(batch.length) - within
+        counts = counts - (counts - whole).gather(1, begins.to(counts.device))
+    segments = all_segments(batch.layout, batch.ring_size, batch.length)[batch.rank]
+    return (counts * whole).index_select(1, segment_positions(segments, counts.device))
+
+
+def positions_problem(model: str, given: Any, mine: Tensor) -> str | None:
+    """Say why positions that a model uses are not the batch's; None if they are."""
+    if isinstance(given, Tensor) and any(_same(given, rows) for rows in _rows_of(mine)):
+        return None
+    return (
+        f"position_ids are not the batch's: {model} uses others, or makes its own, and a rank's "
+        "tokens are not the first ones of the sequence; call model(**inputs)"
+    )
+
+
+def _rows_of(positions: Tensor) -> list[Tensor]:
+    """Return what a model may take of a batch's positions: of four rows also the first, and three.
+
+    The first row counts tokens; the others say where images are in time, height and width.
+    """
+    if positions.ndim == 3 and len(positions) == 4:
+        return [positions[1:], positions[0], positions]
+    return [positions]
+
+
+def _same(given: Tensor, mine: Tensor) -> bool:
+    if given is mine:
+        return True
+    if given.shape[-1:] != mine.shape[-1:]:
+        return False
+    try:
+        given, mine = torch.broadcast_tensors(given, mine)
+    except RuntimeError:
+        return False
+    if given.data_ptr() == mine.data_ptr() and given.stride() == mine.stride():
+        return given.dtype == mine.dtype or torch.equal(given.to(mine.dtype), mine)
+    return torch.equal(given.to(mine.device, mine.dtype), mine)

@@ -1,0 +1,82 @@
+"""The loss of routers to experts, over all ranks' tokens: it is not a mean over tokens.
+
+transformers' models call `load_balancing_loss_func` of their own module. It multiplies two means
+over tokens, and the means of a shard are others than those of the whole.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.nn.loss import mean_over_ranks
+
+_NAME: Final = "load_balancing_loss_func"
+_PARAMETERS: Final = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+_modules: "WeakKeyDictionary[nn.Module, list[Any]]" = WeakKeyDictionary()
+
+
+@contextmanager
+def own_router_loss(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
+    """Let the models in a module call `loss` for that of their routers."""
+    before = [(module, getattr(module, _NAME)) for module in _modules_of(model)]
+    for module, _ in before:
+        setattr(module, _NAME, loss)
+    try:
+        yield
+    finally:
+        for module, function in before:
+            setattr(module, _NAME, function)
+
+
+def _modules_of(model: nn.Module) -> list[Any]:
+    if model not in _modules:
+        models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+        files = {type(m).__module__: sys.modules.get(type(m).__module__) for m in models}
+        _modules[model] = [file for file in files.values() if _has_loss(file)]
+    return _modules[model]
+
+
+def _has_loss(file: Any) -> bool:
+    function = getattr(file, _NAME, None)
+    return function is not None and [*inspect.signature(function).parameters] == _PARAMETERS
+
+
+def balance(
+    gate_logits: tuple[Tensor, ...], top_k: int, attention_mask: Tensor | None, ring: Ring
+) -> Tensor:
+    """Compute how unequally all ranks' tokens are routed, 1 at best; the same on all ranks.
+
+    Args:
+        gate_logits: of each layer `[b * n, experts]` of this rank's tokens.
+        top_k: experts of each token.
+        attention_mask: `[b, n]`, 0 or False for padding.
+        ring: the ranks. Gradients averaged over them are those of one process.
+
+    >>> from ring_attention_pytorch.comm.ring import as_ring
+    >>> round(balance((torch.eye(2),), 1, None, as_ring(None)).item(), 6)
+    1.0
+    """
+    device, experts = gate_logits[0].device, gate_logits[0].shape[-1]
+    chosen, chances, rows = [], [], torch.zeros((), device=device)
+    for logits in gate_logits:
+        weights = logits.to(device).softmax(-1)
+        real = torch.ones_like(weights[:, 0], dtype=torch.float32)
+        if attention_mask is not None:
+            real = attention_mask.reshape(-1).to(real)
+        taken = torch.zeros_like(weights, dtype=torch.float32)
+        taken.scatter_(1, weights.topk(top_k, -1).indices, 1.0)
+        chosen.append((taken * real[:, None]).sum(0))
+        chances.append((weights.float() * real[:, None]).sum(0))
+        rows = rows + real.sum()
+    means = [
+        mean_over_ranks(torch.stack(each).sum(0), rows.clone(), ring) for each in (chosen, chances)
+    ]
+    return experts * (means[0] * means[1]).sum()

@@ -1,0 +1,244 @@
+"""One call of a model in a block, watched: where positions go, what losses are of, what comes out.
+
+What transformers calls in a model's stead ends here: its losses, and hooks of its modules. These
+are functions of the module, for torch.compile remembers which they are.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from ring_attention_pytorch.comm.agreement import problem_of
+from ring_attention_pytorch.comm.placement import in_backward
+from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.integrations.blocks import needed, opened
+from ring_attention_pytorch.integrations.losses import (
+    entropy_problem,
+    labels_problem,
+    loss_of,
+    own_losses,
+)
+from ring_attention_pytorch.integrations.outputs import name_of, output_problem
+from ring_attention_pytorch.integrations.pooling import last_token_head, of_last_token
+from ring_attention_pytorch.integrations.positions import (
+    counted_by,
+    given_to,
+    places_of,
+    positions_problem,
+    with_positions,
+)
+from ring_attention_pytorch.integrations.routers import balance, own_router_loss
+from ring_attention_pytorch.runtime.torch_func import run_apart
+from ring_attention_pytorch.training.batches import ShardedBatch
+
+_NO_POSITIONS = (
+    "the model gives position_ids to no embedding or layer that is known, so it may count its "
+    "tokens by itself, from 0 on each rank; check_positions=False is for models without positions"
+)
+
+
+class Block(Protocol):
+    """What a call needs of its block."""
+
+    batch: ShardedBatch
+    inputs: dict[str, Any]
+    loss_group: Group
+    num_items: Tensor | None
+    check_positions: bool
+    wholes: list[str]  # what was made of whole sequences
+    same: list[Tensor | None]  # positions found to be right
+
+    def told(self, problem: str | None, **same: Any) -> None:
+        """Raise ValueError on all ranks of the ring if any has a problem, or they differ."""
+
+
+class Watched:
+    """A call of an outermost module, and what has happened in it.
+
+    Attributes:
+        model: the module; None outside of calls.
+        attended: ring attention was asked for.
+        losses: how many were computed of all ranks' tokens.
+    """
+
+    def __init__(self, block: Block, model: nn.Module | None = None):
+        self.block, self.model, self.attended, self.losses = block, model, False, 0
+        self.placed = False  # the batch's positions went into an embedding that is known
+        self.pooled = False  # a head has the last tokens of whole sequences
+        self._before, self._hooks = len(block.wholes), ExitStack()
+        if model is None:
+            return
+        for place in places_of(model):
+            hook = place.register_forward_pre_hook(_given_positions, with_kwargs=True)
+            self._hooks.callback(hook.remove)
+        if head := last_token_head(model):
+            self._hooks.callback(head[0].register_forward_hook(_scored).remove)
+        self._hooks.enter_context(own_router_loss(model, _router_loss))
+
+    def end(self) -> None:
+        """Leave the modules as they were."""
+        self._hooks.close()
+
+    def output_problem(self, given: Any) -> str | None:
+        """Say what of the module's output is not of this rank's tokens; None if all is."""
+        if self.model is None or not self.attended or self.knows:
+            return None
+        return output_problem(self.model, given, self.block.batch, self.losses)
+
+    @property
+    def knows(self) -> bool:
+        """Whether the module has something of whole sequences, and so knows of ranks."""
+        return self.pooled or len(self.block.wholes) > self._before
+
+    @contextmanager
+    def _unnoticed(self) -> Iterator[None]:
+        """Inside it what is made of whole sequences is not of the module's making."""
+        before = len(self.block.wholes)
+        yield
+        del self.block.wholes[before:]
+
+    # ---- positions
+
+    def place(
+        self, module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a module that positions go into, with those of the batch.
+
+        Raises:
+            ValueError: it was given others; on all ranks.
+        """
+        block, positions = self.block, given_to(module, args, given)
+        if block.check_positions and not self._is_same(positions):
+            self._compare(type(module).__name__, positions)
+        self.placed = True
+        with self._unnoticed():
+            counted = counted_by(module, block.batch)
+        return (args, given) if counted is None else with_positions(module, args, given, counted)
+
+    def layer_positions(self, layer: nn.Module, positions: Tensor | None) -> str | None:
+        """Say what is wrong with the positions that attention was handed; None if nothing."""
+        placed = self.placed or in_backward()  # what is recomputed has been seen
+        if positions is None:
+            return None if placed else _NO_POSITIONS
+        if not self._is_same(positions):
+            self._compare(type(layer).__name__, positions)
+        takes = "position_ids" in inspect.signature(layer.forward).parameters
+        return None if placed or takes else _NO_POSITIONS
+
+    def _is_same(self, positions: Tensor | None) -> bool:
+        return any(positions is each for each in self.block.same)
+
+    def _compare(self, name: str, positions: Tensor | None) -> None:
+        mine = self.block.inputs["position_ids"]
+        self.block.told(problem_of(lambda: positions_problem(name, positions, mine)))
+        self.block.same.append(positions)
+
+    # ---- what is of whole sequences
+
+    def pool(self, scores: Tensor) -> Tensor:
+        """Return scores `[b, n, k]`, each those of its whole sequence's last real token."""
+        head = None if self.model is None else last_token_head(self.model)
+        if head is None:
+            return scores
+        with self._unnoticed():
+            found = of_last_token(scores, self.block.batch, head[1])
+        self.pooled = True
+        return found
+
+    def loss(
+        self, logits: Tensor, labels: Any, moved: Any, ignore_index: int, in_place: bool
+    ) -> Tensor:
+        """Return the loss of a model's logits `[b, n, classes]`."""
+        block = self.block
+        given = None if "labels" not in block.inputs else labels
+        problem = labels_problem(block.batch, given, moved, in_place, block.num_items is not None)
+        if problem is not None:
+            block.told(problem)
+        with self._unnoticed():
+            found = loss_of(
+                block.batch, logits, in_place, group=block.loss_group, num_items=block.num_items,
+                ignore_index=ignore_index,
+            )  # fmt: skip
+        self.losses += 1
+        return found
+
+    def entropy(self, function: nn.CrossEntropyLoss, x: Tensor, labels: Tensor) -> Tensor | None:
+        """Return the loss that a model computes by PyTorch's; None if it is of something else."""
+        if self.model is None or self.knows or function.reduction == "none":
+            return None
+        mine = self.block.inputs.get("labels")
+        if problem := entropy_problem(function, labels, mine):
+            self.block.told(f"{name_of(self.model)} {problem}")
+        assert mine is not None  # labels are those
+        x = x.reshape(*mine.shape, x.shape[-1])
+        return self.loss(x, mine, None, function.ignore_index, in_place=True)
+
+    def router_loss(self, gate_logits: Any, top_k: int, mask: Tensor | None) -> Any:
+        """Return the loss of routers, of all tokens of the ring."""
+        if not isinstance(gate_logits, tuple):
+            return 0
+        if self.block.num_items is not None:
+            self.block.told(
+                "the routers' loss is of a batch, and this one is a part of several that are "
+                "accumulated; set output_router_logits=False"
+            )
+        self.losses += 1
+        return balance(gate_logits, top_k, mask, self.block.batch.ring)
+
+
+def spread_losses() -> Any:
+    """Return the block in which models' losses are those of the calls that are watched."""
+    return own_losses(_loss, _entropy, _is_of_wholes)
+
+
+def _loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    *_: Any,
+    in_place: bool,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **__: Any,
+) -> Tensor:
+    """Compute the loss of tokens, where transformers would compute that of a shard."""
+    call: Watched = needed().call
+    return call.loss(logits, labels, shift_labels, ignore_index, in_place)
+
+
+def _entropy(function: nn.CrossEntropyLoss, x: Tensor, labels: Tensor) -> Tensor | None:
+    block = opened()
+    return None if block is None else block.call.entropy(function, x, labels)
+
+
+def _is_of_wholes() -> bool:
+    block = opened()
+    return block is not None and block.call.pooled
+
+
+def _router_loss(
+    gate_logits: Any,
+    num_experts: Any = None,
+    top_k: int = 2,
+    attention_mask: Tensor | None = None,
+) -> Any:
+    return needed().call.router_loss(gate_logits, top_k, attention_mask)
+
+
+def _given_positions(module: nn.Module, args: Any, given: Any) -> Any:
+    block = opened()
+    if block is None:
+        return None
+    if is_compiling():
+        return run_apart(block.call.place, module, args, given)
+    return block.call.place(module, args, given)
+
+
+def _scored(_: nn.Module, __: Any, scores: Tensor) -> Tensor:
+    block = opened()
+    if block is None:
+        return scores
+    return run_apart(block.call.pool, scores) if is_compiling() else block.call.pool(scores)
