@@ -22,7 +22,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from ring_attention_pytorch.comm.ring import Group
-from ring_attention_pytorch.integrations.losses import AFTER_GENERATION, SCORES, TOKENS, loss_of
+from ring_attention_pytorch.integrations.known_trainers import AFTER_GENERATION, SCORES, TOKENS, loss_of
 from ring_attention_pytorch.integrations.models import RingForward, opened, ring_forward
 from ring_attention_pytorch.integrations.whole import spread_probabilities, spread_scores
 from ring_attention_pytorch.training.batches import ShardedBatch, shard_batch
