@@ -7,10 +7,12 @@ Tested with TRL 1.16.0.
 
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from accelerate.utils import set_seed
 from torch import Tensor
 from trl import GRPOTrainer
+from trl.trainer.utils import nanstd
 
 from ring_attention_pytorch.integrations.trainer import RingTrainerMixin
 
@@ -72,4 +74,23 @@ class RingGRPOTrainer(RingTrainerMixin, GRPOTrainer):
         """Return rewards of all ranks, those of a ring's first rank for the whole ring."""
         rewards = super()._calculate_rewards(*given, **more)
         ranks = rewards.unflatten(0, (self.accelerator.num_processes, -1))
-        return ranks[:: self._alike].repeat_interleave(self._alike, 0).flatten(0, 1)
+        of_rings = ranks[:: self._alike]
+        self._rewards_of_rings = of_rings.flatten(0, 1)
+        return of_rings.repeat_interleave(self._alike, 0).flatten(0, 1)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        """Generate, and count in what is logged each ring's samples once."""
+        before = self.state.num_input_tokens_seen
+        found = super()._generate_and_score_completions(inputs)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        self.state.num_input_tokens_seen -= before
+        self.state.num_input_tokens_seen //= self._alike
+        self.state.num_input_tokens_seen += before
+        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
+        rewards = self._rewards_of_rings
+        for i, name in enumerate(self.reward_func_names):
+            metrics[f"rewards/{name}/std"][-1] = nanstd(rewards[:, i]).item()
+        weighted = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        weighted[torch.isnan(rewards).all(dim=1)] = torch.nan
+        metrics["reward_std"][-1] = nanstd(weighted).item()
+        return found

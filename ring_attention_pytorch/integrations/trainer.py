@@ -197,7 +197,6 @@ class RingTrainerMixin(_Trainer):
             for model in (self.model, getattr(self, "ref_model", None)):
                 if model is not None:
                     spread_probabilities(model, self._shard, self.ring_options)
-        self._tp_size = self._alike  # by which TRL divides numbers of tokens
 
     def _refuse(self, problem: str) -> None:
         raise ValueError(f"{type(self).__name__}: {problem}")
@@ -290,7 +289,7 @@ def _as_block(block: Any) -> AbstractContextManager[Any]:
 def _labels_stay(model: nn.Module) -> bool:
     """Tell whether a model predicts the tokens that are masked, and not the next ones."""
     base = getattr(model, "get_base_model", lambda: model)()
-    return getattr(base, "loss_type", None) == "ForMaskedLM" or "MaskedLM" in type(base).__name__
+    return getattr(base, "loss_type", None) in ("ForMaskedLM", "ForTokenClassification")
 
 
 def _documents(whole: Mapping[str, Any]) -> dict[str, Any]:
