@@ -40,7 +40,8 @@ def test_trainer_and_accelerate_train_as_transformers_does_alone(pools):
 
 def launch(example: str, ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
     run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    run += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", f"examples.{example}"]
+    run += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    run += ["-m", "tests.support.hash_seeds", f"examples.{example}"]  # sets differ between ranks
     done = subprocess.run(
         [*run, *options],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,

@@ -131,7 +131,7 @@ def preferences(count: int) -> list[dict[str, Any]]:
 def judged(count: int) -> list[dict[str, Any]]:
     """A completion, and one that belongs to another prompt."""
     found = _drawn(count, prompt_ids=(3, 9), completion_ids=(5, 17), KL_completion_ids=(5, 17))
-    return [{**sample, "label": i % 3 != 1} for i, sample in enumerate(found)]
+    return [{**sample, "label": i % 2 == 0} for i, sample in enumerate(found)]
 
 
 def prompts(count: int) -> list[dict[str, Any]]:
@@ -261,8 +261,13 @@ def as_launched() -> Iterator[None]:
         os.environ.update(before)
 
 
-def trained(name: str, ring: int = 0, steps: int = STEPS, **options: Any) -> Told:
-    """Train by a trainer; ring is how many ranks share a sequence, 0 is its package alone."""
+def trained(
+    name: str, ring: int = 0, steps: int = STEPS, sizes: tuple[int, int] = (14, 6), **options: Any
+) -> Told:
+    """Train by a trainer; ring is how many ranks share a sequence, 0 is its package alone.
+
+    Of its data so many samples are for training, so many for evaluation.
+    """
     from ring_attention_pytorch.integrations.accelerate import RingParallelismConfig
 
     register()
@@ -282,10 +287,10 @@ def trained(name: str, ring: int = 0, steps: int = STEPS, **options: Any) -> Tol
         )  # fmt: skip
         from datasets import Dataset
 
-        data = Dataset.from_list([{n: _plain(v) for n, v in s.items()} for s in row.samples(14)])
+        data = Dataset.from_list([{n: _plain(v) for n, v in s.items()} for s in row.samples(sizes[0])])
         trainer = kind(
             model=row.model(attention), args=args, train_dataset=data,
-            eval_dataset=data.select(range(6)), **row.more(attention),
+            eval_dataset=data.select(range(sizes[1])), **row.more(attention),
         )  # fmt: skip
         trainer.train()
     log: dict[str, list[float]] = {}
