@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.integrations.known_trainers import AFTER_GENERATION, SCORES, TOKENS, loss_of
 from ring_attention_pytorch.integrations.models import RingForward, opened, ring_forward
+from ring_attention_pytorch.integrations.probe import probe
 from ring_attention_pytorch.integrations.whole import spread_probabilities, spread_scores
 from ring_attention_pytorch.training.batches import ShardedBatch, shard_batch
 
@@ -50,11 +51,16 @@ class RingTrainerMixin(_Trainer):
     Attributes:
         ring_layout: as `layout` of `shard_batch`.
         ring_options: as `options` of `ring_forward`.
+        ring_probe: compare the first batch with the trainer's own package in one process: loss,
+            gradients, and logits where there are some. If they differ it raises, on all ranks.
+            Each rank needs memory for the whole batch, so take one that is short.
     """
 
     ring_layout: ClassVar[Any] = "auto"
     ring_options: ClassVar[Mapping[str, Any]] = {}
+    ring_probe: ClassVar[bool] = False
     _generates: ClassVar[bool] = False
+    _probing: bool = False
 
     def __init__(self, *given: Any, **more: Any) -> None:
         self._loss_is_of = loss_of(type(self), RingTrainerMixin)
@@ -82,6 +88,7 @@ class RingTrainerMixin(_Trainer):
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches: list[ShardedBatch] = []
         for whole in epoch_iterator:
+            self._probe_once(self._prepare_inputs(whole))
             batches.append(self._shard(whole))
             if len(batches) == num_batches:
                 break
@@ -118,6 +125,8 @@ class RingTrainerMixin(_Trainer):
     ) -> Any:
         """Compute the loss as the trainer does: that of this rank's tokens, over all of them."""
         if self._loss_is_of != TOKENS:
+            if model.training:
+                self._probe_once({"whole": inputs})
             return super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
@@ -172,6 +181,8 @@ class RingTrainerMixin(_Trainer):
         Outside of a batch's block they have the same: it is that of one of them.
         """
         gather, state = self.accelerator.gather, self.accelerator.gradient_state
+        if self._probing:  # of one ring, so that one process can have the same
+            return recursively_apply(torch.atleast_1d, input_data)
         if opened() is not None:
             return gather(input_data)
         last = state.remainder if state.end_of_dataloader else 0
@@ -197,6 +208,34 @@ class RingTrainerMixin(_Trainer):
             for model in (self.model, getattr(self, "ref_model", None)):
                 if model is not None:
                     spread_probabilities(model, self._shard, self.ring_options)
+
+    def _probe_once(self, whole: Mapping[str, Any]) -> None:
+        """Compare a first batch, if this is one and it is asked for."""
+        if not self.ring_probe or "_probing" in vars(self):
+            return
+        self._probing = True
+        try:
+            probe(self, self.accelerator.unwrap_model(self.model), whole)
+        finally:
+            self._probing = False
+
+    def _loss_for_probe(self, model: nn.Module, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Compute the loss of a batch as in training, but of this ring's sequences alone."""
+        if self._loss_is_of != TOKENS:
+            return {"loss": self.compute_loss(model, dict(whole["whole"]))}
+        batch = self._shard(whole)
+        rings = self.accelerator.num_processes // batch.ring_size  # by which trainers multiply
+        items = None if batch.num_items is None else batch.num_items * rings
+        block, mine = self._prepare_context_parallel_inputs(model, batch)
+        with _as_block(block()):
+            return _with_logits(self, self.compute_loss, model, mine, num_items_in_batch=items)
+
+    def _loss_alone(self, model: nn.Module, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Compute the same as the trainer's package does, in one process."""
+        if self._loss_is_of != TOKENS:
+            return {"loss": self.compute_loss(model, dict(whole["whole"]))}
+        given = {name: t for name, t in whole.items() if name not in _OF_KERNELS}
+        return _with_logits(self, super().compute_loss, model, given)
 
     def _refuse(self, problem: str) -> None:
         raise ValueError(f"{type(self).__name__}: {problem}")
@@ -284,6 +323,16 @@ def _needed() -> RingForward:
 
 def _as_block(block: Any) -> AbstractContextManager[Any]:
     return block
+
+
+def _with_logits(
+    trainer: Any, compute: Any, model: nn.Module, given: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Compute a loss, and return with it the logits of trainers that have some."""
+    if hasattr(trainer, "_metrics"):  # TRL's, whose heads make none
+        return {"loss": compute(model, given, **more)}
+    loss, out = compute(model, given, return_outputs=True, **more)
+    return {"loss": loss, "logits": out["logits"]}
 
 
 def _labels_stay(model: nn.Module) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from ring_attention_pytorch.comm.alone import in_one_process
 from ring_attention_pytorch.integrations.models import RingForward, ring_forward
 from ring_attention_pytorch.training.batches import ShardedBatch
 
@@ -61,8 +62,8 @@ def spread_probabilities(model: nn.Module, shard: Shard, options: Mapping[str, A
     spread = _Spread(model, shard, options)
 
     def before(_: nn.Module, args: Any, given: dict[str, Any]) -> Any:
-        if not given.get("fused_lm_head"):
-            return None  # it generates
+        if not given.get("fused_lm_head") or in_one_process():
+            return None  # it generates, or sequences are whole
         if args:
             raise ValueError(f"{spread.name}: whole sequences are given by name")
         forward = spread.enter(given)
@@ -111,6 +112,8 @@ def spread_scores(model: nn.Module, shard: Shard, options: Mapping[str, Any]) ->
     base = getattr(model, model.base_model_prefix)
 
     def before(_: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+        if in_one_process():
+            return None
         ids = {} if not args else {"input_ids": args[0]}
         return (), dict(spread.enter({**given, **ids}).inputs)
 
@@ -119,7 +122,7 @@ def spread_scores(model: nn.Module, shard: Shard, options: Mapping[str, Any]) ->
             batches[:] = [spread.leave(out is None)]
 
     def gather(_: nn.Module, args: Any, scores: Tensor) -> Tensor:
-        return batches.pop().unshard(scores)
+        return batches.pop().unshard(scores) if batches else scores
 
     base.register_forward_pre_hook(before, with_kwargs=True)
     base.register_forward_hook(after, with_kwargs=True, always_call=True)

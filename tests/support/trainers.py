@@ -218,8 +218,11 @@ def _other(model: nn.Module) -> nn.Module:
     return model
 
 
-def trainer_class(name: str, spread: bool) -> type:
-    """Return a trainer's class, which takes samples in their order and as they are."""
+def trainer_class(name: str, spread: bool, **own: Any) -> type:
+    """Return a trainer's class, which takes samples in their order and as they are.
+
+    own are attributes of the mixin.
+    """
     whole = TRAINERS[name].trainer()
 
     class InOrder:
@@ -234,10 +237,11 @@ def trainer_class(name: str, spread: bool) -> type:
     if "GRPO" in name:
         from ring_attention_pytorch.integrations.grpo import RingGRPOTrainer
 
-        return RingGRPOTrainer if spread else whole
+        return type("RingGRPOTrainer", (RingGRPOTrainer,), own) if spread else whole
     bases = (InOrder, RingTrainerMixin, whole) if spread else (InOrder, whole)
     # ModernBERT gives its attention no positions
-    own = {"ring_options": {"check_positions": False}} if "masked" in name else {}
+    if "masked" in name:
+        own["ring_options"] = {"check_positions": False}
     return type(f"{'Ring' if spread else ''}{whole.__name__}", bases, own)
 
 
@@ -272,7 +276,8 @@ def trained(
 
     register()
     row, attention = TRAINERS[name], "ring" if ring else "sdpa"
-    kind = trainer_class(name, ring > 0)
+    own = {n: options.pop(n) for n in [*options] if n.startswith("ring_")}
+    kind = trainer_class(name, ring > 0, **own)
     places = (dist.get_world_size() if dist.is_initialized() else 1) // ring if ring else 1
     options = {**row.options, **options}
     if ring > 1:
