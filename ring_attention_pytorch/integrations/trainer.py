@@ -25,7 +25,11 @@ from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.integrations.known_trainers import AFTER_GENERATION, SCORES, TOKENS, loss_of
 from ring_attention_pytorch.integrations.models import RingForward, opened, ring_forward
 from ring_attention_pytorch.integrations.probe import probe
-from ring_attention_pytorch.integrations.whole import spread_probabilities, spread_scores
+from ring_attention_pytorch.integrations.whole import (
+    spread_probabilities,
+    spread_scores,
+    without_loss,
+)
 from ring_attention_pytorch.training.batches import ShardedBatch, shard_batch
 
 if TYPE_CHECKING:
@@ -65,8 +69,7 @@ class RingTrainerMixin(_Trainer):
     def __init__(self, *given: Any, **more: Any) -> None:
         self._loss_is_of = loss_of(type(self), RingTrainerMixin)
         super().__init__(*given, **more)
-        if self._loss_is_of != TOKENS:
-            self._spread_models()
+        self._spread_models()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, whose loaders and metrics are those of rings."""
@@ -200,6 +203,10 @@ class RingTrainerMixin(_Trainer):
 
     def _spread_models(self) -> None:
         """Spread the models that give losses what these are of."""
+        if self._loss_is_of == TOKENS:
+            if getattr(self, "model", None) is not None:
+                without_loss(self.model)
+            return
         self._check_trainer()
         unwrap = getattr(self.model, "get_base_model", lambda: self.model)
         if self._loss_is_of == SCORES:

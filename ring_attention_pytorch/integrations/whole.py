@@ -108,22 +108,39 @@ def spread_scores(model: nn.Module, shard: Shard, options: Mapping[str, Any]) ->
             f"{type(model).__name__} pools in a way of its own; known are models that derive from "
             "transformers' GenericForSequenceClassification, as LlamaForSequenceClassification"
         )
-    spread, batches = _Spread(model, shard, options), []
-    base = getattr(model, model.base_model_prefix)
+    spread, base = _Spread(model, shard, options), getattr(model, model.base_model_prefix)
 
-    def before(_: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+    def before(_: nn.Module, args: Any, given: dict[str, Any]) -> None:
         if in_one_process():
-            return None
-        ids = {} if not args else {"input_ids": args[0]}
-        return (), dict(spread.enter({**given, **ids}).inputs)
+            return
+        if args:
+            raise ValueError(f"{spread.name}: whole sequences are given by name")
+        spread.enter(given)
+
+    def of_this_rank(_: nn.Module, args: Any, given: Any) -> Any:
+        return ((), dict(spread.opened[-1].inputs)) if spread.opened else None
+
+    def gather(_: nn.Module, args: Any, scores: Tensor) -> Tensor:
+        return spread.opened[-1].batch.unshard(scores) if spread.opened else scores
 
     def after(_: nn.Module, args: Any, given: dict[str, Any], out: Any) -> None:
         if spread.opened:
-            batches[:] = [spread.leave(out is None)]
+            spread.leave(out is None)
 
-    def gather(_: nn.Module, args: Any, scores: Tensor) -> Tensor:
-        return batches.pop().unshard(scores) if batches else scores
-
-    base.register_forward_pre_hook(before, with_kwargs=True)
-    base.register_forward_hook(after, with_kwargs=True, always_call=True)
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    base.register_forward_pre_hook(of_this_rank, with_kwargs=True)
     model.score.register_forward_hook(gather)
+    model.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+
+def without_loss(model: nn.Module) -> None:
+    """Take away what TRL's fused head calls a loss: the mean of this rank's tokens alone.
+
+    Trainers compute theirs of the log-probabilities.
+    """
+
+    def after(_: nn.Module, args: Any, given: dict[str, Any], out: Any) -> None:
+        if given.get("fused_lm_head"):
+            out.loss = None
+
+    model.register_forward_hook(after, with_kwargs=True)
