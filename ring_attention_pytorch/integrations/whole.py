@@ -88,10 +88,8 @@ def _of_whole_sequences(out: Any, batch: ShardedBatch) -> Any:
     wide = out.log_probs.dtype
     rows = torch.stack([t.to(wide) for t in mine.values()], dim=2)
     whole = batch.unshard(rows)[:, :-1].unbind(2)  # the last token predicts nothing
-    for (name, t), each in zip(mine.items(), whole, strict=True):
-        out[name] = each.to(t.dtype)
-    out.loss = None  # of a fused head it is of this rank's tokens; trainers compute their own
-    return out
+    pairs = zip(mine.items(), whole, strict=True)
+    return type(out)(**{name: each.to(t.dtype) for (name, t), each in pairs})  # without its loss
 
 
 def spread_scores(model: nn.Module, shard: Shard, options: Mapping[str, Any]) -> None:
@@ -139,8 +137,9 @@ def without_loss(model: nn.Module) -> None:
     Trainers compute theirs of the log-probabilities.
     """
 
-    def after(_: nn.Module, args: Any, given: dict[str, Any], out: Any) -> None:
-        if given.get("fused_lm_head"):
-            out.loss = None
+    def after(_: nn.Module, args: Any, given: dict[str, Any], out: Any) -> Any:
+        if not given.get("fused_lm_head"):
+            return None
+        return type(out)(**{name: t for name, t in out.items() if name != "loss"})
 
     model.register_forward_hook(after, with_kwargs=True)
