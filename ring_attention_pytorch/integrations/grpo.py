@@ -44,7 +44,10 @@ class RingGRPOTrainer(RingTrainerMixin, GRPOTrainer):
                 f"a ring has {samples} samples of a generation, a multiple of num_generations="
                 f"{self.num_generations} is needed: groups don't reach over rings"
             )
-        if self.scale_rewards == "batch" or self.multi_objective_aggregation == "normalize_then_sum":
+        if (
+            self.scale_rewards == "batch"
+            or self.multi_objective_aggregation == "normalize_then_sum"
+        ):
             self._refuse(
                 "rewards would be scaled by those of all ranks, each as often as its ring is long; "
                 'set scale_rewards="group" and multi_objective_aggregation="sum_then_normalize"'

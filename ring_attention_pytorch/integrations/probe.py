@@ -1,8 +1,8 @@
 """A trainer's first batch, by the model with and without the ring: logits, loss, gradients.
 
-    trainer.compute_loss, as it will train          over the ring
-    its package's, with transformers' attention     each rank for itself, of whole sequences
-    check_parity                                    compares them, on all ranks
+trainer.compute_loss, as it will train          over the ring
+its package's, with transformers' attention     each rank for itself, of whole sequences
+check_parity                                    compares them, on all ranks
 """
 
 import copy

@@ -13,6 +13,7 @@ A loss of whole sequences (reward models, DPO, KTO, GRPO): batches stay whole, t
 Loaders must give all ranks of a ring the same batches, as `RingParallelismConfig` makes them.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,7 +23,13 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from ring_attention_pytorch.comm.ring import Group
-from ring_attention_pytorch.integrations.known_trainers import AFTER_GENERATION, SCORES, TOKENS, loss_of
+from ring_attention_pytorch.integrations.accelerate import RingParallelismConfig
+from ring_attention_pytorch.integrations.known_trainers import (
+    AFTER_GENERATION,
+    SCORES,
+    TOKENS,
+    loss_of,
+)
 from ring_attention_pytorch.integrations.models import RingForward, opened, ring_forward
 from ring_attention_pytorch.integrations.probe import probe
 from ring_attention_pytorch.integrations.whole import (
@@ -73,6 +80,9 @@ class RingTrainerMixin(_Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, whose loaders and metrics are those of rings."""
+        launched = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
+        if launched and self.args.parallelism_config is None:  # sizes are of `accelerate launch`
+            self.args.parallelism_config = RingParallelismConfig()
         super().create_accelerator_and_postprocess()
         if getattr(self.args, "precompute_ref_log_probs", False):
             self._refuse("precompute_ref_log_probs must be False: their loader knows no rings")
@@ -278,7 +288,9 @@ class RingTrainerMixin(_Trainer):
     def _check_trainer(self) -> None:
         """Raise ValueError if the trainer would compute with shards as if they were whole."""
         if self._loss_is_of == AFTER_GENERATION and not self._generates:
-            problem = "it generates; take RingGRPOTrainer, of ring_attention_pytorch.integrations.grpo"
+            problem = (
+                "it generates; take RingGRPOTrainer, of ring_attention_pytorch.integrations.grpo"
+            )
         elif self.accelerator.num_processes > 1 and self._ring is None:
             problem = (
                 "nothing says which ranks share a sequence; set "

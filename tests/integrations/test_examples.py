@@ -15,7 +15,7 @@ pytest.importorskip("accelerate")
 
 from examples import train_llama
 from ring_attention_pytorch.integrations.transformers import register
-from tests.integrations.test_trainers import as_launched
+from tests.support.trainers import as_launched
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide" / "huggingface.md"

@@ -11,9 +11,10 @@ batch of an epoch is smaller than others.
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -47,7 +48,7 @@ class Trains(NamedTuple):
     model: Callable[[str], nn.Module]
     samples: Callable[[int], list[dict[str, Any]]]
     more: Callable[[str], dict[str, Any]] = lambda attention: {}
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 def _filled(model: nn.Module) -> nn.Module:
@@ -284,18 +285,16 @@ def trained(
         options["parallelism_config"] = RingParallelismConfig(cp_size=ring, dp_shard_size=places)
     with as_launched(), in_double(), tempfile.TemporaryDirectory() as folder:
         args = row.arguments()(
-            output_dir=folder, use_cpu=True, max_steps=steps, per_device_train_batch_size=BATCH // places,
-            per_device_eval_batch_size=BATCH // places, optim="sgd", report_to=[], learning_rate=0.5,
+            output_dir=folder, use_cpu=True, max_steps=steps, optim="sgd", learning_rate=0.5,
+            per_device_train_batch_size=BATCH // places, per_device_eval_batch_size=BATCH // places,
             lr_scheduler_type="constant", max_grad_norm=0.0, save_strategy="no", logging_steps=1,
-            eval_strategy="steps", eval_steps=steps // 2, disable_tqdm=True, dataloader_pin_memory=False,
-            prediction_loss_only=True, **options,
+            eval_strategy="steps", eval_steps=steps // 2, disable_tqdm=True, report_to=[],
+            dataloader_pin_memory=False, prediction_loss_only=True, **options,
         )  # fmt: skip
-        from datasets import Dataset
-
-        data = Dataset.from_list([{n: _plain(v) for n, v in s.items()} for s in row.samples(sizes[0])])
+        train, held = (_dataset(name, row.samples(n)) for n in sizes)
         trainer = kind(
-            model=row.model(attention), args=args, train_dataset=data,
-            eval_dataset=data.select(range(sizes[1])), **row.more(attention),
+            model=row.model(attention), args=args, train_dataset=train, eval_dataset=held,
+            **row.more(attention),
         )  # fmt: skip
         trainer.train()
     log: dict[str, list[float]] = {}
@@ -326,8 +325,12 @@ def in_double() -> Iterator[None]:
         yield
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
+def _dataset(name: str, samples: list[dict[str, Any]]) -> Any:
+    if name.startswith("Trainer"):
+        return samples
+    from datasets import Dataset  # TRL asks for it
+
+    return Dataset.from_list(samples)
 
 
 def difference(got: Told, want: Told) -> dict[str, float]:
@@ -344,3 +347,37 @@ def difference(got: Told, want: Told) -> dict[str, float]:
 def _error(got: list[float], want: list[float]) -> float:
     a, b = torch.tensor(got).double(), torch.tensor(want).double()
     return float((a - b).abs().max() / b.abs().max().clamp_min(1.0))
+
+
+def table(processes: int = 4) -> list[str]:
+    """Return the lines of the table, each trainer with its worst differences."""
+    from tests.support.ranks import Pool
+
+    lines = [
+        f"| trainer | losses | whatever else is logged | parameters after {STEPS} steps |",
+        "| --- | --- | --- | --- |",
+    ]
+    pool = Pool(processes)
+    for name in TRAINERS:
+        alone = trained(name)
+        found = [difference(got, alone) for got in pool.run(trained, name, processes)]
+        worst = [max(each[kind] for each in found) for kind in found[0]]
+        cells = [f"{error:.0e}" if error else "0" for error in worst]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    pool.stop()
+    return lines
+
+
+def main() -> None:
+    """Print the table, or write it into its page."""
+    lines = table()
+    print("\n".join(lines))
+    if "--write" in sys.argv:
+        before, _, rest = PAGE.read_text().partition(lines[0])
+        after = rest[rest.index("\n\n") :]
+        PAGE.write_text(before + "\n".join(lines) + after)
+
+
+if __name__ == "__main__":
+    main()
