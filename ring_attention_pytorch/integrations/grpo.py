@@ -5,15 +5,16 @@
 Tested with TRL 1.16.0.
 """
 
+import pickle
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import set_seed
 from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
+from ring_attention_pytorch.comm.ring import as_ring
 from ring_attention_pytorch.integrations.trainer import RingTrainerMixin
 
 
@@ -66,12 +67,12 @@ class RingGRPOTrainer(RingTrainerMixin, GRPOTrainer):
         before = model.config._attn_implementation
         model.set_attn_implementation(self.ring_generates)
         try:
-            found = [super()._generate_single_turn(*given, **more)]
+            found = super()._generate_single_turn(*given, **more)
         finally:
             model.set_attn_implementation(before)
-        if self._ring is not None:  # others may have drawn other tokens
-            dist.broadcast_object_list(found, group=self._ring.get_group(), group_src=0)
-        return found[0]
+        ring = as_ring(self._ring)  # others may have drawn other tokens
+        told = pickle.dumps(found) if ring.rank == 0 else b""
+        return pickle.loads(ring.gather_notes("RingGRPOTrainer", told)[0])
 
     def _calculate_rewards(self, *given: Any, **more: Any) -> Tensor:
         """Return rewards of all ranks, those of a ring's first rank for the whole ring."""

@@ -18,9 +18,11 @@ pytest.importorskip("accelerate")
 from accelerate import ParallelismConfig
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
+from ring_attention_pytorch.integrations import whole
 from ring_attention_pytorch.integrations.accelerate import RingParallelismConfig
 from ring_attention_pytorch.integrations.known_trainers import AFTER_GENERATION, TOKENS, loss_of
 from ring_attention_pytorch.integrations.transformers import RingTrainerMixin, register
+from ring_attention_pytorch.training.batches import ShardedBatch, shard_batch
 from tests.integrations.test_transformers import raised
 from tests.support import hf, trainers
 from tests.support.hf import WORDS, model_of
@@ -296,13 +298,11 @@ class Scaled(Trainer):
         return 2 * super().compute_loss(*given, **more)
 
 
-@pytest.mark.parametrize(
-    ("kind", "own"), [(Scaled, "compute_loss"), (Seq2SeqTrainer, "prediction_step")]
-)
-def test_a_trainer_with_a_loss_of_its_own_is_refused_by_name(kind, own):
-    mixed = type("Mixed", (RingTrainerMixin, kind), {})
-    with pytest.raises(ValueError, match=f"{kind.__name__} has a {own} of its own"):
-        mixed(model_of("Llama", "ring"))
+def test_trainers_with_losses_of_their_own_are_refused():
+    for kind, own in ((Scaled, "compute_loss"), (Seq2SeqTrainer, "prediction_step")):
+        mixed = type("Mixed", (RingTrainerMixin, kind), {})
+        with pytest.raises(ValueError, match=f"{kind.__name__} has a {own} of its own"):
+            mixed(model_of("Llama", "ring"))
 
 
 def test_a_subclass_of_both_may_have_a_loss_of_its_own():
@@ -336,28 +336,47 @@ def test_samples_that_fill_up_a_batch_have_no_labels():
 
 
 @pytest.mark.skipif(not HAS_TRL, reason="needs TRL")
-def test_trl_settings_that_would_be_wrong_are_refused():
+def test_settings_that_would_be_wrong_are_refused():
     from trl import GRPOTrainer
 
     from ring_attention_pytorch.integrations.grpo import RingGRPOTrainer
 
     bare = type("Bare", (RingTrainerMixin, GRPOTrainer), {})
-    with pytest.raises(ValueError, match="take RingGRPOTrainer"):
-        RingTrainerMixin._check_trainer(_checked(bare))
-    for wrong, text in (
-        (dict(num_generations=4), "groups don't reach over rings"),
-        (dict(scale_rewards="batch"), "rewards would be scaled"),
+    for kind, wrong, text in (
+        (bare, {}, "take RingGRPOTrainer"),
+        (bare, dict(_generates=True, neftune_noise_alpha=5.0), "neftune_noise_alpha=None"),
+        (bare, dict(_generates=True, dispatches=True), '"dispatch_batches": False'),
+        (RingGRPOTrainer, dict(num_generations=4), "groups don't reach over rings"),
+        (RingGRPOTrainer, dict(scale_rewards="batch"), "rewards would be scaled"),
     ):
         with pytest.raises(ValueError, match=text):
-            RingGRPOTrainer._check_trainer(_checked(RingGRPOTrainer, **wrong))
+            kind._check_trainer(_checked(kind, **wrong))
 
 
-def _checked(kind: type, **own: Any) -> Any:
+def test_scores_of_a_ring_are_gathered(monkeypatch):
+    model, batch = trainers.scoring("ring"), {"input_ids": torch.tensor([[3, 4, 5, 6]])}
+    register()
+    whole.spread_scores(model, lambda given: shard_batch(given), {})
+    gathered = []
+    monkeypatch.setattr(ShardedBatch, "unshard", lambda _, x, **__: gathered.append(x) or x)
+    with hf.in_double():
+        model(**batch)
+    assert [*gathered[0].shape] == [1, 4, 1]
+
+
+def test_a_probe_finds_a_wrong_loss_alone():
+    class Probed(Halved):
+        ring_probe = True
+
+    assert "the probe of the first batch failed" in raised(lambda: start(kind=Probed))
+
+
+def _checked(kind: type, dispatches: bool = False, **own: Any) -> Any:
     """A trainer of a ring of two that has been made as far as it is looked at."""
     made = object.__new__(type("Made", (kind,), {"_ring": SimpleNamespace(size=lambda: 2)}))
     made._loss_is_of = AFTER_GENERATION
     made.accelerator = SimpleNamespace(
-        num_processes=2, parallelism_config=CONFIG(cp_size=2), dispatch_batches=False
+        num_processes=2, parallelism_config=CONFIG(cp_size=2), dispatch_batches=dispatches
     )
     made.args = SimpleNamespace(per_device_train_batch_size=2, steps_per_generation=1)
     vars(made).update(

@@ -287,7 +287,7 @@ def trained(
         args = row.arguments()(
             output_dir=folder, use_cpu=True, max_steps=steps, optim="sgd", learning_rate=0.5,
             per_device_train_batch_size=BATCH // places, per_device_eval_batch_size=BATCH // places,
-            lr_scheduler_type="constant", max_grad_norm=0.0, save_strategy="no", logging_steps=1,
+            lr_scheduler_type="linear", max_grad_norm=0.0, save_strategy="no", logging_steps=1,
             eval_strategy="steps", eval_steps=steps // 2, disable_tqdm=True, report_to=[],
             dataloader_pin_memory=False, prediction_loss_only=True, **options,
         )  # fmt: skip
