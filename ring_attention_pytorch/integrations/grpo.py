@@ -28,6 +28,8 @@ class RingGRPOTrainer(RingTrainerMixin, GRPOTrainer):
         ring_generates: the attention by which models generate, each rank for itself.
     """
 
+    args: Any
+    model: Any
     ring_generates: ClassVar[str] = "sdpa"
     _generates: ClassVar[bool] = True
 

@@ -40,6 +40,8 @@ def probe(trainer: Any, model: nn.Module, whole: Mapping[str, Any]) -> ParityRep
 class _Step(nn.Module):
     """A trainer's loss of whole sequences; in a world of one process that of its own package."""
 
+    trainer: Any
+
     def __init__(self, trainer: Any, model: nn.Module):
         super().__init__()
         self.model = model

@@ -94,7 +94,7 @@ class RingTrainerMixin(_Trainer):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Tensor | None]:
+    ) -> tuple[list[Any], Tensor | int | None]:
         """Return the next batches, sharded, and how many real tokens they and other rings have."""
         self._check_trainer()
         if self._loss_is_of != TOKENS:
@@ -213,18 +213,18 @@ class RingTrainerMixin(_Trainer):
 
     def _spread_models(self) -> None:
         """Spread the models that give losses what these are of."""
+        policy: Any = getattr(self, "model", None)
         if self._loss_is_of == TOKENS:
-            if getattr(self, "model", None) is not None:
-                without_loss(self.model)
+            if policy is not None:
+                without_loss(policy)
             return
         self._check_trainer()
-        unwrap = getattr(self.model, "get_base_model", lambda: self.model)
         if self._loss_is_of == SCORES:
-            spread_scores(unwrap(), self._shard, self.ring_options)
-        else:
-            for model in (self.model, getattr(self, "ref_model", None)):
-                if model is not None:
-                    spread_probabilities(model, self._shard, self.ring_options)
+            spread_scores(_base_of(policy), self._shard, self.ring_options)
+            return
+        for model in (policy, getattr(self, "ref_model", None)):
+            if model is not None:
+                spread_probabilities(model, self._shard, self.ring_options)
 
     def _probe_once(self, whole: Mapping[str, Any]) -> None:
         """Compare a first batch, if this is one and it is asked for."""
@@ -260,7 +260,7 @@ class RingTrainerMixin(_Trainer):
     @property
     def _alike(self) -> int:
         """The number of ranks that have the same sequences."""
-        ring = self._ring
+        ring: Any = self._ring
         size = 1 if ring is None else ring.size()
         return size * self.get_tp_size()
 
@@ -354,10 +354,14 @@ def _with_logits(
     return {"loss": loss, "logits": out["logits"]}
 
 
-def _labels_stay(model: nn.Module) -> bool:
+def _base_of(model: Any) -> Any:
+    """Return the model of transformers that PEFT has adapted, or that it is."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
+def _labels_stay(model: Any) -> bool:
     """Tell whether a model predicts the tokens that are masked, and not the next ones."""
-    base = getattr(model, "get_base_model", lambda: model)()
-    return getattr(base, "loss_type", None) in ("ForMaskedLM", "ForTokenClassification")
+    return getattr(_base_of(model), "loss_type", None) in ("ForMaskedLM", "ForTokenClassification")
 
 
 def _documents(whole: Mapping[str, Any]) -> dict[str, Any]:
