@@ -203,11 +203,20 @@ def test_a_probe_finds_a_wrong_loss_and_changes_nothing(name, pools):
         check(trainers.difference(got, want))
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Sequences whose number nobody knows."""
+
+    def __iter__(self) -> Any:
+        return iter(sequences("padded"))
+
+
 def start(model: str = "ring", kind: type = RingTrainer, act: str = "train", **more: Any) -> Any:
     """Let a trainer do something that should not be done."""
     names = ("compute_loss_func", "compute_metrics")
     own = {name: more.pop(name) for name in names if name in more}
-    data = sequences("padded")
+    data: Any = sequences("padded")
+    if more.pop("stream", False):
+        data = Stream()
     os.environ.update(more.pop("told", {}))
     with as_launched(), tempfile.TemporaryDirectory() as folder:
         args = arguments(folder, 2, **more)
@@ -237,6 +246,7 @@ def refusals() -> dict[str, str]:
         "parts of batches": raised(
             lambda: start(accelerator_config={"dispatch_batches": True}, **ring)
         ),
+        "a stream": raised(lambda: start(stream=True, max_steps=1, **ring)),
         "launched": launched_with(dist.get_world_size()),
     }
 
@@ -262,6 +272,7 @@ REFUSED = {
     "another mesh": "there are 4 processes",
     "NEFTune": "neftune_noise_alpha=None",
     "parts of batches": '"dispatch_batches": False',
+    "a stream": "no error, but TrainOutput(global_step=1",
     "launched": "no error, but TrainOutput(global_step=1",
 }
 
