@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -364,15 +365,14 @@ def test_settings_that_would_be_wrong_are_refused():
             kind._check_trainer(_checked(kind, **wrong))
 
 
-def test_scores_of_a_ring_are_gathered(monkeypatch):
+def test_scores_of_a_ring_are_gathered():
     model, batch = trainers.scoring("ring"), {"input_ids": torch.tensor([[3, 4, 5, 6]])}
     register()
     whole.spread_scores(model, lambda given: shard_batch(given), {})
-    gathered = []
-    monkeypatch.setattr(ShardedBatch, "unshard", lambda _, x, **__: gathered.append(x) or x)
-    with hf.in_double():
+    with mock.patch.object(ShardedBatch, "unshard", side_effect=lambda x: x) as unshard:
         model(**batch)
-    assert [*gathered[0].shape] == [1, 4, 1]
+    (scores,) = unshard.call_args.args
+    assert [*scores.shape] == [1, 4, 1]
 
 
 def test_a_probe_finds_a_wrong_loss_alone():
