@@ -366,8 +366,8 @@ def test_settings_that_would_be_wrong_are_refused():
 
 
 def test_scores_of_a_ring_are_gathered():
-    model, batch = trainers.scoring("ring"), {"input_ids": torch.tensor([[3, 4, 5, 6]])}
     register()
+    model, batch = trainers.scoring("ring"), {"input_ids": torch.tensor([[3, 4, 5, 6]])}
     whole.spread_scores(model, lambda given: shard_batch(given), {})
     with mock.patch.object(ShardedBatch, "unshard", side_effect=lambda x: x) as unshard:
         model(**batch)
