@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 -m examples.grpo
     python -m examples.grpo --plain
 
-The first rank of a ring generates, as many tokens at a time as there are samples. The loss needs
-log-probabilities of whole sequences: these are spread. Both commands print the same losses; the
-second one runs nothing of this library.
+Each rank generates, and takes what the first one has. The loss needs log-probabilities of whole
+sequences: these are spread. Both commands print the same losses; the second one runs nothing of
+this library.
 
 The model is tiny and random; it is rewarded for small letters.
 """
@@ -17,61 +17,16 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-from accelerate.utils import set_seed
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
-from ring_attention_pytorch import ring_token_logprobs, shard_batch
 from ring_attention_pytorch.integrations.accelerate import RingParallelismConfig
-from ring_attention_pytorch.integrations.transformers import register, ring_forward
+from ring_attention_pytorch.integrations.grpo import RingGRPOTrainer
+from ring_attention_pytorch.integrations.transformers import register
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,;?"
-GENERATES = "sdpa"  # the attention that generates
-
-
-class RingGRPOTrainer(GRPOTrainer):
-    """TRL's GRPOTrainer whose log-probabilities are those of spread sequences."""
-
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
-        place = self.accelerator.process_index // (1 if self._ring is None else self._ring.size())
-        set_seed(self.args.seed + place)  # ranks of a ring shuffle alike
-
-    def _get_per_token_logps_and_entropies(
-        self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int,
-        **more: Any,
-    ) -> tuple[Tensor, Tensor | None, None]:  # fmt: skip
-        if unknown := [n for n, v in more.items() if v is not None and not _is_idle(n)]:
-            raise ValueError(f"{', '.join(unknown)} can't be spread")
-        whole = {"input_ids": input_ids, "labels": input_ids, "attention_mask": attention_mask}
-        batch = shard_batch(whole, group=self._ring)
-        with ring_forward(batch, labels=False) as inputs:
-            logits = model(**inputs).logits / self.temperature
-            found = ring_token_logprobs(logits, batch)
-            entropies = batch.unshard(torch.distributions.Categorical(logits=logits).entropy())
-        kept = slice(-logits_to_keep - 1, -1)  # a token predicts the next one
-        return found[:, kept], entropies[:, kept] if more.get("compute_entropy") else None, None
-
-    def _generate_single_turn(self, *given: Any, **more: Any) -> Any:
-        model = self.accelerator.unwrap_model(self.model)
-        model.set_attn_implementation(GENERATES)
-        found = [super()._generate_single_turn(*given, **more)]
-        model.set_attn_implementation("ring")
-        if self._ring is not None:  # all ranks of a ring need the same completions
-            dist.broadcast_object_list(found, group=self._ring.get_group(), group_src=0)
-        return found[0]
-
-    @property
-    def _ring(self) -> Any:
-        mesh = self.accelerator.torch_device_mesh
-        return None if mesh is None else mesh["cp"]
-
-
-def _is_idle(name: str) -> bool:
-    return name in ("batch_size", "compute_entropy", "compute_aux_loss")
 
 
 def train(plain: bool, steps: int) -> list[dict[str, float]]:
@@ -83,7 +38,7 @@ def train(plain: bool, steps: int) -> list[dict[str, float]]:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(LETTERS), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, attn_implementation=GENERATES if plain else "ring",
+        num_attention_heads=4, attn_implementation="sdpa" if plain else "ring",
     )  # fmt: skip
     prompts = [{"prompt": LETTERS[i : i + 3 + i % 4]} for i in range(8 * steps)]
     size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,22 +1,42 @@
-"""Trainers of Hugging Face over sequences that are spread: `Trainer`, and TRL's `SFTTrainer`.
+"""Trainers of Hugging Face over sequences that are spread: `Trainer`, and TRL's by a list.
+
+A loss of tokens (Trainer, SFTTrainer):
 
     get_batch_samples                   whole batches -> this rank's parts; real tokens are counted
     _prepare_context_parallel_inputs    the block of a batch, which the trainer opens for each step
     compute_loss                        the trainer's own: a rank's sum, over all real tokens
     prediction_step                     the same for evaluation
 
+A loss of whole sequences (reward models, DPO, KTO, GRPO): batches stay whole, the model is spread
+(`whole.py`), and each rank computes the same loss.
+
 Loaders must give all ranks of a ring the same batches, as `RingParallelismConfig` makes them.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.integrations.accelerate import RingParallelismConfig
+from ring_attention_pytorch.integrations.known_trainers import (
+    AFTER_GENERATION,
+    SCORES,
+    TOKENS,
+    loss_of,
+)
 from ring_attention_pytorch.integrations.models import RingForward, opened, ring_forward
+from ring_attention_pytorch.integrations.probe import probe
+from ring_attention_pytorch.integrations.whole import (
+    spread_probabilities,
+    spread_scores,
+    without_loss,
+)
 from ring_attention_pytorch.training.batches import ShardedBatch, shard_batch
 
 if TYPE_CHECKING:
@@ -42,18 +62,46 @@ class RingTrainerMixin(_Trainer):
     Attributes:
         ring_layout: as `layout` of `shard_batch`.
         ring_options: as `options` of `ring_forward`.
+        ring_probe: compare the first batch with the trainer's own package in one process: loss,
+            gradients, and logits where there are some. If they differ it raises, on all ranks.
+            Each rank needs memory for the whole batch, so take one that is short.
     """
 
     ring_layout: ClassVar[Any] = "auto"
     ring_options: ClassVar[Mapping[str, Any]] = {}
+    ring_probe: ClassVar[bool] = False
+    _generates: ClassVar[bool] = False
+    _probing: bool = False
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        self._loss_is_of = loss_of(type(self), RingTrainerMixin)
+        super().__init__(*given, **more)
+        self._spread_models()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, whose loaders and metrics are those of rings."""
+        launched = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
+        if launched and self.args.parallelism_config is None:  # sizes are of `accelerate launch`
+            self.args.parallelism_config = RingParallelismConfig()
+        super().create_accelerator_and_postprocess()
+        if getattr(self.args, "precompute_ref_log_probs", False):
+            self._refuse("precompute_ref_log_probs must be False: their loader knows no rings")
+        self.accelerator.gather_for_metrics = self._gather_for_metrics
+        self.gather_function = self._gather_for_metrics
+        loaders = self.accelerator.dataloader_config
+        if loaders.dispatch_batches is None:
+            loaders.dispatch_batches = False  # ranks of a ring would get parts of a batch
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[ShardedBatch], Tensor | None]:
+    ) -> tuple[list[Any], Tensor | int | None]:
         """Return the next batches, sharded, and how many real tokens they and other rings have."""
         self._check_trainer()
+        if self._loss_is_of != TOKENS:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches: list[ShardedBatch] = []
         for whole in epoch_iterator:
+            self._probe_once(self._prepare_inputs(whole))
             batches.append(self._shard(whole))
             if len(batches) == num_batches:
                 break
@@ -61,20 +109,21 @@ class RingTrainerMixin(_Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor | None:
         """Count real tokens of batches and of those of other rings, each sequence once."""
+        if self._loss_is_of != TOKENS:
+            return None
         forward = opened()
         sharded = [forward.batch] if forward else batch_samples
         counts: list[Tensor] = [b.num_items for b in sharded if b.num_items is not None]
         if not counts:
             return None
         items = torch.stack(counts).sum().to(device)
-        alike = sharded[0].ring_size * self.get_tp_size()  # ranks that have the same sequences
-        return self.accelerator.gather(items).sum() / alike
+        return self.accelerator.gather(items).sum() / self._alike
 
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: Any
     ) -> tuple[Any, dict[str, Any]]:
         """Return what opens a batch's block, and the inputs in it."""
-        if opened() is not None:  # evaluation has opened it
+        if self._loss_is_of != TOKENS or opened() is not None:  # evaluation has opened it
             return nullcontext, inputs
         batch = inputs if isinstance(inputs, ShardedBatch) else self._shard(inputs)
         forward = ring_forward(batch, **self.ring_options)
@@ -88,6 +137,12 @@ class RingTrainerMixin(_Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """Compute the loss as the trainer does: that of this rank's tokens, over all of them."""
+        if self._loss_is_of != TOKENS:
+            if model.training:
+                self._probe_once({"whole": inputs})
+            return super().compute_loss(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
         forward = _needed()
         if num_items_in_batch is None:  # some trainers don't count when they evaluate
             num_items_in_batch = self._get_num_items_in_batch([], self.args.device)
@@ -114,12 +169,100 @@ class RingTrainerMixin(_Trainer):
                 f"{type(self).__name__}: logits are spread over ranks, and metrics need whole "
                 "ones; set prediction_loss_only=True, and no compute_metrics"
             )
-        block, mine = self._prepare_context_parallel_inputs(model, self._prepare_inputs(inputs))
+        if self._loss_is_of != TOKENS:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        whole = self._without_repeats(self._prepare_inputs(inputs))
+        block, mine = self._prepare_context_parallel_inputs(model, whole)
         with _as_block(block()):
             loss, *_ = super().prediction_step(model, mine, prediction_loss_only, ignore_keys)
-        if loss is not None:  # the same on all ranks: of a last, shorter batch trainers drop some
+        if loss is not None:  # of all rings' sequences, the same on all ranks
             loss = self.accelerator.reduce(loss, reduction="mean")
         return loss, None, None
+
+    def _without_repeats(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a batch without labels of sequences that fill up the last batches of all rings."""
+        state, labels = self.accelerator.gradient_state, whole.get("labels")
+        if labels is None or not state.end_of_dataloader or state.remainder <= 0:
+            return dict(whole)
+        first = self.accelerator.process_index // self._alike * len(labels)
+        repeats = torch.arange(first, first + len(labels), device=labels.device) >= state.remainder
+        return {**whole, "labels": labels.masked_fill(repeats[:, None], -100)}
+
+    def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather as accelerate does, of all ranks of a ring what they have for their own tokens.
+
+        Outside of a batch's block they have the same: it is that of one of them.
+        """
+        gather, state = self.accelerator.gather, self.accelerator.gradient_state
+        if self._probing:  # of one ring, so that one process can have the same
+            return recursively_apply(torch.atleast_1d, input_data)
+        if opened() is not None:
+            return gather(input_data)
+        last = state.remainder if state.end_of_dataloader else 0
+
+        def of_rings(t: Tensor) -> Tensor:
+            found = gather(t)
+            if self.accelerator.num_processes > 1:
+                ranks = found.unflatten(0, (self.accelerator.num_processes, -1))
+                found = ranks[:: self._alike].flatten(0, 1)
+            return found[:last] if t.ndim and last > 0 else found
+
+        if use_gather_object:
+            self._refuse("eval_use_gather_object must be False: objects would count once per rank")
+        return recursively_apply(of_rings, input_data, error_on_other_type=True)
+
+    def _spread_models(self) -> None:
+        """Spread the models that give losses what these are of."""
+        policy: Any = getattr(self, "model", None)
+        if self._loss_is_of == TOKENS:
+            if policy is not None:
+                without_loss(policy)
+            return
+        self._check_trainer()
+        if self._loss_is_of == SCORES:
+            spread_scores(_base_of(policy), self._shard, self.ring_options)
+            return
+        for model in (policy, getattr(self, "ref_model", None)):
+            if model is not None:
+                spread_probabilities(model, self._shard, self.ring_options)
+
+    def _probe_once(self, whole: Mapping[str, Any]) -> None:
+        """Compare a first batch, if this is one and it is asked for."""
+        if not self.ring_probe or "_probing" in vars(self):
+            return
+        self._probing = True
+        try:
+            probe(self, self.accelerator.unwrap_model(self.model), whole)
+        finally:
+            self._probing = False
+
+    def _loss_for_probe(self, model: nn.Module, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Compute the loss of a batch as in training, but of this ring's sequences alone."""
+        if self._loss_is_of != TOKENS:
+            return {"loss": self.compute_loss(model, dict(whole["whole"]))}
+        batch = self._shard(whole)
+        rings = self.accelerator.num_processes // batch.ring_size  # by which trainers multiply
+        items = None if batch.num_items is None else batch.num_items * rings
+        block, mine = self._prepare_context_parallel_inputs(model, batch)
+        with _as_block(block()):
+            return _with_logits(self, self.compute_loss, model, mine, num_items_in_batch=items)
+
+    def _loss_alone(self, model: nn.Module, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Compute the same as the trainer's package does, in one process."""
+        if self._loss_is_of != TOKENS:
+            return {"loss": self.compute_loss(model, dict(whole["whole"]))}
+        given = {name: t for name, t in whole.items() if name not in _OF_KERNELS}
+        return _with_logits(self, super().compute_loss, model, given)
+
+    def _refuse(self, problem: str) -> None:
+        raise ValueError(f"{type(self).__name__}: {problem}")
+
+    @property
+    def _alike(self) -> int:
+        """The number of ranks that have the same sequences."""
+        ring: Any = self._ring
+        size = 1 if ring is None else ring.size()
+        return size * self.get_tp_size()
 
     @property
     def _ring(self) -> Group:
@@ -139,11 +282,16 @@ class RingTrainerMixin(_Trainer):
             )
         if given.get("cu_seqlens") is None and "position_ids" not in given:
             given |= _documents(whole)
-        return shard_batch(given, layout=self.ring_layout, group=self._ring)
+        shift = not _labels_stay(self.model)
+        return shard_batch(given, layout=self.ring_layout, group=self._ring, shift_labels=shift)
 
     def _check_trainer(self) -> None:
         """Raise ValueError if the trainer would compute with shards as if they were whole."""
-        if self.accelerator.num_processes > 1 and self._ring is None:
+        if self._loss_is_of == AFTER_GENERATION and not self._generates:
+            problem = (
+                "it generates; take RingGRPOTrainer, of ring_attention_pytorch.integrations.grpo"
+            )
+        elif self.accelerator.num_processes > 1 and self._ring is None:
             problem = (
                 "nothing says which ranks share a sequence; set "
                 "parallelism_config=RingParallelismConfig(cp_size=...)"
@@ -153,6 +301,23 @@ class RingTrainerMixin(_Trainer):
                 "accelerate's own context parallelism would drop masks; take "
                 "RingParallelismConfig in place of ParallelismConfig"
             )
+        elif self.accelerator.num_processes > 1 and self.accelerator.dispatch_batches:
+            problem = (
+                "ranks of a ring would get parts of a batch; set "
+                'accelerator_config={"dispatch_batches": False}'
+            )
+        elif self._ring is not None and self.neftune_noise_alpha is not None:
+            problem = (
+                "NEFTune's noise is drawn alike on all ranks, and grows as shards get shorter; set "
+                "neftune_noise_alpha=None"
+            )
+        elif getattr(self, "aux_loss_enabled", False):
+            problem = (
+                "the routers' loss would be each shard's; set router_aux_loss_coef=0 and "
+                "output_router_logits=False"
+            )
+        elif self._loss_is_of != TOKENS:
+            return
         elif self.label_smoother is not None or self.compute_loss_func is not None:
             problem = (
                 "label_smoothing_factor and compute_loss_func take labels of whole sequences; "
@@ -163,8 +328,6 @@ class RingTrainerMixin(_Trainer):
                 "the loss must be over the real tokens of all ranks; the model must take "
                 "num_items_in_batch, and average_tokens_across_devices must be True"
             )
-        elif getattr(self, "aux_loss_enabled", False):
-            problem = "the routers' loss would be each shard's; set output_router_logits=False"
         else:
             return
         raise ValueError(f"{type(self).__name__}: {problem}")
@@ -179,6 +342,26 @@ def _needed() -> RingForward:
 
 def _as_block(block: Any) -> AbstractContextManager[Any]:
     return block
+
+
+def _with_logits(
+    trainer: Any, compute: Any, model: nn.Module, given: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Compute a loss, and return with it the logits of trainers that have some."""
+    if hasattr(trainer, "_metrics"):  # TRL's, whose heads make none
+        return {"loss": compute(model, given, **more)}
+    loss, out = compute(model, given, return_outputs=True, **more)
+    return {"loss": loss, "logits": out["logits"]}
+
+
+def _base_of(model: Any) -> Any:
+    """Return the model of transformers that PEFT has adapted, or that it is."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
+def _labels_stay(model: Any) -> bool:
+    """Tell whether a model predicts the tokens that are masked, and not the next ones."""
+    return getattr(_base_of(model), "loss_type", None) in ("ForMaskedLM", "ForTokenClassification")
 
 
 def _documents(whole: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,8 +56,8 @@ class ShardedBatch(MutableMapping[str, Any]):
     """A rank's part of a batch, by name, and where its tokens are.
 
     A mapping of what the batch had, each cut to this rank's tokens: `batch["input_ids"]`. Tensors
-    may be replaced. To it belong "position_ids", int64 `[b, n]` or of rows `[3, b, n]`, and if there
-    were labels "shift_labels", `[b, n]`: those that the tokens predict. Names are those that
+    may be replaced. To it belong "position_ids", int64 `[b, n]` or of rows `[3, b, n]`, and if
+    there were labels "shift_labels", `[b, n]`: those that the tokens predict. Names are those that
     Hugging Face's losses take.
 
     Inside `with batch:` attention takes layout, documents and mask from it. Call backward() inside,

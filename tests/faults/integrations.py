@@ -53,6 +53,17 @@ def battery() -> Iterator[Callable[[], object]]:
     yield test_multimodal.test_tokens_of_several_choices_are_no_sequence
     yield test_multimodal.test_what_can_not_be_merged_is_refused
     yield test_trainers.test_trainer_alone_and_as_a_ring_of_one
+    yield from (
+        partial(test_trainers.test_trainers_by_the_list_as_a_ring_of_one, name)
+        for name in ("Trainer, masked tokens", "DPOTrainer")
+    )
+    yield test_trainers.test_a_probe_finds_a_wrong_loss_alone
+    yield test_trainers.test_trainers_with_losses_of_their_own_are_refused
+    yield test_trainers.test_a_subclass_of_both_may_have_a_loss_of_its_own
+    yield test_trainers.test_what_a_ring_has_counts_once_in_metrics
+    yield test_trainers.test_samples_that_fill_up_a_batch_have_no_labels
+    yield test_trainers.test_settings_that_would_be_wrong_are_refused
+    yield test_trainers.test_scores_of_a_ring_are_gathered
     yield test_trainers.test_accelerates_own_context_parallelism_is_refused
     yield test_trainers.test_accelerate_is_told_of_a_mesh_and_of_no_context_parallelism
 

@@ -142,6 +142,68 @@ INTEGRATIONS = [
     Mutant(
         "padding is routed, too", "integrations/routers.py:balance",
         "if attention_mask is not None:", "if False:",
+        "any trainer's loss will do", "integrations/known_trainers.py:loss_of",
+        "if own := [", "if False and [",
+    ),
+    Mutant(
+        "a loss of a subclass is not its own", "integrations/known_trainers.py:loss_of",
+        "order[order.index(mixin) + 1 :]", "order",
+    ),
+    Mutant(
+        "masked words' labels are moved", "integrations/trainer.py:_labels_stay",
+        'in ("ForMaskedLM", "ForTokenClassification")', "in ()",
+    ),
+    Mutant(
+        "all ranks of a ring count in metrics",
+        "integrations/trainer.py:RingTrainerMixin._gather_for_metrics",
+        "ranks[:: self._alike]", "ranks",
+    ),
+    Mutant(
+        "what fills up the last batch counts in metrics",
+        "integrations/trainer.py:RingTrainerMixin._gather_for_metrics",
+        "return found[:last] if t.ndim and last > 0 else found", "return found",
+    ),
+    Mutant(
+        "numbers are cut as samples are",
+        "integrations/trainer.py:RingTrainerMixin._gather_for_metrics",
+        "if t.ndim and last > 0", "if last > 0",
+    ),
+    Mutant(
+        "what fills up the last batch counts in its loss",
+        "integrations/trainer.py:RingTrainerMixin._without_repeats",
+        "labels.masked_fill(repeats[:, None], -100)", "labels",
+    ),
+    Mutant(
+        "NEFTune's noise is each shard's",
+        "integrations/trainer.py:RingTrainerMixin._check_trainer",
+        "and self.neftune_noise_alpha is not None", "and False",
+    ),
+    Mutant(
+        "parts of batches are let in", "integrations/trainer.py:RingTrainerMixin._check_trainer",
+        "and self.accelerator.dispatch_batches", "and False",
+    ),
+    Mutant(
+        "groups reach over rings", "integrations/grpo.py:RingGRPOTrainer._check_trainer",
+        "if samples % self.num_generations:", "if False:",
+    ),
+    Mutant(
+        "rewards are scaled by copies", "integrations/grpo.py:RingGRPOTrainer._check_trainer",
+        'self.scale_rewards == "batch"', "False",
+    ),
+    Mutant(
+        "generation needs no class", "integrations/trainer.py:RingTrainerMixin._check_trainer",
+        "and not self._generates", "and False",
+    ),
+    Mutant(
+        "tokens' log-probabilities are one place late",
+        "integrations/whole.py:_of_whole_sequences", "[:, :-1]", "[:, 1:]",
+    ),
+    Mutant(
+        "a rank scores what it has", "integrations/whole.py:spread_scores",
+        "return spread.opened[-1].batch.unshard(scores) if", "return scores if",
+    ),
+    Mutant(
+        "a probe takes any loss", "integrations/probe.py:probe", "int(report.same)", "1",
     ),
     Mutant(
         "padding is seen in a cache", "integrations/cache.py:RingHFCache._ready",

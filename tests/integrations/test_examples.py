@@ -15,7 +15,7 @@ pytest.importorskip("accelerate")
 
 from examples import train_llama
 from ring_attention_pytorch.integrations.transformers import register
-from tests.integrations.test_trainers import as_launched
+from tests.support.trainers import as_launched
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide" / "huggingface.md"
@@ -40,7 +40,8 @@ def test_trainer_and_accelerate_train_as_transformers_does_alone(pools):
 
 def launch(example: str, ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
     run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    run += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", f"examples.{example}"]
+    run += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    run += ["-m", "tests.support.hash_seeds", f"examples.{example}"]  # sets differ between ranks
     done = subprocess.run(
         [*run, *options],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,

@@ -1,11 +1,12 @@
 """Trainers over spread sequences take the steps that they take alone in one process."""
 
+import importlib.util
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,41 +17,27 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from accelerate import ParallelismConfig
-from accelerate.state import AcceleratorState
-from transformers import Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
+from ring_attention_pytorch.integrations import whole
 from ring_attention_pytorch.integrations.accelerate import RingParallelismConfig
+from ring_attention_pytorch.integrations.known_trainers import AFTER_GENERATION, TOKENS, loss_of
 from ring_attention_pytorch.integrations.transformers import RingTrainerMixin, register
+from ring_attention_pytorch.training.batches import ShardedBatch, shard_batch
 from tests.integrations.test_transformers import raised
-from tests.support import hf
+from tests.support import hf, trainers
 from tests.support.hf import WORDS, model_of
 from tests.support.reference import relative_error
+from tests.support.trainers import TRAINERS, as_launched
 
 EXACT = 1e-10
+HAS_TRL = importlib.util.find_spec("trl") is not None
 CONFIG = RingParallelismConfig
 Losses = dict[str, list[float]]
 
 
 class RingTrainer(RingTrainerMixin, Trainer):
     """transformers' Trainer over spread sequences."""
-
-
-@contextmanager
-def as_launched() -> Iterator[None]:
-    """Inside it accelerate finds the group of this pool, as torchrun would tell it."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    told |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # nobody asks there
-    before = dict(os.environ)
-    if size > 1:
-        os.environ |= {name: str(value) for name, value in told.items()}
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        yield
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def sequences(kind: str) -> list[dict[str, Tensor]]:
@@ -152,11 +139,86 @@ def test_checkpoints_and_adapters_change_nothing(change, pools):
         assert difference(got, want) < EXACT
 
 
+def of_trl(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.skipif(not HAS_TRL, reason="needs TRL"))
+
+
+NAMES = [name if name.startswith("Trainer") else of_trl(name) for name in TRAINERS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trainers_by_the_list_take_the_steps_of_one_process(name, pools):
+    """With a smaller last batch in training and evaluation, and all that is logged."""
+    want = trainers.trained(name, 0, 4)
+    for got in pools(4).run(trainers.trained, name, 4, 4):
+        check(trainers.difference(got, want))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [n for n in NAMES if n != NAMES[-1]])
+def test_two_rings_take_the_steps_of_one_process(name, pools):
+    sizes = (16, 8)  # accelerate fills up smaller batches, and TRL's metrics count what it adds
+    want = trainers.trained(name, 0, trainers.STEPS, sizes)
+    for got in pools(4).run(trainers.trained, name, 2, trainers.STEPS, sizes):
+        check(trainers.difference(got, want))
+
+
+def check(worst: dict[str, float]) -> None:
+    """Trainers add the losses of steps in float32."""
+    assert worst["parameters"] < EXACT, worst
+    assert max(worst.values()) < 1e-6, worst
+
+
+@pytest.mark.parametrize(
+    "name", ["Trainer, masked tokens", of_trl("RewardTrainer"), of_trl("DPOTrainer")]
+)
+def test_trainers_by_the_list_as_a_ring_of_one(name):
+    check(trainers.difference(trainers.trained(name, 1, 2), trainers.trained(name, 0, 2)))
+
+
+class Halved(RingTrainer):
+    """A trainer whose loss is not that of the batch."""
+
+    def compute_loss(self, *given: Any, **more: Any) -> Any:
+        found = super().compute_loss(*given, **more)
+        return (found[0] / 2, *found[1:]) if isinstance(found, tuple) else found / 2
+
+
+def probed(name: str) -> tuple[str, Any]:
+    """For a pool: what a probe says of a wrong trainer; what one that is probed does."""
+
+    class Probed(Halved):
+        ring_probe = True
+
+    register()
+    ring = dict(parallelism_config=CONFIG(cp_size=dist.get_world_size()))
+    said = raised(lambda: start(kind=Probed, **ring))
+    return said, trainers.trained(name, dist.get_world_size(), 2, ring_probe=True)
+
+
+@pytest.mark.parametrize("name", ["Trainer", of_trl("DPOTrainer")])
+def test_a_probe_finds_a_wrong_loss_and_changes_nothing(name, pools):
+    want = trainers.trained(name, 0, 2)
+    for said, got in pools(4).run(probed, name):
+        assert "the probe of the first batch failed" in said, said
+        check(trainers.difference(got, want))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Sequences whose number nobody knows."""
+
+    def __iter__(self) -> Any:
+        return iter(sequences("padded"))
+
+
 def start(model: str = "ring", kind: type = RingTrainer, act: str = "train", **more: Any) -> Any:
     """Let a trainer do something that should not be done."""
     names = ("compute_loss_func", "compute_metrics")
     own = {name: more.pop(name) for name in names if name in more}
-    data = sequences("padded")
+    data: Any = sequences("padded")
+    if more.pop("stream", False):
+        data = Stream()
+    os.environ.update(more.pop("told", {}))
     with as_launched(), tempfile.TemporaryDirectory() as folder:
         args = arguments(folder, 2, **more)
         args.prediction_loss_only = "compute_metrics" not in own
@@ -181,7 +243,23 @@ def refusals() -> dict[str, str]:
         "other attention": raised(lambda: start(model="sdpa", **ring)),
         "no mixin": raised(lambda: start(kind=Trainer, **ring)),
         "another mesh": raised(lambda: start(parallelism_config=CONFIG(cp_size=3))),
+        "NEFTune": raised(lambda: start(neftune_noise_alpha=5.0, **ring)),
+        "parts of batches": raised(
+            lambda: start(accelerator_config={"dispatch_batches": True}, **ring)
+        ),
+        "a stream": raised(lambda: start(stream=True, max_steps=1, **ring)),
+        "launched": launched_with(dist.get_world_size()),
     }
+
+
+def launched_with(ring: int) -> str:
+    """Train by the settings of `accelerate launch`, which come in the environment."""
+    told = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": str(ring)}
+    try:
+        return raised(lambda: start(told=told, max_steps=1))
+    finally:
+        for name in told:
+            os.environ.pop(name, None)
 
 
 REFUSED = {
@@ -193,6 +271,10 @@ REFUSED = {
     "other attention": 'attn_implementation="ring"',
     "no mixin": "call it in the block",
     "another mesh": "there are 4 processes",
+    "NEFTune": "neftune_noise_alpha=None",
+    "parts of batches": '"dispatch_batches": False',
+    "a stream": "no error, but TrainOutput(global_step=1",
+    "launched": "no error, but TrainOutput(global_step=1",
 }
 
 
@@ -219,6 +301,106 @@ def test_accelerates_own_context_parallelism_is_refused():
 
     with pytest.raises(ValueError, match="would drop masks"):
         Mixed()._check_trainer()
+
+
+class Scaled(Trainer):
+    """Somebody's trainer, with a loss of its own."""
+
+    def compute_loss(self, *given: Any, **more: Any) -> Any:
+        return 2 * super().compute_loss(*given, **more)
+
+
+def test_trainers_with_losses_of_their_own_are_refused():
+    for kind, own in ((Scaled, "compute_loss"), (Seq2SeqTrainer, "prediction_step")):
+        mixed = type("Mixed", (RingTrainerMixin, kind), {})
+        with pytest.raises(ValueError, match=f"{kind.__name__} has a {own} of its own"):
+            mixed(model_of("Llama", "ring"))
+
+
+def test_a_subclass_of_both_may_have_a_loss_of_its_own():
+    assert loss_of(Halved, RingTrainerMixin) == TOKENS
+
+
+class Gathering(RingTrainerMixin):
+    """A trainer at the end of a loader: two rings of two ranks, of which this is the last one."""
+
+    _ring = SimpleNamespace(size=lambda: 2)
+    accelerator = SimpleNamespace(
+        num_processes=4, process_index=3,
+        gather=lambda t: torch.cat([torch.atleast_1d(t) + 10 * rank for rank in range(4)]),
+        gradient_state=SimpleNamespace(end_of_dataloader=True, remainder=3),
+    )  # fmt: skip
+
+    def get_tp_size(self) -> int:
+        return 1
+
+
+def test_what_a_ring_has_counts_once_in_metrics():
+    gathered = Gathering()._gather_for_metrics(torch.tensor([0, 1]))
+    assert gathered.tolist() == [0, 1, 20]  # three samples remain
+    assert Gathering()._gather_for_metrics(torch.tensor(5)).tolist() == [5, 25]
+
+
+def test_samples_that_fill_up_a_batch_have_no_labels():
+    labels = torch.arange(6).reshape(2, 3)
+    found = Gathering()._without_repeats({"labels": labels})["labels"]
+    assert found.tolist() == [[0, 1, 2], [-100] * 3]
+
+
+@pytest.mark.skipif(not HAS_TRL, reason="needs TRL")
+def test_settings_that_would_be_wrong_are_refused():
+    from trl import GRPOTrainer
+
+    from ring_attention_pytorch.integrations.grpo import RingGRPOTrainer
+
+    bare = type("Bare", (RingTrainerMixin, GRPOTrainer), {})
+    for kind, wrong, text in (
+        (bare, {}, "take RingGRPOTrainer"),
+        (bare, dict(_generates=True, neftune_noise_alpha=5.0), "neftune_noise_alpha=None"),
+        (bare, dict(_generates=True, dispatches=True), '"dispatch_batches": False'),
+        (RingGRPOTrainer, dict(num_generations=4), "groups don't reach over rings"),
+        (RingGRPOTrainer, dict(scale_rewards="batch"), "rewards would be scaled"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            kind._check_trainer(_checked(kind, **wrong))
+
+
+def test_scores_of_a_ring_are_gathered():
+    register()
+    model, batch = trainers.scoring("ring"), {"input_ids": torch.tensor([[3, 4, 5, 6]])}
+    whole.spread_scores(model, lambda given: shard_batch(given), {})
+    with mock.patch.object(ShardedBatch, "unshard", side_effect=lambda x: x) as unshard:
+        model(**batch)
+    (scores,) = unshard.call_args.args
+    assert [*scores.shape] == [1, 4, 1]
+
+
+def test_a_probe_finds_a_wrong_loss_alone():
+    class Probed(Halved):
+        ring_probe = True
+
+    assert "the probe of the first batch failed" in raised(lambda: start(kind=Probed))
+
+
+def _checked(kind: type, dispatches: bool = False, **own: Any) -> Any:
+    """A trainer of a ring of two that has been made as far as it is looked at."""
+    made = object.__new__(type("Made", (kind,), {"_ring": SimpleNamespace(size=lambda: 2)}))
+    made._loss_is_of = AFTER_GENERATION
+    made.accelerator = SimpleNamespace(
+        num_processes=2, parallelism_config=CONFIG(cp_size=2), dispatch_batches=dispatches
+    )
+    made.args = SimpleNamespace(per_device_train_batch_size=2, steps_per_generation=1)
+    vars(made).update(
+        neftune_noise_alpha=None, num_generations=2, scale_rewards="group",
+        multi_objective_aggregation="sum_then_normalize",
+    )  # fmt: skip
+    vars(made).update(own)
+    return made
+
+
+def test_the_mesh_has_the_sizes_of_accelerate_launch(monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "4")
+    assert RingParallelismConfig().cp_size == 4
 
 
 def test_accelerate_is_told_of_a_mesh_and_of_no_context_parallelism():

@@ -1,0 +1,102 @@
+"""TRL's GRPO over sequences that are spread: generation, then log-probabilities of all of it.
+
+    RingGRPOTrainer(model, rewards, args=GRPOConfig(..., parallelism_config=...), ...).train()
+
+Tested with TRL 1.16.0.
+"""
+
+import pickle
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import set_seed
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.trainer.utils import nanstd
+
+from ring_attention_pytorch.comm.ring import as_ring
+from ring_attention_pytorch.integrations.trainer import RingTrainerMixin
+
+
+class RingGRPOTrainer(RingTrainerMixin, GRPOTrainer):
+    """TRL's `GRPOTrainer` whose log-probabilities and entropies are those of spread sequences.
+
+    The ranks of a ring have the same prompts, and the completions and rewards of the first of them.
+    `per_device_train_batch_size` is that of a ring; one process with it takes the same steps.
+
+    Attributes:
+        ring_generates: the attention by which models generate, each rank for itself.
+    """
+
+    args: Any
+    model: Any
+    ring_generates: ClassVar[str] = "sdpa"
+    _generates: ClassVar[bool] = True
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        set_seed(self.args.seed + self.accelerator.process_index // self._alike)
+
+    def _check_trainer(self) -> None:
+        super()._check_trainer()
+        if self._ring is None:
+            return
+        samples = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        if samples % self.num_generations:
+            self._refuse(
+                f"a ring has {samples} samples of a generation, a multiple of num_generations="
+                f"{self.num_generations} is needed: groups don't reach over rings"
+            )
+        if (
+            self.scale_rewards == "batch"
+            or self.multi_objective_aggregation == "normalize_then_sum"
+        ):
+            self._refuse(
+                "rewards would be scaled by those of all ranks, each as often as its ring is long; "
+                'set scale_rewards="group" and multi_objective_aggregation="sum_then_normalize"'
+            )
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        everything = self.args.generation_batch_size
+        self.args.generation_batch_size = everything // self._alike  # each ring's batches once
+        try:
+            return super()._get_train_sampler(dataset)
+        finally:
+            self.args.generation_batch_size = everything
+
+    def _generate_single_turn(self, *given: Any, **more: Any) -> Any:
+        model = self.accelerator.unwrap_model(self.model)
+        before = model.config._attn_implementation
+        model.set_attn_implementation(self.ring_generates)
+        try:
+            found = super()._generate_single_turn(*given, **more)
+        finally:
+            model.set_attn_implementation(before)
+        ring = as_ring(self._ring)  # others may have drawn other tokens
+        told = pickle.dumps(found) if ring.rank == 0 else b""
+        return pickle.loads(ring.gather_notes("RingGRPOTrainer", told)[0])
+
+    def _calculate_rewards(self, *given: Any, **more: Any) -> Tensor:
+        """Return rewards of all ranks, those of a ring's first rank for the whole ring."""
+        rewards = super()._calculate_rewards(*given, **more)
+        ranks = rewards.unflatten(0, (self.accelerator.num_processes, -1))
+        of_rings = ranks[:: self._alike]
+        self._rewards_of_rings = of_rings.flatten(0, 1)
+        return of_rings.repeat_interleave(self._alike, 0).flatten(0, 1)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        """Generate, and count in what is logged each ring's samples once."""
+        before = self.state.num_input_tokens_seen
+        found = super()._generate_and_score_completions(inputs)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        self.state.num_input_tokens_seen -= before
+        self.state.num_input_tokens_seen //= self._alike
+        self.state.num_input_tokens_seen += before
+        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
+        rewards = self._rewards_of_rings
+        for i, name in enumerate(self.reward_func_names):
+            metrics[f"rewards/{name}/std"][-1] = nanstd(rewards[:, i]).item()
+        weighted = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        weighted[torch.isnan(rewards).all(dim=1)] = torch.nan
+        metrics["reward_std"][-1] = nanstd(weighted).item()
+        return found

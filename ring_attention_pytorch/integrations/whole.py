@@ -1,0 +1,145 @@
+"""Models whose callers see whole sequences, while each rank computes those of its tokens.
+
+    whole ids, mask, labels         the same on all ranks of a ring
+        │ hook before               shard_batch, the block of ring_forward
+    the model, of this rank's tokens
+        │ hook after                what it has for each token is gathered
+    log-probabilities, scores       whole, the same on all ranks, with gradients
+
+Every rank computes the same loss of them. Gradients averaged over ranks, as DDP and FSDP do, are
+those of one process.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from ring_attention_pytorch.comm.alone import in_one_process
+from ring_attention_pytorch.integrations.models import RingForward, ring_forward
+from ring_attention_pytorch.training.batches import ShardedBatch
+
+Shard = Callable[[Mapping[str, Any]], ShardedBatch]
+_TAKEN = ("input_ids", "attention_mask", "position_ids", "labels")
+_IDLE = ("use_cache", "fused_lm_head", "return_dict")  # they ask for nothing of other tokens
+
+
+class _Spread:
+    """What the hooks of one model share: how to shard, and the blocks that are open."""
+
+    def __init__(self, model: nn.Module, shard: Shard, options: Mapping[str, Any]):
+        self.name, self.shard, self.options = type(model).__name__, shard, dict(options)
+        self.opened: list[RingForward] = []
+
+    def enter(self, given: Mapping[str, Any]) -> RingForward:
+        """Open the block of whole sequences that a model is given."""
+        more = [
+            name for name, value in given.items()
+            if name not in (*_TAKEN, *_IDLE) and value is not None and value is not False
+        ]  # fmt: skip
+        if more:
+            raise ValueError(f"{self.name}: {', '.join(more)} can't be spread; leave it out")
+        whole = {name: given[name] for name in _TAKEN if given.get(name) is not None}
+        forward = ring_forward(self.shard(whole), labels=False, **self.options)
+        forward.__enter__()
+        self.opened.append(forward)
+        return forward
+
+    def leave(self, failed: bool) -> ShardedBatch:
+        """Close the block, and return its batch."""
+        forward = self.opened.pop()
+        forward.__exit__(RuntimeError if failed else None)
+        return forward.batch
+
+
+def spread_probabilities(model: nn.Module, shard: Shard, options: Mapping[str, Any]) -> None:
+    """Spread a model with TRL's fused head, wherever it is called with `fused_lm_head=True`.
+
+    What it returns for each token is then `[b, length - 1]`, of whole sequences, as in one process.
+    """
+    spread = _Spread(model, shard, options)
+
+    def before(_: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+        if not given.get("fused_lm_head") or in_one_process():
+            return None  # it generates, or sequences are whole
+        if args:
+            raise ValueError(f"{spread.name}: whole sequences are given by name")
+        forward = spread.enter(given)
+        labels = forward.batch.labels
+        return (), {
+            **forward.inputs, "labels": labels, "shift_labels": labels, "fused_lm_head": True,
+        }  # fmt: skip
+
+    def after(_: nn.Module, args: Any, given: dict[str, Any], out: Any) -> Any:
+        if not given.get("fused_lm_head") or not spread.opened:
+            return None
+        batch = spread.leave(out is None)
+        return None if out is None else _of_whole_sequences(out, batch)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+
+def _of_whole_sequences(out: Any, batch: ShardedBatch) -> Any:
+    """Gather what a fused head has for each token; one message there, and one in backward."""
+    mine = {name: t for name, t in out.items() if isinstance(t, Tensor) and t.ndim == 2}
+    wide = out.log_probs.dtype
+    rows = torch.stack([t.to(wide) for t in mine.values()], dim=2)
+    whole = batch.unshard(rows)[:, :-1].unbind(2)  # the last token predicts nothing
+    pairs = zip(mine.items(), whole, strict=True)
+    return type(out)(**{name: each.to(t.dtype) for (name, t), each in pairs})  # without its loss
+
+
+def spread_scores(model: nn.Module, shard: Shard, options: Mapping[str, Any]) -> None:
+    """Spread a model of transformers that scores whole sequences by their last token.
+
+    Its layers see this rank's tokens. The scores of all tokens are gathered, and the model takes
+    those of the last ones, as in one process.
+
+    Raises:
+        ValueError: the model is of another kind.
+    """
+    if not isinstance(model, GenericForSequenceClassification):
+        raise ValueError(
+            f"{type(model).__name__} pools in a way of its own; known are models that derive from "
+            "transformers' GenericForSequenceClassification, as LlamaForSequenceClassification"
+        )
+    spread, base = _Spread(model, shard, options), getattr(model, model.base_model_prefix)
+
+    def before(_: nn.Module, args: Any, given: dict[str, Any]) -> None:
+        if in_one_process():
+            return
+        if args:
+            raise ValueError(f"{spread.name}: whole sequences are given by name")
+        spread.enter(given)
+
+    def of_this_rank(_: nn.Module, args: Any, given: Any) -> Any:
+        return ((), dict(spread.opened[-1].inputs)) if spread.opened else None
+
+    def gather(_: nn.Module, args: Any, scores: Tensor) -> Tensor:
+        return spread.opened[-1].batch.unshard(scores) if spread.opened else scores
+
+    def after(_: nn.Module, args: Any, given: dict[str, Any], out: Any) -> None:
+        if spread.opened:
+            spread.leave(out is None)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    base.register_forward_pre_hook(of_this_rank, with_kwargs=True)
+    model.score.register_forward_hook(gather)
+    model.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+
+def without_loss(model: nn.Module) -> None:
+    """Take away what TRL's fused head calls a loss: the mean of this rank's tokens alone.
+
+    Trainers compute theirs of the log-probabilities.
+    """
+
+    def after(_: nn.Module, args: Any, given: dict[str, Any], out: Any) -> Any:
+        if not given.get("fused_lm_head"):
+            return None
+        return type(out)(**{name: t for name, t in out.items() if name != "loss"})
+
+    model.register_forward_hook(after, with_kwargs=True)
