@@ -22,11 +22,11 @@ def last_token_head(module: nn.Module) -> tuple[nn.Module, Any] | None:
     """Return the head whose last token a model in a module takes, and its config; None if none."""
     if module not in _heads:
         models = (m for m in module.modules() if isinstance(m, PreTrainedModel))
-        model: Any = next(models, None)
-        head: Any = getattr(model, "score", None)
-        takes_last = model is not None and "last_non_pad_token" in _variables(model)
-        known = takes_last and isinstance(head, nn.Module)
-        _heads[module] = (head, model.config.get_text_config()) if known else None
+        _heads[module] = None
+        if (model := next(models, None)) is not None and "last_non_pad_token" in _variables(model):
+            head = getattr(model, "score", None)
+            if isinstance(head, nn.Module):
+                _heads[module] = head, model.config.get_text_config()
     return _heads[module]
 
 

@@ -104,8 +104,8 @@ def _methods(kind: type, names: frozenset[str]) -> dict[str, FunctionType]:
     """Return the methods of these names, and those that they call."""
     found: dict[str, FunctionType] = {}
     while names:
-        new = {name: getattr_static(kind, name, None) for name in sorted(names - {*found})}
-        new = {name: each for name, each in new.items() if isinstance(each, FunctionType)}
+        there = {name: getattr_static(kind, name, None) for name in sorted(names - {*found})}
+        new = {name: each for name, each in there.items() if isinstance(each, FunctionType)}
         found |= new
         names = frozenset().union(*(_names(each.__code__) for each in new.values()))
     return found
@@ -123,8 +123,7 @@ def _of_tensor(t: Tensor) -> Hashable:
         return t.shape, t.dtype
     if t.is_inference():  # which has no versions
         return digest(t)
-    version, known = _known.get(t, (None, None))
-    if version != t._version:
-        known = digest(t)
-        _known[t] = t._version, known
-    return known
+    known: Any = _known.get(t)
+    if known is None or known[0] != t._version:
+        _known[t] = known = t._version, digest(t)
+    return known[1]

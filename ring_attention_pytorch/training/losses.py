@@ -179,18 +179,19 @@ def ring_token_logprobs(
     >>> ring_token_logprobs(torch.zeros(1, 2, 4), batch).exp().tolist()
     [[0.25, 1.0]]
     """
-    labels: Any = batch.get("shift_labels")
+    found: Any = batch.get("shift_labels")
+    labels: Tensor = found
     problem: str | None = "the batch must have labels, got none"
     ring, of = batch.ring, Head(head, bias, scale, softcap)
-    if labels is not None:
+    if found is not None:
         problem = problem_of(lambda: _problem(x, labels, of, None, ignore_index, chunk, ring))
     same = _same(x, of, problem, ignore_index) | {"batch (its digest)": batch.digest}
     agree(ring, "ring_token_logprobs", same, problem=problem)
     wanted = targets(labels, None, ignore_index, of.classes(x), x.dtype)
-    found = []
+    parts = []
     for part in _chunks(chunk or of.chunk, x, wanted.labels, None):
-        found.append(_again(_logprobs_of_chunk, chunk or of.chunk, *part, of, ignore_index))
-    each = torch.cat(found).view(x.shape[:2])
+        parts.append(_again(_logprobs_of_chunk, chunk or of.chunk, *part, of, ignore_index))
+    each = torch.cat(parts).view(x.shape[:2])
     if wanted.wrong is not None:
         each = torch.where(wanted.wrong, torch.nan, each)
     return _Whole.apply(each, batch)
