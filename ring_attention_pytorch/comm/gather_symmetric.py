@@ -201,8 +201,6 @@ class SymmetricGather(Gather):
 class SymmetricCall(GatherCall):
     """One call of a gather through symmetric memory."""
 
-    space: SymmetricWorkspace
-
     gather: SymmetricGather
 
     def __init__(

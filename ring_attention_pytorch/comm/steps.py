@@ -29,9 +29,6 @@ class Steps:
     from there.
     """
 
-    calls: int
-    hops: int
-
     def __init__(
         self, met: list[int] | None = None, say: Callable[[int, str], object] | None = None
     ) -> None:

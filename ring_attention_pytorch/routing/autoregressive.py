@@ -83,8 +83,6 @@ class ConditionalRoutedAutoregressiveAttention(ConditionalRoutedAttention):
     torch.Size([1, 20, 16])
     """
 
-    window: int
-
     causal = True
 
     @checked

@@ -39,10 +39,6 @@ class ConditionalRoutedTransformerBlock(nn.Module):
     torch.Size([1, 20, 16])
     """
 
-    spread: ShardConfig
-    conditional_attn: ConditionalRoutedAttention
-    conditional_ff: ConditionalRoutedFeedForward
-
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,

@@ -32,9 +32,6 @@ class Launch:
     driver.
     """
 
-    kernel: Any
-    programs: int
-
     def __init__(
         self,
         kernel: Any,

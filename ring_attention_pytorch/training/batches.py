@@ -317,9 +317,6 @@ class RingCollator:
     [[0, 3]]
     """
 
-    inner: Callable[[Any], Mapping[str, Any]]
-    options: dict[str, Any]
-
     @checked
     def __init__(
         self,
@@ -339,7 +336,7 @@ class RingCollator:
         if layout != AUTO and (problem := layout_problem(layout)) is not None:
             raise ValueError(problem)
         self.inner = inner
-        self.options = dict(
+        self.options: dict[str, Any] = dict(
             rank=rank, ring_size=ring_size, layout=layout, shift_labels=shift_labels,
             ignore_index=ignore_index, check_same=check_same,
         )  # fmt: skip
