@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.plan.placement import check_began_here, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
@@ -119,12 +120,12 @@ class RingAttentionFunction(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Result) -> None:
         keep(ctx, *inputs, *output)
-        ctx.block = ctx.plan.block()
+        ctx.block = current()
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         *given, out, lse = ctx.saved_tensors
-        ctx.plan.check_block(ctx.block)
+        check_began_here(ctx.block)
         ctx.block = None  # nothing of it is to be recomputed any more
         dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
         if is_first_order():

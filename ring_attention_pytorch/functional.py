@@ -11,7 +11,6 @@ from ring_attention_pytorch import operators
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.comm.agreement import told_by_group, typed
-from ring_attention_pytorch.comm.placement import attention_ring
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.geometry.documents import Borders
 from ring_attention_pytorch.kernels import explain
@@ -25,7 +24,7 @@ from ring_attention_pytorch.plan.option_types import (
     UlyssesOptions,
 )
 from ring_attention_pytorch.plan.options import Call, Options, not_default
-from ring_attention_pytorch.plan.rehearsal import rehearsed
+from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
 from ring_attention_pytorch.runtime.resolved import resolved
@@ -274,11 +273,10 @@ def _attention(
         q, k = with_bias(q, k, key_bias, plan.terms.scale)
     if compiling:
         return operators.attention(plan, q, k, v, sinks)
-    return _by_plan(plan, (q, k, v), sinks, return_lse)
+    return by_plan(plan, (q, k, v), sinks, return_lse)
 
 
-@rehearsed
-def _by_plan(
+def by_plan(
     plan: RingPlan, qkv: Sequence[Tensor], sinks: Tensor | None, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | Any]:
     """Compute (out, lse) of tensors that the plan was made for; lse may be left out."""

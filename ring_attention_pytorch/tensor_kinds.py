@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import ProcessGroup
 
 from ring_attention_pytorch.comm.agreement import agree
-from ring_attention_pytorch.comm.placement import attention_ring
 from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.plan.checks import agreed_shapes, shapes_problem
+from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 
 QKV = tuple[Tensor, Tensor, Tensor]

@@ -4,8 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attention_pytorch.comm import placement
-from ring_attention_pytorch.plan import kept
+from ring_attention_pytorch.plan import kept, placement
 from tests.support.cases import FIGURES, Figures
 from tests.support.interpreter import interpreters
 from tests.support.ranks import Pool

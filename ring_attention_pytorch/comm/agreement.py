@@ -118,7 +118,7 @@ def told_by_group(
 
 
 @contextmanager
-def in_the_same_call(ring: Ring, block: AbstractContextManager[None]) -> Iterator[None]:
+def in_the_same_call(ring: Ring, block: AbstractContextManager[object]) -> Iterator[None]:
     """Enter `block`, made by `Ring.call`, once all ranks are in the same call.
 
     Raises:

@@ -249,7 +249,7 @@ class Ring:
         """All other ranks of the group."""
         return [rank for rank in range(self._total) if rank != self.first + self.rank]
 
-    def call(self, operation: str, plan: int = 0) -> AbstractContextManager[None]:
+    def call(self, operation: str, plan: int = 0) -> AbstractContextManager[object]:
         """Return a block in which all ranks of the ring do this together; alone it does nothing.
 
         Raises:
@@ -259,7 +259,7 @@ class Ring:
             return _NOTHING
         if inherited and self.group is not None:
             known(self.group)
-        return self.steps.call(operation, plan)
+        return self.steps.begin(operation, plan)
 
     def gather_notes(self, subject: str, note: bytes) -> list[bytes]:
         """Return the note of every rank of the group, told over the host: no GPU waits.

@@ -4,7 +4,8 @@ Liu et al. 2023, section 3. Memory does not grow with the ring.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from ring_attention_pytorch.comm.carry_out import Carrier, KVGrads
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring, Transfer
-from ring_attention_pytorch.geometry.segments import count
+from ring_attention_pytorch.geometry.segments import Segments, count
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
@@ -21,6 +22,26 @@ from ring_attention_pytorch.schedule.pieces import Workload
 from ring_attention_pytorch.schedule.steps import KEYS, Part, Program
 
 
+class Blocks(NamedTuple):
+    """The blocks that pass a rank in one direction: the same in each call of a plan."""
+
+    segments: list[Segments]
+    forms: list[Form]  # of messages of keys, and below of their gradients
+    wide_forms: list[Form]
+
+    @classmethod
+    def of(cls, program: Program, rank: int, own: KVBlock) -> "Blocks":
+        """Work out the blocks of keys that are like own ones, but of other lengths."""
+        segments = [program.held(block, rank) for block in range(len(program.blocks))]
+        tensors, wide = [t for t in own[:3] if t is not None], accumulation_dtype(own.k.dtype)
+        forms, wide_forms = [], []
+        for length in map(count, segments):
+            forms.append(Form.of(tensors, length))
+            wide_forms.append(Form.of(own[:2], length, wide))
+        return cls(segments, forms, wide_forms)
+
+
+@dataclass(frozen=True)
 class SendRecv(Carrier):
     """A transport of one neighbour's keys at a time; the next hop is under way while one computes.
 
@@ -28,6 +49,8 @@ class SendRecv(Carrier):
     message's memory is used again for the one after next. Gradients travel one hop behind the keys
     that they belong to, and one jump home from the last rank.
     """
+
+    known: dict[bool, Blocks] = field(default_factory=dict, compare=False, repr=False)  # if back
 
     keeps = overtaken = False
 
@@ -37,31 +60,33 @@ class SendRecv(Carrier):
         return cls(ring, steps.ring(blocks))
 
     def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> "_Call":
-        return _Call(self.ring, program, own, totals)
+        back = totals is not None
+        if back not in self.known:
+            self.known[back] = Blocks.of(program, self.ring.rank, own)
+        return _Call(self.ring, program, self.known[back], own, totals)
 
 
 class _Call:
     """One call: two messages of keys by turns, and gradients made, sent and received."""
 
     def __init__(
-        self, ring: Ring, program: Program, own: KVBlock, totals: KVGrads | None = None
+        self,
+        ring: Ring,
+        program: Program,
+        blocks: Blocks,
+        own: KVBlock,
+        totals: KVGrads | None = None,
     ) -> None:
         self.ring, self.program, self.own = ring, program, own
+        self.segments, self.forms, self.wide_forms = blocks
         self.totals: dict[int, KVGrads | Any] = {0: totals}  # by block
         self.under_way: dict[int, Transfer] = {}
         if not program.transfers:
             return
-        # of the keys in each block here, like the forms of their messages
-        self.segments = [program.held(block, ring.rank) for block in range(len(program.blocks))]
-        lengths, device = [count(segments) for segments in self.segments], own.k.device
-        tensors = [t for t in own[:3] if t is not None]
-        self.forms = [Form.of(tensors, length) for length in lengths]
-        self.held = _buffers(2, self.forms, device)
-        self.forms[0].pack(tensors, self.held[0])
+        self.held = _buffers(2, self.forms, own.k.device)
+        self.forms[0].pack([t for t in own[:3] if t is not None], self.held[0])
         if totals is not None:
-            wide = accumulation_dtype(own.k.dtype)
-            self.wide_forms = [Form.of(own[:2], length, wide) for length in lengths]
-            self.made, self.sent, self.received = _buffers(3, self.wide_forms, device)
+            self.made, self.sent, self.received = _buffers(3, self.wide_forms, own.k.device)
 
     def start(self, number: int) -> None:
         kind, source, block, (hop,), *_ = self.program.transfers[number]

@@ -1,7 +1,8 @@
 """Numbers of what a ring's ranks have done together: a rank out of step has other ones."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
+from typing import Self
 from zlib import crc32
 
 from ring_attention_pytorch.comm.failures import (
@@ -57,19 +58,31 @@ class Steps:
         plan, operation = self.about
         return Step(operation, plan, self.calls, self.hops)
 
-    def call(self, operation: str, plan: int = 0) -> AbstractContextManager[None]:
-        """Begin another call, which is this block; if it fails, this ring is broken on this rank.
+    def begin(self, operation: str, plan: int = 0) -> Self:
+        """Begin another call; the block of what this returns is the call.
 
-        It is not broken if ranks disagree: then all of them know it, and are where they were.
+        If it fails, this ring is broken on this rank. It is not broken if ranks disagree: then all
+        of them know it, and are where they were.
 
         Raises:
             RingError: an earlier call has failed, so the others' messages are not for this one.
         """
-        return _Block(self, (plan, operation))
+        self._check()
+        self.calls, self.hops, self.about = self.calls + 1, 0, (plan, operation)
+        self._base = None  # few calls send messages
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and not isinstance(error, Disagreement):
+            self._break(error)
+            tell_peers()
 
     def tag(self) -> int:
         """Return the tag of the next messages, positive and of 31 bits."""
-        self._go_on()
+        self._check()
         self.hops += 1
         if self._base is None:
             self._base = crc32(repr((self._since, self.calls, self.about)).encode())
@@ -78,7 +91,8 @@ class Steps:
     def compare(self, subject: str) -> None:
         """Begin to compare notes on `subject`."""
         self.notes += 1
-        self._begin(0, (0, f"comparing notes on {subject}"))
+        self._since, self.calls, self.hops, self._base = self._met[0], 0, 0, None
+        self.about = (0, f"comparing notes on {subject}")
 
     def trouble(self) -> str | None:
         """Say what a device has found wrong, if nobody has been told yet; None if nothing."""
@@ -118,7 +132,7 @@ class Steps:
         # gloo's buffers must live until what is under way has come, which nobody waits for now
         self._left, self.under_way = self.under_way, []
 
-    def _go_on(self) -> None:
+    def _check(self) -> None:
         """Raise if the ring is broken; count from anew if another of the group compared notes."""
         if self.guards and (trouble := self.trouble()) is not None:
             self.broken = f"{self.now}: {trouble}"
@@ -126,24 +140,4 @@ class Steps:
             text = f"this ring is broken on this rank since a call failed ({self.broken})"
             raise RingError(text if NEW_GROUP in text else f"{text}; {_NEXT_PLAN}", self.now)
         if self._since != self._met[0]:
-            self._begin(0, self.about)
-
-    def _begin(self, call: int, about: tuple[int, str]) -> None:
-        self._since, self.calls, self.hops, self.about = self._met[0], call, 0, about
-        self._base = None  # few calls send messages
-
-
-class _Block(AbstractContextManager[None]):
-    """A call of a ring: one of these takes the host half of what a generator does."""
-
-    def __init__(self, steps: Steps, about: tuple[int, str]) -> None:
-        self._steps, self._about = steps, about
-
-    def __enter__(self) -> None:
-        self._steps._go_on()
-        self._steps._begin(self._steps.calls + 1, self._about)
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None and not isinstance(error, Disagreement):
-            self._steps._break(error)
-            tell_peers()
+            self._since, self.calls, self.hops, self._base = self._met[0], 0, 0, None

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ring_attention_pytorch.comm.placement import in_backward
+from ring_attention_pytorch.plan.placement import in_backward
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 
 QKV = tuple[Tensor, Tensor, Tensor]

@@ -3,7 +3,7 @@
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ring_attention_pytorch.comm.placement import Placement, current
+from ring_attention_pytorch.plan.placement import Placement, current
 
 _blocks: "WeakKeyDictionary[Placement, Any]" = WeakKeyDictionary()
 

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
-from ring_attention_pytorch.comm.placement import in_backward
+from ring_attention_pytorch.plan.placement import in_backward
 from ring_attention_pytorch.runtime.torch_func import run_apart
 from ring_attention_pytorch.training.batches import ShardedBatch
 

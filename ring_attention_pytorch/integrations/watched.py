@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch.comm.agreement import problem_of
-from ring_attention_pytorch.comm.placement import in_backward
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.integrations.blocks import needed, opened
 from ring_attention_pytorch.integrations.losses import (
@@ -32,6 +31,7 @@ from ring_attention_pytorch.integrations.positions import (
     with_positions,
 )
 from ring_attention_pytorch.integrations.routers import balance, own_router_loss
+from ring_attention_pytorch.plan.placement import in_backward
 from ring_attention_pytorch.runtime.torch_func import run_apart
 from ring_attention_pytorch.training.batches import ShardedBatch
 

@@ -14,7 +14,6 @@ from torch.autograd import Function
 
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
-from ring_attention_pytorch.comm.placement import attention_ring, current, note_whole
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.balance import deal
 from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders, documents_problem
@@ -29,6 +28,7 @@ from ring_attention_pytorch.geometry.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.plan.packing import gather_packings
+from ring_attention_pytorch.plan.placement import attention_ring, current, note_whole
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.tensor_kinds import dtensor_problem
 

@@ -13,7 +13,6 @@ from torch.compiler import is_compiling
 from ring_attention_pytorch import operators
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, problem_of, raise_together, typed
-from ring_attention_pytorch.comm.placement import current
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.documents import (
     BatchDocuments,
@@ -45,6 +44,7 @@ from ring_attention_pytorch.operators import Ranks, TracedRing
 from ring_attention_pytorch.plan.checks import shards_problem
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption, TransportName
 from ring_attention_pytorch.plan.packing import local_packing, whole_packing
+from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.torch_func import run_apart
 

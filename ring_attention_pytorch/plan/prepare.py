@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import raise_together
-from ring_attention_pytorch.comm.placement import OwnMask, own_mask
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.transports import make_together, make_transport, owners_at_once
 from ring_attention_pytorch.comm.ulysses import Ulysses, job_of
@@ -19,6 +18,7 @@ from ring_attention_pytorch.plan.calibrate import recall, remember, select_trans
 from ring_attention_pytorch.plan.checks import lengths_problem, segments_of_two
 from ring_attention_pytorch.plan.masks import copied, gather_positions, repeats_problem
 from ring_attention_pytorch.plan.options import Options
+from ring_attention_pytorch.plan.placement import OwnMask, own_mask
 from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.interfaces import ScoreMods, Transport

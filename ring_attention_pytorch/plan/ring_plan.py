@@ -13,15 +13,6 @@ from torch.compiler import is_compiling
 
 from ring_attention_pytorch.arguments import checked, known_device
 from ring_attention_pytorch.comm.agreement import agree_on, in_the_same_call, told_by_group, typed
-from ring_attention_pytorch.comm.placement import (
-    OwnMask,
-    Placement,
-    attention_ring,
-    block_of,
-    check_began_here,
-    current,
-    placed,
-)
 from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.comm.transports import make_transport, owners_at_once
 from ring_attention_pytorch.comm.ulysses import Ulysses
@@ -42,9 +33,15 @@ from ring_attention_pytorch.plan.masks import (
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.options import Call
 from ring_attention_pytorch.plan.packing import whole_packing
+from ring_attention_pytorch.plan.placement import (
+    OwnMask,
+    Placement,
+    attention_ring,
+    block_of,
+    placed,
+)
 from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
 from ring_attention_pytorch.plan.proposal import Proposal
-from ring_attention_pytorch.plan.rehearsal import warm_up
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.graphs import (
     Graphs,
@@ -305,6 +302,8 @@ class RingPlan:
         >>> q = torch.randn(1, 6, 2, 4)
         >>> RingPlan.make(q, q, q, causal=True).warm_up()
         """
+        from ring_attention_pytorch.warm_up import warm_up  # which stands above attention
+
         warm_up(self, qkv, sinks)
 
     def by(self, transport: Transport) -> "RingPlan":
@@ -336,20 +335,10 @@ class RingPlan:
         """
         return statistics_of(self.records)
 
-    def call(self, direction: str) -> AbstractContextManager[None]:
+    def call(self, direction: str) -> AbstractContextManager[object]:
         """Return the block of a call; if `always`, all ranks raise where their calls differ."""
         block = self.ring.call(f"ring attention{self.of_layer}, {direction}", self.number)
         return in_the_same_call(self.ring, block) if self.always else block
-
-    @staticmethod
-    def block() -> Placement | None:
-        """Return the placement in whose block this is."""
-        return current()
-
-    @staticmethod
-    def check_block(began: Placement | None) -> None:
-        """Raise ValueError if backward is in another block than forward, which `began` in one."""
-        check_began_here(began)
 
     def keys(self, k: Tensor, v: Tensor) -> KVBlock:
         """Make the KV block that the transport wants of this rank's keys, after any all-to-all.
@@ -414,7 +403,7 @@ class RingPlan:
         """The number of neighbours in the all-to-all of Ulysses; 1 without it."""
         return 1 if self.ulysses is None else self.ulysses.together.size
 
-    @property
+    @cached_property
     def place(self) -> int:
         """This rank's place among those that the transport connects, the rows of `blocks`."""
         return self.transport.ring.rank

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked, known_device, least_problem
 from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
-from ring_attention_pytorch.comm.placement import Placement
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.balance import deal
 from ring_attention_pytorch.geometry.documents import BatchDocuments, documents_problem
@@ -31,6 +30,7 @@ from ring_attention_pytorch.geometry.layouts import (
 from ring_attention_pytorch.nn.loss import next_tokens
 from ring_attention_pytorch.nn.sharding import unshard_sequence
 from ring_attention_pytorch.plan.packing import local_packing
+from ring_attention_pytorch.plan.placement import Placement
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.tensor_kinds import dtensor_problem
 from ring_attention_pytorch.training.labels import (

@@ -357,7 +357,7 @@ def test_what_is_under_way_when_a_call_fails_lives_on():
     lives = ref(message)
     steps.under_way.append(message)
     del message
-    with pytest.raises(MemoryError), steps.call("forward"):
+    with pytest.raises(MemoryError), steps.begin("forward"):
         raise MemoryError
     gc.collect()
     assert lives() is not None
@@ -366,10 +366,10 @@ def test_what_is_under_way_when_a_call_fails_lives_on():
 
 def test_peers_are_told_of_what_fails_in_a_call_and_of_nothing_else():
     with mock.patch("ring_attention_pytorch.comm.steps.tell_peers") as tell:
-        with pytest.raises(Disagreement), Steps().call("forward"):
+        with pytest.raises(Disagreement), Steps().begin("forward"):
             raise Disagreement
         assert tell.call_count == 0
-        with pytest.raises(MemoryError), Steps().call("forward"):
+        with pytest.raises(MemoryError), Steps().begin("forward"):
             raise MemoryError
         assert tell.call_count == 1
 

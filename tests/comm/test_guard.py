@@ -334,7 +334,7 @@ def test_the_next_call_says_what_a_device_found():
     steps = Steps()
     steps.watch(Found("rank 1 did not come"))
     for _ in range(2):
-        with pytest.raises(RingError, match="rank 1 did not come"), steps.call("forward"):
+        with pytest.raises(RingError, match="rank 1 did not come"), steps.begin("forward"):
             pass
     with pytest.raises(RingError, match="rank 1 did not come"):
         steps.tag()
@@ -374,7 +374,7 @@ def test_devices_tell_of_a_failure_in_a_call_and_elsewhere_in_fail_together():
     with pytest.raises(ZeroDivisionError), fail_together():
         raise ZeroDivisionError
     assert guard.done == ["fail"]
-    with pytest.raises(MemoryError), steps.call("forward"), steps.call("a part of it"):
+    with pytest.raises(MemoryError), steps.begin("forward"), steps.begin("a part of it"):
         raise MemoryError
     assert guard.done == ["fail", "fail"]
 
@@ -383,6 +383,6 @@ def test_a_device_that_fails_hides_no_error():
     steps, guard = Steps(), Found(None)
     guard.fail = mock.Mock(side_effect=RuntimeError)
     steps.watch(guard)
-    with pytest.raises(MemoryError), fail_together(), steps.call("forward"):
+    with pytest.raises(MemoryError), fail_together(), steps.begin("forward"):
         raise MemoryError
     assert guard.fail.called

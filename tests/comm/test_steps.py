@@ -180,7 +180,7 @@ def test_steps_that_differ_have_other_tags():
         steps, found = Steps(), []
         steps.notes += 1
         for call in calls:
-            with steps.call(*call):
+            with steps.begin(*call):
                 found += [steps.tag(), steps.tag()]
         return found
 
@@ -196,10 +196,10 @@ def test_rings_of_a_group_count_calls_by_themselves_and_notes_together():
     some, others, everyone = (Steps(met) for _ in range(3))
     for steps in (some, others):
         steps.notes += 1  # as each rank does once
-    with some.call("forward", 1):
+    with some.begin("forward", 1):
         other = everyone.tag()
     met[0] += 1
-    with some.call("forward", 2), others.call("forward", 2):
+    with some.begin("forward", 2), others.begin("forward", 2):
         assert some.tag() == others.tag()
     assert some.notes == everyone.notes == 3
     assert everyone.tag() != other

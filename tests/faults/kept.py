@@ -14,10 +14,10 @@ MUTANTS = planted("KEPT")
 
 def battery() -> Iterator[Callable[[], object]]:
     """Cases that fail where something is remembered that should not be."""
-    from tests.plan import test_kept, test_rehearsal
+    from tests.plan import test_kept, test_warm_up
     from tests.runtime import test_launches, test_tape
 
-    yield partial(test_rehearsal.test_the_first_step_after_it_replays, False)
+    yield partial(test_warm_up.test_the_first_step_after_it_replays, False)
     for case in ("causal", "masked", "documents"):
         yield partial(test_tape.test_a_tape_does_what_was_recorded, case, "eager")
     for function in (
@@ -46,9 +46,9 @@ def battery() -> Iterator[Callable[[], object]]:
     yield partial(with_patches, test_launches.what_is_held_back_is_compiled_and_not_launched)
     yield partial(with_patches, test_launches.kernels_are_compiled_at_the_same_time)
     yield partial(with_patches, test_launches.what_can_t_be_compiled_may_be_another_time)
-    yield partial(with_patches, test_rehearsal.one_rank_of_each_host_compiles_first)
-    yield partial(with_patches, test_rehearsal.what_is_compiled_ahead_is_no_first_call)
-    yield partial(with_patches, test_rehearsal.what_is_anything_is_no_anomaly)
+    yield partial(with_patches, test_warm_up.one_rank_of_each_host_compiles_first)
+    yield partial(with_patches, test_warm_up.what_is_compiled_ahead_is_no_first_call)
+    yield partial(with_patches, test_warm_up.what_is_anything_is_no_anomaly)
     yield test_tape.test_one_tensor_given_twice_is_not_two
     yield test_kept.test_who_has_found_another_plan_makes_a_new_one
     yield test_kept.test_plans_of_groups_that_are_gone_go

@@ -165,36 +165,36 @@ FAILING = [
 
 KEPT = [
     Mutant(
-        "a plan that is warmed up still records", "plan/rehearsal.py:warm_up",
+        "a plan that is warmed up still records", "warm_up.py:warm_up",
         "range(_CALLS)", "range(2)",
     ),
     Mutant(
-        "no backward is warmed up", "plan/rehearsal.py:_call",
+        "no backward is warmed up", "warm_up.py:_call",
         "if out.requires_grad:", "if False:",
     ),
     Mutant(
-        "what is compiled ahead is a plan's first call", "plan/rehearsal.py:_dry_run",
+        "what is compiled ahead is a plan's first call", "warm_up.py:_dry_run",
         "_call(replace(plan), ", "_call(plan, ",
     ),
     Mutant(
-        "backward's kernels are launched and not compiled ahead", "plan/rehearsal.py:_dry_run",
+        "backward's kernels are launched and not compiled ahead", "warm_up.py:_dry_run",
         "torch.autograd.set_multithreading_enabled(False)",
         "torch.autograd.set_multithreading_enabled(True)",
     ),
     Mutant(
-        "all ranks compile the same", "plan/rehearsal.py:_compile",
+        "all ranks compile the same", "warm_up.py:_compile",
         "hosts.index(host) == plan.ring.rank", "True",
     ),
     Mutant(
-        "one rank compiles for all hosts", "plan/rehearsal.py:_compile",
+        "one rank compiles for all hosts", "warm_up.py:_compile",
         "hosts.index(host) == plan.ring.rank", "plan.ring.rank == 0",
     ),
     Mutant(
-        "other ranks are not told what can't be compiled", "plan/rehearsal.py:_compile",
+        "other ranks are not told what can't be compiled", "warm_up.py:_compile",
         '"compiled kernels", {}, problem=problem', '"compiled kernels", {}, problem=None',
     ),
     Mutant(
-        "what is anything is an anomaly", "plan/rehearsal.py:_dry_run",
+        "what is anything is an anomaly", "warm_up.py:_dry_run",
         "set_detect_anomaly(False)", "set_detect_anomaly(True)",
     ),
     Mutant(

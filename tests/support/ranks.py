@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ring_attention_pytorch.comm import placement
+from ring_attention_pytorch.plan import placement
 
 _START = 200.0  # seconds until all processes of a pool run, however busy the machine is
 _GRACE = 20.0  # seconds that others are waited for once a rank has failed

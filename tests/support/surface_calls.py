@@ -346,7 +346,7 @@ RESULTS = {
 }  # fmt: skip
 WITHIN = {
     # of plans
-    "attention_plan", "block", "by", "call", "calls", "check", "check_block", "homes", "keys",
+    "attention_plan", "by", "call", "calls", "check", "homes", "keys",
     "layer", "of", "run", "tiles", "warm_up", "whole",
     # of modules
     "all_rows", "choose", "heads_here", "make_projections", "plan_over", "problem", "project",

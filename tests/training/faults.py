@@ -206,59 +206,59 @@ TRAINING = [
         "stop = start + (chunk or n)", "stop = start + (chunk or n) + 1",
     ),
     Mutant(
-        "attention does not ask the batch for documents", "comm/placement.py:Placement.options",
+        "attention does not ask the batch for documents", "plan/placement.py:Placement.options",
         '"documents": self.packing,', "",
     ),
     Mutant(
-        "attention does not ask the batch for its mask", "comm/placement.py:Placement.options",
+        "attention does not ask the batch for its mask", "plan/placement.py:Placement.options",
         '"key_mask": self.key_mask', "",
     ),
     Mutant(
-        "attention does not ask the batch for its layout", "comm/placement.py:Placement.options",
+        "attention does not ask the batch for its layout", "plan/placement.py:Placement.options",
         '= {"layout": self.layout}', "= {}",
     ),
     Mutant(
-        "whole sequences pass for shards", "comm/placement.py:Placement.problem",
+        "whole sequences pass for shards", "plan/placement.py:Placement.problem",
         "if n != held:", "if False:",
     ),
     Mutant(
-        "what is recomputed outside of its block is of no batch", "comm/placement.py:placed",
+        "what is recomputed outside of its block is of no batch", "plan/placement.py:placed",
         "placement is None and (_ended or _unseen) and in_backward()", "False",
     ),
     Mutant(
-        "a reentrant checkpoint leaves no trace", "comm/placement.py:placed",
+        "a reentrant checkpoint leaves no trace", "plan/placement.py:placed",
         "if _within_function():", "if False:",
     ),
     Mutant(
         "what is evaluated is taken for what may be recomputed",
-        "comm/placement.py:_within_function", "or torch._C._is_fwd_grad_enabled()", "",
+        "plan/placement.py:_within_function", "or torch._C._is_fwd_grad_enabled()", "",
     ),
     Mutant(
-        "backward is in any block", "comm/placement.py:check_began_here",
+        "backward is in any block", "plan/placement.py:check_began_here",
         "found and began not in found", "False",
     ),
     Mutant(
-        "a plan is for any batch", "comm/placement.py:Placement.plan_problem",
+        "a plan is for any batch", "plan/placement.py:Placement.plan_problem",
         "(plan.layout, plan.packing) == (self.layout, self.packing)", "True",
     ),
     Mutant(
-        "a plan of any mask is the batch's", "comm/placement.py:Placement.plan_problem",
+        "a plan of any mask is the batch's", "plan/placement.py:Placement.plan_problem",
         "and self.has_mask(plan.own_mask)", "",
     ),
     Mutant(
-        "all masks of batches are one", "comm/placement.py:Placement.has_mask",
+        "all masks of batches are one", "plan/placement.py:Placement.has_mask",
         "mask.whole == self.whole_mask", "True",
     ),
     Mutant(
-        "ranks compare their own masks only", "comm/placement.py:Placement.has_mask",
+        "ranks compare their own masks only", "plan/placement.py:Placement.has_mask",
         "None not in (mask.whole, self.whole_mask)", "False",
     ),
     Mutant(
-        "all masks of no batch are one", "comm/placement.py:Placement.has_mask",
+        "all masks of no batch are one", "plan/placement.py:Placement.has_mask",
         "torch.equal(mask.values.to(self.key_mask.device), self.key_mask)", "True",
     ),
     Mutant(
-        "a plan is of any ranks", "comm/placement.py:Placement.plan_problem",
+        "a plan is of any ranks", "plan/placement.py:Placement.plan_problem",
         "_ranks(plan.ring) != _ranks(self.ring)", "False",
     ),
     Mutant(

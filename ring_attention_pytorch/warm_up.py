@@ -1,13 +1,12 @@
-"""A rehearsal of a plan's calls: what it makes on its first ones is made before the first step.
+"""Warm a plan up: compile, record and capture before the first step.
 
-Attention itself is above plans. It says here how a plan is called: `rehearsed`.
+It stands above attention, which it calls a few times. `RingPlan.warm_up` is its one way in.
 """
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -15,22 +14,15 @@ from torch import Tensor
 from torch.autograd.anomaly_mode import set_detect_anomaly
 
 from ring_attention_pytorch.comm.agreement import agree, problem_of
+from ring_attention_pytorch.functional import by_plan
 from ring_attention_pytorch.plan.checks import Signature, qkv_problem
+from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.launches import compile_together, held_back
 
 _CALLS = 4  # the first one, two that are recorded, one that repeats what they did
 
-Attend = Callable[..., tuple[Tensor, Any]]
-_attend: list[Attend] = []
 
-
-def rehearsed(attend: Attend) -> Attend:
-    """Decorate attention by a plan: `(plan, (q, k, v), sinks) -> (out, lse)`."""
-    _attend[:] = [attend]
-    return attend
-
-
-def warm_up(plan: Any, given: Sequence[Tensor], sinks: Tensor | None) -> None:
+def warm_up(plan: RingPlan, given: Sequence[Tensor], sinks: Tensor | None) -> None:
     """Do what `RingPlan.warm_up` says."""
     problem = problem_of(lambda: _problem(plan.signature, given))
     differentiable = torch.is_grad_enabled()
@@ -46,18 +38,18 @@ def warm_up(plan: Any, given: Sequence[Tensor], sinks: Tensor | None) -> None:
         torch.cuda.synchronize(plan.device)
 
 
-def _call(plan: Any, qkv: list[Tensor], sinks: Tensor | None) -> None:
-    out, _ = _attend[0](plan, qkv, sinks)
+def _call(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
+    out, _ = by_plan(plan, qkv, sinks)
     if out.requires_grad:  # of a number: given a cotangent, PyTorch imports sympy, for a second
         torch.autograd.grad(out.square().sum(), qkv)
 
 
-def _launches_ours(plan: Any) -> bool:
+def _launches_ours(plan: RingPlan) -> bool:
     """Tell whether a plan launches kernels that we compile; the same on all ranks."""
     return plan.device.type == "cuda" and "triton" in plan.kernel.name.split("+")
 
 
-def _compile(plan: Any, qkv: list[Tensor], sinks: Tensor | None) -> None:
+def _compile(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
     """Compile what calls need: by one rank of each host first; others find it on the disk."""
     with held_back() as calls:
         problem = problem_of(lambda: _dry_run(plan, qkv, sinks))
@@ -72,7 +64,7 @@ def _compile(plan: Any, qkv: list[Tensor], sinks: Tensor | None) -> None:
         agree(plan.ring, "compiled kernels", {}, problem=problem)
 
 
-def _dry_run(plan: Any, qkv: list[Tensor], sinks: Tensor | None) -> None:
+def _dry_run(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
     """Call with kernels held back, so that all results are anything.
 
     Backward is in this thread, which holds them back. The plan is another one: this one would take

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.plan import kept, rehearsal
+from ring_attention_pytorch import RingPlan, ring_attn, warm_up
+from ring_attention_pytorch.plan import kept
 from ring_attention_pytorch.runtime import graphs, launches
 from ring_attention_pytorch.runtime.graphs import with_graphs
 from tests.runtime.test_graphs import stand_in
@@ -113,17 +113,17 @@ def one_rank_of_each_host_compiles_first(patch: pytest.MonkeyPatch) -> None:
     def dry(*_: object) -> None:
         launches._thread.held["kernel"] = f"rank {here.rank}"
 
-    patch.setattr(rehearsal, "compile_together", compiles)
-    patch.setattr(rehearsal, "_dry_run", dry)
-    patch.setattr(rehearsal.socket, "gethostname", lambda: hosts[here.rank])
+    patch.setattr(warm_up, "compile_together", compiles)
+    patch.setattr(warm_up, "_dry_run", dry)
+    patch.setattr(warm_up.socket, "gethostname", lambda: hosts[here.rank])
 
     def main(ring: threads.ThreadRing) -> str:
         here.rank = ring.rank
         given = SimpleNamespace(ring=ring), [torch.zeros(1)], None
-        rehearsal._compile(*given)
+        warm_up._compile(*given)
         fails[0] = True
         with pytest.raises(ValueError, match="no room") as told:
-            rehearsal._compile(*given)
+            warm_up._compile(*given)
         return str(told.value)
 
     told, _ = threads.run(4, main)
@@ -140,7 +140,7 @@ def test_one_rank_of_each_host_compiles_first(monkeypatch: pytest.MonkeyPatch) -
 def what_is_compiled_ahead_is_no_first_call(patch: pytest.MonkeyPatch) -> None:
     """Kernels are held back in a call, forward and backward, that a plan knows nothing of."""
     calls, run = [], RingPlan.run
-    patch.setattr(rehearsal, "_launches_ours", lambda plan: True)
+    patch.setattr(warm_up, "_launches_ours", lambda plan: True)
     patch.setattr(
         RingPlan, "run",
         lambda plan, direction, *given: calls.append(
@@ -163,14 +163,14 @@ def test_what_is_compiled_ahead_is_no_first_call(monkeypatch: pytest.MonkeyPatch
 
 def what_is_anything_is_no_anomaly(patch: pytest.MonkeyPatch) -> None:
     """Results of kernels that are held back may well be NaN."""
-    patch.setattr(rehearsal, "_launches_ours", lambda plan: True)
-    attend, given = rehearsal._attend[0], shards()
+    patch.setattr(warm_up, "_launches_ours", lambda plan: True)
+    attend, given = warm_up.by_plan, shards()
 
     def spoiled(plan: RingPlan, *of: Any) -> tuple[Tensor, Any]:
         out, lse = attend(plan, *of)
         return out * (torch.nan if launches._thread.held is not None else 1.0), lse
 
-    patch.setattr(rehearsal, "_attend", [spoiled])
+    patch.setattr(warm_up, "by_plan", spoiled)
     with torch.autograd.set_detect_anomaly(True):
         RingPlan.make(*given, causal=True).warm_up()
 
@@ -184,11 +184,11 @@ def test_what_fails_in_one_rank_s_dry_run_is_told_to_all(monkeypatch: pytest.Mon
         if plan.ring.rank == 1:
             raise MemoryError("too little")
 
-    monkeypatch.setattr(rehearsal, "_dry_run", dry)
+    monkeypatch.setattr(warm_up, "_dry_run", dry)
 
     def main(ring: threads.ThreadRing) -> str:
         with pytest.raises(ValueError, match="too little") as told:
-            rehearsal._compile(SimpleNamespace(ring=ring), [torch.zeros(1)], None)
+            warm_up._compile(SimpleNamespace(ring=ring), [torch.zeros(1)], None)
         return str(told.value)
 
     told, _ = threads.run(2, main)
