@@ -41,7 +41,8 @@ from ring_attention_pytorch.summaries import (
     summarize,
     summary_attn,
 )
-from ring_attention_pytorch.training.batches import RingCollator, ShardedBatch, shard_batch
+from ring_attention_pytorch.training.batches import ShardedBatch, shard_batch
+from ring_attention_pytorch.training.collator import RingCollator
 from ring_attention_pytorch.training.dataset import SequenceShardedDataset, TokenFile
 from ring_attention_pytorch.training.losses import ring_cross_entropy, ring_token_logprobs
 

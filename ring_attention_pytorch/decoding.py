@@ -175,9 +175,9 @@ def _agreed_width(
     }
     if shard_kv_seq and k is not None:
         same |= {"k": list(k.shape), "key_mask": key_mask is not None}
-    own = {} if problem or v is None else {"d_v": v.shape[-1]}
+    own = {"d_v": -1 if problem or v is None else v.shape[-1]}
     notes = agree(ring, "tree_attn_decode", same, own, problem)
-    widths = {note["d_v"] for note in notes if "d_v" in note}
+    widths = {note["d_v"] for note in notes} - {-1}
     if len(widths) != 1:
         raise ValueError(
             "tree_attn_decode: some rank must have keys, and all v one head size, "

@@ -62,13 +62,13 @@ def agree_on(
     told = [read(caller, *each) for each in enumerate(notes)]
     _check_problems(caller, [each.problem for each in told])
     _check_in_step(ring, caller, [each.step for each in told])
-    _check_numbers(caller, [each.own for each in told])
     if len({(each.ring_size, each.claim) for each in told}) > 1:
         claims = [claimed(caller, *each) for each in enumerate(told)]
         _check_same(caller, [each.everywhere for each in claims], first=0)
         for first in range(0, len(claims), ring.size):  # all rings: every rank raises
             of_ring = claims[first : first + ring.size]
             _check_same(caller, [each.same for each in of_ring], first)
+    _check_numbers(caller, [each.own for each in told])
     return [each.own for each in told[ring.first : ring.first + ring.size]]
 
 

@@ -24,12 +24,7 @@ from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.calibrate import recall
 from ring_attention_pytorch.plan.checks import Signature, tensors_problem
 from ring_attention_pytorch.plan.kept import Kept, keep, kind_of, recalled
-from ring_attention_pytorch.plan.masks import (
-    by_sample,
-    positions_seen,
-    reached,
-    seen_by_any,
-)
+from ring_attention_pytorch.plan.masks import by_sample, positions_seen, reached, seen_by_any
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.options import Call
 from ring_attention_pytorch.plan.packing import whole_packing

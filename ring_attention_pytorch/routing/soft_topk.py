@@ -226,12 +226,12 @@ def _apply(
         a=solution.a.unsqueeze(-1), coef=solution.coef.unsqueeze(-2),
         bound=solution.bound.unsqueeze(-2), shift=solution.shift.unsqueeze(-2),
     )  # fmt: skip
-    hidden = scores.double()
+    hidden = shown = scores.double()
     if mask is not None:
-        hidden = hidden.masked_fill(~mask, -torch.inf)
+        hidden, shown = (scores.double().masked_fill(~mask, x) for x in (-torch.inf, 0.0))
     window = torch.zeros(scores.shape[-1], dtype=torch.long, device=scores.device)
     a = threshold(hidden, one_window, window, ring, by)
-    p = gates(hidden, a, solution.eps)
+    p = gates(shown, a, solution.eps)
     if mask is not None:
         p = p.masked_fill(~mask, 0.0)
     return p.to(scores.dtype)

@@ -300,52 +300,6 @@ def _kind_problem(name: str, t: Tensor) -> str | None:
     return dtensor_problem(name, t)
 
 
-class RingCollator:
-    """A collator for DataLoader that shards what another one makes. It needs no process group.
-
-    Args:
-        inner: from samples to a batch of whole sequences, as for `shard_batch`.
-        rank, ring_size: this rank's place in its ring. All ranks of a ring must load the same.
-        layout, shift_labels, ignore_index, check_same: as for `shard_batch`.
-
-    In the training loop say the ring if it is not the default group: `batch.over(mesh["cp"])`.
-
-    >>> def stack(ids):
-    ...     return {"input_ids": torch.stack(ids)}
-    >>> batch = RingCollator(stack, rank=0, ring_size=2)([torch.arange(4)])
-    >>> batch["input_ids"].tolist()
-    [[0, 3]]
-    """
-
-    @checked
-    def __init__(
-        self,
-        inner: Callable[[Any], Mapping[str, Any]],
-        *,
-        rank: int,
-        ring_size: int,
-        layout: Layout = AUTO,
-        shift_labels: bool = True,
-        ignore_index: int = -100,
-        check_same: bool = True,
-    ):
-        if not 0 <= rank < ring_size:
-            raise ValueError(
-                f"rank must be at least 0 and less than ring_size={ring_size}, got {rank}"
-            )
-        if layout != AUTO and (problem := layout_problem(layout)) is not None:
-            raise ValueError(problem)
-        self.inner = inner
-        self.options: dict[str, Any] = dict(
-            rank=rank, ring_size=ring_size, layout=layout, shift_labels=shift_labels,
-            ignore_index=ignore_index, check_same=check_same,
-        )  # fmt: skip
-
-    def __call__(self, samples: Any) -> ShardedBatch:
-        """Collate samples, and return this rank's part."""
-        return shard_batch(self.inner(samples), **self.options)
-
-
 @dataclass(frozen=True)
 class _Whole:
     """A batch of whole sequences that has been read: `[b, length, ...]` each, by name."""

@@ -109,10 +109,10 @@ def _same(x: Tensor, head: Head, problem: str | None, ignore_index: int) -> dict
 
 
 def _block_note() -> dict[str, int]:
-    """Return numbers of the batch in whose block this rank is: of its ring, and of the batch."""
+    """Return numbers of the batch in whose block this rank is: its ring's, its own; -1 is none."""
     placement = current()
     if placement is None or placement.digest is None:
-        return {}
+        return {"ring": -1, "batch": -1}
     return {"ring": placement.ring.ranks[0], "batch": placement.digest}
 
 
@@ -120,10 +120,10 @@ def _check_blocks(caller: str, told: Sequence[Mapping[str, int]]) -> None:
     """Raise ValueError, on all ranks, if ranks that share a batch are in blocks of several ones."""
     rings: dict[int, set[int]] = {}
     for note in told:
-        if note:
+        if note["ring"] >= 0:
             rings.setdefault(note["ring"], set()).add(note["batch"])
     if any(len(batches) > 1 for batches in rings.values()):
-        where = ", ".join(f"rank {rank}: {note.get('batch')}" for rank, note in enumerate(told))
+        where = ", ".join(f"rank {rank}: {note['batch']}" for rank, note in enumerate(told))
         raise Disagreement(
             f"{caller}: ranks of one ring are in the blocks of different batches, by their digests "
             f"{where}; one has made more or fewer steps than the others"

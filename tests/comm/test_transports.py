@@ -868,7 +868,7 @@ def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(policy, "_SMALL", -1)
     for overtaken in (False, True):
         kept.forget()
-        few, made = (SimpleNamespace(overtaken=on) for on in (False, overtaken))
+        few, made = (SimpleNamespace(overtaken=on, ring=Ring.alone()) for on in (False, overtaken))
         patch.setattr(prepare, "make_transport", lambda *_, made=made: made)
         patch.setattr(prepare, "make_together", lambda *_, few=few: few)
         assert RingPlan.make(q, q, q, causal=True).concurrent == overtaken

@@ -142,6 +142,8 @@ INTEGRATIONS = [
     Mutant(
         "padding is routed, too", "integrations/routers.py:balance",
         "if attention_mask is not None:", "if False:",
+    ),
+    Mutant(
         "any trainer's loss will do", "integrations/known_trainers.py:loss_of",
         "if own := [", "if False and [",
     ),

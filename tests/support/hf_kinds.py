@@ -45,8 +45,9 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         experts_implementation="eager",
     )),
     "masks in any order": ("MiMoV2Flash", "ForCausalLM", dict(
-        _GROUPS, head_dim=8, sliding_window=8, experts_implementation="eager",
-        layer_types=["sliding_attention", "full_attention"],
+        _GROUPS, head_dim=8, v_head_dim=8, sliding_window=8, experts_implementation="eager",
+        layer_types=["sliding_attention", "full_attention"], mlp_layer_types=["dense", "sparse"],
+        moe_intermediate_size=8, n_routed_experts=4, num_experts_per_tok=2,
     )),
 }  # fmt: skip
 

@@ -324,6 +324,8 @@ RIGHT: dict[str, str] = {
     "Workers.join.timeout": "0 0.0 inf", "pad_dim_to.dim": "0", "ShardedBatch.unshard.dim": "-1",
     "shard_sequence.dim": "0 -1", "all_gather.dim": "0 -1", "all_gather_variable_dim.dim": "0 -1",
     "gather_sizes.dim": "0 -1", "AllGather.dim": "0 -1", "pad_at_dim.dim": "0 -1",
+    "ring_cross_entropy.scale": "", "ring_token_logprobs.scale": "",
+    "ring_token_logprobs.ignore_index": "",
 }  # fmt: skip
 
 # other words for a parameter in what is said of it
@@ -355,5 +357,5 @@ WITHIN = {
     "advance", "before", "begin", "even_lengths", "held", "holder", "lengths_in", "local",
     "local_of_all", "pools_of", "prepare", "problem_of", "put", "taken_as", "write",
     # of others
-    "add", "kill", "pin_memory",
+    "add", "kill", "pin_memory", "sample",
 }  # fmt: skip
