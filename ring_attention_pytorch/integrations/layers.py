@@ -23,10 +23,17 @@ def layers_problem(config: Any, length: int) -> str | None:
             f"the model has layers of {', '.join(other)}, whose state along the sequence would end "
             "at each shard; only full and sliding attention can be spread"
         )
-    if getattr(config, "is_encoder_decoder", False):
-        return "the model has an encoder and a decoder, two sequences; only one can be spread"
+    if problem := sequences_problem(config):
+        return problem
     counting = _counting_problem(config) if length else None
     return counting or _rotary_problem(config, length)
+
+
+def sequences_problem(config: Any) -> str | None:
+    """Say that a model reads two sequences; None if it reads one."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "the model has an encoder and a decoder, two sequences; only one can be spread"
+    return None
 
 
 def own_attention_problem(model: Any) -> str | None:

@@ -29,7 +29,11 @@ from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.integrations import blocks
 from ring_attention_pytorch.integrations.cache import CachedLength, CachedMask
 from ring_attention_pytorch.integrations.calls import SCORES, call_problem, names
-from ring_attention_pytorch.integrations.layers import layers_problem, own_attention_problem
+from ring_attention_pytorch.integrations.layers import (
+    layers_problem,
+    own_attention_problem,
+    sequences_problem,
+)
 from ring_attention_pytorch.integrations.masks import RingMask, Visible, visible_by
 from ring_attention_pytorch.integrations.outputs import Outermost
 from ring_attention_pytorch.integrations.watched import Watched, spread_losses
@@ -190,6 +194,9 @@ class RingForward:
 
     def _begins(self, model: nn.Module) -> None:
         self.call = Watched(self, model)
+        first = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+        if first is not None and (problem := sequences_problem(first.config)):
+            self.told(problem)
 
     def _ends(self, _: nn.Module, given: Any) -> None:
         call, self.call = self.call, Watched(self)

@@ -144,6 +144,10 @@ INTEGRATIONS = [
         "if attention_mask is not None:", "if False:",
     ),
     Mutant(
+        "a model of two models is one", "integrations/models.py:RingForward._begins",
+        "first is not None and", "first is None and",
+    ),
+    Mutant(
         "any trainer's loss will do", "integrations/known_trainers.py:loss_of",
         "if own := [", "if False and [",
     ),

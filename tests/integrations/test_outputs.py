@@ -172,6 +172,19 @@ def a_mask_that_is_looked_into() -> Any:
     return called(of("Doge", "ForCausalLM", num_key_value_heads=2))
 
 
+def an_encoder_beside_a_decoder() -> Any:
+    """Bert's masks know no encoder and decoder; the model around both does."""
+    register()
+    config, sizes = transformers.BertConfig, {**hf_kinds._SIZES, "pad_token_id": 1}
+    both = config(**sizes), config(**sizes, is_decoder=True, add_cross_attention=True)
+    made = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*both)
+    for each in (made, made.encoder, made.decoder):
+        each._attn_implementation = "ring"
+    ids = torch.zeros(2, LENGTH, dtype=torch.long)
+    model = transformers.EncoderDecoderModel(made)
+    return called(model, {"decoder_input_ids": ids}, labels=False)
+
+
 def attention_of_its_own() -> Any:
     register()
     config = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=WORDS)
@@ -202,6 +215,7 @@ REFUSED: dict[Callable[[], Any], str] = {
     a_mask_that_is_looked_into: "the model looks into its mask",
     attention_of_its_own: "BloomForCausalLM computes attention by itself",
     attention_by_a_name: "FalconForCausalLM computes attention by itself",
+    an_encoder_beside_a_decoder: "the model has an encoder and a decoder, two sequences",
     positions_left_out: "Embedding uses others, or makes its own",  # right in one process
 }
 
