@@ -3,12 +3,14 @@
     python -m benchmarks reading-path          # the table
     python -m benchmarks reading-path --list   # and every function, in the order of first calls
 
-A call of four ranks over gloo, zigzag and causal, is profiled on rank 1. Counted is Python code of
-this package alone, once for each function. The wrappers of beartype are left out.
+A call of four ranks over gloo, zigzag and causal, is profiled on rank 1. So are a step of decoding,
+a loss, a batch, a layer and a model of transformers. Counted is Python code of this package alone,
+once for each function. The wrappers of beartype are left out.
 """
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
@@ -21,7 +23,15 @@ from torch import Tensor
 import ring_attention_pytorch
 from benchmarks.lib.options import parser
 from benchmarks.lib.results import markdown
-from ring_attention_pytorch import RingPlan, ring_attn
+from ring_attention_pytorch import (
+    RingAttention,
+    RingCache,
+    RingPlan,
+    ring_attn,
+    ring_attn_with_cache,
+    ring_cross_entropy,
+    shard_batch,
+)
 from ring_attention_pytorch.launch import spawn
 
 PACKAGE = Path(ring_attention_pytorch.__file__).parent
@@ -101,9 +111,52 @@ def walks(rank: int, transport: str) -> dict[str, Met]:
         "forward": profiled(forward),
         "forward, again": profiled(forward),
     }
-    out = forward()
-    found["backward"] = profiled(out.sum().backward)
+    for name in ("backward", "backward, again"):
+        out = forward()
+        found[name] = profiled(out.sum().backward)
     return found
+
+
+def walks_around(rank: int) -> dict[str, Met]:
+    """Return what is met around attention: each at first, and again."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)  # all ranks decode the same tokens, and have the same layer
+    cache = RingCache(1, key_heads=2, head_dim=8, group=dist.group.WORLD)
+    q, k, x = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 2, 8), torch.randn(1, 32, 32)
+    logits, ids = torch.randn(1, 8, 16, requires_grad=True), torch.arange(32)[None] % 16
+    layer = RingAttention(dim=32, heads=4, dim_head=8, causal=True)
+    found = {}
+    for name, walk in {
+        "decode step": lambda: ring_attn_with_cache(q, k, k, cache),
+        "ring_cross_entropy": lambda: ring_cross_entropy(logits, ids[:, :8]),
+        "shard_batch": lambda: shard_batch({"input_ids": ids, "labels": ids}),
+        "RingAttention": lambda: layer(x),
+    }.items():
+        found[name] = profiled(walk)
+        found[f"{name}, again"] = profiled(walk)
+    return found
+
+
+def walks_of_transformers(rank: int) -> dict[str, Met]:
+    """Return what a small Llama and its loss meet, at first and again."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ring_attention_pytorch.integrations.transformers import register, ring_forward
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    register()
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, vocab_size=16)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="ring"))
+    ids = torch.arange(32)[None] % 16
+    batch = shard_batch({"input_ids": ids, "labels": ids})
+
+    def forward() -> None:
+        with ring_forward(batch) as inputs:
+            model(**inputs)
+
+    return {"Hugging Face": profiled(forward), "Hugging Face, again": profiled(forward)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -117,6 +170,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for transport in ("ring", "gather")
         for name, each in spawn(walks, asked.ranks, transport)[1].items()
     }
+    met |= spawn(walks_around, 2)[1]
+    if find_spec("transformers") is not None:
+        met |= spawn(walks_of_transformers, 2)[1]
     lines = []
     for name, each in met.items():
         counts = len(each.functions), each.files, len(each.classes), each.calls, each.switches

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.reading_path import profiled
+from benchmarks.reading_path import profiled, walks, walks_around
 from ring_attention_pytorch import ring_attn
 from ring_attention_pytorch.geometry.segments import Segment, count
 
@@ -24,3 +24,32 @@ def test_a_call_meets_the_loop_and_its_kernel():
     assert met.files > 5
     assert met.switches >= met.files - 1
     assert "OutputAccumulator" in met.classes
+
+
+# functions and files; a change that needs more says why, one that needs fewer lowers the number
+MOST = {
+    "forward, again, ring": (85, 26), "backward, again, ring": (79, 21),
+    "forward, again, gather": (103, 27), "backward, again, gather": (106, 23),
+    "decode step, again": (47, 16), "ring_cross_entropy, again": (63, 15),
+    "shard_batch, again": (60, 18), "RingAttention, again": (120, 34),
+}  # fmt: skip
+SPARE = 3  # functions, for what other tests have left in the processes
+
+
+def counted() -> dict[str, tuple[int, int]]:
+    """For a pool: functions and files that are met where a call is not the first."""
+    rank, found = torch.distributed.get_rank(), walks_around(0)
+    for transport in ("ring", "gather"):
+        found |= {f"{name}, {transport}": met for name, met in walks(rank, transport).items()}
+    return {name: (len(met.functions), met.files) for name, met in found.items() if name in MOST}
+
+
+def test_no_walk_gets_longer(pools):
+    found = pools(4).run(counted)[1]
+    assert {*found} == {*MOST}
+    more = {
+        name: (functions, files)
+        for name, (functions, files) in found.items()
+        if functions > MOST[name][0] + SPARE or files > MOST[name][1]
+    }
+    assert not more
