@@ -4,7 +4,7 @@ from tests.faults.mutant import Mutant
 
 ATTENTION = [
     Mutant(
-        "sinks of other heads", "functional.py:_by_plan", "sinks[plan.ulysses.heads]",
+        "sinks of other heads", "functional.py:by_plan", "sinks[plan.ulysses.heads]",
         "sinks[: q.shape[2]]",
     ),
     Mutant(
@@ -66,7 +66,7 @@ ATTENTION = [
     ),
     Mutant(
         "gates look at scores that are masked", "routing/soft_topk.py:_apply",
-        "gates(hidden, a, solution.eps)", "gates(scores.double(), a, solution.eps)",
+        "gates(shown, a, solution.eps)", "gates(scores.double(), a, solution.eps)",
     ),
     Mutant(
         "regular attention reads keys that are masked", "nn/reference.py:default_attention",

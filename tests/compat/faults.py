@@ -21,7 +21,7 @@ ORIGINAL = [
         "-ctx.by", "ctx.by",
     ),
     Mutant(
-        "owners are taken for neighbours", "compat/ring.py:all_ring_pass",
+        "owners are taken for neighbours", "compat/ring.py:_passes",
         "circular_index_left(ring.rank, ring.size, hop)",
         "circular_index_left(ring.rank, ring.size, min(hop, 1))",
     ),

@@ -66,7 +66,7 @@ TRAINING = [
     ),
     Mutant(
         "labels are not shifted", "training/batches.py:_Whole.read",
-        "if shift:\n labels =", "if not shift:\n labels =",
+        "if shift:\n in_place, labels =", "if not shift:\n in_place, labels =",
     ),
     Mutant(
         "weights are not shifted with labels", "training/batches.py:_Whole.read",
@@ -82,12 +82,12 @@ TRAINING = [
     ),
     Mutant(
         "positions are the shard's", "training/batches.py:_Whole.shard",
-        "return t.index_select(1, segment_positions(segments, t.device))",
-        "return t[:, : len(segment_positions(segments))]",
+        "return t.index_select(dim, segment_positions(segments, t.device))",
+        "return t.narrow(dim, 0, len(segment_positions(segments)))",
     ),
     Mutant(
         "masks stay whole", "training/batches.py:_Whole.shard",
-        "None if self.real is None else mine(self.real)", "None",
+        "None if t is None else mine(t)", "t",
     ),
     Mutant(
         "what is rolled passes documents", "training/batches.py:ShardedBatch.roll",
