@@ -282,9 +282,9 @@ def test_after_a_wait_in_vain_nothing_is_agreed_over_that_group_and_others_hear_
 def test_a_ring_that_no_plan_mends_does_not_say_so():
     for error, mends in ((MemoryError("none left"), True), (in_vain(), False)):
         steps = Steps()
-        with pytest.raises(type(error)), steps.call("forward"):
+        with pytest.raises(type(error)), steps.begin("forward"):
             raise error
-        with pytest.raises(RingError) as told, steps.call("forward"):
+        with pytest.raises(RingError) as told, steps.begin("forward"):
             pass
         assert ("once all ranks make a plan" in str(told.value)) == mends
         assert (failures.NEW_GROUP in str(told.value)) != mends

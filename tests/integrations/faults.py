@@ -107,10 +107,6 @@ INTEGRATIONS = [
         "if module.padding_idx is None:", "if True:",
     ),
     Mutant(
-        "padding counts as a position", "integrations/positions.py:_count",
-        "(counts * whole)", "(counts)",
-    ),
-    Mutant(
         "attention that is handed positions has used them",
         "integrations/watched.py:Watched.layer_positions",
         "placed = self.placed or in_backward()", "placed = True",
@@ -122,10 +118,6 @@ INTEGRATIONS = [
     Mutant(
         "what is wrong with a mask is not told", "integrations/models.py:RingForward.check",
         "mask.problem or problem", "problem",
-    ),
-    Mutant(
-        "a mask is nothing where it is looked into", "integrations/masks.py:RingMask.__getattr__",
-        "raise _looked_into(name)", "return None",
     ),
     Mutant(
         "attention that nobody asks for is let in", "integrations/layers.py:own_attention_problem",

@@ -264,7 +264,7 @@ TRAINING = [
     Mutant(
         "a plan's fit is known before it is looked at", "plan/ring_plan.py:RingPlan.check",
         "self._raise(block.plan_problem(self))\n self._blocks.add(block)",
-        "self._blocks.add(block)\n self._raise(block.plan_problem(self))",
+        "self._blocks.add(block); self._raise(block.plan_problem(self))",
     ),
     Mutant(
         "losses are of any batches", "training/losses.py:_check_blocks",
