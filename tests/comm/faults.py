@@ -428,7 +428,8 @@ SILENT = [
     ),
     Mutant(
         "notes of any kind are read", "comm/claims.py:read",
-        "(ValueError, TypeError, AttributeError, OverflowError, RecursionError)", "ZeroDivisionError",
+        "(ValueError, TypeError, AttributeError, OverflowError, RecursionError)",
+        "ZeroDivisionError",
     ),
     Mutant(
         "messages of any plan", "comm/steps.py:Steps.tag", "(self._since, self.calls, self.about)",
