@@ -19,6 +19,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from ring_attention_pytorch.comm.alone import in_one_process
 from ring_attention_pytorch.integrations.models import RingForward, ring_forward
+from ring_attention_pytorch.plan.placement import note_whole
 from ring_attention_pytorch.training.batches import ShardedBatch
 
 Shard = Callable[[Mapping[str, Any]], ShardedBatch]
@@ -134,12 +135,17 @@ def spread_scores(model: nn.Module, shard: Shard, options: Mapping[str, Any]) ->
 def without_loss(model: nn.Module) -> None:
     """Take away what TRL's fused head calls a loss: the mean of this rank's tokens alone.
 
-    Trainers compute theirs of the log-probabilities.
+    Trainers compute theirs of the log-probabilities, which they gather: these may be of any shape.
     """
+
+    def before(_: nn.Module, args: Any, given: dict[str, Any]) -> None:
+        if given.get("fused_lm_head"):
+            note_whole("TRL's fused head")
 
     def after(_: nn.Module, args: Any, given: dict[str, Any], out: Any) -> Any:
         if not given.get("fused_lm_head"):
             return None
         return type(out)(**{name: t for name, t in out.items() if name != "loss"})
 
+    model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, with_kwargs=True)

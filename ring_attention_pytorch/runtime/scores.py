@@ -50,8 +50,10 @@ def bias_problem(
 
 def _is_seen(t: Tensor) -> bool:
     """Tell whether a look at the values costs no wait for a device, and there are some."""
+    if is_compiling():
+        return False
     plain = type(t) in (Tensor, Parameter) and not is_functorch_wrapped_tensor(t)
-    return plain and t.device.type == "cpu" and not is_compiling()
+    return plain and t.device.type == "cpu"
 
 
 def columns(q: Tensor, k: Tensor, bias: Tensor) -> int:

@@ -13,6 +13,7 @@ class that is in it is not tried again.
 """
 
 import argparse
+import inspect
 import json
 import sys
 import time
@@ -112,7 +113,8 @@ def _alone(model: nn.Module, kind: str, batch: str, labelled: bool, wide: bool) 
     if batch != "packed":
         parts = [whole]
     else:
-        del whole["position_ids"]
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            del whole["position_ids"]
         bounds = zip(STARTS, (*STARTS[1:], LENGTH))
         parts = [{name: _cut(t, a, b) for name, t in whole.items()} for a, b in bounds]
     with widened() if wide else nullcontext():
