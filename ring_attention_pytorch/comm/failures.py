@@ -68,6 +68,9 @@ class RingError(RuntimeError):
         ranks: the ranks of the group that it waited for.
     """
 
+    step: Step | None
+    ranks: tuple[int, ...]
+
     def __init__(self, text: str, step: Step | None = None, ranks: Sequence[int] = ()):
         super().__init__(text)
         self.step, self.ranks = step, tuple(ranks)

@@ -72,11 +72,17 @@ class Gather(Carrier):
 class GatherCall:
     """One call of a gather by messages."""
 
+    ring: Ring
+    program: Program
+    blocks: dict[int, KVBlock]
+
+    totals: KVGrads | Any  # None is forward
+
     def __init__(
         self, gather: Gather, program: Program, own: KVBlock, totals: KVGrads | None = None
     ) -> None:
-        self.gather, self.ring, self.program, self.own = gather, gather.ring, program, own
-        self.totals: KVGrads | Any = totals  # None is forward
+        self.gather, self.ring, self.program, self.totals = gather, gather.ring, program, totals
+        self.own = own
         self.blocks = {0: own}
         self.sums: dict[int, KVGrads] = {}  # by block
         self.arrivals: dict[int, Callable[[], None]] = {}  # by transfer

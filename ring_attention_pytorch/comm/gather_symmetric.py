@@ -201,6 +201,8 @@ class SymmetricGather(Gather):
 class SymmetricCall(GatherCall):
     """One call of a gather through symmetric memory."""
 
+    space: SymmetricWorkspace
+
     gather: SymmetricGather
 
     def __init__(

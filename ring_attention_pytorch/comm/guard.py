@@ -33,6 +33,8 @@ class Guard:
     device, beside the `addresses` that the kernels need; `_triton_guard` says how.
     """
 
+    state: Tensor
+
     def __init__(self, device: torch.device, *addresses: int) -> None:
         self.device = device
         with torch.inference_mode(False):  # else nobody could write them outside of that
@@ -76,6 +78,10 @@ class Board(Guard):
     of all ranks, as this one sees them. `patience` is how long it waits at most, in seconds. All
     ranks come to the same meetings in the same order.
     """
+
+    rank: int
+    ranks: int
+    patience: int
 
     def __init__(
         self, device: torch.device, rank: int, boards: Sequence[Tensor], patience: float

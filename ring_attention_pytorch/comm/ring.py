@@ -102,6 +102,10 @@ class Ring:
     """
 
     problem: str | None = None
+    group: ProcessGroup | None
+    size: int
+    rank: int
+    first: int
     _total: int = 1  # ranks of the group: PyTorch takes 8 us to tell
 
     def __init__(self, group: ProcessGroup | DeviceMesh | None = None, size: int | None = None):
@@ -311,6 +315,13 @@ class Ring:
 
 class SubRing(Ring):
     """A ring of some places of a whole ring, whose messages go by way of the whole."""
+
+    whole: Ring
+    places: tuple[int, ...]
+    group: ProcessGroup | None
+    size: int
+    rank: int
+    first: int
 
     def __init__(self, whole: Ring, places: Sequence[int]):
         self.whole, self.places, self.group = whole, tuple(places), None

@@ -30,6 +30,9 @@ class Steps:
     from there.
     """
 
+    calls: int
+    hops: int
+
     def __init__(
         self, met: list[int] | None = None, say: Callable[[int, str], object] | None = None
     ) -> None:

@@ -47,6 +47,16 @@ class SymmetricBuffer:
     tokens are few.
     """
 
+    nbytes: int
+    turn: int
+    device: torch.device
+    captured: bool
+    meeting: Callable[[str], Meeting]
+    rank: int
+    memory: Tensor
+    halves: list[Tensor]
+    handle: object
+
     def __init__(
         self,
         group: ProcessGroup,
@@ -185,6 +195,12 @@ class SymmetricWorkspace:
 
     On their `board` ranks meet, in one order for all buffers.
     """
+
+    device: torch.device
+    steps: Steps
+    memory: Tensor
+    handle: object
+    board: Board
 
     keys: SymmetricBuffer
     grads: SymmetricBuffer

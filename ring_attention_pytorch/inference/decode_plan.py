@@ -68,6 +68,14 @@ class HeldKeys(Protocol):
 class DecodePlan:
     """Attention of queries like these to a cache. All ranks make it together."""
 
+    asked: Asked
+    ring: Ring
+    tuning: Tuning
+    purpose: int
+    rows: int
+    width: int
+    ran: bool
+
     def __init__(self, cache: HeldKeys, asked: Asked, tuning: Tuning | None = None) -> None:
         self._cache, self.asked, self.ring = ref(cache), asked, cache.ring
         self.tuning = tuning or Tuning()

@@ -39,6 +39,12 @@ class PushedRows(Guard):
     long it waits at most, in seconds.
     """
 
+    rank: int
+    ranks: int
+    memories: Sequence[Tensor]
+    slot: int
+    patience: int
+
     def __init__(
         self,
         device: torch.device,

@@ -22,6 +22,10 @@ class PageTable:
     [[0, 1, 2], [0, 1, 3]]
     """
 
+    pages: Pages
+    rank: int
+    size: int
+
     def __init__(self, sequences: int, pages: Pages, rank: int, size: int) -> None:
         self.pages, self.rank, self.size = pages, rank, size
         self.of: list[list[int]] = [[] for _ in range(sequences)]

@@ -50,6 +50,11 @@ class Windows(NamedTuple):
 class RollingTokens(HeldTokens):
     """The last tokens of the layers of one window, on every rank."""
 
+    window: int
+    spare: int
+    longest: list[int]
+    gone: list[int]
+
     def __init__(self, whole: HeldTokens, windows: Windows, window: int) -> None:
         self._whole, self.window, self.spare = ref(whole), window, windows.spare
         self.at_once = self.spare

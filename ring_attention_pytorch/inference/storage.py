@@ -6,7 +6,7 @@ advance.
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,34 @@ class PagedStorage(HeldTokens):
     """
 
     # what is inherited is declared again, or type checkers infer what is set
+    ring: Ring
+    dtype: torch.dtype
+    device: torch.device
+    sequences: int
+    key_heads: int
+    value_dim: int
+    scales: int
+    pages: Pages
+    rows: tuple[int, int]
+    step: int
+    keys: list[Tensor]
+    values: list[Tensor]
+    key_scales: list[Tensor]
+    value_scales: list[Tensor]
+    layer_lengths: list[Tensor]
+    starts: Tensor
+    rooms: Tensor
+    overflown: Tensor
+    tables: Tensor
+    lineage: Tensor
+    plans: dict[Any, Any]
+    dtypes: tuple[torch.dtype, ...]
+    head_dim: int
+    layers: int
+    fixed: bool
+    lengths_of: Tensor
+    captured: bool
+    circles: list[RollingTokens]  # of each window
 
     def __init__(
         self,

@@ -140,6 +140,12 @@ class RingForward:
             is the sum of its own, divided by it, as transformers has it. None is this batch.
     """
 
+    batch: ShardedBatch
+    options: dict[str, Any]
+    loss_group: Group
+    check_positions: bool
+    inputs: dict[str, Any]
+
     def __init__(
         self,
         batch: ShardedBatch,

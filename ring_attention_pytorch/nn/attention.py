@@ -98,6 +98,18 @@ class RingAttention(HeadProjections):
     torch.Size([1, 7, 32])
     """
 
+    spread: ShardConfig
+    causal: bool
+    window: int | None
+    softclamp: float | None
+    dropout: float
+    force_regular_attn: bool
+    bucket_size: int
+    kept: GraphCache | None
+    rotary_restart: bool
+    rotary_embed: RingRotaryEmbedding | None
+    watched: bool
+
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,

@@ -10,6 +10,8 @@ from ring_attention_pytorch.arguments import checked, least_problem
 class RMSNorm(nn.Module):
     """A layer that scales tokens to length sqrt(dim), times gamma (Zhang and Sennrich 2019)."""
 
+    gamma: nn.Parameter
+
     @checked
     def __init__(self, dim: int):
         super().__init__()

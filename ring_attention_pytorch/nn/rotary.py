@@ -34,6 +34,10 @@ class RingRotaryEmbedding(nn.Module):
     [2.0, 0.019999999552965164, 2.0, 0.019999999552965164]
     """
 
+    ring: bool
+    layout: Layout | None
+    group: Group
+
     inv_freq: Tensor
 
     @checked

@@ -40,6 +40,19 @@ class HeavyAttention(nn.Module):
     A learned null key and value, which every query sees, is merged on the rank of the query.
     """
 
+    heads: int
+    dim_head: int
+    routes: int
+    kernel: KernelOption | None
+    multiply_queries: bool
+    multiply_keys: bool
+    norm: RMSNorm
+    to_q: nn.Linear
+    to_kv: nn.Linear
+    null_kv: nn.Parameter
+    to_out: nn.Linear
+    rotary_embed: RingRotaryEmbedding | None
+
     def __init__(
         self,
         dim: int,
@@ -201,6 +214,15 @@ class ConditionalRoutedAttention(nn.Module):
     >>> attn(torch.randn(1, 20, 16)).shape
     torch.Size([1, 20, 16])
     """
+
+    num_heavy_tokens_q: Tokens
+    num_heavy_tokens_kv: Tokens
+    spread: ShardConfig
+    light_attn: RingAttention | None
+    q_router: CoordinateDescentRouter
+    kv_router: CoordinateDescentRouter
+    heavy_attn: HeavyAttention
+    null_q_token: nn.Parameter | None
 
     causal = False  # whether no token sees or moves a later one
 

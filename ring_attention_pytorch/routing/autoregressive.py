@@ -83,6 +83,8 @@ class ConditionalRoutedAutoregressiveAttention(ConditionalRoutedAttention):
     torch.Size([1, 20, 16])
     """
 
+    window: int
+
     causal = True
 
     @checked

@@ -39,6 +39,10 @@ class ConditionalRoutedTransformerBlock(nn.Module):
     torch.Size([1, 20, 16])
     """
 
+    spread: ShardConfig
+    conditional_attn: ConditionalRoutedAttention
+    conditional_ff: ConditionalRoutedFeedForward
+
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,

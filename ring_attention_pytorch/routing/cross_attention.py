@@ -58,6 +58,15 @@ class ConditionalRoutedCrossAttention(nn.Module):
     torch.Size([1, 9, 16])
     """
 
+    num_tokens_q: Tokens | None
+    num_tokens_kv: Tokens
+    spread: ShardConfig
+    q_router: CoordinateDescentRouter | None
+    kv_router: CoordinateDescentRouter
+    to_routing_tokens: nn.Linear | None
+    heavy_attn: HeavyAttention
+    null_q_token: nn.Parameter | None
+
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,

@@ -46,6 +46,13 @@ class ConditionalRoutedFeedForward(nn.Module):
     torch.Size([1, 20, 16])
     """
 
+    num_heavy_tokens: Tokens
+    window: int | None
+    spread: ShardConfig
+    router: CoordinateDescentRouter
+    light_ff: nn.Sequential
+    heavy_ff: nn.Sequential
+
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,

@@ -52,6 +52,10 @@ class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
     torch.Size([1, 6, 7, 16])
     """
 
+    side: int
+    channel_first: bool
+    window_attn: RingAttention
+
     @checked
     def __init__(
         self,

@@ -20,7 +20,7 @@ from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.routing.descent_triton import TRITON
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
-from ring_attention_pytorch.routing.passes import PLAIN
+from ring_attention_pytorch.routing.passes import PLAIN, Passes
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.selection import best, causal_choice, slots, windows
 from ring_attention_pytorch.routing.soft_topk import (
@@ -163,6 +163,16 @@ class CoordinateDescentRouter(nn.Module):
     >>> found.indices.shape, found.routed_tokens.shape
     (torch.Size([2, 3]), torch.Size([2, 3, 8]))
     """
+
+    dim: int
+    routes: int
+    straight_through: bool
+    eps: float
+    passes: Passes
+    steps: tuple[int, float, float | None, float] | None
+    cosine_scale: float | None
+    spread: ShardConfig
+    routing_token: nn.Parameter | None
 
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point

@@ -31,6 +31,9 @@ class Graphs:
     for the other ranks have left it, too.
     """
 
+    device: torch.device
+    follow: Callable[[], Hashable]
+
     def __init__(self, device: torch.device, follow: Callable[[], Hashable]) -> None:
         self.device, self.follow = device, follow
         self._kept: dict[Hashable, _Graph] = {}

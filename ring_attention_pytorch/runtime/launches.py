@@ -32,6 +32,9 @@ class Launch:
     driver.
     """
 
+    kernel: Any
+    programs: int
+
     def __init__(
         self,
         kernel: Any,

@@ -93,6 +93,16 @@ class SummaryLayer(nn.Module):
     `stride` tokens like it do.
     """
 
+    rule: Cells
+    key_weights: nn.Parameter
+    value_weights: nn.Parameter
+    key_query: nn.Parameter | None  # these two if cells are pooled by attention
+    value_query: nn.Parameter | None
+    gates: nn.Linear | None  # one of these two
+    bias: nn.Parameter | None
+    rotary: Callable[[Tensor], Tensor] | None
+    restart: bool
+
     def __init__(
         self, given: Summaries, dim: int, dim_head: int, heads: int, key_heads: int
     ) -> None:
@@ -100,8 +110,7 @@ class SummaryLayer(nn.Module):
         self.rule = given.rule
         self.key_weights = nn.Parameter(torch.zeros(key_heads, self.rule.block))
         self.value_weights = nn.Parameter(torch.zeros(key_heads, self.rule.block))
-        self.key_query = self.value_query = None  # but where cells are pooled by attention
-        self.bias = self.gates = None  # one of them follows
+        self.key_query = self.value_query = self.bias = self.gates = None
         if given.pool == "attention":
             self.key_query = nn.Parameter(torch.zeros(key_heads, dim_head))
             self.value_query = nn.Parameter(torch.zeros(key_heads, dim_head))
@@ -109,8 +118,7 @@ class SummaryLayer(nn.Module):
             self.gates = nn.Linear(dim, 2 * heads)
         else:
             self.bias = nn.Parameter(torch.full((heads,), log(self.rule.stride)))
-        self.rotary: Callable[[Tensor], Tensor] | None = None
-        self.restart = False
+        self.rotary, self.restart = None, False
 
     def rotate_by(self, rotary: Callable[[Tensor], Tensor], restart: bool) -> None:
         """Rotate summaries by their cells' last positions, with `restart` those in documents.

@@ -46,6 +46,8 @@ class TokenFile:
         ValueError: the file is not a whole number of tokens.
     """
 
+    tokens: Tensor
+
     @checked
     def __init__(self, path: str | Path, dtype: torch.dtype = torch.uint16):
         size = Path(path).stat().st_size
@@ -102,6 +104,13 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
     [[1, 2]] [[2, 3]]
     [[3, 4]] [[-100, 5]]
     """
+
+    length: int
+    batch_size: int
+    replica: int
+    replicas: int
+    seed: int | None
+    layout: Layout
 
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
