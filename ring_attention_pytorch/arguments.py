@@ -38,6 +38,10 @@ class WrongArgument(ValueError, TypeError):
 class Arguments:
     """The arguments of a function: names and types are those of its parameters, or say why not."""
 
+    name: str
+    signature: inspect.Signature
+    call: Callable[..., Any]
+
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         *_, owner, own = ("", *function.__qualname__.split("."))
         self.name = name or (owner if own == "__init__" else own)

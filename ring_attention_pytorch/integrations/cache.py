@@ -79,6 +79,11 @@ class RingHFCache(Cache):
     (torch.Size([1, 6]), 5)
     """
 
+    ring: Any
+    config: Any
+    dtype: Any
+    windows: Any
+
     @checked
     def __init__(
         self,

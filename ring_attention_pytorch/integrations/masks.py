@@ -33,6 +33,10 @@ class NoTensor(ValueError, AttributeError):
 class RingMask:
     """What attention gets as its mask: what is visible, in whose block, and what is wrong."""
 
+    forward: Any
+    visible: Visible
+    problem: str | None
+
     def __init__(self, forward: Any, visible: Visible | None, problem: str | None):
         self.forward, self.visible, self.problem = forward, visible or _ALL, problem
         self.told = False  # ranks have compared it
@@ -43,6 +47,13 @@ class RingMask:
     def _look(self, *_: Any) -> Any:
         raise _looked_into("as a tensor")
 
+    __add__: Any
+    __radd__: Any
+    __sub__: Any
+    __rsub__: Any
+    __mul__: Any
+    __rmul__: Any
+    __invert__: Any
     __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __invert__ = _look
 
     @classmethod

@@ -30,6 +30,10 @@ class Outermost:
         after: gets the module and what it returned; None, if it raised.
     """
 
+    here: Any
+    before: Any
+    after: Any
+
     def __init__(
         self,
         here: Callable[[], bool],

@@ -65,6 +65,13 @@ class Watched:
         losses: how many were computed of all ranks' tokens.
     """
 
+    block: Any
+    model: Any
+    attended: bool
+    losses: Any
+    placed: Any
+    pooled: Any
+
     def __init__(self, block: Block, model: nn.Module | None = None):
         self.block, self.model, self.attended, self.losses = block, model, False, 0
         self.placed = False  # the batch's positions went into an embedding that is known

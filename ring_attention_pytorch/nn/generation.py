@@ -104,6 +104,10 @@ class Decoder(Protocol):
 class CachedTransformer:
     """A `RingTransformer` with what its layers keep of all tokens that it has read."""
 
+    model: Any
+    ring: Any
+    caches: Any
+
     def __init__(self, model: Any, reading: Reading) -> None:
         self.model, self.ring = model, reading.ring
         self.caches = caches_of([attn for attn, _ in model.layers], reading)

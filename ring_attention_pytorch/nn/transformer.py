@@ -93,6 +93,15 @@ class RingTransformer(Generation, nn.Module):
     torch.Size([1, 9, 256])
     """
 
+    spread: Any
+    causal: bool
+    rotary_restart: bool
+    force_regular_attn: bool
+    ignore_index: int
+    token_emb: Any
+    rotary_emb: Any
+    to_logits: Any
+
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
