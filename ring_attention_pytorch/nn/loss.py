@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.geometry.documents import BatchDocuments, last_of_document
 from ring_attention_pytorch.geometry.layouts import Segments, segment_positions
 from ring_attention_pytorch.nn.sharding import all_to_all
 from ring_attention_pytorch.operators import Ranks, TracedRing
@@ -36,6 +37,26 @@ def next_tokens(
     for columns, part in zip(places, all_to_all(pieces, shapes, ring)):
         labels[:, columns] = part
     return labels
+
+
+def shifted(
+    ids: Tensor, mask: Tensor | None, packing: BatchDocuments | None, nothing: int
+) -> tuple[Tensor, Tensor | None, Tensor, BatchDocuments | None]:
+    """Split whole sequences `[b, n]` into inputs, without the last token, and their next tokens.
+
+    Returns ids, mask, labels and packing of `n - 1` tokens; a label is `nothing` where the next
+    token is padding, or of another document.
+    """
+    labels = ids[:, 1:].long()
+    if mask is not None:
+        labels, mask = labels.masked_fill(~mask[:, 1:], nothing), mask[:, :-1]
+    ids = ids[:, :-1]
+    if packing is not None:
+        n = ids.shape[1]
+        is_last = last_of_document(packing, torch.arange(n, device=ids.device))
+        labels = labels.masked_fill(is_last, nothing)
+        packing = tuple(documents.head(n) for documents in packing)
+    return ids, mask, labels, packing
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: Ranks) -> Tensor:

@@ -31,7 +31,7 @@ from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.checks import SummaryOptions, check_sizes, ids_problem, plans_problem
 from ring_attention_pytorch.nn.feedforward import feed_forward
 from ring_attention_pytorch.nn.generation import Generation
-from ring_attention_pytorch.nn.loss import mean_cross_entropy, next_tokens
+from ring_attention_pytorch.nn.loss import mean_cross_entropy, next_tokens, shifted
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding
 from ring_attention_pytorch.nn.sharding import (
@@ -318,7 +318,7 @@ class RingTransformer(Generation, nn.Module):
             return self._by_hand(_Tokens(x, mask, labels), shift, ring_size, given, packed)
         packing = local_packing(**packed, x=x)
         if shift:
-            x, mask, labels, packing = self._shifted(x, mask, packing)
+            x, mask, labels, packing = shifted(x, mask, packing, self.ignore_index)
         if not on:
             ring = self.spread.ring(on, ring_size)
             return _Batch(x, mask, labels, ring, ring, None, packing, self.spread.layout)
@@ -339,22 +339,6 @@ class RingTransformer(Generation, nn.Module):
         if None in windows:
             return None
         return max(windows, default=None)
-
-    def _shifted(
-        self, x: Tensor, mask: Tensor | None, packing: BatchDocuments | None
-    ) -> tuple[Tensor, Tensor | None, Tensor, BatchDocuments | None]:
-        """Split whole sequences x into inputs, without the last token, and their next tokens."""
-        labels = x[:, 1:].long()
-        if mask is not None:
-            labels = labels.masked_fill(~mask[:, 1:], self.ignore_index)
-            mask = mask[:, :-1]
-        x = x[:, :-1]
-        if packing is not None:
-            n = x.shape[1]
-            is_last = last_of_document(packing, torch.arange(n, device=x.device))
-            labels = labels.masked_fill(is_last, self.ignore_index)
-            packing = tuple(documents.head(n) for documents in packing)
-        return x, mask, labels, packing
 
     def _by_hand(
         self,

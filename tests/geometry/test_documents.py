@@ -144,7 +144,8 @@ def test_layers_that_are_given_a_plan_exchange_keys_only():
     assert hub.gathers == [2] * 3  # notes, runs
 
     def main(ring: Ring) -> None:
-        plan = replace(made[ring.rank], ring=ring, transport=replace(made[0].transport, ring=ring))
+        own = made[ring.rank]
+        plan = replace(own, ring=ring, transport=replace(own.transport, ring=ring))
         q = torch.randn(2, plan.signature[1], 1, 4)
         for _ in range(3):
             ring_attn(q, q, q, plan=plan)
