@@ -5,6 +5,7 @@ from typing import Any
 
 _SLIDING = "sliding_attention"
 _SPREAD = {_SLIDING, "full_attention", "attention", "mlp", "moe", "dense", "sparse"}
+_SEARCHING = ("SplinterForQuestionAnswering", "SplinterForPreTraining")
 _OF_LENGTH = ("dynamic", "longrope")  # rotary frequencies depend on how long a sequence is
 
 
@@ -36,22 +37,54 @@ def sequences_problem(config: Any) -> str | None:
     return None
 
 
+def reading_problem(model: Any) -> str | None:
+    """Say that a model, or its head, reads what no rank has alone; None if it does not.
+
+    Args:
+        model: a model of transformers.
+    """
+    if (name := type(model).__name__) in _SEARCHING:
+        return (
+            f"{name} looks for the question's token in a whole sequence, of which ranks have "
+            "parts; give hidden states of the model below it to a head of your own"
+        )
+    return sequences_problem(model.config)
+
+
 def own_attention_problem(model: Any) -> str | None:
     """Say that a model of text computes attention by itself; None if it asks transformers for it.
 
     Args:
         model: a model of transformers.
     """
-    config = model.config
-    is_text = hasattr(config, "vocab_size") and config.get_text_config() is config
-    tables = (n for n in vars(sys.modules[type(model).__module__]) if "ATTENTION_CLASSES" in n)
-    by_name = any("VISION" not in table for table in tables)  # of attention, where ours is not
+    by_name = any("VISION" not in table for table in _own_tables(model))
+    is_text = hasattr(model.config, "vocab_size") and _is_whole(model.config)
     if not is_text or (model._can_set_attn_implementation() and not by_name):
         return None
     return (
         f"{type(model).__name__} computes attention by itself, and does not ask transformers' "
         "attention interface for it; only models that do can be spread"
     )
+
+
+def is_tower_by_name(model: Any) -> bool:
+    """Tell whether a model, not of text, picks its attention out of a table that lacks ours.
+
+    Args:
+        model: a model of transformers.
+    """
+    is_tower = not hasattr(model.config, "vocab_size") and _is_whole(model.config)
+    return is_tower and any("VISION" in table for table in _own_tables(model))
+
+
+def _own_tables(model: Any) -> list[str]:
+    """List the tables of attention by name in the module of a model's class."""
+    return [n for n in vars(sys.modules[type(model).__module__]) if "ATTENTION_CLASSES" in n]
+
+
+def _is_whole(config: Any) -> bool:
+    """Tell whether a config has no text model's within it."""
+    return config.get_text_config() is config
 
 
 def windows_of(config: Any) -> list[int | None]:

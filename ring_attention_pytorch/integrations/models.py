@@ -30,9 +30,10 @@ from ring_attention_pytorch.integrations import blocks
 from ring_attention_pytorch.integrations.cache import CachedLength, CachedMask
 from ring_attention_pytorch.integrations.calls import SCORES, call_problem, names
 from ring_attention_pytorch.integrations.layers import (
+    is_tower_by_name,
     layers_problem,
     own_attention_problem,
-    sequences_problem,
+    reading_problem,
 )
 from ring_attention_pytorch.integrations.masks import RingMask, Visible, visible_by
 from ring_attention_pytorch.integrations.outputs import Outermost
@@ -81,6 +82,8 @@ def _refuse_own_attention() -> None:
     def asked(model: Any, requested_attention: Any, *args: Any, **given: Any) -> Any:
         if requested_attention in names and (problem := own_attention_problem(model)):
             raise ValueError(f'attn_implementation="{requested_attention}": {problem}')
+        if requested_attention in names and is_tower_by_name(model):
+            requested_attention = None  # it sees images whole, by transformers' default
         return theirs(model, requested_attention, *args, **given)
 
     asked.of_ring = True  # type: ignore[attr-defined]
@@ -201,7 +204,7 @@ class RingForward:
     def _begins(self, model: nn.Module) -> None:
         self.call = Watched(self, model)
         first = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-        if first is not None and (problem := sequences_problem(first.config)):
+        if first is not None and (problem := reading_problem(first)):
             self.told(problem)
 
     def _ends(self, _: nn.Module, given: Any) -> None:

@@ -14,6 +14,7 @@ MUTANTS = planted("INTEGRATIONS")
 def battery() -> Iterator[Callable[[], object]]:
     """Steps of models in this process against dense attention, and mistakes that must raise."""
     from tests.integrations import (
+        test_families,
         test_generation,
         test_heads,
         test_multimodal,
@@ -47,6 +48,7 @@ def battery() -> Iterator[Callable[[], object]]:
     yield test_transformers.test_masks_that_are_not_known_raise
     for name in ("Gemma2ForCausalLM", "CohereForCausalLM", "PhiForCausalLM"):
         yield partial(test_heads.test_a_head_makes_the_logits_that_its_model_makes, name)
+    yield test_families.test_a_tower_that_picks_its_attention_from_a_table_keeps_transformers_own
     yield test_heads.test_a_setting_that_is_changed_is_seen
     yield test_heads.test_heads_that_do_something_else_are_refused
     yield test_multimodal.test_positions_of_rows_are_cut_along_the_tokens

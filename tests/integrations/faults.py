@@ -124,6 +124,14 @@ INTEGRATIONS = [
         "if not is_text or", "if is_text or",
     ),
     Mutant(
+        "towers look for ours in their tables", "integrations/layers.py:is_tower_by_name",
+        "return is_tower and", "return not is_tower and",
+    ),
+    Mutant(
+        "a head looks for a token in a shard", "integrations/layers.py:reading_problem",
+        "in _SEARCHING", "not in _SEARCHING",
+    ),
+    Mutant(
         "temperatures depend on the shard", "integrations/layers.py:_counting_problem",
         '"attn_temperature_tuning", False)', '"attn_temperature_tuning", False) and False',
     ),

@@ -31,6 +31,8 @@ KINDS = {
     ],
     "encoder-decoder": ["MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"],
 }  # a class that is of several is of the first
+# in a table of encoders with decoders, though it reads one sequence
+ONE_SEQUENCE = ("AudioFlamingo3ForConditionalGeneration", "MusicFlamingoForConditionalGeneration")
 
 
 class Family(NamedTuple):
@@ -50,7 +52,8 @@ def families() -> list[Family]:
             if kind == "base" and model_type not in text:
                 continue
             for name in [names] if isinstance(names, str) else names:
-                found.setdefault(name, Family(kind, model_type, name))
+                one = "multimodal" if name in ONE_SEQUENCE else kind
+                found.setdefault(name, Family(one, model_type, name))
     return list(found.values())
 
 
@@ -155,6 +158,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         layer_types=["sliding_attention", "full_attention"] * 2,
         activation_sparsity_pattern=[0.95, 0.0, 0.0, 0.0], laurel_rank=4,
     ),
+    "Mistral4Config": dict(rope_parameters=dict(
+        rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=64,
+        partial_rotary_factor=1 / 3, llama_4_scaling_beta=0.1)),
+    "Glm4vMoeTextConfig": dict(rope_parameters=dict(
+        rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1], partial_rotary_factor=1.0)),
+    "Step3p7TextConfig": dict(sliding_window=6),
+    "DeepseekOcr2TextConfig": dict(mlp_layer_types=["dense", "sparse"]),
+    "DiffusionGemmaTextConfig": dict(
+        num_experts=4, top_k_experts=2, moe_intermediate_size=32),
+    "VibeVoiceAcousticTokenizerEncoderConfig": dict(num_filters=4, depths=[1] * 7),
     "Mamba2Config": dict(num_heads=8, head_dim=8),
     "ReformerConfig": dict(
         is_decoder=True, axial_pos_embds_dim=(16, 16), axial_pos_shape=(8, 16),
