@@ -9,15 +9,15 @@ All ranks compute the same tokens, but for attention: there each looks at the ke
 """
 
 import inspect
-from typing import Any, Final, NamedTuple, NoReturn, Self
+from typing import Any, Final, Literal, NamedTuple, NoReturn, Self
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.arguments import checked, least_problem
 from ring_attention_pytorch.comm.agreement import agree, problem_of
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
@@ -87,20 +87,26 @@ class RingHFCache(Cache):
     @checked
     def __init__(
         self,
-        config: Any,
+        config: PreTrainedConfig,
         *,
         capacity: int | None = None,
         page: int = 64,
         dtype: torch.dtype | None = None,
         spare: int | None = SPARE,
-        kernel: str | None = None,
+        kernel: Literal["triton", "eager"] | None = None,
         check_tokens: bool = True,
         group: Group = None,
     ):
         self.ring = as_ring(group)
         self.config = config.get_text_config(decoder=True)
-        problem = problem_of(lambda: layers_problem(self.config, 0) or self._name_problem())
         self.sizes: dict[str, Any] = {"capacity": capacity, "page": page, "spare": spare}
+        problem = problem_of(
+            lambda: (
+                least_problem(1, **self.sizes)
+                or layers_problem(self.config, 0)
+                or self._name_problem()
+            )
+        )
         same = self.sizes | {"dtype": str(dtype), "kernel": kernel, "check": check_tokens}
         agree(self.ring, _CALLER, same, problem=problem)
         self.dtype, windows = dtype, windows_of(self.config)

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ring_attention_pytorch.arguments import checked
+
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -33,6 +35,7 @@ class _Score(NamedTuple):
 _scores: "WeakKeyDictionary[nn.Module, tuple[Any, _Score]]" = WeakKeyDictionary()
 
 
+@checked
 def head_of(model: nn.Module) -> dict[str, Any]:
     """Return what makes logits of a model's hidden states, for `ring_cross_entropy`.
 

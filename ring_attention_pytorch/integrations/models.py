@@ -15,15 +15,15 @@ Tested with transformers 5.17.0 and 5.24.0.
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import wraps
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import agree, problem_of
+from ring_attention_pytorch.arguments import checked, least_problem
+from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.integrations import blocks
@@ -39,12 +39,12 @@ from ring_attention_pytorch.integrations.masks import RingMask, Visible, visible
 from ring_attention_pytorch.integrations.outputs import Outermost
 from ring_attention_pytorch.integrations.watched import Watched, spread_losses
 from ring_attention_pytorch.plan.checks import autocast_dtype
-from ring_attention_pytorch.plan.option_types import ForwardOptions
+from ring_attention_pytorch.plan.option_types import CheckOption, KernelOption, TransportName
+from ring_attention_pytorch.plan.options import DEFAULTS
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.training.batches import ShardedBatch
 
 _CALLER = "a model of transformers"
-_OPTIONS = ("kernel", "transport", "ulysses", "memory", "bucket_size", "check", "dropout_seed")
 
 
 @checked
@@ -91,15 +91,26 @@ def _refuse_own_attention() -> None:
     models.get_correct_attn_implementation = asked
 
 
-@checked
-def ring_forward(
+def _told_by_batch(given: dict[str, Any], problem: str) -> None:
+    if isinstance(batch := given.get("batch"), ShardedBatch):
+        agree(batch.ring, "ring_forward", {}, problem=problem)
+
+
+@typed(_told_by_batch)
+def ring_forward(  # noqa: PLR0913 - a public entry point
     batch: ShardedBatch,
     *,
     group: Group = None,
     loss_group: Group = None,
     labels: bool = True,
     check_positions: bool = True,
-    **options: Unpack[ForwardOptions],
+    kernel: KernelOption | None = None,
+    transport: TransportName | None = None,
+    ulysses: int = 1,
+    memory: int | None = None,
+    bucket_size: int = DEFAULTS["bucket_size"],
+    check: CheckOption | None = None,
+    dropout_seed: int | None = None,
 ) -> "RingForward":
     """Return the block in which a model computes on this rank's part of a batch.
 
@@ -116,12 +127,11 @@ def ring_forward(
             and for models without a head.
         check_positions: raise if the model uses other positions than the batch's, or nobody can
             tell which. False is for models that have no positions at all.
-        options: of `ring_attn`, how attention is computed: kernel, transport, ulysses, memory,
-            bucket_size, check, dropout_seed. What attention is comes from model and batch.
+        The rest: of `ring_attn`, how attention is computed. What it is comes from model and batch.
 
     Raises:
-        ValueError: on all ranks, now or when the model runs: there is another option; the model
-            has masks, layers or positions that can't be spread, or labels or a mask that are not
+        ValueError: on all ranks, now or when the model runs: an option is invalid; the model has
+            masks, layers or positions that can't be spread, or labels or a mask that are not
             the batch's; it has computed a loss by itself, or returns what is not of this rank's
             tokens; or at the block's end, if no attention in it was ring attention.
 
@@ -131,7 +141,11 @@ def ring_forward(
     ['attention_mask', 'input_ids', 'position_ids', 'use_cache']
     """
     batch = batch if group is None else batch.over(group)
-    return RingForward(batch, loss_group, labels, check_positions, {**options})
+    options = dict(
+        kernel=kernel, transport=transport, ulysses=ulysses, memory=memory, check=check,
+        bucket_size=bucket_size, dropout_seed=dropout_seed,
+    )  # fmt: skip
+    return RingForward(batch, loss_group, labels, check_positions, options)
 
 
 class RingForward:
@@ -157,14 +171,8 @@ class RingForward:
         check_positions: bool,
         options: dict[str, Any],
     ):
-        unknown = [name for name in options if name not in _OPTIONS]
-        problem = _tokens_problem(batch)
-        if unknown:
-            problem = (
-                f"there is no option {', '.join(unknown)}; model and batch say what attention is, "
-                f"options how: {', '.join(_OPTIONS)}"
-            )
-        agree(batch.ring, "ring_forward", {"options": sorted(options)}, problem=problem)
+        problem = _tokens_problem(batch) or _options_problem(options)
+        agree(batch.ring, "ring_forward", options, problem=problem)
         self.batch, self.options = batch, options
         self.loss_group, self.check_positions = loss_group, check_positions
         self.num_items: Tensor | None = None
@@ -296,6 +304,11 @@ def _inputs(batch: ShardedBatch, labels: bool) -> dict[str, Any]:
         in_place = batch.labels if batch.in_place is None else batch.in_place
         given |= {"labels": in_place, "shift_labels": batch.labels}
     return given
+
+
+def _options_problem(o: Mapping[str, Any]) -> str | None:
+    sizes = least_problem(1, ulysses=o["ulysses"], bucket_size=o["bucket_size"])
+    return sizes or least_problem(0, memory=o["memory"], dropout_seed=o["dropout_seed"])
 
 
 def _tokens_problem(batch: ShardedBatch) -> str | None:

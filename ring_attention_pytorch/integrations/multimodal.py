@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.integrations.calls import names
 
 _DEEP = "deepstack_visual_embeds"
@@ -24,6 +25,7 @@ _OURS = ("labels", "loss_weights", "documents", "cu_seqlens", "attention_mask", 
 _TAKEN = {"inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", _DEEP}
 
 
+@checked
 def merged(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a model's text model gets of a whole batch, for `shard_batch`.
 
@@ -82,6 +84,7 @@ def merged(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
+@checked
 def text_states(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """Return the last hidden states `[b, n, d]` of a model's text model, of this rank's tokens.
 

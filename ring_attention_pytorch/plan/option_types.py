@@ -83,15 +83,3 @@ class UlyssesOptions(PlanOptions, total=False):
     """The options of `ulysses_attn`."""
 
     heads_first: bool
-
-
-class ForwardOptions(TypedDict, total=False):
-    """The options of `ring_forward`: how attention is computed, not what it is."""
-
-    kernel: KernelOption | None
-    transport: TransportName | None
-    ulysses: int
-    memory: int | None
-    bucket_size: int
-    check: CheckOption | None
-    dropout_seed: int | None

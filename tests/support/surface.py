@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 PACKAGE = "ring_attention_pytorch"
+OTHERS_ARGUMENTS = ("trainer", "grpo", "accelerate")  # whose classes take what their packages' do
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 
@@ -31,7 +32,7 @@ def public(original: Mapping[str, str]) -> dict[str, Any]:
     paths = {(PACKAGE, name) for name in importlib.import_module(PACKAGE).__all__}
     for page in REFERENCE.glob("*.md"):
         named = re.findall(r"^::: (\S+)\.(\w+)$", page.read_text(), re.MULTILINE)
-        paths |= {(module, name) for module, name in named if "integrations" not in module}
+        paths |= {(module, name) for module, name in named if not module.endswith(OTHERS_ARGUMENTS)}
     for module, names in original.items():
         paths |= {(f"{PACKAGE}{module}", name) for name in names.split()}
     found: dict[str, Any] = {}

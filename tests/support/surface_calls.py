@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ring_attention_pytorch as R
 from ring_attention_pytorch import distributed, launch, ring, ring_attention, zig_zag_attention
+from tests.support import surface_hf
 from tests.support.surface import Call
 
 ONE = torch.randn(1, 4, 16)
@@ -287,6 +288,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "sharded_seq_to_sharded_batch": to(
         ring_attention.sharded_seq_to_sharded_batch, logits=ONE, sizes=torch.tensor([1])
     ),
+    **surface_hf.CALLS,
 }  # fmt: skip
 
 
@@ -325,7 +327,8 @@ RIGHT: dict[str, str] = {
     "shard_sequence.dim": "0 -1", "all_gather.dim": "0 -1", "all_gather_variable_dim.dim": "0 -1",
     "gather_sizes.dim": "0 -1", "AllGather.dim": "0 -1", "pad_at_dim.dim": "0 -1",
     "ring_cross_entropy.scale": "", "ring_token_logprobs.scale": "",
-    "ring_token_logprobs.ignore_index": "",
+    "ring_token_logprobs.ignore_index": "", "ring_forward.dropout_seed": "0",
+    "ring_forward.memory": "0",
 }  # fmt: skip
 
 # other words for a parameter in what is said of it
@@ -357,6 +360,9 @@ WITHIN = {
     "advance", "before", "begin", "check_last", "even_lengths", "held", "holder", "lengths_in",
     "local", "local_of_all", "make_ready", "mark", "oldest", "pools_of", "prepare", "problem_of",
     "put", "taken_as", "told", "write",
+    # of caches of transformers, which it calls by itself
+    "attend", "batch_repeat_interleave", "batch_select_indices", "crop", "expect", "length",
+    "mask", "new_length", "reorder_cache", "reset",
     # of others
     "add", "kill", "pin_memory", "sample",
 }  # fmt: skip
