@@ -158,7 +158,7 @@ class RingPlan:
         kind, kept, mine, wrong = find(ring, qkv, options, also)
         known = None if ring.group is None else recall(ring, mine.subject)
         own = {**mine.own, "knows": known is not None, "plan": kept.plan.number if kept else 0}
-        lengths = agree_on(ring, "ring attention", mine.claim, own, check=wrong)
+        lengths = agree_on(ring, "ring attention", mine.claim, own, wrong)
         if kept is not None and all(rank["plan"] == kept.plan.number for rank in lengths):
             return kept.plan
         if kept is not None:
