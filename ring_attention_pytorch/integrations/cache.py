@@ -9,6 +9,8 @@ All ranks compute the same tokens, but for attention: there each looks at the ke
 """
 
 import inspect
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Self
 
 import torch
@@ -17,15 +19,15 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from ring_attention_pytorch.arguments import checked, least_problem
-from ring_attention_pytorch.comm.agreement import agree, problem_of
+from ring_attention_pytorch.arguments import check_least, checked
+from ring_attention_pytorch.comm.agreement import agree, error_of
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
 from ring_attention_pytorch.inference.attention import digest, ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.model_cache import SPARE, model_cache
-from ring_attention_pytorch.integrations.calls import names
-from ring_attention_pytorch.integrations.layers import layers_problem, windows_of
+from ring_attention_pytorch.integrations.calls import check_call, names
+from ring_attention_pytorch.integrations.layers import check_layers, windows_of
 from ring_attention_pytorch.integrations.masks import Visible, visible_by
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.plan.placement import current
@@ -100,15 +102,8 @@ class RingHFCache(Cache):
         self.ring = as_ring(group)
         self.config = config.get_text_config(decoder=True)
         self.sizes: dict[str, Any] = {"capacity": capacity, "page": page, "spare": spare}
-        problem = problem_of(
-            lambda: (
-                least_problem(1, **self.sizes)
-                or layers_problem(self.config, 0)
-                or self._name_problem()
-            )
-        )
         same = self.sizes | {"dtype": str(dtype), "kernel": kernel, "check": check_tokens}
-        agree(self.ring, _CALLER, same, problem=problem)
+        agree(self.ring, _CALLER, same, check=self._check_model)
         self.dtype, windows = dtype, windows_of(self.config)
         self.windows = [None] * len(windows) if spare is None else windows
         self.kernel = kernel
@@ -127,11 +122,12 @@ class RingHFCache(Cache):
 
     def expect(self, layer: int, k: Tensor) -> None:
         """Note new keys of a layer, which its attention will bring."""
-        problem = self._name_problem()
         if self._new:
-            problem = f"keys of layer {min(self._new)} were left out: its attention is another one"
-        if problem is not None:
-            self._fail(problem)
+            self._fail(
+                f"keys of layer {min(self._new)} were left out: its attention is another one"
+            )
+        if (error := error_of(self._check_name)) is not None:
+            self._fail(str(error))
         self._new[layer] = k
 
     def mask(self, function: Any, given: Tensor | None, kv_length: int) -> "CachedMask":
@@ -213,9 +209,9 @@ class RingHFCache(Cache):
         if self._chunk is not None:
             return _out(ring_attn_with_cache(q, k, v, keys, layout=_LAYOUT, **options))
         if layer == 0 and self.check_tokens:
-            problem = problem_of(lambda: self._position_problem(k, *at))
             same = {"tokens (by their keys; when sampling, seed all ranks alike)": digest(k)}
-            agree(self.ring, _CALLER, same if self.ring.size > 1 else {}, problem=problem)
+            check = partial(self._check_places, k, *at)
+            agree(self.ring, _CALLER, same if self.ring.size > 1 else {}, check=check)
         n = q.shape[1]
         few = n < _FEW * self.ring.size or options["window"] is not None or keys.has_starts
         if few or self.kernel is not None:
@@ -243,17 +239,15 @@ class RingHFCache(Cache):
             self._starts = starts
         return self.keys
 
-    def _position_problem(
-        self, k: Tensor, starts: list[int] | None, positions: Tensor | None
-    ) -> str | None:
-        """Say why new tokens are not those that come next; None if they are, or nobody can tell."""
+    def _check_places(self, k: Tensor, starts: list[int] | None, positions: Tensor | None) -> None:
+        """Raise ValueError if positions say that new tokens are not those that come next."""
         if positions is None or positions.ndim != 2:
-            return None
+            return
         b, n = k.shape[:2]
         last = [self.length(0) + n - 1 - start for start in starts or [0] * b]
         if all(i in (end, 0) for i, end in zip(positions[:, -1].expand(b).tolist(), last)):
-            return None  # 0 is that of padding
-        return (
+            return  # 0 is that of padding
+        raise ValueError(
             f"it has {self.length(0)} tokens, and new ones end at positions "
             f"{positions[:, -1].tolist()}, not {last}; assisted decoding begins with an empty cache"
         )
@@ -284,10 +278,10 @@ class RingHFCache(Cache):
             ValueError: an argument is invalid or differs between ranks; on all ranks.
         """
         begin, length = self.length(0), input_ids.shape[-1] - 1
-        problem = problem_of(lambda: self._prefill_problem(input_ids, attention_mask, chunk_size))
+        check = partial(self._check_prompt, input_ids, attention_mask, chunk_size)
         same = {"values of input_ids": digest(input_ids), "chunk_size": chunk_size}
         same |= {"values of attention_mask": digest(attention_mask)}
-        agree(self.ring, f"{_CALLER}.prefill", same, problem=problem)
+        agree(self.ring, f"{_CALLER}.prefill", same, check=check)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         places = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
         name = "cache" if "cache" in inspect.signature(model.forward).parameters else None
@@ -311,31 +305,37 @@ class RingHFCache(Cache):
         self._chunk = n
         return segment_positions(segments[self.ring.rank], device)
 
-    def _prefill_problem(
-        self, ids: Tensor, mask: Tensor | None, chunk_size: int | None
-    ) -> str | None:
+    def _check_prompt(self, ids: Tensor, mask: Tensor | None, chunk_size: int | None) -> None:
         if ids.ndim != 2 or ids.is_floating_point():
-            return f"input_ids must be integers [batch, tokens], got {ids.dtype} {[*ids.shape]}"
+            raise ValueError(
+                f"input_ids must be integers [batch, tokens], got {ids.dtype} {[*ids.shape]}"
+            )
         if ids.shape[1] <= self.length(0):
-            return (
+            raise ValueError(
                 f"the cache has {self.length(0)} tokens already; input_ids must be the whole "
                 f"prompt, got {ids.shape[1]} tokens"
             )
         if mask is not None and mask.shape != ids.shape:
-            return f"attention_mask must be {[*ids.shape]} as input_ids are, got {[*mask.shape]}"
-        if chunk_size is not None and chunk_size < 1:
-            return f"chunk_size must be at least 1, got {chunk_size}"
-        return layers_problem(self.config, ids.shape[1])
+            raise ValueError(
+                f"attention_mask must be {[*ids.shape]} as input_ids are, got {[*mask.shape]}"
+            )
+        check_least(1, chunk_size=chunk_size)
+        check_layers(self.config, ids.shape[1])
 
     def new_length(self, layer: int, q_length: int) -> int:
         """Return how many keys a layer will have when q_length tokens of this rank have come."""
         return self.length(layer) + (q_length if self._chunk is None else self._chunk)
 
-    def _name_problem(self) -> str | None:
+    def _check_model(self) -> None:
+        check_least(1, **self.sizes)
+        check_layers(self.config, 0)
+        self._check_name()
+
+    def _check_name(self) -> None:
         name = self.config._attn_implementation
         if name in names:
-            return None
-        return (
+            return
+        raise ValueError(
             f'the model has attn_implementation="{name}", which would see new tokens only; call '
             'register(), and give it attn_implementation="ring"'
         )
@@ -372,15 +372,19 @@ class CachedMask(NamedTuple):
         sinks: Tensor | None,
         scores: dict[str, Any],
         positions: Tensor | None,
-        problem: str | None,
+        given: Mapping[str, Any],
     ) -> Tensor:
-        """Return attention of new tokens to the cache, `[b, n, h, d]`; or raise the problem."""
-        if scores.pop("dropout"):
-            problem = "there is no dropout with a cache: model.eval()"
+        """Return attention of new tokens to the cache, `[b, n, h, d]`.
+
+        Args:
+            given: what else the layer asks of attention.
+        """
         if torch.is_grad_enabled() and any(t.requires_grad for t in qkv):
-            problem = "there are no gradients with a cache: use torch.no_grad()"
-        if problem is not None:
-            self.cache._fail(problem)
+            self.cache._fail("there are no gradients with a cache: use torch.no_grad()")
+        if scores.pop("dropout"):
+            self.cache._fail("there is no dropout with a cache: model.eval()")
+        if (error := error_of(partial(check_call, self.visible, given))) is not None:
+            self.cache._fail(str(error))
         options = {**scores, "window": self.visible.window, "sinks": sinks}
         number: Any = layer.layer_idx
         out = self.cache.attend(number, qkv, (self.starts, positions), options)

@@ -17,15 +17,16 @@ SCORES = {"scale": ("scaling", None), "softclamp": ("softcap", None), "dropout":
 names: set[str] = set()  # of attention that `register` has made known
 
 
-def call_problem(visible: Visible, given: Mapping[str, Any]) -> str | None:
-    """Say what of a layer's call contradicts its mask, or can't be done; None if nothing."""
+def check_call(visible: Visible, given: Mapping[str, Any]) -> None:
+    """Raise ValueError if something of a layer's call contradicts its mask, or can't be done."""
     window, is_causal = given.get("sliding_window"), given.get("is_causal")
     inclusive = 1 if visible.causal else 0  # the token itself counts in transformers
     if window is not None and visible.window not in (window - 1, window - inclusive):
-        return f"a layer's sliding_window={window}, but its mask's is {visible.window}"
+        raise ValueError(f"a layer's sliding_window={window}, but its mask's is {visible.window}")
     if is_causal is not None and is_causal != visible.causal:
-        return f"a layer's is_causal={is_causal}, but its mask's is {visible.causal}"
+        raise ValueError(f"a layer's is_causal={is_causal}, but its mask's is {visible.causal}")
     asked = {name for name, value in given.items() if value is not None and value is not False}
     if unknown := sorted(asked - _IDLE):
-        return f"attention was given {', '.join(unknown)}, which ring attention does not have"
-    return None
+        raise ValueError(
+            f"attention was given {', '.join(unknown)}, which ring attention does not have"
+        )

@@ -9,8 +9,8 @@ _SEARCHING = ("SplinterForQuestionAnswering", "SplinterForPreTraining")
 _OF_LENGTH = ("dynamic", "longrope")  # rotary frequencies depend on how long a sequence is
 
 
-def layers_problem(config: Any, length: int) -> str | None:
-    """Say what in a model's config can't be spread; None if nothing.
+def check_layers(config: Any, length: int) -> None:
+    """Raise ValueError if something in a model's config can't be spread.
 
     Args:
         config: the model's, or its text model's.
@@ -20,39 +20,39 @@ def layers_problem(config: Any, length: int) -> str | None:
     for name in ("layer_types", "layers_block_type"):
         kinds |= {*(getattr(config, name, None) or ())}
     if other := sorted(kinds - _SPREAD):
-        return (
+        raise ValueError(
             f"the model has layers of {', '.join(other)}, whose state along the sequence would end "
             "at each shard; only full and sliding attention can be spread"
         )
-    if problem := sequences_problem(config):
-        return problem
-    counting = _counting_problem(config) if length else None
-    return counting or _rotary_problem(config, length)
+    _check_sequences(config)
+    if length:
+        _check_counting(config)
+    _check_rotary(config, length)
 
 
-def sequences_problem(config: Any) -> str | None:
-    """Say that a model reads two sequences; None if it reads one."""
+def _check_sequences(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
-        return "the model has an encoder and a decoder, two sequences; only one can be spread"
-    return None
+        raise ValueError(
+            "the model has an encoder and a decoder, two sequences; only one can be spread"
+        )
 
 
-def reading_problem(model: Any) -> str | None:
-    """Say that a model, or its head, reads what no rank has alone; None if it does not.
+def check_reading(model: Any) -> None:
+    """Raise ValueError if a model, or its head, reads what no rank has alone.
 
     Args:
         model: a model of transformers.
     """
     if (name := type(model).__name__) in _SEARCHING:
-        return (
+        raise ValueError(
             f"{name} looks for the question's token in a whole sequence, of which ranks have "
             "parts; give hidden states of the model below it to a head of your own"
         )
-    return sequences_problem(model.config)
+    _check_sequences(model.config)
 
 
-def own_attention_problem(model: Any) -> str | None:
-    """Say that a model of text computes attention by itself; None if it asks transformers for it.
+def check_own_attention(model: Any, name: str) -> None:
+    """Raise ValueError if a model of text does not ask transformers for attention of this name.
 
     Args:
         model: a model of transformers.
@@ -60,10 +60,10 @@ def own_attention_problem(model: Any) -> str | None:
     by_name = any("VISION" not in table for table in _own_tables(model))
     is_text = hasattr(model.config, "vocab_size") and _is_whole(model.config)
     if not is_text or (model._can_set_attn_implementation() and not by_name):
-        return None
-    return (
-        f"{type(model).__name__} computes attention by itself, and does not ask transformers' "
-        "attention interface for it; only models that do can be spread"
+        return
+    raise ValueError(
+        f'attn_implementation="{name}": {type(model).__name__} computes attention by itself, and '
+        "does not ask transformers' attention interface for it; only models that do can be spread"
     )
 
 
@@ -102,23 +102,22 @@ def windows_of(config: Any) -> list[int | None]:
     return [window - 1 if kind == _SLIDING else None for kind in kinds]  # it counts the token
 
 
-def _counting_problem(config: Any) -> str | None:
-    """Say what beside attention depends on where a token is, and is computed of a rank's alone."""
+def _check_counting(config: Any) -> None:
+    """Raise ValueError if where a token is decides more than attention, by a rank's own count."""
     ropes = getattr(config, "no_rope_layers", None) or ()  # 1 where there is one
     if getattr(config, "attn_temperature_tuning", False) and not all(ropes):
-        return (
+        raise ValueError(
             "layers without rotary embeddings scale queries by a token's number, which the model "
             "counts from 0 on each rank (attn_temperature_tuning); it can't be spread"
         )
     if getattr(config, "trigram_input", False):
-        return (
+        raise ValueError(
             "embeddings are of three tokens side by side (trigram_input), and those at a shard's "
             "ends have other neighbours; it can't be spread"
         )
-    return None
 
 
-def _rotary_problem(config: Any, length: int) -> str | None:
+def _check_rotary(config: Any, length: int) -> None:
     given = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in given.values() if isinstance(value, dict)]
     for rope in nested or [given]:
@@ -127,8 +126,7 @@ def _rotary_problem(config: Any, length: int) -> str | None:
             continue
         trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         if length > trained:
-            return (
+            raise ValueError(
                 f"rotary embeddings of type {kind} depend on the longest position that a rank has "
                 f"beyond {trained}, and ranks differ in it; got {length} tokens"
             )
-    return None

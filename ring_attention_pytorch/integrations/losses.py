@@ -71,10 +71,10 @@ def own_losses(
         losses.update(before)
 
 
-def labels_problem(
+def check_labels(
     batch: ShardedBatch, labels: Tensor | None, moved: Tensor | None, in_place: bool, counted: bool
-) -> str | None:
-    """Say why what a model computes its loss of are not the batch's labels; None if they are.
+) -> None:
+    """Raise ValueError if what a model computes its loss of are not the batch's labels.
 
     Args:
         labels, moved: what the model was given as labels and as shift_labels.
@@ -88,28 +88,27 @@ def labels_problem(
     else:
         right = labels is not None and _same(moved, mine)
     if not right:
-        return (
+        raise ValueError(
             "labels are not the batch's; a label is of the next token, which may be on another "
             "rank: give labels to shard_batch, and call model(**inputs)"
         )
     if mine is here and (counted or "loss_weights" in batch):
-        return (
+        raise ValueError(
             "labels predict the tokens themselves in this model, and what counts them was moved "
             "ahead; give shard_batch shift_labels=False"
         )
-    return None
 
 
-def entropy_problem(
-    function: nn.CrossEntropyLoss, labels: Tensor, mine: Tensor | None
-) -> str | None:
-    """Say what a model does with PyTorch's cross entropy that can't be spread; None if nothing."""
+def check_entropy(
+    model: str, function: nn.CrossEntropyLoss, labels: Tensor, mine: Tensor | None
+) -> None:
+    """Raise ValueError if a model does with PyTorch's cross entropy what can't be spread."""
     plain = function.weight is None and function.label_smoothing == 0
     if plain and function.reduction == "mean" and _same(labels, mine):
-        return None
-    return (
-        "computes a cross entropy by itself, of labels that are not the batch's in place, or "
-        "weighted, or smoothed; leave labels out, with ring_forward(batch, labels=False), and "
+        return
+    raise ValueError(
+        f"{model} computes a cross entropy by itself, of labels that are not the batch's in place, "
+        "or weighted, or smoothed; leave labels out, with ring_forward(batch, labels=False), and "
         "compute ring_cross_entropy(logits, batch.labels)"
     )
 

@@ -31,14 +31,14 @@ class NoTensor(ValueError, AttributeError):
 
 
 class RingMask:
-    """What attention gets as its mask: what is visible, in whose block, and what is wrong."""
+    """What attention gets as its mask: what is visible, in whose block, or why there is none."""
 
     forward: Any
     visible: Visible
-    problem: str | None
+    error: ValueError | None
 
-    def __init__(self, forward: Any, visible: Visible | None, problem: str | None):
-        self.forward, self.visible, self.problem = forward, visible or _ALL, problem
+    def __init__(self, forward: Any, visible: Visible | None, error: ValueError | None):
+        self.forward, self.visible, self.error = forward, visible or _ALL, error
         self.told = False  # ranks have compared it
 
     def __getattr__(self, name: str) -> Any:

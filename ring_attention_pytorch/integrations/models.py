@@ -14,7 +14,7 @@ Tested with transformers 5.17.0 and 5.24.0.
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -22,29 +22,35 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ring_attention_pytorch.arguments import checked, least_problem
-from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
+from ring_attention_pytorch.arguments import check_least, checked
+from ring_attention_pytorch.comm.agreement import Check, agree, error_of, typed
 from ring_attention_pytorch.comm.ring import Group, as_ring
+from ring_attention_pytorch.comm.transports import check_transport
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.integrations import blocks
 from ring_attention_pytorch.integrations.cache import CachedLength, CachedMask
-from ring_attention_pytorch.integrations.calls import SCORES, call_problem, names
+from ring_attention_pytorch.integrations.calls import SCORES, check_call, names
 from ring_attention_pytorch.integrations.layers import (
+    check_layers,
+    check_own_attention,
+    check_reading,
     is_tower_by_name,
-    layers_problem,
-    own_attention_problem,
-    reading_problem,
 )
 from ring_attention_pytorch.integrations.masks import RingMask, Visible, visible_by
 from ring_attention_pytorch.integrations.outputs import Outermost
 from ring_attention_pytorch.integrations.watched import Watched, spread_losses
-from ring_attention_pytorch.plan.checks import autocast_dtype
+from ring_attention_pytorch.kernels import check_name
+from ring_attention_pytorch.plan.checks import autocast_dtype, check_notes
 from ring_attention_pytorch.plan.option_types import CheckOption, KernelOption, TransportName
 from ring_attention_pytorch.plan.options import DEFAULTS
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.training.batches import ShardedBatch
 
 _CALLER = "a model of transformers"
+_NO_POSITIONS = (
+    "the model gives position_ids to no embedding or layer that is known, so it may count its "
+    "tokens by itself, from 0 on each rank; check_positions=False is for models without positions"
+)
 
 
 @checked
@@ -80,10 +86,10 @@ def _refuse_own_attention() -> None:
 
     @wraps(theirs)
     def asked(model: Any, requested_attention: Any, *args: Any, **given: Any) -> Any:
-        if requested_attention in names and (problem := own_attention_problem(model)):
-            raise ValueError(f'attn_implementation="{requested_attention}": {problem}')
-        if requested_attention in names and is_tower_by_name(model):
-            requested_attention = None  # it sees images whole, by transformers' default
+        if requested_attention in names:
+            check_own_attention(model, requested_attention)
+            if is_tower_by_name(model):
+                requested_attention = None  # it sees images whole, by transformers' default
         return theirs(model, requested_attention, *args, **given)
 
     asked.of_ring = True  # type: ignore[attr-defined]
@@ -91,9 +97,9 @@ def _refuse_own_attention() -> None:
     models.get_correct_attn_implementation = asked
 
 
-def _told_by_batch(given: dict[str, Any], problem: str) -> None:
+def _told_by_batch(given: dict[str, Any], error: ValueError) -> None:
     if isinstance(batch := given.get("batch"), ShardedBatch):
-        agree(batch.ring, "ring_forward", {}, problem=problem)
+        agree(batch.ring, "ring_forward", {}, check=error)
 
 
 @typed(_told_by_batch)
@@ -171,8 +177,7 @@ class RingForward:
         check_positions: bool,
         options: dict[str, Any],
     ):
-        problem = _tokens_problem(batch) or _options_problem(options)
-        agree(batch.ring, "ring_forward", options, problem=problem)
+        agree(batch.ring, "ring_forward", options, check=partial(_check, batch, options))
         self.batch, self.options = batch, options
         self.loss_group, self.check_positions = loss_group, check_positions
         self.num_items: Tensor | None = None
@@ -212,14 +217,13 @@ class RingForward:
     def _begins(self, model: nn.Module) -> None:
         self.call = Watched(self, model)
         first = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-        if first is not None and (problem := reading_problem(first)):
-            self.told(problem)
+        if first is not None:
+            self.ensure(partial(check_reading, first))
 
     def _ends(self, _: nn.Module, given: Any) -> None:
         call, self.call = self.call, Watched(self)
         call.end()
-        if problem := call.output_problem(given):
-            self.told(problem)
+        self.ensure(partial(call.check_output, given))
 
     # ---- what a model asks for
 
@@ -230,9 +234,14 @@ class RingForward:
             ring.total(items)  # each ring counts its batch on all its ranks
         return items / self.batch.ring_size / ring.size
 
-    def told(self, problem: str | None, **same: Any) -> None:
-        """Raise ValueError on all ranks of the ring if any has a problem, or they differ."""
-        agree(self.batch.ring, _CALLER, same, problem=problem)
+    def told(self, check: Check | None, **same: Any) -> None:
+        """Raise ValueError on all ranks of the ring if a check of any raises it, or they differ."""
+        agree(self.batch.ring, _CALLER, same, check=check)
+
+    def ensure(self, check: Check) -> None:
+        """Raise on all ranks of the ring what a check raises here; else nothing is sent."""
+        if (error := error_of(check)) is not None:
+            self.told(error)
 
     def visible(self, mask_function: Any, config: Any, given: Tensor | None, **at: Any) -> RingMask:
         """Return what a model's mask lets tokens see; layers are told what is wrong with it.
@@ -241,15 +250,14 @@ class RingForward:
         """
         found: list[Visible] = []
 
-        def problem() -> str | None:
+        def check() -> None:
             found.append(visible_by(mask_function))
-            return (
-                layers_problem(config, self.batch.length) or self._mask_problem(given)
-                or _cache_problem(**at)
-            )  # fmt: skip
+            check_layers(config, self.batch.length)
+            self._check_mask(given)
+            _check_no_cache(**at)
 
-        wrong = problem_of(problem)
-        return RingMask(self, found[0] if found else None, wrong)
+        error = error_of(check)
+        return RingMask(self, found[0] if found else None, error)
 
     def attend(
         self,
@@ -274,21 +282,29 @@ class RingForward:
         return out.contiguous()  # some models take views of it
 
     def check(
-        self, layer: nn.Module, mask: RingMask, problem: str | None, positions: Tensor | None
+        self,
+        layer: nn.Module,
+        mask: RingMask,
+        given: Mapping[str, Any],
+        positions: Tensor | None,
     ) -> None:
-        """Raise ValueError on all ranks if a layer's call, mask or positions have a problem."""
-        problem = mask.problem or problem
-        if problem is None and self.check_positions:
-            problem = self.call.layer_positions(layer, positions)
-        if problem is not None or not mask.told:
-            mask.told = True
-            self.told(problem, mask=[*mask.visible])
+        """Raise ValueError on all ranks if a layer's call, mask or positions are wrong.
 
-    def _mask_problem(self, given: Tensor | None) -> str | None:
+        Args:
+            given: what else the layer asks of attention.
+        """
+        error = mask.error or error_of(partial(check_call, mask.visible, given))
+        if error is None and self.check_positions and not self.call.are_placed(layer, positions):
+            error = ValueError(_NO_POSITIONS)
+        if error is not None or not mask.told:
+            mask.told = True
+            self.told(error, mask=[*mask.visible])
+
+    def _check_mask(self, given: Tensor | None) -> None:
         mine = self.inputs["attention_mask"]
         if given is None or given is mine or (given.shape == mine.shape and _equal(given, mine)):
-            return None
-        return (
+            return
+        raise ValueError(
             f"attention_mask {list(given.shape)} is not the batch's, {list(mine.shape)} of this "
             "rank's tokens; give it to shard_batch, and call model(**inputs)"
         )
@@ -306,18 +322,18 @@ def _inputs(batch: ShardedBatch, labels: bool) -> dict[str, Any]:
     return given
 
 
-def _options_problem(o: Mapping[str, Any]) -> str | None:
-    sizes = least_problem(1, ulysses=o["ulysses"], bucket_size=o["bucket_size"])
-    return sizes or least_problem(0, memory=o["memory"], dropout_seed=o["dropout_seed"])
-
-
-def _tokens_problem(batch: ShardedBatch) -> str | None:
-    if min(held := batch.counts) > 0:
-        return None
-    return (
-        f"each rank must have a token, for models can't do with none; {batch.length} tokens put "
-        f"{held} on the ranks: pad the batch, or take fewer ranks"
-    )
+def _check(batch: ShardedBatch, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if a batch can't be computed, or options can't be; they are all given."""
+    if min(held := batch.counts) == 0:
+        raise ValueError(
+            f"each rank must have a token, for models can't do with none; {batch.length} tokens "
+            f"put {held} on the ranks: pad the batch, or take fewer ranks"
+        )
+    check_least(1, ulysses=options["ulysses"], bucket_size=options["bucket_size"])
+    check_least(0, dropout_seed=options["dropout_seed"])
+    check_transport(options["transport"], options["memory"])
+    check_name(options["kernel"])
+    check_notes(options["check"])
 
 
 def opened() -> RingForward | None:
@@ -357,24 +373,25 @@ def _attention(
     scores = {name: given.pop(theirs, default) for name, (theirs, default) in SCORES.items()}
     positions, sinks = given.pop("position_ids", None), given.pop("s_aux", None)
     if isinstance(attention_mask, CachedMask):
-        problem, qkv = call_problem(attention_mask.visible, given), (query, key, value)
-        return attention_mask.attend(module, qkv, sinks, scores, positions, problem), None
+        qkv = query, key, value
+        return attention_mask.attend(module, qkv, sinks, scores, positions, given), None
     if not isinstance(attention_mask, RingMask):
-        problem = (
+        error = ValueError(
             f"a layer got a mask of type {type(attention_mask).__name__}, not that of ring "
             "attention; the model makes a mask of its own, which can't be spread"
         )
-        blocks.needed().told(problem)
+        blocks.needed().told(error)
     forward, visible = attention_mask.forward, attention_mask.visible
-    forward.check(module, attention_mask, call_problem(visible, given), positions)
+    forward.check(module, attention_mask, given, positions)
     q, k, v = (rearrange(t, "b h n d -> b n h d") for t in (query, key, value))
     return forward.attend(module, (q, k, v), visible, sinks, scores), None
 
 
-def _cache_problem(q_length: int, kv_length: int, offsets: tuple[Any, Any]) -> str | None:
-    if q_length == kv_length and not any(offsets):
-        return None
-    return "there are keys of earlier tokens: ring_forward is for whole sequences, without a cache"
+def _check_no_cache(q_length: int, kv_length: int, offsets: tuple[Any, Any]) -> None:
+    if q_length != kv_length or any(offsets):
+        raise ValueError(
+            "there are keys of earlier tokens: ring_forward is for whole sequences, without a cache"
+        )
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -78,8 +78,8 @@ def name_of(module: nn.Module) -> str:
     return type(next(models, module)).__name__
 
 
-def output_problem(module: nn.Module, given: Any, batch: ShardedBatch, losses: int) -> str | None:
-    """Say what of a module's output is not of this rank's tokens; None if all is.
+def check_output(module: nn.Module, given: Any, batch: ShardedBatch, losses: int) -> None:
+    """Raise ValueError if something of a module's output is not of this rank's tokens.
 
     Args:
         given: what it returned: tensors, also in mappings, sequences, dataclasses.
@@ -88,28 +88,29 @@ def output_problem(module: nn.Module, given: Any, batch: ShardedBatch, losses: i
     found = list(_tensors("", given))
     scalars = [name for name, t in found if t.ndim == 0 or name.rpartition(".")[2] == "loss"]
     if len(scalars) > losses:
-        return (
+        raise ValueError(
             f"{name_of(module)} has computed {scalars[-1] or 'a loss'} by itself, of this rank's "
             "tokens alone; leave labels out, with ring_forward(batch, labels=False), and compute "
             "ring_cross_entropy(logits, batch.labels)"
         )
-    wrong = (_tokens_problem(module, name, t, batch) for name, t in found if name not in scalars)
-    return next((problem for problem in wrong if problem is not None), None)
+    for name, t in found:
+        if name not in scalars:
+            _check_tokens(module, name, t, batch)
 
 
-def _tokens_problem(module: nn.Module, name: str, t: Tensor, batch: ShardedBatch) -> str | None:
+def _check_tokens(module: nn.Module, name: str, t: Tensor, batch: ShardedBatch) -> None:
     shape, told = tuple(t.shape), f"{name_of(module)} returns {name or 'a tensor'} {[*t.shape]}"
     b, n = batch["position_ids"].shape[-2:]
     if shape[:2] == (b, n):
         if t.ndim > 2 or not _widths_of(module).intersection(batch.counts):
-            return None
-        return (
+            return
+        raise ValueError(
             f"{told}, and a parameter has a rank's number of tokens as its size, too: nobody can "
             "tell of which these are; return [batch, tokens, 1], or take another number of tokens"
         )
     if "router" in name and shape[0] == b * n:
-        return None
-    return (
+        return
+    raise ValueError(
         f"{told}, which should be [{b}, {n}, ...] of this rank's tokens: "
         "what is pooled is pooled of these alone; return hidden states or logits of all tokens "
         "(add_pooling_layer=False, no logits_to_keep), and pool what batch.unshard makes of them"

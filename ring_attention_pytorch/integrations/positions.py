@@ -102,11 +102,11 @@ def _count(batch: ShardedBatch, real: Tensor) -> Tensor:
     return (counts * whole).index_select(1, segment_positions(segments, counts.device))
 
 
-def positions_problem(model: str, given: Any, mine: Tensor) -> str | None:
-    """Say why positions that a model uses are not the batch's; None if they are."""
+def check_positions(model: str, given: Any, mine: Tensor) -> None:
+    """Raise ValueError if positions that a model uses are not the batch's."""
     if isinstance(given, Tensor) and any(_same(given, rows) for rows in _rows_of(mine)):
-        return None
-    return (
+        return
+    raise ValueError(
         f"position_ids are not the batch's: {model} uses others, or makes its own, and a rank's "
         "tokens are not the first ones of the sequence; call model(**inputs)"
     )

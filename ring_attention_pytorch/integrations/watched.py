@@ -7,27 +7,28 @@ are functions of the module, for torch.compile remembers which they are.
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ring_attention_pytorch.comm.agreement import problem_of
+from ring_attention_pytorch.comm.agreement import Check
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.integrations.blocks import needed, opened
 from ring_attention_pytorch.integrations.losses import (
-    entropy_problem,
-    labels_problem,
+    check_entropy,
+    check_labels,
     loss_of,
     own_losses,
 )
-from ring_attention_pytorch.integrations.outputs import name_of, output_problem
+from ring_attention_pytorch.integrations.outputs import check_output, name_of
 from ring_attention_pytorch.integrations.pooling import last_token_head, of_last_token
 from ring_attention_pytorch.integrations.positions import (
+    check_positions,
     counted_by,
     given_to,
     places_of,
-    positions_problem,
     with_positions,
 )
 from ring_attention_pytorch.integrations.routers import balance, own_router_loss
@@ -35,9 +36,9 @@ from ring_attention_pytorch.plan.placement import in_backward
 from ring_attention_pytorch.runtime.torch_func import run_apart
 from ring_attention_pytorch.training.batches import ShardedBatch
 
-_NO_POSITIONS = (
-    "the model gives position_ids to no embedding or layer that is known, so it may count its "
-    "tokens by itself, from 0 on each rank; check_positions=False is for models without positions"
+_ROUTERS_OF_SEVERAL = (
+    "the routers' loss is of a batch, and this one is a part of several that are accumulated; set "
+    "output_router_logits=False"
 )
 
 
@@ -52,8 +53,11 @@ class Block(Protocol):
     wholes: list[str]  # what was made of whole sequences
     same: list[Tensor | None]  # positions found to be right
 
-    def told(self, problem: str | None, **same: Any) -> None:
-        """Raise ValueError on all ranks of the ring if any has a problem, or they differ."""
+    def told(self, check: Check | None, **same: Any) -> None:
+        """Raise ValueError on all ranks of the ring if a check of any raises it, or they differ."""
+
+    def ensure(self, check: Check) -> None:
+        """Raise on all ranks of the ring what a check raises here; else nothing is sent."""
 
 
 class Watched:
@@ -90,11 +94,10 @@ class Watched:
         """Leave the modules as they were."""
         self._hooks.close()
 
-    def output_problem(self, given: Any) -> str | None:
-        """Say what of the module's output is not of this rank's tokens; None if all is."""
-        if self.model is None or not self.attended or self.knows:
-            return None
-        return output_problem(self.model, given, self.block.batch, self.losses)
+    def check_output(self, given: Any) -> None:
+        """Raise ValueError if something of the module's output is not of this rank's tokens."""
+        if self.model is not None and self.attended and not self.knows:
+            check_output(self.model, given, self.block.batch, self.losses)
 
     @property
     def knows(self) -> bool:
@@ -126,22 +129,25 @@ class Watched:
             counted = counted_by(module, block.batch)
         return (args, given) if counted is None else with_positions(module, args, given, counted)
 
-    def layer_positions(self, layer: nn.Module, positions: Tensor | None) -> str | None:
-        """Say what is wrong with the positions that attention was handed; None if nothing."""
+    def are_placed(self, layer: nn.Module, positions: Tensor | None) -> bool:
+        """Tell whether something that is known was given positions, the batch's.
+
+        Raises:
+            ValueError: a layer was given others; on all ranks.
+        """
         placed = self.placed or in_backward()  # what is recomputed has been seen
         if positions is None:
-            return None if placed else _NO_POSITIONS
+            return placed
         if not self._is_same(positions):
             self._compare(type(layer).__name__, positions)
-        takes = "position_ids" in inspect.signature(layer.forward).parameters
-        return None if placed or takes else _NO_POSITIONS
+        return placed or "position_ids" in inspect.signature(layer.forward).parameters
 
     def _is_same(self, positions: Tensor | None) -> bool:
         return any(positions is each for each in self.block.same)
 
     def _compare(self, name: str, positions: Tensor | None) -> None:
         mine = self.block.inputs["position_ids"]
-        self.block.told(problem_of(lambda: positions_problem(name, positions, mine)))
+        self.block.told(partial(check_positions, name, positions, mine))
         self.block.same.append(positions)
 
     # ---- what is of whole sequences
@@ -162,9 +168,8 @@ class Watched:
         """Return the loss of a model's logits `[b, n, classes]`."""
         block = self.block
         given = None if "labels" not in block.inputs else labels
-        problem = labels_problem(block.batch, given, moved, in_place, block.num_items is not None)
-        if problem is not None:
-            block.told(problem)
+        counted = block.num_items is not None
+        block.ensure(partial(check_labels, block.batch, given, moved, in_place, counted))
         with self._unnoticed():
             found = loss_of(
                 block.batch, logits, in_place, group=block.loss_group, num_items=block.num_items,
@@ -178,8 +183,7 @@ class Watched:
         if self.model is None or self.knows or function.reduction == "none":
             return None
         mine = self.block.inputs.get("labels")
-        if problem := entropy_problem(function, labels, mine):
-            self.block.told(f"{name_of(self.model)} {problem}")
+        self.block.ensure(partial(check_entropy, name_of(self.model), function, labels, mine))
         assert mine is not None  # labels are those
         x = x.reshape(*mine.shape, x.shape[-1])
         return self.loss(x, mine, None, function.ignore_index, in_place=True)
@@ -189,10 +193,7 @@ class Watched:
         if not isinstance(gate_logits, tuple):
             return 0
         if self.block.num_items is not None:
-            self.block.told(
-                "the routers' loss is of a batch, and this one is a part of several that are "
-                "accumulated; set output_router_logits=False"
-            )
+            self.block.told(ValueError(_ROUTERS_OF_SEVERAL))
         self.losses += 1
         return balance(gate_logits, top_k, mask, self.block.batch.ring)
 

@@ -180,12 +180,23 @@ def _named(name: str | None, case: KernelRequest) -> list[str]:
     order = list(dict.fromkeys((*(_BEFORE_HOPPER if _is_old(case) else ()), *KERNELS)))
     if case.packed:  # many short calls take longer than one of a kernel that is slower by itself
         order = sorted(order, key=lambda n: not KERNELS[n].CAN.varlen)
-    found = [n for n in order if name is None or n == name or n.startswith(f"{name}-")]
-    if not found:
-        raise ValueError(
-            f"kernel must be None or one of {', '.join(map(repr, KERNELS))}, got {name!r}"
-        )
-    return found
+    check_name(name)
+    return [n for n in order if name is None or _is_called(n, name)]
+
+
+def check_name(name: str | None) -> None:
+    """Raise ValueError if no kernel has this name, or one of the two that it is made of."""
+    if name is None:
+        return
+    for part in name.split("+") if name.count("+") == 1 else (name,):
+        if not any(_is_called(each, part) for each in KERNELS):
+            raise ValueError(
+                f"kernel must be None or one of {', '.join(map(repr, KERNELS))}, got {part!r}"
+            )
+
+
+def _is_called(kernel: str, name: str) -> bool:
+    return kernel == name or kernel.startswith(f"{name}-")
 
 
 def _is_old(case: KernelRequest) -> bool:

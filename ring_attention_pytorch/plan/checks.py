@@ -134,6 +134,12 @@ def check_key_mask(key_mask: Tensor | None, k: Tensor) -> None:
         raise ValueError(f"key_mask must be on the keys' device {k.device}, got {key_mask.device}")
 
 
+def check_notes(check: str | None) -> None:
+    """Raise ValueError if it is no way in which later calls compare notes."""
+    if check not in (None, "always"):
+        raise ValueError(f"check, or RING_ATTENTION_CHECK, must be None or 'always', got {check!r}")
+
+
 def check_lengths(
     lengths: tuple[list[int], list[int]],
     layout: Layout,

@@ -28,7 +28,7 @@ from ring_attention_pytorch.geometry.documents import (
     digest,
 )
 from ring_attention_pytorch.geometry.layouts import Layout, check_layout
-from ring_attention_pytorch.plan.checks import check_key_mask
+from ring_attention_pytorch.plan.checks import check_key_mask, check_notes
 from ring_attention_pytorch.plan.masks import (
     Prefix,
     check_mask_mod,
@@ -171,10 +171,7 @@ def _check_ulysses(o: "Options", call: Call) -> None:
 
 
 def _check_notes(o: "Options", call: Call) -> None:
-    if o.check != "always":
-        raise ValueError(
-            f"check, or RING_ATTENTION_CHECK, must be None or 'always', got {o.check!r}"
-        )
+    check_notes(o.check)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,10 @@ INTEGRATIONS = [
         "if block.check_positions and not", "if not block.check_positions and not",
     ),
     Mutant(
-        "any labels will do", "integrations/losses.py:labels_problem", "if not right:", "if False:",
+        "any labels will do", "integrations/losses.py:check_labels", "if not right:", "if False:",
     ),
     Mutant(
-        "any mask of padding will do", "integrations/models.py:RingForward._mask_problem",
+        "any mask of padding will do", "integrations/models.py:RingForward._check_mask",
         "if given is None or", "if given is not None or",
     ),
     Mutant(
@@ -44,27 +44,27 @@ INTEGRATIONS = [
         'given.pop("s_aux", None)', 'given.pop("s_aux", None) and None',
     ),
     Mutant(
-        "what attention does not have is ignored", "integrations/calls.py:call_problem",
+        "what attention does not have is ignored", "integrations/calls.py:check_call",
         "if unknown := sorted(asked - _IDLE):", "if unknown := sorted(asked - asked):",
     ),
     Mutant(
-        "a window that is not its mask's is taken", "integrations/calls.py:call_problem",
+        "a window that is not its mask's is taken", "integrations/calls.py:check_call",
         "if window is not None and", "if window is None and",
     ),
     Mutant(
-        "keys of earlier tokens are forgotten", "integrations/models.py:_cache_problem",
-        "if q_length == kv_length and not any(offsets):", "if True:",
+        "keys of earlier tokens are forgotten", "integrations/models.py:_check_no_cache",
+        "if q_length != kv_length or any(offsets):", "if False:",
     ),
     Mutant(
         "a trainer's own mask of a model counts", "integrations/models.py:_attention",
         "if not isinstance(attention_mask, RingMask):", "if attention_mask is None:",
     ),
     Mutant(
-        "states along the sequence end at shards", "integrations/layers.py:layers_problem",
+        "states along the sequence end at shards", "integrations/layers.py:check_layers",
         "kinds - _SPREAD", "kinds - kinds",
     ),
     Mutant(
-        "frequencies depend on the shard", "integrations/layers.py:_rotary_problem",
+        "frequencies depend on the shard", "integrations/layers.py:_check_rotary",
         "length > trained", "length < 0",
     ),
     Mutant(
@@ -83,15 +83,15 @@ INTEGRATIONS = [
         "return self._asks_for_mesh", "return self.cp_size > 1",
     ),
     Mutant(
-        "a model's own loss is taken for ours", "integrations/outputs.py:output_problem",
+        "a model's own loss is taken for ours", "integrations/outputs.py:check_output",
         "if len(scalars) > losses:", "if False:",
     ),
     Mutant(
-        "what is pooled of a shard comes out", "integrations/outputs.py:_tokens_problem",
+        "what is pooled of a shard comes out", "integrations/outputs.py:_check_tokens",
         "if shape[:2] == (b, n):", "if True:",
     ),
     Mutant(
-        "columns are taken for tokens", "integrations/outputs.py:_tokens_problem",
+        "columns are taken for tokens", "integrations/outputs.py:_check_tokens",
         "not _widths_of(module).intersection(batch.counts)", "True",
     ),
     Mutant(
@@ -108,7 +108,7 @@ INTEGRATIONS = [
     ),
     Mutant(
         "attention that is handed positions has used them",
-        "integrations/watched.py:Watched.layer_positions",
+        "integrations/watched.py:Watched.are_placed",
         "placed = self.placed or in_backward()", "placed = True",
     ),
     Mutant(
@@ -117,10 +117,10 @@ INTEGRATIONS = [
     ),
     Mutant(
         "what is wrong with a mask is not told", "integrations/models.py:RingForward.check",
-        "mask.problem or problem", "problem",
+        "mask.error or error_of", "error_of",
     ),
     Mutant(
-        "attention that nobody asks for is let in", "integrations/layers.py:own_attention_problem",
+        "attention that nobody asks for is let in", "integrations/layers.py:check_own_attention",
         "if not is_text or", "if is_text or",
     ),
     Mutant(
@@ -128,15 +128,15 @@ INTEGRATIONS = [
         "return is_tower and", "return not is_tower and",
     ),
     Mutant(
-        "a head looks for a token in a shard", "integrations/layers.py:reading_problem",
+        "a head looks for a token in a shard", "integrations/layers.py:check_reading",
         "in _SEARCHING", "not in _SEARCHING",
     ),
     Mutant(
-        "temperatures depend on the shard", "integrations/layers.py:_counting_problem",
+        "temperatures depend on the shard", "integrations/layers.py:_check_counting",
         '"attn_temperature_tuning", False)', '"attn_temperature_tuning", False) and False',
     ),
     Mutant(
-        "words have neighbours of the shard", "integrations/layers.py:_counting_problem",
+        "words have neighbours of the shard", "integrations/layers.py:_check_counting",
         '"trigram_input", False)', '"trigram_input", False) and False',
     ),
     Mutant(
@@ -145,7 +145,7 @@ INTEGRATIONS = [
     ),
     Mutant(
         "a model of two models is one", "integrations/models.py:RingForward._begins",
-        "first is not None and", "first is None and",
+        "first is not None:", "first is None:",
     ),
     Mutant(
         "any trainer's loss will do", "integrations/known_trainers.py:loss_of",
@@ -244,7 +244,7 @@ INTEGRATIONS = [
         "integrations/cache.py:RingHFCache.attend", "if (problem :=", "if False and (problem :=",
     ),
     Mutant(
-        "any attention may have the cache", "integrations/cache.py:RingHFCache._name_problem",
+        "any attention may have the cache", "integrations/cache.py:RingHFCache._check_name",
         "if name in names:", "if True:",
     ),
     Mutant(

@@ -334,7 +334,7 @@ TRAPS: dict[Callable[[], Any], str] = {
     mask_in_four_dimensions: "the model makes a mask of its own",
     another_mask: "is not the batch's",
     documents_that_the_batch_does_not_know: "position_ids are not the batch's",
-    another_layout: "there is no option layout",
+    another_layout: "got an unexpected keyword argument 'layout'",
     another_window: "sliding_window=3, but its mask's is 10",
     no_block: "call it in the block `with ring_forward",
     other_attention: 'attn_implementation="ring"',
