@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.lib.jobs import Job, by_torchrun, run_all
 from benchmarks.lib.results import RESULTS
-from ring_attention_pytorch.kernels import KERNELS, package_problem
+from ring_attention_pytorch.kernels import KERNELS, package_refusal
 
 MILLION = 1 << 20
 ALONE = "--no-peers --theory-up-to 0"  # no other library, nor one GPU with all of it
@@ -39,7 +39,7 @@ def kernels() -> list[str]:
     """Return the kernels that are measured, the fastest first, less one that is not installed."""
     names = ("flash-attn-4", "sdpa-cudnn", "triton")
     packages = {name: KERNELS[name].CAN.package for name in names}
-    return [name for name, each in packages.items() if each is None or not package_problem(each)]
+    return [name for name, each in packages.items() if each is None or not package_refusal(each)]
 
 
 def training(mask: str, names: Sequence[str]) -> list[Entry]:

@@ -18,7 +18,7 @@ import torch
 from benchmarks.lib.blocks import MASKS, Block, Shape, seconds
 from benchmarks.lib.options import parser
 from benchmarks.lib.results import Row, Run, Subject, rounded
-from ring_attention_pytorch.kernels import KERNELS, problem
+from ring_attention_pytorch.kernels import KERNELS, refusal
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 
 FLOPS = {"forward": 1.0, "backward": 2.5}  # as many times forward's
@@ -53,6 +53,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         block = Block(Shape(n, d, mask, asked.dtype, *asked.heads))
         case = KernelRequest.of(block.q, block.v, window=block.shape.window)
         for name in asked.kernels:
-            if problem(name, case) is None:
+            if refusal(name, case) is None:
                 run.add(rows(block, name, asked.block))
     run.finish()

@@ -65,7 +65,7 @@ from ring_attention_pytorch import RingPlan
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
 from ring_attention_pytorch.comm.transports import TRANSPORTS
-from ring_attention_pytorch.kernels import KERNELS, problem
+from ring_attention_pytorch.kernels import KERNELS, refusal
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 
 Results = dict[Subject, Result | str]  # or what went wrong
@@ -214,7 +214,7 @@ def able(asked: argparse.Namespace, device: torch.device) -> list[str]:
     shape = shapes(asked, device)[0]
     q = torch.empty(1, 0, 1, shape.d, device=device, dtype=shape.dtype)
     case = KernelRequest.of(q, q)
-    return [name for name in KERNELS if name != "eager" and problem(name, case) is None]
+    return [name for name in KERNELS if name != "eager" and refusal(name, case) is None]
 
 
 def settle(asked: argparse.Namespace, device: torch.device) -> None:

@@ -8,7 +8,8 @@ exchanged.
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from typing import Annotated, Any, TypeVar
 
@@ -48,7 +49,7 @@ class Arguments:
         self.signature = inspect.signature(function)
         self.call = _checked(function)
 
-    def problem(self, error: Exception, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
+    def refusal(self, error: Exception, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
         """Say what is wrong with arguments if this error is about them; None if it is not."""
         if isinstance(error, BeartypeCallHintParamViolation):
             trace: Any = error.__traceback__  # the decorated call, and beartype's check of it
@@ -97,9 +98,9 @@ def checked(function: Function, name: str | None = None) -> Function:
         try:
             return arguments.call(*args, **kwargs)
         except (BeartypeCallHintParamViolation, TypeError) as error:
-            if (problem := arguments.problem(error, args, kwargs)) is None:
+            if (why := arguments.refusal(error, args, kwargs)) is None:
                 raise
-        raise WrongArgument(problem)
+        raise WrongArgument(why)
 
     return call  # type: ignore[return-value]
 
@@ -132,15 +133,43 @@ def known_device(device: torch.device | str | int | None) -> torch.device | None
         raise ValueError(f"device must be one of PyTorch's, got {device!r}: {text}") from None
 
 
-def least_problem(least: float, **numbers: float | None) -> str | None:
-    """Say which of these numbers is less than `least`, or none at all; None if they are right.
+@contextmanager
+def checks_of(caller: str) -> Iterator[None]:
+    """Put the caller's name before what checks in this block raise.
 
-    >>> least_problem(1, heads=0, dim=4, window=None)
-    'heads must be at least 1, got 0'
+    >>> with checks_of("pad"):
+    ...     check_least(1, length=0)
+    Traceback (most recent call last):
+    ValueError: pad: length must be at least 1, got 0
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{caller}: {error}") from None
+
+
+def check_least(least: float, **numbers: float | None) -> None:
+    """Raise ValueError for the first of these numbers that is less than `least`, or no number.
+
+    >>> check_least(1, dim=4, window=None)
     """
     for name, number in numbers.items():
-        if number is None or least <= number < math.inf:
-            continue
-        finite = " and finite" if number == math.inf else ""
-        return f"{name} must be at least {least}{finite}, got {number}"
-    return None
+        if number is not None and not least <= number < math.inf:
+            finite = " and finite" if number == math.inf else ""
+            raise ValueError(f"{name} must be at least {least}{finite}, got {number}")
+
+
+def as_problem(check: Callable[..., object]) -> Callable[..., str | None]:
+    """Return a function that returns what a check raises, as a text."""
+
+    def problem(*args: Any, **kwargs: Any) -> str | None:
+        try:
+            check(*args, **kwargs)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    return problem
+
+
+least_problem = as_problem(check_least)

@@ -5,6 +5,7 @@ clusters": partial results can be merged in any order, so an all-reduce takes lo
 """
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
@@ -13,7 +14,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.inference import decode_plan
@@ -25,7 +26,7 @@ from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import has_triton
-from ring_attention_pytorch.tensor_kinds import dtensor_problem
+from ring_attention_pytorch.tensor_kinds import check_plain
 
 _FEW_TOKENS, _LARGEST_HEAD = 16, 256  # for which our kernel is taken unasked
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,11 +75,9 @@ def tree_attn_decode(
     torch.Size([1, 4, 1, 8])
     """
     ring = as_ring(group)
-    problem = problem_of(lambda: _problem(q, k, v, key_mask)) or _option_problem(
-        q, k, eps, shard_kv_seq, use_triton
-    )
+    wrong = error_of(partial(_check, q, k, v, key_mask, eps, shard_kv_seq, use_triton))
     q, k, v, key_mask = resolved(q), resolved(k), resolved(v), resolved(key_mask)
-    d_v = _width(ring, (q, k, v, key_mask), shard_kv_seq, use_triton, problem)
+    d_v = _width(ring, (q, k, v, key_mask), shard_kv_seq, use_triton, wrong)
     whole = 0
     if shard_kv_seq and k is not None and v is not None:
         whole = k.shape[2]  # which ranks that are in step have in common
@@ -138,7 +137,7 @@ _of_nobody: tuple[dict[Hashable, int], dict[Hashable, GivenKeys]] = {}, {}
 
 
 def _width(
-    ring: Ring, given: Given, shard_kv_seq: bool, use_triton: bool | None, problem: str | None
+    ring: Ring, given: Given, shard_kv_seq: bool, use_triton: bool | None, wrong: ValueError | None
 ) -> int:
     """Return the head size of v, which ranks without keys learn from the others, once.
 
@@ -151,16 +150,16 @@ def _width(
     kind = ring.size, ring.first, q.shape, q.dtype, q.device, shard_kv_seq, whole, use_triton
     width = None if v is None or v.ndim != 4 else v.shape[3]
     if (kind, width) not in known:
-        agreed = _agreed_width(ring, given, shard_kv_seq, use_triton, problem)
+        agreed = _agreed_width(ring, given, shard_kv_seq, use_triton, wrong)
         known[kind, agreed] = known[kind, None] = agreed
-    elif problem is not None:
+    elif wrong is not None:
         with ring.call("tree_attn_decode"):
-            raise ValueError(f"tree_attn_decode: {problem}")
+            raise ValueError(f"tree_attn_decode: {wrong}")
     return known[kind, width]
 
 
 def _agreed_width(
-    ring: Ring, given: Given, shard_kv_seq: bool, use_triton: bool | None, problem: str | None
+    ring: Ring, given: Given, shard_kv_seq: bool, use_triton: bool | None, wrong: ValueError | None
 ) -> int:
     q, k, v, key_mask = given
     if ring.size > 1:
@@ -175,8 +174,8 @@ def _agreed_width(
     }
     if shard_kv_seq and k is not None:
         same |= {"k": list(k.shape), "key_mask": key_mask is not None}
-    own = {"d_v": -1 if problem or v is None else v.shape[-1]}
-    notes = agree(ring, "tree_attn_decode", same, own, problem)
+    own = {"d_v": -1 if wrong or v is None else v.shape[-1]}
+    notes = agree(ring, "tree_attn_decode", same, own, check=wrong)
     widths = {note["d_v"] for note in notes} - {-1}
     if len(widths) != 1:
         raise ValueError(
@@ -188,44 +187,60 @@ def _agreed_width(
     return widths.pop()
 
 
-def _option_problem(
-    q: Tensor, k: Tensor | None, eps: float, shard_kv_seq: bool, use_triton: bool | None
-) -> str | None:
+def _check(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    key_mask: Tensor | None,
+    eps: float,
+    shard_kv_seq: bool,
+    use_triton: bool | None,
+) -> None:
+    """Raise ValueError if tensors or options of a call are wrong."""
+    _check_tensors(q, k, v, key_mask)
     if use_triton and not (q.is_cuda and has_triton() and q.dtype in _DTYPES):
-        return "use_triton=True needs tensors on CUDA, not in float64, and Triton; leave it None"
+        raise ValueError(
+            "use_triton=True needs tensors on CUDA, not in float64, and Triton; leave it None"
+        )
     if not 0 < eps <= 1:
-        return f"eps must be positive and at most 1, the least total weight, got {eps}"
+        raise ValueError(f"eps must be positive and at most 1, the least total weight, got {eps}")
     if shard_kv_seq and k is None:
-        return "shard_kv_seq=True needs the whole k and v on every rank"
-    return None
+        raise ValueError("shard_kv_seq=True needs the whole k and v on every rank")
 
 
-def _problem(q: Tensor, k: Tensor | None, v: Tensor | None, key_mask: Tensor | None) -> str | None:
+def _check_tensors(q: Tensor, k: Tensor | None, v: Tensor | None, key_mask: Tensor | None) -> None:
     if (k is None) != (v is None) or (k is None and key_mask is not None):
-        return "k and v must be given together, and key_mask with them only"
+        raise ValueError("k and v must be given together, and key_mask with them only")
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if t is not None and (problem := dtensor_problem(name, t)):
-            return problem
+        if t is not None:
+            check_plain(name, t)
     devices = {t.device for t in (q, k, v, key_mask) if t is not None}
     if len(devices) > 1 or q.is_meta:
-        return f"q, k, v and key_mask must be on one device and have values, got {devices}"
+        raise ValueError(
+            f"q, k, v and key_mask must be on one device and have values, got {devices}"
+        )
     if k is None or v is None:
-        return None if q.ndim == 4 else f"q must be [b, h, t, d], got {list(q.shape)}"
-    if (problem := _shape_problem(q.shape, k.shape, v.shape)) is not None:
-        return f"{problem}, got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        if q.ndim != 4:
+            raise ValueError(f"q must be [b, h, t, d], got {list(q.shape)}")
+        return
+    _check_shapes(q.shape, k.shape, v.shape)
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        return f"q, k, v must have one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        raise ValueError(
+            f"q, k, v must have one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     want = k.shape[0], k.shape[2]
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != want):
-        return f"key_mask must be bool {[*want]}, got {key_mask.dtype} {list(key_mask.shape)}"
-    return None
+        got = f"{key_mask.dtype} {list(key_mask.shape)}"
+        raise ValueError(f"key_mask must be bool {[*want]}, got {got}")
 
 
-def _shape_problem(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> str | None:
+def _check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:
     if not len(q) == len(k) == len(v) == 4:
-        return "q, k, v must be [batch, heads, tokens, head size]"
-    if k[:3] != v[:3] or q[0] != k[0] or q[3] != k[3]:
-        return "q [b, h, t, d], k [b, h_kv, n, d] and v [b, h_kv, n, d_v] must agree"
-    if k[1] == 0 or q[1] % k[1] != 0 or 0 in (q[3], v[3]):
-        return "heads of q must be a multiple of those of k, head sizes positive"
-    return None
+        wanted = "q, k, v must be [batch, heads, tokens, head size]"
+    elif k[:3] != v[:3] or q[0] != k[0] or q[3] != k[3]:
+        wanted = "q [b, h, t, d], k [b, h_kv, n, d] and v [b, h_kv, n, d_v] must agree"
+    elif k[1] == 0 or q[1] % k[1] != 0 or 0 in (q[3], v[3]):
+        wanted = "heads of q must be a multiple of those of k, head sizes positive"
+    else:
+        return
+    raise ValueError(f"{wanted}, got q {[*q]}, k {[*k]}, v {[*v]}")

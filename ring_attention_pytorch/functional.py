@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch import operators
-from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.arguments import checked, checks_of
 from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.geometry.documents import Borders
 from ring_attention_pytorch.kernels import explain
-from ring_attention_pytorch.plan.checks import autocast_dtype, like_autocast, qkv_problem
+from ring_attention_pytorch.plan.checks import autocast_dtype, check_qkv, like_autocast
 from ring_attention_pytorch.plan.masks import Prefix
 from ring_attention_pytorch.plan.option_types import (
     CheckOption,
@@ -28,7 +28,7 @@ from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
 from ring_attention_pytorch.runtime.resolved import resolved
-from ring_attention_pytorch.runtime.scores import bias_problem, with_bias
+from ring_attention_pytorch.runtime.scores import check_bias, with_bias
 from ring_attention_pytorch.runtime.torch_func import refuse_export, tangents_note
 from ring_attention_pytorch.tensor_kinds import (
     has_values,
@@ -268,7 +268,8 @@ def _attention(
     else:
         _check_only_plan(options, group)
         if key_bias is not None:
-            _check_bias(plan, q, k, key_bias)
+            with checks_of("ring attention"):
+                check_bias(key_bias, q, k, plan.terms.scale, plan.terms.softclamp)
     if key_bias is not None:
         q, k = with_bias(q, k, key_bias, plan.terms.scale)
     if compiling:
@@ -328,9 +329,10 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
     """
     q, k, v = like_autocast(q), like_autocast(k), like_autocast(v)
     given = dict(window=window, scale=scale, softclamp=softclamp, dropout=dropout)
-    problem = qkv_problem(q, k, v) or Options.read(given).problem(Call(q, k, v, 1))
-    if problem is not None:
-        raise ValueError(f"explain_kernel: {problem}")
+    options = Options.read(given)
+    with checks_of("explain_kernel"):
+        check_qkv(q, k, v)
+        options.check_for(Call(q, k, v, 1))
     request = KernelRequest.of(
         q,
         v,
@@ -387,13 +389,6 @@ def ulysses_attn(
     """
     ring = attention_ring(group)
     return ring_attn(q, k, v, group=ring, ulysses=ring.size, **options)
-
-
-def _check_bias(plan: RingPlan, q: Tensor, k: Tensor, key_bias: Tensor) -> None:
-    """Raise ValueError if a bias does not fit the plan's terms."""
-    problem = bias_problem(key_bias, q, k, plan.terms.scale, plan.terms.softclamp)
-    if problem is not None:
-        raise ValueError(f"ring attention: {problem}")
 
 
 def _check_only_plan(options: dict[str, Any], group: Group) -> None:

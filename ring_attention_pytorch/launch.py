@@ -33,7 +33,7 @@ import torch.distributed.nn
 from torch import multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from ring_attention_pytorch.arguments import checked, least_problem
+from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.comm.failures import RingError, fail_together
 
 TIMEOUT = 120.0  # seconds that ranks wait for one another
@@ -84,8 +84,10 @@ def started(
     start_method: str = "spawn",
 ) -> AbstractContextManager["Workers"]:
     """Start the processes of `spawn`; at the end of this block, end those that still run."""
-    if (problem := _problem(nprocs, backend, timeout, start_method)) is not None:
-        raise ValueError(problem)
+    if start_method not in ("spawn", "forkserver"):
+        raise ValueError(f"start_method must be 'spawn' or 'forkserver', got {start_method!r}")
+    check_least(1, nprocs=nprocs)
+    _check_group(backend, timeout)
     return _started(_Job(worker, args, nprocs, backend, timeout, start_method))
 
 
@@ -121,21 +123,13 @@ def _started(job: _Job) -> Iterator["Workers"]:
             atexit.unregister(workers.kill)
 
 
-def _problem(nprocs: int, backend: str, timeout: float, start_method: str) -> str | None:
-    """Say what is wrong with the options of `spawn`; None if nothing."""
-    if start_method not in ("spawn", "forkserver"):
-        return f"start_method must be 'spawn' or 'forkserver', got {start_method!r}"
-    return least_problem(1, nprocs=nprocs) or _group_problem(backend, timeout)
-
-
-def _group_problem(backend: str, timeout: float) -> str | None:
-    """Say what is wrong with the options of a group; None if nothing."""
+def _check_group(backend: str, timeout: float) -> None:
+    """Raise ValueError if a group can't have these options."""
     known = dist.Backend.backend_list
     if not all(each.rpartition(":")[2] in known for each in backend.split(",")):
-        return f"backend must be of {', '.join(known)}, or by device, got {backend!r}"
+        raise ValueError(f"backend must be of {', '.join(known)}, or by device, got {backend!r}")
     if not 0 < timeout < timedelta.max.total_seconds():
-        return f"timeout must be positive and finite, got {timeout} seconds"
-    return None
+        raise ValueError(f"timeout must be positive and finite, got {timeout} seconds")
 
 
 class Workers:
@@ -147,8 +141,7 @@ class Workers:
 
     @checked
     def __init__(self, nprocs: int):
-        if (problem := least_problem(0, nprocs=nprocs)) is not None:
-            raise ValueError(problem)
+        check_least(0, nprocs=nprocs)
         self.results: list[Any] = [None] * nprocs
         self._processes: list[BaseProcess] = []
         self._running: dict[Connection, int] = {}
@@ -370,8 +363,7 @@ def torchrun_group(
             With fewer GPUs than processes it is an error.
         timeout: seconds that ranks wait for one another in the default group.
     """
-    if (problem := _group_problem(backend, timeout)) is not None:
-        raise ValueError(problem)
+    _check_group(backend, timeout)
     return _torchrun_group(backend, timeout)
 
 

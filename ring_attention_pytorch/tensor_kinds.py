@@ -13,9 +13,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import ProcessGroup
 
-from ring_attention_pytorch.comm.agreement import agree
+from ring_attention_pytorch.arguments import as_problem
+from ring_attention_pytorch.comm.agreement import agree, error_of
 from ring_attention_pytorch.comm.ring import Group, Ring
-from ring_attention_pytorch.plan.checks import agreed_shapes, shapes_problem
+from ring_attention_pytorch.plan.checks import agreed_shapes, check_shapes
 from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 
@@ -47,15 +48,15 @@ def shapes_of_results(
         ValueError: shapes or dtypes don't fit, or other ranks have values; the same on all ranks.
     """
     q, k, v = qkv
-    problem = shapes_problem(q, k, v)
+    wrong = error_of(lambda: check_shapes(q, k, v))
     if plan is None:
-        same = {} if problem else agreed_shapes(q, k, v)
+        same = {} if wrong else agreed_shapes(q, k, v)
         with unset_fake_temporarily():
             ring = attention_ring(group)
             none = {"device": "meta: tensors have no values"}
-            agree(ring, "ring attention", same | none, problem=problem, everywhere=none)
-    elif problem is not None or plan.signature[:-1] != type(plan.signature).of(q, k, v)[:-1]:
-        raise ValueError(f"ring attention: {problem or 'the plan was made for other tensors'}")
+            agree(ring, "ring attention", same | none, everywhere=none, check=wrong)
+    elif wrong is not None or plan.signature[:-1] != type(plan.signature).of(q, k, v)[:-1]:
+        raise ValueError(f"ring attention: {wrong or 'the plan was made for other tensors'}")
     return torch.ops.ring_attention.forward.default(q, k, v, sinks, 0)
 
 
@@ -129,17 +130,19 @@ def sharded(
     return Sharded(local, of_mesh if plan is None else None, mesh, placements, shape)
 
 
-def dtensor_problem(name: str, x: Tensor) -> str | None:
-    """Say that x is a DTensor, where tensors are plain; None if it is not.
+def check_plain(name: str, x: Tensor) -> None:
+    """Raise ValueError if x is a DTensor, where tensors are plain.
 
-    >>> dtensor_problem("x", torch.zeros(2))
+    >>> check_plain("x", torch.zeros(2))
     """
-    if not _is_dtensor(x):
-        return None
-    return (
-        f"{name} must be a plain tensor, got a DTensor: its to_local() is this rank's part, its "
-        "full_tensor() the whole"
-    )
+    if _is_dtensor(x):
+        raise ValueError(
+            f"{name} must be a plain tensor, got a DTensor: its to_local() is this rank's part, "
+            "its full_tensor() the whole"
+        )
+
+
+dtensor_problem = as_problem(check_plain)
 
 
 def _is_dtensor(t: object) -> bool:

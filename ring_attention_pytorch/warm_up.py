@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.anomaly_mode import set_detect_anomaly
 
-from ring_attention_pytorch.comm.agreement import agree, problem_of
+from ring_attention_pytorch.comm.agreement import agree, error_of
 from ring_attention_pytorch.functional import by_plan
-from ring_attention_pytorch.plan.checks import Signature, qkv_problem
+from ring_attention_pytorch.plan.checks import Signature, check_qkv
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.launches import compile_together, held_back
 
@@ -24,10 +24,9 @@ _CALLS = 4  # the first one, two that are recorded, one that repeats what they d
 
 def warm_up(plan: RingPlan, given: Sequence[Tensor], sinks: Tensor | None) -> None:
     """Do what `RingPlan.warm_up` says."""
-    problem = problem_of(lambda: _problem(plan.signature, given))
     differentiable = torch.is_grad_enabled()
     same = {"plan": plan.number, "grad mode": differentiable, "sinks": sinks is not None}
-    agree(plan.ring, "warming up a plan", same, problem=problem)
+    agree(plan.ring, "warming up a plan", same, check=lambda: _check(plan.signature, given))
     shards = given or _shards(plan.signature, plan.device)
     qkv = [t.detach().requires_grad_(differentiable) for t in shards]
     if _launches_ours(plan):
@@ -52,16 +51,15 @@ def _launches_ours(plan: RingPlan) -> bool:
 def _compile(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
     """Compile what calls need: by one rank of each host first; others find it on the disk."""
     with held_back() as calls:
-        problem = problem_of(lambda: _dry_run(plan, qkv, sinks))
+        wrong = error_of(lambda: _dry_run(plan, qkv, sinks))
     host = crc32(socket.gethostname().encode())
-    told = agree(plan.ring, "compiling kernels", {}, own={"host": host}, problem=problem)
+    told = agree(plan.ring, "compiling kernels", {}, own={"host": host}, check=wrong)
     hosts = [own["host"] for own in told]
     is_first = hosts.index(host) == plan.ring.rank
     kernels = [*calls.values()]
     for now in (kernels, []) if is_first else ([], kernels):
         with torch.cuda.device_of(qkv[0]):
-            problem = problem_of(partial(compile_together, now))
-        agree(plan.ring, "compiled kernels", {}, problem=problem)
+            agree(plan.ring, "compiled kernels", {}, check=partial(compile_together, now))
 
 
 def _dry_run(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
@@ -74,16 +72,17 @@ def _dry_run(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
         _call(replace(plan), qkv, sinks)
 
 
-def _problem(wanted: Signature, given: Sequence[Tensor]) -> str | None:
-    """Say what is wrong with the tensors given; None if nothing is, or if there are none."""
+def _check(wanted: Signature, given: Sequence[Tensor]) -> None:
+    """Raise ValueError if the tensors given, if any, are not such as the plan is for."""
     if not given:
-        return None
+        return
     if len(given) != 3:
-        return f"give q, k and v, or none of them; got {len(given)} tensors"
-    problem = qkv_problem(*given)
-    if problem is None and (got := Signature.of(*given)) != wanted:
-        problem = f"the plan was made for {wanted!r}; got {got!r}; warm it up with such tensors"
-    return problem
+        raise ValueError(f"give q, k and v, or none of them; got {len(given)} tensors")
+    check_qkv(*given)
+    if (got := Signature.of(*given)) != wanted:
+        raise ValueError(
+            f"the plan was made for {wanted!r}; got {got!r}; warm it up with such tensors"
+        )
 
 
 def _shards(signature: Signature, device: torch.device) -> list[Tensor]:

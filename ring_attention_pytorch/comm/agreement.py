@@ -19,8 +19,8 @@ from ring_attention_pytorch.comm.notes import Disagreement, by_value, call_site,
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.torch_func import run_apart
 
-# raises what is wrong with one rank's arguments; or the error, where it has been caught before
-Check: TypeAlias = Callable[[], object] | Exception
+# raises what is wrong with one rank's arguments; or the error, where that is known already
+Check: TypeAlias = Callable[[], object] | ValueError
 
 
 def agree(
@@ -28,7 +28,7 @@ def agree(
     caller: str,
     same: Mapping[str, Any],
     own: Mapping[str, int] | None = None,
-    problem: str | None = None,
+    problem: Check | str | None = None,
     everywhere: Mapping[str, Any] | None = None,
     check: Check | None = None,
 ) -> list[dict[str, int]]:
@@ -50,13 +50,12 @@ def agree_on(
     caller: str,
     claim: Claim,
     own: Mapping[str, int] | None = None,
-    problem: str | None = None,
+    problem: Check | str | None = None,
     check: Check | None = None,
 ) -> list[dict[str, int]]:
     """Do what `agree` does for a claim that may be told again."""
-    if not isinstance(problem, str):
-        problem = _text_of(problem or check)
-    own, problem = dict(own or {}), shortened(problem or ring.problem)
+    text = None if (found := problem or check) is None else _text_of(found)
+    own, problem = dict(own or {}), shortened(text or ring.problem)
     if ring.size == 1 and ring.group is None:
         ring.steps.compare(caller)
         ring.steps.mend()
@@ -85,36 +84,40 @@ def problem_of(find: Callable[[], object]) -> str | None:
     >>> problem_of(lambda: [][1])
     'IndexError: list index out of range'
     """
-    try:
-        found = find()
-    except Exception as error:
-        return _text_of(error)
-    return found if isinstance(found, str) else None
+    found: list[object] = []
+    if (error := error_of(lambda: found.append(find()))) is not None:
+        return str(error)
+    return found[0] if isinstance(found[0], str) else None
 
 
-def error_of(check: Callable[[], object]) -> Exception | None:
-    """Return what `check` raises, for an agreement that comes later; None if it raises nothing.
+def error_of(check: Callable[[], object]) -> ValueError | None:
+    """Return what `check` raises, as ranks are told it; None if it raises nothing.
 
     It may raise for a tensor without values, or for an object that breaks when it is looked at.
     All ranks must be told, whatever it is.
 
     >>> error_of(lambda: [][1])
-    IndexError('list index out of range')
+    ValueError('IndexError: list index out of range')
     """
     try:
         check()
     except Exception as error:
-        return error
+        return as_told(error)
     return None
 
 
-def _text_of(check: Check | None) -> str | None:
-    """Return what a check raises, as ranks are told it: a plain ValueError without its kind."""
-    error = check if check is None or isinstance(check, Exception) else error_of(check)
-    if error is None:
-        return None
+def as_told(error: Exception) -> ValueError:
+    """Return an error as ranks are told it: with its kind, if it is no plain ValueError."""
     kind = "" if type(error) is ValueError and str(error) else f"{type(error).__name__}: "
-    return f"{kind}{error}"
+    return ValueError(f"{kind}{error}")
+
+
+def _text_of(check: Check | str) -> str | None:
+    """Return what a check raises, in the words that ranks are told; None if it raises nothing."""
+    if isinstance(check, str):
+        return check
+    error = check if isinstance(check, ValueError) else error_of(check)
+    return None if error is None else str(error)
 
 
 def told_by_group(
@@ -160,7 +163,7 @@ def in_the_same_call(ring: Ring, block: AbstractContextManager[object]) -> Itera
 
 
 def raise_together(
-    ring: Ring, caller: str, problem: str | None = None, check: Check | None = None
+    ring: Ring, caller: str, problem: Check | str | None = None, check: Check | None = None
 ) -> None:
     """Check what ranks of this ring have told: `check` raises on all of them, or on none.
 
@@ -172,8 +175,8 @@ def raise_together(
     """
     if ring.several:
         agree(ring, caller, {}, problem=problem, check=check)
-    elif (problem := problem or _text_of(check)) is not None:
-        raise Disagreement(f"{caller}: {problem}")
+    elif (found := problem or check) is not None and (text := _text_of(found)) is not None:
+        raise Disagreement(f"{caller}: {text}")
 
 
 def typed(
@@ -208,10 +211,10 @@ def typed(
             try:
                 return arguments.call(*args, **kwargs)
             except (BeartypeCallHintParamViolation, TypeError) as error:
-                if (problem := arguments.problem(error, args, kwargs)) is None:
+                if (why := arguments.refusal(error, args, kwargs)) is None:
                     raise
-            tell(arguments.by_name(args, kwargs), ValueError(problem))
-            raise WrongArgument(problem)
+            tell(arguments.by_name(args, kwargs), ValueError(why))
+            raise WrongArgument(why)
 
         return call
 

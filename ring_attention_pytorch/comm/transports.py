@@ -22,15 +22,17 @@ from ring_attention_pytorch.schedule.policy import is_few, keys_come_late, own_k
 TRANSPORTS: dict[str, type[SendRecv] | type[Gather]] = {"ring": SendRecv, "gather": Gather}
 
 
-def transport_problem(name: str | None, memory: int | None) -> str | None:
-    """Say what is wrong with the options of a transport; None if nothing."""
+def check_transport(name: str | None, memory: int | None) -> None:
+    """Raise ValueError if there is no such transport, or its memory can't be bounded so."""
     if name is not None and name not in TRANSPORTS:
-        return f"transport must be None or one of {', '.join(map(repr, TRANSPORTS))}, got {name!r}"
+        names = ", ".join(map(repr, TRANSPORTS))
+        raise ValueError(f"transport must be None or one of {names}, got {name!r}")
     if memory is not None and memory < 0:
-        return f"memory must be None or at least 0 bytes, got {memory}"
+        raise ValueError(f"memory must be None or at least 0 bytes, got {memory}")
     if memory is not None and name == "ring":
-        return "transport='ring' always takes the least memory there is; memory= bounds 'gather'"
-    return None
+        raise ValueError(
+            "transport='ring' always takes the least memory there is; memory= bounds 'gather'"
+        )
 
 
 def owners_at_once(memory: int | None, blocks: Workload, job: KVShape) -> int:

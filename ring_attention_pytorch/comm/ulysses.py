@@ -89,13 +89,14 @@ class HeadPartition:
         return CopyPlan(self.to_heads.got, tuple(got), tuple(moves))
 
 
-def ulysses_problem(degree: int, ring_size: int, heads: int) -> str | None:
-    """Say what is wrong with a degree; None if nothing. Alone, any degree is 1."""
+def check_ulysses(degree: int, ring_size: int, heads: int) -> None:
+    """Raise ValueError if a degree divides ranks or heads no more. Alone, any degree is 1."""
     if degree < 1 or (ring_size > 1 and ring_size % degree):
-        return f"ulysses must divide the ring's {ring_size} ranks, got {degree}"
+        raise ValueError(f"ulysses must divide the ring's {ring_size} ranks, got {degree}")
     if ring_size > 1 and heads % degree:
-        return f"ulysses must divide the {heads} heads of q, got {degree}; fewer key heads are fine"
-    return None
+        raise ValueError(
+            f"ulysses must divide the {heads} heads of q, got {degree}; fewer key heads are fine"
+        )
 
 
 def key_heads(heads: int, grouped: int, places: int) -> Heads:

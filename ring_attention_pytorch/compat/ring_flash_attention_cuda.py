@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group
-from ring_attention_pytorch.kernels import problem
+from ring_attention_pytorch.kernels import refusal
 from ring_attention_pytorch.plan.checks import like_autocast
 from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
@@ -44,7 +44,7 @@ def ring_flash_attn_cuda(  # noqa: PLR0913 - a public entry point
         like_autocast(q), like_autocast(v), window=max_lookback_seq_len, key_mask=mask,
         softclamp=softclamp_value if softclamp_qk_sim else None,
     )  # fmt: skip
-    flash = any(problem(name, request) is None for name in ("flash-attn-4", "flash-attn-2"))
+    flash = any(refusal(name, request) is None for name in ("flash-attn-4", "flash-attn-2"))
     return ring_flash_attn(
         q, k, v, mask, causal, bucket_size, ring_reduce_col, striped_ring_attn,
         max_lookback_seq_len, ring_size, softclamp_qk_sim, softclamp_value, layout=layout,

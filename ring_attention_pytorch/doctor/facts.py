@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ring_attention_pytorch
-from ring_attention_pytorch.kernels import KERNELS, package_problem, problem
+from ring_attention_pytorch.kernels import KERNELS, package_refusal, refusal
 from ring_attention_pytorch.runtime.interfaces import Dependency, KernelRequest
 
 
@@ -58,7 +58,7 @@ def gather_facts(device: str) -> Facts:
         place=str(Path(ring_attention_pytorch.__file__).parent),
         listed=_listed(),
         numpy=_version("numpy"),
-        packages={package.name: package_problem(package) for package in _packages()},
+        packages={package.name: package_refusal(package) for package in _packages()},
         device=device,
         kernels={name: why_not(name, device) for name in KERNELS},
         gpus=gpus,
@@ -81,7 +81,7 @@ def request(name: str, device: str) -> KernelRequest:
 
 def why_not(name: str, device: str) -> str | None:
     """Say why a kernel can't run on a device; None where it can."""
-    return problem(name, request(name, device))
+    return refusal(name, request(name, device))
 
 
 def _packages() -> dict[Dependency, None]:

@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.alone import one_process
 from ring_attention_pytorch.comm.notes import ranks_of
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
@@ -157,15 +157,16 @@ def check_parity(
     True
     """
     ring = as_ring(group)
-    problem = problem_of(lambda: _problem(model, batch, ring))
-    agree(ring, _CALLER, {"batch (its digest)": None if problem else _digest(batch)}, None, problem)
+    wrong = error_of(lambda: _check(model, ring))
+    same = {"batch (its digest)": None if wrong else _digest(batch)}
+    agree(ring, _CALLER, same, check=wrong)
     weights = [(name, digest(p)) for name, p in _parameters(model).items()]
     agree(ring, _CALLER, {"parameters (their digest)": crc32(repr(weights).encode())})
     with _as_it_was(model):
-        alone, problem = _alone(model, batch)
-        agree(ring, _CALLER, {}, None, problem)
+        alone: list[_Run] = []
+        agree(ring, _CALLER, {}, check=lambda: alone.append(_alone(model, batch)))
         here = _step(model, batch)
-    return _compared(model, batch, ring, here, alone)
+    return _compared(model, batch, ring, here, alone[0])
 
 
 def _compared(
@@ -211,22 +212,23 @@ def _json(told: Mapping[str, Any]) -> bytes:
     return json.dumps(told).encode()
 
 
-def _alone(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, str | None]:
-    """Run the model in a world of one; return the run, or what is wrong with it."""
+def _alone(model: nn.Module, batch: Mapping[str, Any]) -> _Run:
+    """Run the model in a world of one; raise ValueError if it can't, or is not given all."""
     try:
         with one_process(), _their_attention(model):
             run = _step(model, batch)
     except Exception as error:
-        return None, f"in one process the model raises {type(error).__name__}: {error}"
+        kind = type(error).__name__
+        raise ValueError(f"in one process the model raises {kind}: {error}") from error
     tokens = whole_tokens(batch)
     longest = max((t.shape[1] for t in run.seen.inputs.values()), default=None)
     if tokens is not None and longest is not None and longest < tokens.shape[1] - 1:
-        return run, (
+        raise ValueError(
             f"in one process the model was given {longest} of {tokens.shape[1]} tokens: it must "
             "ask torch.distributed.get_world_size(group) or this library how many ranks there are, "
             "and not an object of its own"
         )
-    return run, None
+    return run
 
 
 @contextmanager
@@ -321,15 +323,16 @@ def _digest(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {k: digest(v) if isinstance(v, Tensor) else repr(v) for k, v in batch.items()}
 
 
-def _problem(model: nn.Module, batch: Mapping[str, Any], ring: Ring) -> str | None:
+def _check(model: nn.Module, ring: Ring) -> None:
     if ring.several:
-        return f"group must be a ring, got one of several rings of {ring.size}"
+        raise ValueError(f"group must be a ring, got one of several rings of {ring.size}")
     if not _parameters(model):
-        return "the model has no parameters that require gradients"
+        raise ValueError("the model has no parameters that require gradients")
     sharded = [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]
     if sharded:
-        return f"{sharded[0]} is sharded over a mesh: give the model before FSDP2 shards it"
-    return None
+        raise ValueError(
+            f"{sharded[0]} is sharded over a mesh: give the model before FSDP2 shards it"
+        )
 
 
 @contextmanager

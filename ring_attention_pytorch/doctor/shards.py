@@ -12,7 +12,6 @@ from ring_attention_pytorch.geometry.layouts import (
     LAYOUTS,
     Layout,
     all_segments,
-    layout_problem,
     segment_positions,
 )
 
@@ -55,9 +54,11 @@ def held(mine: Tensor, tokens: Tensor, ring: Ring, seen: Evidence) -> Held | Non
     if ring.size > 1 and mine.shape == tokens.shape and torch.equal(mine, tokens):
         return Held(torch.arange(length), EVERYTHING)
     for layout in _candidates(seen):
-        if layout_problem(layout, ring.size, length) is not None:
+        try:
+            segments = all_segments(layout, ring.size, length)
+        except ValueError:  # it was dealt for another length
             continue
-        positions = segment_positions(all_segments(layout, ring.size, length)[ring.rank])
+        positions = segment_positions(segments[ring.rank])
         part = tokens[:, positions.to(tokens.device)]
         if part.shape == mine.shape and torch.equal(part, mine):
             return Held(positions, layout)

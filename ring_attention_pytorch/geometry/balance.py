@@ -12,11 +12,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.arguments import check_least, checked, checks_of
 from ring_attention_pytorch.geometry.documents import (
     Borders,
-    as_lists,
-    cu_seqlens_problem,
+    check_cu_seqlens,
     of_borders,
 )
 from ring_attention_pytorch.geometry.layouts import AssignedLayout
@@ -50,14 +49,12 @@ def balanced(
     >>> [positions(layout, rank=rank, ring_size=2, length=8).tolist() for rank in range(2)]
     [[0, 1, 2, 5], [3, 4, 6, 7]]
     """
-    problem = cu_seqlens_problem(cu_seqlens)
-    if ring_size < 1:
-        problem = f"ring_size must be at least 1, got {ring_size}"
-    if window is not None and window < 0:
-        problem = f"window must be None or at least 0, got {window}"
-    if problem is not None:
-        raise ValueError(f"balanced: {problem}")
-    samples = [of_borders(borders) for borders in as_lists(cu_seqlens)]
+    with checks_of("balanced"):
+        if window is not None and window < 0:
+            raise ValueError(f"window must be None or at least 0, got {window}")
+        check_least(1, ring_size=ring_size)
+        borders = check_cu_seqlens(cu_seqlens)
+    samples = [of_borders(each) for each in borders]
     if not samples:
         raise ValueError("balanced: cu_seqlens must be one list, or one for each sample; got none")
     return deal(samples, ring_size, causal, window)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import as_problem
 from ring_attention_pytorch.geometry.segments import Documents, Run
 
 Borders = Tensor | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]
@@ -22,65 +23,69 @@ BatchDocuments = tuple[Documents, ...]  # one for each sample
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def documents_problem(
+def check_documents(
     documents: Tensor | BatchDocuments | None,
     cu_seqlens: Borders | None,
     shape: Sequence[int],
     whole: int | None = None,
-) -> str | None:
-    """Say what is wrong with what one rank gave for tokens of shape `[b, n, ...]`; None if nothing.
+) -> None:
+    """Raise ValueError if what one rank gave does not fit tokens of shape `[b, n, ...]`.
 
     `whole` is the length of the whole sequence, where one rank knows it.
     """
     if documents is not None and cu_seqlens is not None:
-        return "documents and cu_seqlens say the same thing; pass one or the other"
+        raise ValueError("documents and cu_seqlens say the same thing; pass one or the other")
     b, n = shape[:2]
     if isinstance(documents, Tensor):
         fits = documents.dtype in _INTEGERS and list(documents.shape) == [b, n]
-        if fits and not documents.is_meta:
-            return None
-        return (
-            f"documents must be int [{b}, {n}], equal where tokens are of one document, "
-            f"got {documents.dtype} {list(documents.shape)} on {documents.device}"
-        )
+        if not fits or documents.is_meta:
+            raise ValueError(
+                f"documents must be int [{b}, {n}], equal where tokens are of one document, "
+                f"got {documents.dtype} {list(documents.shape)} on {documents.device}"
+            )
     if cu_seqlens is None:
-        return None
-    if (problem := cu_seqlens_problem(cu_seqlens)) is not None:
-        return problem
-    samples = len(as_lists(cu_seqlens))
+        return
+    samples = len(check_cu_seqlens(cu_seqlens))
     if samples not in (1, b):
-        return f"cu_seqlens must be one list for all samples or {b}, got {samples}"
-    if whole is None:
-        return None
-    return end_problem(cu_seqlens, whole)
+        raise ValueError(f"cu_seqlens must be one list for all samples or {b}, got {samples}")
+    if whole is not None:
+        check_end(cu_seqlens, whole)
 
 
-def end_problem(cu_seqlens: Borders | None, length: int) -> str | None:
-    """Say what is wrong with where borders end, for a sequence of that length; None if nothing."""
+def check_end(cu_seqlens: Borders | None, length: int) -> None:
+    """Raise ValueError if borders do not end where a sequence of that length does."""
     if cu_seqlens is None:
-        return None
+        return
     samples = as_lists(cu_seqlens)
-    if all(borders[-1] == length for borders in samples):
-        return None
-    return f"cu_seqlens must end with the length of the whole, {length}, got {samples[0][-1]}"
+    if any(borders[-1] != length for borders in samples):
+        raise ValueError(
+            f"cu_seqlens must end with the length of the whole, {length}, got {samples[0][-1]}"
+        )
 
 
-def cu_seqlens_problem(cu_seqlens: Borders) -> str | None:
-    """Say what is wrong with borders by themselves; None if nothing is."""
+def check_cu_seqlens(cu_seqlens: Borders) -> list[list[int]]:
+    """Return borders as lists; raise ValueError if they are none by themselves."""
     try:
         samples = as_lists(cu_seqlens)
     except (TypeError, ValueError) as error:
-        return f"cu_seqlens must be ascending ints, or such a list for each sample: {error}"
+        raise ValueError(
+            f"cu_seqlens must be ascending ints, or such a list for each sample: {error}"
+        ) from None
     for borders in samples:
         if not borders or borders[0] != 0 or borders != sorted(borders):
             shown = str(borders[:8])[1:-1]
             if len(borders) > 8:
                 shown += ", ..."
-            return f"cu_seqlens must ascend from 0 to the length of the whole, got [{shown}]"
+            raise ValueError(
+                f"cu_seqlens must ascend from 0 to the length of the whole, got [{shown}]"
+            )
     ends = [borders[-1] for borders in samples]
     if len(set(ends)) > 1:
-        return f"cu_seqlens must end alike, got {ends[:8]}"
-    return None
+        raise ValueError(f"cu_seqlens must end alike, got {ends[:8]}")
+    return samples
+
+
+documents_problem, end_problem = as_problem(check_documents), as_problem(check_end)
 
 
 def as_lists(cu_seqlens: Borders) -> list[list[int]]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.arguments import as_problem, checked
 from ring_attention_pytorch.geometry.segments import (
     Segment,
     Segments,
@@ -81,8 +81,7 @@ def all_segments(layout: Layout, ring_size: int, length: int) -> tuple[Segments,
     Raises:
         ValueError: there is no such layout, or it was dealt for another length or ring.
     """
-    if (problem := layout_problem(layout, ring_size, length)) is not None:
-        raise ValueError(problem)
+    check_layout(layout, ring_size, length)
     if isinstance(layout, AssignedLayout):
         return layout.segments
     return _segments_by_name(layout, ring_size, length)
@@ -127,28 +126,22 @@ def positions(layout: Layout, *, rank: int, ring_size: int, length: int) -> Tens
     return segment_positions(all_segments(layout, ring_size, length)[rank])
 
 
-def layout_problem(
-    layout: Layout, ring_size: int | None = None, length: int | None = None
-) -> str | None:
-    """Say what is wrong with a layout, for so many ranks and tokens if given; None if nothing."""
+def check_layout(layout: Layout, ring_size: int | None = None, length: int | None = None) -> None:
+    """Raise ValueError if there is no such layout, or not for so many ranks and tokens if given."""
     if isinstance(layout, AssignedLayout):
         ranks = len(layout.segments)
         tokens = sum(map(count, layout.segments))
-        if ring_size in (None, ranks) and length in (None, tokens):
-            return None
-        return (
-            f"the layout was dealt for {tokens} tokens over {ranks} ranks, got {length} over "
-            f"{ring_size}; make it with balanced(cu_seqlens, ring_size) for these"
-        )
-    if layout in LAYOUTS:
-        return None
-    return f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}"
+        if ring_size not in (None, ranks) or length not in (None, tokens):
+            raise ValueError(
+                f"the layout was dealt for {tokens} tokens over {ranks} ranks, got {length} over "
+                f"{ring_size}; make it with balanced(cu_seqlens, ring_size) for these"
+            )
+    elif layout not in LAYOUTS:
+        names = ", ".join(map(repr, LAYOUTS))
+        raise ValueError(f"layout must be one of {names}, got {layout!r}")
 
 
-def check_layout(layout: Layout) -> None:
-    """Raise ValueError where there is no such layout."""
-    if (problem := layout_problem(layout)) is not None:
-        raise ValueError(problem)
+layout_problem = as_problem(check_layout)
 
 
 def resolve_layout(layout: Layout | None, striped: bool) -> Layout | None:

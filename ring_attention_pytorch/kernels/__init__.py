@@ -94,26 +94,26 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
         return SelectedKernel(both, *calls, *also)
     if name is None:
         return _selected(_fastest(case._replace(named=False)))
-    problems = {}
+    refusals = {}
     case = case._replace(named=True)
     for each in _named(name, case):
-        problems[each] = problem(each, case)
-        if problems[each] is None:
+        refusals[each] = refusal(each, case)
+        if refusals[each] is None:
             return _selected(each)
-    told = "; ".join(f"kernel={each!r} {why}" for each, why in problems.items())
+    told = "; ".join(f"kernel={each!r} {why}" for each, why in refusals.items())
     raise ValueError(f"{told}; leave kernel=None to have one chosen that can")
 
 
 def forget() -> None:
     """Forget choices and packages: for those who change the table, or what is installed."""
     _fastest.cache_clear()
-    package_problem.cache_clear()
+    package_refusal.cache_clear()
 
 
 @lru_cache(maxsize=256)
 def _fastest(case: KernelRequest) -> str:
     """Return the fastest kernel that can do the case, "eager" at last; log it once for each."""
-    name = next(each for each in _named(None, case) if problem(each, case) is None)
+    name = next(each for each in _named(None, case) if refusal(each, case) is None)
     logger.info("kernel %s for %s", name, case)
     return name
 
@@ -125,7 +125,7 @@ def lightest(case: KernelRequest) -> SelectedKernel | None:
     """
     if _is_old(case):
         return None
-    able = (n for n in KERNELS if KERNELS[n].CAN.fuses_merge and problem(n, case) is None)
+    able = (n for n in KERNELS if KERNELS[n].CAN.fuses_merge and refusal(n, case) is None)
     return next(map(_selected, able), None)
 
 
@@ -145,19 +145,19 @@ def explain(case: KernelRequest, name: str | None = None) -> str:
         return f"forward:\n{first}\nbackward:\n{second}"
     lines: list[str] = []
     for each in _named(name, case):
-        why = problem(each, case._replace(named=name is not None))
+        why = refusal(each, case._replace(named=name is not None))
         if why is None:
             return "\n".join([*lines, f"{each}: runs"])
         lines.append(f"{each}: {why}")
     return "\n".join([*lines, "none of these can do it"])
 
 
-def problem(name: str, case: KernelRequest) -> str | None:
+def refusal(name: str, case: KernelRequest) -> str | None:
     """Say why the kernel of this name can't do the case; None where it can."""
     can = KERNELS[name].CAN
     return (
-        _device_problem(can, case)
-        or _shape_problem(can, case)
+        _device_refusal(can, case)
+        or _shape_refusal(can, case)
         or next(
             (
                 f"has no {_WORDS.get(feature, feature)}"
@@ -166,7 +166,7 @@ def problem(name: str, case: KernelRequest) -> str | None:
             ),
             None,
         )
-        or (None if can.package is None else package_problem(can.package))
+        or (None if can.package is None else package_refusal(can.package))
     )
 
 
@@ -193,7 +193,7 @@ def _is_old(case: KernelRequest) -> bool:
     return case.capability is not None and case.capability < (9, 0)
 
 
-def _device_problem(can: Capabilities, case: KernelRequest) -> str | None:
+def _device_refusal(can: Capabilities, case: KernelRequest) -> str | None:
     devices = can.devices or (case.device,)
     interprets = "interpreter" in devices and case.named and _interprets(case.device)
     if not (case.device in devices or interprets):
@@ -217,7 +217,7 @@ def _interprets(device: str) -> bool:
     return device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _shape_problem(can: Capabilities, case: KernelRequest) -> str | None:
+def _shape_refusal(can: Capabilities, case: KernelRequest) -> str | None:
     sizes = f"got {case.d} and {case.d_v}"
     if can.dtypes is not None and case.dtype not in can.dtypes:
         return f"has no {case.dtype}"
@@ -231,7 +231,7 @@ def _shape_problem(can: Capabilities, case: KernelRequest) -> str | None:
 
 
 @lru_cache(maxsize=16)
-def package_problem(package: Dependency) -> str | None:
+def package_refusal(package: Dependency) -> str | None:
     """Say what keeps the package from being used; None where it is there and new enough."""
     wanted = f"needs {package.name} {package.min_version} or later ({package.command})"
     try:

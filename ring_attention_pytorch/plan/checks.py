@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.transports import transport_problem
-from ring_attention_pytorch.geometry.layouts import Layout, all_segments, layout_problem
+from ring_attention_pytorch.arguments import as_problem
+from ring_attention_pytorch.comm.transports import check_transport
+from ring_attention_pytorch.geometry.layouts import Layout, all_segments
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count
 from ring_attention_pytorch.geometry.tiles import Mask
-from ring_attention_pytorch.runtime.scores import per_head_problem
+from ring_attention_pytorch.runtime.scores import check_per_head
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AUTOCAST_FROM = DTYPES[1:]
@@ -70,82 +71,70 @@ def agreed_shapes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
     }
 
 
-def qkv_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Say what is wrong with this rank's tensors by themselves; None if nothing."""
-    if (problem := shapes_problem(q, k, v)) is not None:
-        return problem
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError if this rank's tensors can't be attended with, by themselves."""
+    check_shapes(q, k, v)
     if not q.device == k.device == v.device:
-        return f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}"
+        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
     if q.is_meta or not q.layout == k.layout == v.layout == torch.strided:
-        return f"q, k, v must be dense and have values, got {q.layout} on {q.device}"
-    return None
+        raise ValueError(f"q, k, v must be dense and have values, got {q.layout} on {q.device}")
 
 
-def shapes_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Say what is wrong with the shapes and dtypes of this rank's tensors; None if nothing."""
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError if shapes or dtypes of this rank's tensors don't go together."""
     if not q.ndim == k.ndim == v.ndim == 4:
-        return f"q, k, v must be [batch, tokens, heads, head size], got {_shapes(q, k, v)}"
+        shapes = _shapes(q, k, v)
+        raise ValueError(f"q, k, v must be [batch, tokens, heads, head size], got {shapes}")
     b, _, h, d = q.shape
     b_v, m, h_kv, d_v = v.shape
     if k.shape != (b, m, h_kv, d) or b_v != b:
-        return (
+        raise ValueError(
             "q [b, n, h, d], k [b, m, h_kv, d] and v [b, m, h_kv, d_v] must agree in b, m, h_kv "
             f"and d, got {_shapes(q, k, v)}"
         )
     if 0 in (h, h_kv, d, d_v) or h % h_kv != 0:
-        return (
+        raise ValueError(
             "heads of q must be a multiple of those of k, and there must be heads and head sizes, "
             f"got {_shapes(q, k, v)}"
         )
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
-        return (
+        raise ValueError(
             "q, k, v must have one floating dtype of 16, 32 or 64 bits, "
             f"got {q.dtype}, {k.dtype}, {v.dtype}; cast them, or use autocast"
         )
-    return None
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
 
 
-def tensors_problem(
+def check_tensors(
     wanted: Signature, with_sinks: bool, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None
-) -> str | None:
-    """Say what is wrong with a call's tensors for a plan of this signature; None if nothing is."""
-    problem = qkv_problem(*qkv) or per_head_problem("sinks", qkv[0], sinks)
-    if problem is not None:
-        return problem
+) -> None:
+    """Raise ValueError if a call's tensors are not such as a plan of this signature is for."""
+    check_qkv(*qkv)
+    check_per_head("sinks", qkv[0], sinks)
     if with_sinks != (sinks is not None):
         made, got = ("with", "none") if with_sinks else ("without", "some")
-        return f"the plan was made {made} sinks, got {got}; make one for such calls"
+        raise ValueError(f"the plan was made {made} sinks, got {got}; make one for such calls")
     if (found := Signature.of(*qkv)) != wanted:
-        return f"the plan was made for {wanted!r}; got {found!r}; make one for these"
-    return None
+        raise ValueError(f"the plan was made for {wanted!r}; got {found!r}; make one for these")
 
 
-def key_mask_problem(key_mask: Tensor | None, k: Tensor) -> str | None:
-    """Say what is wrong with a mask of keys like these; None if nothing."""
+def check_key_mask(key_mask: Tensor | None, k: Tensor) -> None:
+    """Raise ValueError if a mask, where there is one, is not of keys like these."""
     if key_mask is None:
-        return None
+        return
     if key_mask.dtype != torch.bool or key_mask.shape != k.shape[:2]:
-        return (
+        raise ValueError(
             f"key_mask must be bool {list(k.shape[:2])}, True where a key may be seen, "
             f"got {key_mask.dtype} {list(key_mask.shape)}"
         )
     if key_mask.device != k.device:
-        return f"key_mask must be on the keys' device {k.device}, got {key_mask.device}"
-    return None
+        raise ValueError(f"key_mask must be on the keys' device {k.device}, got {key_mask.device}")
 
 
-def check_problem(check: str | None) -> str | None:
-    """Say what is wrong with how often ranks shall compare notes; None if nothing."""
-    if check in (None, "always"):
-        return None
-    return f"check, or RING_ATTENTION_CHECK, must be None or 'always', got {check!r}"
-
-
-def lengths_problem(
+def check_lengths(
     lengths: tuple[list[int], list[int]],
     layout: Layout,
     visible: Mask,
@@ -154,27 +143,26 @@ def lengths_problem(
     packed: bool,
     placed: bool,
     counted: bool,
-) -> str | None:
-    """Say what is wrong with the lengths of all ranks' queries and keys; None if nothing."""
+) -> None:
+    """Raise ValueError if the lengths of all ranks' queries and keys don't go together."""
     queries, keys = lengths
     got = f"got query lengths {queries} and key lengths {keys}"
     if not cross and queries != keys:
-        return f"cross=False needs as many keys as queries on every rank, {got}"
+        raise ValueError(f"cross=False needs as many keys as queries on every rank, {got}")
     if placed:
-        return None
+        return
     if cross and packed:
-        return (
+        raise ValueError(
             "documents and cu_seqlens need keys of the same tokens as the queries, "
             f"{got} of two sequences"
         )
     if cross and visible != Mask():
-        return (
+        raise ValueError(
             f"causal and window need as many keys as queries on every rank, {got}; "
             "cross attention has neither"
         )
-    if cross and not _dealt(layout, counted):
-        return None
-    return shards_problem(layout, queries)
+    if not cross or _dealt(layout, counted):
+        check_shards(layout, queries)
 
 
 def segments_of_two(
@@ -204,54 +192,55 @@ def one_after_another(lengths: list[int]) -> tuple[Segments, ...]:
     return tuple(by_rank)
 
 
-def shards_problem(layout: Layout, lengths: list[int]) -> str | None:
-    """Say what is wrong with these lengths if the layout gives ranks others; None if nothing."""
-    if (problem := layout_problem(layout, len(lengths), sum(lengths))) is not None:
-        return problem
+def check_shards(layout: Layout, lengths: list[int]) -> None:
+    """Raise ValueError if the layout gives ranks other lengths than these."""
+    # which also raises if it was dealt for others
     expected = [count(s) for s in all_segments(layout, len(lengths), sum(lengths))]
-    if lengths == expected:
-        return None
-    return (
-        f"layout={layout!r} puts {expected} of {sum(lengths)} tokens on the "
-        f"ranks, got {lengths}; shard with shard_sequence(x, layout={layout!r}), or say "
-        "cross=True if the keys are of another sequence"
-    )
+    if lengths != expected:
+        raise ValueError(
+            f"layout={layout!r} puts {expected} of {sum(lengths)} tokens on the "
+            f"ranks, got {lengths}; shard with shard_sequence(x, layout={layout!r}), or say "
+            "cross=True if the keys are of another sequence"
+        )
 
 
-def over_ring_problem(
+def check_over_ring(
     ring: bool, heads: int, *, transport: str | None, ulysses: int, memory: int | None
-) -> str | None:
-    """Say what is wrong with options that are for a ring only; None if nothing."""
+) -> None:
+    """Raise ValueError for options of a ring where there is none, or that it can't have."""
     if not ring and (transport, ulysses, memory) != (None, 1, None):
-        return (
+        raise ValueError(
             "transport, ulysses and memory need ring_attn=True, without force_regular_attn; "
             f"got transport={transport!r}, ulysses={ulysses}, memory={memory}"
         )
     if ulysses < 1 or heads % ulysses:
-        return f"ulysses must divide heads={heads}, got {ulysses}"
-    return transport_problem(transport, memory)
+        raise ValueError(f"ulysses must divide heads={heads}, got {ulysses}")
+    check_transport(transport, memory)
 
 
-def in_graphs_problem(regular: bool, dropout: float, transport: str | None) -> str | None:
-    """Say what keeps a module's calls from ever being captured and replayed; None if nothing."""
-    if not regular and dropout == 0 and transport != "ring":
-        return None
-    return (
-        "in_graphs=True needs force_regular_attn=False, dropout=0 and another transport than "
-        f'"ring"; got {regular}, {dropout} and {transport!r}'
-    )
+def check_in_graphs(regular: bool, dropout: float, transport: str | None) -> None:
+    """Raise ValueError if a module's calls can never be captured and replayed."""
+    if regular or dropout != 0 or transport == "ring":
+        raise ValueError(
+            "in_graphs=True needs force_regular_attn=False, dropout=0 and another transport than "
+            f'"ring"; got {regular}, {dropout} and {transport!r}'
+        )
 
 
-def other_way_problem(
+def check_same_way(
     has: Mapping[str, Any], *, transport: str | None, ulysses: int, memory: int | None
-) -> str | None:
-    """Say where a plan, which has these, does otherwise than a module asks; None if nowhere."""
+) -> None:
+    """Raise ValueError if a plan, which has these, does otherwise than a module asks."""
     wanted = dict(
         transport=transport or has["transport"], ulysses=ulysses, memory=memory or has["memory"]
     )
-    if wanted == has:
-        return None
-    return (
-        f"the plan has transport={has['transport']!r}, ulysses={has['ulysses']} and "
-        f"memory={has['memory']}, the module {transport!r}, {ulysses} and {memory}"
-    )
+    if wanted != has:
+        raise ValueError(
+            f"the plan has transport={has['transport']!r}, ulysses={has['ulysses']} and "
+            f"memory={has['memory']}, the module {transport!r}, {ulysses} and {memory}"
+        )
+
+
+qkv_problem, key_mask_problem = as_problem(check_qkv), as_problem(check_key_mask)
+shards_problem, over_ring_problem = as_problem(check_shards), as_problem(check_over_ring)
+in_graphs_problem, other_way_problem = as_problem(check_in_graphs), as_problem(check_same_way)

@@ -11,7 +11,7 @@ from ring_attention_pytorch.geometry.segments import Segments, count
 from ring_attention_pytorch.geometry.tiles import tiles, visible_pairs
 from ring_attention_pytorch.plan.picture import picture as drawn
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.graphs import problem_of_graphs
+from ring_attention_pytorch.runtime.graphs import graphs_refusal
 from ring_attention_pytorch.schedule.cost import (
     Cost,
     host_seconds,
@@ -92,7 +92,7 @@ def _of_host(plan: RingPlan, found: Prediction) -> list[str]:
     if plan.device.type != "cuda" or plan.graphs is not None or found.host <= found.gpu:
         return []
     line = f"launched one by one it takes the host longer, about {1e3 * found.host:.2g} ms"
-    return [line] if problem_of_graphs(plan) else [f"{line}; in_graphs() spares that"]
+    return [line] if graphs_refusal(plan) else [f"{line}; in_graphs() spares that"]
 
 
 def _prediction(plan: RingPlan, found: Prediction) -> str:

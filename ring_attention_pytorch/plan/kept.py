@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from ring_attention_pytorch.comm.agreement import as_told
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.plan.calibrate import room_left
+from ring_attention_pytorch.plan.options import Call
+from ring_attention_pytorch.plan.placement import placed
 from ring_attention_pytorch.plan.proposal import Proposal
 
 _KINDS = 8
@@ -70,12 +73,32 @@ def kind_of(
     return kind
 
 
-def recalled(kind: Hashable) -> Kept | None:
-    """Return the plan of this kind that was made last; None if it is kept no more."""
-    found = None if kind is None else _kept.pop(kind, None)
-    if found is not None:
-        _kept[kind] = found  # the last to go
-    return found
+class Found(NamedTuple):
+    """What a rank brings to the agreement on a plan: its proposal, or what is wrong."""
+
+    kind: Hashable = None
+    kept: Kept | None = None  # the plan of this kind that was made last, if it is kept still
+    proposal: Proposal = Proposal()
+    wrong: ValueError | None = None
+
+
+def find(
+    ring: Ring,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    options: Mapping[str, Any],
+    also: Mapping[str, Any],
+) -> Found:
+    """Find what to propose for such a call, or what was, with the plan of it that is kept."""
+    try:
+        options = placed(ring, qkv[0], options)
+        kind = kind_of(ring, qkv, options, also)
+        kept = None if kind is None else _kept.pop(kind, None)
+        if kept is None:
+            return Found(kind, None, Proposal.of(Call(*qkv, ring.size), options, also))
+        _kept[kind] = kept  # the last to go
+        return Found(kind, kept, kept.proposal)
+    except Exception as error:  # whatever it is: all ranks are told
+        return Found(wrong=as_told(error))
 
 
 def keep(kind: Hashable, kept: Kept) -> None:

@@ -101,19 +101,15 @@ def _segments(runs: list[tuple[int, int, int]]) -> Segments:
     return tuple(Segment(start, stride, length) for start, stride, length in runs)
 
 
-def repeats_problem(sequences: Sequence[tuple[Segments, ...]]) -> str | None:
-    """Say what is wrong if two tokens of a sequence have one position; None if they don't.
-
-    Segments ascend by one.
-    """
+def check_repeats(sequences: Sequence[tuple[Segments, ...]]) -> None:
+    """Raise ValueError if two tokens of a sequence have one position; segments ascend by one."""
     for by_rank in sequences:
         for a, b in pairwise(sorted(chain.from_iterable(by_rank))):
             if a.start + a.length > b.start:
-                return (
+                raise ValueError(
                     "dropout draws by positions, so those of queries must all differ, and those of "
                     "keys; leave out what repeats, or dropout"
                 )
-    return None
 
 
 def _runs(positions: Tensor) -> list[tuple[int, int, int]]:
@@ -124,18 +120,17 @@ def _runs(positions: Tensor) -> list[tuple[int, int, int]]:
     return [(start, 1, n) for start, n in zip(starts.tolist(), counts.tolist())]
 
 
-def mask_mod_problem(mask_mod: MaskMod | None, device: torch.device) -> str | None:
-    """Say what is wrong with a predicate, by its answer for one pair; None if nothing."""
-    if mask_mod is None:
-        return None
+def check_mask_mod(mask_mod: MaskMod, device: torch.device) -> None:
+    """Raise ValueError if a predicate's answer for one pair is none."""
     zero = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device)
     try:
         answer = mask_mod(zero, zero, zero, zero)
     except Exception as error:  # whatever it is: the other ranks must be told
-        return f"mask_mod fails, asked of one pair: {type(error).__name__}: {error}"
-    if isinstance(answer, Tensor) and answer.dtype == torch.bool:
-        return None
-    return f"mask_mod must give a bool tensor, got {getattr(answer, 'dtype', type(answer))}"
+        kind = type(error).__name__
+        raise ValueError(f"mask_mod fails, asked of one pair: {kind}: {error}") from error
+    if not isinstance(answer, Tensor) or answer.dtype != torch.bool:
+        got = getattr(answer, "dtype", type(answer))
+        raise ValueError(f"mask_mod must give a bool tensor, got {got}")
 
 
 def prefixes(prefix: int | Sequence[int] | Tensor, batch: int) -> list[int]:
@@ -147,17 +142,16 @@ def prefixes(prefix: int | Sequence[int] | Tensor, batch: int) -> list[int]:
     return list(prefix)
 
 
-def prefix_problem(prefix: Prefix, batch: int, fits: bool) -> str | None:
-    if prefix is None:
-        return None
-    if not fits:
-        return "prefix needs causal=True, and no documents and no positions beside it"
+def check_prefix(prefix: int | Sequence[int] | Tensor, batch: int) -> None:
+    """Raise ValueError if a prefix is not one number of tokens, or one for each sample."""
     if isinstance(prefix, Tensor) and (prefix.is_floating_point() or prefix.ndim > 1):
-        return f"prefix must be ints, one or {batch}, got {prefix.dtype} {list(prefix.shape)}"
+        got = f"{prefix.dtype} {list(prefix.shape)}"
+        raise ValueError(f"prefix must be ints, one or {batch}, got {got}")
     each = prefixes(prefix, batch)
-    if len(each) == batch and all(isinstance(tokens, int) and tokens >= 0 for tokens in each):
-        return None
-    return f"prefix must be one int of at least 0, or {batch} of them, got {each[:8]}"
+    if len(each) != batch or not all(isinstance(n, int) and n >= 0 for n in each):
+        raise ValueError(
+            f"prefix must be one int of at least 0, or {batch} of them, got {each[:8]}"
+        )
 
 
 def prefix_digest(prefix: Any) -> str:
@@ -166,23 +160,17 @@ def prefix_digest(prefix: Any) -> str:
     return f"{text[:40]}, {sha256(text.encode()).hexdigest()[:12]}"
 
 
-def positions_problem(
-    queries: Tensor | None, keys: Tensor | None, q: Tensor, k: Tensor, packed: bool
-) -> str | None:
-    if queries is None and keys is None:
-        return None
-    if queries is None or keys is None:
-        return "query_positions and key_positions need one another"
-    if packed:
-        return "documents have positions of their own: they and query_positions exclude each other"
+def check_positions(queries: Tensor, keys: Tensor, q: Tensor, k: Tensor) -> None:
+    """Raise ValueError if these are not positions of the tokens of q and k."""
     for name, given, t in (("query", queries, q), ("key", keys, k)):
         if list(given.shape) != [t.shape[1]] or given.dtype not in (torch.int64, torch.int32):
-            return (
+            raise ValueError(
                 f"{name}_positions must be int64 or int32 [{t.shape[1]}], "
                 f"got {given.dtype} {list(given.shape)}"
             )
         # slopes, predicates and dropout read them in 32 bits; a difference must fit, too
         far = max(int(given.max()), -int(given.min())) if len(given) else 0
         if far >= 2**30:
-            return f"{name}_positions must be less than 2 ** 30 from 0, got {far}; shift them"
-    return None
+            raise ValueError(
+                f"{name}_positions must be less than 2 ** 30 from 0, got {far}; shift them"
+            )

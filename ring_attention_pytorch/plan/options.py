@@ -18,28 +18,28 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.transports import transport_problem
-from ring_attention_pytorch.comm.ulysses import ulysses_problem
+from ring_attention_pytorch.arguments import check_least, checked
+from ring_attention_pytorch.comm.transports import check_transport
+from ring_attention_pytorch.comm.ulysses import check_ulysses
 from ring_attention_pytorch.geometry.documents import (
     BatchDocuments,
     Borders,
+    check_documents,
     digest,
-    documents_problem,
 )
-from ring_attention_pytorch.geometry.layouts import Layout, layout_problem
-from ring_attention_pytorch.plan.checks import check_problem, key_mask_problem
+from ring_attention_pytorch.geometry.layouts import Layout, check_layout
+from ring_attention_pytorch.plan.checks import check_key_mask
 from ring_attention_pytorch.plan.masks import (
     Prefix,
-    mask_mod_problem,
-    positions_problem,
+    check_mask_mod,
+    check_positions,
+    check_prefix,
     prefix_digest,
-    prefix_problem,
 )
 from ring_attention_pytorch.runtime.digests import digest_of_function
-from ring_attention_pytorch.runtime.dropout import dropout_problem
+from ring_attention_pytorch.runtime.dropout import check_dropout
 from ring_attention_pytorch.runtime.interfaces import MaskMod
-from ring_attention_pytorch.runtime.scores import bias_problem, per_head_problem, sinks_note
+from ring_attention_pytorch.runtime.scores import check_bias, check_per_head, sinks_note
 
 
 class Call(NamedTuple):
@@ -51,15 +51,15 @@ class Call(NamedTuple):
     ring_size: int
 
 
-Check = Callable[["Options", Call], str | None]
+Check = Callable[["Options", Call], None]
 
 
 class Row(NamedTuple):
     """All of an option but its name, type and default.
 
     Attributes:
-        check: says what is wrong with it where it is given, None if nothing; it may look at other
-            options, too, and serve several of them.
+        check: raises ValueError if it is wrong, where it is given; it may look at other options,
+            too, and serve several of them.
         agree: what ranks compare of its value, unless that is None; None if nothing, because it is
             each rank's own.
         everywhere: rings of one group compare it, too: it decides what the whole group exchanges.
@@ -82,95 +82,99 @@ def presence(value: object) -> str:
     return "given"
 
 
-def _window_problem(o: Any, call: Call) -> str | None:
-    if o.window >= 0:
-        return None
-    return f"window must be None or at least 0, got {o.window}"
+def _check_window(o: Any, call: Call) -> None:
+    if o.window < 0:
+        raise ValueError(f"window must be None or at least 0, got {o.window}")
 
 
-def _scale_problem(o: Any, call: Call) -> str | None:
-    if math.isfinite(o.scale):
-        return None
-    return f"scale must be finite, got {o.scale}"
+def _check_scale(o: Any, call: Call) -> None:
+    if not math.isfinite(o.scale):
+        raise ValueError(f"scale must be finite, got {o.scale}")
 
 
-def _softclamp_problem(o: Any, call: Call) -> str | None:
-    if math.isfinite(o.softclamp) and o.softclamp > 0:
-        return None
-    return f"softclamp must be None or positive, got {o.softclamp}"
+def _check_softclamp(o: Any, call: Call) -> None:
+    if not (math.isfinite(o.softclamp) and o.softclamp > 0):
+        raise ValueError(f"softclamp must be None or positive, got {o.softclamp}")
 
 
-def _cross_problem(o: "Options", call: Call) -> str | None:
+def _check_cross(o: "Options", call: Call) -> None:
     if o.cross and not o.placed and (o.causal or o.window is not None):
-        return "cross attention has no causal and no window: two sequences share no positions"
-    return None
+        raise ValueError(
+            "cross attention has no causal and no window: two sequences share no positions"
+        )
 
 
-def _alibi_problem(o: Any, call: Call) -> str | None:
-    problem = per_head_problem("alibi_slopes", call.q, o.alibi_slopes)
-    if problem is None and o.alibi_slopes.requires_grad:
-        return "alibi_slopes have no gradient; detach them"
-    return problem
+def _check_alibi(o: Any, call: Call) -> None:
+    check_per_head("alibi_slopes", call.q, o.alibi_slopes)
+    if o.alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes have no gradient; detach them")
 
 
-def _bucket_size_problem(o: "Options", call: Call) -> str | None:
-    if o.bucket_size >= 1:
-        return None
-    return f"bucket_size must be at least 1, got {o.bucket_size}"
+def _check_bucket_size(o: "Options", call: Call) -> None:
+    check_least(1, bucket_size=o.bucket_size)
 
 
-def _key_mask_problem(o: "Options", call: Call) -> str | None:
-    return key_mask_problem(o.key_mask, call.k)
+def _check_key_mask(o: "Options", call: Call) -> None:
+    check_key_mask(o.key_mask, call.k)
 
 
-def _documents_problem(o: "Options", call: Call) -> str | None:
-    return documents_problem(o.documents, o.cu_seqlens, call.q.shape)
+def _check_documents(o: "Options", call: Call) -> None:
+    check_documents(o.documents, o.cu_seqlens, call.q.shape)
 
 
-def _prefix_problem(o: "Options", call: Call) -> str | None:
-    fits = o.causal and not o.packed and not o.placed
-    return prefix_problem(o.prefix, len(call.q), fits)
+def _check_prefix(o: Any, call: Call) -> None:
+    if not o.causal or o.packed or o.placed:
+        raise ValueError("prefix needs causal=True, and no documents and no positions beside it")
+    check_prefix(o.prefix, len(call.q))
 
 
-def _mask_mod_problem(o: "Options", call: Call) -> str | None:
-    return mask_mod_problem(o.mask_mod, call.q.device)
+def _check_mask_mod(o: Any, call: Call) -> None:
+    check_mask_mod(o.mask_mod, call.q.device)
 
 
-def _positions_problem(o: "Options", call: Call) -> str | None:
-    counted = o.packed and not isinstance(o.documents, tuple)  # a tuple says where positions are
-    return positions_problem(o.query_positions, o.key_positions, call.q, call.k, counted)
+def _check_positions(o: "Options", call: Call) -> None:
+    if o.query_positions is None or o.key_positions is None:
+        raise ValueError("query_positions and key_positions need one another")
+    if o.packed and not isinstance(o.documents, tuple):  # a tuple says where positions are
+        raise ValueError(
+            "documents have positions of their own: they and query_positions exclude each other"
+        )
+    check_positions(o.query_positions, o.key_positions, call.q, call.k)
 
 
-def _sinks_problem(o: "Options", call: Call) -> str | None:
-    return per_head_problem("sinks", call.q, o.sinks)
+def _check_sinks(o: "Options", call: Call) -> None:
+    check_per_head("sinks", call.q, o.sinks)
 
 
-def _bias_problem(o: "Options", call: Call) -> str | None:
-    return bias_problem(o.key_bias, call.q, call.k, o.scale, o.softclamp)
+def _check_bias(o: "Options", call: Call) -> None:
+    check_bias(o.key_bias, call.q, call.k, o.scale, o.softclamp)
 
 
 def _heads_of_bias(bias: Tensor) -> list[int]:
     return list(bias.shape[2:])
 
 
-def _dropout_problem(o: "Options", call: Call) -> str | None:
-    return dropout_problem(o.dropout, o.dropout_seed)
+def _check_dropout(o: "Options", call: Call) -> None:
+    check_dropout(o.dropout, o.dropout_seed)
 
 
-def _layout_problem(o: "Options", call: Call) -> str | None:
-    return layout_problem(o.layout)
+def _check_layout(o: "Options", call: Call) -> None:
+    check_layout(o.layout)
 
 
-def _transport_problem(o: "Options", call: Call) -> str | None:
-    return transport_problem(o.transport, o.memory)
+def _check_transport(o: "Options", call: Call) -> None:
+    check_transport(o.transport, o.memory)
 
 
-def _ulysses_problem(o: "Options", call: Call) -> str | None:
-    return ulysses_problem(o.ulysses, call.ring_size, call.q.shape[2])
+def _check_ulysses(o: "Options", call: Call) -> None:
+    check_ulysses(o.ulysses, call.ring_size, call.q.shape[2])
 
 
-def _notes_problem(o: "Options", call: Call) -> str | None:
-    return check_problem(o.check)
+def _check_notes(o: "Options", call: Call) -> None:
+    if o.check != "always":
+        raise ValueError(
+            f"check, or RING_ATTENTION_CHECK, must be None or 'always', got {o.check!r}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,37 +183,37 @@ class Options:
 
     # which keys a query sees
     causal: Annotated[bool, Row(agree=itself)] = False
-    window: Annotated[int | None, Row(_window_problem, itself, feature=True)] = None
-    key_mask: Annotated[Tensor | None, Row(_key_mask_problem, presence, feature=True)] = None
+    window: Annotated[int | None, Row(_check_window, itself, feature=True)] = None
+    key_mask: Annotated[Tensor | None, Row(_check_key_mask, presence, feature=True)] = None
     documents: Annotated[
-        Tensor | BatchDocuments | None, Row(_documents_problem, presence, everywhere=True)
+        Tensor | BatchDocuments | None, Row(_check_documents, presence, everywhere=True)
     ] = None
-    cu_seqlens: Annotated[Borders | None, Row(_documents_problem, digest)] = None
-    prefix: Annotated[Prefix, Row(_prefix_problem, prefix_digest)] = None
-    mask_mod: Annotated[
-        MaskMod | None, Row(_mask_mod_problem, digest_of_function, feature=True)
-    ] = None
-    cross: Annotated[bool | None, Row(_cross_problem, itself)] = None
-    query_positions: Annotated[Tensor | None, Row(_positions_problem)] = None
-    key_positions: Annotated[Tensor | None, Row(_positions_problem)] = None
+    cu_seqlens: Annotated[Borders | None, Row(_check_documents, digest)] = None
+    prefix: Annotated[Prefix, Row(_check_prefix, prefix_digest)] = None
+    mask_mod: Annotated[MaskMod | None, Row(_check_mask_mod, digest_of_function, feature=True)] = (
+        None
+    )
+    cross: Annotated[bool | None, Row(_check_cross, itself)] = None
+    query_positions: Annotated[Tensor | None, Row(_check_positions)] = None
+    key_positions: Annotated[Tensor | None, Row(_check_positions)] = None
 
     # what a score is
-    scale: Annotated[float | int | None, Row(_scale_problem, itself, feature=True)] = None
-    softclamp: Annotated[float | int | None, Row(_softclamp_problem, itself, feature=True)] = None
-    sinks: Annotated[Tensor | None, Row(_sinks_problem, sinks_note)] = None
-    alibi_slopes: Annotated[Tensor | None, Row(_alibi_problem, presence, feature=True)] = None
-    key_bias: Annotated[Tensor | None, Row(_bias_problem, _heads_of_bias)] = None
-    dropout: Annotated[float | int, Row(_dropout_problem, float, feature=True)] = 0.0
-    dropout_seed: Annotated[int | None, Row(_dropout_problem, itself)] = None
+    scale: Annotated[float | int | None, Row(_check_scale, itself, feature=True)] = None
+    softclamp: Annotated[float | int | None, Row(_check_softclamp, itself, feature=True)] = None
+    sinks: Annotated[Tensor | None, Row(_check_sinks, sinks_note)] = None
+    alibi_slopes: Annotated[Tensor | None, Row(_check_alibi, presence, feature=True)] = None
+    key_bias: Annotated[Tensor | None, Row(_check_bias, _heads_of_bias)] = None
+    dropout: Annotated[float | int, Row(_check_dropout, float, feature=True)] = 0.0
+    dropout_seed: Annotated[int | None, Row(_check_dropout, itself)] = None
 
     # how it is computed
-    layout: Annotated[Layout, Row(_layout_problem, str)] = "contiguous"
+    layout: Annotated[Layout, Row(_check_layout, str)] = "contiguous"
     kernel: Annotated[str | None, Row(agree=itself)] = None
-    transport: Annotated[str | None, Row(_transport_problem, itself)] = None
-    ulysses: Annotated[int, Row(_ulysses_problem, itself)] = 1
-    memory: Annotated[int | None, Row(_transport_problem, itself)] = None
-    bucket_size: Annotated[int, Row(_bucket_size_problem)] = 1024
-    check: Annotated[str | None, Row(_notes_problem, itself)] = None
+    transport: Annotated[str | None, Row(_check_transport, itself)] = None
+    ulysses: Annotated[int, Row(_check_ulysses, itself)] = 1
+    memory: Annotated[int | None, Row(_check_transport, itself)] = None
+    bucket_size: Annotated[int, Row(_check_bucket_size)] = 1024
+    check: Annotated[str | None, Row(_check_notes, itself)] = None
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Options":
@@ -218,8 +222,7 @@ class Options:
         Raises:
             ValueError: there is no such option, or one has another type.
         """
-        if (problem := unknown_problem(given)) is not None:
-            raise ValueError(problem)
+        check_known(given)
         check = given.get("check")
         if check is None:
             check = os.environ.get("RING_ATTENTION_CHECK") or None
@@ -235,14 +238,12 @@ class Options:
         """Tell whether positions are given."""
         return self.query_positions is not None or self.key_positions is not None
 
-    def problem(self, call: Call) -> str | None:
-        """Say what is wrong with the options given, the first that is found; None if nothing."""
+    def check_for(self, call: Call) -> None:
+        """Raise ValueError for the first of the options given that is wrong for such a call."""
         given = vars(self)
         checks = [check for name, check in _CHECKS.items() if given[name] is not DEFAULTS[name]]
         for check in dict.fromkeys(checks):
-            if (problem := check(self, call)) is not None:
-                return problem
-        return None
+            check(self, call)
 
     def agreed(self, everywhere: bool = False) -> dict[str, Any]:
         """Return what ranks compare, by name: those of a ring, or of all rings of its group."""
@@ -276,18 +277,20 @@ for _name, _row in ROWS.items():
 _FEATURES = [name for name, row in ROWS.items() if row.feature]
 
 
-def unknown_problem(given: Mapping[str, Any]) -> str | None:
-    """Say which of these names are no options, and what may have been meant.
+def check_known(given: Mapping[str, Any]) -> None:
+    """Raise ValueError if some of these names are no options, and say what may have been meant.
 
-    >>> unknown_problem({"windw": 3})
-    'there is no option windw (did you mean window?)'
+    >>> check_known({"windw": 3})
+    Traceback (most recent call last):
+    ValueError: there is no option windw (did you mean window?)
     """
     unknown = []
     for name in given:
         if name not in ROWS:
             close = get_close_matches(name, ROWS, n=1)
             unknown.append(f"{name} (did you mean {close[0]}?)" if close else name)
-    return f"there is no option {', '.join(unknown)}" if unknown else None
+    if unknown:
+        raise ValueError(f"there is no option {', '.join(unknown)}")
 
 
 def not_default(given: Mapping[str, Any]) -> list[str]:

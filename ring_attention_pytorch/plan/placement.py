@@ -79,8 +79,8 @@ class Placement:
         _open.remove((threading.get_ident(), self))
         _ended.add(self)
 
-    def problem(self, ring: Ring, n: int, given: Mapping[str, Any]) -> str | None:
-        """Say what of a call contradicts the placement; None if nothing.
+    def check_call(self, ring: Ring, n: int, given: Mapping[str, Any]) -> None:
+        """Raise ValueError if a call contradicts the placement.
 
         Args:
             ring: that of the call.
@@ -89,38 +89,41 @@ class Placement:
         """
         mine, held = self.ring, count(self.segments)
         if _ranks(ring) != _ranks(mine):
-            return (
+            raise ValueError(
                 f"the batch whose block this is lies on {mine.size} ranks, attention is over "
                 f"{ring.size}, or others; leave its group out, or give it the batch's"
             )
         layout = given.get("layout", "contiguous")
         if layout not in ("contiguous", self.layout):
-            return f"layout={layout!r} was given in the block of a batch with {self.layout!r}"
+            raise ValueError(
+                f"layout={layout!r} was given in the block of a batch with {self.layout!r}"
+            )
         if n != held:
-            return (
+            raise ValueError(
                 f"this rank holds {held} of the batch's {self.length} tokens, got queries of {n}: "
                 "shards are expected, not whole sequences"
             )
         for name, own in {"key_mask": self.key_mask, "documents": self.packing}.items():
             if given.get(name) is not None and given[name] is not own:
-                return (
+                raise ValueError(
                     f"{name} was given beside that of the batch whose block this is; leave it out"
                 )
         if given.get("cu_seqlens") is not None:
-            return "cu_seqlens were given beside those of the batch whose block this is; drop them"
-        return None
+            raise ValueError(
+                "cu_seqlens were given beside those of the batch whose block this is; drop them"
+            )
 
-    def plan_problem(self, plan: Any) -> str | None:
-        """Say how a plan that is used in this block lies otherwise; None if it does not."""
+    def check_plan(self, plan: Any) -> None:
+        """Raise ValueError if a plan that is used in this block lies otherwise."""
         if _ranks(plan.ring) != _ranks(self.ring) and plan.ring.size > 1:
-            return "the plan is of other ranks than the batch in whose block it is used"
+            raise ValueError("the plan is of other ranks than the batch in whose block it is used")
         lies_alike = (plan.layout, plan.packing) == (self.layout, self.packing)
-        if lies_alike and self.has_mask(plan.own_mask):
-            return None
-        return (
-            f"the plan is for {plan.layout!r}, its own documents and mask, the batch in whose "
-            f"block it is used is in {self.layout!r}, or has others; make the plan inside the block"
-        )
+        if not (lies_alike and self.has_mask(plan.own_mask)):
+            raise ValueError(
+                f"the plan is for {plan.layout!r}, its own documents and mask, the batch in whose "
+                f"block it is used is in {self.layout!r}, or has others; make the plan inside the "
+                "block"
+            )
 
     def has_mask(self, mask: OwnMask) -> bool:
         """Tell whether a plan's mask is the batch's, by values; of no batch, the host waits."""
@@ -189,23 +192,26 @@ def _within_function() -> bool:
     return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or inference)
 
 
-def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
-    """Return a call's options with those of the current placement, and what contradicts it.
+def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a call's options with those of the current placement.
 
     Attention of this process alone to other tokens than the batch's is none of its business.
+
+    Raises:
+        ValueError: the call contradicts the placement, or is outside of the block that it had.
     """
     placement = current()
     if placement is None and (_ended or _unseen) and in_backward():
-        return given, (
+        raise ValueError(
             "attention is recomputed in backward outside of the block of its batch; call "
             "backward() inside `with batch:`, where forward was, or give attention a plan"
         )
     if placement is None or (ring.size == 1 < placement.ring.size and not placement.fits(q)):
-        return given, None
+        return given
     if _within_function():
         _unseen[:] = [True]
-    problem = placement.problem(ring, q.shape[1], given)
-    return (given, problem) if problem else (placement.options(given), None)
+    placement.check_call(ring, q.shape[1], given)
+    return placement.options(given)
 
 
 def own_mask(given: Tensor | None, values: Tensor | None) -> OwnMask:

@@ -9,14 +9,14 @@ from ring_attention_pytorch.comm.agreement import raise_together
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.transports import make_together, make_transport, owners_at_once
 from ring_attention_pytorch.comm.ulysses import Ulysses, job_of
-from ring_attention_pytorch.geometry.documents import end_problem
+from ring_attention_pytorch.geometry.documents import check_end
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.calibrate import recall, remember, select_transport, with_calls_of
-from ring_attention_pytorch.plan.checks import lengths_problem, segments_of_two
-from ring_attention_pytorch.plan.masks import copied, gather_positions, repeats_problem
+from ring_attention_pytorch.plan.checks import check_lengths, segments_of_two
+from ring_attention_pytorch.plan.masks import check_repeats, copied, gather_positions
 from ring_attention_pytorch.plan.options import Options
 from ring_attention_pytorch.plan.placement import OwnMask, own_mask
 from ring_attention_pytorch.plan.proposal import Proposal
@@ -43,14 +43,18 @@ def place_tokens(
         cross = queries != keys or options.placed
     dropped = options.dropout > 0
     counted = dropped or options.alibi_slopes is not None or options.mask_mod is not None
-    problem = lengths_problem(
-        (queries, keys), options.layout, visible, cross,
-        packed=options.packed, placed=options.placed, counted=counted,
-    ) or end_problem(options.cu_seqlens, sum(queries))  # fmt: skip
-    raise_together(ring, "ring attention", problem)
+
+    def check() -> None:
+        check_lengths(
+            (queries, keys), options.layout, visible, cross,
+            packed=options.packed, placed=options.placed, counted=counted,
+        )  # fmt: skip
+        check_end(options.cu_seqlens, sum(queries))
+
+    raise_together(ring, "ring attention", check=check)
     if options.placed:
         both = gather_positions(ring, (options.query_positions, options.key_positions))
-        raise_together(ring, "ring attention", repeats_problem(both) if dropped else None)
+        raise_together(ring, "ring attention", check=lambda: dropped and check_repeats(both))
         return both[0], both[1]
     if cross:
         return segments_of_two(options.layout, queries, keys, counted)

@@ -1,7 +1,7 @@
 """A rank's part in the agreement on a plan: what it is asked for, and what is wrong with it.
 
-Nothing here waits for another rank. Whatever goes wrong becomes the proposal's problem, which all
-ranks are told, so that none of them is left waiting.
+Nothing here waits for another rank. Whatever goes wrong is raised, and all ranks are told in the
+agreement, so that none of them is left waiting.
 """
 
 from collections.abc import Hashable, Mapping
@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ring_attention_pytorch.comm.agreement import problem_of
 from ring_attention_pytorch.comm.claims import Claim
 from ring_attention_pytorch.kernels import SelectedKernel, choose, for_short_documents, lightest
 from ring_attention_pytorch.plan.calibrate import measures, room_left
 from ring_attention_pytorch.plan.checks import (
     agreed_shapes,
+    check_qkv,
     like_autocast,
-    qkv_problem,
 )
 from ring_attention_pytorch.plan.options import Call, Options
 from ring_attention_pytorch.runtime.dropout import own_seed
@@ -28,7 +27,7 @@ from ring_attention_pytorch.runtime.scores import (
 
 
 class Proposal(NamedTuple):
-    """A rank's proposal for a plan; or a problem, and nothing else.
+    """A rank's proposal for a plan; an empty one of a rank that has none.
 
     `claim` is what ranks compare, and `own` is this rank's. `shaped` are q, k and v as kernels will
     get them, maybe without memory.
@@ -36,10 +35,9 @@ class Proposal(NamedTuple):
 
     claim: Claim = Claim()
     own: Mapping[str, int] = {}  # never changed
-    problem: str | None = None
     options: Options = Options()
     scale: float = 1.0
-    kernel: SelectedKernel | Any = None  # None beside a problem
+    kernel: SelectedKernel | Any = None  # None of an empty one
     lightest: SelectedKernel | None = None  # for few tokens, where none is named
     for_short: SelectedKernel | None = None  # for short documents, likewise
     shaped: tuple[Tensor, ...] = ()
@@ -51,20 +49,17 @@ class Proposal(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, given: Mapping[str, Any], also: Mapping[str, Any]) -> "Proposal":
-        """Check options, by name, for such a call; `also` must be the same on all ranks, too."""
-        proposals: list[Proposal] = []
+        """Check options, by name, for such a call; `also` must be the same on all ranks, too.
 
-        def propose() -> str | None:
-            options = Options.read(given)
-            q, k, v = map(like_autocast, call[:3])
-            like = Call(q, k, v, call.ring_size)
-            problem = qkv_problem(q, k, v) or options.problem(like)
-            if problem is None:
-                proposals.append(cls._right(like, options, also))
-            return problem
-
-        problem = problem_of(propose)
-        return proposals[0] if problem is None else cls(problem=problem)
+        Raises:
+            ValueError: tensors or options are wrong, or the kernel can't do it.
+        """
+        options = Options.read(given)
+        q, k, v = map(like_autocast, call[:3])
+        like = Call(q, k, v, call.ring_size)
+        check_qkv(q, k, v)
+        options.check_for(like)
+        return cls._right(like, options, also)
 
     @classmethod
     def _right(cls, call: Call, options: Options, also: Mapping[str, Any]) -> "Proposal":

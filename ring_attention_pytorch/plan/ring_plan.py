@@ -22,18 +22,16 @@ from ring_attention_pytorch.geometry.segments import Segments, segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.calibrate import recall
-from ring_attention_pytorch.plan.checks import Signature, tensors_problem
-from ring_attention_pytorch.plan.kept import Kept, keep, kind_of, recalled
+from ring_attention_pytorch.plan.checks import Signature, check_tensors
+from ring_attention_pytorch.plan.kept import Kept, find, keep
 from ring_attention_pytorch.plan.masks import by_sample, positions_seen, reached, seen_by_any
 from ring_attention_pytorch.plan.option_types import PlanOptions
-from ring_attention_pytorch.plan.options import Call
 from ring_attention_pytorch.plan.packing import whole_packing
 from ring_attention_pytorch.plan.placement import (
     OwnMask,
     Placement,
     attention_ring,
     block_of,
-    placed,
 )
 from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
 from ring_attention_pytorch.plan.proposal import Proposal
@@ -41,7 +39,7 @@ from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.graphs import (
     Graphs,
     can_be_captured,
-    problem_of_graphs,
+    graphs_refusal,
     with_graphs,
 )
 from ring_attention_pytorch.runtime.handles import check_layer, handle_of_layer, new_handle
@@ -157,23 +155,14 @@ class RingPlan:
         options: Mapping[str, Any],
         also: Mapping[str, Any],
     ) -> "RingPlan":
-        q, k, v = qkv
-        options, problem = placed(ring, q, options)
-        kind = None if problem else kind_of(ring, (q, k, v), options, also)
-        kept = recalled(kind)
-        if problem:
-            mine = Proposal(problem=problem)
-        elif kept is None:
-            mine = Proposal.of(Call(q, k, v, ring.size), options, also)
-        else:
-            mine = kept.proposal
+        kind, kept, mine, wrong = find(ring, qkv, options, also)
         known = None if ring.group is None else recall(ring, mine.subject)
         own = {**mine.own, "knows": known is not None, "plan": kept.plan.number if kept else 0}
-        lengths = agree_on(ring, "ring attention", mine.claim, own, mine.problem)
+        lengths = agree_on(ring, "ring attention", mine.claim, own, check=wrong)
         if kept is not None and all(rank["plan"] == kept.plan.number for rank in lengths):
             return kept.plan
         if kept is not None:
-            mine = mine.of_tensors(q, k, v)
+            mine = mine.of_tensors(*qkv)
         with ring.call("making a plan"):
             plan = cls._agreed(ring, mine, lengths)
         if kind is not None:
@@ -275,8 +264,8 @@ class RingPlan:
             ValueError: tensors are not on CUDA, keys travel in messages, or the driver is older
                 than CUDA 12.4.
         """
-        if problem := problem_of_graphs(self):
-            raise ValueError(problem)
+        if why := graphs_refusal(self):
+            raise ValueError(why)
         return with_graphs(self)
 
     def warm_up(self, *qkv: Tensor, sinks: Tensor | None = None) -> None:
@@ -421,24 +410,26 @@ class RingPlan:
     def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
         block = block_of(q)
-        if block is not None and block not in self._blocks:
-            self._raise(block.plan_problem(self))
-            self._blocks.add(block)
+        if block is not None and block in self._blocks:
+            block = None
         kind = (
             q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
             v.shape, v.dtype, v.device, v.layout,
             None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
         )  # fmt: skip
-        if kind in self._passed:
+        if block is None and kind in self._passed:
             return
-        self._raise(tensors_problem(self.signature, self.sinks, (q, k, v), sinks))
+        try:
+            if block is not None:
+                block.check_plan(self)
+            if kind not in self._passed:
+                check_tensors(self.signature, self.sinks, (q, k, v), sinks)
+        except ValueError as error:
+            self.ring.say(f"raised ValueError: {error}")  # to those who will wait for this rank
+            raise ValueError(f"ring attention: {error}") from None
+        if block is not None:
+            self._blocks.add(block)
         self._passed.add(kind)
-
-    def _raise(self, problem: str | None) -> None:
-        """Raise ValueError if there is a problem, and tell those who will wait for this rank."""
-        if problem is not None:
-            self.ring.say(f"raised ValueError: {problem}")
-            raise ValueError(f"ring attention: {problem}")
 
 
 class _TracedLayer(RingPlan):

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import as_problem
+
 _WORD, _SIGN = 1 << 32, 1 << 31
 A, B, C = 0xED5AD4BB, 0xAC4C1B51, 0x31848BAB
 
@@ -73,15 +75,17 @@ class Dropout(NamedTuple):
         return x.bitwise_xor_(-_SIGN) >= (self.numbers[2] ^ -_SIGN)
 
 
-def dropout_problem(rate: float, seed: int | None) -> str | None:
-    """Say what is wrong with a dropout rate and a seed; None if nothing is."""
+def check_dropout(rate: float, seed: int | None) -> None:
+    """Raise ValueError if a dropout rate or its seed is out of bounds."""
     if not 0 <= rate < 1:
-        return f"dropout must be at least 0 and less than 1, got {rate}"
+        raise ValueError(f"dropout must be at least 0 and less than 1, got {rate}")
     if seed is not None and rate == 0:
-        return f"dropout_seed needs a dropout above 0: nothing would be drawn by {seed}"
+        raise ValueError(f"dropout_seed needs a dropout above 0: nothing would be drawn by {seed}")
     if seed is not None and not 0 <= seed < _WORD**2:
-        return f"dropout_seed must be at least 0 and less than 2 ** 64, got {seed}"
-    return None
+        raise ValueError(f"dropout_seed must be at least 0 and less than 2 ** 64, got {seed}")
+
+
+dropout_problem = as_problem(check_dropout)
 
 
 def own_seed(rate: float, seed: int | None) -> int:

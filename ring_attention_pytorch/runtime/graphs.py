@@ -83,7 +83,7 @@ def can_be_captured(plan: Any) -> bool:
     return plan.device.type == "cuda" and plan.transport.capturable
 
 
-def problem_of_graphs(plan: Any) -> str | None:
+def graphs_refusal(plan: Any) -> str | None:
     """Say why a plan can't have CUDA graphs of its own; None if it can."""
     if not can_be_captured(plan):
         return (
@@ -123,7 +123,7 @@ class GraphCache:
     def of(self, plan: Any) -> Any:
         """Return a plan that does what this one does: one with graphs, if possible and of use."""
         varies = (plan.key_mask, plan.packing, plan.terms.dropout) != (None, None, None)
-        if varies or problem_of_graphs(plan):
+        if varies or graphs_refusal(plan):
             return plan
         ring, swap = plan.ring, plan.ulysses
         swapped = None if swap is None else (repr(swap.queries), repr(swap.keys))  # where all land

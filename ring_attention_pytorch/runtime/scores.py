@@ -16,36 +16,37 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 
-def bias_problem(
+def check_bias(
     bias: Tensor | None, q: Tensor, k: Tensor, scale: float | None, softclamp: float | None
-) -> str | None:
-    """Say what is wrong with a bias for keys like these; None if nothing is."""
+) -> None:
+    """Raise ValueError if a bias does not fit keys like these, or these terms."""
     if bias is None:
-        return None
+        return
     b, m = k.shape[:2]
     h = q.shape[2]
     alike = bias.dtype == k.dtype and bias.device == k.device
     if not alike or list(bias.shape) not in ([b, m], [b, m, h]):
-        return (
+        raise ValueError(
             f"key_bias must be [{b}, {m}] or [{b}, {m}, {h}] in the keys' {k.dtype} on {k.device}, "
             f"got {list(bias.shape)} in {bias.dtype} on {bias.device}"
         )
     if _is_seen(bias) and not bool(bias.isfinite().all()):
-        return "key_bias must be finite, got inf or NaN; key_mask hides keys"
+        raise ValueError("key_bias must be finite, got inf or NaN; key_mask hides keys")
     if softclamp is not None:
-        return "key_bias and softclamp exclude each other: the clamp would bend the bias too"
+        raise ValueError(
+            "key_bias and softclamp exclude each other: the clamp would bend the bias too"
+        )
     held = torch.finfo(k.dtype)
     if scale is None:
         scale = float(q.shape[-1] ** -0.5)
     if scale == 0:
-        return "key_bias needs a scale that is not 0"
+        raise ValueError("key_bias needs a scale that is not 0")
     if not held.tiny <= _undoing(scale) <= held.max:
         least, most = 2 / held.max, 1 / held.tiny
-        return (
+        raise ValueError(
             f"key_bias in {k.dtype} needs a scale of {least:.2g} to {most:.2g}, or as much below "
             f"0, got {scale}; scale q instead, or take another dtype"
         )
-    return None
 
 
 def _is_seen(t: Tensor) -> bool:
@@ -108,17 +109,16 @@ def _parts(dtype: torch.dtype) -> int:
     return 2 if dtype.itemsize == 2 else 1
 
 
-def per_head_problem(name: str, q: Tensor, t: Tensor | None) -> str | None:
-    """Say what is wrong with one number for each head of q; None if nothing is."""
+def check_per_head(name: str, q: Tensor, t: Tensor | None) -> None:
+    """Raise ValueError if a tensor, where there is one, is not a number for each head of q."""
     if t is None:
-        return None
+        return
     h = q.shape[2]
-    if list(t.shape) == [h] and t.is_floating_point() and t.device == q.device:
-        return None
-    return (
-        f"{name} must be floating [{h}], one for each head of q, on {q.device}; "
-        f"got {t.dtype} {list(t.shape)} on {t.device}"
-    )
+    if list(t.shape) != [h] or not t.is_floating_point() or t.device != q.device:
+        raise ValueError(
+            f"{name} must be floating [{h}], one for each head of q, on {q.device}; "
+            f"got {t.dtype} {list(t.shape)} on {t.device}"
+        )
 
 
 def sinks_note(sinks: Tensor | None) -> str | None:

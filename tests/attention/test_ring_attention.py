@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import LAYOUTS
-from ring_attention_pytorch.kernels import KERNELS, problem
+from ring_attention_pytorch.kernels import KERNELS, refusal
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from tests.support import threads
@@ -44,7 +44,7 @@ HEADS = ((4, 4), (4, 2), (3, 1))
 
 def kernels(case: Attention) -> list[str]:
     asked = KernelRequest("cpu", case.dtype, case.softclamp is not None)
-    return [name for name in KERNELS if problem(name, asked) is None]
+    return [name for name in KERNELS if refusal(name, asked) is None]
 
 
 def matrix(layout: str, **kinds) -> list[Attention]:

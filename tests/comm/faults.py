@@ -396,7 +396,7 @@ ATTENTION = [
     ),
     Mutant(
         "a rank's problem is kept to itself", "comm/agreement.py:agree_on",
-        "shortened(problem or ring.problem)", "None",
+        "shortened(text or ring.problem)", "None",
     ),
 ]  # fmt: skip
 
@@ -448,10 +448,10 @@ SILENT = [
     ),
     Mutant(
         "a wrong type is kept to itself", "comm/agreement.py:typed",
-        "tell(arguments.by_name(args, kwargs), ValueError(problem))", "tell",
+        "tell(arguments.by_name(args, kwargs), ValueError(why))", "tell",
     ),
     Mutant(
-        "a wrong type within a call is told as its own", "arguments.py:Arguments.problem",
+        "a wrong type within a call is told as its own", "arguments.py:Arguments.refusal",
         "trace.tb_next.tb_next is None", "True",
     ),
     Mutant(

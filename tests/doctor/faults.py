@@ -8,7 +8,7 @@ DOCTOR = [
         "if version != facts.ours", "if version == ''",
     ),
     Mutant(
-        "libraries that lack are a package that lacks", "kernels/__init__.py:package_problem",
+        "libraries that lack are a package that lacks", "kernels/__init__.py:package_refusal",
         'if lacks and f"{package.module}.".startswith(f"{lacks}."):', "if lacks:",
     ),
     Mutant(

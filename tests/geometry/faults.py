@@ -100,7 +100,7 @@ ATTENTION = [
 
 SILENT = [
     Mutant(
-        "documents without values", "geometry/documents.py:documents_problem",
-        "if fits and not documents.is_meta:", "if fits:",
+        "documents without values", "geometry/documents.py:check_documents",
+        "if not fits or documents.is_meta:", "if not fits:",
     ),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ring_attention_pytorch import RingPlan, explain_kernel, ring_attn
-from ring_attention_pytorch.kernels import KERNELS, flex, problem
+from ring_attention_pytorch.kernels import KERNELS, flex, refusal
 from ring_attention_pytorch.kernels._configs import Config, configured
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from tests.support.kernel_cases import (
@@ -120,7 +120,7 @@ def asked(case: KernelCase) -> KernelRequest:
 @pytest.mark.parametrize("kernel", [name for name in KERNELS if name not in ("sdpa", "flex")])
 def test_every_kernel_is_right_by_the_dtypes_rule(kernel, i, dtype):
     case = replace(ALL[i], dtype=dtype)
-    if (why := problem(kernel, asked(case))) is not None:
+    if (why := refusal(kernel, asked(case))) is not None:
         pytest.skip(why)
     assert not faults(case, kernel, "cuda"), case
 
@@ -137,7 +137,7 @@ FLEX = [
 
 @pytest.mark.parametrize("case", FLEX, ids=lambda case: f"{case.d}-{case.dtype}")
 def test_flex_attention_is_right_by_the_dtypes_rule(case):
-    assert problem("flex", asked(case)) is None
+    assert refusal("flex", asked(case)) is None
     assert not faults(case, "flex", "cuda"), case
 
 
@@ -203,7 +203,7 @@ def test_five_hundred_runs_give_the_same_bits(dtype):
 def test_what_claims_a_deterministic_backward_repeats(kernel, i, dtype):
     """All memory is NaN until it is written, too: so PyTorch makes it then."""
     case = replace(EVEN[i], dtype=dtype)
-    if (why := problem(kernel, asked(case)._replace(deterministic=True))) is not None:
+    if (why := refusal(kernel, asked(case)._replace(deterministic=True))) is not None:
         pytest.skip(why)
     torch.use_deterministic_algorithms(True)
     try:

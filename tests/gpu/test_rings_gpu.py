@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.functional import ring_attn
-from ring_attention_pytorch.kernels import KERNELS, problem
+from ring_attention_pytorch.kernels import KERNELS, refusal
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from tests.gpu.memory import poison
 from tests.support import threads
@@ -48,7 +48,7 @@ def able(kernel: str, case: Attention) -> bool:
         "cuda", case.dtype, case.softclamp is not None, case.d, case.d_v,
         torch.cuda.get_device_capability(), window=case.window is not None, key_mask=case.masked,
     )  # fmt: skip
-    return problem(kernel, asked) is None
+    return refusal(kernel, asked) is None
 
 
 def plain(case: Attention, dtype: torch.dtype) -> list[Tensor]:

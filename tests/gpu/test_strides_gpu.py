@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, positions, ring_attn, tree_attn_decode
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.kernels import KERNELS, problem
+from ring_attention_pytorch.kernels import KERNELS, refusal
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.rowwise import add_, merge_, sum_of_products
 from tests.gpu.test_kernels_gpu import asked
@@ -36,7 +36,7 @@ BEYOND = ["eager", "triton"]  # kernels of which parts of float16 are kept in fl
 
 def can(kernel: str, dtype: torch.dtype) -> bool:
     like = torch.empty(1, 0, 1, 64, device="cuda", dtype=dtype)
-    return problem(kernel, KernelRequest.of(like, like)) is None
+    return refusal(kernel, KernelRequest.of(like, like)) is None
 
 
 # --- one GPU ---
@@ -71,7 +71,7 @@ def on_cuda(t: Tensor, memory: str) -> Tensor:
 @pytest.mark.parametrize("kernel", FUSED)
 def test_what_lies_beyond_32_bits_is_read(kernel, how):
     case = KernelCase(200, 260, d=(64, 64), heads=(4, 2), dtype=torch.bfloat16, laid=how)
-    if (why := problem(kernel, asked(case))) is not None:
+    if (why := refusal(kernel, asked(case))) is not None:
         pytest.skip(why)
     assert not faults(case, kernel, "cuda")
     assert not faults(replace(case, tiles=((0, 200, 0, 260, None, 60),)), kernel, "cuda")
@@ -114,7 +114,7 @@ def test_any_scale_under_a_causal_mask(kernel, scale):
     for dtype in (torch.bfloat16, torch.float16):
         tiles = ((0, 200, 0, 200, None, 0),)
         case = KernelCase(200, 200, tiles, d=(64, 64), dtype=dtype, scale=scale)
-        if problem(kernel, asked(case)) is None:
+        if refusal(kernel, asked(case)) is None:
             assert not faults(case, kernel, "cuda"), dtype
 
 
@@ -122,7 +122,7 @@ def test_any_scale_under_a_causal_mask(kernel, scale):
 @pytest.mark.parametrize("kernel", FUSED)
 def test_a_bias_of_any_size_is_added_in_float16(kernel, d):
     like = torch.empty(1, 1, 1, d + 2, device="cuda", dtype=torch.half)
-    if problem(kernel, KernelRequest.of(like, like[..., :d])) is not None:
+    if refusal(kernel, KernelRequest.of(like, like[..., :d])) is not None:
         pytest.skip("it can't")
     q, k, v, dout = torch.randn(4, 1, 100, 2, d).half()
     bias = torch.zeros(1, 100).half()

@@ -26,7 +26,7 @@ from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer, shared_by
-from ring_attention_pytorch.kernels import _flash, problem
+from ring_attention_pytorch.kernels import _flash, refusal
 from ring_attention_pytorch.plan import kept
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.streams import side_stream
@@ -551,7 +551,7 @@ def every_kernel(kernels: list[str]) -> None:
 def able_of(kernels: list[str]) -> list[str]:
     """Those that can compute here now: what must be deterministic is a request, too."""
     like = torch.empty(1, 0, 1, 64, device=torch.cuda.current_device(), dtype=torch.bfloat16)
-    return [name for name in kernels if problem(name, KernelRequest.of(like, like)) is None]
+    return [name for name in kernels if refusal(name, KernelRequest.of(like, like)) is None]
 
 
 def say(*what: object) -> None:

@@ -22,7 +22,7 @@ from ring_attention_pytorch.kernels import (
     flash_attn_4,
     for_short_documents,
     lightest,
-    problem,
+    refusal,
     triton,
 )
 from ring_attention_pytorch.plan.calibrate import with_calls_of
@@ -148,7 +148,7 @@ def test_a_package_that_cannot_be_imported_is_as_good_as_none(installed, monkeyp
 
     installed()
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", Broken("broken"))
-    assert "can't be imported: undefined symbol" in problem("flash-attn-2", HOPPER)
+    assert "can't be imported: undefined symbol" in refusal("flash-attn-2", HOPPER)
 
 
 def test_a_name_may_be_the_beginning_of_several(installed):
@@ -187,7 +187,7 @@ def test_every_case_has_a_kernel_and_the_explanation_agrees(installed):
         assert lines[-1] == f"{choose(None, case).name}: runs"
         for line in lines[:-1]:
             name, why = line.split(": ", 1)
-            assert problem(name, case) == why
+            assert refusal(name, case) == why
 
 
 @pytest.mark.parametrize(("capability", "name"), [((8, 0), None), ((9, 0), "triton")])
@@ -281,6 +281,6 @@ def test_the_function_for_cuda_takes_flash_attn_s_backward_where_it_can(monkeypa
     )
     q = torch.randn(1, 6, 2, 8)
     for able, want in ((True, "triton+flash-attn"), (False, "triton")):
-        monkeypatch.setattr(module, "problem", lambda *a, able=able: None if able else "no")
+        monkeypatch.setattr(module, "refusal", lambda *a, able=able: None if able else "no")
         ring_flash_attn_cuda(q, q, q)
         assert asked.pop() == want

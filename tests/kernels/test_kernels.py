@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import Segment
 from ring_attention_pytorch.geometry.tiles import Tile, band, trim
-from ring_attention_pytorch.kernels import KERNELS, choose, problem
+from ring_attention_pytorch.kernels import KERNELS, choose, refusal
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import (
     Grads,
@@ -95,7 +95,7 @@ def each_kernel(**case) -> pytest.MarkDecorator:
     """Every kernel that can do the case here."""
     asked = KernelRequest("cpu", torch.float64, False)._replace(**case)
     return pytest.mark.parametrize(
-        "kernel", [name for name in KERNELS if problem(name, asked) is None]
+        "kernel", [name for name in KERNELS if refusal(name, asked) is None]
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, kernels, ring_attn
 from ring_attention_pytorch.geometry.tiles import Tile
-from ring_attention_pytorch.kernels import choose, eager, problem, triton
+from ring_attention_pytorch.kernels import choose, eager, refusal, triton
 from ring_attention_pytorch.kernels._configs import Config, config_for, configured
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
@@ -324,9 +324,9 @@ def test_without_tiles_nothing_is_launched():
 
 @needs_triton
 def test_it_runs_on_cuda():
-    assert problem("triton", ON_A_GPU) is None
+    assert refusal("triton", ON_A_GPU) is None
     assert (
-        problem(
+        refusal(
             "triton", KernelRequest("cuda", torch.float32, True, d=256, d_v=1, capability=(8, 0))
         )
         is None
@@ -345,7 +345,7 @@ def test_it_runs_on_cuda():
     ],
 )
 def test_what_it_cannot_do_it_says(change, why):
-    assert why in problem("triton", ON_A_GPU._replace(**change))
+    assert why in refusal("triton", ON_A_GPU._replace(**change))
 
 
 @pytest.fixture

@@ -77,25 +77,25 @@ ATTENTION = [
         "(Segment(start, 1, n),)", "(Segment(0, 1, n),)",
     ),
     Mutant(
-        "positions that repeat", "plan/masks.py:repeats_problem", "a.start + a.length > b.start",
+        "positions that repeat", "plan/masks.py:check_repeats", "a.start + a.length > b.start",
         "a.start > b.start",
     ),
     Mutant(
         "positions that one ring repeats are kept to itself", "plan/prepare.py:place_tokens",
-        "repeats_problem(both) if dropped else None", "None",
+        "dropped and check_repeats(both)", "None",
     ),
     Mutant(
-        "a predicate's error is kept to itself", "plan/masks.py:mask_mod_problem",
+        "a predicate's error is kept to itself", "plan/masks.py:check_mask_mod",
         "except Exception as",
         "except OSError as",
     ),
     Mutant(
-        "lengths need not be the layout's", "plan/checks.py:shards_problem",
-        "if lengths == expected:",
-        "if True:",
+        "lengths need not be the layout's", "plan/checks.py:check_shards",
+        "if lengths != expected:",
+        "if False:",
     ),
     Mutant(
-        "any plan will do", "plan/checks.py:tensors_problem",
+        "any plan will do", "plan/checks.py:check_tensors",
         "!= wanted:", "is None:",
     ),
 ]  # fmt: skip
@@ -110,7 +110,7 @@ SILENT = [
         "None if swap is None else replace(swap, of_layer=of_layer)", "swap",
     ),
     Mutant(
-        "sinks beside any plan", "plan/checks.py:tensors_problem",
+        "sinks beside any plan", "plan/checks.py:check_tensors",
         "with_sinks != (sinks is not None)", "False",
     ),
     Mutant(
@@ -191,7 +191,7 @@ KEPT = [
     ),
     Mutant(
         "other ranks are not told what can't be compiled", "warm_up.py:_compile",
-        '"compiled kernels", {}, problem=problem', '"compiled kernels", {}, problem=None',
+        '"compiled kernels", {}, check=partial(compile_together, now)', '"compiled kernels", {}',
     ),
     Mutant(
         "what is anything is an anomaly", "warm_up.py:_dry_run",

@@ -14,7 +14,7 @@ SILENT = [
     ),
     Mutant(
         "an option that a function gives itself is Python's error",
-        "arguments.py:Arguments.problem",
+        "arguments.py:Arguments.refusal",
         "if decided and decided[1] in kwargs", "if False and decided[1] in kwargs",
     ),
     Mutant(
@@ -22,7 +22,7 @@ SILENT = [
         "inspect.isgeneratorfunction(inspect.unwrap(function))", "False",
     ),
     Mutant(
-        "least numbers may be infinite", "arguments.py:least_problem",
+        "least numbers may be infinite", "arguments.py:check_least",
         "least <= number < math.inf", "least <= number",
     ),
     Mutant(
@@ -34,13 +34,11 @@ SILENT = [
         "theta != THETA and not rotary", "False",
     ),
     Mutant(
-        "a bias may be infinite", "runtime/scores.py:bias_problem",
+        "a bias may be infinite", "runtime/scores.py:check_bias",
         "_is_seen(bias) and not bool(bias.isfinite().all())", "False",
     ),
     Mutant(
-        "no processes are some", "launch.py:_problem",
-        "least_problem(1, nprocs=nprocs) or _group_problem(backend, timeout)",
-        "_group_problem(backend, timeout)",
+        "no processes are some", "launch.py:started", "check_least(1, nprocs=nprocs)", "None",
     ),
     Mutant(
         "no steps are none said", "routing/router.py:CoordinateDescentRouter.__init__",

@@ -89,7 +89,7 @@ def test_arguments_are_told_by_name_whatever_they_are() -> None:
     told: list[dict[str, Any]] = []
 
     class Layer:
-        @typed(lambda given, problem: told.append(given))
+        @typed(lambda given, error: told.append(given))
         def forward(self, x: int) -> int:
             return x
 

@@ -159,7 +159,7 @@ ATTENTION = [
         "t.data_ptr() % _ALIGNMENT == 0", "True",
     ),
     Mutant(
-        "drivers need tell nothing", "runtime/graphs.py:problem_of_graphs",
+        "drivers need tell nothing", "runtime/graphs.py:graphs_refusal",
         "if can_be_set():", "if True:",
     ),
     Mutant(
@@ -399,7 +399,7 @@ SILENT = [
         "2.0 ** min(1023, 1 - math.frexp(scale)[1])", "1.0",
     ),
     Mutant(
-        "scales that float16 can't undo", "runtime/scores.py:bias_problem",
+        "scales that float16 can't undo", "runtime/scores.py:check_bias",
         "if not held.tiny <= _undoing(scale) <= held.max:", "if False:",
     ),
     Mutant(

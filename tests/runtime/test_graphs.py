@@ -489,7 +489,7 @@ def modules_graphs_on_cpu(patch: pytest.MonkeyPatch) -> list[None]:
     stand_in(patch)
     patch.setattr(RingPlan, "in_graphs", with_graphs)
     no_messages = lambda plan: None if plan.transport.capturable else "messages"  # noqa: E731
-    patch.setattr(graphs, "problem_of_graphs", no_messages)
+    patch.setattr(graphs, "graphs_refusal", no_messages)
     patch.setattr(graphs, "captured", lambda *a: captures.append(None) or again(*a))
     return captures
 

@@ -91,7 +91,7 @@ def struck_in(strike: Strike) -> Iterator[Callable[[RingPlan], None]]:
             object.__setattr__(plan, "kernel", plan.kernel._replace(**direction))
 
     places = {
-        "agreeing": "ring_attention_pytorch.plan.proposal.qkv_problem",
+        "agreeing": "ring_attention_pytorch.plan.proposal.check_qkv",
         "making a plan": "ring_attention_pytorch.plan.prepare.make_transport",
     }
     with ExitStack() as stack:

@@ -218,7 +218,7 @@ TRAINING = [
         '= {"layout": self.layout}', "= {}",
     ),
     Mutant(
-        "whole sequences pass for shards", "plan/placement.py:Placement.problem",
+        "whole sequences pass for shards", "plan/placement.py:Placement.check_call",
         "if n != held:", "if False:",
     ),
     Mutant(
@@ -238,11 +238,11 @@ TRAINING = [
         "found and began not in found", "False",
     ),
     Mutant(
-        "a plan is for any batch", "plan/placement.py:Placement.plan_problem",
+        "a plan is for any batch", "plan/placement.py:Placement.check_plan",
         "(plan.layout, plan.packing) == (self.layout, self.packing)", "True",
     ),
     Mutant(
-        "a plan of any mask is the batch's", "plan/placement.py:Placement.plan_problem",
+        "a plan of any mask is the batch's", "plan/placement.py:Placement.check_plan",
         "and self.has_mask(plan.own_mask)", "",
     ),
     Mutant(
@@ -258,13 +258,12 @@ TRAINING = [
         "torch.equal(mask.values.to(self.key_mask.device), self.key_mask)", "True",
     ),
     Mutant(
-        "a plan is of any ranks", "plan/placement.py:Placement.plan_problem",
+        "a plan is of any ranks", "plan/placement.py:Placement.check_plan",
         "_ranks(plan.ring) != _ranks(self.ring)", "False",
     ),
     Mutant(
         "a plan's fit is known before it is looked at", "plan/ring_plan.py:RingPlan.check",
-        "self._raise(block.plan_problem(self))\n self._blocks.add(block)",
-        "self._blocks.add(block); self._raise(block.plan_problem(self))",
+        "block.check_plan(self)", "self._blocks.add(block); block.check_plan(self)",
     ),
     Mutant(
         "losses are of any batches", "training/losses.py:_check_blocks",
