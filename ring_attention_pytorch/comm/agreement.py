@@ -54,8 +54,7 @@ def agree_on(
     check: Check | None = None,
 ) -> list[dict[str, int]]:
     """Do what `agree` does for a claim that may be told again."""
-    text = None if (found := problem or check) is None else _text_of(found)
-    own, problem = dict(own or {}), shortened(text or ring.problem)
+    own, problem = dict(own or {}), shortened(_text_of(problem or check) or ring.problem)
     if ring.size == 1 and ring.group is None:
         ring.steps.compare(caller)
         ring.steps.mend()
@@ -90,8 +89,8 @@ def problem_of(find: Callable[[], object]) -> str | None:
     return found[0] if isinstance(found[0], str) else None
 
 
-def error_of(check: Callable[[], object]) -> ValueError | None:
-    """Return what `check` raises, as ranks are told it; None if it raises nothing.
+def error_of(check: Check | None) -> ValueError | None:
+    """Return what `check` raises, as ranks are told it; None if it raises nothing, or is none.
 
     It may raise for a tensor without values, or for an object that breaks when it is looked at.
     All ranks must be told, whatever it is.
@@ -99,6 +98,8 @@ def error_of(check: Callable[[], object]) -> ValueError | None:
     >>> error_of(lambda: [][1])
     ValueError('IndexError: list index out of range')
     """
+    if check is None or isinstance(check, ValueError):
+        return check
     try:
         check()
     except Exception as error:
@@ -112,12 +113,11 @@ def as_told(error: Exception) -> ValueError:
     return ValueError(f"{kind}{error}")
 
 
-def _text_of(check: Check | str) -> str | None:
+def _text_of(check: Check | str | None) -> str | None:
     """Return what a check raises, in the words that ranks are told; None if it raises nothing."""
     if isinstance(check, str):
         return check
-    error = check if isinstance(check, ValueError) else error_of(check)
-    return None if error is None else str(error)
+    return None if (error := error_of(check)) is None else str(error)
 
 
 def told_by_group(
@@ -175,7 +175,7 @@ def raise_together(
     """
     if ring.several:
         agree(ring, caller, {}, problem=problem, check=check)
-    elif (found := problem or check) is not None and (text := _text_of(found)) is not None:
+    elif (text := _text_of(problem or check)) is not None:
         raise Disagreement(f"{caller}: {text}")
 
 

@@ -1,5 +1,6 @@
 """The steps of making a plan, after ranks have agreed: tokens, heads, transport."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -54,7 +55,9 @@ def place_tokens(
     raise_together(ring, "ring attention", check=check)
     if options.placed:
         both = gather_positions(ring, (options.query_positions, options.key_positions))
-        raise_together(ring, "ring attention", check=lambda: dropped and check_repeats(both))
+        raise_together(
+            ring, "ring attention", check=partial(check_repeats, both) if dropped else None
+        )
         return both[0], both[1]
     if cross:
         return segments_of_two(options.layout, queries, keys, counted)

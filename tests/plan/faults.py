@@ -82,7 +82,7 @@ ATTENTION = [
     ),
     Mutant(
         "positions that one ring repeats are kept to itself", "plan/prepare.py:place_tokens",
-        "dropped and check_repeats(both)", "None",
+        "partial(check_repeats, both) if dropped else None", "None",
     ),
     Mutant(
         "a predicate's error is kept to itself", "plan/masks.py:check_mask_mod",
