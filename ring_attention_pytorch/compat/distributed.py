@@ -7,6 +7,7 @@ this library.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
+from ring_attention_pytorch.arguments import checked, checks_of
+from ring_attention_pytorch.comm.agreement import Check, agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.nn.sharding import _Gather
 
@@ -45,10 +46,10 @@ def pad_dim_to(t: Tensor, length: int, dim: int = 0) -> Tensor:
     >>> pad_dim_to(torch.ones(1, 2), 3, dim=1)
     tensor([[1., 1., 0.]])
     """
-    if (problem := _dim_problem(t, dim)) is None and length < t.shape[dim]:
-        problem = f"length must be at least t's {t.shape[dim]}, got {length}"
-    if problem is not None:
-        raise ValueError(f"pad_dim_to: {problem}")
+    with checks_of("pad_dim_to"):
+        _check_dim(t, dim)
+        if length < t.shape[dim]:
+            raise ValueError(f"length must be at least t's {t.shape[dim]}, got {length}")
     behind = t.ndim - 1 - dim % t.ndim
     return F.pad(t, (*(0, 0) * behind, 0, length - t.shape[dim]))
 
@@ -62,9 +63,9 @@ def has_only_one_value(t: Tensor) -> bool:
 @typed(told_by_group("gather_sizes"))
 def gather_sizes(t: Tensor, *, dim: int) -> Tensor:
     """Gather every rank's length of t along dim, int64 `[ranks]`; t itself is not sent."""
-    problem = _dim_problem(t, dim)
-    own = {} if problem else {"length": t.shape[dim]}
-    notes = agree(Ring(), "gather_sizes", {}, own, problem)
+    error = error_of(partial(_check_dim, t, dim))
+    own = {} if error else {"length": t.shape[dim]}
+    notes = agree(Ring(), "gather_sizes", {}, own, check=error)
     return torch.tensor([note["length"] for note in notes], device=t.device)
 
 
@@ -142,31 +143,34 @@ def split_by_rank(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def gather_as(
-    caller: str, t: Tensor, dim: int, sizes: Tensor | None = None, problem: str | None = None
+    caller: str, t: Tensor, dim: int, sizes: Tensor | None = None, check: Check | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gather as `all_gather` does, for a caller that passes what `problem` it found itself."""
+    """Gather as `all_gather` does, for a caller with a `check` of its own, which comes first."""
     ring, same, own = Ring(), same_of(t), {}
-    problem = problem or _dim_problem(t, dim)
-    if problem is None:
+    lengths = None if sizes is None else sizes.tolist()
+    error = error_of(check) or error_of(partial(_check_parts, t, dim, ring, lengths))
+    if error is None:
         dim = dim % t.ndim
         before, after = list(t.shape[:dim]), list(t.shape[dim + 1 :])
-        same["the rest of the shape"] = before + after
+        same |= {"the rest of the shape": before + after, "sizes": lengths}
         own["length"] = t.shape[dim]
-    if problem is None and sizes is not None:
-        same["sizes"] = expected = sizes.tolist()
-        if len(expected) != ring.size or expected[ring.rank] != t.shape[dim]:
-            problem = f"sizes must be every rank's length along dim, got {expected}"
-    lengths = [note["length"] for note in agree(ring, caller, same, own, problem)]
+    lengths = [note["length"] for note in agree(ring, caller, same, own, check=error)]
     parts = [t]
     if ring.size > 1:
         parts = _Gather.apply(t, ring, [(*t.shape[:dim], n, *t.shape[dim + 1 :]) for n in lengths])
     return torch.cat(parts, dim), torch.tensor(lengths, device=t.device)
 
 
-def _dim_problem(t: Tensor, dim: int) -> str | None:
-    if -t.ndim <= dim < t.ndim:
-        return None
-    return f"t {list(t.shape)} has no dimension {dim}"
+def _check_parts(t: Tensor, dim: int, ring: Ring, sizes: list[int] | None) -> None:
+    """Raise ValueError where t has no such dim, or ranks' lengths along it are not these sizes."""
+    _check_dim(t, dim)
+    if sizes is not None and (len(sizes) != ring.size or sizes[ring.rank] != t.shape[dim]):
+        raise ValueError(f"sizes must be every rank's length along dim, got {sizes}")
+
+
+def _check_dim(t: Tensor, dim: int) -> None:
+    if not -t.ndim <= dim < t.ndim:
+        raise ValueError(f"t {list(t.shape)} has no dimension {dim}")
 
 
 def same_of(t: Tensor) -> dict[str, Any]:

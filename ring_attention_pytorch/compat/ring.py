@@ -15,8 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.arguments import checked, least_problem
-from ring_attention_pytorch.comm.agreement import agree, raise_together, told_by_group, typed
+from ring_attention_pytorch.arguments import check_least, checked, checks_of
+from ring_attention_pytorch.comm.agreement import (
+    agree,
+    error_of,
+    raise_together,
+    told_by_group,
+    typed,
+)
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.compat._moved import moved_names
 from ring_attention_pytorch.distributed import (
@@ -93,15 +99,15 @@ def send_and_receive_(
         RingError: the exchange has failed.
     """
     ring, caller = Ring(), "send_and_receive_"
-    same, problem = {"shape": list(x.shape), "dtype": x.dtype}, _buffer_problem(x, receive_buffer)
+    same = {"shape": list(x.shape), "dtype": x.dtype}
     own = {"to": send_to_rank, "from": receive_from_rank}
-    notes = agree(ring, caller, same, own, problem)
+    notes = agree(ring, caller, same, own, check=partial(_check_buffer, x, receive_buffer))
     sends = {(rank, note["to"]) for rank, note in enumerate(notes)}
     receives = {(note["from"], rank) for rank, note in enumerate(notes)}
     if sends != receives:
         by_rank = [tuple(note.values()) for note in notes]
-        problem = f"who is sent to must receive; (to, from) of ranks are {by_rank}"
-        raise_together(ring, caller, problem)
+        error = ValueError(f"who is sent to must receive; (to, from) of ranks are {by_rank}")
+        raise_together(ring, caller, check=error)
     _exchange(ring, caller, x.detach(), receive_buffer, send_to_rank, receive_from_rank)
 
 
@@ -133,8 +139,7 @@ def ring_pass(
     """
     ring, x = Ring(None, ring_size), x.contiguous()
     same = {"shape": list(x.shape), "num_ring_passes": num_ring_passes, **same_of(x)}
-    problem = None if receive_buffer is None else _buffer_problem(x, receive_buffer)
-    agree(ring, "ring_pass", same, problem=problem)
+    agree(ring, "ring_pass", same, check=partial(_check_buffer, x, receive_buffer))
     return _Pass.apply(x, receive_buffer, ring, num_ring_passes), x
 
 
@@ -149,9 +154,8 @@ def null_ring_pass(
     ring_size: int | None = None,
 ) -> Iterator[tuple[RingInfo, tuple[Some, Some]]]:
     """Yield as `all_ring_pass` does for a ring of this process alone: its own tensors, once."""
-    problem = least_problem(1, max_iters=max_iters, ring_size=ring_size)
-    if problem is not None:
-        raise ValueError(f"null_ring_pass: {problem}")
+    with checks_of("null_ring_pass"):
+        check_least(1, max_iters=max_iters, ring_size=ring_size)
     return iter([(RingInfo(0, (True, True)), (tensors, _for_each(receive_buffers, tensors)))])
 
 
@@ -181,8 +185,8 @@ def all_ring_pass(
     >>> [(info, mine) for info, ((mine,), _) in all_ring_pass(torch.ones(1))]
     [(RingInfo(ring_rank=0, iter_info=(True, True)), tensor([1.]))]
     """
-    if (problem := least_problem(1, max_iters=max_iters, ring_size=ring_size)) is not None:
-        agree(Ring(), "ring_pass", {}, problem=problem)
+    if error := error_of(partial(check_least, 1, max_iters=max_iters, ring_size=ring_size)):
+        agree(Ring(), "ring_pass", {}, check=error)
     return _passes(tensors, max_iters, receive_buffers, ring_size)
 
 
@@ -229,14 +233,15 @@ def _exchange(ring: Ring, call: str, x: Tensor, buffer: Tensor, to: int, source:
         ring.exchange([(to, x.contiguous())], [(source, buffer)]).wait()
 
 
-def _buffer_problem(x: Tensor, buffer: Tensor) -> str | None:
+def _check_buffer(x: Tensor, buffer: Tensor | None) -> None:
+    if buffer is None:
+        return
     alike = (buffer.shape, buffer.dtype, buffer.device) == (x.shape, x.dtype, x.device)
-    if alike and buffer.is_contiguous() and buffer.data_ptr() != x.data_ptr():
-        return None
-    return (
-        f"receive_buffer must be other memory, contiguous, of x's {list(x.shape)} {x.dtype} on "
-        f"{x.device}, got {list(buffer.shape)} {buffer.dtype} on {buffer.device}"
-    )
+    if not alike or not buffer.is_contiguous() or buffer.data_ptr() == x.data_ptr():
+        raise ValueError(
+            f"receive_buffer must be other memory, contiguous, of x's {list(x.shape)} {x.dtype} on "
+            f"{x.device}, got {list(buffer.shape)} {buffer.dtype} on {buffer.device}"
+        )
 
 
 def _for_each(buffers: Tensor | Some | None, tensors: Some) -> Some:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import checked, least_problem
+from ring_attention_pytorch.arguments import check_least, checked, checks_of
 from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.distributed import (
@@ -82,11 +82,10 @@ def pad_to_multiple(
     >>> pad_to_multiple(torch.ones(1, 5), 4)[1]
     3
     """
-    problem = least_problem(1, length=length)
-    if x.ndim < 2:
-        problem = f"x must be [b, n, ...], got {list(x.shape)}"
-    if problem is not None:
-        raise ValueError(f"pad_to_multiple: {problem}")
+    with checks_of("pad_to_multiple"):
+        if x.ndim < 2:
+            raise ValueError(f"x must be [b, n, ...], got {list(x.shape)}")
+        check_least(1, length=length)
     more = -x.shape[1] % length
     return pad_at_dim(x, (0, more), dim=1, value=pad_value), more
 
@@ -100,12 +99,13 @@ def maybe_pad_seq_and_mask(
     If there is nothing to fill, the mask is returned as it is; else a mask None becomes True for
     all tokens of x.
     """
-    problem = least_problem(1, seq_size=seq_size)
-    if x.ndim < 2 or (mask is not None and mask.shape != x.shape[:2]):
-        shown = None if mask is None else list(mask.shape)
-        problem = f"x and mask must be [b, n, ...] and [b, n], got {list(x.shape)} and {shown}"
-    if problem is not None:
-        raise ValueError(f"maybe_pad_seq_and_mask: {problem}")
+    with checks_of("maybe_pad_seq_and_mask"):
+        if x.ndim < 2 or (mask is not None and mask.shape != x.shape[:2]):
+            shown = None if mask is None else list(mask.shape)
+            raise ValueError(
+                f"x and mask must be [b, n, ...] and [b, n], got {list(x.shape)} and {shown}"
+            )
+        check_least(1, seq_size=seq_size)
     x, more = pad_to_multiple(x, seq_size)
     if more == 0:
         return x, mask
@@ -133,8 +133,8 @@ def sharded_batch_to_sharded_seq(
     Raises:
         ValueError: tokens, ranks or samples don't divide; on every rank.
     """
-    problem = least_problem(1, seq_size=seq_size)
-    (whole, sizes), world = gather_as("all_gather", x, 0, problem=problem), get_world_size()
+    check = partial(check_least, 1, seq_size=seq_size)
+    (whole, sizes), world = gather_as("all_gather", x, 0, check=check), get_world_size()
     size, rest = divmod(x.shape[1], seq_size)
     rings = world // max(1, size)
     if rest or rings * size != world or len(whole) % rings:
@@ -155,10 +155,15 @@ def sharded_seq_to_sharded_batch(
     logits: Tensor, sizes: Tensor, num_sharded_batches: int = 1
 ) -> Tensor:
     """Undo `sharded_batch_to_sharded_seq`: gather `[b, n, c]`, keep this rank's samples, whole."""
-    problem, world = None, get_world_size()
-    if num_sharded_batches < 1 or world % num_sharded_batches:
-        problem = f"num_sharded_batches must divide {world} ranks, got {num_sharded_batches}"
-    parts = list(gather_as("all_gather", logits.unsqueeze(0), 0, problem=problem)[0])
+    world = get_world_size()
+
+    def check() -> None:
+        if num_sharded_batches < 1 or world % num_sharded_batches:
+            raise ValueError(
+                f"num_sharded_batches must divide {world} ranks, got {num_sharded_batches}"
+            )
+
+    parts = list(gather_as("all_gather", logits.unsqueeze(0), 0, check=check)[0])
     size = len(parts) // num_sharded_batches
     rings = [torch.cat(parts[first : first + size], 1) for first in range(0, len(parts), size)]
     whole = torch.stack(rings, 1).flatten(0, 1)

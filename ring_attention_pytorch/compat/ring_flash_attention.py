@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
+from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.compat._moved import moved_names
 from ring_attention_pytorch.functional import ring_attn
@@ -63,20 +63,27 @@ def ring_flash_attn(  # noqa: PLR0913 - a public entry point
     >>> ring_flash_attn(q, k, k, causal=True).shape
     torch.Size([1, 6, 4, 8])
     """
-    problem = None
-    if striped_ring_attn and layout not in (None, "striped"):
-        problem = f"striped_ring_attn=True is layout='striped', got layout={layout!r} too"
-    if not 0 < softclamp_value < math.inf:
-        problem = f"softclamp_value must be positive and finite, got {softclamp_value}"
-    layout = "striped" if striped_ring_attn else layout  # the plan refuses unknown ones
-    if not ring_reduce_col and (layout, ring_size, group) != (None, None, None):
-        problem = "layout, striped_ring_attn, ring_size and group need ring_reduce_col=True"
+
+    def check() -> None:
+        given = (layout, ring_size, group) != (None, None, None)
+        if not ring_reduce_col and (given or striped_ring_attn):
+            raise ValueError(
+                "layout, striped_ring_attn, ring_size and group need ring_reduce_col=True"
+            )
+        if not 0 < softclamp_value < math.inf:
+            raise ValueError(f"softclamp_value must be positive and finite, got {softclamp_value}")
+        if striped_ring_attn and layout not in (None, "striped"):
+            raise ValueError(
+                f"striped_ring_attn=True is layout='striped', got layout={layout!r} too"
+            )
+
     ring = as_ring(group, ring_size) if ring_reduce_col else Ring.alone()
-    if problem is not None:
-        agree(ring, "ring attention", {}, problem=problem)
+    if error := error_of(check):
+        agree(ring, "ring attention", {}, check=error)
+    wanted: LayoutOption = "striped" if striped_ring_attn else layout or "contiguous"
     result = ring_attn(
         q, k, v, causal=causal, window=max_lookback_seq_len, key_mask=mask,
-        softclamp=softclamp_value if softclamp_qk_sim else None, layout=layout or "contiguous",
+        softclamp=softclamp_value if softclamp_qk_sim else None, layout=wanted,
         group=ring, kernel=kernel, bucket_size=bucket_size,
     )  # fmt: skip
     assert isinstance(result, Tensor)

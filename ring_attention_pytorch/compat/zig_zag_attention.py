@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
+from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.distributed import (
     all_gather,
@@ -18,7 +18,7 @@ from ring_attention_pytorch.distributed import (
 )
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
-from ring_attention_pytorch.runtime.dropout import dropout_problem
+from ring_attention_pytorch.runtime.dropout import check_dropout
 
 ShardOutput = namedtuple(
     "ShardOutput", ["local_sequence", "query_positions", "key_value_positions"]
@@ -117,27 +117,33 @@ def zig_zag_attn(
     torch.Size([1, 4, 3, 8])
     """
     caller = "zig_zag_attn"
-    problem = _shapes_problem(q, k, v) or dropout_problem(dropout, None)
-    both = k if problem else torch.cat((k, v), -1)
-    both, sizes = gather_as(caller, both, -2, problem=problem)
-    if attn_mask is not None:
-        want, shape = [q.shape[2], int(sizes.sum())], list(attn_mask.shape[-2:])
-        if any(n not in (1, m) for n, m in zip(shape, want)):
-            problem = f"attn_mask must be {want}, keys of all ranks, got {shape}"
-    agree(Ring(), caller, {}, problem=problem)
+
+    def check_own() -> None:
+        _check_shapes(q, k, v)
+        check_dropout(dropout, None)
+
+    def check_mask() -> None:
+        if attn_mask is not None:
+            want, shape = [q.shape[2], int(sizes.sum())], list(attn_mask.shape[-2:])
+            if any(n not in (1, m) for n, m in zip(shape, want)):
+                raise ValueError(f"attn_mask must be {want}, keys of all ranks, got {shape}")
+
+    error = error_of(check_own)
+    both, sizes = gather_as(caller, k if error else torch.cat((k, v), -1), -2, check=error)
+    agree(Ring(), caller, {}, check=check_mask)
     queries_per_key = q.shape[1] // k.shape[1]
     both = both.repeat_interleave(queries_per_key, 1)
     k, v = both.split((k.shape[3], v.shape[3]), -1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout)
 
 
-def _shapes_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Say what is wrong with the shapes of q, k and v, heads first; None if nothing."""
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError where q, k and v, heads first, don't fit one another."""
     if q.ndim == k.ndim == v.ndim == 4 and k.dtype == v.dtype and k.shape[:3] == v.shape[:3]:
         b, h, _, d = q.shape
         if k.shape[1] > 0 and h % k.shape[1] == 0 and (k.shape[0], k.shape[3]) == (b, d):
-            return None
-    return (
+            return
+    raise ValueError(
         "it needs q [b, h, n, d], k [b, h_kv, m, d], v [b, h_kv, m, d_v] with h a multiple of "
         f"h_kv, got {[list(t.shape) for t in (q, k, v)]}"
     )

@@ -4,6 +4,7 @@ Parameter names, defaults and state-dict keys are those of ring-attention-pytorc
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.compiler import is_compiling
 
 from ring_attention_pytorch import operators
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
+from ring_attention_pytorch.comm.agreement import agree, typed
 from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders
@@ -23,30 +24,25 @@ from ring_attention_pytorch.nn.averaging import watch_averaging
 from ring_attention_pytorch.nn.checks import (
     PlanOfLayer,
     SummaryOptions,
-    angles_problem,
-    context_problem,
-    kernel_problem,
-    plan_problem,
-    scores_problem,
-    shape_problem,
-    summaries_problem,
-    tokens_problem,
-    unused_problem,
+    check_angles,
+    check_context,
+    check_kernel,
+    check_plan,
+    check_scores,
+    check_shape,
+    check_summaries,
+    check_tokens,
+    check_unused,
 )
 from ring_attention_pytorch.nn.projections import HeadProjections
 from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import THETA, RingRotaryEmbedding, apply_rotary_pos_emb
-from ring_attention_pytorch.nn.sharding import (
-    ShardConfig,
-    mask_problem,
-    packed_problem,
-    told_by_module,
-)
-from ring_attention_pytorch.plan.checks import in_graphs_problem, over_ring_problem
+from ring_attention_pytorch.nn.sharding import ShardConfig, check_mask, check_packed, told_by_module
+from ring_attention_pytorch.plan.checks import check_in_graphs, check_over_ring
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption, TransportName
 from ring_attention_pytorch.plan.packing import local_packing
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.dropout import dropout_problem
+from ring_attention_pytorch.runtime.dropout import check_dropout
 from ring_attention_pytorch.runtime.graphs import GraphCache
 from ring_attention_pytorch.runtime.torch_func import run_apart, tangents_note
 
@@ -145,19 +141,18 @@ class RingAttention(HeadProjections):
     ):
         super().__init__()
         over_ring: dict[str, Any] = dict(transport=transport, ulysses=ulysses, memory=memory)
-        problem = (
-            shape_problem(dim, dim_head, heads, num_grouped_query_heads, bucket_size)
-            or scores_problem(max_lookback_seq_len, softclamp)
-            or kernel_problem(kernel, use_cuda_kernel, force_regular_attn, dropout)
-            or unused_problem(eps, rotary_embed, rotary_restart, rotary_embed_theta)
-            or over_ring_problem(ring_attn and not force_regular_attn, heads, **over_ring)
-            or (in_graphs and in_graphs_problem(force_regular_attn, dropout, transport))
-            or dropout_problem(dropout, None)
-            or (attn_summaries and summaries_problem(
-                causal, max_lookback_seq_len, dropout, in_graphs, ulysses, force_regular_attn))
-        )  # fmt: skip
-        if problem:
-            raise ValueError(problem)
+        check_shape(dim, dim_head, heads, num_grouped_query_heads, bucket_size)
+        check_scores(max_lookback_seq_len, softclamp)
+        check_kernel(kernel, use_cuda_kernel, force_regular_attn, dropout)
+        check_unused(eps, rotary_embed, rotary_restart, rotary_embed_theta)
+        check_over_ring(ring_attn and not force_regular_attn, heads, **over_ring)
+        if in_graphs:
+            check_in_graphs(force_regular_attn, dropout, transport)
+        check_dropout(dropout, None)
+        if attn_summaries:
+            check_summaries(
+                causal, max_lookback_seq_len, dropout, in_graphs, ulysses, force_regular_attn
+            )
         self.spread = ShardConfig.make(
             ring_attn, auto=auto_shard_seq, causal=causal, ring_seq_size=ring_seq_size,
             layout=layout, striped=striped_ring_attn, group=group,
@@ -233,19 +228,22 @@ class RingAttention(HeadProjections):
                 )  # fmt: skip
             plan = self.plan(x, mask, ring_size=ring_size, **packed)
             mask, ring_size, packed = None, None, dict.fromkeys(packed)
-        problem = problem_of(lambda: self._problem(x, mask, rotary_emb, context, context_mask))
         whole = self.spread.auto or not self.spread.ring_attn
         able = context is None and not self.force_regular_attn
-        problem = problem or problem_of(lambda: packed_problem(x, **packed, able=able, whole=whole))
+
+        def check() -> None:
+            self._check(x, mask, rotary_emb, context, context_mask)
+            check_packed(x, **packed, able=able, whole=whole)
+
         seen = mask if context is None else context_mask
         if plan is not None:
             decided = {"a mask": seen, "ring_size": ring_size, "context": context, **packed}
             decided["force_ring_reduce_off"] = force_ring_reduce_off or None
             self._check_plan(plan, decided)
-            self.spread.check(problem, False, None, "RingAttention")
+            self.spread.check(check, False, None, "RingAttention")
             return self._attend(x, None, None, rotary_emb, plan.ring, plan=plan)
         on = self.spread.on(force_ring_reduce_off or self.force_regular_attn)
-        self.spread.check(problem, on, ring_size, "ring attention")
+        self.spread.check(check, on, ring_size, "ring attention")
         if not (on and self.spread.auto):
             ring = self.spread.ring(on, ring_size)
             return self._attend(x, context, seen, rotary_emb, ring, **packed)
@@ -279,34 +277,35 @@ class RingAttention(HeadProjections):
         )  # fmt: skip
         return shards.unshard(out)
 
-    def _problem(
+    def _check(
         self,
         x: Tensor,
         mask: Tensor | None,
         rotary_emb: Tensor | None,
         context: Tensor | None,
         context_mask: Tensor | None,
-    ) -> str | None:
-        """Say what is wrong with this rank's arguments, without asking other ranks."""
+    ) -> None:
+        """Raise ValueError for what is wrong with this rank's arguments; other ranks not asked."""
         dim, rotary = self.to_out.out_features, self.rotary_embed or rotary_emb is not None
-        problem = tokens_problem("x", x, dim)
+        check_tokens("x", x, dim)
         if context is not None:
-            problem = problem or tokens_problem("context", context, dim)
+            check_tokens("context", context, dim)
         placed = bool(self.causal or self.window is not None or rotary)
-        problem = problem or context_problem(context is not None, placed, mask, context_mask)
-        if problem:
-            return problem
-        if self.rotary_embed is not None and rotary_emb is not None:
-            return "a module with rotary_embed makes its own angles, rotary_emb would be ignored"
-        if rotary_emb is not None and self.summaries and self.summaries.rotary is None:
-            return "rotary_emb says no angles of summaries; make the module with rotary_embed=True"
+        check_context(context is not None, placed, mask, context_mask)
         if rotary_emb is not None:
-            by_sample = not self.spread.auto
-            if problem := angles_problem(x, rotary_emb, self.dim_head, by_sample):
-                return problem
+            if self.rotary_embed is not None:
+                raise ValueError(
+                    "a module with rotary_embed makes its own angles, rotary_emb would be ignored"
+                )
+            if self.summaries and self.summaries.rotary is None:
+                raise ValueError(
+                    "rotary_emb says no angles of summaries; make the module with rotary_embed=True"
+                )
+            check_angles(x, rotary_emb, self.dim_head, by_sample=not self.spread.auto)
         if context is not None:
-            return mask_problem("context_mask", context_mask, context)
-        return mask_problem("mask", mask, x)
+            check_mask("context_mask", context_mask, context)
+        else:
+            check_mask("mask", mask, x)
 
     def _check_plan(self, plan: RingPlan, decided: Mapping[str, Any]) -> None:
         if self.spread.auto or self.force_regular_attn:
@@ -321,8 +320,7 @@ class RingAttention(HeadProjections):
             Mask(self.causal, window), self.softclamp, self.rate, self.training, self.kernel,
             self.spread.layout_here, self.spread.ring_attn, self.over_ring,
         )  # fmt: skip
-        if problem := plan_problem(plan, wanted):
-            raise ValueError(problem)
+        check_plan(plan, wanted)
 
     @typed(told_by_module("ring attention"), apart=True)
     def plan(
@@ -353,8 +351,8 @@ class RingAttention(HeadProjections):
         ...     x = x + attn(x, plan=plan.for_layer(number))
         """
         on = self.spread.on(self.force_regular_attn)
-        problem = problem_of(lambda: self._problem(x, mask, None, None, None))
-        self.spread.check(problem, on, ring_size, "ring attention")
+        check = partial(self._check, x, mask, None, None, None)
+        self.spread.check(check, on, ring_size, "ring attention")
         ring = self.spread.ring(on, ring_size)
         packed = {"documents": documents, "cu_seqlens": cu_seqlens}
         return self.plan_over(ring, x, mask, layout=layout or self.spread.layout, **packed)
@@ -404,7 +402,7 @@ class RingAttention(HeadProjections):
         try:
             q, k, v = self.project(x, context)
         except (RuntimeError, ValueError) as error:  # no memory, say: tell the ranks that wait
-            agree(ring, "ring attention", {}, problem=str(error))
+            agree(ring, "ring attention", {}, check=ValueError(str(error)))
             raise  # if that did not
         if plan is None and not self.force_regular_attn:
             also = {"rotary_emb": angles is not None}

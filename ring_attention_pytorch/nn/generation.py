@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import least_problem
-from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
+from ring_attention_pytorch.arguments import check_least
+from ring_attention_pytorch.comm.agreement import agree, error_of, typed
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.inference.attention import digest
-from ring_attention_pytorch.nn.checks import ids_problem
+from ring_attention_pytorch.nn.checks import check_ids
 from ring_attention_pytorch.nn.layer_caches import Chunk, Reading, caches_of
 from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.plan.option_types import LayoutName
@@ -40,22 +40,22 @@ class Sampling(NamedTuple):
     top_k: int | None
     top_p: float | None
 
-    def problem(self, seed: int | None) -> str | None:
-        """Say what is wrong with it; None if nothing."""
+    def check(self, seed: int | None) -> None:
+        """Raise ValueError where no token can be chosen like that."""
         if self.temperature and not _COLDEST <= self.temperature < math.inf:
-            return (
+            raise ValueError(
                 f"temperature must be 0, which takes the largest, or at least {_COLDEST}, and "
                 f"finite, got {self.temperature}"
             )
         given = {"top_k": self.top_k, "top_p": self.top_p, "seed": seed}
         unused = [name for name, value in given.items() if value is not None]
         if self.temperature == 0 and unused:
-            return f"{', '.join(unused)} need a temperature: at 0 nothing is drawn at random"
-        if self.top_k is not None and self.top_k < 1:
-            return f"top_k must be at least 1, got {self.top_k}"
+            raise ValueError(
+                f"{', '.join(unused)} need a temperature: at 0 nothing is drawn at random"
+            )
+        check_least(1, top_k=self.top_k)
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            return f"top_p must be above 0 and at most 1, got {self.top_p}"
-        return None
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 
     def choose(self, logits: Tensor, draw: torch.Generator | None = None) -> Tensor:
         """Return a token `[b]` for each row of logits `[b, classes]`.
@@ -132,11 +132,11 @@ class CachedTransformer:
         return tokens
 
 
-def _tell(given: dict[str, Any], problem: str) -> None:
+def _tell(given: dict[str, Any], error: ValueError) -> None:
     model, size = given.get("self"), given.get("ring_size")
     if isinstance(model, Generation):  # else the method of the class was called without a model
         ring = model._ring(size if type(size) is int else None)
-        agree(ring, _caller(model), {}, problem=problem)
+        agree(ring, _caller(model), {}, check=error)
 
 
 def _caller(model: object) -> str:
@@ -208,22 +208,22 @@ class Generation:
         how = Sampling(temperature, top_k, top_p)
         ends = [eos] if isinstance(eos, int) else list(eos or ())
         numbers = {"max_new_tokens": max_new_tokens, "prefill_chunk_size": prefill_chunk_size}
-        problem = problem_of(
-            lambda: (
-                self._generation_problem(ids, mask, ends)
-                or summaries_problem(self, kernel, prefill_chunk_size, cache_dtype)
-                or least_problem(1, **numbers)
-                or how.problem(seed)
-                or self._unagreed(how, seed)
-            )
-        )
+
+        def check() -> None:
+            self._check_prompt(ids, mask, ends)
+            _check_summaries(self, kernel, prefill_chunk_size, cache_dtype)
+            check_least(1, **numbers)
+            how.check(seed)
+            self._check_draws(how, seed)
+
+        error = error_of(check)
         same = {**numbers, "sampling": [*how], "eos": ends, "seed": seed, "kernel": kernel}
         same |= {"cache_dtype": str(cache_dtype)}
-        if problem is None:
+        if error is None:
             same |= {"values of ids": digest(ids), "values of mask": digest(mask)}
         ring = self._ring(ring_size)
         everywhere = {"shape of ids": [*ids.shape], "mask": mask is not None}
-        agree(ring, _caller(self), same, problem=problem, everywhere=everywhere)
+        agree(ring, _caller(self), same, everywhere=everywhere, check=error)
         starts = None if mask is None else (~mask).sum(1).tolist()
         (b, n), dtype = ids.shape, autocast_dtype(self.token_emb.weight)
         decoder = self._decoder(
@@ -277,51 +277,49 @@ class Generation:
     def _decoder(self: Any, reading: Reading) -> Decoder:
         return CachedTransformer(self, reading)
 
-    def _generation_problem(
-        self: Any, ids: Tensor, mask: Tensor | None, ends: list[int]
-    ) -> str | None:
-        """Say why this model can't go on from these ids; None if it can."""
+    def _check_prompt(self: Any, ids: Tensor, mask: Tensor | None, ends: list[int]) -> None:
+        """Raise ValueError where this model can't go on from these ids."""
         classes = self.token_emb.num_embeddings
         if not self.causal:
-            return "the model must be causal: else each new token would change all earlier ones"
+            raise ValueError(
+                "the model must be causal: else each new token would change all earlier ones"
+            )
         if not len(self.layers):
-            return "the model has no blocks"
+            raise ValueError("the model has no blocks")
         if current() is not None:
-            return "ids are whole sequences, call it outside of the block of a batch"
-        if problem := ids_problem(ids, mask, None, classes, self.ignore_index):
-            return problem
+            raise ValueError("ids are whole sequences, call it outside of the block of a batch")
+        check_ids(ids, mask, None, classes, self.ignore_index)
         if 0 in ids.shape:
-            return f"there must be a prompt of a token at least, got {[*ids.shape]}"
+            raise ValueError(f"there must be a prompt of a token at least, got {[*ids.shape]}")
         if mask is not None and not bool((mask[:, 1:] >= mask[:, :-1]).all() & mask[:, -1].all()):
-            return "mask must be of padding on the left: False before the first token, then True"
+            raise ValueError(
+                "mask must be of padding on the left: False before the first token, then True"
+            )
         if any(not 0 <= end < classes for end in ends):
-            return f"eos must be from 0 to {classes - 1}, got {ends}"
-        return None
+            raise ValueError(f"eos must be from 0 to {classes - 1}, got {ends}")
 
-    def _unagreed(self: Any, how: Sampling, seed: int | None) -> str | None:
-        """Say why ranks that split heads would draw different tokens; None if they don't."""
+    def _check_draws(self: Any, how: Sampling, seed: int | None) -> None:
+        """Raise ValueError where ranks that split heads would draw different tokens."""
         split = any(getattr(module, "split_ranks", ()) for module in self.modules())
         if split and how.temperature > 0 and seed is None:
-            return "heads are split among ranks that draw by themselves: give a seed"
-        return None
+            raise ValueError("heads are split among ranks that draw by themselves: give a seed")
 
 
-def summaries_problem(
+def _check_summaries(
     model: Any, kernel: str | None, chunk: int | None, dtype: torch.dtype | None
-) -> str | None:
-    """Say what layers with summaries, if there are any, can't do in generation."""
+) -> None:
+    """Raise ValueError for what layers with summaries, if there are any, can't do in generation."""
     layers = [m for m in model.modules() if getattr(m, "summaries", None) is not None]
     if not layers:
-        return None
+        return
     if any(attn.softclamp is not None or attn.summaries.rule.select for attn in layers):
-        return "layers with attn_summaries generate without softclamp and select"
-    if kernel is None and chunk is None and dtype is None:
-        return None
-    return (
-        "layers with attn_summaries read the prompt at once, choose the kernel by themselves and "
-        f"keep keys in the model's dtype: leave out prefill_chunk_size={chunk}, kernel={kernel!r} "
-        f"and cache_dtype={dtype}"
-    )
+        raise ValueError("layers with attn_summaries generate without softclamp and select")
+    if (kernel, chunk, dtype) != (None, None, None):
+        raise ValueError(
+            "layers with attn_summaries read the prompt at once, choose the kernel by themselves "
+            f"and keep keys in the model's dtype: leave out prefill_chunk_size={chunk}, "
+            f"kernel={kernel!r} and cache_dtype={dtype}"
+        )
 
 
 def told_by_first(ring: Ring, ids: Tensor) -> None:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ring_attention_pytorch.arguments import checked, least_problem
+from ring_attention_pytorch.arguments import check_least, checked, checks_of
 
 
 class RMSNorm(nn.Module):
@@ -15,8 +15,8 @@ class RMSNorm(nn.Module):
     @checked
     def __init__(self, dim: int):
         super().__init__()
-        if (problem := least_problem(1, dim=dim)) is not None:
-            raise ValueError(f"RMSNorm: {problem}")
+        with checks_of("RMSNorm"):
+            check_least(1, dim=dim)
         self.gamma = nn.Parameter(torch.ones(dim))
 
     @checked

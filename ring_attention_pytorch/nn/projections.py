@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.arguments import checked, checks_of
 from ring_attention_pytorch.nn.norm import RMSNorm
 
 _NAMES = ("to_q", "to_k", "to_v")
@@ -67,28 +67,29 @@ class HeadProjections(nn.Module):
         """
         norm: nn.Module = self.to_qkv[0]
         linear: Any = self.to_qkv[-1]
-        if problem := self._split_problem(linear, mesh):
-            raise ValueError(f"split_projections: {problem}")
+        with checks_of("split_projections"):
+            self._check_split(linear, mesh)
         for name, rows in zip(_NAMES, linear.weight.detach().split(self.all_rows())):
             layer = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
             layer.weight = nn.Parameter(rows.clone(), requires_grad=linear.weight.requires_grad)
             self.add_module(name, layer)
         self.to_qkv, self.split_ranks = nn.Sequential(norm), tuple(mesh.mesh.tolist())
 
-    def _split_problem(self, linear: nn.Module, mesh: DeviceMesh) -> str | None:
+    def _check_split(self, linear: nn.Module, mesh: DeviceMesh) -> None:
         if type(linear) is not nn.Linear or hasattr(linear.weight, "device_mesh"):
-            return (
+            raise ValueError(
                 "the projection must be as it was made: call this once, before parallelize_module, "
                 "fully_shard, and whatever else replaces layers"
             )
         if mesh.ndim != 1:
-            return f'mesh must have one dimension, got {mesh.ndim}; pick one, as in mesh["tp"]'
+            raise ValueError(
+                f'mesh must have one dimension, got {mesh.ndim}; pick one, as in mesh["tp"]'
+            )
         if self.heads % mesh.size() or self.key_heads % mesh.size():
-            return (
+            raise ValueError(
                 f"heads must divide among the {mesh.size()} ranks of the mesh, got {self.heads} "
                 f"query heads and {self.key_heads} key heads; take fewer ranks, or more key heads"
             )
-        return None
 
     def all_rows(self) -> list[int]:
         """Return the rows of the weights of q, k and v of all heads."""

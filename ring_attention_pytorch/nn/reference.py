@@ -6,8 +6,8 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.plan.checks import key_mask_problem, qkv_problem
+from ring_attention_pytorch.arguments import checked, checks_of
+from ring_attention_pytorch.plan.checks import check_key_mask, check_qkv
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
@@ -41,9 +41,9 @@ def default_attention(
     >>> default_attention(q, k, k, causal=True).shape
     torch.Size([1, 5, 4, 8])
     """
-    problem = qkv_problem(q, k, v) or key_mask_problem(mask, k)
-    if problem is not None:
-        raise ValueError(f"default_attention: {problem}")
+    with checks_of("default_attention"):
+        check_qkv(q, k, v)
+        check_key_mask(mask, k)
     n = q.shape[1]
     m = k.shape[1]
     if (causal or window is not None) and n != m:

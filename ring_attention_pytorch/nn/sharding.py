@@ -6,31 +6,31 @@ rank's tensors are separate variables.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.arguments import checked, checks_of
+from ring_attention_pytorch.comm.agreement import Check, agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.balance import deal
-from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders, documents_problem
+from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders, check_documents
 from ring_attention_pytorch.geometry.layouts import (
     Layout,
     Segments,
     all_segments,
     check_layout,
     count,
-    layout_problem,
     resolve_layout,
     segment_positions,
 )
 from ring_attention_pytorch.plan.packing import gather_packings
 from ring_attention_pytorch.plan.placement import attention_ring, current, note_whole
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.tensor_kinds import dtensor_problem
+from ring_attention_pytorch.tensor_kinds import check_plain
 
 Shape = tuple[int, ...]
 
@@ -56,8 +56,8 @@ def shard_sequence(
     tensor([[0, 1, 2, 3]])
     """
     check_layout(layout)
-    if (problem := _dim_problem(x, dim)) is not None:
-        raise ValueError(f"shard_sequence: {problem}")
+    with checks_of("shard_sequence"):
+        _check_dim(x, dim)
     ring = as_ring(group)
     segments = all_segments(layout, ring.size, x.shape[dim])[ring.rank]
     return x.index_select(dim, segment_positions(segments, x.device))
@@ -86,29 +86,30 @@ def unshard_sequence(
     ring = as_ring(group)
     same = {"length": length, "dim": dim, "layout": str(layout), "dtype": x.dtype}
     same |= _grad_mode(x) | {"device": x.device.type}
-    problem = problem_of(lambda: layout_problem(layout, ring.size, length) or _dim_problem(x, dim))
-    if length < 0:
-        problem = f"length must be at least 0, got {length}"
-    lengths: list[int] = []
-    segments: tuple[Segments, ...] = ()
-    if problem is None:
+    if (error := error_of(partial(_check_part, x, length, dim, layout, ring))) is None:
         dim = dim % x.ndim
-        before = list(x.shape[:dim])
-        after = list(x.shape[dim + 1 :])
-        same["the rest of x's shape"] = before + after
-        segments = all_segments(layout, ring.size, length)
-        lengths = [count(s) for s in segments]
-        if x.shape[dim] != lengths[ring.rank]:
-            problem = (
-                f"layout={layout!r} puts {lengths} of {length} tokens on the ranks, "
-                f"rank {ring.rank} has {x.shape[dim]}"
-            )
-    agree(ring, "unshard_sequence", same, problem=problem)
+        same["the rest of x's shape"] = [*x.shape[:dim], *x.shape[dim + 1 :]]
+    agree(ring, "unshard_sequence", same, check=error)
+    segments = all_segments(layout, ring.size, length)
+    lengths = [count(s) for s in segments]
     note_whole("unshard_sequence")
     parts = [x]
     if ring.size > 1:
         parts = _Gather.apply(x, ring, [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in lengths])
     return _in_order(torch.cat(parts, dim), segments, dim)
+
+
+def _check_part(x: Tensor, length: int, dim: int, layout: Layout, ring: Ring) -> None:
+    """Raise ValueError where x is not this rank's part of a sequence."""
+    if length < 0:
+        raise ValueError(f"length must be at least 0, got {length}")
+    lengths = [count(s) for s in all_segments(layout, ring.size, length)]
+    _check_dim(x, dim)
+    if x.shape[dim] != lengths[ring.rank]:
+        raise ValueError(
+            f"layout={layout!r} puts {lengths} of {length} tokens on the ranks, "
+            f"rank {ring.rank} has {x.shape[dim]}"
+        )
 
 
 @dataclass(frozen=True)
@@ -146,23 +147,16 @@ class AutoShard:
             ValueError: n differs within a ring, or something else between ranks; on every rank.
         """
         everyone = as_ring(group)
-        problem = None
         if everyone.size == 1:
             ring_size = None  # with one process, a ring of any size is that process
-        if ring_size is not None and (ring_size < 1 or everyone.size % ring_size):
-            problem = f"ring_size must divide the group's {everyone.size} ranks, got {ring_size}"
-        if current() is not None:
-            problem = (
-                "the tokens of the batch whose block this is are sharded already; make the module "
-                "with auto_shard_seq=False"
-            )
+        check = partial(_check_rings, everyone, ring_size)
         agreed = dict(same, ring_seq_size=ring_seq_size, ring_size=ring_size, layout=str(layout))
         agreed.update(dtype=x.dtype, device=x.device.type, width=list(x.shape[2:]))
         agreed.update(_grad_mode(x))
         b, n = x.shape[:2]
         own = {"b": b, "n": n}
         packed = {"documents": None if packing is None else "given"}
-        notes = agree(everyone, "automatic sharding", agreed, own, problem, packed)
+        notes = agree(everyone, "automatic sharding", agreed, own, everywhere=packed, check=check)
         lengths = [note["n"] for note in notes]
         size = ring_size or smallest_ring(max(lengths), ring_seq_size, everyone.size)
         for first in range(0, len(lengths), size):
@@ -190,12 +184,14 @@ class AutoShard:
         """Make the sharding of a context x `[b, m, ...]` of the same samples: contiguous parts."""
         b, length, *width = x.shape
         samples = self.batch_sizes[self.ring.rank]
-        problem = None
-        if b != samples:
-            problem = f"context must be of {samples} samples as x is, got {b}"
+
+        def check() -> None:
+            if b != samples:
+                raise ValueError(f"context must be of {samples} samples as x is, got {b}")
+
         same = {"context length": length, "dtype": x.dtype, "width": width}
         same |= _grad_mode(x)
-        agree(self.ring, "automatic sharding of the context", same, problem=problem)
+        agree(self.ring, "automatic sharding of the context", same, check=check)
         return AutoShard(self.ring, "contiguous", length, self.batch_sizes)
 
     def shard(self, x: Tensor) -> Tensor:
@@ -284,14 +280,13 @@ class ShardConfig:
             raise ValueError(f"ring_size={ring_size} was given while the ring is off")
         return Ring.alone()
 
-    def check(self, problem: str | None, on: bool, ring_size: int | None, caller: str) -> None:
-        """Raise this rank's problem on all ranks, in place of the call's agreement."""
-        if problem is None:
+    def check(self, check: Check, on: bool, ring_size: int | None, caller: str) -> None:
+        """Raise what a check finds on all ranks, in place of the call's agreement."""
+        if (error := error_of(check)) is None:
             return
         if on and self.auto:
-            agree(as_ring(self.group), "automatic sharding", {}, problem=problem)
-        ring = self.ring(on, ring_size)
-        agree(ring, caller, {}, problem=problem)
+            agree(as_ring(self.group), "automatic sharding", {}, check=error)
+        agree(self.ring(on, ring_size), caller, {}, check=error)
 
     def shard(
         self,
@@ -312,13 +307,13 @@ class ShardConfig:
         return replace(shards, layout=layout)
 
 
-def told_by_module(caller: str) -> Callable[[dict[str, Any], str], None]:
+def told_by_module(caller: str) -> Callable[[dict[str, Any], ValueError], None]:
     """Make the `tell` of `typed` for methods of modules with a `ShardConfig`.
 
     `caller` is the name under which these methods agree with other ranks.
     """
 
-    def tell(given: dict[str, Any], problem: str) -> None:
+    def tell(given: dict[str, Any], error: ValueError) -> None:
         if given.get("plan") is not None:
             return
         module: Any = given.get("self")
@@ -329,38 +324,52 @@ def told_by_module(caller: str) -> Callable[[dict[str, Any], str], None]:
         on = module.spread.on(off or getattr(module, "force_regular_attn", False))
         if not on or type(size) is not int:
             size = None
-        module.spread.check(problem, on, size, caller)
+        module.spread.check(error, on, size, caller)
 
     return tell
 
 
-def packed_problem(
+def check_packed(
     x: Tensor, documents: Tensor | None, cu_seqlens: Borders | None, *, able: bool, whole: bool
-) -> str | None:
-    """Say what is wrong with the documents of a module's tokens x.
+) -> None:
+    """Raise ValueError for documents that a module's tokens x can't be of.
 
     `able`: the call supports documents; `whole`: x are whole sequences, not shards.
     """
     if documents is None and cu_seqlens is None:
-        return None
+        return
     if not able:
-        return "documents and cu_seqlens are for tokens among themselves, by a ring's kernels"
-    return documents_problem(documents, cu_seqlens, x.shape, x.shape[1] if whole else None)
+        raise ValueError(
+            "documents and cu_seqlens are for tokens among themselves, by a ring's kernels"
+        )
+    check_documents(documents, cu_seqlens, x.shape, x.shape[1] if whole else None)
 
 
-def mask_problem(name: str, mask: Tensor | None, x: Tensor) -> str | None:
-    """Say what is wrong with the mask of tokens x `[b, n, ...]`; None if nothing is."""
+def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
+    """Raise ValueError for what is no mask of tokens x `[b, n, ...]`."""
     want = list(x.shape[:2])
     if mask is None:
-        return None
+        return
     if mask.device != x.device:
-        return f"{name} must be on {x.device} with its tokens, got {mask.device}"
-    if mask.dtype == torch.bool and list(mask.shape) == want:
-        return None
-    return (
-        f"{name} must be bool {want}, True where a token may be seen, "
-        f"got {mask.dtype} {list(mask.shape)}"
-    )
+        raise ValueError(f"{name} must be on {x.device} with its tokens, got {mask.device}")
+    if mask.dtype != torch.bool or list(mask.shape) != want:
+        raise ValueError(
+            f"{name} must be bool {want}, True where a token may be seen, "
+            f"got {mask.dtype} {list(mask.shape)}"
+        )
+
+
+def _check_rings(everyone: Ring, ring_size: int | None) -> None:
+    """Raise ValueError where a group can't make rings of this size for whole sequences."""
+    if current() is not None:
+        raise ValueError(
+            "the tokens of the batch whose block this is are sharded already; make the module "
+            "with auto_shard_seq=False"
+        )
+    if ring_size is not None and (ring_size < 1 or everyone.size % ring_size):
+        raise ValueError(
+            f"ring_size must divide the group's {everyone.size} ranks, got {ring_size}"
+        )
 
 
 def smallest_ring(length: int, ring_seq_size: int, world: int) -> int:
@@ -382,10 +391,10 @@ def _grad_mode(x: Tensor) -> dict[str, Any]:
     return {"grad mode": grad, "requires_grad": requires_grad}
 
 
-def _dim_problem(x: Tensor, dim: int) -> str | None:
-    if -x.ndim <= dim < x.ndim:
-        return dtensor_problem("x", x)
-    return f"x {list(x.shape)} has no dimension {dim}"
+def _check_dim(x: Tensor, dim: int) -> None:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"x {list(x.shape)} has no dimension {dim}")
+    check_plain("x", x)
 
 
 def all_to_all(pieces: list[Tensor], shapes: Sequence[Shape], ring: Ring) -> list[Tensor]:

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch import operators
-from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import agree, problem_of, raise_together, typed
+from ring_attention_pytorch.arguments import checked, checks_of
+from ring_attention_pytorch.comm.agreement import agree, raise_together, typed
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.documents import (
     BatchDocuments,
     Borders,
+    check_end,
     digest,
-    end_problem,
     last_of_document,
 )
 from ring_attention_pytorch.geometry.layouts import (
@@ -28,7 +28,7 @@ from ring_attention_pytorch.geometry.layouts import (
     segment_positions,
 )
 from ring_attention_pytorch.nn.attention import RingAttention
-from ring_attention_pytorch.nn.checks import SummaryOptions, check_sizes, ids_problem, plans_problem
+from ring_attention_pytorch.nn.checks import SummaryOptions, check_ids, check_plans, check_sizes
 from ring_attention_pytorch.nn.feedforward import feed_forward
 from ring_attention_pytorch.nn.generation import Generation
 from ring_attention_pytorch.nn.loss import mean_cross_entropy, next_tokens, shifted
@@ -37,11 +37,11 @@ from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding
 from ring_attention_pytorch.nn.sharding import (
     AutoShard,
     ShardConfig,
-    packed_problem,
+    check_packed,
     told_by_module,
 )
 from ring_attention_pytorch.operators import Ranks, TracedRing
-from ring_attention_pytorch.plan.checks import shards_problem
+from ring_attention_pytorch.plan.checks import check_shards
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption, TransportName
 from ring_attention_pytorch.plan.packing import local_packing, whole_packing
 from ring_attention_pytorch.plan.placement import current
@@ -209,12 +209,12 @@ class RingTransformer(Generation, nn.Module):
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         packed = {"documents": documents, "cu_seqlens": cu_seqlens}
+        classes = self.token_emb.num_embeddings
         if plans is not None:
             decided = mask, ring_size, return_loss or None, force_ring_reduce_off or None
-            classes, ignored = self.token_emb.num_embeddings, self.ignore_index
-            problem = plans_problem(plans, len(self.layers), [*decided, *packed.values()])
-            if problem or (problem := ids_problem(x, None, labels, classes, ignored)):
-                raise ValueError(f"RingTransformer: {problem}")
+            with checks_of("RingTransformer"):
+                check_plans(plans, len(self.layers), [*decided, *packed.values()])
+                check_ids(x, None, labels, classes, self.ignore_index)
             logits = self._logits(self.token_emb(x), None, plans)
             return self._loss_or(logits, labels, TracedRing(plans[0]))
         off = force_ring_reduce_off or self.force_regular_attn
@@ -305,13 +305,12 @@ class RingTransformer(Generation, nn.Module):
         shift = return_loss and labels is None
         classes = self.token_emb.num_embeddings
         able = not self.force_regular_attn
-        problem = problem_of(
-            lambda: (
-                ids_problem(x, mask, labels, classes, self.ignore_index)
-                or packed_problem(x, **packed, able=able, whole=auto or not on)
-            )
-        )
-        self.spread.check(problem, on, ring_size, "RingTransformer")
+
+        def check() -> None:
+            check_ids(x, mask, labels, classes, self.ignore_index)
+            check_packed(x, **packed, able=able, whole=auto or not on)
+
+        self.spread.check(check, on, ring_size, "RingTransformer")
         if labels is not None and mask is not None:
             labels = labels.masked_fill(~mask, self.ignore_index)
         if on and not auto:
@@ -362,11 +361,15 @@ class RingTransformer(Generation, nn.Module):
         notes = agree(ring, "RingTransformer", given, {"n": n}, everywhere=everywhere)
         lengths = [own["n"] for own in notes]
         total = sum(lengths)
-        packing, problem, segments = None, None, tuple[Segments, ...]()
+        packing, segments = None, tuple[Segments, ...]()
         located = shift or has_documents or borders is not None
-        if located:
-            problem = shards_problem(layout, lengths) or end_problem(borders, total)
-        raise_together(ring, "RingTransformer", problem)
+
+        def check() -> None:
+            if located:
+                check_shards(layout, lengths)
+                check_end(borders, total)
+
+        raise_together(ring, "RingTransformer", check=check)
         if located:
             segments = all_segments(layout, ring.size, total)
             packing = whole_packing(ring, **packed, segments=segments, batch=batch)

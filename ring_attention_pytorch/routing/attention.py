@@ -12,7 +12,7 @@ import torch
 from einops import einsum, rearrange, repeat
 from torch import Tensor, nn
 
-from ring_attention_pytorch.arguments import checked, least_problem
+from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.functional import ring_attn as attend
@@ -30,7 +30,7 @@ from ring_attention_pytorch.routing.router import (
     Tokens,
     router_options,
 )
-from ring_attention_pytorch.routing.soft_topk import count_problem
+from ring_attention_pytorch.routing.soft_topk import check_count
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
@@ -169,17 +169,15 @@ def check_attention_options(
     kernel: str | None, /, **sizes: int
 ) -> None:  # fmt: skip
     """Raise ValueError for invalid options of routed attention."""
-    problems = [least_problem(1, **sizes)]
-    problems += [count_problem(name, k) for name, k in counts.items() if k is not None]
+    check_least(1, **sizes)
+    for name, k in counts.items():
+        check_count(name, k)
     if routes > 0 and heads % routes:
-        problems.append(f"heads={heads} must be a multiple of the {routes} routed sets of keys")
+        raise ValueError(f"heads={heads} must be a multiple of the {routes} routed sets of keys")
     if kernel not in (None, *KERNELS):
-        problems.append(f"kernel must be None or one of {list(KERNELS)}, got {kernel!r}")
+        raise ValueError(f"kernel must be None or one of {list(KERNELS)}, got {kernel!r}")
     if use_flash_attn and kernel == "eager":
-        problems.append("use_flash_attn=True asks for a kernel that kernel='eager' is not")
-    for problem in problems:
-        if problem is not None:
-            raise ValueError(problem)
+        raise ValueError("use_flash_attn=True asks for a kernel that kernel='eager' is not")
 
 
 class ConditionalRoutedAttention(nn.Module):
@@ -335,10 +333,14 @@ class ConditionalRoutedAttention(nn.Module):
             k_q = self.num_heavy_tokens_q
         if k_kv is None:
             k_kv = self.num_heavy_tokens_kv
-        problem = count_problem("num_heavy_tokens_q", k_q) or self.q_router.problem(x, None)
-        problem = problem or count_problem("num_heavy_tokens_kv", k_kv)
+
+        def check() -> None:
+            check_count("num_heavy_tokens_q", k_q)
+            self.q_router.check(x)
+            check_count("num_heavy_tokens_kv", k_kv)
+
         also = {"num_heavy_tokens_q": k_q, "num_heavy_tokens_kv": k_kv, **also}
-        plan = RoutingPlan.of(plan, x, mask, self.spread, caller, also, problem)
+        plan = RoutingPlan.of(plan, x, mask, self.spread, caller, also, check)
         return plan, k_q, k_kv
 
     def _sum(self, x: Tensor, queries: Routed, out: Tensor, plan: RoutingPlan) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import checked, least_problem
+from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.nn.sharding import told_by_module
 from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention
@@ -99,8 +99,7 @@ class ConditionalRoutedAutoregressiveAttention(ConditionalRoutedAttention):
         # has_light_attn is given here, so that Python refuses it among the options
         super().__init__(dim, has_light_attn=True, light_window_size=light_window_size, **options)
         self.window = light_window_size if heavy_window_size is None else heavy_window_size
-        if (problem := least_problem(1, heavy_window_size=self.window)) is not None:
-            raise ValueError(problem)
+        check_least(1, heavy_window_size=self.window)
         refuse_blocks(self.q_router, "windows")
 
     @typed(told_by_module("ConditionalRoutedAutoregressiveAttention"))

@@ -1,5 +1,6 @@
 """A transformer block whose attention and feed-forward each have a light and a heavy branch."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -106,7 +107,7 @@ class ConditionalRoutedTransformerBlock(nn.Module):
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         caller = "ConditionalRoutedTransformerBlock"
-        problem = self.conditional_ff.router.problem(x, None)
-        plan = RoutingPlan.of(plan, x, mask, self.spread, caller, {}, problem)
+        check = partial(self.conditional_ff.router.check, x)
+        plan = RoutingPlan.of(plan, x, mask, self.spread, caller, {}, check)
         x = x + self.conditional_attn(x, plan=plan)
         return x + self.conditional_ff(x, plan=plan)

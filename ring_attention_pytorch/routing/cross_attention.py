@@ -23,7 +23,7 @@ from ring_attention_pytorch.routing.router import (
     Tokens,
     router_options,
 )
-from ring_attention_pytorch.routing.soft_topk import count_problem
+from ring_attention_pytorch.routing.soft_topk import check_count
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
@@ -182,25 +182,30 @@ class ConditionalRoutedCrossAttention(nn.Module):
         k_kv: Tokens,
     ) -> tuple[RoutingPlan, RoutingPlan]:
         """Make the routing plans of x and of the context."""
-        problem = count_problem("num_tokens_kv", k_kv)
-        if self.q_router is None and k_q is not None:
-            problem = "num_tokens_q: this module was made without a router for queries"
-        if k_q is not None:
-            problem = problem or count_problem("num_tokens_q", k_q)
         dim = self.kv_router.dim
-        for name, t in (("x", x), ("context", context)):
-            if t.ndim != 3 or t.shape[2] != dim or len(t) != len(x):
-                problem = (
-                    f"{name} must be [batch, tokens, {dim}] of one batch size, got {list(t.shape)}"
+
+        def check() -> None:
+            if context.dtype != x.dtype:
+                raise ValueError(
+                    f"context must have the dtype of x, {x.dtype}, got {context.dtype}"
                 )
-        if context.dtype != x.dtype:
-            problem = f"context must have the dtype of x, {x.dtype}, got {context.dtype}"
+            for name, t in (("context", context), ("x", x)):
+                if t.ndim != 3 or t.shape[2] != dim or t.shape[:1] != x.shape[:1]:
+                    raise ValueError(
+                        f"{name} must be [batch, tokens, {dim}] of one batch size, "
+                        f"got {list(t.shape)}"
+                    )
+            if self.q_router is None and k_q is not None:
+                raise ValueError("num_tokens_q: this module was made without a router for queries")
+            check_count("num_tokens_kv", k_kv)
+            check_count("num_tokens_q", k_q)
+
         ring = self.spread.ring(self.spread.ring_attn, None)
         caller = "ConditionalRoutedCrossAttention"
         also = {"num_tokens_q": k_q, "num_tokens_kv": k_kv}
         options: dict[str, Any] = dict(layout=self.spread.layout, group=ring)
         return (
-            RoutingPlan.make(x, mask, caller=caller, also=also, problem=problem, **options),
+            RoutingPlan.make(x, mask, caller=caller, also=also, check=check, **options),
             RoutingPlan.make(context, context_mask, caller=f"{caller}, context", **options),
         )
 

@@ -18,13 +18,12 @@ from ring_attention_pytorch.runtime.resolved import resolved
 _BLOCK = 1024
 
 
-def problem(device: torch.device) -> str | None:
-    """Say why Triton can't be used for scores on that device; None if it can."""
+def check(device: torch.device) -> None:
+    """Raise ValueError where Triton can't be used for scores on that device."""
     if importlib.util.find_spec("triton") is None:
-        return 'use_triton needs triton (pip install "triton>=3.4")'
+        raise ValueError('use_triton needs triton (pip install "triton>=3.4")')
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"use_triton runs on CUDA, the scores are on {device}"
-    return None
+        raise ValueError(f"use_triton runs on CUDA, the scores are on {device}")
 
 
 def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -65,4 +64,4 @@ def slope(scores: Tensor, terms: Sequence[Tensor], window: Tensor) -> Tensor:
     return total.view(scores.shape)
 
 
-TRITON = Passes(partition, slope, problem)
+TRITON = Passes(partition, slope, check)

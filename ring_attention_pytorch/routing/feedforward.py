@@ -5,7 +5,7 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
-from ring_attention_pytorch.arguments import checked, least_problem
+from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.feedforward import feed_forward
@@ -20,7 +20,7 @@ from ring_attention_pytorch.routing.router import (
     refuse_blocks,
     router_options,
 )
-from ring_attention_pytorch.routing.soft_topk import count_problem
+from ring_attention_pytorch.routing.soft_topk import check_count
 
 
 class ConditionalRoutedFeedForward(nn.Module):
@@ -70,13 +70,9 @@ class ConditionalRoutedFeedForward(nn.Module):
         group: Group = None,
     ):
         super().__init__()
-        problem = (
-            count_problem("num_heavy_tokens", num_heavy_tokens)
-            or least_problem(1, dim=dim, heavy_window_size=heavy_window_size)
-            or least_problem(1 / dim, light_ff_mult=light_ff_mult, heavy_ff_mult=heavy_ff_mult)
-        )
-        if problem is not None:
-            raise ValueError(problem)
+        check_count("num_heavy_tokens", num_heavy_tokens)
+        check_least(1, dim=dim, heavy_window_size=heavy_window_size)
+        check_least(1 / dim, light_ff_mult=light_ff_mult, heavy_ff_mult=heavy_ff_mult)
         self.num_heavy_tokens, self.window = num_heavy_tokens, heavy_window_size
         over: dict[str, Any] = dict(ring_attn=ring_attn, layout=layout, group=group)
         self.spread = ShardConfig.make(**over)
@@ -113,10 +109,14 @@ class ConditionalRoutedFeedForward(nn.Module):
         k = num_heavy_tokens
         if k is None:
             k = self.num_heavy_tokens
-        problem = count_problem("num_heavy_tokens", k) or self.router.problem(x, None)
+
+        def check() -> None:
+            check_count("num_heavy_tokens", k)
+            self.router.check(x)
+
         also = {"num_heavy_tokens": k, "heavy_window_size": self.window}
         caller = "ConditionalRoutedFeedForward"
-        plan = RoutingPlan.of(plan, x, mask, self.spread, caller, also, problem)
+        plan = RoutingPlan.of(plan, x, mask, self.spread, caller, also, check)
         chosen = self.router.choose(x, plan, k, size=self.window, causal=self.window is not None)
         routed = Routed.gather(x, chosen, plan)
         tokens = rearrange(routed.tokens, "b 1 k d -> b k d")

@@ -101,23 +101,28 @@ class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         whole = image_size is None
-        problem, size = None, image_size
+        size, shape = image_size, list(x.shape)
         if whole and x.ndim == 4:
             if self.channel_first:
                 x = rearrange(x, "b d h w -> b h w d")
             size = (x.shape[1], x.shape[2])
             x = x.flatten(1, 2)
-            if self.spread.ring_attn:
-                problem = "tokens of an image on a ring are [b, n, dim], beside their image_size"
-        elif whole or x.ndim != 3:
-            problem = (
-                "x must be a whole image of 4 dimensions, or tokens [b, n, dim] with image_size, "
-                f"got {list(x.shape)} with image_size={image_size}"
-            )
-        problem = problem or self.q_router.problem(x, None)
+
+        def check() -> None:
+            if len(shape) != (4 if whole else 3):
+                raise ValueError(
+                    "x must be a whole image of 4 dimensions, or tokens [b, n, dim] with "
+                    f"image_size, got {shape} with image_size={image_size}"
+                )
+            if whole and self.spread.ring_attn:
+                raise ValueError(
+                    "tokens of an image on a ring are [b, n, dim], beside their image_size"
+                )
+            self.q_router.check(x)
+
         caller = "ConditionalRoutedImageAttention"
         also = {"image_size": size, "q": num_heavy_tokens_q, "kv": num_heavy_tokens_kv}
-        plan = RoutingPlan.of(plan, x, mask, self.spread, caller, also, problem)
+        plan = RoutingPlan.of(plan, x, mask, self.spread, caller, also, check)
         assert size is not None
         if size[0] * size[1] != plan.length:
             raise ValueError(f"{caller}: image_size={size} has not the {plan.length} tokens of x")

@@ -18,7 +18,7 @@ class Passes(NamedTuple):
 
     partition: Partition
     slope: Slope
-    problem: Callable[[torch.device], str | None]  # why a device can't be used
+    check: Callable[[torch.device], None]  # raises ValueError where a device can't be used
 
 
 def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:

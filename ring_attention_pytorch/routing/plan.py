@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import checked, known_device
+from ring_attention_pytorch.arguments import checked, checks_of, known_device
 from ring_attention_pytorch.comm.agreement import (
     agree,
-    problem_of,
+    error_of,
     raise_together,
     told_by_group,
     typed,
@@ -19,12 +20,12 @@ from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import (
     Segments,
     all_segments,
+    check_layout,
     count,
-    layout_problem,
     segment_positions,
 )
-from ring_attention_pytorch.nn.sharding import ShardConfig, mask_problem
-from ring_attention_pytorch.plan.checks import DTYPES, shards_problem
+from ring_attention_pytorch.nn.sharding import ShardConfig, check_mask
+from ring_attention_pytorch.plan.checks import DTYPES, check_shards
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.routing.exchange import everyones
 
@@ -58,7 +59,7 @@ class RoutingPlan:
         group: Group = None,
         caller: str = "RoutingPlan",
         also: Mapping[str, Any] | None = None,
-        problem: str | None = None,
+        check: Callable[[], object] | None = None,
     ) -> "RoutingPlan":
         """Make the plan for tokens x `[b, n, dim]` held here; all ranks of the ring must call this.
 
@@ -68,7 +69,7 @@ class RoutingPlan:
             group: the ring; None is the default group.
             caller: the name of the caller, for messages.
             also: what else must be the same on all ranks, by name.
-            problem: what the caller found wrong with this rank's arguments.
+            check: raises what the caller finds wrong with this rank's arguments, on all ranks.
 
         Raises:
             ValueError: an argument is invalid, or differs between ranks; on every rank.
@@ -77,9 +78,9 @@ class RoutingPlan:
         5
         """
         ring = as_ring(group)
-        problem = problem or problem_of(lambda: _problem(x, mask, layout))
+        error = error_of(check) or error_of(partial(_check, x, mask, layout))
         same, own = {}, {}
-        if problem is None:
+        if error is None:
             b, n, dim = x.shape
             own["n"] = n
             grad = torch.is_grad_enabled()
@@ -87,8 +88,8 @@ class RoutingPlan:
                 also or {}, batch=b, dim=dim, dtype=x.dtype, device=x.device.type, layout=layout,
                 mask=mask is not None, grad=grad, requires_grad=grad and x.requires_grad,
             )  # fmt: skip
-        lengths = [note["n"] for note in agree(ring, caller, same, own, problem)]
-        raise_together(ring, caller, shards_problem(layout, lengths))
+        lengths = [note["n"] for note in agree(ring, caller, same, own, check=error)]
+        raise_together(ring, caller, check=partial(check_shards, layout, lengths))
         segments = all_segments(layout, ring.size, sum(lengths))
         positions = torch.cat([segment_positions(s, x.device) for s in segments])
         real = torch.ones(len(x), len(positions), dtype=torch.bool, device=x.device)
@@ -107,19 +108,19 @@ class RoutingPlan:
         spread: ShardConfig,
         caller: str,
         also: Mapping[str, Any],
-        problem: str | None,
+        check: Callable[[], object],
     ) -> "RoutingPlan":
         """Return the plan that a module was given, once checked, or make one if it is None."""
         if plan is None:
             ring = spread.ring(spread.ring_attn, None)
             layout: Any = spread.layout  # its name: routed layers take no other
             return cls.make(
-                x, mask, layout=layout, group=ring, caller=caller, also=also, problem=problem
+                x, mask, layout=layout, group=ring, caller=caller, also=also, check=check
             )
-        if mask is not None:
-            problem = "the plan already has the mask; pass one or the other"
-        if problem is not None:
-            raise ValueError(f"{caller}: {problem}")
+        with checks_of(caller):
+            if mask is not None:
+                raise ValueError("the plan already has the mask; pass one or the other")
+            check()
         plan.check(x)
         return plan
 
@@ -166,11 +167,12 @@ class RoutingPlan:
         return self.attention[key]
 
 
-def _problem(x: Tensor, mask: Tensor | None, layout: str) -> str | None:
-    """Say what is wrong with this rank's arguments, without asking other ranks."""
+def _check(x: Tensor, mask: Tensor | None, layout: str) -> None:
+    """Raise ValueError for what is wrong with this rank's arguments; other ranks not asked."""
     if x.ndim != 3 or x.dtype not in DTYPES or x.is_meta:
-        return (
+        raise ValueError(
             "tokens must be floating [batch, tokens, dim] and have values, "
             f"got {x.dtype} {list(x.shape)} on {x.device}"
         )
-    return layout_problem(layout) or mask_problem("mask", mask, x)
+    check_layout(layout)
+    check_mask("mask", mask, x)

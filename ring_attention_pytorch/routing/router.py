@@ -13,7 +13,7 @@ from einops import einsum, rearrange
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ring_attention_pytorch.arguments import checked, least_problem
+from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
@@ -25,10 +25,10 @@ from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.selection import best, causal_choice, slots, windows
 from ring_attention_pytorch.routing.soft_topk import (
     Solution,
-    count_problem,
+    check_count,
+    check_descent,
     counts,
     descent,
-    descent_problem,
     fixed_point,
     gates,
     threshold,
@@ -204,17 +204,15 @@ class CoordinateDescentRouter(nn.Module):
         if triton_checkpoint_segments is not None:
             raise ValueError("triton_checkpoint_segments: leave it None, backward needs none")
         decay = 1.0 if eps_decay is None else eps_decay
-        problem = (
-            least_problem(
-                1, dim=dim, fetch_k_ratio=fetch_k_ratio, num_routing_tokens=num_routing_tokens,
-                route_block_size=route_block_size,
-            )
-            or descent_problem(1 if n_iters is None else n_iters, eps, eps_init, decay)
+        check_least(
+            1, dim=dim, fetch_k_ratio=fetch_k_ratio, num_routing_tokens=num_routing_tokens,
+            route_block_size=route_block_size,
         )  # fmt: skip
-        if problem is None and not 0 < cosine_sim_scale < math.inf:
-            problem = f"cosine_sim_scale must be positive and finite, got {cosine_sim_scale}"
-        if problem is not None:
-            raise ValueError(problem)
+        check_descent(1 if n_iters is None else n_iters, eps, eps_init, decay)
+        if not 0 < cosine_sim_scale < math.inf:
+            raise ValueError(
+                f"cosine_sim_scale must be positive and finite, got {cosine_sim_scale}"
+            )
         self.dim, self.routes, self.straight_through = dim, num_routing_tokens, straight_through
         self.fetch_k_ratio = fetch_k_ratio
         self.eps = float(eps)
@@ -253,9 +251,13 @@ class CoordinateDescentRouter(nn.Module):
         Raises:
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
-        problem = count_problem("num_tokens", num_tokens) or self.problem(x, routing_tokens)
+
+        def check() -> None:
+            check_count("num_tokens", num_tokens)
+            self.check(x, routing_tokens)
+
         also = {"num_tokens": num_tokens, "random_route": random_route}
-        plan = RoutingPlan.of(plan, x, mask, self.spread, "CoordinateDescentRouter", also, problem)
+        plan = RoutingPlan.of(plan, x, mask, self.spread, "CoordinateDescentRouter", also, check)
         routing = self.choose(
             x, plan, num_tokens, routing_tokens=routing_tokens, random_route=random_route
         )
@@ -272,21 +274,19 @@ class CoordinateDescentRouter(nn.Module):
         """Return src `[b, n, ...]` with one route's tokens `[b, K, ...]` where they came from."""
         return dispatch.home(routed_tokens.unsqueeze(1), src)
 
-    def problem(self, x: Tensor, routing_tokens: Tensor | None) -> str | None:
-        """Say what is wrong with this rank's arguments, without asking other ranks."""
+    def check(self, x: Tensor, routing_tokens: Tensor | None = None) -> None:
+        """Raise ValueError for what is wrong with this rank's arguments; other ranks not asked."""
         if x.ndim != 3 or x.shape[2] != self.dim:
-            return f"tokens must be [batch, tokens, {self.dim}], got {list(x.shape)}"
-        problem = self.passes.problem(x.device)
-        if problem is not None:
-            return problem
+            raise ValueError(f"tokens must be [batch, tokens, {self.dim}], got {list(x.shape)}")
+        self.passes.check(x.device)
         if (routing_tokens is None) == (self.routing_token is None):
-            return "routing_tokens go with learned_routing_tokens=True, and with that only"
-        if routing_tokens is None:
-            return None
-        shape, want = list(routing_tokens.shape), [len(x), self.routes, self.dim]
-        if shape == want or (self.routes == 1 and shape == [len(x), self.dim]):
-            return None
-        return f"routing_tokens must be {want}, got {shape}"
+            raise ValueError(
+                "routing_tokens go with learned_routing_tokens=True, and with that only"
+            )
+        if routing_tokens is not None:
+            shape, want = list(routing_tokens.shape), [len(x), self.routes, self.dim]
+            if shape != want and (self.routes > 1 or shape != [len(x), self.dim]):
+                raise ValueError(f"routing_tokens must be {want}, got {shape}")
 
     def choose(
         self,

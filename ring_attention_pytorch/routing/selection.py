@@ -14,7 +14,7 @@ from torch import Tensor
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.routing.plan import RoutingPlan
-from ring_attention_pytorch.routing.soft_topk import Count, count_problem, counts
+from ring_attention_pytorch.routing.soft_topk import Count, check_count, counts
 
 
 class Selection(NamedTuple):
@@ -111,16 +111,17 @@ def select_topk(
     >>> select_topk(torch.tensor([[1.0, 3.0, 2.0, 3.0]]), 2).positions.tolist()
     [[1, 3]]
     """
-    problem, tokens = count_problem("k", k), scores
-    if isinstance(k, Tensor):
-        problem = "k must be an int or a float here"
-    if scores.ndim == 2:
-        tokens = scores.unsqueeze(-1)
-    else:
-        problem = f"scores must be [batch, tokens], got {list(scores.shape)}"
+
+    def check() -> None:
+        if scores.ndim != 2:
+            raise ValueError(f"scores must be [batch, tokens], got {list(scores.shape)}")
+        if isinstance(k, Tensor):
+            raise ValueError("k must be an int or a float here")
+        check_count("k", k)
+
     plan = RoutingPlan.make(
-        tokens, mask, layout=layout, group=group, caller="select_topk", also={"k": k},
-        problem=problem,
+        scores.unsqueeze(-1), mask, layout=layout, group=group, caller="select_topk",
+        also={"k": k}, check=check,
     )  # fmt: skip
     with torch.no_grad():
         whole = plan.whole(scores)

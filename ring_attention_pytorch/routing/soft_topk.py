@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.arguments import check_least, checked, checks_of
+from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.routing.descent_triton import TRITON
 from ring_attention_pytorch.routing.exchange import everyones, total_over_ranks
@@ -196,9 +196,13 @@ def soft_topk(
     [1.0, 0.0, 1.0, 0.0]
     """
     ring = as_ring(group)
-    problem = problem_of(lambda: scores_problem(scores, k, mask) or eps_problem(eps))
-    same, own = {}, {}
-    if problem is None:
+
+    def check() -> None:
+        check_scores(scores, k, mask)
+        check_eps(eps=eps)
+
+    error, same, own = error_of(check), {}, {}
+    if error is None:
         *rows, n = scores.shape
         own["n"] = n
         requires_grad = torch.is_grad_enabled() and scores.requires_grad
@@ -206,7 +210,7 @@ def soft_topk(
             rows=rows, dtype=scores.dtype, eps=eps, mask=mask is not None, k=_note_of(k, ring),
             device=scores.device.type, requires_grad=requires_grad,
         )  # fmt: skip
-    notes = agree(ring, "soft_topk", same, own, problem)
+    notes = agree(ring, "soft_topk", same, own, check=error)
     with torch.no_grad():
         hidden = scores.double()
         if mask is not None:
@@ -271,10 +275,10 @@ def coordinate_descent(
     [1.0, 0.0, 1.0, 0.0]
     """
     passes = TRITON if use_triton else PLAIN
-    problem = scores_problem(scores, k, mask) or descent_problem(n_iters, eps, eps_init, eps_decay)
-    problem = problem or passes.problem(scores.device)
-    if problem is not None:
-        raise ValueError(f"coordinate_descent: {problem}")
+    with checks_of("coordinate_descent"):
+        check_scores(scores, k, mask)
+        check_descent(n_iters, eps, eps_init, eps_decay)
+        passes.check(scores.device)
     with torch.no_grad():
         hidden = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
         real = (hidden > -torch.inf).sum(-1)
@@ -296,15 +300,13 @@ def counts(k: Count, real: Tensor) -> Tensor:
     return real.clamp(max=k).double()
 
 
-def count_problem(name: str, k: Count) -> str | None:
-    """Say what is wrong with a number or share of tokens; None if nothing is."""
-    if isinstance(k, Tensor):
-        return None
+def check_count(name: str, k: Count | None) -> None:
+    """Raise ValueError for what is no number and no share of tokens; None says nothing."""
     if isinstance(k, float):
-        if 0 < k <= 1:
-            return None
-        return f"{name} as a share must be above 0 and at most 1, got {k}"
-    return f"{name} must be at least 1, got {k}" if k < 1 else None
+        if not 0 < k <= 1:
+            raise ValueError(f"{name} as a share must be above 0 and at most 1, got {k}")
+    elif not isinstance(k, Tensor):
+        check_least(1, **{name: k})
 
 
 def _note_of(k: Count, ring: Ring) -> object:
@@ -316,37 +318,35 @@ def _note_of(k: Count, ring: Ring) -> object:
     return f"a tensor of {k.flatten().tolist()}"
 
 
-def scores_problem(scores: Tensor, k: Count, mask: Tensor | None) -> str | None:
+def check_scores(scores: Tensor, k: Count, mask: Tensor | None) -> None:
+    """Raise ValueError where no k of these scores can be chosen."""
     shape = list(scores.shape)
     if scores.ndim < 1 or not scores.is_floating_point():
-        return f"scores must be floating [..., n], got {scores.dtype} {shape}"
+        raise ValueError(f"scores must be floating [..., n], got {scores.dtype} {shape}")
     devices = {t.device for t in (scores, k, mask) if isinstance(t, Tensor)}
     if scores.is_meta or len(devices) > 1:
-        return f"scores, k and mask must be on one device, with values, got {scores.device}"
+        raise ValueError(
+            f"scores, k and mask must be on one device, with values, got {scores.device}"
+        )
     if isinstance(k, Tensor) and list(k.shape) != shape[:-1]:
-        return f"k must be {shape[:-1]}, one of each sample, got {list(k.shape)}"
-    if mask is None:
-        return count_problem("k", k)
-    if mask.dtype != torch.bool or list(mask.shape) != shape:
-        return f"mask must be bool {shape}, got {mask.dtype} {list(mask.shape)}"
-    return count_problem("k", k)
+        raise ValueError(f"k must be {shape[:-1]}, one of each sample, got {list(k.shape)}")
+    if mask is not None and (mask.dtype != torch.bool or list(mask.shape) != shape):
+        raise ValueError(f"mask must be bool {shape}, got {mask.dtype} {list(mask.shape)}")
+    check_count("k", k)
 
 
-def eps_problem(eps: float, name: str = "eps") -> str | None:
-    if 0 < eps < float("inf"):
-        return None
-    return f"{name} must be positive, got {eps}"
+def check_eps(**softness: float | None) -> None:
+    """Raise ValueError for the first of these by which no gates can be softened."""
+    for name, eps in softness.items():
+        if eps is not None and not 0 < eps < float("inf"):
+            raise ValueError(f"{name} must be positive, got {eps}")
 
 
-def descent_problem(
-    n_iters: int, eps: float, eps_init: float | None, eps_decay: float
-) -> str | None:
-    """Say what is wrong with the options of coordinate descent; None if nothing is."""
+def check_descent(n_iters: int, eps: float, eps_init: float | None, eps_decay: float) -> None:
+    """Raise ValueError for options that coordinate descent can't have."""
     if n_iters < 1 or not 0 < eps_decay <= 1:
-        return (
+        raise ValueError(
             "n_iters must be at least 1, and eps_decay above 0 and at most 1, "
             f"got {n_iters} and {eps_decay}"
         )
-    if eps_init is None:
-        return eps_problem(eps)
-    return eps_problem(eps) or eps_problem(eps_init, "eps_init")
+    check_eps(eps=eps, eps_init=eps_init)

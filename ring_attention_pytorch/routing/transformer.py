@@ -110,7 +110,9 @@ class ConditionalRoutedTransformer(RingTransformer):
     def _decoder(self, reading: Reading) -> Decoder:
         return CachedRoutedTransformer(self, reading)
 
-    def _generation_problem(self, ids: Tensor, mask: Tensor | None, ends: list[int]) -> str | None:
+    def _check_prompt(self, ids: Tensor, mask: Tensor | None, ends: list[int]) -> None:
         if mask is not None:
-            return "routed models take no mask: padding would be among what a window may choose"
-        return super()._generation_problem(ids, mask, ends)
+            raise ValueError(
+                "routed models take no mask: padding would be among what a window may choose"
+            )
+        super()._check_prompt(ids, mask, ends)

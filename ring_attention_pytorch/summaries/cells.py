@@ -54,24 +54,25 @@ class Cells(NamedTuple):
         """Return how many summaries anyone sees in a document of so many tokens."""
         return max(0, self.row(length - 1)) if length and self.span != 0 else 0
 
-    def problem(self) -> str | None:
-        """Say what is wrong with these numbers; None if nothing is."""
+    def check(self) -> None:
+        """Raise ValueError where there are no such cells."""
         window, stride, block, distance, select = self
         if select < 0:
-            return f"select must be at least 0, got {select}"
+            raise ValueError(f"select must be at least 0, got {select}")
         if window < 0 or stride < 1:
-            return f"window must be at least 0 and stride at least 1, got {window} and {stride}"
+            raise ValueError(
+                f"window must be at least 0 and stride at least 1, got {window} and {stride}"
+            )
         if block < stride:
-            return (
+            raise ValueError(
                 f"block must be at least stride={stride}, got {block}: tokens between two blocks "
                 "would be in no summary"
             )
         if distance is not None and (distance < window or (distance - window) % stride):
-            return (
+            raise ValueError(
                 f"distance must be window={window} and a multiple of stride={stride} more, so that "
                 f"it ends where a summary does, got {distance}"
             )
-        return None
 
 
 class Places(NamedTuple):

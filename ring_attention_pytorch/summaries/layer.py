@@ -9,7 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ring_attention_pytorch.arguments import checked, least_problem
+from ring_attention_pytorch.arguments import check_least, checked, checks_of
 from ring_attention_pytorch.nn.layer_caches import Reading
 from ring_attention_pytorch.nn.rotary import apply_rotary_pos_emb
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
@@ -65,11 +65,11 @@ class Summaries:
     select: int = 0
 
     def __post_init__(self) -> None:
-        problem = self.rule.problem()
-        if problem is None and self.pool not in POOLS:
-            problem = f"pool must be one of {', '.join(map(repr, POOLS))}, got {self.pool!r}"
-        if problem is not None:
-            raise ValueError(f"Summaries: {problem}")
+        with checks_of("Summaries"):
+            self.rule.check()
+            if self.pool not in POOLS:
+                names = ", ".join(map(repr, POOLS))
+                raise ValueError(f"pool must be one of {names}, got {self.pool!r}")
 
     @property
     def rule(self) -> Cells:
@@ -81,8 +81,8 @@ class Summaries:
     def layer(self, dim: int, dim_head: int, heads: int, key_heads: int) -> "SummaryLayer":
         """Make the far part of a layer with these sizes."""
         sizes = dict(dim=dim, dim_head=dim_head, heads=heads, key_heads=key_heads)
-        if (problem := least_problem(1, **sizes)) is not None:
-            raise ValueError(f"summaries: {problem}")
+        with checks_of("summaries"):
+            check_least(1, **sizes)
         return SummaryLayer(self, dim, dim_head, heads, key_heads)
 
 

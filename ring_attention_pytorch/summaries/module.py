@@ -13,9 +13,9 @@ from ring_attention_pytorch.summaries.cache import SummaryCache
 from ring_attention_pytorch.summaries.layer import Summaries
 
 
-def _tell(given: dict[str, Any], problem: str) -> None:
+def _tell(given: dict[str, Any], error: ValueError) -> None:
     if isinstance(cache := given.get("cache"), SummaryCache):
-        cache.ring.say(f"raised ValueError: {problem}")
+        cache.ring.say(f"raised ValueError: {error}")
 
 
 class SummaryAttention(RingAttention):

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.geometry.layouts import count, segment_positions
 from ring_attention_pytorch.plan.placement import attention_ring, current
@@ -169,7 +170,7 @@ class SummaryPlan(RingPlan):
         block = stride if block is None else block
         rule = Cells(window, stride, block, distance, options.pop("select", 0))
         same = {"window, stride, block, distance, select": list(rule)}
-        agree(ring, "summary attention", same, problem=problem_of(lambda: _problem(rule, options)))
+        agree(ring, "summary attention", same, check=partial(_check, rule, options))
         near = RingPlan.make(
             q, k, v, causal=True, window=window, group=ring, **options
         )  # fmt: skip
@@ -227,11 +228,11 @@ def _far_plan(
     )  # fmt: skip
 
 
-def _problem(rule: Cells, options: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with this rank's arguments; None if nothing is."""
+def _check(rule: Cells, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for what is wrong with this rank's arguments."""
     unknown = [name for name in options if name not in (*_BOTH, *_NEAR)]
     if unknown:
-        return f"there is no option {', '.join(unknown)}; see SummaryPlan.make"
+        raise ValueError(f"there is no option {', '.join(unknown)}; see SummaryPlan.make")
     if current() is not None:
-        return "the block of a batch has no summaries yet; leave `with batch:` out"
-    return rule.problem()
+        raise ValueError("the block of a batch has no summaries yet; leave `with batch:` out")
+    rule.check()

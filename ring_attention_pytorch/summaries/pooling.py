@@ -5,10 +5,12 @@ merged by the same function that made them, and only parts travel: one for each 
 tokens it is of.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.agreement import told_by_group, typed
+from ring_attention_pytorch.comm.agreement import error_of, told_by_group, typed
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.summaries.exchange import dealt
 from ring_attention_pytorch.summaries.plain import softmax_weights
@@ -61,9 +63,9 @@ def summarize(
     >>> summarize(k, k, plan=plan)[0].flatten().tolist()
     [0.5, 2.5]
     """
-    if (problem := _problem(k, v, plan, weights, queries)) is not None:
-        plan.ring.say(f"raised ValueError: {problem}")
-        raise ValueError(f"summarize: {problem}")
+    if (error := error_of(partial(_check, k, v, plan, weights, queries))) is not None:
+        plan.ring.say(f"raised ValueError: {error}")
+        raise ValueError(f"summarize: {error}")
     deal = plan.deal
     if deal is None:
         return k.new_empty(1, 0, *k.shape[2:]), v.new_empty(1, 0, *v.shape[2:])
@@ -76,14 +78,14 @@ def summarize(
     return parts[0].to(k.dtype)[None], parts[2].to(v.dtype)[None]
 
 
-def _problem(
+def _check(
     k: Tensor,
     v: Tensor,
     plan: SummaryPlan,
     weights: tuple[Tensor | None, Tensor | None],
     queries: tuple[Tensor | None, Tensor | None],
-) -> str | None:
-    """Say what is not of the shape that the plan was made for; None if all is."""
+) -> None:
+    """Raise ValueError for what is not of the shape that the plan was made for."""
     b, _, n, _, heads, d, d_v, *_ = plan.signature
     by_place = heads, plan.rule.block
     found = (("k", k), ("v", v), *zip(("weights of keys", "weights of values"), weights))
@@ -91,8 +93,9 @@ def _problem(
     shapes = (b, n, heads, d), (b, n, heads, d_v), by_place, by_place, (heads, d), (heads, d_v)
     for (name, t), shape in zip(found, shapes):
         if t is not None and t.shape != shape:
-            return f"{name} must be {[*shape]} by the plan, got {[*t.shape]}; make one for these"
-    return None
+            raise ValueError(
+                f"{name} must be {[*shape]} by the plan, got {[*t.shape]}; make one for these"
+            )
 
 
 def _own_parts(

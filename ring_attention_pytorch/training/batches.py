@@ -14,17 +14,17 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import checked, known_device, least_problem
-from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.arguments import check_least, checked, known_device
+from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.balance import deal
-from ring_attention_pytorch.geometry.documents import BatchDocuments, documents_problem
+from ring_attention_pytorch.geometry.documents import BatchDocuments, check_documents
 from ring_attention_pytorch.geometry.documents import digest as of_borders
 from ring_attention_pytorch.geometry.layouts import (
     Layout,
     all_segments,
+    check_layout,
     count,
-    layout_problem,
     segment_positions,
 )
 from ring_attention_pytorch.nn.loss import next_tokens
@@ -32,7 +32,7 @@ from ring_attention_pytorch.nn.sharding import unshard_sequence
 from ring_attention_pytorch.plan.packing import local_packing
 from ring_attention_pytorch.plan.placement import Placement
 from ring_attention_pytorch.runtime.digests import digest
-from ring_attention_pytorch.tensor_kinds import dtensor_problem
+from ring_attention_pytorch.tensor_kinds import check_plain
 from ring_attention_pytorch.training.labels import (
     documents_of_positions,
     next_of_whole,
@@ -44,9 +44,9 @@ _MASKS = ("attention_mask", "key_mask")
 _READ = (*_MASKS, "documents", "cu_seqlens", "position_ids", "labels", "loss_weights")
 
 
-def _told_by_batch(caller: str) -> Callable[[dict[str, Any], str], None]:
-    def tell(given: dict[str, Any], problem: str) -> None:
-        agree(given["self"].ring, caller, {}, problem=problem)
+def _told_by_batch(caller: str) -> Callable[[dict[str, Any], ValueError], None]:
+    def tell(given: dict[str, Any], error: ValueError) -> None:
+        agree(given["self"].ring, caller, {}, check=error)
 
     return tell
 
@@ -156,15 +156,11 @@ class ShardedBatch(MutableMapping[str, Any]):
             ValueError: the group is not the ring that the batch was sharded for, or its ranks hold
                 different batches; on all ranks.
         """
-        ring, problem = self.ring, None
-        if (ring.rank, ring.size) != (self.rank, self.ring_size):
-            problem = (
-                f"the batch was sharded for rank {self.rank} of {self.ring_size}, this is rank "
-                f"{ring.rank} of {ring.size}; say the ring with batch.over(group)"
-            )
-        if self.told is not None or problem:
+        ring = self.ring
+        error = error_of(self._check_ring)
+        if self.told is not None or error is not None:
             same = {"batch, layout and labels (their digest)": self.told}
-            agree(ring, "a batch", same, problem=problem)
+            agree(ring, "a batch", same, check=error)
             object.__setattr__(self, "told", None)
         placement = Placement(
             ring, self.layout, self.length, self.packing, self.key_mask, self.whole_mask,
@@ -172,6 +168,15 @@ class ShardedBatch(MutableMapping[str, Any]):
         )  # fmt: skip
         self._blocks.append(placement.__enter__())
         return self
+
+    def _check_ring(self) -> None:
+        """Raise ValueError where the group is not the ring that the batch was sharded for."""
+        ring = self.ring
+        if (ring.rank, ring.size) != (self.rank, self.ring_size):
+            raise ValueError(
+                f"the batch was sharded for rank {self.rank} of {self.ring_size}, this is rank "
+                f"{ring.rank} of {ring.size}; say the ring with batch.over(group)"
+            )
 
     def __exit__(self, *error: Any) -> None:
         self._blocks.pop().__exit__(*error)
@@ -199,13 +204,16 @@ class ShardedBatch(MutableMapping[str, Any]):
         """
         segments = all_segments(self.layout, self.ring_size, self.length)
         held = segment_positions(segments[self.rank])
-        problem = None
-        if x.ndim != 2 or x.shape[1] != len(held) or ahead < 0:
-            problem = (
-                f"x must be [batch, {len(held)}] and ahead at least 0, got {list(x.shape)}, {ahead}"
-            )
-        same = {"ahead": ahead, "batch": len(x), "dtype": x.dtype}
-        agree(self.ring, "rolling a batch", same, problem=problem)
+
+        def check() -> None:
+            if x.ndim != 2 or x.shape[1] != len(held) or ahead < 0:
+                raise ValueError(
+                    f"x must be [batch, {len(held)}] and ahead at least 0, got {list(x.shape)}, "
+                    f"{ahead}"
+                )
+
+        same = {"ahead": ahead, "batch": len(x) if x.ndim else None, "dtype": x.dtype}
+        agree(self.ring, "rolling a batch", same, check=check)
         found = next_tokens(x, segments, self.ring, nothing, ahead)
         if self.packing is None or ahead == 0:
             return found
@@ -256,12 +264,11 @@ def shard_batch(
     >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
     ([[5, 6]], [[1, 2]])
     """
-    sizes_problem = least_problem(1, ring_size=ring_size)
     if rank is None:
         ring = as_ring(group, ring_size)
         place, size = ring.rank, ring.size
     else:
-        ring, place, size = None, rank, ring_size or 0
+        ring, place, size = Ring.alone(), rank, ring_size or 0
         if group is not None or not 0 <= place < size:
             raise ValueError(
                 "shard_batch: rank needs a ring_size above it, and no group; "
@@ -269,35 +276,31 @@ def shard_batch(
             )
     found: list[ShardedBatch] = []
 
-    def make() -> str | None:
+    def make() -> None:
+        check_least(1, ring_size=ring_size)
         for name, t in batch.items():
-            if isinstance(t, Tensor) and (problem := _kind_problem(name, t)):
-                return problem
+            if isinstance(t, Tensor):
+                _check_kind(name, t)
         whole = _Whole.read(batch, shift_labels, ignore_index)
         chosen = whole.layout(size) if layout == AUTO else layout
-        if (problem := layout_problem(chosen, size, whole.length)) is None:
-            made = whole.shard(chosen, place, size)
-            told = None
-            if check_same and size > 1:
-                told = _digest(batch, chosen, shift_labels, ignore_index)
-            found.append(replace(made, group=group, told=told, digest=told))
-        return problem
+        check_layout(chosen, size, whole.length)
+        made = whole.shard(chosen, place, size)
+        told = None
+        if check_same and size > 1:
+            told = _digest(batch, chosen, shift_labels, ignore_index)
+        found.append(replace(made, group=group, told=told, digest=told))
 
-    problem = sizes_problem or problem_of(make)
-    if ring is None and problem is not None:
-        raise ValueError(f"shard_batch: {problem}")
-    if ring is None:
-        return found[0]
+    error = error_of(make)
     told = found[0].told if found else None
     same = {"check_same": check_same, "batch, layout and labels (their digest)": told}
-    agree(ring, "shard_batch", same, problem=problem)
-    return replace(found[0], told=None)
+    agree(ring, "shard_batch", same, check=error)
+    return found[0] if rank is not None else replace(found[0], told=None)
 
 
-def _kind_problem(name: str, t: Tensor) -> str | None:
+def _check_kind(name: str, t: Tensor) -> None:
     if t.is_meta:
-        return f"{name} must have values, got a tensor on {t.device}"
-    return dtensor_problem(name, t)
+        raise ValueError(f"{name} must have values, got a tensor on {t.device}")
+    check_plain(name, t)
 
 
 @dataclass(frozen=True)
@@ -398,9 +401,7 @@ def _packing(
 ) -> BatchDocuments | None:
     """Return the documents of each sample; None if each is one."""
     documents, borders = batch.get("documents"), batch.get("cu_seqlens")
-    problem = documents_problem(documents, borders, tokens.shape, tokens.shape[1])
-    if problem is not None:
-        raise ValueError(problem)
+    check_documents(documents, borders, tokens.shape, tokens.shape[1])
     if documents is None and borders is None:
         counted = _counted(batch.get("position_ids"))
         documents = None if counted is None else documents_of_positions(counted, real)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.geometry.layouts import Layout, layout_problem
+from ring_attention_pytorch.geometry.layouts import Layout, check_layout
 from ring_attention_pytorch.training.batches import AUTO, ShardedBatch, shard_batch
 
 
@@ -41,8 +41,8 @@ class RingCollator:
             raise ValueError(
                 f"rank must be at least 0 and less than ring_size={ring_size}, got {rank}"
             )
-        if layout != AUTO and (problem := layout_problem(layout)) is not None:
-            raise ValueError(problem)
+        if layout != AUTO:
+            check_layout(layout)
         self.inner = inner
         self.options: dict[str, Any] = dict(
             rank=rank, ring_size=ring_size, layout=layout, shift_labels=shift_labels,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.geometry.layouts import Layout, layout_problem, positions
+from ring_attention_pytorch.geometry.layouts import Layout, check_layout, positions
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.training.batches import AUTO, ShardedBatch, shard_batch
 
@@ -132,8 +132,8 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
                 f"0 <= replica < replicas; got {length}, {batch_size}, {rank} of {ring_size}, "
                 f"{replica} of {replicas}"
             )
-        if layout != AUTO and (problem := layout_problem(layout, ring_size, length)) is not None:
-            raise ValueError(problem)
+        if layout != AUTO:
+            check_layout(layout, ring_size, length)
         if isinstance(source, TokenFile) and len(source) <= length:
             raise ValueError(f"a sequence takes {length + 1} tokens, the file has {len(source)}")
         if isinstance(source, Sequence) and not any(len(document) for document in source):

@@ -20,7 +20,7 @@ from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.runtime.lasting import lasting
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.streams import capturing
-from ring_attention_pytorch.tensor_kinds import dtensor_problem
+from ring_attention_pytorch.tensor_kinds import check_plain
 
 _CHUNK = 2048  # tokens whose logits a head makes at once
 
@@ -68,36 +68,32 @@ class Head(NamedTuple):
             "softcap of logits": self.softcap,
         }
 
-    def problem(self, x: Tensor) -> str | None:
-        """Say what is wrong with it for hidden states x `[b, n, d]`; None if nothing is."""
+    def check(self, x: Tensor) -> None:
+        """Raise ValueError where it makes no logits of hidden states x `[b, n, d]`."""
         if self.weight is None:
-            if all(term is None for term in self):
-                return None
-            return (
-                "bias, scale and softcap make logits of hidden states, together with head=; "
-                "without it x are logits, give them as they shall be"
-            )
-        if (problem := self._alike("head", self.weight, [None, x.shape[2]], x)) is not None:
-            return problem
+            if any(term is not None for term in self):
+                raise ValueError(
+                    "bias, scale and softcap make logits of hidden states, together with head=; "
+                    "without it x are logits, give them as they shall be"
+                )
+            return
+        _check_alike("head", self.weight, [None, x.shape[2]], x)
         if self.bias is not None:
-            problem = self._alike("bias", self.bias, [len(self.weight)], x)
+            _check_alike("bias", self.bias, [len(self.weight)], x)
         most = torch.finfo(accumulation_dtype(x.dtype)).max
-        if problem is None and self.scale is not None and not 0 < abs(self.scale) <= most:
-            return f"scale must be finite and not 0, got {self.scale}"
-        if problem is None and self.softcap is not None and not 1 / most < self.softcap <= most:
-            return f"softcap must be None, or positive and finite, got {self.softcap}"
-        return problem
+        if self.scale is not None and not 0 < abs(self.scale) <= most:
+            raise ValueError(f"scale must be finite and not 0, got {self.scale}")
+        if self.softcap is not None and not 1 / most < self.softcap <= most:
+            raise ValueError(f"softcap must be None, or positive and finite, got {self.softcap}")
 
-    @staticmethod
-    def _alike(name: str, t: Tensor, shape: list[int | None], x: Tensor) -> str | None:
-        """Say where a tensor has another shape, dtype or device than it must; None if nowhere."""
-        if (problem := dtensor_problem(name, t)) is not None:
-            return problem
-        fits = t.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, t.shape))
-        if fits and t.device == x.device and autocast_dtype(t) == autocast_dtype(x):
-            return None
+
+def _check_alike(name: str, t: Tensor, shape: list[int | None], x: Tensor) -> None:
+    """Raise ValueError where a tensor has another shape, dtype or device than it must."""
+    check_plain(name, t)
+    fits = t.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, t.shape))
+    if not fits or t.device != x.device or autocast_dtype(t) != autocast_dtype(x):
         wanted = ", ".join("classes" if n is None else str(n) for n in shape)
-        return (
+        raise ValueError(
             f"{name} must be [{wanted}] in the hidden states' {x.dtype} on {x.device}, got "
             f"{list(t.shape)} in {t.dtype} on {t.device}; cast them alike, or use autocast"
         )
@@ -135,49 +131,54 @@ def targets(
     return Targets(torch.where(real, known, ignore_index), real, weights, wrong)
 
 
-def values_problem(
-    labels: Tensor, weights: Tensor | None, ignore_index: int, classes: int
-) -> str | None:
-    """Say which value is wrong; None if none is, or where that must not be waited for.
+def check_values(labels: Tensor, weights: Tensor | None, ignore_index: int, classes: int) -> None:
+    """Raise ValueError for a wrong value; where that must not be waited for, for an earlier call's.
 
-    There it tells of an earlier call, once.
+    That is told once.
     """
     if not reads_at_once(labels):
-        return _flags_of(labels.device).problem()
+        _flags_of(labels.device).check()
+        return
     real = labels != ignore_index
     wrong = labels[real & ((labels < 0) | (labels >= classes))]
     if len(wrong):
-        return (
+        raise ValueError(
             f"labels must be 0 to {classes - 1}, or ignore_index={ignore_index} where there is "
             f"nothing to predict, got {int(wrong[0])}"
         )
-    if weights is None:
-        return None
-    wrong = weights.detach()[real]
-    wrong = wrong[~_is_weight(wrong)]
-    return f"weights must be finite and at least 0, got {wrong[0].item()}" if len(wrong) else None
+    if weights is not None:
+        wrong = weights.detach()[real]
+        wrong = wrong[~_is_weight(wrong)]
+        if len(wrong):
+            raise ValueError(f"weights must be finite and at least 0, got {wrong[0].item()}")
 
 
-def labels_problem(x: Tensor, labels: Tensor, weights: Tensor | None) -> str | None:
-    """Say what is wrong with logits or hidden states x, and with labels for them; values apart."""
+def check_labels(x: Tensor, labels: Tensor, weights: Tensor | None) -> None:
+    """Raise ValueError for what are no logits or hidden states x, or no labels for them.
+
+    Values are looked at by `check_values`.
+    """
     for name, t in {"x": x, "labels": labels, "weights": weights}.items():
-        if t is not None and (problem := dtensor_problem(name, t)):
-            return problem
+        if t is not None:
+            check_plain(name, t)
     if x.ndim != 3 or not x.is_floating_point():
-        return f"logits or hidden states must be floating [b, n, d], got {x.dtype} {list(x.shape)}"
+        raise ValueError(
+            f"logits or hidden states must be floating [b, n, d], got {x.dtype} {list(x.shape)}"
+        )
     if 0 in x.shape[2:]:
-        return f"logits or hidden states must be [b, n, d] with d above 0, got {list(x.shape)}"
+        raise ValueError(
+            f"logits or hidden states must be [b, n, d] with d above 0, got {list(x.shape)}"
+        )
     for name, t in {"labels": labels, "weights": weights}.items():
         if t is None:
             continue
         kind = "int64" if name == "labels" else "real"
         right = t.dtype == torch.int64 if name == "labels" else not t.is_complex()
         if not right or t.shape != x.shape[:2] or t.device != x.device:
-            return (
+            raise ValueError(
                 f"{name} must be {kind} {list(x.shape[:2])} on {x.device}, as x is, "
                 f"got {t.dtype} {list(t.shape)} on {t.device}"
             )
-    return None
 
 
 def reads_at_once(t: Tensor) -> bool:
@@ -213,16 +214,17 @@ class _Flags:
         if self._device.type != "cuda" or not capturing(self._device):  # else a later call tells
             self._told.copy_(self._found, non_blocking=True)
 
-    def problem(self) -> str | None:
-        """Say which flags are up, and lower them; None if none is, so far."""
+    def check(self) -> None:
+        """Raise ValueError if flags are up, so far, and lower them."""
         up = [at for at, flag in enumerate(self._told.tolist()) if flag]
         if not up:
-            return None
+            return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._found.zero_()
         self._told.zero_()
-        return f"{' and '.join(self._TEXTS[at] for at in up)}; so that loss was NaN on all ranks"
+        texts = " and ".join(self._TEXTS[at] for at in up)
+        raise ValueError(f"{texts}; so that loss was NaN on all ranks")
 
 
 _flags: dict[torch.device, _Flags] = {}

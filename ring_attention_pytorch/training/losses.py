@@ -6,6 +6,7 @@ forgotten a chunk of tokens at a time, and made again in backward.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.arguments import check_least
+from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.notes import Disagreement
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
@@ -24,9 +26,9 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.training.batches import ShardedBatch
 from ring_attention_pytorch.training.loss_inputs import (
     Head,
-    labels_problem,
+    check_labels,
+    check_values,
     targets,
-    values_problem,
 )
 
 
@@ -78,15 +80,15 @@ def ring_cross_entropy(  # noqa: PLR0913 - a public entry point
     4.0
     """
     ring, of = as_ring(group), Head(head, bias, scale, softcap)
-    problem = problem_of(lambda: _problem(x, labels, of, weights, ignore_index, chunk, ring))
-    same = _same(x, of, problem, ignore_index) | {
+    error = error_of(partial(_check, x, labels, of, weights, ignore_index, chunk, ring))
+    same = _same(x, of, error, ignore_index) | {
         "weights": weights is not None,
         "requires_grad of x or head, of weights": [
             torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
             for given in ((x, head, bias), (weights,))
         ],
     }
-    told = agree(ring, "ring_cross_entropy", same, _block_note(), problem)
+    told = agree(ring, "ring_cross_entropy", same, _block_note(), check=error)
     _check_blocks("ring_cross_entropy", told)
     note_whole("ring_cross_entropy")
     total = x.new_zeros((), dtype=accumulation_dtype(x.dtype))
@@ -99,10 +101,10 @@ def ring_cross_entropy(  # noqa: PLR0913 - a public entry point
     return mean_over_ranks(total, held, ring)
 
 
-def _same(x: Tensor, head: Head, problem: str | None, ignore_index: int) -> dict[str, Any]:
+def _same(x: Tensor, head: Head, error: ValueError | None, ignore_index: int) -> dict[str, Any]:
     """Return what must be the same on every rank for any loss, by name."""
     same: dict[str, Any] = {}
-    if problem is None:  # else there may be no such dimension
+    if error is None:  # else there may be no such dimension
         same["classes"] = head.classes(x)
     same |= {"dtype": x.dtype, "ignore_index": ignore_index, **head.note()}
     return same | {"grad mode": torch.is_grad_enabled()}
@@ -130,7 +132,7 @@ def _check_blocks(caller: str, told: Sequence[Mapping[str, int]]) -> None:
         )
 
 
-def _told_by_batch(given: Mapping[str, Any], problem: str) -> None:
+def _told_by_batch(given: Mapping[str, Any], error: ValueError) -> None:
     """Tell the ring of a batch what is wrong with an argument; without a batch, that of the block.
 
     A rank that has neither tells the default group: if that is another one, these ranks wait.
@@ -139,7 +141,7 @@ def _told_by_batch(given: Mapping[str, Any], problem: str) -> None:
     ring = batch.ring if isinstance(batch, ShardedBatch) else None
     if ring is None:
         ring = as_ring(None) if placement is None else placement.ring
-    agree(ring, "ring_token_logprobs", {}, problem=problem)
+    agree(ring, "ring_token_logprobs", {}, check=error)
 
 
 @typed(_told_by_batch)
@@ -179,14 +181,11 @@ def ring_token_logprobs(
     >>> ring_token_logprobs(torch.zeros(1, 2, 4), batch).exp().tolist()
     [[0.25, 1.0]]
     """
-    found: Any = batch.get("shift_labels")
-    labels: Tensor = found
-    problem: str | None = "the batch must have labels, got none"
+    labels: Any = batch.get("shift_labels")
     ring, of = batch.ring, Head(head, bias, scale, softcap)
-    if found is not None:
-        problem = problem_of(lambda: _problem(x, labels, of, None, ignore_index, chunk, ring))
-    same = _same(x, of, problem, ignore_index) | {"batch (its digest)": batch.digest}
-    agree(ring, "ring_token_logprobs", same, problem=problem)
+    error = error_of(partial(_check, x, labels, of, None, ignore_index, chunk, ring))
+    same = _same(x, of, error, ignore_index) | {"batch (its digest)": batch.digest}
+    agree(ring, "ring_token_logprobs", same, check=error)
     wanted = targets(labels, None, ignore_index, of.classes(x), x.dtype)
     parts = []
     for part in _chunks(chunk or of.chunk, x, wanted.labels, None):
@@ -251,24 +250,25 @@ def _logprobs_of_chunk(x: Tensor, labels: Tensor, _: None, head: Head, ignore_in
     return -_entropies(x, labels, head, ignore_index)
 
 
-def _problem(
+def _check(
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None,
     head: Head,
     weights: Tensor | None,
     ignore_index: int,
     chunk: int | None,
     ring: Ring,
-) -> str | None:
-    """Say what is wrong with this rank's arguments; None if nothing is."""
-    if problem := labels_problem(x, labels, weights) or head.problem(x):
-        return problem
-    if chunk is not None and chunk < 1:
-        return f"chunk must be at least 1, got {chunk}"
+) -> None:
+    """Raise ValueError for what is wrong with this rank's arguments."""
+    if labels is None:
+        raise ValueError("the batch must have labels, got none")
+    check_labels(x, labels, weights)
+    head.check(x)
+    check_least(1, chunk=chunk)
     placement = current()
     if placement is not None and placement.ring.size > ring.size:
-        return (
+        raise ValueError(
             f"the batch lies on {placement.ring.size} ranks, the loss is over {ring.size}; group "
             "must have all ranks over which gradients are averaged"
         )
-    return values_problem(labels, weights, ignore_index, head.classes(x))
+    check_values(labels, weights, ignore_index, head.classes(x))

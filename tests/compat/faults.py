@@ -4,8 +4,8 @@ from tests.faults.mutant import Mutant
 
 ORIGINAL = [
     Mutant(
-        "sizes are not compared", "compat/distributed.py:gather_as",
-        "expected[ring.rank] != t.shape[dim]", "False",
+        "sizes are not compared", "compat/distributed.py:_check_parts",
+        "sizes[ring.rank] != t.shape[dim]", "False",
     ),
     Mutant(
         "everyone takes the first part", "compat/distributed.py:split_by_rank",

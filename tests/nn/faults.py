@@ -96,7 +96,7 @@ INFERENCE = [
         "ended & (token != _BROKEN)", "ended",
     ),
     Mutant(
-        "any temperature", "nn/generation.py:Sampling.problem", "_COLDEST <=", "0 <",
+        "any temperature", "nn/generation.py:Sampling.check", "_COLDEST <=", "0 <",
     ),
     Mutant(
         "only NaN is no number", "nn/generation.py:Sampling.choose",

@@ -260,7 +260,8 @@ def test_the_coldest_draw_is_the_largest(temperature: float, size: float) -> Non
 
 def test_temperatures_that_no_float32_has_are_refused() -> None:
     for temperature in (1e-39, 5e-324, -1.0, float("nan"), float("inf")):
-        assert "temperature must be 0" in str(Sampling(temperature, None, None).problem(None))
+        with pytest.raises(ValueError, match="temperature must be 0"):
+            Sampling(temperature, None, None).check(None)
 
 
 @pytest.mark.parametrize("row", [[1.0, torch.nan], [torch.inf, 1.0], [-torch.inf] * 2])

@@ -26,11 +26,11 @@ SILENT = [
         "least <= number < math.inf", "least <= number",
     ),
     Mutant(
-        "a layer has no heads", "nn/checks.py:shape_problem",
-        "least_problem(1, heads=heads)", "None",
+        "a layer has no heads", "nn/checks.py:check_shape",
+        "check_least(1, heads=heads)", "None",
     ),
     Mutant(
-        "theta of angles that nobody makes", "nn/checks.py:unused_problem",
+        "theta of angles that nobody makes", "nn/checks.py:check_unused",
         "theta != THETA and not rotary", "False",
     ),
     Mutant(

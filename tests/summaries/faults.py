@@ -132,7 +132,7 @@ SUMMARIES = [
         "summaries/cache.py:SummaryCache._summarise", "first - end + self.rule.block", "0",
     ),
     Mutant(
-        "keys that the plan was not made for", "summaries/pooling.py:_problem", "t.shape != shape",
+        "keys that the plan was not made for", "summaries/pooling.py:_check", "t.shape != shape",
         "False",
     ),
     Mutant(

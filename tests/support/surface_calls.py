@@ -339,7 +339,7 @@ SAID: dict[str, str] = {
     "sequence": "sequences", "source": "sequences", "light_dim_head": "dim_head",
     "light_heads": "heads", "unshard_sequence.length": "tokens", "unshard_sequence.dim": "tokens",
     "ShardedBatch.unshard.dim": "tokens", "send_to_rank": "to", "receive_from_rank": "from",
-    "path": "file", "RoutingPlan.make.problem": "RoutingPlan", "RingCache.rollback.n": "rollback",
+    "path": "file", "RoutingPlan.make.check": "RoutingPlan", "RingCache.rollback.n": "rollback",
     "pad_dim_to.dim": "length",
 }  # fmt: skip
 

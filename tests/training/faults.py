@@ -145,11 +145,11 @@ TRAINING = [
         "factor",
     ),
     Mutant(
-        "labels beyond the classes pass", "training/loss_inputs.py:values_problem",
+        "labels beyond the classes pass", "training/loss_inputs.py:check_values",
         "(labels < 0) | (labels >= classes)", "(labels < 0)",
     ),
     Mutant(
-        "negative labels pass", "training/loss_inputs.py:values_problem",
+        "negative labels pass", "training/loss_inputs.py:check_values",
         "(labels < 0) | (labels >= classes)", "(labels >= classes)",
     ),
     Mutant(
@@ -161,8 +161,8 @@ TRAINING = [
         "(weights >= 0) & (weights < math.inf)", "(weights >= 0)",
     ),
     Mutant(
-        "a head of any dtype passes", "training/loss_inputs.py:Head._alike",
-        "and autocast_dtype(t) == autocast_dtype(x)", "",
+        "a head of any dtype passes", "training/loss_inputs.py:_check_alike",
+        "or autocast_dtype(t) != autocast_dtype(x)", "",
     ),
     Mutant(
         "ranks do not compare the terms of a head", "training/losses.py:_same",
@@ -186,7 +186,7 @@ TRAINING = [
         "wrong_labels",
     ),
     Mutant(
-        "what was found wrong is told for ever", "training/loss_inputs.py:_Flags.problem",
+        "what was found wrong is told for ever", "training/loss_inputs.py:_Flags.check",
         "self._found.zero_()\n self._told.zero_()", "pass",
     ),
     Mutant(
@@ -271,8 +271,8 @@ TRAINING = [
     ),
     Mutant(
         "log-probabilities are of any batches", "training/losses.py:ring_token_logprobs",
-        "_same(x, of, problem, ignore_index) | {\"batch (its digest)\": batch.digest}",
-        "_same(x, of, problem, ignore_index)",
+        "_same(x, of, error, ignore_index) | {\"batch (its digest)\": batch.digest}",
+        "_same(x, of, error, ignore_index)",
     ),
     Mutant(
         "files of one length are one", "training/dataset.py:TokenFile.sample",
@@ -301,7 +301,7 @@ TRAINING = [
         "torch.cat([state.pop(part) for part in parts[::-1]])",
     ),
     Mutant(
-        "key heads need not divide", "nn/projections.py:HeadProjections._split_problem",
+        "key heads need not divide", "nn/projections.py:HeadProjections._check_split",
         "or self.key_heads % mesh.size()", "",
     ),
     Mutant(
