@@ -327,8 +327,8 @@ RIGHT: dict[str, str] = {
     "shard_sequence.dim": "0 -1", "all_gather.dim": "0 -1", "all_gather_variable_dim.dim": "0 -1",
     "gather_sizes.dim": "0 -1", "AllGather.dim": "0 -1", "pad_at_dim.dim": "0 -1",
     "ring_cross_entropy.scale": "", "ring_token_logprobs.scale": "",
-    "ring_token_logprobs.ignore_index": "", "ring_forward.dropout_seed": "0", "register.name": "text",
-    "ring_forward.memory": "0",
+    "ring_token_logprobs.ignore_index": "", "ring_forward.dropout_seed": "0",
+    "register.name": "text", "ring_forward.memory": "0",
 }  # fmt: skip
 
 # other words for a parameter in what is said of it
