@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import told_by_group, typed
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, softmax_weights
 from ring_attention_pytorch.summaries.exchange import dealt
-from ring_attention_pytorch.summaries.plain import softmax_weights
 from ring_attention_pytorch.summaries.plan import Deal, SummaryPlan
 
 
