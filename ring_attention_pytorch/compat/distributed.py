@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.comm import exchange
 from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.nn.sharding import _Gather
 
 
 @checked
@@ -157,9 +157,8 @@ def gather_as(
         if len(expected) != ring.size or expected[ring.rank] != t.shape[dim]:
             problem = f"sizes must be every rank's length along dim, got {expected}"
     lengths = [note["length"] for note in agree(ring, caller, same, own, problem)]
-    parts = [t]
-    if ring.size > 1:
-        parts = _Gather.apply(t, ring, [(*t.shape[:dim], n, *t.shape[dim + 1 :]) for n in lengths])
+    shapes = [(*t.shape[:dim], n, *t.shape[dim + 1 :]) for n in lengths]
+    parts = exchange.all_gather(t, shapes, ring)
     return torch.cat(parts, dim), torch.tensor(lengths, device=t.device)
 
 

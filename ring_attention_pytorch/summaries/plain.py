@@ -18,6 +18,11 @@ def attended(pattern: str, scores: Tensor, seen: Tensor, v: Tensor) -> tuple[Ten
     """Return out and lse by scores `[..., keys]`; `seen` is bool, and broadcasts to them.
 
     A query that sees no key has out 0, lse -inf and no gradient.
+
+    >>> seen = torch.tensor([[True, True], [False, False]])
+    >>> attended("ij,jd->id", torch.zeros(2, 2), seen, torch.tensor([[1.0], [3.0]]))
+    (tensor([[2.],
+            [0.]]), tensor([0.6931,   -inf]))
     """
     blind = ~seen.any(-1)
     scores = scores.masked_fill(~seen, -torch.inf)
