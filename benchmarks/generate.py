@@ -156,7 +156,7 @@ class Clock:
 def watched(clock: Clock) -> Iterator[None]:
     """Watch attention and exchanges in this block."""
     places: list[tuple[Any, str, str]] = [
-        (DecodePlan, "run", "run"), (decode_plan, "gathered", "merged"),
+        (DecodePlan, "run", "run"), (decode_plan, "all_gather_stacked", "merged"),
         (generation, "told_by_first", "told"),
     ]  # fmt: skip
     before = [getattr(place, name) for place, name, _ in places]

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.comm.exchange import all_gather_stacked
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.inference import decode_plan
-from ring_attention_pytorch.inference.exchange import gathered, pushed_rows
 from ring_attention_pytorch.inference.given_keys import GivenKeys, refuse_capture
 from ring_attention_pytorch.inference.partial import merged
+from ring_attention_pytorch.inference.pushed_rows import pushed_rows
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
@@ -115,7 +116,7 @@ def _by_message(ring: Ring, given: Given, d_v: int, whole: int) -> Tensor:
         return out
     message = torch.cat((out, rearrange(lse, "b h t -> b t h 1")), dim=-1)
     with ring.call("tree_attn_decode", plan=crc32(f"{d_v} of {whole}".encode())):
-        every = gathered(ring, message)
+        every = all_gather_stacked(message, ring)
     return merged(every[..., :-1], every[..., -1])[0]
 
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import checked, checks_of
+from ring_attention_pytorch.comm import exchange
 from ring_attention_pytorch.comm.agreement import Check, agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.nn.sharding import _Gather
 
 
 @checked
@@ -155,9 +155,8 @@ def gather_as(
         same |= {"the rest of the shape": before + after, "sizes": lengths}
         own["length"] = t.shape[dim]
     lengths = [note["length"] for note in agree(ring, caller, same, own, check=error)]
-    parts = [t]
-    if ring.size > 1:
-        parts = _Gather.apply(t, ring, [(*t.shape[:dim], n, *t.shape[dim + 1 :]) for n in lengths])
+    shapes = [(*t.shape[:dim], n, *t.shape[dim + 1 :]) for n in lengths]
+    parts = exchange.all_gather(t, shapes, ring)
     return torch.cat(parts, dim), torch.tensor(lengths, device=t.device)
 
 

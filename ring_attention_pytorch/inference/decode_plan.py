@@ -8,12 +8,13 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.comm.exchange import all_gather_stacked
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.inference.exchange import PushedRows, gathered, pushed_rows
 from ring_attention_pytorch.inference.held import HeldTokens
 from ring_attention_pytorch.inference.pages import Pages
 from ring_attention_pytorch.inference.partial import Scores, attend_in_blocks, merged
 from ring_attention_pytorch.inference.programs import Cut, Processors, Tuning, power_of_2
+from ring_attention_pytorch.inference.pushed_rows import PushedRows, pushed_rows
 from ring_attention_pytorch.runtime.launches import Launch, can_begin_early
 
 PUSH = True  # whether ranks that share memory merge in one kernel; tests compare both
@@ -155,7 +156,7 @@ class DecodePlan:
             parts.append(attend_in_blocks(q[i], keys, values, first, held, *of_scores))
         out, lse = (torch.stack(each) for each in zip(*parts))
         message = torch.cat((out, lse.unsqueeze(-1)), dim=-1)
-        every = gathered(self.ring, message) if self.ring.size > 1 else message.unsqueeze(0)
+        every = all_gather_stacked(message, self.ring)
         out, lse = merged(every[..., :-1], every[..., -1], sinks)
         return out.to(q.dtype), lse
 
@@ -192,7 +193,7 @@ class DecodePlan:
                 message = q.new_empty(self.rows * (self.width + 1), dtype=torch.float32)
                 mine = self._apart(message.unsqueeze(0))
                 self.merge_splits(*mine, message, lengths, *parts, purpose)
-                parts = [*self._apart(gathered(self.ring, message))]
+                parts = [*self._apart(all_gather_stacked(message, self.ring))]
                 merge = self.merge_ranks
             out = q.new_empty(self.out_shape)
             lse = q.new_empty(self.out_shape[:3], dtype=torch.float32) if return_lse else spare

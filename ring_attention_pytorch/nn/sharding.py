@@ -1,20 +1,19 @@
 """Differentiable sharding of whole sequences, and its inverse; only needed tokens are sent.
 
-Convention of gradients: backward differentiates the sum of every rank's result, where each
-rank's tensors are separate variables.
+Gradients are those of the sum of every rank's result (`comm/exchange.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ring_attention_pytorch.arguments import checked, checks_of
 from ring_attention_pytorch.comm.agreement import Check, agree, error_of, told_by_group, typed
+from ring_attention_pytorch.comm.exchange import all_gather, all_to_all
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.balance import deal
 from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders, check_documents
@@ -29,10 +28,7 @@ from ring_attention_pytorch.geometry.layouts import (
 )
 from ring_attention_pytorch.plan.packing import gather_packings
 from ring_attention_pytorch.plan.placement import attention_ring, current, note_whole
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.tensor_kinds import check_plain
-
-Shape = tuple[int, ...]
 
 
 @checked
@@ -93,9 +89,8 @@ def unshard_sequence(
     segments = all_segments(layout, ring.size, length)
     lengths = [count(s) for s in segments]
     note_whole("unshard_sequence")
-    parts = [x]
-    if ring.size > 1:
-        parts = _Gather.apply(x, ring, [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in lengths])
+    shapes = [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in lengths]
+    parts = all_gather(x, shapes, ring)
     return _in_order(torch.cat(parts, dim), segments, dim)
 
 
@@ -395,67 +390,6 @@ def _check_dim(x: Tensor, dim: int) -> None:
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"x {list(x.shape)} has no dimension {dim}")
     check_plain("x", x)
-
-
-def all_to_all(pieces: list[Tensor], shapes: Sequence[Shape], ring: Ring) -> list[Tensor]:
-    """Send piece i to rank i, and return what came from each, of `shapes[i]`. Differentiable."""
-    mine = pieces.pop(ring.rank)
-    if ring.size == 1:
-        return [mine]
-    others = [*shapes[: ring.rank], *shapes[ring.rank + 1 :]]
-    received = list(_AllToAll.apply(ring, others, *pieces))
-    received.insert(ring.rank, mine)
-    return received
-
-
-class _AllToAll(Function):
-    """(ring, shapes, pieces for every other rank) -> pieces from every other rank."""
-
-    @staticmethod
-    def forward(ctx: Any, ring: Ring, shapes: list[Shape], *pieces: Tensor) -> tuple[Tensor, ...]:
-        ctx.ring = ring
-        ctx.shapes = [tuple(piece.shape) for piece in pieces]
-        return tuple(_swap(ring, shapes, pieces))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_AllToAll.apply(ctx.ring, ctx.shapes, *grads)
-
-
-class _Gather(Function):
-    """(x, ring, shapes) -> every rank's x, in the order of ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ring: Ring, shapes: list[Shape]) -> tuple[Tensor, ...]:
-        ctx.ring = ring
-        ctx.shape = tuple(x.shape)
-        others = [*shapes[: ring.rank], *shapes[ring.rank + 1 :]]
-        parts = _swap(ring, others, [x] * len(others))
-        parts.insert(ring.rank, x.view_as(x))
-        return tuple(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rank = ctx.ring.rank
-        others = grads[:rank] + grads[rank + 1 :]
-        mine = list(_AllToAll.apply(ctx.ring, [ctx.shape] * len(others), *others))
-        mine.insert(rank, grads[rank])
-        dtype = grads[rank].dtype
-        total = mine[0].to(accumulation_dtype(dtype), copy=True)
-        for part in mine[1:]:  # always in the order of ranks, so that results repeat
-            total += part
-        return total.to(dtype), None, None
-
-
-def _swap(ring: Ring, shapes: Sequence[Shape], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Send tensor i to the i-th other rank; return those that came, in the order of ranks."""
-    others = [rank for rank in range(ring.size) if rank != ring.rank]
-    sends, receives = [], []
-    for rank, shape, t in zip(others, shapes, tensors):
-        sends.append((rank, t.contiguous()))
-        receives.append((rank, tensors[0].new_empty(shape)))
-    with ring.call("sharding"):
-        return ring.exchange(sends, receives).wait()
 
 
 def _in_order(x: Tensor, segments: tuple[Segments, ...], dim: int) -> Tensor:

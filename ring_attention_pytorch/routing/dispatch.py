@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.comm.exchange import scatter_rows
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
-from ring_attention_pytorch.nn.sharding import all_to_all
 from ring_attention_pytorch.routing.plan import RoutingPlan
 
 
@@ -78,10 +78,8 @@ class Dispatch:
                 indices.append((sample * r + route) * n + place)
         flat = x.flatten(0, 1 + by_route)
         pieces = [flat.index_select(0, index) for index in indices]
-        shapes = [(len(land), *width) for land in self.lands]
-        received = torch.cat(all_to_all(pieces, shapes, self.ring))
         empty = x.new_ones((self.positions.numel(), *width))
-        filled = empty.index_copy(0, torch.cat(self.lands), received)
+        filled = scatter_rows(pieces, self.lands, empty, self.ring)
         return filled.view(*self.positions.shape, *width)
 
     def home(self, y: Tensor, base: Tensor) -> Tensor:
@@ -89,11 +87,7 @@ class Dispatch:
 
         base `[b, n, ...]` has the results of tokens that are not routed.
         """
-        flat, width = y.flatten(0, 2), base.shape[2:]
+        flat = y.flatten(0, 2)
         pieces = [flat.index_select(0, land) for land in self.lands]
-        shapes = [(len(sent), *width) for sent in self.sends]
-        received = torch.cat(all_to_all(pieces, shapes, self.ring))
-        received = received.to(base.dtype)
-        filled = base.flatten(0, 1)
-        filled = filled.index_copy(0, torch.cat(self.sends), received)
+        filled = scatter_rows(pieces, self.sends, base.flatten(0, 1), self.ring)
         return filled.view(base.shape)

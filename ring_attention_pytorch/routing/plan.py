@@ -16,6 +16,7 @@ from ring_attention_pytorch.comm.agreement import (
     told_by_group,
     typed,
 )
+from ring_attention_pytorch.comm.exchange import all_gather
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import (
     Segments,
@@ -27,7 +28,6 @@ from ring_attention_pytorch.geometry.layouts import (
 from ring_attention_pytorch.nn.sharding import ShardConfig, check_mask
 from ring_attention_pytorch.plan.checks import DTYPES, check_shards
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.routing.exchange import everyones
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +146,7 @@ class RoutingPlan:
     def whole(self, x: Tensor) -> Tensor:
         """Gather all ranks' x `[b, ..., n]` as `[b, ..., N]`, in position order; no gradient."""
         shapes = [(*x.shape[:-1], count(s)) for s in self.segments]
-        parts = everyones(x, shapes, self.ring)
+        parts = all_gather(x.detach(), shapes, self.ring, "routing")
         return torch.cat(parts, -1).index_select(-1, self.order)
 
     def homes(self, positions: Tensor) -> tuple[Tensor, Tensor]:

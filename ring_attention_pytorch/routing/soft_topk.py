@@ -23,9 +23,9 @@ from torch.autograd import Function
 
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
 from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.comm.exchange import all_gather, sum_over_ranks
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.routing.descent_triton import TRITON
-from ring_attention_pytorch.routing.exchange import everyones, total_over_ranks
 from ring_attention_pytorch.routing.passes import PLAIN, Partition, Slope, partition, slope
 from ring_attention_pytorch.runtime.torch_func import refuse_second_order
 
@@ -145,7 +145,7 @@ class _Threshold(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("soft_topk")
         scores, window, *terms = ctx.saved_tensors
-        grad = total_over_ranks(grad, ctx.ring).index_select(-1, window)
+        grad = sum_over_ranks(grad, ctx.ring, "routing").index_select(-1, window)
         slopes = ctx.by(scores, terms, window)
         return -grad * slopes, None, None, None, None
 
@@ -216,7 +216,7 @@ def soft_topk(
         if mask is not None:
             hidden = hidden.masked_fill(~mask, -torch.inf)
         shapes = [(*scores.shape[:-1], note["n"]) for note in notes]
-        whole = torch.cat(everyones(hidden, shapes, ring), -1)
+        whole = torch.cat(all_gather(hidden, shapes, ring, "routing"), -1)
         real = (whole > -torch.inf).sum(-1)
         solution = fixed_point(whole, counts(k, real), float(eps))
     return _apply(scores, mask, solution, ring)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.runtime.later import Later
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, merge_
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, merge_, merge_sinks_
 from ring_attention_pytorch.runtime.spans import deepest, disjoint_spans, is_free
 from ring_attention_pytorch.runtime.streams import record_use, wait_side_streams
 
@@ -226,10 +226,7 @@ class OutputAccumulator(_Accumulator):
         [[0.5, 0.5], [0.6931471824645996]]
         """
         out, lse = self._update()
-        sinks = sinks.to(lse.dtype).unsqueeze(1)
-        weight = torch.sigmoid(lse - sinks).masked_fill_(lse == -torch.inf, 0.0)
-        out.mul_(weight.transpose(1, 2).unsqueeze(-1))
-        torch.logaddexp(lse, sinks, out=lse)
+        merge_sinks_(out, lse, sinks)
 
     def finalize(self) -> tuple[Tensor, Tensor]:
         """Return out in q's dtype, lse in the accumulator's."""

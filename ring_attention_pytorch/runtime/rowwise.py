@@ -1,6 +1,11 @@
-"""Passes over the rows of results: in plain PyTorch, and on GPUs by one kernel each."""
+"""Passes over the rows of results: in plain PyTorch, and on GPUs by one kernel each.
 
-from functools import lru_cache
+Attention to all keys is that to parts of them, merged by lse. `merge` makes a new result, which has
+gradients. `merge_` goes on with a running one, in place, and `merge_sinks_` ends that.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache, reduce
 
 import torch
 from einops import einsum
@@ -18,6 +23,44 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     Parts in float16 travel in float32: those that cancel may each be larger than float16 holds.
     """
     return torch.float32 if dtype == torch.float16 else dtype
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Merge attention to one or more parts of the keys; differentiable, lse too.
+
+    Args:
+        parts: out `[..., d]` and lse `[...]` of each, any dtypes. Where a part saw nothing, its out
+            is 0 and its lse -inf. It has no weight and no gradient there, and no NaN comes.
+
+    Returns:
+        out and lse of all keys, in the accumulator's dtype; 0 and -inf where no part saw anything.
+
+    >>> equal = [(torch.tensor(out), torch.tensor(0.0)) for out in ([1.0, 3.0], [3.0, 3.0])]
+    >>> merge([*equal, (torch.zeros(2), torch.tensor(-torch.inf))])
+    (tensor([2., 3.]), tensor(0.6931))
+    """
+    lses = torch.stack([lse for _, lse in parts])
+    weights, lse = softmax_weights(lses.to(accumulation_dtype(lses.dtype)), dim=0)
+    return reduce(torch.add, (w[..., None] * out for w, (out, _) in zip(weights, parts))), lse
+
+
+def softmax_weights(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the softmax of logits over a dimension, and its lse, without that dimension.
+
+    Where all logits are -inf weights are 0 and lse -inf, and there is no gradient.
+
+    >>> weights, lse = softmax_weights(torch.tensor([[0.0, -torch.inf], [-torch.inf] * 2]), dim=1)
+    >>> weights.tolist(), lse.tolist()
+    ([[1.0, 0.0], [0.0, 0.0]], [0.0, -inf])
+    """
+    top = logits.detach().amax(dim, keepdim=True)
+    top = top.masked_fill(top.isinf(), 0.0)
+    weights = (logits - top).exp()
+    total = weights.sum(dim, keepdim=True)
+    empty = total == 0
+    safe = total.masked_fill(empty, 1.0)
+    lse = (safe.log() + top).masked_fill(empty, -torch.inf)
+    return weights / safe, lse.squeeze(dim)
 
 
 def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
@@ -45,6 +88,20 @@ def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
         torch.logaddexp(lse, part_lse, out=lse)
     if merged is not out:
         out.copy_(merged)
+
+
+def merge_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Merge, in place, a key of score `sinks` [h] and value 0 that every query sees.
+
+    >>> out, lse = torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1)
+    >>> merge_sinks_(out, lse, torch.zeros(1))
+    >>> out.flatten().tolist(), round(lse.item(), 4)
+    ([0.5, 0.5], 0.6931)
+    """
+    sinks = sinks.to(lse.dtype).unsqueeze(1)
+    weight = torch.sigmoid(lse - sinks).masked_fill_(lse == -torch.inf, 0.0)
+    out.mul_(weight.transpose(1, 2).unsqueeze(-1))
+    torch.logaddexp(lse, sinks, out=lse)
 
 
 def add_(total: Tensor, *parts: Tensor, fresh: bool = False) -> None:

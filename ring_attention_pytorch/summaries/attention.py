@@ -9,7 +9,6 @@
 Yuan et al. 2025, "Native Sparse Attention", section 3.3.
 """
 
-from functools import reduce
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from torch.compiler import is_compiling
 
 from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.runtime.rowwise import merge
 from ring_attention_pytorch.runtime.torch_func import run_apart
-from ring_attention_pytorch.summaries.plain import softmax_weights
 from ring_attention_pytorch.summaries.plan import SummaryPlan
 
 
@@ -80,11 +79,11 @@ def summary_attn(
     far = None if plan.far is None else _far(q, summary_k, summary_v, plan)
     dtype = near[0][0].dtype
     if gates is not None:
-        out = gates[..., :1] * _merged(near)
+        out = gates[..., :1] * merge(near)[0]
         return (out if far is None else out + gates[..., 1:] * far[0]).to(dtype)
     if far is not None:
         near.append(far if bias is None else (far[0], far[1] + bias.to(far[1].dtype)))
-    return _merged(near).to(dtype)
+    return merge(near)[0].to(dtype)
 
 
 Part = tuple[Tensor, Tensor]  # out [b, n, h, d_v] and lse [b, n, h], of some keys
@@ -115,9 +114,3 @@ def _placed(out: Tensor, lse: Tensor, tokens: Tensor, b: int, n: int) -> Part:
     unseen = lse.new_full((b * n, lse.shape[1]), -torch.inf)
     out, lse = nothing.index_copy(0, tokens, out), unseen.index_copy(0, tokens, lse)
     return out.unflatten(0, (b, n)), lse.unflatten(0, (b, n))
-
-
-def _merged(parts: list[Part]) -> Tensor:
-    """Merge the results of one softmax by the lse of its parts, in wide numbers."""
-    weights, _ = softmax_weights(torch.stack([lse for _, lse in parts]), dim=0)
-    return reduce(torch.add, (w[..., None] * out for w, (out, _) in zip(weights, parts)))

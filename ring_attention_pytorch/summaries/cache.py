@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.comm.exchange import all_gather
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.decoding import tree_attn_decode
 from ring_attention_pytorch.geometry.layouts import count, segment_positions
-from ring_attention_pytorch.nn.sharding import all_to_all
 from ring_attention_pytorch.summaries.cells import Cells
 from ring_attention_pytorch.summaries.plan import SummaryPlan
 
@@ -154,7 +154,7 @@ class SummaryCache:
         late = [at >= self.start for at in positions]
         mine = x[:, late[self.ring.rank]]
         shapes = [(len(x), int(each.sum()), *x.shape[2:]) for each in late]
-        parts = all_to_all([mine] * self.ring.size, shapes, self.ring)
+        parts = all_gather(mine, shapes, self.ring)
         order = torch.cat([at[each] for at, each in zip(positions, late)]).argsort()
         return torch.cat(parts, 1)[:, order]
 

@@ -17,11 +17,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from ring_attention_pytorch.comm.exchange import scatter_rows
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.summaries.cells import Cells, Grouped, edge_keys, edge_queries
-from ring_attention_pytorch.summaries.exchange import brought
 from ring_attention_pytorch.summaries.plain import attended, scores_of
 
 
@@ -81,8 +81,10 @@ class Edge:
     def fetch(self, ring: Ring, x: Tensor) -> Tensor:
         """Bring x `[b, n, ...]` of the keys needed here: `[rows, stride - 1, ...]`."""
         shape = len(self.limits), self.width
-        rows = shape[0] * shape[1]
-        return brought(x.flatten(0, 1), self.sends, self.lands, rows, ring).unflatten(0, shape)
+        room = x.new_zeros(shape[0] * shape[1], *x.shape[2:])
+        x = x.flatten(0, 1)
+        pieces = [x[sent] for sent in self.sends]
+        return scatter_rows(pieces, self.lands, room, ring).unflatten(0, shape)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, terms: ScoreMods, ring: Ring

@@ -18,28 +18,14 @@ def attended(pattern: str, scores: Tensor, seen: Tensor, v: Tensor) -> tuple[Ten
     """Return out and lse by scores `[..., keys]`; `seen` is bool, and broadcasts to them.
 
     A query that sees no key has out 0, lse -inf and no gradient.
+
+    >>> seen = torch.tensor([[True, True], [False, False]])
+    >>> attended("ij,jd->id", torch.zeros(2, 2), seen, torch.tensor([[1.0], [3.0]]))
+    (tensor([[2.],
+            [0.]]), tensor([0.6931,   -inf]))
     """
     blind = ~seen.any(-1)
     scores = scores.masked_fill(~seen, -torch.inf)
     lse = scores.masked_fill(blind[..., None], 0.0).logsumexp(-1)
     weights = (scores - lse[..., None]).exp()
     return torch.einsum(pattern, weights, v), lse.masked_fill(blind, -torch.inf)
-
-
-def softmax_weights(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the softmax of logits over a dimension, and its lse, without that dimension.
-
-    Where all logits are -inf weights are 0 and lse -inf, and there is no gradient.
-
-    >>> weights, lse = softmax_weights(torch.tensor([[0.0, -torch.inf], [-torch.inf] * 2]), dim=1)
-    >>> weights.tolist(), lse.tolist()
-    ([[1.0, 0.0], [0.0, 0.0]], [0.0, -inf])
-    """
-    top = logits.detach().amax(dim, keepdim=True)
-    top = top.masked_fill(top.isinf(), 0.0)
-    weights = (logits - top).exp()
-    total = weights.sum(dim, keepdim=True)
-    empty = total == 0
-    safe = total.masked_fill(empty, 1.0)
-    lse = (safe.log() + top).masked_fill(empty, -torch.inf)
-    return weights / safe, lse.squeeze(dim)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
+from ring_attention_pytorch.comm.exchange import exchange_rows
 from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.geometry.layouts import count, segment_positions
 from ring_attention_pytorch.plan.placement import attention_ring, current
@@ -25,7 +26,6 @@ from ring_attention_pytorch.summaries.cells import (
     without_gaps,
 )
 from ring_attention_pytorch.summaries.edge import Edge
-from ring_attention_pytorch.summaries.exchange import dealt
 from ring_attention_pytorch.summaries.select import Selection
 
 # what near and far attention have in common; documents and masks are told each in its own way
@@ -88,7 +88,7 @@ class Deal:
     def visible(self, ring: Ring) -> Tensor:
         """Tell which summaries kept here are of any token that may be seen: bool `[cells]`."""
         found = self.real.any(dim=1).to(torch.uint8)
-        arrived = dealt(found, self.sends, self.lands, ring)
+        arrived = exchange_rows([found[sent] for sent in self.sends], self.lands, ring)
         seen = torch.zeros(self.mine.stop - self.mine.start, dtype=torch.bool, device=found.device)
         for part, land in zip(arrived, self.lands):
             seen[land] |= part.bool()

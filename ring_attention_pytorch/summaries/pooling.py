@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.agreement import error_of, told_by_group, typed
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.summaries.exchange import dealt
-from ring_attention_pytorch.summaries.plain import softmax_weights
+from ring_attention_pytorch.comm.exchange import exchange_rows
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, softmax_weights
 from ring_attention_pytorch.summaries.plan import Deal, SummaryPlan
 
 
@@ -117,7 +116,7 @@ def _merged(parts: list[Tensor], plan: SummaryPlan) -> list[Tensor]:
     deal = plan.deal
     keys, key_lse, values, value_lse = parts
     packed = torch.cat((keys, key_lse[..., None], values, value_lse[..., None]), -1)
-    arrived = dealt(packed, deal.sends, deal.lands, plan.ring)
+    arrived = exchange_rows([packed[sent] for sent in deal.sends], deal.lands, plan.ring)
     widths = keys.shape[-1], 1, values.shape[-1], 1
     cells = deal.mine.stop - deal.mine.start
     nothing = packed.new_zeros(cells, *packed.shape[1:]).split(widths, -1)

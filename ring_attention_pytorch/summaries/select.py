@@ -22,12 +22,11 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ring_attention_pytorch.comm.exchange import all_gather, scatter_rows
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.nn.sharding import all_to_all
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.summaries.cells import Cells, chunks, rows_of
-from ring_attention_pytorch.summaries.exchange import brought
 from ring_attention_pytorch.summaries.plain import attended, scores_of
 
 _NUMBERS = 2**24  # of scores, or of gathered keys, that are in memory at once
@@ -81,7 +80,7 @@ class Selection:
         """Return what all ranks keep of their summaries, `[cells, ...]`."""
         bounds = chunks(self.cells, self.ring.size)
         shapes = [(b - a, *mine.shape[1:]) for a, b in pairwise(bounds)]
-        return torch.cat(all_to_all([mine.detach()] * self.ring.size, shapes, self.ring))
+        return torch.cat(all_gather(mine.detach(), shapes, self.ring))
 
     def _chosen(self, q: Tensor, keys: Tensor, terms: ScoreMods) -> Tensor:
         """Return the cells that each query group chooses, `[x, g, select]`; `cells` is none."""
@@ -115,8 +114,7 @@ class Selection:
         needed = torch.zeros(self.cells + 1, dtype=torch.uint8, device=kv.device)
         needed[chosen.flatten()] = 1
         needed[-1] = 0
-        everyone = [needed] * self.ring.size
-        needs = all_to_all(everyone, [tuple(needed.shape)] * self.ring.size, self.ring)
+        needs = all_gather(needed, [tuple(needed.shape)] * self.ring.size, self.ring)
         number = needed.long().cumsum(0) - 1
         count = int(number[-1]) + 1
         number[-1] = count
@@ -127,7 +125,8 @@ class Selection:
             lands.append(number[at // stride] * stride + at % stride)
 
         def moved(x: Tensor) -> Tensor:
-            rows = brought(x, sends, lands, (count + 1) * stride, self.ring)
+            room = x.new_zeros((count + 1) * stride, *x.shape[1:])
+            rows = scatter_rows([x[sent] for sent in sends], lands, room, self.ring)
             return rows.unflatten(0, (count + 1, stride))
 
         real = torch.ones(len(kv), dtype=torch.uint8, device=kv.device)

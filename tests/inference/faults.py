@@ -105,9 +105,9 @@ INFERENCE = [
         "total = torch.logaddexp(total, sinks.to(total))", "pass",
     ),
     Mutant(
-        "a rank's own result is another's", "inference/exchange.py:gathered",
-        "found[ring.rank] = message",
-        "found[ring.rank] = message * 0",
+        "a rank's own result is another's", "comm/exchange.py:all_gather_stacked",
+        "found[ring.rank] = x",
+        "found[ring.rank] = x * 0",
     ),
     Mutant(
         "a chunk in the order of ranks", "inference/prefill.py:_order", "torch.cat(each).argsort()",

@@ -4,9 +4,9 @@ from tests.faults.mutant import Mutant
 
 SECOND_ORDER = [
     Mutant(
-        "gathering keeps its gradients' gradients", "nn/sharding.py:_Gather.backward",
+        "gathering keeps its gradients' gradients", "comm/exchange.py:_AllGather.backward",
         "list(_AllToAll.apply(ctx.ring, [ctx.shape] * len(others), *others))",
-        "_swap(ctx.ring, [ctx.shape] * len(others), others)",
+        "_swap(ctx.ring, [ctx.shape] * len(others), others, _CALL)",
     ),
 ]  # fmt: skip
 
@@ -21,8 +21,8 @@ ORIGINAL = [
         "(wide * pos.cos()).to(t.dtype) + (turned * pos.sin()).to(t.dtype)",
     ),
     Mutant(
-        "gathered gradients are a rank's own alone", "nn/sharding.py:_Gather.backward",
-        "for part in mine[1:]:", "for part in mine[:0]:",
+        "gathered gradients are a rank's own alone", "comm/exchange.py:_AllGather.backward",
+        "_sum(mine)", "_sum(mine[:1])",
     ),
 ]  # fmt: skip
 

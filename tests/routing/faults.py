@@ -26,7 +26,7 @@ ROUTING = [
     ),
     Mutant(
         "a's gradient of this rank only", "routing/soft_topk.py:_Threshold.backward",
-        "grad = total_over_ranks(grad, ctx.ring).index_select", "grad = grad.index_select",
+        'sum_over_ranks(grad, ctx.ring, "routing")', "grad",
     ),
     Mutant(
         "a's gradient by all gates", "routing/soft_topk.py:fixed_point", "coef = 1 / (k - m)",
@@ -37,7 +37,7 @@ ROUTING = [
         "weight = weight * share", "weight = weight * 0",
     ),
     Mutant(
-        "the last part is taken for the sum", "routing/exchange.py:total_over_ranks",
+        "the last part is taken for the sum", "comm/exchange.py:_sum",
         "total += part", "total = part",
     ),
     Mutant(

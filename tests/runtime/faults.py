@@ -361,7 +361,7 @@ ATTENTION = [
         "* (saved.delta + (0 if saved.dlse is None else saved.dlse))).sum(",
     ),
     Mutant(
-        "a sink that only lse has", "runtime/accumulate.py:OutputAccumulator.add_sinks",
+        "a sink that only lse has", "runtime/rowwise.py:merge_sinks_",
         "out.mul_(weight.transpose(1, 2).unsqueeze(-1))", "pass",
     ),
     Mutant(
@@ -386,6 +386,29 @@ ATTENTION = [
     Mutant(
         "half the digits of a bias in 16 bits", "runtime/scores.py:_parts",
         "return 2 if dtype.itemsize == 2 else 1", "return 1",
+    ),
+]  # fmt: skip
+
+SUMMARIES = [
+    Mutant(
+        "no gradient through lse", "runtime/rowwise.py:merge",
+        "torch.stack([lse for _, lse in parts])", "torch.stack([lse for _, lse in parts]).detach()",
+    ),
+    Mutant(
+        "lse of parts in half precision", "runtime/rowwise.py:merge",
+        "lses.to(accumulation_dtype(lses.dtype))", "lses",
+    ),
+    Mutant(
+        "parts of nothing are NaN", "runtime/rowwise.py:softmax_weights",
+        "top.masked_fill(top.isinf(), 0.0)", "top",
+    ),
+    Mutant(
+        "no key at all is NaN", "runtime/rowwise.py:softmax_weights",
+        "total.masked_fill(empty, 1.0)", "total",
+    ),
+    Mutant(
+        "lse of nothing is 0", "runtime/rowwise.py:softmax_weights",
+        ".masked_fill(empty, -torch.inf)", "",
     ),
 ]  # fmt: skip
 

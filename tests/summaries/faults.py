@@ -65,10 +65,6 @@ SUMMARIES = [
         "zip((k, v), weights, queries)", "zip((k, v), weights[:1] * 2, queries)",
     ),
     Mutant(
-        "no gradient through lse", "summaries/attention.py:_merged",
-        "torch.stack([lse for _, lse in parts])", "torch.stack([lse for _, lse in parts]).detach()",
-    ),
-    Mutant(
         "ties go to the later cell", "summaries/select.py:Selection._chosen",
         "shares.max(-1)",
         "(lambda m: (m[0], shares.shape[-1] - 1 - m[1]))(shares.flip(-1).max(-1))",

@@ -1,4 +1,4 @@
-"""Partial results of all ranks: one packed message to each, or words in shared memory."""
+"""Partial results of all ranks, as words in memory that they share."""
 
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
@@ -17,18 +17,6 @@ _FAILED = -1
 _WORDS = 1 << 22  # in the rows of one call, of all ranks together: 64 MiB for two calls
 
 _rows: WeakKeyDictionary[ProcessGroup, "PushedRows | None"] = WeakKeyDictionary()
-
-
-def gathered(ring: Ring, message: Tensor) -> Tensor:
-    """Return the message of every rank, `[ranks, *message.shape]`."""
-    found = message.new_empty((ring.size, *message.shape))
-    others = [rank for rank in range(ring.size) if rank != ring.rank]
-    transfer = ring.exchange(
-        [(rank, message) for rank in others], [(rank, found[rank]) for rank in others]
-    )
-    found[ring.rank] = message
-    transfer.wait()
-    return found
 
 
 class PushedRows(Guard):

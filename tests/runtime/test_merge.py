@@ -1,0 +1,89 @@
+"""Attention to parts of the keys, merged by lse, is dense attention in float64; gradients too."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.runtime.rowwise import merge, merge_, merge_sinks_
+from tests.support.reference import dense_attention, relative_error
+
+B, N, M, H, D, D_V = 3, 6, 9, 2, 4, 5
+# borders of parts: one; none of whose keys the first queries see; without a key; one key each
+CUTS = {"one": (0, M), "two": (0, 4, M), "an empty one": (0, 4, 4, M), "all": range(M + 1)}
+
+
+def parts_of(cuts, qkv: list[Tensor], mask: Tensor, sinks: Tensor | None = None):
+    """Dense attention to each part; causal, so that early queries see nothing of later keys."""
+    q, k, v = qkv
+    found = []
+    for start, stop in pairwise(cuts):
+        at = torch.arange(1, N + 1), torch.arange(start, stop)
+        kv = k[:, start:stop], v[:, start:stop]
+        options = dict(causal=True, positions=at, key_mask=mask[:, start:stop], sinks=sinks)
+        found.append(dense_attention(q, *kv, **options))
+    return found
+
+
+def drawn() -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """q, k and v; the second sample sees no key at all, the third none of the first five."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = (B, N, H, D), (B, M, H, D), (B, M, H, D_V), (B, N, H, D_V), (B, N, H)
+    *qkv, dout, dlse = (torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes)
+    mask = torch.ones(B, M, dtype=torch.bool)
+    mask[1], mask[2, :5] = False, False
+    return [t.mul_(3).requires_grad_() for t in qkv], mask, dout, dlse
+
+
+def by_query(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Lse [b, h, n] as [b, n, h], like out."""
+    return found[0], found[1].transpose(1, 2)
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+def test_merged_parts_are_dense_attention_and_so_are_gradients(cuts):
+    qkv, mask, dout, dlse = drawn()
+    wanted = by_query(parts_of((0, M), qkv, mask)[0])
+    found = merge([by_query(part) for part in parts_of(cuts, qkv, mask)])
+    blind = wanted[1] == -torch.inf
+    assert blind[1].all()
+    assert torch.equal(found[1] == -torch.inf, blind)
+    assert relative_error(found[0], wanted[0]) < 1e-14
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-14, atol=1e-14)
+    cotangents = dout, dlse.masked_fill(blind, 0.0)
+    got, want = (torch.autograd.grad(each, qkv, cotangents) for each in (found, wanted))
+    for of_found, of_wanted in zip(got, want):
+        assert relative_error(of_found, of_wanted) < 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_parts_of_any_dtype_are_merged_in_wide_numbers(dtype):
+    qkv, mask, *_ = drawn()
+    parts = [by_query(part) for part in parts_of(CUTS["all"], qkv, mask)]
+    parts = [(out.detach().to(dtype), lse.detach().to(dtype)) for out, lse in parts]
+    weights = torch.stack([lse for _, lse in parts]).double().exp()
+    total = weights.sum(0)
+    outs = torch.stack([out for out, _ in parts]).double()
+    want = (weights[..., None] * outs).sum(0) / total.clamp(min=1e-300)[..., None]
+    out, lse = merge(parts)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert (out.dtype, lse.dtype) == (wide, wide)
+    assert relative_error(out.double(), want) < 4 * torch.finfo(wide).eps
+    eps = 4 * torch.finfo(wide).eps
+    torch.testing.assert_close(lse.double(), total.log(), rtol=eps, atol=eps)
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("sunk", [False, True])
+def test_parts_merged_in_place_with_sinks_are_dense_attention(cuts, sunk):
+    qkv, mask, *_ = drawn()
+    sinks = torch.tensor([-2.0, 3.0], dtype=torch.float64) if sunk else None
+    with torch.no_grad():
+        want = parts_of((0, M), qkv, mask, sinks)[0]
+        (out, lse), *others = parts_of(cuts, qkv, mask)
+        merge_(out, lse, *(t for part in others for t in part))
+        if sinks is not None:
+            merge_sinks_(out, lse, sinks)
+    assert relative_error(out, want[0]) < 1e-14
+    torch.testing.assert_close(lse, want[1], rtol=1e-14, atol=1e-14)
