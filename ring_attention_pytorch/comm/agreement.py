@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 from beartype.roar import BeartypeCallHintParamViolation
 from torch.compiler import is_compiling
@@ -19,6 +19,9 @@ from ring_attention_pytorch.comm.notes import Disagreement, by_value, call_site,
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.torch_func import run_apart
 
+# raises what is wrong with one rank's arguments; or the error, where it has been caught before
+Check: TypeAlias = Callable[[], object] | Exception
+
 
 def agree(
     ring: Ring,
@@ -27,18 +30,19 @@ def agree(
     own: Mapping[str, int] | None = None,
     problem: str | None = None,
     everywhere: Mapping[str, Any] | None = None,
+    check: Check | None = None,
 ) -> list[dict[str, int]]:
     """Return the `own` numbers of each rank of the ring, once `same` is the same on all of them.
 
-    `problem` is what this rank found wrong by itself. It is raised on every rank of the group,
+    `check` raises what this rank finds wrong by itself. That is raised on every rank of the group,
     so that no rank is left waiting. Messages number ranks by the group. `everywhere` must be the
     same in all rings of the group, because it decides what they exchange next.
 
     Raises:
-        ValueError: ranks are in different calls, one has a problem, or they differ; the same text
-            on all ranks.
+        ValueError: ranks are in different calls, the check of one raises, or they differ; the same
+            text on all ranks.
     """
-    return agree_on(ring, caller, Claim(same, everywhere or {}), own, problem)
+    return agree_on(ring, caller, Claim(same, everywhere or {}), own, problem, check)
 
 
 def agree_on(
@@ -47,8 +51,11 @@ def agree_on(
     claim: Claim,
     own: Mapping[str, int] | None = None,
     problem: str | None = None,
+    check: Check | None = None,
 ) -> list[dict[str, int]]:
     """Do what `agree` does for a claim that may be told again."""
+    if not isinstance(problem, str):
+        problem = _text_of(problem or check)
     own, problem = dict(own or {}), shortened(problem or ring.problem)
     if ring.size == 1 and ring.group is None:
         ring.steps.compare(caller)
@@ -72,27 +79,49 @@ def agree_on(
     return [each.own for each in told[ring.first : ring.first + ring.size]]
 
 
-def problem_of(find: Callable[[], str | None]) -> str | None:
+def problem_of(find: Callable[[], object]) -> str | None:
     """Return what `find` says is wrong with one rank's arguments, or the error that it raises.
-
-    It may raise for a tensor without values, or for an object that breaks when it is looked at.
-    All ranks must be told, whatever it is.
 
     >>> problem_of(lambda: [][1])
     'IndexError: list index out of range'
     """
     try:
-        return find()
+        found = find()
     except Exception as error:
-        kind = "" if type(error) is ValueError and str(error) else f"{type(error).__name__}: "
-        return f"{kind}{error}"
+        return _text_of(error)
+    return found if isinstance(found, str) else None
+
+
+def error_of(check: Callable[[], object]) -> Exception | None:
+    """Return what `check` raises, for an agreement that comes later; None if it raises nothing.
+
+    It may raise for a tensor without values, or for an object that breaks when it is looked at.
+    All ranks must be told, whatever it is.
+
+    >>> error_of(lambda: [][1])
+    IndexError('list index out of range')
+    """
+    try:
+        check()
+    except Exception as error:
+        return error
+    return None
+
+
+def _text_of(check: Check | None) -> str | None:
+    """Return what a check raises, as ranks are told it: a plain ValueError without its kind."""
+    error = check if check is None or isinstance(check, Exception) else error_of(check)
+    if error is None:
+        return None
+    kind = "" if type(error) is ValueError and str(error) else f"{type(error).__name__}: "
+    return f"{kind}{error}"
 
 
 def told_by_group(
     caller: str,
     agreed: tuple[str, Any] = ("plan", None),
     ring_of: Callable[[Group, int | None], Ring] = as_ring,
-) -> Callable[[dict[str, Any], str], None]:
+) -> Callable[[dict[str, Any], ValueError], None]:
     """Make the `tell` of `typed`, for functions with a `group` that agree under the name `caller`.
 
     They agree only if the argument `agreed[0]` is `agreed[1]`: by default, only without a plan.
@@ -100,7 +129,7 @@ def told_by_group(
     `ring_of` makes the ring of a group, and of a ring size.
     """
 
-    def tell(given: dict[str, Any], problem: str) -> None:
+    def tell(given: dict[str, Any], error: ValueError) -> None:
         if isinstance(options := given.get("options"), dict):
             given = {**given, **options}
         name, value = agreed
@@ -108,11 +137,11 @@ def told_by_group(
             group, size = given.get("group"), given.get("ring_size")
             group = group if isinstance(group, Group) else None
             ring = ring_of(group, size if type(size) is int else None)
-            agree(ring, caller, {}, problem=problem)
+            agree(ring, caller, {}, check=error)
         elif isinstance(of_plan := getattr(given.get("plan"), "ring", None), Ring):
-            of_plan.say(f"raised ValueError: {problem}")
+            of_plan.say(f"raised ValueError: {error}")
         else:  # no plan: those who have one wait
-            ring_of(None, None).say(f"raised ValueError: {problem}")
+            ring_of(None, None).say(f"raised ValueError: {error}")
 
     return tell
 
@@ -130,35 +159,38 @@ def in_the_same_call(ring: Ring, block: AbstractContextManager[object]) -> Itera
         yield
 
 
-def raise_together(ring: Ring, caller: str, problem: str | None) -> None:
-    """Raise a problem that all ranks of this ring have found in what its ranks said.
+def raise_together(
+    ring: Ring, caller: str, problem: str | None = None, check: Check | None = None
+) -> None:
+    """Check what ranks of this ring have told: `check` raises on all of them, or on none.
 
     Other rings of the group are told, too: else they would wait for these ranks in the next
-    exchange of the whole group. All ranks of the group call this, with a problem or without.
+    exchange of the whole group. All ranks of the group call this, whether it raises or not.
 
     Raises:
-        ValueError: a ring has a problem; the same text on all ranks of the group.
+        ValueError: the check of a ring raises; the same text on all ranks of the group.
     """
     if ring.several:
-        agree(ring, caller, {}, problem=problem)
-    elif problem is not None:
+        agree(ring, caller, {}, problem=problem, check=check)
+    elif (problem := problem or _text_of(check)) is not None:
         raise Disagreement(f"{caller}: {problem}")
 
 
 def typed(
-    tell: Callable[[dict[str, Any], str], object], apart: bool = False
+    tell: Callable[[dict[str, Any], ValueError], object], apart: bool = False
 ) -> Callable[[Function], Function]:
     """Decorate a function: arguments must be parameters of the annotated types, or all are told.
 
-    `tell` is given the arguments by name and what is wrong with them. It raises that on all ranks
-    that will wait for this one. Where there are none, it returns. torch.compile runs the function
+    `tell` is given the arguments by name and the error about them, which an agreement takes as its
+    `check`. It raises that on all ranks that will wait for this one. Where there are none, it
+    returns. torch.compile runs the function
     `apart`, between two graphs, or traces it; types are not checked while it does.
 
     Raises:
         ValueError: an argument has another type, or is no parameter; on all ranks alike. Where no
             other rank is told it is a `WrongArgument`.
 
-    >>> @typed(lambda given, problem: None)
+    >>> @typed(lambda given, error: None)
     ... def twice(x: int) -> int:
     ...     return 2 * x
     >>> twice("two")  # doctest: +ELLIPSIS
@@ -178,7 +210,7 @@ def typed(
             except (BeartypeCallHintParamViolation, TypeError) as error:
                 if (problem := arguments.problem(error, args, kwargs)) is None:
                     raise
-            tell(arguments.by_name(args, kwargs), problem)
+            tell(arguments.by_name(args, kwargs), ValueError(problem))
             raise WrongArgument(problem)
 
         return call

@@ -448,16 +448,15 @@ SILENT = [
     ),
     Mutant(
         "a wrong type is kept to itself", "comm/agreement.py:typed",
-        "tell(arguments.by_name(args, kwargs), problem)", "tell",
+        "tell(arguments.by_name(args, kwargs), ValueError(problem))", "tell",
     ),
     Mutant(
         "a wrong type within a call is told as its own", "arguments.py:Arguments.problem",
         "trace.tb_next.tb_next is None", "True",
     ),
     Mutant(
-        "what breaks is kept to itself", "comm/agreement.py:problem_of",
-        "except Exception as error:",
-        "except OSError as error:",
+        "what breaks is kept to itself", "comm/agreement.py:error_of",
+        "except Exception as error:", "except OSError as error:",
     ),
 ]  # fmt: skip
 

@@ -20,7 +20,7 @@ from ring_attention_pytorch import (
     ulysses_attn,
 )
 from ring_attention_pytorch.comm import notes
-from ring_attention_pytorch.comm.agreement import agree, problem_of, typed
+from ring_attention_pytorch.comm.agreement import agree, typed
 from ring_attention_pytorch.comm.claims import Claim
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.nn.sharding import unshard_sequence
@@ -76,20 +76,21 @@ def test_a_thing_that_only_some_ranks_have_differs():
 
 def test_a_problem_of_one_rank_is_raised_on_all_and_names_it():
     def call(ring: Ring) -> None:
-        agree(ring, "here", {}, problem="a bad thing" if ring.rank == 1 else None)
+        agree(ring, "here", {}, check=ValueError("a bad thing") if ring.rank == 1 else None)
 
     assert said(3, call) == ["here: a bad thing (on rank 1)"] * 3
 
 
 def test_problems_that_all_ranks_have_are_told_once_and_others_with_their_ranks():
-    assert said(3, lambda ring: agree(ring, "here", {}, problem="bad")) == ["here: bad"] * 3
-    texts = said(3, lambda ring: agree(ring, "here", {}, problem=f"bad {ring.rank > 0}"))
+    bad = ValueError("bad")
+    assert said(3, lambda ring: agree(ring, "here", {}, check=bad)) == ["here: bad"] * 3
+    texts = said(3, lambda r: agree(r, "here", {}, check=ValueError(f"bad {r.rank > 0}")))
     assert texts == ["here: bad False (on rank 0); bad True (on ranks 1, 2)"] * 3
 
 
 def test_a_problem_comes_before_a_difference():
     def call(ring: Ring) -> None:
-        agree(ring, "here", {"x": ring.rank}, problem="bad" if ring.rank == 1 else None)
+        agree(ring, "here", {"x": ring.rank}, check=ValueError("bad") if ring.rank == 1 else None)
 
     assert said(2, call) == ["here: bad (on rank 1)"] * 2
 
@@ -99,7 +100,8 @@ def test_what_is_wrong_may_be_said_in_any_script_and_at_any_length(character):
     problem = character * 99_999
 
     def call(ring: Ring) -> None:
-        agree(ring, "here", {"layout": problem}, problem=problem if ring.rank else None)
+        wrong = ValueError(problem) if ring.rank else None
+        agree(ring, "here", {"layout": problem}, check=wrong)
 
     (told,) = {*said(2, call)}
     assert 1000 < len(told) < 3000
@@ -129,7 +131,7 @@ def test_things_that_json_does_not_know_are_compared_as_text():
 def test_a_ring_of_one_agrees_with_itself():
     assert agree(Ring.alone(), "here", {"x": 1}, {"n": 3}) == [{"n": 3}]
     with pytest.raises(ValueError, match=r"^here: bad$"):
-        agree(Ring.alone(), "here", {}, problem="bad")
+        agree(Ring.alone(), "here", {}, check=ValueError("bad"))
 
 
 # --- several rings in one group ---
@@ -461,8 +463,24 @@ def test_numbers_of_each_sample_are_the_same_on_all_ranks():
     assert "k must be the same on every rank" in texts[0]
 
 
+@pytest.mark.parametrize(
+    ("check", "told"),
+    [
+        (lambda: None, None),
+        (lambda: "all is well", None),
+        (lambda: [][1], "IndexError: list index out of range (on rank 1)"),
+        (ValueError("caught before"), "caught before (on rank 1)"),
+        (lambda: next(iter(())), "StopIteration:  (on rank 1)"),
+    ],
+)
+def test_what_the_check_of_a_rank_raises_is_raised_on_all(check, told):
+    texts = said(2, lambda ring: agree(ring, "here", {}, check=check if ring.rank else None))
+    assert texts == [told and f"here: {told}"] * 2
+
+
 def test_a_problem_without_words_is_one():
-    def nothing() -> str:
+    def nothing() -> None:
         raise ValueError
 
-    assert problem_of(nothing) == "ValueError: "
+    with pytest.raises(ValueError, match=r"^here: ValueError: $"):
+        agree(Ring.alone(), "here", {}, check=nothing)
