@@ -11,17 +11,18 @@ So what travels depends on the queries alone, however many keys there are.
 """
 
 import os
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.geometry.layouts import Layout, all_segments, layout_problem
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.inference.checks import call_problem, option_problem, triton_problem
+from ring_attention_pytorch.inference.checks import check_call, check_options, triton_refusal
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.prefill import Chunk, plan_chunk, prefill
@@ -40,10 +41,10 @@ _STATE = "what the cache holds"
 _CHUNK = "chunk"  # under which a cache has the last chunk's kind and plan
 
 
-def _tell(given: dict[str, Any], problem: str) -> None:
+def _tell(given: dict[str, Any], error: ValueError) -> None:
     cache = given.get("cache")
     if isinstance(cache, RingCache):
-        told_by_group(_CALLER)({"group": cache.ring}, problem)
+        told_by_group(_CALLER)({"group": cache.ring}, error)
 
 
 @typed(_tell)
@@ -170,9 +171,12 @@ def _checked(
         if cache.in_graph:
             raise ValueError(_UNSEEN)
         plan = plans[key] = _plan(given, cache, layer, scores, kernel, check)
-    elif (problem := call_problem(given, cache, layer)) is not None:
-        cache.ring.say(f"raised ValueError: {problem}")
-        raise ValueError(f"{_CALLER}: {problem}")
+    else:
+        try:
+            check_call(given, cache, layer)
+        except ValueError as error:
+            cache.ring.say(f"raised ValueError: {error}")
+            raise ValueError(f"{_CALLER}: {error}") from None
     return plan
 
 
@@ -186,9 +190,8 @@ def _in_pieces(
     """Attend with more new tokens than a layer with a window takes at once: some after others."""
     q, k, v, *_ = given
     assert q is not None
-    problem = problem_of(lambda: call_problem(given, cache, layer))
-    same = {"tokens": q.shape[1], "layer": layer, _STATE: cache.told(layer, problem)}
-    agree(cache.ring, _CALLER, same, problem=problem)
+    same = {"tokens": q.shape[1], "layer": layer, _STATE: cache.told(layer)}
+    agree(cache.ring, _CALLER, same, check=partial(check_call, given, cache, layer))
     assert k is not None
     assert v is not None
     cache.prepare(q.shape[1], layer, cache.in_graph)
@@ -251,7 +254,6 @@ def _agreed_chunk(
     """Return the chunk that all ranks agreed on, and the last one's plan if all can take it."""
     q = given[0]
     assert q is not None
-    problem = problem_of(lambda: _sharded_problem(given, cache, layer, scores))
     same = {
         "layout": str(layout),
         "layer": layer,
@@ -259,16 +261,16 @@ def _agreed_chunk(
         "scores": list(scores),
         "given": [t is not None for t in given],
         "kernel": kernel,
-        _STATE: cache.told(layer, problem),
+        _STATE: cache.told(layer),
     }
     kind, plan = cache.plans.get(_CHUNK, (None, None))
-    if problem or kind != _kind_of_chunk(given, layout, scores):
+    if kind != _kind_of_chunk(given, layout, scores):
         plan = None
     own = {"tokens": q.shape[1] if q.ndim > 1 else 0, "plan": plan.number if plan else 0}
-    notes = agree(cache.ring, _CALLER, same, own, problem)
+    check = partial(_check_shard, given, cache, layer, scores)
+    notes = agree(cache.ring, _CALLER, same, own, check=check)
     counts = tuple(note["tokens"] for note in notes)
-    if (wrong := _layout_problem(layout, counts)) is not None:
-        raise ValueError(f"{_CALLER}: {wrong}")
+    _check_layout(layout, counts)
     cache.prepare(sum(counts), layer, in_graph=False)
     kept = len({note["plan"] for note in notes}) == 1
     return Chunk(cache.ring, layout, counts), plan if kept else None
@@ -284,25 +286,28 @@ def _kind_of_chunk(
     return (*tensors, layout, scores, settings(q.device.type))
 
 
-def _sharded_problem(
+def _check_shard(
     given: tuple[Tensor | None, ...], cache: RingCache, layer: int, scores: Scores
-) -> str | None:
+) -> None:
     if given[1] is None:
-        return "a chunk in a layout comes with its k and v"
+        raise ValueError("a chunk in a layout comes with its k and v")
     if cache.in_graph:
-        return "a chunk in a layout can't be captured in a CUDA graph; decoding can"
-    problem = call_problem(given, cache, layer, some=False)
-    return problem or cache.holder(layer).problem_of(scores.window, 0, new=True)
+        raise ValueError("a chunk in a layout can't be captured in a CUDA graph; decoding can")
+    check_call(given, cache, layer, some=False)
+    cache.holder(layer).check_window(scores.window, 0, new=True)
 
 
-def _layout_problem(layout: Layout, counts: tuple[int, ...]) -> str | None:
-    """Say why ranks can't have so many tokens each; None if they can."""
+def _check_layout(layout: Layout, counts: tuple[int, ...]) -> None:
+    """Raise ValueError, which all ranks do alike, if they can't have so many tokens each."""
     if (problem := layout_problem(layout, len(counts), sum(counts))) is not None:
-        return problem
+        raise ValueError(f"{_CALLER}: {problem}")
     wanted = [count(each) for each in all_segments(layout, len(counts), sum(counts))]
     if wanted != [*counts]:
-        return f"shards of {layout!r} would have {wanted} tokens, got {[*counts]}"
-    return None if sum(counts) else "a chunk must have a token"
+        raise ValueError(
+            f"{_CALLER}: shards of {layout!r} would have {wanted} tokens, got {[*counts]}"
+        )
+    if not sum(counts):
+        raise ValueError(f"{_CALLER}: a chunk must have a token")
 
 
 def plan_decoding(
@@ -325,15 +330,17 @@ def _plan(
     """Make a plan, once all ranks agree on what it depends on."""
     q, k, _, sinks, slopes = given
     assert q is not None
-    problem = problem_of(lambda: call_problem(given, cache, layer)) or option_problem(
-        scores, kernel, check
-    )
     holder = cache.holder(layer)
-    problem = problem or holder.problem_of(scores.window, q.shape[1], k is not None)
+
+    def check_all() -> None:
+        check_call(given, cache, layer)
+        check_options(scores, kernel, check)
+        holder.check_window(scores.window, q.shape[1], k is not None)
+        if kernel == "triton" and (refusal := triton_refusal(cache, q.dtype)) is not None:
+            raise ValueError(refusal)
+
     if kernel is None:
-        kernel = "triton" if q.is_cuda and triton_problem(cache, q.dtype) is None else "eager"
-    elif problem is None and kernel == "triton":
-        problem = triton_problem(cache, q.dtype)
+        kernel = "triton" if q.is_cuda and triton_refusal(cache, q.dtype) is None else "eager"
     same = {
         "q": list(q.shape),
         "dtype": q.dtype,
@@ -342,9 +349,9 @@ def _plan(
         "check": check,
         "given": [t is not None for t in given],
         "padded on the left": cache.has_starts,
-        _STATE: cache.told(layer, problem),
+        _STATE: cache.told(layer),
     }
-    agree(cache.ring, _CALLER, same, problem=problem)
+    agree(cache.ring, _CALLER, same, check=check_all)
     asked = Asked(
         tuple(q.shape),
         k is not None,

@@ -182,12 +182,9 @@ class PagedStorage(HeldTokens):
             self.lengths_in(layer)
         return self._lineage.mark(layer)
 
-    def told(self, layer: int, problem: str | None = None) -> str:
-        """Say what `mark` is of, for people: first of all the lengths.
-
-        Nothing where there is a problem, for it may be the layer.
-        """
-        if problem:
+    def told(self, layer: int) -> str:
+        """Say what `mark` is of, for people: first of all the lengths; "" of no such layer."""
+        if not 0 <= layer < self.layers:
             return ""
         lengths = [*self.lengths_in(layer)]
         return f"{str(lengths)[:_LONGEST]}, {self.mark(layer):x}"

@@ -9,6 +9,7 @@ All ranks compute the same tokens, but for attention: there each looks at the ke
 """
 
 import inspect
+from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn, Self
 
 import torch
@@ -200,7 +201,8 @@ class RingHFCache(Cache):
             self._fail(_other_keys(layer, given))
         _, k, v = qkv
         keys = self._ready(k, v, at[0])
-        if (problem := keys.holder(layer).problem_of(options["window"], 0, new=True)) is not None:
+        check = partial(keys.holder(layer).check_window, options["window"], 0, new=True)
+        if (problem := problem_of(check)) is not None:
             self._fail(f"layer {layer}: {problem}; with spare=None all tokens of it are kept")
         q, k, v = (rearrange(t, "b h n d -> b n h d").to(keys.taken_as(t.dtype)) for t in qkv)
         options |= {"layer": layer}
