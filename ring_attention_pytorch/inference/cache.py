@@ -171,7 +171,8 @@ class RingCache(PagedStorage):
                 (k, v), self.pools_of(layer), holder.tables, self.layer_lengths[layer], self.rooms,
                 self.overflown, holder.pages, holder.ring.rank,
             )  # fmt: skip
-            self.advance(k.shape[1], layer, on_device=False, in_graph=self.in_graph)
+            if not self.in_graph:
+                self.advance(k.shape[1], layer, on_device=False)
         else:
             holder.write(k, v, layer)
             self.advance(k.shape[1], layer)

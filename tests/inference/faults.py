@@ -130,8 +130,8 @@ INFERENCE = [
         "t.device", "0",
     ),
     Mutant(
-        "any layer is one that there is", "inference/attention.py:ring_attn_with_cache",
-        "layer, _kind(q)", "_kind(q)",
+        "any layer is one that there is", "inference/attention.py:_kind",
+        "*kinds, options, ", "*kinds, options[1:], ",
     ),
     Mutant(
         "ranks attend to given keys in different ways", "decoding.py:_agreed_width",
@@ -153,7 +153,7 @@ INFERENCE = [
         "inference/attention.py:_agreed_chunk", "plan if kept else None", "plan",
     ),
     Mutant(
-        "each chunk makes a plan", "inference/attention.py:_sharded",
+        "each chunk makes a plan", "inference/attention.py:_sharded_chunk",
         "cache.plans[_CHUNK] = _kind_of_chunk(given, layout, scores), plan", "pass",
     ),
     Mutant(
@@ -199,11 +199,11 @@ INFERENCE = [
         "- gone + 1",
     ),
     Mutant(
-        "messages say nothing of the cache", "inference/attention.py:ring_attn_with_cache",
+        "messages say nothing of the cache", "inference/attention.py:_decode_step",
         "cache.mark(layer) + layer", "layer",
     ),
     Mutant(
-        "messages say nothing of the layer", "inference/attention.py:ring_attn_with_cache",
+        "messages say nothing of the layer", "inference/attention.py:_decode_step",
         "cache.mark(layer) + layer", "cache.mark(layer)",
     ),
     Mutant(

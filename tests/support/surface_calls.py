@@ -356,7 +356,7 @@ WITHIN = {
     # of caches
     "advance", "before", "begin", "check_last", "check_layer", "check_new", "check_window",
     "even_lengths", "held", "holder", "lengths_in",
-    "local", "local_of_all", "make_ready", "mark", "oldest", "pools_of", "prepare",
+    "local", "local_of_all", "mark", "oldest", "pools_of", "prepare",
     "put", "taken_as", "told", "write",
     # of others
     "add", "kill", "pin_memory", "sample",
